@@ -1,0 +1,46 @@
+# Two commands matter: `make demo` and `make test`. Both need only Python >= 3.11, a C++20 compiler
+# and pip's index; the rest is installed into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU build of torch is pinned: a bare `torch` pulls gigabytes of CUDA.
+TORCH := torch==2.13.0
+
+.PHONY: demo test lint cpp-test bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.torch: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --prefer-binary $(TORCH)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml CMakeLists.txt $(shell find csrc src -type f -not -name '*.pyc')
+	$(BIN)/python -m pip install --quiet '.[train]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml CMakeLists.txt $(shell find csrc src -type f -not -name '*.pyc')
+	$(BIN)/python -m pip install --quiet '.[dev]' cmake ninja
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/bunkbed demo
+
+test: lint cpp-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+cpp-test: $(VENV)/.test
+	$(BIN)/cmake -S . -B build/cpp-test -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DBUNKBED_BUILD_PYTHON=OFF -DBUNKBED_BUILD_TESTS=ON \
+	  -DBUNKBED_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/cpp-test
+	build/cpp-test/bunkbed_tests
+
+clean:
+	rm -rf build dist $(VENV)
