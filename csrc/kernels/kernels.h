@@ -1,0 +1,79 @@
+// Row kernels: plain functions over pointers, one row or a short run of rows per call.
+//
+// Every kernel exists three times (scalar, AVX2, AVX-512), compiled from one source, `kernels_impl.h`, with
+// `-ffp-contract=off`. Elementwise arithmetic is IEEE add, subtract, multiply, divide and square root, so the
+// three agree bit for bit; reductions run over 16 fixed virtual lanes and are folded in one fixed order
+// (8, 4, 2, 1), so they agree too. The tests compare them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "types.h"
+
+namespace bunkbed {
+
+enum class Simd : uint8_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
+
+// Everything about one optimizer step that is the same for every row.
+// Built once per step by make_step() from the table's step number (1 for the first update).
+struct StepConstants {
+  OptimizerKind kind;
+  bool has_decay;         // coupled decay: grad += weight_decay * weight
+  bool has_decoupled;     // decoupled decay: weight *= keep before the update
+  float weight_decay;
+  float keep;             // 1 - lr * weight_decay
+  float step_size;        // SGD, Adagrad: lr. Adam: lr * sqrt(1 - beta2^t) / (1 - beta1^t), in double, then rounded
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float eps;
+};
+
+StepConstants make_step(const OptimizerSpec& spec, double lr, int64_t step);
+
+// base^exponent by repeated squaring in double: the same bits everywhere, unlike libm's pow.
+double integer_power(double base, int64_t exponent);
+
+struct Kernels {
+  Simd level;
+
+  // out[i] for one row of `dim` weights of row `id`; float32, before any narrowing to the row's dtype.
+  void (*init_row)(const InitSpec& spec, int64_t id, int64_t dim, float* out);
+
+  // One optimizer step on one row in place. `slots` is laid out as optimizer.h says (slots follow each other).
+  void (*update_row)(const StepConstants& step, int64_t dim, const float* grad, float* weight, float* slots);
+
+  // acc[i] = acc[i] + x[i]
+  void (*add_row)(int64_t dim, const float* x, float* acc);
+  // acc[i] = acc[i] + scale * x[i]  (product rounded, then sum rounded)
+  void (*add_scaled_row)(int64_t dim, float scale, const float* x, float* acc);
+  // x[i] = x[i] * scale
+  void (*scale_row)(int64_t dim, float scale, float* x);
+  // true when every value is finite
+  bool (*all_finite)(int64_t n, const float* x);
+  // sum of x[i] * y[i] over 16 virtual lanes, folded 8, 4, 2, 1
+  float (*dot)(int64_t dim, const float* x, const float* y);
+  // sum of x[i]^2 in double over 16 virtual lanes
+  double (*sum_of_squares)(int64_t n, const float* x);
+
+  // Exact widening of 16-bit weights to float32 (float16 subnormals included).
+  void (*widen)(DType dtype, int64_t n, const void* x, float* out);
+  // Round to nearest even; used for initial values and for set().
+  void (*narrow_nearest)(DType dtype, int64_t n, const float* x, void* out);
+  // Stochastic rounding keyed by (seed, row, step), element by element (Philox).
+  void (*narrow_stochastic)(DType dtype, int64_t n, const float* x, uint64_t seed, int64_t id, int64_t step,
+                            void* out);
+
+  // CRC-32C (Castagnoli, reflected, initial and final xor 0xffffffff) continued from `crc` (0 to begin).
+  uint32_t (*crc32c)(uint32_t crc, const void* data, size_t n);
+};
+
+// The table for the level in use: the best this processor has, unless BUNKBED_SIMD or set_simd() says less.
+const Kernels& kernels();
+const Kernels& kernels_for(Simd level);  // throws Error(kInvalid) when the processor lacks it
+bool simd_supported(Simd level);
+void set_simd(Simd level);  // process-wide; for tests and measurements
+Simd current_simd();
+
+}  // namespace bunkbed

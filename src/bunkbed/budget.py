@@ -1,0 +1,165 @@
+"""Byte counts people write, and a RAM budget that several tables share."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from typing import Protocol
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes from an int or a string such as ``"256MiB"``.
+
+    Raises:
+        TypeError: neither int nor str.
+        ValueError: not a size, or not above 0.
+
+    >>> parse_bytes("1.5GiB")
+    1610612736
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f'a size is a number of bytes or a string like "2GiB", got {value!r}')
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        unit = _UNITS.get(match.group(2).lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f'cannot read the size {value!r}; write bytes or a string like "256MiB" or "2GiB"')
+        number = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
+    else:
+        number = int(value)
+    if number <= 0:
+        raise ValueError(f"a size must be above 0 bytes, got {value!r}")
+    return number
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> format_bytes(256 * 2**20)
+    '256.0 MiB'
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+class Member(Protocol):
+    """What a budget needs of a table."""
+
+    def wanted_bytes(self) -> int | None:
+        """Bytes beyond which more RAM is of no use; None when unknown."""
+
+    def minimum_bytes(self) -> int:
+        """Bytes below which the table cannot work."""
+
+    def apply_share(self, num_bytes: int) -> None:
+        """Live within `num_bytes` from now on."""
+
+
+class Budget:
+    """A hard RAM budget that any number of tables share.
+
+    The bytes are divided again whenever a table joins or leaves: a table that needs less than its share gets
+    what it needs, the others divide the rest evenly (water-filling). Values never depend on the division.
+
+    A budget owns no memory itself; it may be dropped once its tables are closed. All methods are thread-safe.
+
+    Args:
+        total: bytes, or a string like ``"8GiB"``.
+
+    >>> Budget("8GiB").total_bytes
+    8589934592
+    """
+
+    def __init__(self, total: int | str) -> None:
+        self.total_bytes = parse_bytes(total)
+        self._lock = threading.RLock()
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._shares: weakref.WeakKeyDictionary[Member, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out to the tables that share this budget."""
+        with self._lock:
+            return sum(self._shares.values())
+
+    def share_for(self, newcomer: Member) -> int:
+        """Bytes `newcomer` would get beside the present members.
+
+        Raises:
+            MemoryError: the total cannot hold every member's minimum; the message says how much is needed.
+        """
+        with self._lock:
+            return self._divide([*self._members, newcomer])[-1]
+
+    def join(self, newcomer: Member) -> None:
+        """Add a member and divide the bytes again; present members shrink first."""
+        with self._lock:
+            members = [*self._members, newcomer]
+            shares = self._divide(members)
+            self._apply(members, shares)
+            self._members.add(newcomer)
+
+    def leave(self, member: Member) -> None:
+        """Remove a member; the others grow into what it held."""
+        with self._lock:
+            self._members.discard(member)
+            self._shares.pop(member, None)
+            members = list(self._members)
+            self._apply(members, self._divide(members))
+
+    def _apply(self, members: list[Member], shares: list[int]) -> None:
+        # Shrink before growing, so that the sum never exceeds the total.
+        order = sorted(range(len(members)), key=lambda i: shares[i] - self._shares.get(members[i], 0))
+        for i in order:
+            if self._shares.get(members[i]) != shares[i]:
+                members[i].apply_share(shares[i])
+                self._shares[members[i]] = shares[i]
+
+    def _divide(self, members: list[Member]) -> list[int]:
+        minimum = [m.minimum_bytes() for m in members]
+        if sum(minimum) > self.total_bytes:
+            raise MemoryError(
+                f"a budget of {format_bytes(self.total_bytes)} is too small for {len(members)} tables; "
+                f"they need at least {sum(minimum)} bytes ({format_bytes(sum(minimum))})"
+            )
+        wanted = [m.wanted_bytes() for m in members]
+        shares = list(minimum)
+        rest = self.total_bytes - sum(shares)
+        hungry = [i for i, w in enumerate(wanted) if w is None or w > shares[i]]
+        while hungry and rest > 0:
+            part = rest // len(hungry)
+            if part == 0:
+                break
+            satisfied = []
+            for i in hungry:
+                limit = wanted[i]
+                grant = part if limit is None else min(part, limit - shares[i])
+                shares[i] += grant
+                rest -= grant
+                if limit is not None and shares[i] >= limit:
+                    satisfied.append(i)
+            if not satisfied:
+                break
+            hungry = [i for i in hungry if i not in satisfied]
+        return shares
+
+    def __repr__(self) -> str:
+        return f"Budget({self.total_bytes})"
