@@ -61,16 +61,19 @@ inline uint16_t float16_stochastic(float x, uint32_t random16) {
   const uint32_t bits = bits_of(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - 0x38000000u + (random16 & 0x1fffu)) >> 13;
+  // Masks from the borrow of a subtraction: GCC makes branches of conditions that guard this much work, and then
+  // no vectors.
+  const uint32_t is_subnormal = 0u - ((magnitude - 0x38800000u) >> 31);
+  const uint32_t is_special = 0u - ((0x7f7fffffu - magnitude) >> 31);
   // In units of 2^-24, the subnormals' spacing. Larger values must not reach the conversion to an integer.
-  const bool is_subnormal = magnitude < 0x38800000u;
-  const float units = float_of(is_subnormal ? magnitude : 0u) * 0x1p24f;
+  const float units = float_of(magnitude & is_subnormal) * 0x1p24f;
   const auto whole = static_cast<int32_t>(units);
   const auto part = static_cast<int32_t>((units - static_cast<float>(whole)) * 0x1p16f);
   const uint32_t subnormal = static_cast<uint32_t>(whole) + ((static_cast<uint32_t>(part) + random16) >> 16);
-  const uint32_t raised = is_subnormal ? subnormal : normal;
+  const uint32_t raised = (subnormal & is_subnormal) | (normal & ~is_subnormal);
   // As values, not encodings: beyond the range `raised` has run past the exponent's five bits.
   const uint32_t finite = raised < 0x7c00u ? raised : 0x7bffu;
-  const uint32_t rounded = magnitude >= 0x7f800000u ? float16_special(magnitude) : finite;
+  const uint32_t rounded = (float16_special(magnitude) & is_special) | (finite & ~is_special);
   return static_cast<uint16_t>(((bits >> 16) & 0x8000u) | rounded);
 }
 
