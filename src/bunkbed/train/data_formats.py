@@ -1,0 +1,520 @@
+"""Files of interactions as batches of (user labels, item labels), whatever their form.
+
+1. Look at the first bytes: gzip is unpacked, Parquet goes its own way, what is not text is refused.
+2. Look at the first lines: what separates the fields, whether their number is the same on every line
+   (columns) or not (adjacency), whether the first line names the columns.
+3. Stream: Arrow's CSV reader for one-character separators, a plain line reader for blanks and adjacency.
+4. When Arrow refuses a line, read again with the plain reader to name the line and what stands there;
+   its own messages count rows of a block, not lines of the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import gzip
+import io
+import os
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+from bunkbed.train.data_columns import HeaderChoice, LayoutChoice, find_columns, looks_like_header, shown
+from bunkbed.train.vocab import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_SAMPLE_BYTES = 256 * 1024
+_SAMPLE_LINES = 1000
+_BLOCK_BYTES = 4 * 1024 * 1024
+_OTHER_ARCHIVES = {
+    b"PK\x03\x04": "a zip archive",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"7z\xbc\xaf": "a 7z archive",
+}
+# Only these quote fields by custom; a lone quote in a TSV title is an ordinary character.
+_QUOTING = {",", ";"}
+_SEPARATOR_NAMES = {
+    ",": "CSV",
+    "\t": "TSV",
+    ";": "semicolon-separated",
+    "|": "bar-separated",
+    "::": "'::'-separated",
+}
+
+
+class Pairs(ABC):
+    """One opened file of interactions.
+
+    Attributes:
+        path: as given, for messages.
+        form: how it is read, for people.
+        emptiness: what it holds when it holds no pairs.
+    """
+
+    path: str
+    form: str
+    emptiness: str = "a header line"
+
+    @abstractmethod
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        """Labels of users and items, two arrays of one length (integers or strings, no nulls) at a time."""
+
+    @abstractmethod
+    def raise_missing(self, what: str, words: set[str]) -> None:
+        """Raise a `DataError` naming the first line whose `what` ("user" or "item") is one of `words`."""
+
+
+def open_pairs(
+    path: str | os.PathLike[str],
+    *,
+    user_col: int | str | None = None,
+    item_col: int | str | None = None,
+    header: HeaderChoice = "auto",
+    layout: LayoutChoice = "auto",
+) -> Pairs:
+    """Look at a file and choose how to read it; every argument given narrows the choice.
+
+    Raises:
+        DataError: empty, not text, or its columns cannot be told.
+        OSError: it cannot be opened.
+    """
+    name = os.fspath(path)
+    text = TextFile(name)
+    if text.magic.startswith(b"PAR1"):
+        return ParquetPairs(name, user_col, item_col)
+    lines = text.sample_lines()
+    separator = _find_separator(lines)
+    rows = [_split(line, separator) for line in lines]
+    if layout == "auto":
+        asked_for_columns = user_col is not None or item_col is not None or header is True
+        can_be_adjacency = separator in (None, "\t") and not asked_for_columns
+        layout = "adjacency" if can_be_adjacency and _is_ragged(rows, separator) else "columns"
+    if layout == "adjacency":
+        return AdjacencyPairs(text)
+    has_header = looks_like_header(rows, user_col, item_col) if header == "auto" else header
+    names = [field.strip() for field in rows[0]] if has_header else None
+    columns = find_columns(name, names, len(rows[0]), user_col, item_col, first_line=lines[0])
+    where = Layout(separator, len(rows[0]), columns[0], columns[1], names)
+    return BlankSeparatedPairs(text, where) if separator is None else DelimitedPairs(text, where)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the users and items stand in a text file with columns."""
+
+    separator: str | None  # None: any run of blanks
+    width: int
+    user: int
+    item: int
+    names: list[str] | None
+
+    def describe(self) -> str:
+        kind = "blank-separated" if self.separator is None else _SEPARATOR_NAMES[self.separator]
+        where = [repr(self.names[at]) if self.names else str(at) for at in (self.user, self.item)]
+        return f"{kind}, users from column {where[0]}, items from column {where[1]}"
+
+
+class TextFile:
+    """A text file, plain or gzip, that can be opened again and again.
+
+    Raises:
+        DataError: empty, an archive of another kind, damaged gzip.
+        OSError: missing, a directory, not readable.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a directory; give one file of interactions", path)
+        with Path(path).open("rb") as file:
+            self.magic = file.read(8)
+        if not self.magic:
+            raise DataError(f"{path}: is empty")
+        for magic, kind in _OTHER_ARCHIVES.items():
+            if self.magic.startswith(magic):
+                raise DataError(f"{path}: is {kind}; unpack it, or compress it with gzip")
+        self.is_gzip = self.magic.startswith(b"\x1f\x8b")
+
+    def open(self) -> IO[bytes]:
+        """The unpacked bytes from the start."""
+        opener = gzip.open if self.is_gzip else open
+        return cast(IO[bytes], opener(self.path, "rb"))
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Line number (from 1) and text of every line; bytes that are not UTF-8 stand as surrogates."""
+        with self.guarded() as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
+            for number, line in enumerate(text, start=1):
+                yield number, line.rstrip("\n")
+
+    def guarded(self) -> _Guarded:
+        """`open`, with damage in the gzip stream told as a `DataError`."""
+        return _Guarded(self)
+
+    def sample_lines(self) -> list[str]:
+        """The first lines that are not blank; the last one of a long file is left out, it may be cut.
+
+        Raises:
+            DataError: not text, or nothing but blanks.
+        """
+        with self.guarded() as file:
+            sample = file.read(_SAMPLE_BYTES)
+        if sample.startswith(b"PAR1"):
+            raise DataError(f"{self.path}: is a gzip of a Parquet file; unpack it first")
+        self._check_text(sample)
+        text = sample.decode("utf-8-sig", errors="surrogateescape")
+        lines = re.split(r"\r\n|\n|\r", text)
+        if len(sample) == _SAMPLE_BYTES and len(lines) > 1:
+            lines.pop()
+        lines = [line for line in lines if line.strip()]
+        if not lines:
+            raise DataError(f"{self.path}: {'holds only blank lines' if sample else 'is empty'}")
+        return lines[:_SAMPLE_LINES]
+
+    def _check_text(self, sample: bytes) -> None:
+        if sample.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(f"{self.path}: is UTF-16 text; save it as UTF-8")
+        bad = re.search(rb"[\x00-\x08\x0e-\x1f\x7f]", sample)
+        if bad is not None:
+            at = bad.start()
+            raise DataError(
+                f"{self.path}: is not text (byte 0x{sample[at]:02x} at offset {at}); "
+                "expected CSV, TSV, Parquet, adjacency lines, or gzip of a text form"
+            )
+
+
+class _Guarded:
+    """Context of an open `TextFile`."""
+
+    def __init__(self, text: TextFile) -> None:
+        self._text = text
+
+    def __enter__(self) -> IO[bytes]:
+        self._file = self._text.open()
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._file.close()
+        if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)):
+            message = f"{self._text.path}: the gzip stream is damaged or cut short ({error})"
+            raise DataError(message) from error
+
+
+class ParquetPairs(Pairs):
+    """Two columns of a Parquet file."""
+
+    emptiness = "a schema"
+
+    def __init__(self, path: str, user_col: int | str | None, item_col: int | str | None) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        try:
+            self._schema = pq.read_schema(path)
+        except pa.ArrowException as error:
+            raise DataError(f"{path}: is damaged Parquet ({_first_line(error)})") from error
+        names = list(self._schema.names)
+        user, item = find_columns(path, names, len(names), user_col, item_col)
+        self._columns = [names[user], names[item]]
+        for name in self._columns:
+            self._check_type(name, self._schema.field(name).type)
+        self.form = f"Parquet, users from column {self._columns[0]!r}, items from column {self._columns[1]!r}"
+
+    def _check_type(self, name: str, kind: pa.DataType) -> None:
+        import pyarrow as pa
+
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(
+                f"{self.path}: column {name!r} holds {kind}, users and items must be integers or strings; "
+                "cast it and write the file again"
+            )
+
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        done = 0
+        try:
+            with pq.ParquetFile(self.path) as file:
+                for batch in file.iter_batches(columns=self._columns):
+                    columns = [batch.column(batch.schema.get_field_index(name)) for name in self._columns]
+                    for name, column in zip(self._columns, columns, strict=True):
+                        if column.null_count:
+                            at = done + column.is_null().to_pylist().index(True)
+                            raise DataError(
+                                f"{self.path} row {at}: column {name!r} is missing (null); drop such rows"
+                            )
+                    yield columns[0], columns[1]
+                    done += len(batch)
+        except pa.ArrowException as error:
+            raise DataError(f"{self.path}: is damaged Parquet ({_first_line(error)})") from error
+
+    def raise_missing(self, what: str, words: set[str]) -> None:
+        import pyarrow as pa
+
+        done = 0
+        for columns in self.batches():
+            labels = columns[0 if what == "user" else 1].cast(pa.string()).to_pylist()
+            for at, label in enumerate(labels):
+                if label.strip() in words:
+                    raise DataError(
+                        f"{self.path} row {done + at}: the {what} is missing ({shown(label)}); drop such rows"
+                    )
+            done += len(labels)
+
+
+class DelimitedPairs(Pairs):
+    """Columns separated by one character (or ``::``), read by Arrow."""
+
+    def __init__(self, text: TextFile, layout: Layout) -> None:
+        self.path = text.path
+        self._text = text
+        self._layout = layout
+        self.form = layout.describe()
+        self._quoted = layout.separator in _QUOTING
+
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        import pyarrow as pa
+        import pyarrow.csv as arrow_csv
+
+        layout = self._layout
+        assert layout.separator is not None
+        # Arrow separates by one character; between two ':' lies an empty column that nobody asks for.
+        stride = len(layout.separator)
+        names = [f"f{at}" for at in range((layout.width - 1) * stride + 1)]
+        columns = [f"f{layout.user * stride}", f"f{layout.item * stride}"]
+        try:
+            with self._text.guarded() as file:
+                reader = arrow_csv.open_csv(
+                    file,
+                    read_options=arrow_csv.ReadOptions(
+                        use_threads=False,
+                        column_names=names,
+                        skip_rows_after_names=1 if layout.names is not None else 0,
+                        block_size=_BLOCK_BYTES,
+                    ),
+                    parse_options=arrow_csv.ParseOptions(
+                        delimiter=layout.separator[0],
+                        quote_char='"' if self._quoted else False,
+                        newlines_in_values=self._quoted,
+                    ),
+                    convert_options=arrow_csv.ConvertOptions(
+                        include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
+                    ),
+                )
+                for batch in reader:
+                    yield batch.column(0), batch.column(1)
+        except pa.ArrowInvalid as error:
+            self._raise_first_bad_line(set())
+            message = f"{self.path}: cannot be read as {layout.describe()} ({_first_line(error)})"
+            raise DataError(message) from error
+
+    def raise_missing(self, what: str, words: set[str]) -> None:
+        self._raise_first_bad_line(words, only=what)
+
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Line number and fields of each row that is not blank, by Python's reader."""
+        if not self._quoted:
+            for number, content in self._text.lines():
+                if content.strip():
+                    yield number, content.split(self._layout.separator)
+            return
+        with self._text.guarded() as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+            reader = csv.reader(text, delimiter=self._layout.separator or ",")
+            line = 1
+            for row in reader:
+                if row:
+                    yield line, row
+                line = reader.line_num + 1
+
+    def _raise_first_bad_line(self, words: set[str], *, only: str | None = None) -> None:
+        layout = self._layout
+        wanted = [("user", layout.user), ("item", layout.item)]
+        for at, (number, row) in enumerate(self._rows()):
+            if at == 0 and layout.names is not None:
+                continue
+            if len(row) != layout.width:
+                raise _ragged(self.path, number, layout.width, row)
+            for what, column in wanted:
+                field = row[column]
+                if only in (None, what) and words and field.strip() in words:
+                    raise DataError(f"{self.path} line {number}: the {what} is missing (found {field!r})")
+                _check_utf8(self.path, number, what, field)
+
+
+class BlankSeparatedPairs(Pairs):
+    """Columns separated by runs of blanks."""
+
+    def __init__(self, text: TextFile, layout: Layout) -> None:
+        self.path = text.path
+        self._text = text
+        self._layout = layout
+        self.form = layout.describe()
+
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        import pyarrow as pa
+
+        layout = self._layout
+        users: list[str] = []
+        items: list[str] = []
+        for number, row in self._rows():
+            if len(row) != layout.width:
+                raise _ragged(self.path, number, layout.width, row)
+            for what, at in (("user", layout.user), ("item", layout.item)):
+                _check_utf8(self.path, number, what, row[at])
+            users.append(row[layout.user])
+            items.append(row[layout.item])
+            if len(users) >= 1 << 18:
+                yield pa.array(users, pa.string()), pa.array(items, pa.string())
+                users, items = [], []
+        yield pa.array(users, pa.string()), pa.array(items, pa.string())
+
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        is_header = self._layout.names is not None
+        for number, line in self._text.lines():
+            row = line.split()
+            if row and is_header:
+                is_header = False
+            elif row:
+                yield number, row
+
+    def raise_missing(self, what: str, words: set[str]) -> None:
+        at = self._layout.user if what == "user" else self._layout.item
+        for number, row in self._rows():
+            if row[at] in words:
+                raise DataError(f"{self.path} line {number}: the {what} is missing (found {row[at]!r})")
+
+
+class AdjacencyPairs(Pairs):
+    """``user item item ...`` lines, separated by blanks; a user without items has no pairs and is left out."""
+
+    emptiness = "users without items"
+
+    def __init__(self, text: TextFile) -> None:
+        self.path = text.path
+        self._text = text
+        self.form = "adjacency lines (user item item ...)"
+
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        import pyarrow as pa
+
+        users: list[str] = []
+        items: list[str] = []
+        for number, line in self._text.lines():
+            row = line.split()
+            if not row:
+                continue
+            if not line.isascii():
+                for field in row:
+                    _check_utf8(self.path, number, "line", field)
+            users += [row[0]] * (len(row) - 1)
+            items += row[1:]
+            if len(items) >= 1 << 18:
+                yield pa.array(users, pa.string()), pa.array(items, pa.string())
+                users, items = [], []
+        yield pa.array(users, pa.string()), pa.array(items, pa.string())
+
+    def raise_missing(self, what: str, words: set[str]) -> None:
+        for number, line in self._text.lines():
+            row = line.split()
+            fields = row[:1] if what == "user" else row[1:]
+            for field in fields:
+                if field in words:
+                    raise DataError(f"{self.path} line {number}: the {what} is missing (found {field!r})")
+
+
+def read_candidate_lines(path: str | os.PathLike[str]) -> tuple[pa.Array, pa.Array, int]:
+    """``(user,item)<TAB>negative ...`` lines.
+
+    Returns:
+        User labels ``[Q]``, item labels ``[Q * (1 + C)]`` (the held-out item first in each row), and C.
+
+    Raises:
+        DataError: a line of another form, or with another number of negatives.
+    """
+    import pyarrow as pa
+
+    text = TextFile(os.fspath(path))
+    text.sample_lines()
+    users: list[str] = []
+    items: list[str] = []
+    width = 0
+    for number, line in text.lines():
+        row = line.split()
+        if not row:
+            continue
+        pair = re.fullmatch(r"\(([^,]+),([^,]+)\)", row[0])
+        if pair is None or len(row) < 2:
+            raise DataError(
+                f"{text.path} line {number}: expected '(user,item)' and its negatives separated by tabs, "
+                f"found {shown(line)}"
+            )
+        if width and len(row) - 1 != width:
+            raise DataError(
+                f"{text.path} line {number}: has {len(row) - 1} negatives where the lines above have {width}"
+            )
+        width = len(row) - 1
+        for field in row:
+            _check_utf8(text.path, number, "line", field)
+        users.append(pair[1])
+        items.append(pair[2])
+        items += row[1:]
+    return pa.array(users, pa.string()), pa.array(items, pa.string()), width
+
+
+def _find_separator(lines: list[str]) -> str | None:
+    for line in lines[:20]:
+        for separator in ("\t", "::", ",", ";", "|"):
+            if separator in line:
+                return separator
+        if len(line.split()) > 1:
+            return None
+    return None
+
+
+def _split(line: str, separator: str | None) -> list[str]:
+    if separator in _QUOTING:
+        return next(csv.reader([line], delimiter=separator or ","))
+    return line.split(separator)
+
+
+def _is_ragged(rows: list[list[str]], separator: str | None) -> bool:
+    """Whether lines differing in length are the rule (adjacency) or the exception (a broken line)."""
+    share = Counter(map(len, rows)).most_common(1)[0][1] / len(rows)
+    # Blanks mostly separate adjacency, tabs mostly columns, so tabs need the clearer evidence.
+    return share < (0.75 if separator is None else 0.5)
+
+
+def _ragged(path: str, number: int, width: int, row: list[str]) -> DataError:
+    found = shown(" ".join(row) if len(row) == 1 else ", ".join(row))
+    return DataError(f"{path} line {number}: expected {width} columns, found {len(row)}: {found}")
+
+
+def _check_utf8(path: str, number: int, what: str, field: str) -> None:
+    if not field.isascii():
+        try:
+            field.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raw = field.encode("utf-8", "surrogateescape")
+            byte = raw[len(field[: error.start].encode("utf-8", "surrogateescape"))]
+            raise DataError(
+                f"{path} line {number}: the {what} is not UTF-8 text (byte 0x{byte:02x}); "
+                "save the file as UTF-8"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,155 @@
+"""A dataset kept in a run's folder, so that resuming, evaluating and recommending need no other file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bunkbed.train.data import Candidates, Dataset, Interactions
+from bunkbed.train.vocab import DataError, Int64Array, Vocab
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PathLike = str | os.PathLike[str]
+
+
+def save_dataset(folder: PathLike, dataset: Dataset) -> None:
+    """Write a dataset as Parquet files in `folder`, durably; the description comes last and makes it whole.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    import pyarrow as pa
+
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    train = dataset.train
+    _write(root / "users.parquet", {"label": train.user_vocab.array})
+    _write(root / "items.parquet", {"label": train.item_vocab.array})
+    about: dict[str, Any] = {"version": 1, "cold_users": dataset.cold_users, "cold_items": dataset.cold_items}
+    for name, pairs in (("train", train), ("test", dataset.test)):
+        if pairs is not None:
+            _write(root / f"{name}.parquet", {"user": pa.array(pairs.users), "item": pa.array(pairs.items)})
+            about[name] = {"source": pairs.source, "duplicates": pairs.duplicates, "form": pairs.form}
+    if dataset.candidates is not None:
+        rows = dataset.candidates
+        width = rows.negatives.shape[1]
+        negatives = pa.FixedSizeListArray.from_arrays(pa.array(rows.negatives.ravel()), width)
+        columns = {"user": pa.array(rows.users), "positive": pa.array(rows.positives), "negatives": negatives}
+        _write(root / "candidates.parquet", columns)
+        about["candidates"] = {"source": rows.source}
+    _replace_file(root / "dataset.json", (json.dumps(about, indent=2) + "\n").encode())
+
+
+def load_dataset(folder: PathLike) -> Dataset:
+    """Read what `save_dataset` wrote.
+
+    Raises:
+        DataError: no dataset there, or it is not whole.
+    """
+    import pyarrow as pa
+
+    root = Path(folder)
+    try:
+        about = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+        users = Vocab(_read(root / "users.parquet")["label"].combine_chunks())
+        items = Vocab(_read(root / "items.parquet")["label"].combine_chunks())
+        pairs: dict[str, Interactions] = {}
+        for name in ("train", "test"):
+            if name in about:
+                table = _read(root / f"{name}.parquet")
+                pairs[name] = Interactions(
+                    table["user"].to_numpy(), table["item"].to_numpy(), users, items, **about[name]
+                )
+        candidates = None
+        if "candidates" in about:
+            table = _read(root / "candidates.parquet")
+            negatives = table["negatives"].combine_chunks()
+            candidates = Candidates(
+                table["user"].to_numpy(),
+                table["positive"].to_numpy(),
+                negatives.flatten().to_numpy().reshape(len(table), -1),
+                about["candidates"]["source"],
+            )
+        cold = (about["cold_users"], about["cold_items"])
+        return Dataset(pairs["train"], pairs.get("test"), candidates, *cold)
+    except FileNotFoundError as error:
+        raise _absent(root, error) from error
+    except (KeyError, json.JSONDecodeError, pa.ArrowException) as error:
+        raise DataError(f"{root}: the saved interactions are damaged ({error})") from error
+
+
+def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
+    """Only the labels of users and items that `save_dataset` wrote.
+
+    Raises:
+        DataError: no dataset there.
+    """
+    root = Path(folder)
+    try:
+        tables = [_read(root / name)["label"].combine_chunks() for name in ("users.parquet", "items.parquet")]
+    except FileNotFoundError as error:
+        raise _absent(root, error) from error
+    return Vocab(tables[0]), Vocab(tables[1])
+
+
+def seen_items(folder: PathLike, user: int) -> Int64Array:
+    """Items ``int64[M]`` of one user's training pairs, streamed from the saved dataset, in file order."""
+    import pyarrow.parquet as pq
+
+    parts = [np.empty(0, np.int64)]
+    with pq.ParquetFile(Path(folder) / "train.parquet") as file:
+        for group in range(file.num_row_groups):
+            bounds = file.metadata.row_group(group).column(0).statistics
+            if bounds is not None and not bounds.min <= user <= bounds.max:
+                continue
+            table = file.read_row_group(group)
+            parts.append(table["item"].to_numpy()[table["user"].to_numpy() == user])
+    return np.concatenate(parts)
+
+
+def _absent(root: Path, error: FileNotFoundError) -> DataError:
+    return DataError(f"{root}: holds no saved interactions ({Path(error.filename).name} is missing)")
+
+
+def _write(path: Path, columns: dict[str, pa.Array]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    temporary = path.with_suffix(".tmp")
+    # Small row groups: `seen_items` skips those whose bounds leave the user out.
+    pq.write_table(pa.table(columns), temporary, compression="zstd", row_group_size=1 << 17)
+    _make_durable(temporary, path)
+
+
+def _read(path: Path) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    if not path.exists():
+        raise FileNotFoundError(2, "no such file", str(path))
+    return pq.read_table(path)
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(content)
+    _make_durable(temporary, path)
+
+
+def _make_durable(temporary: Path, path: Path) -> None:
+    _sync(temporary)
+    temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

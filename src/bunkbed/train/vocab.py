@@ -1,0 +1,148 @@
+"""Labels as they stand in a file, and the dense indices that tables are addressed by."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bunkbed.errors import BunkbedError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Int64Array = npt.NDArray[np.int64]
+Label = int | str
+
+# Difflib compares with every label; beyond this many we look only at the neighbours in sorted order.
+_MAX_COMPARED_LABELS = 20_000
+
+
+class DataError(BunkbedError, ValueError):
+    """An interactions file cannot be read, or does not hold what was asked of it."""
+
+
+class Vocab:
+    """Labels (integers or strings) of users or items, numbered by first appearance.
+
+    Immutable, safe to share between threads; owns its labels (about 8 bytes an integer label, the text for
+    strings) and no file.
+
+    Args:
+        labels: Arrow ``int64[n]`` or ``string[n]``, distinct, without nulls; position is the dense index.
+
+    >>> vocab = Vocab.of(["ann", "bob"])
+    >>> vocab.index("bob"), len(vocab), vocab.kind
+    (1, 2, 'str')
+    """
+
+    def __init__(self, labels: pa.Array) -> None:
+        import pyarrow as pa
+
+        if pa.types.is_integer(labels.type):
+            self.kind: Literal["int", "str"] = "int"
+            self.array: pa.Array = labels.cast(pa.int64())
+        else:
+            self.kind = "str"
+            self.array = labels.cast(pa.large_string())
+
+    @classmethod
+    def of(cls, labels: Iterable[Label]) -> Vocab:
+        """A vocabulary of the given distinct labels, in order."""
+        import pyarrow as pa
+
+        return cls(pa.array(list(labels)))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return f"Vocab({len(self):,} {self.kind} labels)"
+
+    @property
+    def labels(self) -> npt.NDArray[np.generic]:
+        """Every label in index order: ``int64[n]``, or ``object[n]`` of str."""
+        result: npt.NDArray[np.generic] = self.array.to_numpy(zero_copy_only=False)
+        return result
+
+    def encode(self, labels: Sequence[Label] | pa.Array) -> Int64Array:
+        """Dense indices ``int64[N]`` of `labels`, -1 where a label is unknown. Duplicates are fine."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        if not isinstance(labels, pa.Array):
+            if self.kind == "int":
+                numbers = [_as_int(label) for label in labels]
+                labels = pa.array(numbers, pa.int64())
+            else:
+                labels = pa.array([str(label) for label in labels], pa.large_string())
+        found = pc.index_in(labels.cast(self.array.type), value_set=self.array, skip_nulls=True)
+        result: Int64Array = found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        return result
+
+    def index(self, label: Label, *, what: str = "label") -> int:
+        """Dense index of one label; ``"42"`` finds the integer label 42.
+
+        Raises:
+            DataError: unknown; the message names the nearest labels.
+        """
+        position = int(self.encode([label])[0])
+        if position < 0:
+            near = ", ".join(map(str, self.nearest(label)))
+            raise DataError(f"{what} {label!r} is not among the {len(self):,} known; the nearest are {near}")
+        return position
+
+    def decode(self, indices: Int64Array | Sequence[int]) -> list[Label]:
+        """Labels of dense indices ``int64[N]`` in ``[0, len)``.
+
+        Raises:
+            IndexError: an index is outside the range.
+        """
+        import pyarrow as pa
+
+        wanted = np.asarray(indices, dtype=np.int64)
+        outside = np.flatnonzero((wanted < 0) | (wanted >= len(self)))
+        if outside.size:
+            at = int(outside[0])
+            raise IndexError(f"index {wanted[at]} at position {at} is outside [0, {len(self)})")
+        result: list[Label] = self.array.take(pa.array(wanted)).to_pylist()
+        return result
+
+    def nearest(self, label: Label, *, count: int = 3) -> list[Label]:
+        """The labels most like `label`, best first: by difference for integers, by spelling for strings."""
+        if not len(self):
+            return []
+        number = _as_int(label)
+        if self.kind == "int":
+            values = self.labels.astype(np.int64)
+            if number is None:
+                return [int(value) for value in values[:count]]
+            # Python integers: the difference of two int64 may not fit one.
+            order = np.argsort(np.abs(values.astype(np.float64) - float(number)), kind="stable")
+            return [int(value) for value in values[order[:count]]]
+        text = str(label)
+        known = self._sorted_labels
+        if len(known) > _MAX_COMPARED_LABELS:
+            at = bisect_left(known, text)
+            known = known[max(0, at - 50) : at + 50]
+        lowered = {item.lower(): item for item in reversed(known)}
+        close = difflib.get_close_matches(text.lower(), list(lowered), n=count, cutoff=0.5)
+        return [lowered[item] for item in close] or list(self.array.slice(0, count).to_pylist())
+
+    @cached_property
+    def _sorted_labels(self) -> list[str]:
+        return sorted(self.array.to_pylist())
+
+
+def _as_int(label: Label) -> int | None:
+    """The integer a label stands for, None when it is not one that int64 holds."""
+    if isinstance(label, str) and not re.fullmatch(r"\s*(0|-?[1-9][0-9]*)\s*", label):
+        return None
+    value = int(label)
+    return value if -(2**63) <= value < 2**63 else None
