@@ -399,7 +399,7 @@ class BlankSeparatedPairs(Pairs):
 
 
 class AdjacencyPairs(Pairs):
-    """``user item item ...`` lines, separated by blanks; a user without items has no pairs and is left out."""
+    """``user item item ...`` lines, separated by blanks; a user without items is left out."""
 
     emptiness = "users without items"
 
