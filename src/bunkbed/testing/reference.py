@@ -1,0 +1,381 @@
+"""`ReferenceTable`: a table as a dictionary of rows, the oracle every tier combination is compared with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from bunkbed import optim
+from bunkbed.errors import TableClosedError
+from bunkbed.init import Initializer, Zeros
+from bunkbed.testing import arithmetic, philox
+from bunkbed.testing.arithmetic import FloatArray, IntArray
+
+Initial = Callable[[IntArray], ArrayLike]
+
+
+class ReferenceTable:
+    """The whole surface of a table in plain NumPy and one dictionary, with the engine's rules for every bit.
+
+    It owns all its rows in RAM, is not thread-safe, and is "durable" only in memory: `commit` keeps a copy,
+    `revert` and `rewind` return to one. Nothing needs closing.
+
+    Args:
+        dim: weights per row.
+        num_rows: ids lie in ``[0, num_rows)``; None admits any non-negative int64.
+        optimizer: one of ``bb.SGD``, ``bb.Adagrad``, ``bb.RowwiseAdagrad``, ``bb.Adam`` (the default).
+        init: ``bb.Zeros``, ``bb.Normal`` or ``bb.Uniform``; default ``Zeros()``.
+        seed: of the initialiser.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; how weights are stored.
+        initial: overrides `init`: a function from int64[N] ids to float32[N, dim] rows.
+        name: how errors call the table.
+
+    >>> table = ReferenceTable(dim=2, num_rows=10, optimizer=optim.SGD(lr=0.5))
+    >>> table.update([3, 3], np.ones((2, 2), np.float32))
+    >>> table.lookup([3, 4]).tolist()
+    [[-1.0, -1.0], [0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_rows: int | None = None,
+        optimizer: optim.Optimizer | None = None,
+        init: Initializer | None = None,
+        seed: int = 0,
+        dtype: str = "float32",
+        initial: Initial | None = None,
+        name: str = "reference",
+    ) -> None:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+        self.dim = dim
+        self.num_rows = num_rows
+        self.optimizer = optimizer if optimizer is not None else optim.Adam()
+        self.init = init if init is not None else Zeros()
+        self.seed = seed
+        self.dtype = dtype
+        self.name = name
+        self.meta: dict[str, Any] = {}
+        self.step = 0
+        self.epoch = 0
+        self.path = None
+        self.mode = "w"
+        self.closed = False
+        self._initial = initial
+        self._slots = arithmetic.optimizer_slots(self.optimizer, dim)
+        self._widths = {"weight": dim, **{slot: width for slot, (width, _) in self._slots.items()}}
+        # Row -> place in the arrays below; a row is here only once updated or set.
+        self._places: dict[int, int] = {}
+        self._arrays = {slot: np.zeros((0, width), np.float32) for slot, width in self._widths.items()}
+        self._commits: dict[int, dict[str, Any]] = {}
+        self._names: dict[str, int] = {}
+        self._counts = {"lookups": 0, "updates": 0, "ids": 0, "unique_rows": 0, "commits": 0}
+        self._keep_state()
+
+    # ---- reading
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the optimizer's arrays."""
+        return tuple(self._slots)
+
+    def __len__(self) -> int:
+        """Number of stored rows."""
+        return len(self._places)
+
+    def lookup(self, ids: ArrayLike, *, touch: bool = True, out: FloatArray | None = None) -> FloatArray:
+        """int64[...] ids to float32[..., dim] weights, a copy; `touch` changes nothing here."""
+        wanted = self._check_ids(ids)
+        self._counts["lookups"] += 1
+        self._counts["ids"] += wanted.size
+        values = self._gather(wanted.ravel(), "weight").reshape(*wanted.shape, self.dim)
+        if out is None:
+            return values
+        if out.shape != values.shape:
+            raise ValueError(f"out must be float32{list(values.shape)}, got {out.dtype}{list(out.shape)}")
+        out[...] = values
+        return out
+
+    def lookup_bags(
+        self,
+        ids: ArrayLike,
+        offsets: ArrayLike,
+        *,
+        pooling: str = "mean",
+        weights: ArrayLike | None = None,
+        touch: bool = True,
+    ) -> FloatArray:
+        """Pooled rows, float32[B, dim]; bag b is ``ids[offsets[b]:offsets[b + 1]]``, an empty one zeros."""
+        if pooling not in ("sum", "mean", "sqrtn"):
+            raise ValueError(f"pooling must be 'sum', 'mean' or 'sqrtn', got {pooling!r}")
+        wanted = self._check_ids(ids)
+        if wanted.ndim != 1:
+            raise ValueError(f"ids must be int64[N], got int64{list(wanted.shape)}")
+        starts = np.asarray(offsets)
+        if starts.size and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > wanted.size):
+            raise ValueError(f"offsets must rise from 0 to at most {wanted.size}, got {starts.tolist()}")
+        factors = None if weights is None else np.asarray(weights, np.float32)
+        if factors is not None and factors.shape != wanted.shape:
+            raise ValueError(f"weights must be float32[{wanted.size}], got float32{list(factors.shape)}")
+        rows = self._gather(wanted, "weight")
+        ends = np.append(starts[1:], wanted.size)[: starts.size]
+        result = np.zeros((starts.size, self.dim), np.float32)
+        for bag, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            result[bag] = arithmetic.pool(
+                rows[start:end], pooling, None if factors is None else factors[start:end]
+            )
+        return result
+
+    def get(self, ids: ArrayLike, slot: str = "weight") -> FloatArray:
+        """The raw values of one slot, float32[..., width]."""
+        wanted = self._check_ids(ids)
+        width = self._check_slot(slot)
+        return self._gather(wanted.ravel(), slot).reshape(*wanted.shape, width)
+
+    def contains(self, ids: ArrayLike) -> NDArray[np.bool_]:
+        """bool[...]: was this row ever updated or set."""
+        wanted = self._check_ids(ids)
+        stored = [int(row) in self._places for row in wanted.ravel()]
+        return np.array(stored, np.bool_).reshape(wanted.shape)
+
+    def scan(self, slot: str = "weight", chunk: int = 65_536) -> Iterator[tuple[IntArray, FloatArray]]:
+        """Every stored row as (int64[n], float32[n, width]), in the order rows were first stored."""
+        self._check_open()
+        self._check_slot(slot)
+        ids = np.fromiter(self._places, np.int64, len(self._places))
+        for start in range(0, ids.size, chunk):
+            part = ids[start : start + chunk]
+            yield part, self._gather(part, slot)
+
+    def topk(
+        self, queries: ArrayLike, k: int, *, ids: ArrayLike | None = None, exclude: ArrayLike | None = None
+    ) -> tuple[IntArray, FloatArray]:
+        """The k best rows by dot product for each query: (int64[Q, k], float32[Q, k]), best first.
+
+        Candidates are `ids`, or every row of the table (every stored row where `num_rows` is None), less
+        `exclude`. Equal scores go to the smaller id.
+        """
+        vectors = np.asarray(queries, np.float32)
+        if ids is not None:
+            candidates = np.unique(self._check_ids(ids))
+        elif self.num_rows is not None:
+            candidates = np.arange(self.num_rows, dtype=np.int64)
+        else:
+            candidates = np.array(sorted(self._places), np.int64)
+        if exclude is not None:
+            candidates = np.setdiff1d(candidates, self._check_ids(exclude))
+        rows = self._gather(candidates, "weight")
+        best_ids = np.full((len(vectors), k), -1, np.int64)
+        best_scores = np.full((len(vectors), k), -np.inf, np.float32)
+        for index, query in enumerate(vectors):
+            scores = arithmetic.lane_sum(rows * query)
+            order = np.lexsort((candidates, -scores))[:k]
+            best_ids[index, : order.size] = candidates[order]
+            best_scores[index, : order.size] = scores[order]
+        return best_ids, best_scores
+
+    def stats(self) -> dict[str, float]:
+        """Counters; the oracle has no cache, so only those that do not depend on one."""
+        stored = len(self._places)
+        unique = self._counts["unique_rows"]
+        rates = {"hits": unique, "misses": 0, "first_touches": 0, "evictions": 0}
+        return {**self._counts, **rates, "stored_rows": stored, "frames": stored, "frame_capacity": stored}
+
+    # ---- writing
+
+    def update(self, ids: ArrayLike, grads: ArrayLike, *, lr: float | None = None) -> None:
+        """One optimizer step: int64[N] ids, float32[N, dim] gradients, duplicates summed in batch order."""
+        wanted = self._check_ids(ids)
+        if wanted.ndim != 1:
+            raise ValueError(f"ids must be int64[N], got int64{list(wanted.shape)}")
+        values = self._check_values(grads, (wanted.size, self.dim), "grads")
+        bad = np.argwhere(~np.isfinite(values))
+        if bad.size:
+            position, column = bad[0].tolist()
+            raise ValueError(
+                f"table {self.name!r}: gradient {values[position, column]} at position {position}, "
+                f"column {column} is not finite; nothing was changed"
+            )
+        rate = float(self.optimizer.lr if lr is None else lr)  # type: ignore[attr-defined]
+        self.step += 1
+        self._counts["updates"] += 1
+        if not wanted.size:
+            return
+        unique, sums = arithmetic.sum_duplicates(wanted, values)
+        self._counts["unique_rows"] += unique.size
+        places = self._store(unique)
+        rows = {slot: array[places] for slot, array in self._arrays.items()}
+        weight = rows.pop("weight")
+        arithmetic.apply_optimizer(
+            self.optimizer, lr=rate, step=self.step, grad=sums, weight=weight, slots=rows
+        )
+        self._arrays["weight"][places] = philox.narrow_stochastic(
+            self.dtype, weight, seed=self.seed, ids=unique, step=self.step
+        )
+        for slot, array in rows.items():
+            self._arrays[slot][places] = array
+
+    def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
+        """Overwrites one slot of int64[N] rows with float32[N, width]; the last of duplicate ids wins."""
+        wanted = self._check_ids(ids)
+        width = self._check_slot(slot)
+        fresh = self._check_values(values, (*wanted.shape, width), "values").reshape(-1, width)
+        places = self._store(wanted.ravel())
+        if slot == "weight":
+            fresh = philox.narrow_nearest(self.dtype, fresh)
+        self._arrays[slot][places] = fresh  # NumPy assigns in order: the last of duplicates stays
+
+    def stage(self, ids: ArrayLike) -> None:
+        """Checks the ids; there is nothing to move."""
+        self._check_ids(ids)
+
+    # ---- commits
+
+    def commit(self, meta: Mapping[str, Any] | None = None, keep: str | None = None) -> int:
+        """Keeps a copy of everything as the next epoch and returns its number."""
+        self._check_open()
+        if meta is not None:
+            self.meta = copy.deepcopy(dict(meta))
+        self.epoch += 1
+        self._counts["commits"] += 1
+        if keep is not None:
+            self._names[keep] = self.epoch
+        self._keep_state()
+        return self.epoch
+
+    def snapshots(self) -> dict[str, int]:
+        """Names of the kept commits and their epochs."""
+        return dict(self._names)
+
+    def drop(self, name: str) -> None:
+        """Forgets a kept commit."""
+        if name not in self._names:
+            raise KeyError(f"table {self.name!r} has no snapshot {name!r}; it has {sorted(self._names)}")
+        del self._names[name]
+        self._keep_state()
+
+    def rewind(self, snapshot: str | int) -> None:
+        """Returns rows, slots and step to a kept commit, which becomes the newest one."""
+        epoch = self._names.get(snapshot) if isinstance(snapshot, str) else snapshot
+        if epoch not in self._commits:
+            raise KeyError(f"table {self.name!r} has no snapshot {snapshot!r}; it has {sorted(self._names)}")
+        newest = self.epoch
+        self._restore(self._commits[epoch])
+        self.epoch = newest + 1
+        self._keep_state()
+
+    def revert(self) -> None:
+        """Back to the last commit, as a process that ended without one finds the table."""
+        self._restore(self._commits[self.epoch])
+
+    def close(self, commit: bool = True) -> None:
+        """Commits unless told not to; a closed table refuses use."""
+        if self.closed:
+            return
+        if commit:
+            self.commit()
+        self.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(commit=kind is None)
+
+    # ---- inside
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise TableClosedError(f"table {self.name!r} is closed; open it again")
+
+    def _check_ids(self, ids: ArrayLike) -> IntArray:
+        self._check_open()
+        array = np.asarray(ids)
+        if array.size == 0 and not isinstance(ids, np.ndarray):
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"ids must be int64, got {array.dtype}{list(array.shape)}")
+        limit = math.inf if self.num_rows is None else self.num_rows
+        bad = np.flatnonzero((array.ravel() < 0) | (array.ravel() >= min(limit, 2**63)))
+        if bad.size:
+            bound = "2**63" if self.num_rows is None else self.num_rows
+            raise IndexError(
+                f"table {self.name!r}: id {array.ravel()[bad[0]]} at position {bad[0]} "
+                f"is outside [0, {bound})"
+            )
+        return array.astype(np.int64)
+
+    def _check_slot(self, slot: str) -> int:
+        if slot not in self._widths:
+            raise ValueError(f"table {self.name!r} has no slot {slot!r}; it has {sorted(self._widths)}")
+        return self._widths[slot]
+
+    def _check_values(self, values: ArrayLike, shape: tuple[int, ...], what: str) -> FloatArray:
+        array = np.asarray(values)
+        if array.dtype != np.float32:
+            raise TypeError(f"{what} must be float32{list(shape)}, got {array.dtype}{list(array.shape)}")
+        if array.shape != shape:
+            raise ValueError(f"{what} must be float32{list(shape)}, got float32{list(array.shape)}")
+        return array
+
+    def _initial_rows(self, ids: IntArray) -> FloatArray:
+        if self._initial is not None:
+            rows = np.asarray(self._initial(ids), np.float32)
+        else:
+            rows = philox.initial_rows(self.init, self.seed, ids, self.dim)
+        return philox.narrow_nearest(self.dtype, rows)
+
+    def _gather(self, ids: IntArray, slot: str) -> FloatArray:
+        places = np.array([self._places.get(row, -1) for row in ids.tolist()], np.int64)
+        values = np.empty((ids.size, self._widths[slot]), np.float32)
+        stored = places >= 0
+        values[stored] = self._arrays[slot][places[stored]]
+        if not stored.all():
+            values[~stored] = (
+                self._initial_rows(ids[~stored]) if slot == "weight" else np.float32(self._slots[slot][1])
+            )
+        return values
+
+    def _store(self, ids: IntArray) -> IntArray:
+        """Places of the rows, which are created where missing."""
+        fresh = [row for row in dict.fromkeys(ids.tolist()) if row not in self._places]
+        if fresh:
+            start = len(self._places)
+            self._places.update({row: start + index for index, row in enumerate(fresh)})
+            needed = len(self._places)
+            for slot, array in self._arrays.items():
+                if needed > len(array):  # doubled, so that growth is linear in the rows
+                    grown = np.empty((max(needed, 2 * len(array)), array.shape[1]), np.float32)
+                    grown[: len(array)] = array
+                    self._arrays[slot] = array = grown
+                if slot == "weight":
+                    array[start:needed] = self._initial_rows(np.array(fresh, np.int64))
+                else:
+                    array[start:needed] = np.float32(self._slots[slot][1])
+        return np.array([self._places[row] for row in ids.tolist()], np.int64)
+
+    def _keep_state(self) -> None:
+        self._commits[self.epoch] = {
+            "places": dict(self._places),
+            "arrays": {slot: array[: len(self._places)].copy() for slot, array in self._arrays.items()},
+            "step": self.step,
+            "meta": copy.deepcopy(self.meta),
+        }
+        kept = {self.epoch, *self._names.values()}
+        self._commits = {epoch: state for epoch, state in self._commits.items() if epoch in kept}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._places = dict(state["places"])
+        self._arrays = {slot: array.copy() for slot, array in state["arrays"].items()}
+        self.step = state["step"]
+        self.meta = copy.deepcopy(state["meta"])

@@ -1,0 +1,51 @@
+"""What every test shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports torch: on few cores its OpenMP workers spin after each region and make tiny
+# tensors 20 times slower. Nothing here is about torch's speed.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "bunkbed",
+    deadline=None,  # a shared machine pauses
+    derandomize=True,  # the same examples every run: a red test is a red test
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+# For hunting: HYPOTHESIS_PROFILE=hunt pytest tests/test_state_machine.py
+settings.register_profile(
+    "hunt", parent=settings.get_profile("bunkbed"), derandomize=False, max_examples=2000
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bunkbed"))
+
+#: Real data lies beside a developer's checkout, never in it.
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data sets; the test skips where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("the real data sets are not on this machine (../shared/data)")
+    return SHARED_DATA
+
+
+@pytest.fixture
+def native_defaults():
+    """Puts the process-wide settings of the core back after a test that changes them."""
+    import bunkbed as bb
+    from bunkbed import _native
+
+    simd, threads = _native.simd(), bb.get_num_threads()
+    yield
+    _native.set_fault("")
+    _native.set_simd(simd)
+    bb.set_num_threads(threads)
