@@ -1,0 +1,575 @@
+"""`TableTests`: what any table must do, whatever tiers hold it. Subclass it, give it a factory, run pytest.
+
+Needs pytest. Values are compared with `ReferenceTable` as bytes, so a sign of zero counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bunkbed as bb
+from bunkbed.testing.arithmetic import FloatArray, IntArray
+from bunkbed.testing.reference import ReferenceTable
+
+OPTIMIZERS = [
+    bb.SGD(lr=0.1),
+    bb.SGD(lr=0.1, weight_decay=0.01),
+    bb.Adagrad(lr=0.1, initial_accumulator=0.1),
+    bb.Adagrad(lr=0.1, weight_decay=0.01, decoupled=True),
+    bb.RowwiseAdagrad(lr=0.1),
+    bb.RowwiseAdagrad(lr=0.1, weight_decay=0.01),
+    bb.Adam(lr=0.01),
+    bb.Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01, decoupled=True),
+    bb.Adam(lr=0.01, weight_decay=0.01),
+]
+
+
+def zipf_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float = 1.05) -> IntArray:
+    """int64[size] ids in [0, num_rows), Zipf-skewed and scattered, so that neighbours are not equally hot."""
+    weight = 1.0 / np.arange(1, num_rows + 1) ** exponent
+    ranks = np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(size))
+    scatter = np.random.default_rng(12345).permutation(num_rows)
+    return scatter[np.minimum(ranks, num_rows - 1)].astype(np.int64)
+
+
+def assert_same_bits(ours: FloatArray, expected: FloatArray, what: str = "values") -> None:
+    """Fails unless both arrays have one shape and the same bytes; names the first difference."""
+    assert ours.dtype == expected.dtype, f"{what}: {ours.dtype} is not {expected.dtype}"
+    assert ours.shape == expected.shape, f"{what}: {ours.shape} is not {expected.shape}"
+    if ours.tobytes() == expected.tobytes():
+        return
+    differ = np.ascontiguousarray(ours).view(np.uint32) != np.ascontiguousarray(expected).view(np.uint32)
+    first = tuple(np.argwhere(differ)[0].tolist())
+    raise AssertionError(
+        f"{what}: {int(differ.sum())} of {differ.size} differ, first at {first}: "
+        f"{ours[first]!r} is not {expected[first]!r}"
+    )
+
+
+def assert_same_rows(table: Any, reference: ReferenceTable, ids: IntArray) -> None:
+    """Fails unless the rows `ids` agree in the weight, every slot and whether they are stored."""
+    for slot in ("weight", *reference.slots):
+        assert_same_bits(table.get(ids, slot=slot), reference.get(ids, slot=slot), slot)
+    assert table.contains(ids).tolist() == reference.contains(ids).tolist()
+    assert table.step == reference.step
+
+
+class TableTests:
+    """A conformance suite for tables; subclass it as ``TestSomething`` and override `make_table`.
+
+    `make_table` is the only thing to give. Tests that need files skip where `table.path` is None; a subclass
+    that opens tables in its own way overrides `reopen` too. Set `num_rows` larger to force eviction.
+
+    Example::
+
+        class TestTiny(TableTests):
+            def make_table(self, tmp_path, **kwargs):
+                return bb.create(tmp_path / "table", ram="1MiB", **kwargs)
+    """
+
+    #: Rows of the tables these tests make.
+    num_rows = 1000
+    dim = 8
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        """A new table with these arguments of ``bb.create`` (never `path` or `ram`)."""
+        raise NotImplementedError("subclasses of TableTests override make_table(self, tmp_path, **kwargs)")
+
+    def reopen(self, table: Any, *, mode: str = "w", commit: bool = True) -> Any:
+        """Closes the writer and opens its files again; skips where there are none."""
+        if table.path is None:
+            pytest.skip("a table in RAM only has no files")
+        table.close(commit=commit)
+        return bb.open(table.path, mode=mode)
+
+    # ---- fixtures
+
+    @pytest.fixture
+    def pair(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, ReferenceTable]]:
+        """A table and its oracle, made with the same arguments."""
+        kwargs = {
+            "dim": self.dim,
+            "num_rows": self.num_rows,
+            "optimizer": bb.Adam(lr=0.01),
+            "init": bb.Normal(std=0.1),
+            "seed": 7,
+            **getattr(request, "param", {}),
+        }
+        table = self.make_table(tmp_path, **kwargs)
+        yield table, ReferenceTable(**kwargs)
+        if not table.closed:
+            table.close(commit=False)
+
+    def train(self, table: Any, reference: ReferenceTable, *, steps: int = 20, seed: int = 0) -> None:
+        """The same updates, with duplicates, to both."""
+        rng = np.random.default_rng(seed)
+        for _ in range(steps):
+            ids = zipf_ids(rng, self.num_rows, 300)
+            grads = rng.standard_normal((300, self.dim)).astype(np.float32)
+            table.update(ids, grads)
+            reference.update(ids, grads)
+
+    def all_ids(self) -> IntArray:
+        return np.arange(self.num_rows, dtype=np.int64)
+
+    # ---- reading
+
+    def test_untouched_rows_are_their_initial_value(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        ids = self.all_ids()
+        assert_same_bits(table.lookup(ids), reference.lookup(ids))
+        assert_same_bits(table.lookup(ids[::-1]), reference.lookup(ids[::-1]))
+        assert not table.contains(ids).any()
+        assert len(table) == 0
+
+    @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 3, 4)])
+    def test_lookup_keeps_the_shape_of_ids(
+        self, pair: tuple[Any, ReferenceTable], shape: tuple[int, ...]
+    ) -> None:
+        table, reference = pair
+        ids = np.random.default_rng(0).integers(0, self.num_rows, shape)
+        ids = np.asarray(ids, np.int64)
+        found = table.lookup(ids)
+        assert found.shape == (*shape, self.dim) and found.dtype == np.float32
+        assert_same_bits(found, reference.lookup(ids))
+        assert table.contains(ids).shape == shape
+
+    def test_ids_may_be_strided_or_a_list(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        ids = self.all_ids()[::3].reshape(2, -1).T
+        assert_same_bits(table.lookup(ids), reference.lookup(ids))
+        assert_same_bits(table.lookup([3, 1, 3]), reference.lookup([3, 1, 3]))
+
+    def test_lookup_returns_a_copy(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=2)
+        first = table.lookup([1, 2])
+        first[:] = 99
+        assert_same_bits(table.lookup([1, 2]), reference.lookup([1, 2]))
+
+    def test_an_earlier_lookup_does_not_see_a_later_update(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        before, expected = table.lookup([5]), reference.lookup([5])
+        table.update([5], np.ones((1, self.dim), np.float32))
+        assert_same_bits(before, expected)
+        assert table.lookup([5]).tobytes() != before.tobytes()
+
+    def test_lookup_fills_out(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        out = np.full((3, self.dim), 99, np.float32)
+        assert table.lookup([4, 5, 4], out=out) is out
+        assert_same_bits(out, reference.lookup([4, 5, 4]))
+        with pytest.raises(ValueError, match="out"):
+            table.lookup([4, 5], out=out)
+
+    def test_lookup_is_not_storage(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, _ = pair
+        for touch in (True, False):
+            table.lookup(self.all_ids(), touch=touch)
+            table.stage(self.all_ids()[:50])
+            assert len(table) == 0
+            assert not table.contains(self.all_ids()).any()
+        assert list(table.scan()) == []
+
+    def test_untouching_lookup_agrees_and_caches_nothing(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference)
+        before = table.stats()["frames"]
+        ids = self.all_ids()
+        assert_same_bits(table.lookup(ids, touch=False), reference.lookup(ids))
+        assert table.stats()["frames"] == before
+        assert_same_bits(table.lookup(ids), reference.lookup(ids))
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn"])
+    @pytest.mark.parametrize("touch", [True, False])
+    def test_bags(self, pair: tuple[Any, ReferenceTable], pooling: str, weighted: bool, touch: bool) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=3)
+        rng = np.random.default_rng(1)
+        ids = zipf_ids(rng, self.num_rows, 200)
+        offsets = np.sort(rng.integers(0, 201, 30))
+        offsets[:2] = 0  # an empty bag first
+        offsets[-1] = 200  # and last
+        weights = rng.random(200).astype(np.float32) if weighted else None
+        arguments: dict[str, Any] = {"pooling": pooling, "weights": weights, "touch": touch}
+        found = table.lookup_bags(ids, offsets, **arguments)
+        assert found.shape == (30, self.dim)
+        assert_same_bits(found, reference.lookup_bags(ids, offsets, **arguments))
+        assert not found[0].any() and not found[-1].any()
+
+    def test_no_bags(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, _ = pair
+        none = np.zeros(0, np.int64)
+        assert table.lookup_bags(none, none).shape == (0, self.dim)
+
+    @pytest.mark.parametrize("k", [1, 10])
+    def test_topk_is_exact(self, pair: tuple[Any, ReferenceTable], k: int) -> None:
+        table, reference = pair
+        self.train(table, reference)
+        queries = np.random.default_rng(2).standard_normal((4, self.dim)).astype(np.float32)
+        ids = np.random.default_rng(3).choice(self.num_rows, 200, replace=False)
+        for arguments in (
+            {"ids": ids},
+            {},
+            {"exclude": ids[:20]},
+            {"ids": ids, "exclude": ids[:20]},
+        ):
+            found, scores = table.topk(queries, k, **arguments)
+            expected, expected_scores = reference.topk(queries, k, **arguments)
+            assert found.tolist() == expected.tolist()
+            assert_same_bits(scores, expected_scores)
+
+    @pytest.mark.parametrize("chunk", [7, 65_536])
+    def test_scan_yields_every_stored_row_once(self, pair: tuple[Any, ReferenceTable], chunk: int) -> None:
+        table, reference = pair
+        self.train(table, reference)
+        for slot in ("weight", *reference.slots):
+            parts = [(ids.copy(), values.copy()) for ids, values in table.scan(slot=slot, chunk=chunk)]
+            assert all(0 < ids.size <= chunk for ids, _ in parts)
+            ids = np.concatenate([ids for ids, _ in parts])
+            values = np.concatenate([values for _, values in parts])
+            order = np.argsort(ids)
+            stored = np.flatnonzero(reference.contains(self.all_ids()))
+            assert ids[order].tolist() == stored.tolist()
+            assert_same_bits(values[order], reference.get(stored, slot=slot), slot)
+
+    # ---- writing
+
+    @pytest.mark.parametrize("pair", [{"optimizer": o} for o in OPTIMIZERS], indirect=True, ids=repr)
+    def test_updates_are_the_reference_to_the_last_bit(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference)
+        assert_same_rows(table, reference, self.all_ids())
+        assert len(table) == len(reference)
+
+    @pytest.mark.parametrize(
+        "pair",
+        [
+            {"dtype": dtype, "optimizer": optimizer}
+            for dtype in ("bfloat16", "float16")
+            for optimizer in (bb.SGD(lr=0.1), bb.Adam(lr=0.01))
+        ],
+        indirect=True,
+        ids=repr,
+    )
+    def test_16_bit_rows_are_the_reference_to_the_last_bit(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference)
+        assert_same_rows(table, reference, self.all_ids())
+
+    def test_one_update_of_duplicates_is_one_step_of_their_sum(
+        self, pair: tuple[Any, ReferenceTable]
+    ) -> None:
+        table, reference = pair
+        grads = np.arange(3 * self.dim, dtype=np.float32).reshape(3, self.dim)
+        table.update([9, 4, 9], grads)
+        reference.update([9, 4], np.stack([grads[0] + grads[2], grads[1]]))
+        assert_same_rows(table, reference, np.array([4, 9]))
+        assert table.step == 1
+
+    def test_an_update_leaves_its_arguments_alone(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, _ = pair
+        ids, grads = np.array([3, 3, 8]), np.ones((3, self.dim), np.float32)
+        table.update(ids, grads)
+        assert ids.tolist() == [3, 3, 8] and (grads == 1).all()
+
+    def test_an_empty_update_is_a_step(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        for t in (table, reference):
+            t.update(np.zeros(0, np.int64), np.zeros((0, self.dim), np.float32))
+        self.train(table, reference, steps=1)
+        assert_same_rows(table, reference, self.all_ids())
+        assert table.step == 2
+
+    def test_lr_of_one_step(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        for t in (table, reference):
+            t.update([1, 2], np.ones((2, self.dim), np.float32), lr=0.5)
+            t.update([2, 3], np.ones((2, self.dim), np.float32), lr=0.0)
+            t.update([3], np.ones((1, self.dim), np.float32))
+        assert_same_rows(table, reference, self.all_ids())
+        assert table.optimizer.lr == 0.01
+
+    def test_only_rows_of_the_step_change(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, _ = pair
+        before = table.lookup(self.all_ids())
+        table.update([17], np.ones((1, self.dim), np.float32))
+        after = table.lookup(self.all_ids())
+        assert np.flatnonzero((before != after).any(axis=1)).tolist() == [17]
+        assert np.flatnonzero(table.contains(self.all_ids())).tolist() == [17]
+
+    def test_set_and_get_every_slot(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=2)
+        rng = np.random.default_rng(4)
+        for slot in ("weight", *reference.slots):
+            ids = rng.choice(self.num_rows, 100, replace=False)
+            values = rng.random((100, *reference.get(ids, slot=slot).shape[1:])).astype(np.float32)
+            table.set(ids, values, slot=slot)
+            reference.set(ids, values, slot=slot)
+            assert_same_bits(table.get(ids, slot=slot), values)
+        assert_same_rows(table, reference, self.all_ids())
+        self.train(table, reference, steps=2, seed=9)  # and training goes on from there
+        assert_same_rows(table, reference, self.all_ids())
+
+    def test_set_keeps_the_last_of_duplicates(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, _ = pair
+        values = np.arange(3 * self.dim, dtype=np.float32).reshape(3, self.dim)
+        table.set([6, 2, 6], values)
+        assert_same_bits(table.get([6, 2]), values[[2, 1]])
+        assert table.step == 0 and len(table) == 2
+
+    def test_set_of_a_slot_stores_the_row_with_its_initial_weight(
+        self, pair: tuple[Any, ReferenceTable]
+    ) -> None:
+        table, reference = pair
+        ones = np.ones((1, self.dim), np.float32)
+        table.set([11], ones, slot="exp_avg")
+        reference.set([11], ones, slot="exp_avg")
+        assert_same_rows(table, reference, np.array([10, 11]))
+
+    def test_staging_moves_no_value(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        rng = np.random.default_rng(5)
+        for _ in range(10):
+            ids = zipf_ids(rng, self.num_rows, 100)
+            grads = rng.standard_normal((100, self.dim)).astype(np.float32)
+            table.stage(ids)  # what the update changes is read before it
+            table.update(ids, grads)
+            reference.update(ids, grads)
+            table.stage(ids[::-1])
+            assert_same_bits(table.lookup(ids), reference.lookup(ids))
+        assert_same_rows(table, reference, self.all_ids())
+
+    @pytest.mark.parametrize("pair", [{"num_rows": None}], indirect=True)
+    def test_an_unbounded_table_takes_any_id(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        ids = np.array([0, 1, 2**31, 2**40 + 3, 2**63 - 1, 2**63 - 1], np.int64)
+        grads = np.random.default_rng(6).standard_normal((6, self.dim)).astype(np.float32)
+        assert_same_bits(table.lookup(ids), reference.lookup(ids))
+        for t in (table, reference):
+            t.update(ids, grads)
+        assert_same_rows(table, reference, np.append(ids, 5))
+        assert table.num_rows is None and len(table) == 5
+
+    @pytest.mark.parametrize(
+        "pair", [{"dim": 1}, {"dim": 3}, {"dim": 17}, {"dim": 500}], indirect=True, ids=repr
+    )
+    def test_any_dim(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        rng = np.random.default_rng(7)
+        for _ in range(3):
+            ids = zipf_ids(rng, self.num_rows, 40)
+            grads = rng.standard_normal((40, table.dim)).astype(np.float32)
+            table.update(ids, grads)
+            reference.update(ids, grads)
+        assert_same_rows(table, reference, self.all_ids()[:100])
+        assert_same_rows(table, reference, ids)
+
+    # ---- what a caller gets wrong
+
+    @pytest.mark.parametrize(
+        ("ids", "kind", "message"),
+        [
+            ([1, -2, 3], IndexError, r"id -2 at position 1"),
+            ([1, 2, 10**9], IndexError, r"id 1000000000 at position 2"),
+            (np.array([2**63 + 5], np.uint64), IndexError, r"9223372036854775813"),
+            ([1.0], TypeError, r"float64"),
+            ([True], TypeError, r"bool"),
+            (["a"], TypeError, r"<U1|str|object"),
+        ],
+        ids=repr,
+    )
+    def test_wrong_ids_change_nothing(
+        self, pair: tuple[Any, ReferenceTable], ids: Any, kind: type[Exception], message: str
+    ) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=1)
+        some = np.ones((len(ids), self.dim), np.float32)
+        for call in (
+            lambda: table.lookup(ids),
+            lambda: table.lookup_bags(ids, [0]),
+            lambda: table.update(ids, some),
+            lambda: table.set(ids, some),
+            lambda: table.get(ids),
+            lambda: table.contains(ids),
+            lambda: table.stage(ids),
+        ):
+            with pytest.raises(kind, match=message):
+                call()
+        assert_same_rows(table, reference, self.all_ids())
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_a_gradient_that_is_not_finite_changes_nothing(
+        self, pair: tuple[Any, ReferenceTable], bad: float
+    ) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=1)
+        grads = np.ones((5, self.dim), np.float32)
+        grads[3, 2] = bad
+        with pytest.raises(ValueError, match=r"(?i)(nan|inf).*position 3"):
+            table.update([1, 2, 3, 4, 5], grads)
+        assert_same_rows(table, reference, self.all_ids())
+
+    @pytest.mark.parametrize(
+        ("ids", "shape"),
+        [([1, 2], (3, 8)), ([1, 2], (2, 7)), ([1, 2], (2,)), ([[1, 2]], (1, 2, 8))],
+        ids=repr,
+    )
+    def test_a_gradient_of_the_wrong_shape_changes_nothing(
+        self, pair: tuple[Any, ReferenceTable], ids: Any, shape: tuple[int, ...]
+    ) -> None:
+        table, reference = pair
+        with pytest.raises(ValueError, match=r"(float32|int64)\["):
+            table.update(ids, np.ones(shape, np.float32))
+        assert_same_rows(table, reference, self.all_ids())
+
+    def test_an_unknown_slot_or_pooling_is_named(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, _ = pair
+        for call in (
+            lambda: table.get([1], slot="momentum"),
+            lambda: table.set([1], np.ones((1, self.dim), np.float32), slot="momentum"),
+            lambda: list(table.scan(slot="momentum")),
+        ):
+            with pytest.raises(ValueError, match=r"momentum.*exp_avg"):
+                call()
+        with pytest.raises(ValueError, match=r"median"):
+            table.lookup_bags([1], [0], pooling="median")
+
+    # ---- commits
+
+    def test_facts(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        assert (table.dim, table.num_rows, table.step) == (self.dim, self.num_rows, 0)
+        assert table.optimizer == bb.Adam(lr=0.01)
+        assert table.init == bb.Normal(std=0.1) and table.seed == 7
+        assert str(table.dtype) == "float32"
+        assert [s for s in table.slots if s != "weight"] == list(reference.slots)
+        assert table.closed is False and table.mode == "w"
+
+    def test_stats_add_up(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference)
+        table.lookup(self.all_ids())
+        stats = table.stats()
+        assert stats["hits"] + stats["misses"] + stats["first_touches"] == stats["unique_rows"]
+        assert stats["updates"] == 20 and stats["stored_rows"] == len(table) == len(reference)
+        assert stats["frames"] <= stats["frame_capacity"] or table.path is None
+        assert all(isinstance(value, int | float) for value in stats.values())
+
+    def test_commit_counts_epochs_and_keeps_meta(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=1)
+        first = table.commit(meta={"step": 1, "note": "ü", "nested": {"list": [1, 2.5, None, True]}})
+        assert table.epoch == first
+        assert table.meta == {"step": 1, "note": "ü", "nested": {"list": [1, 2.5, None, True]}}
+        self.train(table, reference, steps=1, seed=1)
+        assert table.commit() > first
+        assert_same_rows(table, reference, self.all_ids())
+
+    def test_rewind_returns_everything(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=3)
+        for t in (table, reference):
+            t.commit(keep="good", meta={"at": "good"})
+        kept = table.epoch
+        self.train(table, reference, steps=3, seed=1)
+        for t in (table, reference):
+            t.commit()
+        self.train(table, reference, steps=1, seed=2)
+        for name in ("good", kept):
+            table.rewind(name)
+            reference.rewind("good")
+            assert_same_rows(table, reference, self.all_ids())
+            assert len(table) == len(reference) and table.meta == {"at": "good"}
+            self.train(table, reference, steps=2, seed=3)
+            assert_same_rows(table, reference, self.all_ids())
+
+    def test_an_unknown_snapshot_lists_those_there_are(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=1)
+        table.commit(keep="good")
+        with pytest.raises((KeyError, ValueError), match=r"bad.*good"):
+            table.rewind("bad")
+        assert_same_rows(table, reference, self.all_ids())
+        table.drop("good")
+        with pytest.raises((KeyError, ValueError), match=r"good"):
+            table.rewind("good")
+
+    def test_a_commit_survives_reopening(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        for round_ in range(3):
+            self.train(table, reference, steps=3, seed=round_)
+            table = self.reopen(table)
+            assert_same_rows(table, reference, self.all_ids())
+        table.close()
+
+    def test_what_was_not_committed_is_gone(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=3)
+        for t in (table, reference):
+            t.commit()
+        self.train(table, reference, steps=3, seed=1)
+        reference.revert()
+        table = self.reopen(table, commit=False)
+        assert_same_rows(table, reference, self.all_ids())
+        assert len(table) == len(reference)
+        self.train(table, reference, steps=3, seed=2)
+        assert_same_rows(table, reference, self.all_ids())
+        table.close(commit=False)
+
+    def test_a_reader_sees_the_last_commit_and_may_not_write(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=3)
+        reader = self.reopen(table, mode="r")
+        ids = self.all_ids()
+        assert_same_bits(reader.lookup(ids), reference.lookup(ids))
+        assert_same_bits(reader.get(ids, slot="exp_avg"), reference.get(ids, slot="exp_avg"))
+        assert reader.contains(ids).tolist() == reference.contains(ids).tolist()
+        ones = np.ones((1, self.dim), np.float32)
+        for call in (
+            lambda: reader.update([1], ones),
+            lambda: reader.set([1], ones),
+            lambda: reader.commit(),
+            lambda: reader.rewind(1),
+        ):
+            with pytest.raises(bb.ReadOnlyError, match="read"):
+                call()
+        reader.close()
+
+    def test_a_with_block_commits_unless_left_by_an_exception(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        if table.path is None:
+            pytest.skip("a table in RAM only has no files")
+        with table:
+            self.train(table, reference, steps=1)
+        assert table.closed
+        with pytest.raises(RuntimeError, match="boom"), bb.open(table.path) as again:
+            again.update([1], np.ones((1, self.dim), np.float32))
+            raise RuntimeError("boom")
+        with bb.open(table.path) as again:
+            assert_same_rows(again, reference, self.all_ids())
+
+    def test_a_closed_table_refuses_use(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, _ = pair
+        table.close()
+        table.close()
+        ones = np.ones((1, self.dim), np.float32)
+        for call in (
+            lambda: table.lookup([1]),
+            lambda: table.update([1], ones),
+            lambda: table.set([1], ones),
+            lambda: table.get([1]),
+            lambda: table.commit(),
+            lambda: table.stage([1]),
+            lambda: table.contains([1]),
+            lambda: list(table.scan()),
+        ):
+            with pytest.raises(bb.TableClosedError, match="closed"):
+                call()
