@@ -61,7 +61,8 @@ struct Kernels {
   void (*widen)(DType dtype, int64_t n, const void* x, float* out);
   // Round to nearest even; used for initial values and for set().
   void (*narrow_nearest)(DType dtype, int64_t n, const float* x, void* out);
-  // Stochastic rounding keyed by (seed, row, step), element by element (Philox).
+  // Stochastic rounding keyed by (seed, id, step), element by element (Philox). Unbiased; values that the narrow type
+  // has stay as they are; a finite value never becomes infinite. precision_impl.h has the details.
   void (*narrow_stochastic)(DType dtype, int64_t n, const float* x, uint64_t seed, int64_t id, int64_t step,
                             void* out);
 

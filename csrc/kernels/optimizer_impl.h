@@ -1,7 +1,8 @@
 // One optimizer step on one row, in place. Included once by each translation unit of the kernels; see kernels_impl.h.
 //
-// The order of operations follows the framework's own sparse rules, so that results match bit for bit where the
-// framework does not fuse: torch.optim.SGD, Adagrad (sparse gradients), SparseAdam; FBGEMM's exact row-wise Adagrad.
+// The order of operations follows the frameworks' own sparse rules: torch.optim.SGD, Adagrad (sparse gradients) and
+// SparseAdam; FBGEMM's exact row-wise Adagrad. Adam's slots then equal torch's bit for bit; weights differ in the last
+// place where a build of torch fuses a multiplication with an addition or takes a root that is not correctly rounded.
 // Decay is not part of those. Coupled: the gradient becomes grad + weight_decay * weight. Decoupled: the
 // weight becomes weight * (1 - lr * weight_decay) first. The caller's gradient is never written.
 

@@ -1,9 +1,9 @@
-// Sums, scaled sums and reductions over rows. Included once by each translation unit of the kernels; see kernels_impl.h.
+// Sums, scaled sums and reductions over rows.
+// Included once by each translation unit of the kernels; see kernels_impl.h.
 
 constexpr int64_t kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
-typedef double Doubles __attribute__((vector_size(kVectorBytes)));
 
 inline float load_one(const float* p) { return *p; }
 

@@ -20,7 +20,9 @@ std::vector<float> init(const Kernels& kernels, const InitSpec& spec, int64_t id
   return row;
 }
 
-std::vector<float> init(const InitSpec& spec, int64_t id, int64_t dim) { return init(bunkbed::kernels(), spec, id, dim); }
+std::vector<float> init(const InitSpec& spec, int64_t id, int64_t dim) {
+  return init(bunkbed::kernels(), spec, id, dim);
+}
 
 InitSpec normal(double std, uint64_t seed) { return {InitKind::kNormal, std, 0.0, seed}; }
 InitSpec uniform(double low, double high, uint64_t seed) { return {InitKind::kUniform, low, high, seed}; }
