@@ -1,0 +1,54 @@
+"""The sub-commands, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import bunkbed
+from bunkbed.cli.demo_command import demo
+from bunkbed.cli.inspect_commands import check, info, snapshots
+from bunkbed.cli.judge_commands import evaluate, recommend
+from bunkbed.cli.rows_commands import export_table, import_table
+from bunkbed.cli.train_command import train
+
+app = typer.Typer(
+    name="bunkbed",
+    help="Embedding tables larger than RAM, trained exactly as if they fitted.",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"bunkbed {bunkbed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+    # Taken out of the arguments before they get here, see `bunkbed.cli.main`; declared for --help.
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where an error comes from (also BUNKBED_DEBUG=1).")
+    ] = False,
+) -> None:
+    """Embedding tables larger than RAM, trained exactly as if they fitted."""
+
+
+_LEARN, _LOOK, _ROWS = "Learn", "Look", "Rows in and out"
+app.command("demo", rich_help_panel=_LEARN)(demo)
+app.command("train", rich_help_panel=_LEARN)(train)
+app.command("eval", rich_help_panel=_LEARN)(evaluate)
+app.command("recommend", rich_help_panel=_LEARN)(recommend)
+app.command("info", rich_help_panel=_LOOK)(info)
+app.command("check", rich_help_panel=_LOOK)(check)
+app.command("snapshots", rich_help_panel=_LOOK)(snapshots)
+app.command("import", rich_help_panel=_ROWS)(import_table)
+app.command("export", rich_help_panel=_ROWS)(export_table)

@@ -1,0 +1,179 @@
+"""``bunkbed info``, ``check`` and ``snapshots``: what stands on disk. They only read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+
+from bunkbed.budget import format_bytes
+from bunkbed.cli.common import JsonOption, print_json, stdout
+from bunkbed.cli.run_folder import kind_of
+
+PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
+RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")]
+
+
+def info(path: PathArgument, *, ram: RamOption = "1GiB", json: JsonOption = False) -> None:
+    """Show what a table or a run holds: rows, optimizer, bytes per tier, epoch, snapshots."""
+    import bunkbed as bb
+
+    if kind_of(path) == "table":
+        with bb.open(path, mode="r", ram=ram) as table:
+            about = {"kind": "table", "path": path, **_about(table), "snapshots": bb.snapshots(path)}
+        if json:
+            print_json(about)
+        else:
+            _print_table(stdout(), about)
+        return
+    with bb.Run(path, ram=ram, mode="r") as run:
+        tables = {name: _about(table) for name, table in run.tables.items()}
+        about = {
+            "kind": "run",
+            "path": path,
+            "epoch": run.epoch,
+            "meta": run.meta,
+            "snapshots": run.snapshots(),
+            "tables": tables,
+        }
+    if json:
+        print_json(about)
+    else:
+        _print_run(stdout(), about)
+
+
+def check(path: PathArgument, *, json: JsonOption = False) -> int:
+    """Verify every stored byte a commit relies on. Exit code 1 when something is wrong."""
+    import bunkbed as bb
+
+    if kind_of(path) == "run":
+        folders = sorted(entry for entry in (path / "tables").iterdir() if entry.is_dir())
+        problems = [f"{folder.name}: {problem}" for folder in folders for problem in bb.check(folder)]
+        what = f"{len(folders)} tables"
+    else:
+        problems, what = list(bb.check(path)), "1 table"
+    if json:
+        print_json({"path": path, "sound": not problems, "problems": problems})
+    elif problems:
+        console = stdout()
+        for problem in problems:
+            console.print(f"[red]problem[/]  {escape(problem)}", soft_wrap=True)
+        console.print(f"{escape(str(path))}: {len(problems)} problems in {what}", soft_wrap=True)
+    else:
+        stdout().print(f"[green]sound[/]  {escape(str(path))}, {what}", soft_wrap=True)
+    return 1 if problems else 0
+
+
+def snapshots(path: PathArgument, *, json: JsonOption = False) -> None:
+    """List the snapshots kept by name."""
+    import bunkbed as bb
+
+    if kind_of(path) == "run":
+        with bb.Run(path, mode="r") as run:
+            kept = run.snapshots()
+    else:
+        kept = bb.snapshots(path)
+    if json:
+        print_json({"path": path, "snapshots": kept})
+    elif not kept:
+        stdout().print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
+    else:
+        grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
+        grid.add_column("snapshot")
+        grid.add_column("epoch", justify="right")
+        for name, epoch in sorted(kept.items(), key=lambda item: item[1]):
+            grid.add_row(escape(name), str(epoch))
+        stdout().print(grid)
+
+
+def _about(table: Any) -> dict[str, Any]:
+    stats = table.stats()
+    return {
+        "num_rows": table.num_rows,
+        "dim": table.dim,
+        "dtype": str(table.dtype),
+        "optimizer": repr(table.optimizer),
+        "init": repr(table.init),
+        "seed": table.seed,
+        "slots": list(table.slots),
+        "stored_rows": int(stats["stored_rows"]),
+        "ram_bytes": int(stats["ram_bytes"]),
+        "disk_bytes": int(stats["disk_bytes"]),
+        "live_bytes": int(stats["live_bytes"]),
+        "segments": int(stats["segments"]),
+        "epoch": table.epoch,
+        "step": table.step,
+        "meta": table.meta,
+    }
+
+
+def _print_table(console: Console, about: dict[str, Any]) -> None:
+    console.print(f"table [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
+    grid = _grid()
+    grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
+    grid.add_row("row", f"{about['dim']} x {about['dtype']}")
+    grid.add_row("initially", f"{escape(about['init'])}, seed {about['seed']}")
+    grid.add_row("optimizer", escape(about["optimizer"]))
+    grid.add_row("slots", ", ".join(about["slots"]))
+    grid.add_row("disk", _disk(about))
+    grid.add_row("ram", f"{format_bytes(about['ram_bytes'])} for this reader")
+    grid.add_row("epoch", f"{about['epoch']}, after step {about['step']:,}")
+    if about["meta"]:
+        grid.add_row("meta", escape(_meta(about["meta"])))
+    grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
+    console.print(grid, soft_wrap=True)
+
+
+def _print_run(console: Console, about: dict[str, Any]) -> None:
+    console.print(f"run [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
+    grid = _grid()
+    grid.add_row("epoch", str(about["epoch"]))
+    if about["meta"]:
+        grid.add_row("meta", escape(_meta(about["meta"])))
+    grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
+    console.print(grid, soft_wrap=True)
+    tables = Grid(box=None, padding=(1, 3, 0, 0), header_style="dim")
+    for name in ("table", "stored rows", "of", "dim", "disk", "step", "optimizer"):
+        tables.add_column(name, justify="left" if name in ("table", "optimizer") else "right")
+    for name, table in about["tables"].items():
+        tables.add_row(
+            escape(name),
+            f"{table['stored_rows']:,}",
+            _rows(table),
+            str(table["dim"]),
+            format_bytes(table["disk_bytes"]),
+            f"{table['step']:,}",
+            escape(table["optimizer"]),
+        )
+    console.print(tables)
+
+
+def _grid() -> Grid:
+    grid = Grid.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="dim")
+    grid.add_column()
+    return grid
+
+
+def _rows(about: dict[str, Any]) -> str:
+    return f"{about['num_rows']:,}" if about["num_rows"] is not None else "any id"
+
+
+def _disk(about: dict[str, Any]) -> str:
+    return (
+        f"{format_bytes(about['disk_bytes'])} in {about['segments']} segments, "
+        f"{format_bytes(about['live_bytes'])} of it live"
+    )
+
+
+def _meta(meta: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in meta.items() if not isinstance(value, (dict, list)))
+
+
+def _snapshots(kept: dict[str, int]) -> str:
+    by_epoch = sorted(kept.items(), key=lambda item: item[1])
+    return ", ".join(f"{name} (epoch {epoch})" for name, epoch in by_epoch) or "none"

@@ -1,0 +1,73 @@
+"""Entry of the command: find the sub-command, turn every failure into one line and an exit code.
+
+Exit codes: 0 done; 1 it could not be done; 2 the command line is wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from bunkbed.cli.common import UsageProblem, describe, print_error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        argv: arguments without the program's name; default: those of the process.
+
+    Raises:
+        SystemExit: always.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = _take_debug(arguments) or os.environ.get("BUNKBED_DEBUG", "") not in ("", "0")
+    sys.exit(_run(arguments or ["--help"], debug))
+
+
+def _run(arguments: list[str], debug: bool) -> int:
+    # Imported here: `--debug` also covers a failure of these imports.
+    from bunkbed.cli.app import app
+
+    try:
+        code = app(args=arguments, prog_name="bunkbed", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) went away. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print_error("interrupted")
+        return 130
+    except Exception as error:
+        # Typer brings its own copy of click, older ones import it: both are told by what they can do.
+        if callable(getattr(error, "format_message", None)):
+            print_error(_usage_message(error, arguments))
+            return 2
+        if type(error).__name__ == "Abort":
+            print_error("interrupted")
+            return 130
+        if debug:
+            raise
+        print_error(describe(error))
+        return 2 if isinstance(error, UsageProblem) else 1
+    return code if isinstance(code, int) else 0
+
+
+def _usage_message(error: Exception, arguments: list[str]) -> str:
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "bunkbed"
+    message = message[:1].lower() + message[1:].rstrip(".")
+    return f"{message}; see {command} --help"
+
+
+def _take_debug(arguments: list[str]) -> bool:
+    """Remove ``--debug`` wherever it stands before ``--``: people add it at the end of what failed."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    found = "--debug" in arguments[:end]
+    arguments[:end] = [argument for argument in arguments[:end] if argument != "--debug"]
+    return found

@@ -1,0 +1,403 @@
+"""``bunkbed train``: from a file of interactions to a run folder."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from bunkbed.budget import format_bytes, parse_bytes
+from bunkbed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    UsageProblem,
+    given_options,
+    need,
+    print_json,
+    stderr,
+    stdout,
+)
+from bunkbed.cli.run_folder import DATA_NAME, choose_folder, read_config, write_config
+from bunkbed.cli.train_options import (
+    DATA,
+    DEFAULTS,
+    JUDGING,
+    LEARNING,
+    LOSS_DEFAULT,
+    MEMORY,
+    MODEL,
+    MODEL_DEFAULT,
+    OPTIMIZER_DEFAULT,
+    RANKING_DEFAULT,
+    RUN,
+    FileLayout,
+    Loss,
+    Model,
+    OptimizerName,
+    Ranking,
+    option,
+)
+from bunkbed.train.config import TrainConfig
+from bunkbed.train.events import EpochReport, Event, Outcome
+
+if TYPE_CHECKING:
+    from bunkbed.run import Run
+    from bunkbed.train.data import Dataset
+    from bunkbed.train.display import Display
+    from bunkbed.train.evaluate import EvalResult
+    from bunkbed.train.loop import Trainer
+
+# What may differ on resuming: none of these changes what is learned from one step to the next.
+RESUMABLE = frozenset({"epochs", "patience", "ram", "threads", "eval_every", "commit_every"})
+_READING = ("user_col", "item_col", "header", "layout", "test", "test_negatives")
+
+
+def train(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="Interactions: CSV, TSV, Parquet, adjacency lines, or gzip of a text form."),
+    ] = None,
+    *,
+    user_col: Annotated[str | None, option(DATA, "Column of the users, by name or position from 0.")] = None,
+    item_col: Annotated[str | None, option(DATA, "Column of the items, by name or position from 0.")] = None,
+    header: Annotated[
+        bool | None, option(DATA, "Whether line 1 names the columns; default: looks.", "--header/--no-header")
+    ] = None,
+    layout: Annotated[FileLayout, option(DATA, "Columns, or 'user item item ...'.")] = FileLayout.auto,
+    test: Annotated[Path | None, option(DATA, "Held-out interactions to judge by.", metavar="FILE")] = None,
+    test_negatives: Annotated[
+        Path | None,
+        option(DATA, "What each held-out item competes with: '(user,item) item ...'.", metavar="FILE"),
+    ] = None,
+    model: Annotated[Model, option(MODEL, "Dot product (mf) or weighted product (gmf).")] = MODEL_DEFAULT,
+    dim: Annotated[int, option(MODEL, "Numbers per row.")] = DEFAULTS.dim,
+    bias: Annotated[bool, option(MODEL, "Learn an item bias.", "--bias/--no-bias")] = DEFAULTS.bias,
+    init_std: Annotated[float, option(MODEL, "Standard deviation of initial rows.")] = DEFAULTS.init_std,
+    loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr) or pointwise (bce).")] = LOSS_DEFAULT,
+    optimizer: Annotated[OptimizerName, option(LEARNING, "Optimizer of the tables.")] = OPTIMIZER_DEFAULT,
+    lr: Annotated[float, option(LEARNING, "Learning rate.")] = DEFAULTS.lr,
+    lr_decay: Annotated[float, option(LEARNING, "Factor on it after every epoch.")] = DEFAULTS.lr_decay,
+    l2: Annotated[float, option(LEARNING, "L2 penalty on the rows of a batch.")] = DEFAULTS.l2,
+    epochs: Annotated[int, option(LEARNING, "Passes over the pairs.")] = DEFAULTS.epochs,
+    batch_size: Annotated[int, option(LEARNING, "Positive pairs per step.")] = DEFAULTS.batch_size,
+    negatives: Annotated[int, option(LEARNING, "Sampled negatives per pair.")] = DEFAULTS.negatives,
+    reject_seen: Annotated[
+        bool, option(LEARNING, "Never sample what the user has.", "--reject-seen/--no-reject-seen")
+    ] = DEFAULTS.reject_seen,
+    seed: Annotated[int, option(LEARNING, "Of initial rows, order and negatives.")] = DEFAULTS.seed,
+    ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(
+        DEFAULTS.ram
+    ),
+    threads: Annotated[int, option(MEMORY, "Compute threads; 0: every core.")] = DEFAULTS.threads,
+    valid: Annotated[
+        str,
+        option(
+            JUDGING, "Held out to find the best epoch: 'random' or 'last' pair of a user, a share, 'none'."
+        ),
+    ] = DEFAULTS.valid,
+    ranking: Annotated[Ranking, option(JUDGING, "Rank all items, or sampled ones.")] = RANKING_DEFAULT,
+    eval_negatives: Annotated[
+        int, option(JUDGING, "Items sampled for each held-out one.")
+    ] = DEFAULTS.eval_negatives,
+    eval_every: Annotated[int, option(JUDGING, "Epochs between evaluations.")] = DEFAULTS.eval_every,
+    eval_users: Annotated[int, option(JUDGING, "Users evaluated; 0: all.")] = DEFAULTS.eval_users,
+    ks: Annotated[str, option(JUDGING, "Cut-offs of the metrics.", metavar="K,K")] = DEFAULTS.ks,
+    metric: Annotated[
+        str, option(JUDGING, "Chooses the best epoch: hr@k, ndcg@k, recall@k, mrr.")
+    ] = DEFAULTS.metric,
+    patience: Annotated[
+        int, option(JUDGING, "Stop after this many evaluations without a better one; 0: never.")
+    ] = DEFAULTS.patience,
+    out: Annotated[
+        Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")
+    ] = None,
+    resume: Annotated[
+        Path | None, option(RUN, "Go on with a run where its last commit stands.", metavar="RUN")
+    ] = None,
+    commit_every: Annotated[int, option(RUN, "Epochs between commits.")] = DEFAULTS.commit_every,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Train a recommender on interactions, on tables larger than RAM.
+
+    Ctrl-C finishes the step and commits; --resume goes on, and ends with the bits of a run never stopped.
+    """
+    # One place knows the names: the configuration's fields are this function's parameters.
+    values = {name: _plain(value) for name, value in context.params.items()}
+    options = {field.name: values[field.name] for field in fields(TrainConfig) if field.name in values}
+    if (file is None) == (resume is None):
+        raise UsageProblem(
+            "give either FILE or --resume RUN, not both"
+            if file
+            else "give a FILE of interactions, or --resume RUN"
+        )
+    given = given_options(context)
+    new_config = TrainConfig.from_dict(options) if resume is None else None
+    resumed = _resumed_config(resume, options, given) if resume is not None else None
+    need("torch", "pyarrow", "matplotlib", command="train")
+    console = stderr() if json else stdout()
+    if resume is not None:
+        assert resumed is not None
+        return _go_on(resume, resumed, console, as_json=json)
+    assert file is not None and new_config is not None
+    reading = {
+        "user_col": user_col,
+        "item_col": item_col,
+        "header": "auto" if header is None else header,
+        "layout": layout.value,
+        "test": test,
+        "test_negatives": test_negatives,
+    }
+    return _start(file, reading, out, new_config, console, as_json=json)
+
+
+def _start(
+    file: Path,
+    reading: dict[str, Any],
+    out: Path | None,
+    config: TrainConfig,
+    console: Console,
+    *,
+    as_json: bool,
+) -> int:
+    """Read, create the run folder, train. A failure before anything is committed leaves no folder behind."""
+    from bunkbed.run import Run
+    from bunkbed.train.data import read_dataset
+    from bunkbed.train.data_store import save_dataset
+    from bunkbed.train.loop import Trainer
+
+    folder = choose_folder(out, file)
+    with console.status(f"reading {escape(str(file))}"):
+        data = read_dataset(file, **reading)
+    _say_data(console, data)
+    existed = folder.exists()
+    run: Run | None = None
+    try:
+        run = Run(folder, ram=config.ram)
+        import bunkbed
+
+        write_config(folder, {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()})
+        save_dataset(folder / DATA_NAME, data)
+        trainer = Trainer(config, data, run)
+    except BaseException:
+        if run is not None:
+            run.close(commit=False)
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return _fit(folder, config, run, trainer, data, console, as_json=as_json)
+
+
+def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool) -> int:
+    from bunkbed.run import Run
+    from bunkbed.train.data_store import load_dataset
+    from bunkbed.train.loop import Trainer
+
+    data = load_dataset(folder / DATA_NAME)
+    run = Run(folder, ram=config.ram)
+    try:
+        trainer = Trainer(config, data, run)
+    except BaseException:
+        run.close(commit=False)
+        raise
+    write_config(folder, {**read_config(folder), "train": config.to_dict()})
+    console.print(
+        f"resuming {escape(str(folder))} after epoch {trainer.epoch}, step {trainer.step:,}", soft_wrap=True
+    )
+    return _fit(folder, config, run, trainer, data, console, as_json=as_json)
+
+
+def _fit(
+    folder: Path,
+    config: TrainConfig,
+    run: Run,
+    trainer: Trainer,
+    data: Dataset,
+    console: Console,
+    *,
+    as_json: bool,
+) -> int:
+    from bunkbed.train.display import open_display
+    from bunkbed.train.plots import plot_run
+
+    source = Path(data.train.source).name
+    name = f"{config.model}, {config.loss}, dim {config.dim}, {config.optimizer}"
+    last: list[EpochReport] = []
+
+    def on_event(event: Event) -> None:
+        display(event)
+        if isinstance(event, EpochReport):
+            last[:] = [event]
+            if as_json:
+                print_json({"kind": "epoch", **asdict(event)})
+
+    with run:
+        _say_tables(console, run, config)
+        with (
+            open_display(console, title=f"{source}   {name}   {folder}") as display,
+            _graceful(trainer, display),
+        ):
+            outcome = trainer.fit(on_event)
+    picture = plot_run(folder, title=f"{folder.name}   {name}, {_ram(config)} of RAM")
+    result = None
+    if not outcome.interrupted and (data.test is not None or data.candidates is not None):
+        with console.status("ranking the test items"):
+            result = judge(folder, config, data)
+    if as_json:
+        test = None if result is None else asdict(result)
+        print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), "test": test})
+    else:
+        _say_outcome(console, folder, outcome, last[0] if last else None, result, picture, data)
+    return 130 if outcome.interrupted else 0
+
+
+def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> EvalResult:
+    """Evaluate a run as it stands on disk, at its best epoch unless `options` name another snapshot."""
+    from bunkbed.train.evaluate import evaluate_run
+
+    with open_reader(folder, options.pop("ram", None) or config.ram, options.pop("snapshot", None)) as run:
+        return evaluate_run(run, data, config, **options)
+
+
+def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
+    """A run opened read-only: at the snapshot asked for, else at the best epoch, else at the last commit."""
+    from bunkbed.run import Run
+
+    run = Run(folder, ram=ram, mode="r")
+    if snapshot is None and "best" not in run.snapshots():
+        return run
+    run.close(commit=False)
+    return Run(folder, ram=ram, mode="r", snapshot=snapshot or "best")
+
+
+@contextmanager
+def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) asks the trainer to stop after its step, the second aborts."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        trainer.request_stop()
+        display.note("stopping: the step ends, then everything is committed (Ctrl-C again aborts at once)")
+
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    for kind in before:
+        signal.signal(kind, stop)
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> TrainConfig:
+    """A run's own configuration with what may change on resuming.
+
+    Raises:
+        UsageProblem: an option that shapes what is learned differs.
+    """
+    stored = dict(read_config(folder)["train"])
+    for name in sorted(
+        given & {*options, "user_col", "item_col", "header", "layout", "test", "test_negatives"}
+    ):
+        flag = "--" + name.replace("_", "-")
+        if name not in options:
+            raise UsageProblem(f"{flag} cannot change on resuming: {folder} keeps its own copy of the data")
+        if name in RESUMABLE:
+            stored[name] = options[name]
+        elif stored.get(name) != options[name]:
+            raise UsageProblem(
+                f"{flag} {options[name]} cannot change on resuming: {folder} was started with "
+                f"{stored.get(name)}; start a new run for it"
+            )
+    return TrainConfig.from_dict(stored)
+
+
+def _say_data(console: Console, data: Dataset) -> None:
+    train = data.train
+    lines = [
+        f"[b]{escape(Path(train.source).name)}[/b]  {len(train):,} pairs of {data.num_users:,} users and "
+        f"{data.num_items:,} items  [dim]({escape(train.form)})[/]"
+    ]
+    if train.duplicates:
+        lines.append(f"{train.duplicates:,} repeated pairs dropped: a pair counts once")
+    if data.test is not None:
+        lines.append(f"[b]{escape(Path(data.test.source).name)}[/b]  {len(data.test):,} pairs to judge by")
+    if data.candidates is not None:
+        width = data.candidates.negatives.shape[1]
+        lines.append(f"[b]{escape(Path(data.candidates.source).name)}[/b]  {width} negatives for each")
+    if data.cold_users or data.cold_items:
+        lines.append(
+            f"{data.cold_users:,} users and {data.cold_items:,} items stand only in the test files; "
+            "they are ranked too, untrained"
+        )
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
+    parts = []
+    total = 0
+    for name, table in run.tables.items():
+        parts.append(f"{name} {table.num_rows or 0:,} x {table.dim}")
+        total += table.nbytes
+    share = total / parse_bytes(config.ram)
+    console.print(
+        f"[b]tables[/b]  {', '.join(parts)}: {format_bytes(total)} with optimizer state, "
+        f"{share:.1f} times the RAM budget of {_ram(config)}",
+        soft_wrap=True,
+    )
+
+
+def _say_outcome(
+    console: Console,
+    folder: Path,
+    outcome: Outcome,
+    last: EpochReport | None,
+    result: EvalResult | None,
+    picture: Path,
+    data: Dataset,
+) -> None:
+    def say(label: str, text: str) -> None:
+        console.print(f"[dim]{label:<8}[/]{text}", soft_wrap=True)
+
+    if outcome.best_epoch is not None and outcome.best:
+        ranking = f"  [dim]validation, {last.ranking}[/]" if last is not None else ""
+        say("best", f"epoch {outcome.best_epoch}  {_quality(outcome.best)}{ranking}")
+    if result is not None:
+        say("test", f"{_quality(result.metrics)}  [dim]{result.split}, {result.ranking}[/]")
+    if outcome.stopped_early:
+        say("stopped", f"after epoch {outcome.epoch}: no better epoch within the patience")
+    run = escape(str(folder))
+    say("run", run)
+    say("picture", escape(str(picture)))
+    if outcome.interrupted:
+        where = f"after epoch {outcome.epoch}, step {outcome.step:,}"
+        console.print(f"[yellow]interrupted[/] {where}; everything is committed", soft_wrap=True)
+        say("resume", f"[b]bunkbed train --resume {run}[/b]")
+    else:
+        user = data.train.user_vocab.decode([0])[0]
+        say("try", f"bunkbed recommend {run} --user {escape(str(user))} -k 10")
+
+
+def _quality(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} [b]{value:.4f}[/b]" for name, value in metrics.items())
+
+
+def _ram(config: TrainConfig) -> str:
+    return config.ram if isinstance(config.ram, str) else format_bytes(config.ram)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, StrEnum) else value
