@@ -1,0 +1,296 @@
+"""`EmbeddingBag`: `torch.nn.EmbeddingBag` over a table."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
+from bunkbed.torch.pending import FloatArray, IntArray
+
+
+class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """Pooled rows out; gradients of the rows into `Pending`, and of per_sample_weights back to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, weights: Any, bags: _Bags, layer: EmbeddingBag) -> Any:
+        pending = layer._pending
+        ctx.layer, ctx.bags = layer, bags
+        ctx.order = next(pending.order)
+        bags.own()
+        if weights is not None:
+            ctx.like = weights  # shape, dtype and device only
+            if weights.requires_grad:
+                # Their gradient is made of the rows as they are now; reading them at backward could be a step
+                # late.
+                ctx.rows = pending.table.lookup(bags.ids, touch=False)
+        return layer._output(bags.lookup(layer, touch=layer.training))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        layer, bags = ctx.layer, ctx.bags
+        pending = layer._pending
+        lengths = bags.lengths()
+        pooled = grad_array(grad, layer.embedding_dim)
+        weights_grad = None
+        if ctx.needs_input_grad[1]:
+            dots = np.einsum("nd,nd->n", ctx.rows, np.repeat(pooled, lengths, axis=0))
+            weights_grad = torch.from_numpy(bags.unfiltered(dots)).reshape(ctx.like.shape)
+            weights_grad = weights_grad.to(ctx.like.device, ctx.like.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, weights_grad, None, None
+        if layer.mode == "mean":
+            pooled = pooled / np.maximum(lengths, 1).astype(np.float32)[:, None]
+        rows = np.repeat(pooled, lengths, axis=0)
+        if bags.weights is not None:
+            rows *= bags.weights[:, None]
+        pending.hold(ctx.order, bags.ids, rows, None)
+        return pending.no_change, weights_grad, None, None
+
+
+class _Bags:
+    """One batch of bags as the table wants it, without the padding ids.
+
+    Bag b is ``ids[offsets[b] : offsets[b + 1]]``, the last one ends at N: int64[N], int64[B], float32[N] or
+    None.
+    """
+
+    __slots__ = ("ids", "kept", "offsets", "weights")
+
+    def __init__(self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Any) -> None:
+        self.ids = ids
+        self.offsets = offsets
+        self.weights = weights
+        self.kept = kept  # bool[ids of the input]: which ones `ids` are; None for all
+        if kept is not None:
+            before = np.concatenate([[0], np.cumsum(kept)])  # kept ids ahead of each position
+            self.ids, self.offsets = ids[kept], before[offsets]
+            self.weights = None if weights is None else weights[kept]
+
+    def own(self) -> None:
+        """Stops sharing memory with the caller's tensors, which may change before backward unnoticed."""
+        self.ids, self.offsets = self.ids.copy(), self.offsets.copy()
+        if self.weights is not None:
+            self.weights = self.weights.copy()
+
+    def lengths(self) -> IntArray:
+        """int64[B] ids per bag."""
+        return np.diff(self.offsets, append=self.ids.size)
+
+    def lookup(self, layer: EmbeddingBag, *, touch: bool) -> FloatArray:
+        """float32[B, dim] pooled rows."""
+        pooled: FloatArray = layer._pending.table.lookup_bags(
+            self.ids, self.offsets, pooling=layer.mode, weights=self.weights, touch=touch
+        )
+        return pooled
+
+    def unfiltered(self, values: FloatArray) -> FloatArray:
+        """float32 per kept id to float32 per id of the input, zero for the others."""
+        if self.kept is None:
+            return values
+        out = np.zeros(self.kept.size, np.float32)
+        out[self.kept] = values
+        return out
+
+
+class EmbeddingBag(TableLayer):
+    """`torch.nn.EmbeddingBag` whose rows live in a table that may be larger than RAM.
+
+    See `Embedding` for the anchor, ownership, durability and our own keywords; the others are
+    `torch.nn.EmbeddingBag`'s. Padding ids are left out of sum and mean; an empty bag is zeros.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in
+            `Embedding`.
+        mode: ``"mean"`` or ``"sum"``; ``"max"`` is a ValueError.
+        include_last_offset: `offsets` of ``forward`` ends with the number of ids.
+
+    >>> bag = EmbeddingBag(10, 2, mode="sum", init=bb.Zeros())
+    >>> bag(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 3]))
+    tensor([[0., 0.],
+            [0., 0.]])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        path: Any = None,
+        ram: Any = None,
+        optimizer: Any = None,
+        init: Any = None,
+        seed: int | None = None,
+        dtype: Any = None,
+        table: Any = None,
+        device: Any = None,
+        keep_checkpoints: int | None = 3,
+    ) -> None:
+        if mode == "max":
+            raise ValueError(
+                "EmbeddingBag: mode='max' is not supported; use mode='sum' or 'mean', or take the maximum of "
+                "an "
+                "Embedding's output: Embedding(...)(ids).amax(dim=1)"
+            )
+        if mode not in ("sum", "mean"):
+            raise ValueError(f"EmbeddingBag: mode must be 'sum' or 'mean', got {mode!r}")
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            scale_grad_by_freq,
+            path=path,
+            ram=ram,
+            optimizer=optimizer,
+            init=init,
+            seed=seed,
+            dtype=dtype,
+            table=table,
+            device=device,
+            keep_checkpoints=keep_checkpoints,
+        )
+        self.max_norm = None
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = False
+        self.mode = mode
+        self.sparse = sparse
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Any,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **ours: Any,
+    ) -> Self:
+        """A layer on a new table holding float[num_embeddings, dim] `embeddings`; see
+        `Embedding.from_pretrained`."""
+        rows, dim = pretrained_shape(cls.__name__, embeddings, ours)
+        layer = cls(
+            rows,
+            dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+            **ours,
+        )
+        layer._import(embeddings)
+        layer.anchor.requires_grad = not freeze
+        return layer
+
+    def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
+        """Pooled rows, [B, embedding_dim].
+
+        Args:
+            input: int64 or int32[N] ids of all bags in a row, or [B, L]: B bags of L ids, without `offsets`.
+            offsets: int64 or int32[B], where each bag starts (the first at 0, none before the one ahead of
+                it), or [B + 1] with ``include_last_offset``.
+            per_sample_weights: float[...] of `input`'s shape, with gradient; for ``mode="sum"`` only.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, shape or offset; it is named.
+            IndexError: an id outside the table; it and its position are named.
+        """
+        if torch.compiler.is_compiling():
+            return outside_graph(self, input, offsets, per_sample_weights)
+        bags = self._bags(input, offsets, per_sample_weights)
+        anchor = self._parameters["anchor"]
+        grad = torch.is_grad_enabled()
+        if grad and (
+            anchor.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)
+        ):
+            return _BagLookup.apply(anchor, per_sample_weights, bags, self)
+        return self._output(bags.lookup(self, touch=grad and self.training))
+
+    def _bags(self, input: Any, offsets: Any, weights: Any) -> _Bags:
+        ids = id_array(input)
+        if weights is not None:
+            if self.mode != "sum":
+                raise ValueError(
+                    f"per_sample_weights needs mode='sum', but this layer has mode={self.mode!r}"
+                )
+            if weights.shape != input.shape:
+                raise ValueError(
+                    f"per_sample_weights must have input's shape {list(input.shape)}, got "
+                    f"{list(weights.shape)}"
+                )
+            if not weights.is_floating_point():
+                raise TypeError(f"per_sample_weights must be floating point, got {weights.dtype}")
+            weights = weights.detach().reshape(-1).to("cpu", torch.float32).contiguous().numpy()
+        if ids.ndim == 2:
+            if offsets is not None:
+                raise ValueError(f"offsets must be None for 2-dimensional input, got {_shape(offsets)}")
+            starts, end = np.arange(ids.shape[0], dtype=np.int64) * ids.shape[1], ids.size
+        elif ids.ndim == 1:
+            if offsets is None:
+                raise ValueError("offsets must be given for 1-dimensional input, got None")
+            starts = id_array(offsets, "offsets")
+            if starts.ndim != 1:
+                raise ValueError(f"offsets must be 1-dimensional, got {_shape(offsets)}")
+            starts, end = self._check_offsets(starts, ids.size)
+        else:
+            raise ValueError(f"input must be 1- or 2-dimensional, got {_shape(input)}")
+        ids = ids.reshape(-1)
+        kept = None
+        if self.padding_idx is not None:
+            kept = ids != self.padding_idx
+        if end < ids.size:
+            kept = np.ones(ids.size, np.bool_) if kept is None else kept
+            kept[end:] = False
+        return _Bags(ids, starts, weights, None if kept is None or kept.all() else kept)
+
+    def _check_offsets(self, offsets: IntArray, num_ids: int) -> tuple[IntArray, int]:
+        """int64[B] starts of the bags, and where the last one ends; ids after that are in no bag, as in
+        torch."""
+        if self.include_last_offset:
+            if offsets.size == 0:
+                raise ValueError(
+                    "offsets must end with the number of ids with include_last_offset=True, got no offset"
+                )
+            bounds = offsets
+        else:
+            bounds = np.append(offsets, num_ids if offsets.size else 0)
+        if bounds[0] != 0:
+            raise ValueError(f"offsets must start with 0, got {bounds[0]}")
+        if bounds[-1] > num_ids:
+            raise ValueError(
+                f"offsets must not pass the {num_ids} ids, got {bounds[-1]} at position {bounds.size - 1}"
+            )
+        falls = np.diff(bounds) < 0
+        if falls.any():
+            place = int(np.argmax(falls))
+            raise ValueError(
+                f"offsets must not decrease nor pass the {num_ids} ids, got {bounds[place]} at position "
+                f"{place}, then "
+                f"{bounds[place + 1]}"
+            )
+        return bounds[:-1], int(bounds[-1])
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}{self._table_repr()}"
+
+
+def _shape(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,102 @@
+"""What ``state_dict()`` holds of a table: a reference to a kept epoch, never rows.
+
+The reference is a uint8 tensor of JSON, so it survives every format that stores tensors (``torch.save`` with
+``weights_only=True``, safetensors): the table's uuid and name, the epoch, the step. Saving commits the table
+and keeps that epoch under a name of ours; the oldest of those beyond `Pending.keep_checkpoints` are dropped.
+Loading rewinds the writer to the epoch, optimizer state included.
+
+- Saving twice without a change in between is one commit, so a stray ``state_dict()`` costs no kept epoch, and
+  two layers on one table commit once.
+- A table of a `bunkbed.Run` is committed by its run only: the reference then just names the table, and
+  ``run.rewind`` puts tables and dense weights back together.
+- A table in RAM only keeps its epochs in this process; a reference to it cannot be loaded in another one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from bunkbed.torch.pending import Pending
+
+#: Name of the reference in a layer's state_dict.
+KEY = "table"
+_PREFIX = "state_dict-"
+
+
+def save(pending: Pending) -> Any:
+    """Commits the table if it changed, and returns the reference, uint8[n]."""
+    table = pending.table
+    epoch = _commit(pending) if table.mode != "r" and table.run is None else table.epoch
+    fields = {"uuid": table.uuid, "table": table.name, "epoch": epoch, "step": table.step}
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
+
+
+def _commit(pending: Pending) -> int:
+    table = pending.table
+    snapshots: dict[str, int] = table.snapshots()
+    if not table.is_dirty:
+        epoch: int = table.epoch
+        if pending.same_as is not None and pending.same_as[0] == epoch:
+            epoch = pending.same_as[1]
+        if epoch in snapshots.values():
+            return epoch
+    ours = sorted(int(name.removeprefix(_PREFIX)) for name in snapshots if _is_ours(name))
+    epoch = table.commit(keep=f"{_PREFIX}{ours[-1] + 1 if ours else 1:06d}")
+    if pending.keep_checkpoints is not None:
+        # The new one first: an epoch is let go only once its successor is durable.
+        for number in ours[: max(0, len(ours) + 1 - pending.keep_checkpoints)]:
+            table.drop(f"{_PREFIX}{number:06d}")
+    return epoch
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit()
+
+
+def load(pending: Pending, reference: Any) -> str | None:
+    """Puts the table back to the epoch of `reference`; returns what prevents it, or None."""
+    table = pending.table
+    try:
+        fields = json.loads(bytes(reference.to("cpu", torch.uint8).tolist()))
+        uuid, name, epoch = fields["uuid"], fields["table"], fields["epoch"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return (
+            f"table {pending.name!r}: the reference in the state_dict is damaged; it must be the uint8 tensor that "
+            "state_dict() put there"
+        )
+    if uuid != table.uuid:
+        kind = "another table in RAM only" if table.path is None else f"another table ({table.path})"
+        return (
+            f"table {pending.name!r}: the state_dict refers to table {name!r} (uuid {uuid}), but this layer "
+            f"has {kind}, "
+            f"uuid {table.uuid}; open that table by its path (a table in RAM only ends with its process)"
+        )
+    if table.run is not None:
+        return None  # the run puts its tables and files back together
+    current = table.epoch
+    if pending.same_as is not None and pending.same_as[0] == current:
+        current = pending.same_as[1]
+    if epoch == current and (table.mode == "r" or not table.is_dirty):
+        return None
+    if table.mode == "r":
+        return (
+            f"table {name!r}: the state_dict refers to epoch {epoch}, but this reader is at epoch "
+            f"{table.epoch}; "
+            "open it with snapshot=, one of bunkbed.snapshots(path)"
+        )
+    snapshots: dict[str, int] = table.snapshots()
+    if epoch not in snapshots.values():
+        kept = ", ".join(
+            f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1])
+        )
+        return (
+            f"table {name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
+            f"of the "
+            "layer, or name what must stay: layer.table.commit(keep='best')"
+        )
+    table.rewind(epoch)
+    pending.same_as = (table.epoch, epoch)
+    return None

@@ -1,0 +1,173 @@
+"""`Embedding`: `torch.nn.Embedding` over a table."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+
+from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
+
+
+class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """Rows out, and the gradients back into `Pending`; the anchor is the input that makes autograd come
+    back."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, ids: Any, layer: Embedding) -> Any:
+        pending = layer._pending
+        rows = id_array(ids)
+        if ids.is_cpu and ids.dtype is torch.int64:
+            ctx.save_for_backward(
+                ids
+            )  # shares memory with the caller: torch notices if it is changed before backward
+        else:
+            ctx.rows = rows
+        ctx.layer = layer
+        ctx.order = next(pending.order)
+        return layer._output(pending.table.lookup(rows, touch=layer.training))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        layer = ctx.layer
+        pending = layer._pending
+        saved = ctx.saved_tensors
+        rows = saved[0].numpy() if saved else ctx.rows
+        pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, layer.embedding_dim), layer.padding_idx)
+        return pending.no_change, None, None
+
+
+class Embedding(TableLayer):
+    """`torch.nn.Embedding` whose rows live in a table that may be larger than RAM.
+
+    The constructor, ``forward`` and `from_pretrained` take what `torch.nn.Embedding` takes; what is ours
+    comes by keyword. It owns one 1-element `Parameter`, ``anchor``, which stands for the table wherever torch
+    walks over parameters: output has its device and dtype (16-bit rows widen to float32; ``model.bfloat16()``
+        makes outputs
+    bfloat16 while rows stay as they are), ``requires_grad=False`` on it freezes the table, its ``.grad``
+    holds the norm of the pending row gradients. Training needs a `bunkbed.torch.Optimizer`. Not thread-safe;
+    rows are durable once committed (``state_dict()``, ``table.commit()``); the table closes with its last
+    layer, uncommitted changes are lost as those of a module that was not saved.
+
+    Args:
+        num_embeddings: ids lie in ``[0, num_embeddings)``; None admits any non-negative int64.
+        embedding_dim: length of a row.
+        padding_idx: its row gets no gradient and is zeros unless set otherwise; negative counts from the end.
+        max_norm, scale_grad_by_freq: must be left alone; others are a ValueError.
+        norm_type: belongs to `max_norm`, unused.
+        sparse: accepted and unused: gradients are always per row.
+        path: folder of the table, created or opened; None holds it in RAM only.
+        ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
+        optimizer: the rows' update rule; None is ``bunkbed.Adam(lr=1e-3)`` for a new table, its own for a
+            stored one.
+        init: None is torch's N(0, 1) for a new table.
+        seed: of `init`; None draws one from torch's generator.
+        dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"``, ``"float16"``, or the torch
+            dtype.
+        table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
+        device: of the anchor, and so of the output.
+        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable; None for all.
+
+    Raises:
+        ValueError: an argument out of range, unsupported, or contradicting the stored table (both values are
+            named).
+        RuntimeError: torch.distributed runs with more than one process.
+
+    >>> emb = Embedding(1000, 4, padding_idx=0, seed=1)
+    >>> emb(torch.tensor([[0, 7, 7]])).shape
+    torch.Size([1, 3, 4])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        *,
+        path: Any = None,
+        ram: Any = None,
+        optimizer: Any = None,
+        init: Any = None,
+        seed: int | None = None,
+        dtype: Any = None,
+        table: Any = None,
+        device: Any = None,
+        keep_checkpoints: int | None = 3,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            scale_grad_by_freq,
+            path=path,
+            ram=ram,
+            optimizer=optimizer,
+            init=init,
+            seed=seed,
+            dtype=dtype,
+            table=table,
+            device=device,
+            keep_checkpoints=keep_checkpoints,
+        )
+        self.max_norm = None
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = False
+        self.sparse = sparse
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Any,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **ours: Any,
+    ) -> Self:
+        """A layer on a new table holding float[num_embeddings, dim] `embeddings`; frozen unless told
+        otherwise.
+
+        `ours` are this class's own keywords (``path``, ``ram``, ``optimizer``, ...).
+
+        Raises:
+            ValueError: `embeddings` is not 2-dimensional.
+            FileExistsError: there is a table at `path` already.
+
+        >>> Embedding.from_pretrained(torch.eye(3))(torch.tensor([2]))
+        tensor([[0., 0., 1.]])
+        """
+        rows, dim = pretrained_shape(cls.__name__, embeddings, ours)
+        layer = cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **ours)
+        layer._import(embeddings)
+        layer.anchor.requires_grad = not freeze
+        return layer
+
+    def forward(self, input: Any) -> Any:
+        """int64 or int32[...] ids to [..., embedding_dim] rows; a copy, empty input gives empty output.
+
+        Raises:
+            TypeError: `input` is not an int64 or int32 tensor.
+            IndexError: an id outside the table; it and its position are named.
+        """
+        if torch.compiler.is_compiling():
+            return outside_graph(self, input)
+        grad = torch.is_grad_enabled()
+        anchor = self._parameters["anchor"]
+        if grad and anchor.requires_grad:
+            return _Lookup.apply(anchor, input, self)
+        rows = id_array(input)
+        values = self._pending.table.lookup(rows, touch=grad and self.training)
+        if self._zero_padding:
+            values[rows == self.padding_idx] = 0.0
+        return self._output(values)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{self._table_repr()}"

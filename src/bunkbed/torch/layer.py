@@ -1,0 +1,391 @@
+"""What `Embedding` and `EmbeddingBag` share: their table, the anchor, checkpoints and clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import bunkbed as bb
+from bunkbed.torch import checkpoint
+from bunkbed.torch.pending import IntArray, pending_of, require_one_process
+
+#: Rows per `Table.set` when weights are imported.
+IMPORT_CHUNK = 65_536
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def id_array(ids: Any, what: str = "input") -> IntArray:
+    """int64[...] NumPy view of an integer tensor; copied only from another dtype or device.
+
+    Raises:
+        TypeError: not a tensor, or neither int64 nor int32.
+    """
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{what} must be an int64 or int32 tensor, got {type(ids).__name__}")
+    if ids.dtype is not torch.int64:
+        if ids.dtype is not torch.int32:
+            name = str(ids.dtype).removeprefix("torch.")
+            raise TypeError(f"{what} must be an int64 or int32 tensor, got {name}{list(ids.shape)}")
+        ids = ids.long()
+    array: IntArray = (ids if ids.is_cpu else ids.cpu()).numpy()
+    return array
+
+
+def grad_array(grad: Any, dim: int) -> NDArray[np.float32]:
+    """float32[N, dim] in C order from a gradient of any dtype, device and leading shape; a view where it can
+    be."""
+    grad = grad.reshape(-1, dim)
+    if grad.dtype is not torch.float32 or not grad.is_cpu:
+        grad = grad.to("cpu", torch.float32)
+    array: NDArray[np.float32] = grad.contiguous().numpy()
+    return array
+
+
+# Under torch.compile a layer is a graph break. Disabled only there: the wrapper costs as much as a small
+# lookup, and importing torch._dynamo a second.
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
+def outside_graph(layer: Any, *inputs: Any) -> Any:
+    """``layer.forward(*inputs)``, never traced by torch.compile."""
+    return layer.forward(*inputs)
+
+
+class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Base of the layers: a `torch.nn.Module` whose rows live in a table.
+
+    It owns the anchor (shared by all layers on one table) and keeps the table open; the table is closed when
+    the last user of it goes, and durable once committed (``state_dict()`` or ``table.commit()``).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        scale_grad_by_freq: bool,
+        *,
+        path: Any,
+        ram: Any,
+        optimizer: Any,
+        init: Any,
+        seed: int | None,
+        dtype: Any,
+        table: Any,
+        device: Any,
+        keep_checkpoints: int | None,
+    ) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        if max_norm is not None:
+            raise ValueError(
+                f"{kind}: max_norm={max_norm!r} is not supported, since a lookup never changes rows; "
+                f"normalise the "
+                "output instead: torch.nn.functional.normalize(layer(ids), dim=-1)"
+            )
+        if scale_grad_by_freq:
+            raise ValueError(
+                f"{kind}: scale_grad_by_freq=True is not supported; scale the loss of each id by hand, or "
+                f"leave it out"
+            )
+        # Drawn even where a stored table has its own seed, so that weights made after this layer do not
+        # depend on whether the table existed. From torch's generator: torch.manual_seed decides, and two
+        # layers differ.
+        drawn = int(torch.randint(2**62, (), device="cpu").item())
+        if table is None:
+            table = _open_table(
+                kind,
+                num_embeddings,
+                embedding_dim,
+                path=path,
+                ram=ram,
+                optimizer=optimizer,
+                init=init,
+                seed=seed,
+                drawn_seed=drawn,
+                dtype=dtype,
+            )
+        else:
+            given = {
+                "path": path,
+                "ram": ram,
+                "optimizer": optimizer,
+                "init": init,
+                "seed": seed,
+                "dtype": dtype,
+            }
+            extra = [name for name, value in given.items() if value is not None]
+            if extra:
+                raise ValueError(
+                    f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own"
+                )
+            _require_same(kind, table, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        require_one_process(table)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = _padding_row(kind, padding_idx, num_embeddings)
+        self._pending = pending_of(table, device)
+        self.anchor = self._pending.anchor
+        if keep_checkpoints is not None and keep_checkpoints < 1:
+            raise ValueError(
+                f"{kind}: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}"
+            )
+        self._pending.keep_checkpoints = keep_checkpoints
+        self._zero_padding = False
+        self._set_padding()
+
+    # ---- the table
+
+    @property
+    def table(self) -> Any:
+        """The `bunkbed.Table` that holds the rows."""
+        return self._pending.table
+
+    @property
+    def keep_checkpoints(self) -> int | None:
+        """How many epochs kept by ``state_dict()`` stay loadable; None keeps all. Named ones always stay."""
+        return self._pending.keep_checkpoints
+
+    @keep_checkpoints.setter
+    def keep_checkpoints(self, value: int | None) -> None:
+        self._pending.keep_checkpoints = value
+
+    def _set_padding(self) -> None:
+        """Stores zeros in the padding row unless it has a value already, as torch does for a new layer."""
+        row, table = self.padding_idx, self.table
+        if row is None or table.contains(np.array([row], np.int64))[0]:
+            return
+        if table.mode == "r":
+            self._zero_padding = True  # cannot be stored, so it is overlaid
+            return
+        table.set(np.array([row], np.int64), np.zeros((1, self.embedding_dim), np.float32))
+
+    def _import(self, weight: Any) -> None:
+        """Overwrites rows ``0 .. len(weight)`` with a float[num_embeddings, dim] tensor, chunk by chunk."""
+        for start in range(0, weight.shape[0], IMPORT_CHUNK):
+            chunk = weight[start : start + IMPORT_CHUNK].detach().to("cpu", torch.float32).contiguous()
+            self.table.set(np.arange(start, start + len(chunk), dtype=np.int64), chunk.numpy())
+
+    def _output(self, values: NDArray[np.float32]) -> Any:
+        """A tensor of `values` on the anchor's device, in its dtype; shares memory for float32 on the CPU."""
+        out = torch.from_numpy(values)
+        anchor = self._parameters["anchor"]
+        if anchor.dtype is not torch.float32 or not anchor.is_cpu:
+            out = out.to(anchor.device, anchor.dtype)
+        return out
+
+    # ---- torch.nn.Module
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # The base class would cast the anchor's gradient with it, and may replace the Parameter: hide it from
+        # there.
+        parameters = self._parameters
+        anchor, parameters["anchor"] = parameters["anchor"], None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            parameters["anchor"] = anchor
+        with torch.no_grad():
+            moved = fn(anchor.detach())
+        self._pending.move_anchor(moved)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + checkpoint.KEY] = checkpoint.save(self._pending)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        reference, weight = state_dict.get(prefix + checkpoint.KEY), state_dict.get(prefix + "weight")
+        ours = {prefix + name for name in (checkpoint.KEY, "weight", "anchor")}
+        # The anchor's value means nothing and must stay this very Parameter (assign=True would replace it).
+        rest = {key: value for key, value in state_dict.items() if key not in ours}
+        rest[prefix + "anchor"] = self.anchor.detach().clone()
+        super()._load_from_state_dict(
+            rest, prefix, {**local_metadata, "assign_to_params_buffers": False}, strict,
+            missing_keys, unexpected_keys, error_msgs,
+        )  # fmt: skip
+        if reference is not None:
+            error = checkpoint.load(self._pending, reference)
+            if error is not None:
+                error_msgs.append(error)
+            self._set_padding()
+        elif weight is not None:
+            expected = (
+                weight.shape[0] if self.num_embeddings is None else self.num_embeddings,
+                self.embedding_dim,
+            )
+            if tuple(weight.shape) != expected:
+                error_msgs.append(
+                    f"size mismatch for {prefix}weight: the checkpoint has {tuple(weight.shape)}, "
+                    f"table {self.table.name!r} has {expected}."
+                )
+            else:
+                self._import(weight)
+        else:
+            missing_keys.append(prefix + checkpoint.KEY)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(_no_weight(self))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError(_no_weight(self))
+        if name == "anchor" and "anchor" in self.__dict__.get("_parameters", ()) and value is not self.anchor:
+            raise AttributeError(
+                f"{type(self).__name__}.anchor stands for table {self.table.name!r} and cannot be replaced; "
+                f"to share "
+                "a table between layers give table=other.table"
+            )
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied: table {self.table.name!r} has one writer; share it "
+            f"with "
+            "table=layer.table, or keep `layer.state_dict()`, which refers to the table's present rows"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: table {self.table.name!r} stays in its files; save "
+            "`model.state_dict()`, and open the table by path where the model is loaded"
+        )
+
+    def _table_repr(self) -> str:
+        table = self.table
+        where = "ram only" if table.path is None else f"path={str(table.path)!r}"
+        text = f", {where}, optimizer={type(table.optimizer).__name__}"
+        return text if table.dtype == "float32" else f"{text}, dtype={table.dtype}"
+
+
+def _no_weight(layer: TableLayer) -> str:
+    kind = type(layer).__name__
+    return (
+        f"{kind!r} has no attribute 'weight': the rows live in table {layer.table.name!r}, larger than one "
+        f"tensor may "
+        f"be; read rows with layer.table.get(ids), all of them with layer.table.scan(), the best by dot "
+        f"product with "
+        f"layer.table.topk(queries, k), write them with layer.table.set(ids, values), and initialise with "
+        f"{kind}(..., init=bunkbed.Normal(std=...))"
+    )
+
+
+def _padding_row(kind: str, padding_idx: int | None, num_embeddings: int | None) -> int | None:
+    if padding_idx is None:
+        return None
+    if num_embeddings is None:
+        if padding_idx < 0:
+            raise ValueError(
+                f"{kind}: padding_idx={padding_idx} counts from the end, but num_embeddings is None"
+            )
+        return padding_idx
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(
+            f"{kind}: padding_idx={padding_idx} is outside [-{num_embeddings}, {num_embeddings}), the ids of "
+            f"the layer"
+        )
+    return padding_idx + num_embeddings if padding_idx < 0 else padding_idx
+
+
+def _require_same(kind: str, table: Any, **given: Any) -> None:
+    """Raises ValueError naming both values where an argument contradicts the table."""
+    stored = {
+        "num_embeddings": table.num_rows,
+        "embedding_dim": table.dim,
+        "dtype": table.dtype,
+        "init": table.init,
+        "seed": table.seed,
+    }
+    for name, value in given.items():
+        if stored[name] != value:
+            raise ValueError(
+                f"{kind}: {name}={value!r} was given, but table {table.name!r} has {stored[name]!r}; "
+                "give what it has, or another path for a new table"
+            )
+
+
+def _open_table(
+    kind: str,
+    num_embeddings: int | None,
+    embedding_dim: int,
+    *,
+    path: Any,
+    ram: Any,
+    optimizer: Any,
+    init: Any,
+    seed: int | None,
+    drawn_seed: int,
+    dtype: Any,
+) -> Any:
+    """Opens the table at `path`, or creates it; arguments left at None accept whatever a stored table has."""
+    if isinstance(dtype, torch.dtype):
+        if dtype not in _DTYPES:
+            raise ValueError(f"{kind}: dtype must be float32, bfloat16 or float16, got {dtype}")
+        dtype = _DTYPES[dtype]
+    memory = {} if ram is None else {"ram": ram}
+    if path is not None:
+        path = Path(path)
+        try:
+            table = bb.open(path, **memory)
+        except FileNotFoundError:
+            pass
+        else:
+            given = {"dtype": dtype, "init": init, "seed": seed}
+            _require_same(
+                kind,
+                table,
+                num_embeddings=num_embeddings,
+                embedding_dim=embedding_dim,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+            if optimizer is not None and optimizer != table.optimizer:
+                table.optimizer = optimizer  # other slots are an error there
+            return table
+    return bb.create(
+        path,
+        dim=embedding_dim,
+        num_rows=num_embeddings,
+        optimizer=bb.Adam(lr=1e-3) if optimizer is None else optimizer,
+        init=bb.Normal(std=1.0) if init is None else init,
+        seed=drawn_seed if seed is None else seed,
+        dtype="float32" if dtype is None else dtype,
+        **memory,
+    )
+
+
+def pretrained_shape(kind: str, embeddings: Any, ours: dict[str, Any]) -> tuple[int, int]:
+    """(rows, dim) of float[rows, dim] `embeddings`; refuses to overwrite rows that exist.
+
+    Raises:
+        ValueError: another number of dimensions, or `table=` among our keywords.
+        FileExistsError: the path is taken.
+    """
+    if embeddings.dim() != 2:
+        raise ValueError(
+            f"{kind}.from_pretrained: embeddings must be [rows, dim], got {list(embeddings.shape)}"
+        )
+    if ours.get("table") is not None:
+        raise ValueError(f"{kind}.from_pretrained: table= has rows of its own; write into it with table.set")
+    path = ours.get("path")
+    if path is not None and Path(path).exists() and any(Path(path).iterdir()):
+        raise FileExistsError(
+            f"{kind}.from_pretrained: {str(path)!r} exists and its rows would be overwritten; open it with "
+            f"{kind}(..., path=...), or give another path"
+        )
+    rows, dim = embeddings.shape
+    return int(rows), int(dim)

@@ -1,0 +1,314 @@
+"""`Optimizer`: one object that steps, zeroes, schedules, scales and saves dense weights and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from bunkbed.torch.layer import TableLayer
+from bunkbed.torch.pending import Pending, anchors, distinct
+
+
+class _TableGroup:
+    """The parameter group of one table: ``{"params": [anchor], "table": name, "optimizer": class, lr,
+    ...}``."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        definition = pending.table.optimizer
+        fields = {field.name: getattr(definition, field.name) for field in dataclasses.fields(definition)}
+        self.group: dict[str, Any] = {
+            "params": [pending.anchor],
+            "table": pending.name,
+            "optimizer": type(definition).__name__,
+            **fields,
+        }
+        self._names = tuple(name for name in fields if name != "lr")
+        self._applied = self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple([self.group[name] for name in self._names])
+
+    def apply_hyperparameters(self) -> None:
+        """Hands what was changed in the group since the last step (but lr, which each step gives) to the
+        table.
+
+        Raises:
+            ValueError: out of range, or it shapes stored state (Adagrad's initial_accumulator).
+        """
+        values = self._values()
+        if values == self._applied:
+            return
+        changed = {
+            name: tuple(new) if name == "betas" else new
+            for name, new, old in zip(self._names, values, self._applied, strict=True)
+            if new != old
+        }
+        table = self.pending.table
+        if "initial_accumulator" in changed:
+            raise ValueError(
+                f"table {table.name!r}: initial_accumulator is the start value of stored slots and cannot "
+                f"change "
+                f"from {table.optimizer.initial_accumulator} to {changed['initial_accumulator']}; make a new "
+                f"table"
+            )
+        table.optimizer = dataclasses.replace(table.optimizer, **changed)
+        self._applied = values
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Takes the hyperparameters of a saved group."""
+        self.group.update({key: value for key, value in saved.items() if key != "params"})
+        if "betas" in self.group:
+            self.group["betas"] = tuple(self.group["betas"])
+
+
+class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untyped here
+    """A `torch.optim.Optimizer` over a dense optimizer and every table of a model.
+
+    It takes the layers' anchors out of the dense optimizer's groups, keeps those groups (the same dicts) as
+    its first parameter groups and appends one per table, with the hyperparameters of the table's own
+    optimizer. Schedulers, `torch.amp.GradScaler`, gradient clipping and Lightning's automatic mode work on it
+    as on any optimizer; step it instead of `dense`. Changing a hyperparameter in a group takes effect at the
+    next step. It owns no rows; several lookups, losses and backward calls before one ``step()`` are one
+    update. Not thread-safe. A table has one `Optimizer` at a time; `detach` releases it, and so does deleting
+    it.
+
+    Args:
+        model: the module whose layers are trained.
+        dense: the optimizer of everything else, already made (``torch.optim.AdamW(model.parameters())``);
+            None where there is nothing else, or it is stepped separately.
+
+    Raises:
+        TypeError: `model` is no module, or `dense` no optimizer that steps without a closure.
+        ValueError: the model has no layer of ours.
+        RuntimeError: a table already has an Optimizer.
+        ReadOnlyError: a trainable layer's table is open with ``mode="r"``.
+    """
+
+    def __init__(self, model: Any, dense: Any = None) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"Optimizer: model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(dense, Optimizer):
+            raise TypeError("Optimizer: dense is a bunkbed.torch.Optimizer already; use that one alone")
+        if dense is not None and not isinstance(dense, torch.optim.Optimizer):
+            raise TypeError(
+                f"Optimizer: dense must be a torch.optim optimizer, got {type(dense).__name__}; write "
+                "dense=torch.optim.AdamW(model.parameters())"
+            )
+        if isinstance(dense, torch.optim.LBFGS):
+            raise TypeError(
+                "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once "
+                "a step; "
+                "use an optimizer that steps without a closure"
+            )
+        known = anchors()
+        in_model = [
+            layer._pending
+            for layer in model.modules()
+            if isinstance(layer, TableLayer) and (layer.table.mode != "r" or layer.anchor.requires_grad)
+        ]
+        groups = [] if dense is None else dense.param_groups
+        in_dense = [known[id(p)] for group in groups for p in group["params"] if id(p) in known]
+        pendings = distinct(pending for pending in [*in_model, *in_dense] if pending.table.mode != "r")
+        for pending in in_model:
+            pending.require_free()
+        if not pendings:
+            raise ValueError(
+                f"Optimizer: {type(model).__name__} has no trainable bunkbed.torch layer; "
+                "use the dense optimizer by itself"
+            )
+        for pending in pendings:
+            pending.require_free()
+        self._dense = dense
+        self._tables: list[_TableGroup] = []
+        self._started = False
+        for group in groups:
+            _take_anchors(group, known)
+            for param in [p for p in getattr(dense, "state", {}) if id(p) in known]:
+                del dense.state[param]
+        self._tables = [_TableGroup(pending) for pending in pendings]
+        super().__init__([*groups, *(table.group for table in self._tables)], {})
+        self._started = True
+        for pending in pendings:
+            pending.attach(self)
+        self._refresh()
+        if dense is not None:
+            this = weakref.ref(self)
+
+            def follow(_: Any) -> None:  # dense.load_state_dict makes new group dicts
+                optimizer = this()
+                if optimizer is not None:
+                    optimizer._refresh()
+
+            dense.register_load_state_dict_post_hook(follow)
+
+    def _refresh(self) -> None:
+        """Shows the dense optimizer's present groups and state as ours; the order of groups stays."""
+        ours = {id(table.group) for table in self._tables}
+        dense = [] if self._dense is None else list(self._dense.param_groups)
+        remaining = iter(dense)
+        groups = []
+        for group in self.param_groups:
+            groups.append(group if id(group) in ours else next(remaining))
+        self.param_groups[:] = [*groups, *remaining]
+        if self._dense is not None:
+            self.state = self._dense.state
+        # What schedulers that cycle momentum ask for: only what every group has.
+        shared = [key for key in ("betas", "momentum") if all(key in group for group in self.param_groups)]
+        base = (
+            {} if self._dense is None else {k: v for k, v in self._dense.defaults.items() if k not in shared}
+        )
+        self.defaults = {
+            **{key: value for key, value in base.items() if key not in ("betas", "momentum")},
+            **{key: self.param_groups[0][key] for key in shared},
+            "lr": self.param_groups[0]["lr"],
+        }
+
+    @property
+    def dense(self) -> Any:
+        """The dense optimizer, or None."""
+        return self._dense
+
+    def detach(self) -> None:
+        """Releases the tables, so that another `Optimizer` may train them; pending gradients stay."""
+        for table in self._tables:
+            if table.pending.optimizer is self:
+                table.pending.detach()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every table with pending rows, then one of the dense weights.
+
+        Args:
+            closure: evaluated first, with gradients on; its value is returned.
+
+        Raises:
+            ValueError: a row gradient is NaN or Inf; its table and id are named, and nothing was changed.
+            RuntimeError: an ``anchor.grad`` was changed other than by scaling it, or another Optimizer took
+                over.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # All checks of all tables before the first change.
+        ready = []
+        for table in self._tables:
+            pending = table.pending
+            if pending.optimizer is not self:
+                raise RuntimeError(
+                    f"table {pending.name!r}: this Optimizer was detached from it; step the other one"
+                )
+            pending.forget_aborted()
+            if pending.anchor.requires_grad and pending.reconcile():
+                pending.require_finite()
+                table.apply_hyperparameters()
+                ready.append(table)
+        # Tables first: what may still fail (a full disk) then fails before the dense weights moved.
+        for table in ready:
+            pending = table.pending
+            pending.table.update(pending.ids, pending.sums, lr=float(table.group["lr"]))
+        if self._dense is not None:
+            self._dense.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears dense gradients and drops the tables' pending rows."""
+        if self._dense is not None:
+            self._dense.zero_grad(set_to_none=set_to_none)
+        for table in self._tables:
+            anchor = table.pending.anchor
+            if set_to_none:
+                anchor.grad = None
+            elif anchor.grad is not None:
+                anchor.grad.zero_()
+            table.pending.drop()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds dense parameters (to `dense`), or layers' anchors (one group per table), or both."""
+        if not self._started:
+            super().add_param_group(param_group)
+            return
+        known = anchors()
+        params = param_group["params"]
+        param_group = {
+            **param_group,
+            "params": [params] if isinstance(params, torch.Tensor) else list(params),
+        }
+        found = _take_anchors(param_group, known)
+        ours = [table.pending for table in self._tables]
+        fresh = [pending for pending in found if not any(pending is own for own in ours)]
+        if len(fresh) < len(found):
+            raise ValueError(f"table {found[0].name!r} is in a parameter group already")
+        for pending in fresh:
+            pending.require_free()
+        if param_group["params"]:
+            if self._dense is None:
+                raise ValueError(
+                    "this Optimizer has no dense optimizer to take parameters; "
+                    "make it with dense=torch.optim.AdamW(...)"
+                )
+            self._dense.add_param_group(param_group)
+            self._refresh()
+        for pending in fresh:
+            table = _TableGroup(pending)
+            self._tables.append(table)
+            self.param_groups.append(table.group)
+            pending.attach(self)
+        self._refresh()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes dense state and all hyperparameters; rows and their slots come from the layers'
+        ``load_state_dict``.
+
+        Raises:
+            ValueError: other groups, or a table's group that was saved for another optimizer.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the state dict has {len(saved)} parameter groups, this Optimizer {len(self.param_groups)} "
+                f"({len(self._tables)} of tables)"
+            )
+        tables = {id(table.group): table for table in self._tables}
+        dense_groups, table_groups = [], []
+        for group, new in zip(self.param_groups, saved, strict=True):
+            table = tables.get(id(group))
+            if table is None:
+                dense_groups.append(new)
+                continue
+            if new.get("optimizer") != group["optimizer"]:
+                raise ValueError(
+                    f"table {table.pending.name!r}: its parameter group was saved for "
+                    f"{new.get('optimizer')}, but it "
+                    f"is trained with {group['optimizer']}"
+                )
+            table_groups.append((table, new))
+        if self._dense is not None:
+            self._dense.load_state_dict({**state_dict, "param_groups": dense_groups})
+        for table, new in table_groups:
+            table.load(new)
+        self._refresh()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+
+def _take_anchors(group: dict[str, Any], known: dict[int, Pending]) -> list[Pending]:
+    """Removes anchors from a parameter group, with their names where it has names; returns whose they
+    were."""
+    params: Iterable[Any] = group["params"]
+    # (name, parameter) pairs are what Module.named_parameters gives to add_param_group.
+    bare = [param[1] if isinstance(param, tuple) else param for param in params]
+    keep = [id(param) not in known for param in bare]
+    found = [known[id(param)] for param in bare if id(param) in known]
+    if found:
+        group["params"] = [param for param, kept in zip(params, keep, strict=True) if kept]
+        if "param_names" in group:
+            group["param_names"] = [n for n, kept in zip(group["param_names"], keep, strict=True) if kept]
+    return distinct(found)

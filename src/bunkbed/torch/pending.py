@@ -1,0 +1,335 @@
+"""Row gradients of one table between backward and step, and the anchor that stands for them.
+
+A table's rows never become a `Parameter`, so torch's own machinery (GradScaler, gradient clipping, zero_grad,
+accumulation) would not see them. It sees the *anchor*, one `Parameter` with one element per table. The
+protocol:
+
+1. A lookup makes the anchor an input of its autograd function and takes the next number of the forward order.
+2. The function's backward hands over ids and gradients (`Pending.hold`) and returns -0.0 for the anchor.
+3. When one backward call has reached every lookup, autograd accumulates those zeros into ``anchor.grad`` and
+   calls our hook (`Pending.accept`). It first reads what happened to the previous value (step 4), then adds
+   the new rows and writes the norm of all pending rows, duplicates summed, into ``anchor.grad``.
+4. Whatever changed ``anchor.grad`` since (`Pending.reconcile`): None or zero drops the rows; another value v
+   scales them by v / norm; what cannot be read as a ratio is an error.
+5. ``Optimizer.step`` reconciles, then updates the table once with the summed rows. As with any ``.grad``,
+   they stay until zero_grad.
+
+Rows are summed in forward order, then batch position, one by one (the order `Table.update` uses), so a step
+is bit-identical however backward visited the graph. -0.0 is what makes the protocol exact: x + -0.0 is x for
+every x, and a norm that is really zero is written as -0.0, which clipping keeps and
+zero_grad(set_to_none=False) does not. The norm is float64, so that a ratio survives a round trip and scaled
+rows get exactly the factor the dense gradients got.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bunkbed import _native
+from bunkbed.errors import ReadOnlyError
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
+#: How the fix looks in errors.
+ATTACH = "opt = bunkbed.torch.Optimizer(model, dense=torch.optim.AdamW(model.parameters()))"
+
+
+@dataclass(slots=True)
+class _Part:
+    """Gradients of one lookup, or the sum of earlier ones; `order` is its place in the forward order."""
+
+    order: int
+    task: int  # the backward call it came from
+    ids: IntArray  # int64[N]
+    grads: FloatArray  # float32[N, dim]; may be autograd's own buffer, so never written to
+    scale: float = 1.0  # still to be multiplied in
+
+    def scaled(self) -> FloatArray:
+        """The gradients with `scale` applied, float32[N, dim]."""
+        return self.grads if self.scale == 1.0 else self.grads * np.float32(self.scale)
+
+
+class Pending:
+    """The gradients of one table that wait for a step; every layer on the table shares it, and its anchor.
+
+    Owns nothing but those gradients. Not thread-safe, like a module. It dies with the last layer and
+    optimizer.
+    """
+
+    def __init__(self, table: Any, device: Any = None) -> None:
+        self.table = table
+        self.name: str = table.name
+        self.keep_checkpoints: int | None = 3
+        self.order = itertools.count()
+        # (table epoch, epoch it equals): after a rewind the newest commit has a new number but old contents.
+        self.same_as: tuple[int, int] | None = None
+        self.ids: IntArray = np.empty(0, np.int64)  # unique, with their sums: what step applies
+        self.sums: FloatArray = np.empty((0, table.dim), np.float32)
+        self._norm = 0.0  # what we wrote to anchor.grad
+        self._written: Any = None  # the tensor we wrote it to
+        self._parts: list[_Part] = []
+        self._arrived: list[_Part] = []
+        self._optimizer: weakref.ref[Any] | None = None
+
+        self.anchor = torch.nn.Parameter(
+            torch.zeros(1, device=device, dtype=torch.float32), requires_grad=table.mode != "r"
+        )
+        # Grad in float64 whatever the anchor's dtype is, so that the anchor may follow model.half() and so
+        # on.
+        self.anchor.grad_dtype = torch.float64
+        this = weakref.ref(self)  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
+
+        def accept(anchor: Any) -> None:
+            pending = this()
+            if pending is not None:
+                pending.accept(anchor)
+
+        self.anchor.register_post_accumulate_grad_hook(accept)
+        self.no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
+
+    # ---- the anchor
+
+    def move_anchor(self, moved: Any) -> None:
+        """Gives the anchor the device and dtype of `moved`; its gradient follows to the device, in
+        float64."""
+        anchor = self.anchor
+        if moved.device == anchor.device and moved.dtype == anchor.dtype:
+            return
+        grad = anchor.grad
+        anchor.grad = None
+        anchor.data = torch.zeros(1, device=moved.device, dtype=moved.dtype)
+        anchor.grad_dtype = torch.float64
+        self.no_change = self.no_change.to(moved.device)
+        if grad is not None:
+            ours = grad is self._written
+            anchor.grad = grad.to(moved.device)
+            if ours:
+                self._written = anchor.grad
+
+    # ---- who steps this table
+
+    @property
+    def optimizer(self) -> Any:
+        """The attached `Optimizer`, or None; a dead one does not count."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def require_free(self) -> None:
+        """Raises where an optimizer may not be attached: another one lives, or the table is a reader."""
+        if self.table.mode == "r":
+            raise ReadOnlyError(f"table {self.name!r} is open with mode='r'; open it for writing to train it")
+        if self.optimizer is not None:
+            gc.collect()  # an optimizer that had an LR scheduler is part of a cycle, and may be dead already
+        if self.optimizer is not None:
+            raise RuntimeError(
+                f"table {self.name!r} already has an Optimizer, and two would both step its rows; keep using "
+                f"the "
+                "first, or release it with `first.detach()` before making another"
+            )
+
+    def attach(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def detach(self) -> None:
+        self._optimizer = None
+
+    # ---- backward
+
+    def hold(self, order: int, ids: IntArray, grads: FloatArray, padding: int | None) -> None:
+        """Takes the gradients of one lookup: int64[N], float32[N, dim]; rows of `padding` get none.
+
+        Raises:
+            RuntimeError: no `Optimizer` is attached, create_graph=True, or more than one process.
+            ReadOnlyError: the table is a reader.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"table {self.name!r}: backward with create_graph=True reached its rows, which have no "
+                f"second "
+                "derivative; take torch.autograd.grad with respect to the layer's output instead"
+            )
+        if self._optimizer is None or self._optimizer() is None:
+            if self.table.mode == "r":
+                raise ReadOnlyError(
+                    f"table {self.name!r} is open with mode='r' and cannot be trained; set "
+                    "layer.anchor.requires_grad = False, or open the table for writing"
+                )
+            raise RuntimeError(
+                f"table {self.name!r}: a backward reached its rows but no Optimizer steps them; write\n"
+                f"    {ATTACH}\nand step that, or freeze the table: layer.anchor.requires_grad = False"
+            )
+        require_one_process(self.table)
+        if padding is not None:
+            kept = ids != padding
+            if not kept.all():
+                ids, grads = ids[kept], grads[kept]
+        self._arrived.append(_Part(order, torch._C._current_graph_task_id(), ids, grads))
+
+    def accept(self, anchor: Any) -> None:
+        """The hook after autograd accumulated into ``anchor.grad``: one backward call reached all its
+        lookups."""
+        self.reconcile()
+        task = torch._C._current_graph_task_id()
+        # Other tasks: an outer backward still running (reentrant checkpointing), or an aborted one; see
+        # `drop`.
+        new = [part for part in self._arrived if part.task == task]
+        self._arrived = [part for part in self._arrived if part.task != task]
+        new.sort(key=lambda part: part.order)
+        if self._parts and new and new[0].order > self._parts[-1].order:
+            # Later in the forward order than everything pending, as in plain accumulation: go on from the
+            # sums so far, which is bit-identical and lets the earlier gradients go.
+            self._parts = [_Part(self._parts[-1].order, -1, self.ids, self.sums), *new]
+        else:
+            self._parts = sorted([*self._parts, *new], key=lambda part: part.order)
+        if not self._parts:
+            return  # something else than a lookup used the anchor, such as an L2 term over all parameters
+        self._sum()
+        grad = anchor.grad
+        grad.fill_(self._norm if self._norm != 0.0 else -0.0)
+        self._written = grad
+
+    def _sum(self) -> None:
+        if len(self._parts) == 1:
+            ids, grads = self._parts[0].ids, self._parts[0].scaled()
+        else:
+            ids = np.concatenate([part.ids for part in self._parts])
+            grads = np.concatenate([part.scaled() for part in self._parts])
+        self.ids, self.sums = _native.sum_duplicates(ids, grads)
+        self._norm = _native.norm(self.sums)
+
+    # ---- between backward and step
+
+    def reconcile(self) -> bool:
+        """Does to the rows what was done to ``anchor.grad`` since it was written; True if rows are pending.
+
+        Raises:
+            RuntimeError: the value cannot be read as a ratio to the norm.
+        """
+        grad = self.anchor.grad
+        if grad is None:
+            self.drop()
+            return False
+        value = grad.item()
+        norm = self._norm
+        if not self._parts:
+            # NaN: clipping by a NaN norm made it from 0; there is no row it could spoil.
+            if value != 0.0 and not math.isnan(value):
+                raise RuntimeError(
+                    f"table {self.name!r}: anchor.grad holds {value:g} but no row gradients are pending; it "
+                    f"cannot "
+                    "be set by hand: scale it in place, or set it to None to drop the rows"
+                )
+            return False
+        if value == norm and norm != 0.0:
+            return True
+        if value == 0.0:
+            if norm == 0.0 and math.copysign(1.0, value) < 0 and grad is self._written:
+                return True
+            self.drop()
+            return False
+        if grad is not self._written:
+            raise RuntimeError(
+                f"table {self.name!r}: anchor.grad was replaced by another tensor ({value:g}, the norm was "
+                f"{norm:g}), "
+                "so which rows it stands for is unknown; scale it in place: anchor.grad.mul_(factor)"
+            )
+        if math.isnan(value) and math.isnan(norm):
+            return True
+        if norm == 0.0 or (math.isfinite(value) and not math.isfinite(norm)):
+            raise RuntimeError(
+                f"table {self.name!r}: anchor.grad was changed from {norm:g} to {value:g}, which is no "
+                f"scaling of the "
+                "row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
+            )
+        ratio = value / norm
+        with np.errstate(invalid="ignore", over="ignore"):  # a ratio that is not finite is step's to report
+            self.sums *= np.float32(ratio)
+        for part in self._parts:
+            part.scale *= ratio
+        self._norm = value
+        return True
+
+    def require_finite(self) -> None:
+        """Raises ValueError naming the first id whose gradient is not finite, before a step changes
+        anything."""
+        if math.isfinite(self._norm):
+            return
+        row, column = np.argwhere(~np.isfinite(self.sums))[0].tolist()
+        raise ValueError(
+            f"table {self.name!r}: the gradient of id {self.ids[row]} is {self.sums[row, column]} at column "
+            f"{column}; "
+            "nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler skip "
+            "such steps"
+        )
+
+    def drop(self) -> None:
+        """Forgets every pending gradient."""
+        if self._parts:
+            self._parts = []
+            self.ids = self.ids[:0].copy()
+            self.sums = self.sums[:0].copy()
+        self._norm = 0.0
+
+    def forget_aborted(self) -> None:
+        """Forgets gradients of backward calls that never finished (torch.autograd.grad, or an error half
+        way)."""
+        self._arrived.clear()
+
+
+_pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+
+
+def pending_of(table: Any, device: Any = None) -> Pending:
+    """The one `Pending` of `table`, made when first asked for.
+
+    Keyed by identity: a `Pending` holds its table, so the number stays the table's as long as the entry
+        lives.
+    """
+    pending = _pendings.get(id(table))
+    if pending is None:
+        pending = Pending(table, device)
+        _pendings[id(table)] = pending
+    elif device is not None and torch.device(device) != pending.anchor.device:
+        raise ValueError(
+            f"table {pending.name!r}: its layers share one anchor, on {pending.anchor.device}; got "
+            f"device={device!r}"
+        )
+    return pending
+
+
+def anchors() -> dict[int, Pending]:
+    """id(anchor) -> its `Pending`, of every table that has a layer."""
+    return {id(pending.anchor): pending for pending in list(_pendings.values())}
+
+
+def distinct(pendings: Iterable[Pending]) -> list[Pending]:
+    """Without repetitions, in first-seen order."""
+    return list({id(pending): pending for pending in pendings}.values())
+
+
+def require_one_process(table: Any) -> None:
+    """Raises RuntimeError for a writable table under torch.distributed with more than one process.
+
+    Each rank would train a private copy, or fight over one; neither is what the user asked for.
+    """
+    if table.mode == "r" or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    world = torch.distributed.get_world_size()
+    if world > 1:
+        raise RuntimeError(
+            f"table {table.name!r}: a writable table cannot be used under torch.distributed with {world} "
+            f"processes "
+            "yet, since every rank would train its own copy; train in one process, or open the table with "
+            "mode='r' "
+            "for inference"
+        )
