@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -44,10 +44,11 @@ def evaluate(
     from bunkbed.train.data_store import load_dataset
 
     settings = TrainConfig.from_dict(stored["train"])
+    cutoffs = None if ks is None else replace(settings, ks=ks).cutoffs
     data = load_dataset(run / DATA_NAME)
     with stderr().status("ranking"):
         result = judge(
-            run, settings, data, ranking=ranking and ranking.value, ks=ks, ram=ram, snapshot=snapshot
+            run, settings, data, ranking=ranking and ranking.value, ks=cutoffs, ram=ram, snapshot=snapshot
         )
     if json:
         print_json({"run": run, **asdict(result)})

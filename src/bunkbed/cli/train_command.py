@@ -49,6 +49,7 @@ from bunkbed.cli.train_options import (
 )
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.events import EpochReport, Event, Outcome
+from bunkbed.train.progress import FREE_TO_CHANGE
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
     from bunkbed.train.evaluate import EvalResult
     from bunkbed.train.loop import Trainer
 
-# What may differ on resuming: none of these changes what is learned from one step to the next.
-RESUMABLE = frozenset({"epochs", "patience", "ram", "threads", "eval_every", "commit_every"})
 _READING = ("user_col", "item_col", "header", "layout", "test", "test_negatives")
 
 
@@ -314,7 +313,7 @@ def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> T
         flag = "--" + name.replace("_", "-")
         if name not in options:
             raise UsageProblem(f"{flag} cannot change on resuming: {folder} keeps its own copy of the data")
-        if name in RESUMABLE:
+        if name in FREE_TO_CHANGE:
             stored[name] = options[name]
         elif stored.get(name) != options[name]:
             raise UsageProblem(

@@ -46,17 +46,23 @@ class Display(Protocol):
         """Say something beside the figures."""
 
 
-def open_display(console: Console, *, title: str = "") -> Display:
-    """The live panel where `console` is a terminal, else plain lines."""
+def open_display(console: Console, *, title: str = "", transient: bool = False) -> Display:
+    """The live panel where `console` is a terminal, else plain lines.
+
+    Args:
+        console: where to.
+        title: stands above the figures.
+        transient: leave nothing on a terminal afterwards; otherwise the finished epochs stay.
+    """
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(console, title=title)
-    return LineDisplay(console)
+        return LiveDisplay(console, title=title, transient=transient)
+    return LineDisplay(console, title=title)
 
 
 class LiveDisplay:
     """A panel that is redrawn in place; the finished epochs stay on the screen after it."""
 
-    def __init__(self, console: Console, *, title: str = "") -> None:
+    def __init__(self, console: Console, *, title: str = "", transient: bool = False) -> None:
         self._console = console
         self._title = title
         self._step: StepReport | None = None
@@ -64,7 +70,9 @@ class LiveDisplay:
         self._epochs: list[EpochReport] = []
         self._losses: list[float] = []
         self._note = ""
-        self._live = Live(console=console, refresh_per_second=8, get_renderable=self.render)
+        self._live = Live(
+            console=console, refresh_per_second=8, get_renderable=self.render, transient=transient
+        )
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -144,11 +152,14 @@ class LiveDisplay:
 class LineDisplay:
     """One line now and then, for log files and pipes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, title: str = "") -> None:
         self._console = console
+        self._title = title
         self._last_line_s = -math.inf
 
     def __enter__(self) -> Self:
+        if self._title:
+            self._print(self._title)
         return self
 
     def __exit__(
