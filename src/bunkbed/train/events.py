@@ -1,29 +1,32 @@
-"""What the training loop tells whoever watches it. Plain values only; importable without torch."""
+"""What the training loop reports while it runs: plain records, so that any display can read them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+__all__ = ["EpochReport", "EvalReport", "Event", "Outcome", "StepReport"]
+
 
 @dataclass(frozen=True)
 class StepReport:
-    """Progress within an epoch, a few times a second at most.
+    """Where training stands; at most about five a second.
 
     Attributes:
-        epoch: the running epoch, from 1.
-        epochs: how many there will be.
+        epoch: the epoch being trained, from 1.
+        epochs: the epoch training ends with.
         step: steps done in this epoch.
-        steps_per_epoch: steps in each epoch.
-        global_step: steps done since the run began, over all its sessions.
-        loss: mean per sample since the last report.
-        samples_per_s: positive samples per second since the last report.
-        eta_s: seconds until the last epoch ends, evaluation left out.
-        unique_hit_rate: share of the unique rows since the last report that were found in RAM, in [0, 1].
-        ram_bytes: RAM in use by all tables.
-        ram_budget_bytes: their budget.
-        ssd_read_bytes_per_s: read from disk since the last report.
-        ssd_write_bytes_per_s: written to disk since the last report.
-        time_s: since `fit` began.
+        steps_per_epoch: steps of every epoch.
+        global_step: steps done since the run began, resumed ones included.
+        loss: mean over the steps since the last report.
+        samples_per_s: positive pairs a second since the last report.
+        eta_s: seconds left for the steps to come, evaluation and commits included at the rate seen so far.
+        unique_hit_rate: rows found in RAM / unique rows asked for, all tables, since the last report. A row
+            that was never stored is no hit, though it needs no read.
+        ram_bytes: RAM the tables use.
+        ram_budget_bytes: what they may use.
+        ssd_read_bytes_per_s: bytes read from the log a second.
+        ssd_write_bytes_per_s: bytes appended to the log a second.
+        time_s: seconds since `Trainer.fit` began.
     """
 
     epoch: int
@@ -43,32 +46,25 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class EvalProgress:
-    """Progress of an evaluation: users ranked so far."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
 class EpochReport:
-    """A finished epoch, after its evaluation and before its commit is acknowledged.
+    """One finished epoch.
 
     Attributes:
-        epoch: which one, from 1.
-        epochs: how many there will be.
+        epoch: from 1.
+        epochs: the epoch training ends with.
         global_step: steps done since the run began.
-        loss: mean per sample over the epoch.
-        metrics: quality, such as ``{"hr@10": 0.71, "ndcg@10": 0.43}``; empty without evaluation.
-        ranking: what the metrics rank, for people: "full ranking of 3,706 items", "99 sampled negatives".
-        is_best: the best epoch so far by the chosen metric.
-        seconds: training only, evaluation left out.
-        unique_hit_rate: over the epoch, in [0, 1].
-        ram_bytes: RAM in use by all tables.
-        ram_budget_bytes: their budget.
-        disk_read_bytes: read from disk in this epoch.
-        disk_written_bytes: written to disk in this epoch.
-        time_s: since `fit` began.
+        loss: mean over the steps of the epoch.
+        metrics: of the validation, such as ``{"ndcg@10": 0.42}``; empty when this epoch was not evaluated.
+        is_best: this epoch has the best value of the chosen metric so far.
+        ranking: what the held-out items competed with, in words; empty without an evaluation.
+        seconds: wall time of the epoch's steps in this session.
+        unique_hit_rate: as in `StepReport`, over the epoch's steps in this session.
+        ram_bytes: RAM the tables use.
+        ram_budget_bytes: what they may use.
+        disk_read_bytes: read from the log during the epoch.
+        disk_written_bytes: appended to the log during the epoch.
+        time_s: seconds since `Trainer.fit` began.
+        eval_seconds: wall time of the evaluation.
     """
 
     epoch: int
@@ -76,8 +72,8 @@ class EpochReport:
     global_step: int
     loss: float
     metrics: dict[str, float]
-    ranking: str
     is_best: bool
+    ranking: str
     seconds: float
     unique_hit_rate: float
     ram_bytes: int
@@ -85,21 +81,30 @@ class EpochReport:
     disk_read_bytes: int
     disk_written_bytes: int
     time_s: float
+    eval_seconds: float = 0.0
 
 
-Event = StepReport | EvalProgress | EpochReport
+@dataclass(frozen=True)
+class EvalReport:
+    """Progress of an evaluation: users ranked so far, of how many."""
+
+    done: int
+    total: int
+
+
+Event = StepReport | EpochReport | EvalReport
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `fit` ended; everything up to it is committed.
+    """How `Trainer.fit` ended.
 
     Attributes:
-        interrupted: a stop was asked for; the run can be resumed.
-        stopped_early: patience ran out.
+        interrupted: `Trainer.request_stop` was called; everything done is committed.
+        stopped_early: the metric did not improve for `patience` evaluations.
         epoch: finished epochs.
-        step: steps done since the run began.
-        best_epoch: the best one by the chosen metric, None without evaluation.
+        step: steps since the run began.
+        best_epoch: the epoch kept as snapshot ``"best"``; None when nothing was evaluated.
         best: its metrics.
         seconds: wall time of this call.
     """
@@ -108,6 +113,6 @@ class Outcome:
     stopped_early: bool
     epoch: int
     step: int
-    best_epoch: int | None = None
+    best_epoch: int | None
     best: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0

@@ -1,0 +1,225 @@
+"""Every option of a training run, with its default and what it may be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bunkbed.budget import parse_bytes
+from bunkbed.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
+
+__all__ = ["OPTIMIZERS", "TrainConfig"]
+
+OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
+    "adam": Adam,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowwiseAdagrad,
+    "sgd": SGD,
+}
+
+# Option -> the words it may be.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model": ("mf", "gmf"),
+    "loss": ("bpr", "bce"),
+    "optimizer": tuple(OPTIMIZERS),
+    "ranking": ("full", "sampled"),
+}
+# Option -> the smallest whole number it may be.
+_AT_LEAST: dict[str, int] = {
+    "dim": 1,
+    "epochs": 1,
+    "batch_size": 1,
+    "negatives": 1,
+    "patience": 0,
+    "eval_negatives": 1,
+    "eval_every": 1,
+    "eval_users": 0,
+    "commit_every": 1,
+    "seed": 0,
+    "threads": 0,
+}
+# Option -> (lowest number, may it be that number).
+_NUMBERS: dict[str, tuple[float, bool]] = {
+    "lr": (0.0, False),
+    "lr_decay": (0.0, False),
+    "l2": (0.0, True),
+    "init_std": (0.0, False),
+}
+_FLAGS = ("bias", "reject_seen")
+_METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
+
+    Two runs with equal options but for `ram` (and equal data, machine and library versions) end with equal
+    rows and losses, bit for bit.
+
+    Args:
+        model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
+            2017, without its sigmoid, which no ranking sees).
+        loss: ``"bpr"``: mean of softplus(negative - positive); ``"bce"``: mean binary cross-entropy of one
+            positive and its negatives.
+        dim: weights a row.
+        ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
+        optimizer: of the tables; dense weights always have Adam.
+        lr: learning rate.
+        lr_decay: the learning rate is multiplied by this after every epoch.
+        l2: adds l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2), averaged over the batch, to the loss. It
+            touches only rows of the batch, once for each time they occur.
+        bias: an item bias, kept as a third table of dim 1.
+        epochs: passes over the training pairs.
+        batch_size: positive pairs a step.
+        negatives: items sampled for each positive pair, anew every epoch.
+        reject_seen: never sample an item the user has in training (unless that is every item).
+        valid: ``"random"`` or ``"last"`` (in file order): hold out one pair of every user who has two or
+            more; a fraction such as ``"0.1"`` of every user's pairs; ``"none"``: train on everything,
+            evaluate nothing.
+        patience: stop after this many evaluations without a better `metric`; 0 never stops early.
+        metric: what chooses the best epoch: ``"hr@k"``, ``"ndcg@k"``, ``"recall@k"``, ``"mrr"``.
+        ks: cut-offs of the reported metrics, such as ``"10,20"``.
+        ranking: of the validation: ``"full"`` against every item the user has not in training, or
+            ``"sampled"`` against `eval_negatives` of them.
+        eval_negatives: items a held-out one competes with in sampled ranking.
+        eval_every: epochs between evaluations.
+        eval_users: evaluate this many users, drawn by seed; 0: all.
+        commit_every: epochs between commits. The best epoch is always committed.
+        init_std: standard deviation of the initial rows.
+        seed: of the rows, the order of pairs, negatives and splits.
+        threads: of torch and the tables; 0: all cores. Results may differ in the last bits between thread
+            counts, because torch splits its sums by thread.
+
+    Raises:
+        ValueError: an option is out of range; the message names it, its value and what it may be.
+        TypeError: an option has the wrong type.
+
+    >>> TrainConfig(model="gmf", loss="bce").dim
+    64
+    """
+
+    model: str = "mf"
+    loss: str = "bpr"
+    dim: int = 64
+    ram: str | int = "1GiB"
+    optimizer: str = "adam"
+    lr: float = 1e-3
+    lr_decay: float = 1.0
+    l2: float = 0.0
+    bias: bool = False
+    epochs: int = 20
+    batch_size: int = 4096
+    negatives: int = 4
+    reject_seen: bool = True
+    valid: str = "random"
+    patience: int = 0
+    metric: str = "ndcg@10"
+    ks: str = "10,20"
+    ranking: str = "full"
+    eval_negatives: int = 99
+    eval_every: int = 1
+    eval_users: int = 0
+    commit_every: int = 1
+    init_std: float = 0.05
+    seed: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"option {name} must be one of {', '.join(allowed)}, got {value!r}")
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"option {name} must be a whole number, got {value!r}")
+            if value < low:
+                raise ValueError(f"option {name} must be at least {low}, got {value}")
+        for name, (lowest, inclusive) in _NUMBERS.items():
+            self._check_number(name, lowest, inclusive)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"option {name} must be true or false, got {getattr(self, name)!r}")
+        if self.lr_decay > 1:
+            raise ValueError(f"option lr_decay must be above 0 and at most 1, got {self.lr_decay}")
+        if self.seed >= 2**63:
+            raise ValueError(f"option seed must be below 2^63, got {self.seed}")
+        try:
+            parse_bytes(self.ram)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"option ram: {error}") from None
+        _ = self.valid_fraction
+        if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
+            raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
+        _ = self.cutoffs
+
+    def _check_number(self, name: str, lowest: float, inclusive: bool) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            # YAML 1.1 reads 1e-3 (no dot) as a string; say so rather than "must be a number".
+            hint = " (in YAML write 1.0e-3)" if isinstance(value, str) else ""
+            raise TypeError(f"option {name} must be a number, got {value!r}{hint}")
+        if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
+            bound = "at least" if inclusive else "above"
+            raise ValueError(f"option {name} must be finite and {bound} {lowest:g}, got {value!r}")
+
+    @property
+    def valid_fraction(self) -> float | None:
+        """The fraction of pairs held out, or None when `valid` is a word."""
+        if self.valid in ("random", "last", "none"):
+            return None
+        try:
+            fraction = float(self.valid)
+        except (TypeError, ValueError):
+            fraction = math.nan
+        if not 0 < fraction < 1:
+            raise ValueError(
+                "option valid must be random, last, none or a fraction between 0 and 1 such as 0.1, "
+                f"got {self.valid!r}"
+            )
+        return fraction
+
+    @property
+    def cutoffs(self) -> tuple[int, ...]:
+        """`ks` as numbers, ascending, with the cut-off of `metric`."""
+        try:
+            ks = {int(part) for part in self.ks.split(",")}
+        except (AttributeError, ValueError):
+            raise ValueError(
+                f'option ks must be whole numbers between commas such as "10,20", got {self.ks!r}'
+            ) from None
+        if min(ks) < 1:
+            raise ValueError(f"option ks must be at least 1, got {min(ks)}")
+        if "@" in self.metric:
+            ks.add(int(self.metric.partition("@")[2]))
+        return tuple(sorted(ks))
+
+    def table_optimizer(self, lr: float | None = None) -> Optimizer:
+        """The optimizer of every table."""
+        return OPTIMIZERS[self.optimizer](lr=self.lr if lr is None else lr)
+
+    def lr_at(self, epoch: int) -> float:
+        """The learning rate of an epoch, counted from 1: a pure function, so that a resumed run agrees."""
+        return self.lr * self.lr_decay ** (epoch - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and YAML."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The opposite of `to_dict`; options left out have their defaults.
+
+        Raises:
+            ValueError: an option that does not exist; the message lists those that do.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"unknown option {name!r}; the options are {', '.join(known)}")
+        # A fraction reads as a number from YAML and JSON.
+        fixed: dict[str, Any] = {name: str(v) if name in ("valid", "ks") else v for name, v in values.items()}
+        return cls(**fixed)

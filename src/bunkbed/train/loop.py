@@ -1,0 +1,421 @@
+"""The training loop: batches in, commits and reports out.
+
+A run is one sequence of steps, a pure function of the config and the data. What lets it stop anywhere and go
+on with the same bits:
+
+1. Batches are pure functions of (seed, epoch, step), see `bunkbed.train.sampling`.
+2. A commit holds the tables (optimizer state included), the dense weights with theirs, and `Progress`, in one
+   manifest (`bunkbed.Run`): all of one step, or none.
+3. Everything that is decided (learning rate, best epoch, patience) follows from `Progress` and the config.
+
+Between commits nothing is promised: a run that was killed goes on from its last commit, does the same steps
+again, and ends the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import bunkbed as bb
+from bunkbed.torch import Optimizer, lookahead
+from bunkbed.train.config import TrainConfig
+from bunkbed.train.data import Dataset
+from bunkbed.train.evaluate import Evaluator
+from bunkbed.train.events import EpochReport, EvalReport, Event, Outcome, StepReport
+from bunkbed.train.models import DENSE_FILE, Recommender, create_tables, dense_bytes, dense_state
+from bunkbed.train.progress import MetricsLog, Progress
+from bunkbed.train.sampling import BatchSource, SeenPairs
+from bunkbed.train.splits import split
+
+if TYPE_CHECKING:
+    from bunkbed.run import Run
+
+__all__ = ["Trainer"]
+
+OnEvent = Callable[[Event], object]
+
+_REPORT_EVERY_S = 0.2
+_REPORTS_PER_EPOCH = 200
+# Dense weights have Adam; its learning rate follows the tables' only where they have Adam too, since other
+# optimizers' rates are of another scale.
+_DENSE_LR = 1e-3
+
+
+class _Interrupted(Exception):
+    """Raised out of an evaluation by `Trainer.request_stop`."""
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """What the tables have counted so far, all of them together."""
+
+    unique_rows: int
+    hits: int
+    read_bytes: int
+    written_bytes: int
+    ram_bytes: int
+
+    @classmethod
+    def of(cls, tables: dict[str, Any]) -> _Counters:
+        every = [table.stats() for table in tables.values()]
+
+        def total(name: str) -> int:
+            return int(sum(stats[name] for stats in every))
+
+        return cls(
+            total("unique_rows"),
+            total("hits"),
+            total("read_bytes"),
+            total("written_bytes"),
+            total("ram_bytes"),
+        )
+
+    def hit_rate_since(self, before: _Counters) -> float:
+        unique = self.unique_rows - before.unique_rows
+        return (self.hits - before.hits) / unique if unique else 0.0
+
+
+class Trainer:
+    """Trains a recommender in a run; goes on from the run's last commit where it has one.
+
+    Owns the model, its optimizer and the batches (about 26 bytes a training pair); the run and its tables are
+    the caller's, who closes them. Durable at every commit: after each `commit_every` epochs, after each best
+    epoch (kept as snapshot ``"best"``), at the end, and when interrupted. One thread calls it, but
+    `request_stop` may come from anywhere, signal handlers included.
+
+    Args:
+        config: the options; on resuming, those the run was begun with (see `progress.FREE_TO_CHANGE`).
+        data: the same data as before, on resuming.
+        run: open for writing, empty or trained by us.
+
+    Raises:
+        ValueError: nothing to train on, nothing to hold out, or an option that may not change on resuming.
+    """
+
+    def __init__(self, config: TrainConfig, data: Dataset, run: Run) -> None:
+        self.config = config
+        self.run = run
+        parts = split(data.train, config)
+        seen = None
+        if config.reject_seen:
+            seen = SeenPairs(parts.train.users, parts.train.items, data.num_items)
+        self._num_pairs = len(parts.train)
+        self._source = BatchSource(
+            parts.train, batch_size=config.batch_size, negatives=config.negatives, seed=config.seed, seen=seen
+        )
+        self._evaluator = None
+        if parts.valid is not None:
+            self._evaluator = Evaluator(
+                parts.valid,
+                parts.train,
+                ranking=config.ranking,
+                ks=config.cutoffs,
+                eval_negatives=config.eval_negatives,
+                eval_users=config.eval_users,
+                seed=config.seed,
+            )
+        self._progress = Progress() if run.epoch == 0 else Progress.from_meta(run.meta, config)
+        self.model = Recommender(config, create_tables(run, config, data.num_users, data.num_items))
+        dense = self.model.dense_parameters()
+        dense_lr = config.lr if config.optimizer == "adam" else _DENSE_LR
+        self._dense_lr = dense_lr
+        self._dense = torch.optim.Adam(dense, lr=dense_lr) if dense else None
+        self.optimizer = Optimizer(self.model, dense=self._dense)
+        if run.epoch:
+            self._load_dense()
+        self._stop_requested = False
+        #: The loss of every step of this session, exact.
+        self.losses: list[float] = []
+        #: Wall time of this session inside steps: no evaluation, no commit.
+        self.step_seconds = 0.0
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs."""
+        return self._progress.epoch
+
+    @property
+    def step(self) -> int:
+        """Steps done, those before a resume included."""
+        return self._progress.global_step
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of every epoch."""
+        return self._source.steps_per_epoch
+
+    @property
+    def num_pairs(self) -> int:
+        """Positive pairs trained on in an epoch."""
+        return self._num_pairs
+
+    def request_stop(self) -> None:
+        """Finish the step at hand, commit, and return from `fit`. Safe in a signal handler, idempotent."""
+        self._stop_requested = True
+
+    def fit(self, on_event: OnEvent | None = None) -> Outcome:
+        """Train until the last epoch, until patience runs out, or until told to stop.
+
+        Args:
+            on_event: called with `StepReport` (at most five a second), `EvalReport` and `EpochReport`.
+
+        Returns:
+            How it ended; everything is committed.
+        """
+        threads = torch.get_num_threads(), bb.get_num_threads()
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+            bb.set_num_threads(self.config.threads)
+        log = MetricsLog(
+            self.run.path / "metrics.jsonl",
+            global_step=self._progress.global_step,
+            epoch=self._progress.epoch,
+        )
+        try:
+            session = _Session(self, log, on_event)
+            return session.fit()
+        finally:
+            log.close()
+            torch.set_num_threads(threads[0])
+            bb.set_num_threads(threads[1])
+
+    def _load_dense(self) -> None:
+        state = dense_state(self.run.read(DENSE_FILE))
+        if self.model.weight is not None:
+            with torch.no_grad():
+                self.model.weight.copy_(state["weights"]["weight"])
+        if self._dense is not None:
+            self._dense.load_state_dict(state["optimizer"])
+
+    def _set_lr(self, epoch: int) -> None:
+        decay = self.config.lr_decay ** (epoch - 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = (self.config.lr if "table" in group else self._dense_lr) * decay
+
+    def _commit(self, keep: str | None = None) -> None:
+        self.run.commit(
+            files={DENSE_FILE: dense_bytes(self.model, self._dense)},
+            meta=self._progress.to_meta(self.config),
+            keep=keep,
+        )
+
+
+class _Session:
+    """One call of `Trainer.fit`: the clock, the reports, the order of things."""
+
+    def __init__(self, trainer: Trainer, log: MetricsLog, on_event: OnEvent | None) -> None:
+        self._trainer = trainer
+        self._config = trainer.config
+        self._progress = trainer._progress
+        self._log = log
+        self._on_event = on_event
+        self._began = time.perf_counter()
+        self._budget_bytes = trainer.run.budget.total_bytes
+        # For the ETA: what this session has done, in steps and in evaluations with commits.
+        self._steps_done = 0
+        self._epoch_ends_done = 0
+        self._epoch_end_seconds = 0.0
+
+    def fit(self) -> Outcome:
+        progress, config = self._progress, self._config
+        interrupted = False
+        while progress.epoch < config.epochs and not progress.stopped_early:
+            if not self._epoch():
+                interrupted = True
+                break
+        return Outcome(
+            interrupted=interrupted,
+            stopped_early=progress.stopped_early,
+            epoch=progress.epoch,
+            step=progress.global_step,
+            best_epoch=progress.best_epoch or None,
+            best=dict(progress.best),
+            seconds=time.perf_counter() - self._began,
+        )
+
+    def _epoch(self) -> bool:
+        """Train, evaluate and commit one epoch, or what is left of it; False when told to stop first."""
+        trainer, progress = self._trainer, self._progress
+        before = _Counters.of(trainer.run.tables)
+        seconds = trainer.step_seconds
+        finished = self._steps(progress.epoch + 1)
+        seconds = trainer.step_seconds - seconds
+        if not finished:
+            trainer._commit()
+            return False
+        began = time.perf_counter()
+        try:
+            result, ranking = self._evaluate(progress.epoch + 1)
+        except _Interrupted:
+            # Every step is done and none of the next epoch's: resuming starts with this evaluation.
+            trainer._commit()
+            return False
+        eval_seconds = time.perf_counter() - began
+        self._end_epoch(result, ranking, before, seconds, eval_seconds)
+        self._epoch_ends_done += 1
+        self._epoch_end_seconds += time.perf_counter() - began
+        return True
+
+    def _steps(self, epoch: int) -> bool:
+        """The steps of an epoch from where progress stands; False when told to stop before the last."""
+        trainer, progress = self._trainer, self._progress
+        model, optimizer = trainer.model, trainer.optimizer
+        model.train()
+        trainer._set_lr(epoch)
+        reports = _StepReports(self, epoch)
+        for users, items in self._batches(epoch, progress.step):
+            if trainer._stop_requested:
+                return False
+            began = time.perf_counter()
+            loss = model(users, items)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            value = loss.item()
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the loss is {value} at step {progress.step + 1} of epoch {epoch}; the run is as of its "
+                    f"last commit; use a smaller --lr than {self._config.lr:g}"
+                )
+            progress.step += 1
+            progress.global_step += 1
+            progress.loss_sum += value
+            trainer.losses.append(value)
+            now = time.perf_counter()
+            trainer.step_seconds += now - began
+            self._steps_done += 1
+            reports.add(value, len(users), now)
+        return True
+
+    def _batches(self, epoch: int, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        model = self._trainer.model
+
+        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for batch in self._trainer._source.batches(epoch, first):
+                yield torch.from_numpy(batch.users), torch.from_numpy(batch.items)
+
+        def ids(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[Any, torch.Tensor]:
+            wanted = {model.user: batch[0], model.item: batch[1]}
+            if model.item_bias is not None:
+                wanted[model.item_bias] = batch[1]
+            return wanted
+
+        return iter(lookahead(pairs(), model, ids=ids))
+
+    def _evaluate(self, epoch: int) -> tuple[dict[str, float], str]:
+        evaluator = self._trainer._evaluator
+        is_due = epoch % self._config.eval_every == 0 or epoch == self._config.epochs
+        if evaluator is None or not is_due:
+            return {}, ""
+
+        def on_event(report: EvalReport) -> None:
+            self._tell(report)
+            if self._trainer._stop_requested:
+                raise _Interrupted
+
+        scorer = self._trainer.model.scorer()
+        return evaluator.evaluate(scorer, on_event).metrics, evaluator.ranking
+
+    def _end_epoch(
+        self, metrics: dict[str, float], ranking: str, before: _Counters, seconds: float, eval_seconds: float
+    ) -> None:
+        trainer, progress, config = self._trainer, self._progress, self._config
+        loss = progress.loss_sum / progress.step
+        progress.epoch += 1
+        progress.step = 0
+        progress.loss_sum = 0.0
+        is_best = False
+        if metrics:
+            is_best = not progress.best or metrics[config.metric] > progress.best[config.metric]
+            progress.stale = 0 if is_best else progress.stale + 1
+            if is_best:
+                progress.best_epoch, progress.best = progress.epoch, metrics
+            progress.stopped_early = bool(config.patience) and progress.stale >= config.patience
+        now = _Counters.of(trainer.run.tables)
+        report = EpochReport(
+            epoch=progress.epoch,
+            epochs=config.epochs,
+            global_step=progress.global_step,
+            loss=loss,
+            metrics=metrics,
+            is_best=is_best,
+            ranking=ranking,
+            seconds=seconds,
+            eval_seconds=eval_seconds,
+            unique_hit_rate=now.hit_rate_since(before),
+            ram_bytes=now.ram_bytes,
+            ram_budget_bytes=self._budget_bytes,
+            disk_read_bytes=now.read_bytes - before.read_bytes,
+            disk_written_bytes=now.written_bytes - before.written_bytes,
+            time_s=time.perf_counter() - self._began,
+        )
+        # The line first, then the commit: after a crash between them, opening the log drops the line again.
+        self._log.write(report)
+        is_last = progress.epoch == config.epochs or progress.stopped_early
+        if is_best or is_last or progress.epoch % config.commit_every == 0:
+            trainer._commit(keep="best" if is_best else None)
+        self._tell(report)
+
+    def _tell(self, event: Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _eta_s(self) -> float:
+        progress, config = self._progress, self._config
+        epochs_left = config.epochs - progress.epoch
+        steps_left = epochs_left * self._trainer.steps_per_epoch - progress.step
+        per_step = self._trainer.step_seconds / max(self._steps_done, 1)
+        per_end = self._epoch_end_seconds / max(self._epoch_ends_done, 1)
+        return steps_left * per_step + epochs_left * per_end
+
+
+class _StepReports:
+    """Sums steps up into reports: not too many a second, not too many an epoch."""
+
+    def __init__(self, session: _Session, epoch: int) -> None:
+        self._session = session
+        self._epoch = epoch
+        self._min_steps = -(-session._trainer.steps_per_epoch // _REPORTS_PER_EPOCH)
+        self._reset(time.perf_counter())
+
+    def _reset(self, now: float) -> None:
+        self._since = now
+        self._losses = 0.0
+        self._steps = 0
+        self._samples = 0
+        self._counters = _Counters.of(self._session._trainer.run.tables)
+
+    def add(self, loss: float, samples: int, now: float) -> None:
+        self._losses += loss
+        self._steps += 1
+        self._samples += samples
+        if self._steps < self._min_steps or now - self._since < _REPORT_EVERY_S:
+            return
+        session, progress = self._session, self._session._progress
+        before, counters = self._counters, _Counters.of(session._trainer.run.tables)
+        seconds = now - self._since
+        report = StepReport(
+            epoch=self._epoch,
+            epochs=session._config.epochs,
+            step=progress.step,
+            steps_per_epoch=session._trainer.steps_per_epoch,
+            global_step=progress.global_step,
+            loss=self._losses / self._steps,
+            samples_per_s=self._samples / seconds,
+            eta_s=session._eta_s(),
+            unique_hit_rate=counters.hit_rate_since(before),
+            ram_bytes=counters.ram_bytes,
+            ram_budget_bytes=session._budget_bytes,
+            ssd_read_bytes_per_s=(counters.read_bytes - before.read_bytes) / seconds,
+            ssd_write_bytes_per_s=(counters.written_bytes - before.written_bytes) / seconds,
+            time_s=now - session._began,
+        )
+        session._log.write(report)
+        session._tell(report)
+        self._reset(now)

@@ -1,0 +1,91 @@
+"""Every option has a default that works, and a message when its value does not."""
+
+import pytest
+
+import bunkbed as bb
+from bunkbed.train.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "als"}, ValueError, "option model must be one of mf, gmf, got 'als'"),
+        ({"loss": "softmax"}, ValueError, "option loss must be one of bpr, bce, got 'softmax'"),
+        (
+            {"optimizer": "lamb"},
+            ValueError,
+            "option optimizer must be one of adam, adagrad, rowwise_adagrad, sgd, got",
+        ),
+        ({"ranking": "both"}, ValueError, "option ranking must be one of full, sampled, got 'both'"),
+        ({"dim": 0}, ValueError, "option dim must be at least 1, got 0"),
+        ({"dim": 64.0}, TypeError, r"option dim must be a whole number, got 64\.0"),
+        ({"epochs": True}, TypeError, "option epochs must be a whole number, got True"),
+        ({"batch_size": -1}, ValueError, "option batch_size must be at least 1, got -1"),
+        ({"negatives": 0}, ValueError, "option negatives must be at least 1, got 0"),
+        ({"patience": -1}, ValueError, "option patience must be at least 0, got -1"),
+        ({"seed": 2**63}, ValueError, r"option seed must be below 2\^63, got 9223372036854775808"),
+        ({"lr": 0.0}, ValueError, r"option lr must be finite and above 0, got 0\.0"),
+        ({"lr": float("nan")}, ValueError, "option lr must be finite and above 0, got nan"),
+        ({"lr": "1e-3"}, TypeError, r"option lr must be a number, got '1e-3' \(in YAML write 1\.0e-3\)"),
+        ({"lr_decay": 1.5}, ValueError, r"option lr_decay must be above 0 and at most 1, got 1\.5"),
+        ({"l2": -0.1}, ValueError, r"option l2 must be finite and at least 0, got -0\.1"),
+        ({"bias": 1}, TypeError, "option bias must be true or false, got 1"),
+        ({"ram": "lots"}, ValueError, "option ram: .*'lots'"),
+        ({"ram": 1.5}, TypeError, r"option ram: .*1\.5"),
+        (
+            {"valid": "first"},
+            ValueError,
+            "option valid must be random, last, none or a fraction .*, got 'first'",
+        ),
+        (
+            {"valid": "1.0"},
+            ValueError,
+            r"option valid must be .* a fraction between 0 and 1 such as 0\.1, got '1\.0'",
+        ),
+        ({"metric": "auc"}, ValueError, "option metric must be hr@k, ndcg@k, recall@k or mrr, got 'auc'"),
+        ({"metric": "hr@0"}, ValueError, "option metric must be hr@k, .*, got 'hr@0'"),
+        (
+            {"ks": "ten"},
+            ValueError,
+            "option ks must be whole numbers between commas such as \"10,20\", got 'ten'",
+        ),
+        ({"ks": "0,5"}, ValueError, "option ks must be at least 1, got 0"),
+    ],
+)
+def test_a_bad_option_is_named_with_its_value_and_what_is_allowed(options, error, message):
+    with pytest.raises(error, match=message):
+        TrainConfig(**options)
+
+
+def test_options_survive_a_trip_through_plain_values():
+    config = TrainConfig(model="gmf", lr=0.01, ram="64MiB", valid="0.1", bias=True)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+
+
+def test_numbers_of_yaml_are_taken_where_words_are_expected():
+    assert TrainConfig.from_dict({"valid": 0.1, "ks": 5}) == TrainConfig(valid="0.1", ks="5")
+
+
+def test_an_unknown_option_lists_those_that_exist():
+    with pytest.raises(
+        ValueError, match=r"unknown option 'learning_rate'; the options are model, loss, dim, .*threads"
+    ):
+        TrainConfig.from_dict({"learning_rate": 1})
+
+
+def test_the_cutoff_of_the_chosen_metric_is_among_the_reported():
+    assert TrainConfig(ks="20,5", metric="recall@50").cutoffs == (5, 20, 50)
+    assert TrainConfig(ks="5", metric="mrr").cutoffs == (5,)
+
+
+def test_the_learning_rate_depends_on_the_epoch_alone():
+    config = TrainConfig(lr=1.0, lr_decay=0.5)
+    assert [config.lr_at(epoch) for epoch in (1, 2, 3)] == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("adam", bb.Adam), ("adagrad", bb.Adagrad), ("rowwise_adagrad", bb.RowwiseAdagrad), ("sgd", bb.SGD)],
+)
+def test_the_tables_have_the_optimizer_asked_for(name, kind):
+    assert TrainConfig(optimizer=name, lr=0.5).table_optimizer() == kind(lr=0.5)

@@ -1,0 +1,178 @@
+"""Metrics and ranks against a loop that sorts, ties against us."""
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from bunkbed.train import evaluate  # noqa: E402
+from bunkbed.train.data import Candidates, Interactions, Vocab  # noqa: E402
+from bunkbed.train.evaluate import Evaluator, full_ranks, sample_candidates, sampled_ranks  # noqa: E402
+from bunkbed.train.metrics import ranking_metrics  # noqa: E402
+from bunkbed.train.models import Scorer  # noqa: E402
+
+
+class Rows:
+    """The part of a table that a Scorer uses."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values, dtype=np.float32)
+
+    def lookup(self, ids, *, touch=True):
+        assert not touch
+        return self.values[ids]
+
+
+def pairs(found, num_users, num_items):
+    users, items = np.array(sorted(found), dtype=np.int64).reshape(-1, 2).T.copy()
+    return Interactions(users, items, Vocab.of(list(range(num_users))), Vocab.of(list(range(num_items))))
+
+
+def brute_force(scores, targets, excluded, ks):
+    """Everything from its definition; an equal score ranks before a held-out item."""
+    totals = {}
+    users = sorted({user for user, _ in targets})
+    for user in users:
+        mine = {item for owner, item in targets if owner == user}
+        hidden = {item for owner, item in excluded if owner == user} - mine
+        shown = [item for item in range(scores.shape[1]) if item not in hidden]
+        order = sorted(shown, key=lambda item: (-scores[user, item], item in mine, item))
+        ranks = sorted(1 + order.index(item) for item in mine)
+        for k in ks:
+            gain = sum(1 / math.log2(rank + 1) for rank in ranks if rank <= k)
+            ideal = sum(1 / math.log2(place + 2) for place in range(min(k, len(mine))))
+            hits = sum(rank <= k for rank in ranks)
+            for name, value in (
+                (f"hr@{k}", hits > 0),
+                (f"ndcg@{k}", gain / ideal),
+                (f"recall@{k}", hits / len(mine)),
+            ):
+                totals[name] = totals.get(name, 0) + value
+        totals["mrr"] = totals.get("mrr", 0) + 1 / ranks[0]
+    return {name: total / len(users) for name, total in totals.items()}
+
+
+def case(seed, *, num_users=23, num_items=57, dim=4, with_bias=False, with_weight=False):
+    rng = np.random.default_rng(seed)
+    # Small whole numbers: sums are exact, and ties are many.
+    user, item = rng.integers(-2, 3, (num_users, dim)), rng.integers(-2, 3, (num_items, dim))
+    bias = rng.integers(-2, 3, (num_items, 1)) if with_bias else None
+    weight = rng.integers(-1, 3, dim).astype(np.float32) if with_weight else None
+    scorer = Scorer(Rows(user), Rows(item), weight=weight, item_bias=None if bias is None else Rows(bias))
+    scores = (user * (1 if weight is None else weight)) @ item.T + (0 if bias is None else bias[:, 0])
+    everything = [(int(u), int(i)) for u in range(num_users) for i in range(num_items)]
+    chosen = rng.permutation(len(everything))
+    targets = {everything[n] for n in chosen[:60]}
+    excluded = {everything[n] for n in chosen[50:300]}  # ten pairs are in both
+    return scorer, scores, targets, excluded
+
+
+@pytest.mark.parametrize("options", [{}, {"with_bias": True}, {"with_weight": True}])
+@pytest.mark.parametrize("seed", range(5))
+def test_full_ranking_is_what_sorting_gives(seed, options):
+    scorer, scores, targets, excluded = case(seed, **options)
+    owners, ranks = full_ranks(scorer, pairs(targets, 23, 57), pairs(excluded, 23, 57))
+    assert len(ranks) == len(targets)
+    expected = brute_force(scores, targets, excluded, [1, 5, 20])
+    assert ranking_metrics(owners, ranks, [1, 5, 20]) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_blocks_of_users_and_chunks_of_items_change_nothing(monkeypatch, kept_bytes):
+    scorer, scores, targets, excluded = case(9, num_users=40, num_items=3000)
+    monkeypatch.setattr(evaluate, "_KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(evaluate, "_BLOCK_SCORES", 7 * 1024)
+    seen = []
+    owners, ranks = full_ranks(
+        scorer,
+        pairs(targets, 40, 3000),
+        pairs(excluded, 40, 3000),
+        on_event=lambda event: seen.append(event.done),
+    )
+    assert len(seen) > 3 and seen[-1] == len({user for user, _ in targets})
+    expected = brute_force(scores, targets, excluded, [10])
+    assert ranking_metrics(owners, ranks, [10]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_model_that_scores_everything_alike_ranks_last():
+    scorer = Scorer(Rows(np.zeros((1, 4))), Rows(np.zeros((10, 4))))
+    _, ranks = full_ranks(scorer, pairs({(0, 3)}, 1, 10), pairs({(0, 1)}, 1, 10))
+    assert ranks.tolist() == [9]
+
+
+def test_rounding_does_not_break_a_tie_in_our_favour():
+    rng = np.random.default_rng(0)
+    row = rng.normal(size=64)
+    # Every item is the same vector: whatever order a product sums in, all of them tie.
+    scorer = Scorer(Rows(rng.normal(size=(30, 64))), Rows(np.tile(row, (500, 1))))
+    _, ranks = full_ranks(
+        scorer, pairs({(user, 7 * user) for user in range(30)}, 30, 500), pairs(set(), 30, 500)
+    )
+    assert ranks.tolist() == [500] * 30
+
+
+def test_sampled_ranking_counts_ties_and_a_repeated_positive_against_us():
+    scorer = Scorer(Rows([[1.0]]), Rows([[5.0], [4.0], [4.0], [3.0]]))
+    candidates = Candidates(
+        users=np.zeros(4, np.int64),
+        positives=np.array([0, 1, 1, 3]),
+        negatives=np.array([[1, 3], [3, 3], [2, 3], [3, 3]]),
+    )
+    owners, ranks = sampled_ranks(scorer, candidates)
+    assert owners.tolist() == [0] * 4
+    assert ranks.tolist() == [1, 1, 2, 3]
+
+
+def test_metrics_by_hand():
+    # User 4: two held-out items at ranks 1 and 4; user 9: one at rank 3.
+    metrics = ranking_metrics(np.array([4, 9, 4]), np.array([4, 3, 1]), [3])
+    ideal = 1 + 1 / math.log2(3)
+    assert metrics == {
+        "hr@3": 1.0,
+        "ndcg@3": pytest.approx((1 / ideal + 0.5) / 2),
+        "recall@3": 0.75,
+        "mrr": pytest.approx((1 + 1 / 3) / 2),
+    }
+
+
+def test_nothing_to_evaluate_is_an_error():
+    nothing = np.empty(0, np.int64)
+    with pytest.raises(ValueError, match="no held-out item to evaluate: the test pairs are empty"):
+        ranking_metrics(nothing, nothing, [10])
+
+
+def test_sampled_candidates_are_unseen_and_drawn_by_seed():
+    _, _, targets, excluded = case(1)
+    held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
+    candidates = sample_candidates(held, known, 30, seed=5)
+    assert candidates.negatives.shape == (60, 30)
+    for user, negatives in zip(candidates.users.tolist(), candidates.negatives.tolist(), strict=True):
+        assert not any((user, item) in targets | excluded for item in negatives)
+    again = sample_candidates(held, known, 30, seed=5)
+    np.testing.assert_array_equal(candidates.negatives, again.negatives)
+    assert not np.array_equal(candidates.negatives, sample_candidates(held, known, 30, seed=6).negatives)
+
+
+def test_the_report_says_what_was_ranked():
+    scorer, _, targets, excluded = case(2)
+    held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
+    full = Evaluator(held, known, ranking="full", ks=[5]).evaluate(scorer)
+    assert full.ranking == "full ranking of 57 items, less those trained on"
+    assert full.num_users == len({user for user, _ in targets})
+    assert list(full.metrics) == ["hr@5", "ndcg@5", "recall@5", "mrr"]
+    sampled = Evaluator(held, known, ranking="sampled", ks=[5], eval_negatives=7).evaluate(scorer)
+    assert sampled.ranking == "sampled ranking: 7 negatives for each held-out item"
+
+
+def test_some_users_are_drawn_by_seed():
+    scorer, _, targets, excluded = case(2)
+    held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
+
+    def evaluate_some(seed):
+        return Evaluator(held, known, ranking="full", ks=[5], eval_users=4, seed=seed).evaluate(scorer)
+
+    assert evaluate_some(0).num_users == 4
+    assert evaluate_some(0) == evaluate_some(0)
+    assert evaluate_some(0).metrics != evaluate_some(1).metrics

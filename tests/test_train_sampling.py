@@ -1,0 +1,165 @@
+"""Batches, negatives and splits are pure functions of the seed, and hold what they promise."""
+
+import numpy as np
+import pytest
+
+from bunkbed.train.config import TrainConfig
+from bunkbed.train.data import Interactions, Vocab
+from bunkbed.train.sampling import BatchSource, SeenPairs, random_order
+from bunkbed.train.splits import split
+
+NUM_USERS, NUM_ITEMS = 50, 40
+
+
+def interactions(pairs, num_users=NUM_USERS, num_items=NUM_ITEMS):
+    users, items = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+    return Interactions(
+        users, items, Vocab.of(list(range(num_users))), Vocab.of(list(range(num_items))), source="pairs.csv"
+    )
+
+
+def random_interactions(count=600, seed=0):
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(NUM_USERS * NUM_ITEMS, size=count, replace=False)
+    return interactions(np.stack([chosen // NUM_ITEMS, chosen % NUM_ITEMS], axis=1))
+
+
+def source(pairs, *, seed=7, reject=True, batch_size=64, negatives=5):
+    seen = SeenPairs(pairs.users, pairs.items, NUM_ITEMS) if reject else None
+    return BatchSource(pairs, batch_size=batch_size, negatives=negatives, seed=seed, seen=seen)
+
+
+def test_an_epoch_has_every_pair_once_as_a_positive():
+    pairs = random_interactions()
+    batches = list(source(pairs).batches(epoch=3))
+    assert [len(batch.users) for batch in batches] == [64] * 9 + [24]
+    users = np.concatenate([batch.users for batch in batches])
+    positives = np.concatenate([batch.items[:, 0] for batch in batches])
+    assert sorted(zip(users, positives, strict=True)) == sorted(zip(pairs.users, pairs.items, strict=True))
+
+
+def test_any_batch_can_be_asked_for_at_any_time():
+    pairs = random_interactions()
+    one, other = source(pairs), source(pairs)
+    expected = {(e, s): one.batch(e, s) for e in (1, 2) for s in range(one.steps_per_epoch)}
+    for epoch, step in [(2, 5), (1, 9), (2, 0), (1, 0), (1, 1)]:
+        batch = other.batch(epoch, step)
+        np.testing.assert_array_equal(batch.users, expected[epoch, step].users)
+        np.testing.assert_array_equal(batch.items, expected[epoch, step].items)
+
+
+def test_epochs_steps_and_seeds_differ():
+    pairs = random_interactions()
+    batch = source(pairs).batch(1, 0)
+    for other in (source(pairs).batch(2, 0), source(pairs).batch(1, 1), source(pairs, seed=8).batch(1, 0)):
+        assert not np.array_equal(batch.users, other.users)
+        assert not np.array_equal(batch.items[:, 1:], other.items[:, 1:])
+
+
+def test_golden_batch():
+    # A run that is resumed after an upgrade of NumPy must go on with the batches it would have had.
+    batch = source(random_interactions(), batch_size=3, negatives=3).batch(1, 0)
+    np.testing.assert_array_equal(random_order(5, 1, 2, 6), GOLDEN_ORDER)
+    np.testing.assert_array_equal(batch.items[:, 1:], GOLDEN_NEGATIVES)
+
+
+GOLDEN_ORDER = [2, 3, 0, 4, 1, 5]
+GOLDEN_NEGATIVES = [[20, 29, 36], [1, 9, 36], [15, 7, 32]]
+
+
+def test_negatives_are_never_items_the_user_has():
+    pairs = random_interactions(count=1400)  # 70 % of everything
+    has = set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
+    for batch in source(pairs).batches(1):
+        for user, items in zip(batch.users.tolist(), batch.items.tolist(), strict=True):
+            assert (user, items[0]) in has
+            assert not any((user, item) in has for item in items[1:])
+
+
+def test_negatives_are_uniform_over_the_items_a_user_has_not():
+    pairs = interactions([(0, item) for item in range(30)])
+    drawn = np.concatenate([b.items[:, 1:].ravel() for e in range(40) for b in source(pairs).batches(e)])
+    counts = np.bincount(drawn, minlength=NUM_ITEMS)
+    assert (counts[:30] == 0).all()
+    assert counts[30:].sum() == 6000
+    assert (abs(counts[30:] - 600) < 100).all()  # 4 standard deviations, and the seed is fixed
+
+
+def test_a_user_who_has_everything_keeps_a_seen_negative():
+    pairs = interactions([(0, item) for item in range(NUM_ITEMS)])
+    batch = source(pairs).batch(1, 0)
+    assert batch.items.min() >= 0 and batch.items.max() < NUM_ITEMS
+
+
+def test_without_rejection_any_item_may_come():
+    pairs = interactions([(0, item) for item in range(NUM_ITEMS)])
+    drawn = source(pairs, reject=False).batch(1, 0).items[:, 1:]
+    assert len(np.unique(drawn)) > 30
+
+
+def test_seen_pairs_agree_with_a_set():
+    pairs = random_interactions(count=900)
+    seen = SeenPairs(pairs.users, pairs.items, NUM_ITEMS)
+    has = set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
+    users, items = np.divmod(np.arange(NUM_USERS * NUM_ITEMS), NUM_ITEMS)
+    expected = [(user, item) in has for user, item in zip(users.tolist(), items.tolist(), strict=True)]
+    np.testing.assert_array_equal(seen.contains(users, items), expected)
+
+
+def test_seen_pairs_may_be_empty():
+    nothing = np.empty(0, np.int64)
+    assert not SeenPairs(nothing, nothing, 5).contains(np.arange(5), np.arange(5)).any()
+
+
+def test_nothing_to_train_on_is_an_error():
+    with pytest.raises(ValueError, match=r"pairs\.csv has no pairs to train on"):
+        source(interactions([]), reject=False)
+
+
+def held_out(pairs, valid, seed=0):
+    parts = split(pairs, TrainConfig(valid=valid, seed=seed))
+    assert parts.valid is not None
+    both = np.concatenate(
+        [parts.train.users * 1000 + parts.train.items, parts.valid.users * 1000 + parts.valid.items]
+    )
+    np.testing.assert_array_equal(np.sort(both), np.sort(pairs.users * 1000 + pairs.items))
+    return parts.valid
+
+
+def test_last_holds_out_the_last_pair_of_the_file_of_every_user_with_two():
+    valid = held_out(interactions([(0, 9), (1, 5), (0, 3), (2, 1), (2, 8), (2, 2)]), "last")
+    assert list(zip(valid.users, valid.items, strict=True)) == [(0, 3), (2, 2)]
+
+
+def test_random_holds_out_one_pair_a_user_by_seed():
+    pairs = random_interactions()
+    valid = held_out(pairs, "random")
+    np.testing.assert_array_equal(np.sort(valid.users), np.flatnonzero(np.bincount(pairs.users) > 1))
+    np.testing.assert_array_equal(held_out(pairs, "random").items, valid.items)
+    assert not np.array_equal(held_out(pairs, "random", seed=1).items, valid.items)
+
+
+def test_a_fraction_holds_out_that_share_of_every_user():
+    pairs = random_interactions()
+    valid = held_out(pairs, "0.25")
+    counts = np.bincount(pairs.users, minlength=NUM_USERS)
+    np.testing.assert_array_equal(np.bincount(valid.users, minlength=NUM_USERS), np.rint(counts * 0.25))
+
+
+def test_a_fraction_leaves_every_user_a_pair_to_train_on():
+    valid = held_out(interactions([(0, 1), (0, 2), (1, 3)]), "0.9")
+    assert valid.users.tolist() == [0]
+
+
+def test_none_holds_out_nothing():
+    pairs = random_interactions()
+    parts = split(pairs, TrainConfig(valid="none"))
+    assert parts.valid is None and len(parts.train) == len(pairs)
+
+
+@pytest.mark.parametrize("valid", ["last", "random", "0.1"])
+def test_a_split_without_a_held_out_pair_is_an_error(valid):
+    with pytest.raises(
+        ValueError, match=rf"option valid='{valid}' holds nothing out: no user of pairs\.csv has enough"
+    ):
+        split(interactions([(0, 1), (1, 2)]), TrainConfig(valid=valid))
