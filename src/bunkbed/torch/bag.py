@@ -32,6 +32,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     def backward(ctx: Any, grad: Any) -> Any:
         layer, bags = ctx.layer, ctx.bags
         pending = layer._pending
+        pending.require_first_order()
         lengths = bags.lengths()
         pooled = grad_array(grad, layer.embedding_dim)
         weights_grad = None

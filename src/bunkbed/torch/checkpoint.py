@@ -64,7 +64,8 @@ def load(pending: Pending, reference: Any) -> str | None:
         uuid, name, epoch = fields["uuid"], fields["table"], fields["epoch"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return (
-            f"table {pending.name!r}: the reference in the state_dict is damaged; it must be the uint8 tensor that "
+            f"table {pending.name!r}: the reference in the state_dict is damaged; it must be the uint8 "
+            f"tensor that "
             "state_dict() put there"
         )
     if uuid != table.uuid:

@@ -31,6 +31,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
     def backward(ctx: Any, grad: Any) -> Any:
         layer = ctx.layer
         pending = layer._pending
+        pending.require_first_order()
         saved = ctx.saved_tensors
         rows = saved[0].numpy() if saved else ctx.rows
         pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, layer.embedding_dim), layer.padding_idx)

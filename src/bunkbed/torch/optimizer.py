@@ -17,7 +17,7 @@ class _TableGroup:
     """The parameter group of one table: ``{"params": [anchor], "table": name, "optimizer": class, lr,
     ...}``."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: Pending, param_name: str | None) -> None:
         self.pending = pending
         definition = pending.table.optimizer
         fields = {field.name: getattr(definition, field.name) for field in dataclasses.fields(definition)}
@@ -27,6 +27,8 @@ class _TableGroup:
             "optimizer": type(definition).__name__,
             **fields,
         }
+        if param_name is not None:
+            self.group["param_names"] = [param_name]  # torch wants them in all groups or in none
         self._names = tuple(name for name in fields if name != "lr")
         self._applied = self._values()
 
@@ -101,9 +103,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             )
         if isinstance(dense, torch.optim.LBFGS):
             raise TypeError(
-                "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once "
-                "a step; "
-                "use an optimizer that steps without a closure"
+                "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once a "
+                "step; use an optimizer that steps without a closure"
             )
         known = anchors()
         in_model = [
@@ -111,11 +112,9 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             for layer in model.modules()
             if isinstance(layer, TableLayer) and (layer.table.mode != "r" or layer.anchor.requires_grad)
         ]
-        groups = [] if dense is None else dense.param_groups
+        groups = [] if dense is None else list(dense.param_groups)
         in_dense = [known[id(p)] for group in groups for p in group["params"] if id(p) in known]
-        pendings = distinct(pending for pending in [*in_model, *in_dense] if pending.table.mode != "r")
-        for pending in in_model:
-            pending.require_free()
+        pendings = distinct([*in_model, *(pending for pending in in_dense if pending.table.mode != "r")])
         if not pendings:
             raise ValueError(
                 f"Optimizer: {type(model).__name__} has no trainable bunkbed.torch layer; "
@@ -126,11 +125,17 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         self._dense = dense
         self._tables: list[_TableGroup] = []
         self._started = False
-        for group in groups:
-            _take_anchors(group, known)
-            for param in [p for p in getattr(dense, "state", {}) if id(p) in known]:
+        if dense is not None:
+            for group in dense.param_groups:
+                _take_anchors(group, known)
+            for param in [param for param in dense.state if id(param) in known]:
                 del dense.state[param]
-        self._tables = [_TableGroup(pending) for pending in pendings]
+        names = {id(param): name for name, param in model.named_parameters()}
+        named = any("param_names" in group for group in groups)
+        self._tables = [
+            _TableGroup(pending, names.get(id(pending.anchor), pending.name) if named else None)
+            for pending in pendings
+        ]
         super().__init__([*groups, *(table.group for table in self._tables)], {})
         self._started = True
         for pending in pendings:
@@ -157,16 +162,13 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         self.param_groups[:] = [*groups, *remaining]
         if self._dense is not None:
             self.state = self._dense.state
-        # What schedulers that cycle momentum ask for: only what every group has.
-        shared = [key for key in ("betas", "momentum") if all(key in group for group in self.param_groups)]
-        base = (
-            {} if self._dense is None else {k: v for k, v in self._dense.defaults.items() if k not in shared}
-        )
-        self.defaults = {
-            **{key: value for key, value in base.items() if key not in ("betas", "momentum")},
-            **{key: self.param_groups[0][key] for key in shared},
-            "lr": self.param_groups[0]["lr"],
-        }
+        # Schedulers that cycle momentum look here for what to cycle: offer only what every group has.
+        defaults = {} if self._dense is None else dict(self._dense.defaults)
+        for key in ("betas", "momentum"):
+            defaults.pop(key, None)
+            if all(key in group for group in self.param_groups):
+                defaults[key] = self.param_groups[0][key]
+        self.defaults = {"lr": self.param_groups[0]["lr"], **defaults}
 
     @property
     def dense(self) -> Any:
@@ -254,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             self._dense.add_param_group(param_group)
             self._refresh()
         for pending in fresh:
-            table = _TableGroup(pending)
+            table = _TableGroup(pending, pending.name if "param_names" in self.param_groups[0] else None)
             self._tables.append(table)
             self.param_groups.append(table.group)
             pending.attach(self)

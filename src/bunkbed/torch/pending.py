@@ -82,12 +82,18 @@ class Pending:
         self._arrived: list[_Part] = []
         self._optimizer: weakref.ref[Any] | None = None
 
-        self.anchor = torch.nn.Parameter(
+        self.anchor = self._new_anchor(
             torch.zeros(1, device=device, dtype=torch.float32), requires_grad=table.mode != "r"
         )
+        self.no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
+
+    # ---- the anchor
+
+    def _new_anchor(self, value: Any, *, requires_grad: bool) -> Any:
+        anchor = torch.nn.Parameter(value)  # torch registers hooks only on what requires gradients
         # Grad in float64 whatever the anchor's dtype is, so that the anchor may follow model.half() and so
         # on.
-        self.anchor.grad_dtype = torch.float64
+        anchor.grad_dtype = torch.float64
         this = weakref.ref(self)  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
 
         def accept(anchor: Any) -> None:
@@ -95,10 +101,9 @@ class Pending:
             if pending is not None:
                 pending.accept(anchor)
 
-        self.anchor.register_post_accumulate_grad_hook(accept)
-        self.no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
-
-    # ---- the anchor
+        anchor.register_post_accumulate_grad_hook(accept)
+        anchor.requires_grad = requires_grad
+        return anchor
 
     def move_anchor(self, moved: Any) -> None:
         """Gives the anchor the device and dtype of `moved`; its gradient follows to the device, in
@@ -108,9 +113,12 @@ class Pending:
             return
         grad = anchor.grad
         anchor.grad = None
-        anchor.data = torch.zeros(1, device=moved.device, dtype=moved.dtype)
-        anchor.grad_dtype = torch.float64
-        self.no_change = self.no_change.to(moved.device)
+        value = torch.zeros(1, device=moved.device, dtype=moved.dtype)
+        if torch._has_compatible_shallow_copy_type(anchor, value):
+            anchor.data = value
+        else:  # to or from the meta device: the same Python object with other insides
+            torch.utils.swap_tensors(anchor, self._new_anchor(value, requires_grad=anchor.requires_grad))
+        self.no_change = torch.full_like(self.no_change, -0.0, device=moved.device)
         if grad is not None:
             ours = grad is self._written
             anchor.grad = grad.to(moved.device)
@@ -145,19 +153,22 @@ class Pending:
 
     # ---- backward
 
-    def hold(self, order: int, ids: IntArray, grads: FloatArray, padding: int | None) -> None:
-        """Takes the gradients of one lookup: int64[N], float32[N, dim]; rows of `padding` get none.
-
-        Raises:
-            RuntimeError: no `Optimizer` is attached, create_graph=True, or more than one process.
-            ReadOnlyError: the table is a reader.
-        """
+    def require_first_order(self) -> None:
+        """Raises RuntimeError in a backward that records a graph of its own."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"table {self.name!r}: backward with create_graph=True reached its rows, which have no "
                 f"second "
                 "derivative; take torch.autograd.grad with respect to the layer's output instead"
             )
+
+    def hold(self, order: int, ids: IntArray, grads: FloatArray, padding: int | None) -> None:
+        """Takes the gradients of one lookup: int64[N], float32[N, dim]; rows of `padding` get none.
+
+        Raises:
+            RuntimeError: no `Optimizer` is attached, or more than one process.
+            ReadOnlyError: the table is a reader.
+        """
         if self._optimizer is None or self._optimizer() is None:
             if self.table.mode == "r":
                 raise ReadOnlyError(

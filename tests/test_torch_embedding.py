@@ -1,0 +1,521 @@
+"""`Embedding` against `torch.nn.Embedding`: values, gradients, arguments, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bunkbed as bb
+from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
+
+torch.set_num_threads(1)
+torch.sparse.check_sparse_tensor_invariants.disable()  # or torch warns that they are disabled
+
+
+def rows(layer: Any) -> Any:
+    """All rows as a tensor, float32[num, dim]."""
+    return torch.from_numpy(layer.table.get(np.arange(layer.table.num_rows)))
+
+
+def twin(layer: Embedding, **kwargs: Any) -> Any:
+    """A `torch.nn.Embedding` with the layer's rows."""
+    return torch.nn.Embedding.from_pretrained(rows(layer), freeze=False, sparse=True, **kwargs)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 3)])
+def test_output_is_the_rows_for_any_shape(shape: tuple[int, ...]) -> None:
+    emb = Embedding(20, 4)
+    ids = torch.randint(0, 20, shape)
+    out = emb(ids)
+    assert out.shape == (*shape, 4) and out.dtype == torch.float32
+    assert torch.equal(out, rows(emb)[ids])
+
+
+def test_int32_ids_and_strided_ids() -> None:
+    emb = Embedding(20, 4)
+    ids = torch.randint(0, 20, (6, 8))
+    assert torch.equal(emb(ids.int()), rows(emb)[ids])
+    assert torch.equal(emb(ids[::2, 1::3]), rows(emb)[ids[::2, 1::3]])
+    assert torch.equal(emb(ids.T), rows(emb)[ids.T])
+
+
+def test_default_initialisation_is_standard_normal_and_seeded_by_torch() -> None:
+    torch.manual_seed(3)
+    first, second = Embedding(500, 16), Embedding(500, 16)
+    torch.manual_seed(3)
+    again = Embedding(500, 16)
+    assert abs(rows(first).mean()) < 0.05 and abs(rows(first).std() - 1) < 0.05
+    assert torch.equal(rows(first), rows(again))
+    assert not torch.equal(rows(first), rows(second))  # two layers never start with the same rows
+
+
+def test_explicit_init_and_seed() -> None:
+    one = Embedding(10, 4, init=bb.Uniform(-0.5, 0.5), seed=4)
+    two = Embedding(10, 4, init=bb.Uniform(-0.5, 0.5), seed=4)
+    assert torch.equal(rows(one), rows(two)) and rows(one).abs().max() <= 0.5
+
+
+def test_unbounded_ids() -> None:
+    emb = Embedding(None, 4)
+    assert emb(torch.tensor([2**62])).shape == (1, 4)
+
+
+def test_output_is_a_copy_that_may_be_changed_in_place() -> None:
+    emb = Embedding(5, 2)
+    before = rows(emb)
+    opt = Optimizer(emb)
+    out = emb(torch.tensor([1, 2]))
+    out.mul_(3.0)
+    out.sum().backward()
+    assert torch.equal(rows(emb), before)
+    opt.step()
+    assert not torch.equal(rows(emb), before)
+
+
+# ---- gradients
+
+
+def test_a_plain_loop_equals_nn_embedding() -> None:
+    torch.manual_seed(0)
+    emb = Embedding(30, 4, padding_idx=-1, optimizer=bb.Adam(lr=0.01))
+    ref = twin(emb, padding_idx=29)
+    head, ref_head = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    ref_head.load_state_dict(head.state_dict())
+    model = torch.nn.ModuleDict({"emb": emb, "head": head})
+    opt = Optimizer(model, dense=torch.optim.Adam(model.parameters(), lr=0.01))
+    ref_opts = [
+        torch.optim.SparseAdam(list(ref.parameters()), lr=0.01),
+        torch.optim.Adam(ref_head.parameters(), lr=0.01),
+    ]
+    for _ in range(30):
+        ids, target = torch.randint(0, 30, (6, 3)), torch.randn(6, 3, 1)
+        opt.zero_grad()
+        loss = torch.nn.functional.mse_loss(head(emb(ids)), target)
+        loss.backward()
+        opt.step()
+        for ref_opt in ref_opts:
+            ref_opt.zero_grad()
+        ref_loss = torch.nn.functional.mse_loss(ref_head(ref(ids)), target)
+        ref_loss.backward()
+        for ref_opt in ref_opts:
+            ref_opt.step()
+        torch.testing.assert_close(loss, ref_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rows(emb), ref.weight.data, rtol=1e-6, atol=1e-6)
+    assert torch.equal(rows(emb)[29], torch.zeros(4))
+
+
+def test_padding_row_is_zeros_and_gets_no_gradient() -> None:
+    emb = Embedding(10, 3, padding_idx=2, optimizer=bb.SGD(lr=1.0))
+    opt = Optimizer(emb)
+    ids = torch.tensor([[2, 1], [2, 2]])
+    assert torch.equal(emb(ids)[ids == 2], torch.zeros(3, 3))
+    emb(ids).sum().backward()
+    assert emb.anchor.grad.item() == pytest.approx(3**0.5)
+    opt.step()
+    assert torch.equal(rows(emb)[2], torch.zeros(3))
+
+
+def test_a_batch_of_nothing_but_padding_is_a_step_without_rows() -> None:
+    emb = Embedding(10, 3, padding_idx=0, optimizer=bb.SGD(lr=1.0))
+    opt = Optimizer(emb)
+    before = rows(emb)
+    emb(torch.zeros(4, dtype=torch.int64)).sum().backward()
+    assert emb.anchor.grad.item() == 0.0
+    opt.step()
+    assert torch.equal(rows(emb), before)
+
+
+def test_padding_row_may_be_set_to_something_else() -> None:
+    weight = torch.arange(6.0).reshape(3, 2)
+    emb = Embedding.from_pretrained(weight, padding_idx=1)
+    assert torch.equal(emb(torch.tensor([1])), weight[1:2])
+
+
+def test_changing_ids_before_backward_is_noticed() -> None:
+    emb = Embedding(10, 3)
+    opt = Optimizer(emb)
+    ids = torch.tensor([1, 2])
+    loss = emb(ids).sum()
+    ids[0] = 5
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert opt.step() is None
+
+
+def test_expanded_and_transposed_gradients() -> None:
+    emb = Embedding(10, 3, optimizer=bb.SGD(lr=1.0))
+    ref = twin(emb)
+    opt = Optimizer(emb)
+    ids = torch.tensor([[1, 2], [3, 1]])
+    for layer in (emb, ref):
+        out = layer(ids)
+        (out.sum() + (out.permute(2, 0, 1) * torch.arange(12.0).reshape(3, 2, 2)).sum()).backward()
+    opt.step()
+    torch.optim.SGD(ref.parameters(), lr=1.0).step()
+    torch.testing.assert_close(rows(emb), ref.weight.data)
+
+
+# ---- device and dtype
+
+
+def test_output_follows_the_dtype_of_the_module() -> None:
+    emb = Embedding(10, 4, optimizer=bb.SGD(lr=1.0))
+    model = torch.nn.Sequential(emb, torch.nn.Linear(4, 1))
+    opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.0))
+    ids = torch.tensor([1, 1, 2])
+    exact = rows(emb)
+    for convert, dtype in [("bfloat16", torch.bfloat16), ("double", torch.float64), ("float", torch.float32)]:
+        getattr(model, convert)()
+        assert emb(ids).dtype == dtype
+        assert torch.equal(emb(ids), exact[ids].to(dtype))
+        model(ids).sum().backward()
+        assert emb.anchor.grad.dtype == torch.float64
+        expected = (5**0.5) * model[1].weight.double().norm().item()
+        assert emb.anchor.grad.item() == pytest.approx(expected, rel=1e-6)
+        opt.zero_grad()
+
+
+def test_pending_rows_survive_a_change_of_dtype() -> None:
+    emb = Embedding(10, 4, optimizer=bb.SGD(lr=1.0))
+    opt = Optimizer(emb)
+    before = rows(emb)
+    emb(torch.tensor([1])).sum().backward()
+    emb.half()
+    emb.float()
+    opt.step()
+    assert torch.equal(rows(emb)[1], before[1] - 1)
+
+
+def test_the_table_stays_when_the_module_moves() -> None:
+    emb = Embedding(10, 4, device="meta")
+    assert emb.anchor.device.type == "meta"
+    emb.to_empty(device="cpu")
+    assert torch.equal(emb(torch.tensor([3])), rows(emb)[3:4])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
+def test_16_bit_rows_widen_to_float32(dtype: Any) -> None:
+    emb = Embedding(10, 4, dtype=dtype)
+    out = emb(torch.tensor([1]))
+    narrow = torch.bfloat16 if dtype == "bfloat16" else dtype
+    assert out.dtype == torch.float32 and torch.equal(out, out.to(narrow).float())
+
+
+def test_autocast_leaves_rows_in_float32_as_nn_embedding_does() -> None:
+    emb = Embedding(10, 4)
+    model = torch.nn.Sequential(emb, torch.nn.Linear(4, 2))
+    opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert emb(torch.tensor([1])).dtype == torch.float32
+        loss = model(torch.tensor([1])).float().sum()
+    loss.backward()
+    opt.step()
+    assert emb.table.step == 1
+
+
+# ---- eval, no_grad, freezing
+
+
+class Spy:
+    """A table that notes how it was looked up."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.touched: list[bool] = []
+
+    def lookup(self, ids: Any, *, touch: bool = True) -> Any:
+        self.touched.append(touch)
+        return self._table.lookup(ids, touch=touch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+
+def test_only_training_lookups_touch_the_cache() -> None:
+    spy = Spy(bb.create(None, dim=2, num_rows=10))
+    emb = Embedding(10, 2, table=spy)
+    ids = torch.tensor([1])
+    emb(ids)
+    with torch.no_grad():
+        emb(ids)
+    with torch.inference_mode():
+        emb(ids)
+    emb.eval()
+    assert emb(ids).requires_grad
+    emb.train()
+    emb.anchor.requires_grad = False
+    assert not emb(ids).requires_grad
+    assert spy.touched == [True, False, False, False, True]
+
+
+def test_freezing_the_anchor_freezes_the_table() -> None:
+    emb = Embedding(10, 2, optimizer=bb.SGD(lr=1.0))
+    model = torch.nn.Sequential(emb, torch.nn.Linear(2, 1))
+    opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
+    emb.requires_grad_(False)
+    before = rows(emb)
+    model(torch.tensor([1])).sum().backward()
+    opt.step()
+    assert torch.equal(rows(emb), before) and emb.anchor.grad is None
+    emb.requires_grad_(True)
+    model(torch.tensor([1])).sum().backward()
+    opt.step()
+    assert not torch.equal(rows(emb), before)
+
+
+# ---- shared tables
+
+
+def test_layers_on_one_table_share_its_anchor_and_one_update() -> None:
+    user = Embedding(10, 2, optimizer=bb.SGD(lr=1.0))
+    other = Embedding(10, 2, padding_idx=3, table=user.table)
+    bag = EmbeddingBag(10, 2, mode="sum", table=user.table)
+    model = torch.nn.ModuleList([user, other, bag])
+    assert len(list(model.parameters())) == 1
+    opt = Optimizer(model)
+    before = rows(user)
+    out = user(torch.tensor([1])).sum() + other(torch.tensor([1, 3])).sum()
+    (out + bag(torch.tensor([[1, 2]])).sum()).backward()
+    assert user.anchor.grad.item() == pytest.approx((2 * 3**2 + 2 * 1) ** 0.5)
+    opt.step()
+    assert user.table.step == 1
+    assert torch.equal(rows(user)[1:4], before[1:4] - torch.tensor([[3.0], [1.0], [0.0]]))
+
+
+# ---- from_pretrained, opening
+
+
+def test_from_pretrained(tmp_path: Any) -> None:
+    weight = torch.randn(7, 3)
+    emb = Embedding.from_pretrained(weight, path=tmp_path / "t")
+    assert torch.equal(emb(torch.arange(7)), weight) and not emb.anchor.requires_grad
+    assert (emb.num_embeddings, emb.embedding_dim) == (7, 3)
+    assert Embedding.from_pretrained(weight, freeze=False).anchor.requires_grad
+    with pytest.raises(
+        FileExistsError, match=r"from_pretrained: .* exists and its rows would be overwritten"
+    ):
+        Embedding.from_pretrained(weight, path=tmp_path / "t")
+    with pytest.raises(ValueError, match=r"embeddings must be \[rows, dim\], got \[7\]"):
+        Embedding.from_pretrained(weight[:, 0])
+
+
+def test_a_path_is_created_then_opened(tmp_path: Any) -> None:
+    emb = Embedding(10, 4, path=tmp_path / "user", ram="8MiB", optimizer=bb.Adagrad(lr=0.1), seed=5)
+    assert emb.table.path == tmp_path / "user"
+    before = rows(emb)
+    again = Embedding(10, 4, path=tmp_path / "user")  # the same process: the same table
+    assert torch.equal(rows(again), before)
+    assert type(again.table.optimizer) is bb.Adagrad
+    for layer in (emb, again):
+        layer.table.close()
+    reopened = Embedding(10, 4, path=tmp_path / "user", optimizer=bb.Adagrad(lr=0.5))
+    assert torch.equal(rows(reopened), before)
+    assert reopened.table.optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num": 11}, r"num_embeddings=11 was given, but table 'user' has 10"),
+        ({"dim": 5}, r"embedding_dim=5 was given, but table 'user' has 4"),
+        ({"seed": 6}, r"seed=6 was given, but table 'user' has 5"),
+        ({"dtype": "bfloat16"}, r"dtype='bfloat16' was given, but table 'user' has 'float32'"),
+        ({"init": bb.Zeros()}, r"init=Zeros\(\) was given, but table 'user' has Normal\(std=1.0\)"),
+    ],
+)
+def test_a_mismatch_names_both_values(tmp_path: Any, arguments: dict[str, Any], message: str) -> None:
+    emb = Embedding(10, 4, path=tmp_path / "user", seed=5)
+    num, dim = arguments.pop("num", 10), arguments.pop("dim", 4)
+    with pytest.raises(ValueError, match=message):
+        Embedding(num, dim, path=tmp_path / "user", **arguments)
+    emb.table.close()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_norm": 1.0}, "max_norm=1.0 is not supported"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True is not supported"),
+        ({"padding_idx": 10}, r"padding_idx=10 is outside \[-10, 10\)"),
+        ({"padding_idx": -11}, r"padding_idx=-11 is outside \[-10, 10\)"),
+        ({"dtype": torch.float64}, "dtype must be float32, bfloat16 or float16, got torch.float64"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints must be at least 1, or None for all, got 0"),
+    ],
+)
+def test_unsupported_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Embedding(10, 4, **arguments)
+
+
+def test_table_brings_its_own_settings() -> None:
+    table = bb.create(None, dim=4, num_rows=10)
+    with pytest.raises(ValueError, match="optimizer= cannot be given together with table="):
+        Embedding(10, 4, table=table, optimizer=bb.SGD())
+    with pytest.raises(ValueError, match=r"embedding_dim=5 was given, but table .* has 4"):
+        Embedding(10, 5, table=table)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2], "input must be an int64 or int32 tensor, got list"),
+        (torch.zeros(2, 3), r"input must be an int64 or int32 tensor, got float32\[2, 3\]"),
+        (torch.zeros(2, dtype=torch.bool), r"input must be an int64 or int32 tensor, got bool\[2\]"),
+        (torch.zeros(2, dtype=torch.uint8), r"input must be an int64 or int32 tensor, got uint8\[2\]"),
+    ],
+)
+def test_ids_of_a_wrong_type(ids: Any, message: str) -> None:
+    emb = Embedding(10, 4)
+    with pytest.raises(TypeError, match=message):
+        emb(ids)
+    with torch.no_grad(), pytest.raises(TypeError, match=message):
+        emb(ids)
+
+
+@pytest.mark.parametrize("bad", [-1, 10, 2**40])
+def test_ids_outside_the_table(bad: int) -> None:
+    emb = Embedding(10, 4)
+    with pytest.raises(IndexError, match=rf"id {bad} at position 1 is outside \[0, 10\)"):
+        emb(torch.tensor([3, bad]))
+
+
+def test_weight_names_what_to_use_instead() -> None:
+    emb = Embedding(10, 4)
+    assert not hasattr(emb, "weight")
+    with pytest.raises(AttributeError, match=r"table\.get.*table\.scan.*table\.topk.*init="):
+        torch.nn.init.normal_(emb.weight)
+    with pytest.raises(AttributeError, match=r"no attribute 'weight'"):
+        emb.weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(AttributeError, match="cannot be replaced; to share a table"):
+        emb.anchor = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(AttributeError, match="no attribute 'wieght'"):
+        _ = emb.wieght
+
+
+def test_copies_and_pickles_are_refused() -> None:
+    model = torch.nn.Sequential(Embedding(10, 4))
+    with pytest.raises(TypeError, match=r"Embedding cannot be copied: table .* has one writer"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match=r"Embedding cannot be pickled: .* save `model.state_dict"):
+        pickle.dumps(model)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        torch.save(model, io.BytesIO())
+
+
+def test_repr() -> None:
+    emb = Embedding(10, 4, padding_idx=1, dtype="bfloat16", optimizer=bb.SGD())
+    assert repr(emb) == "Embedding(10, 4, padding_idx=1, ram only, optimizer=SGD, dtype=bfloat16)"
+
+
+# ---- the rest of torch
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch hides it itself
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_breaks_the_graph_at_the_layer(backend: str) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = Embedding(10, 4, optimizer=bb.SGD(lr=0.1))
+            self.bag = EmbeddingBag(10, 4, table=self.emb.table)
+            self.head = torch.nn.Linear(4, 1)
+
+        def forward(self, ids: Any) -> Any:
+            return torch.relu(self.head(self.emb(ids) + self.bag(ids[:, None]))).sum()
+
+    torch._dynamo.reset()
+    model = Model()
+    opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled = torch.compile(model, backend=backend)
+    ids = torch.tensor([1, 2, 2])
+    for _ in range(3):
+        loss = compiled(ids)
+        torch.testing.assert_close(loss, model(ids))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    assert model.emb.table.step == 3
+
+
+def test_activation_checkpointing_trains_the_same() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    results = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        emb = Embedding(10, 4, optimizer=bb.Adam(lr=0.1), seed=0)
+        head = torch.nn.Linear(4, 1)
+        model = torch.nn.ModuleList([emb, head])
+        opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
+        switch = torch.ones(1, requires_grad=True)  # the reentrant kind needs an input with gradient
+        for ids in torch.randint(0, 10, (5, 6)):
+
+            def block(ids: Any, switch: Any, emb: Any = emb, head: Any = head) -> Any:
+                return torch.tanh(head(emb(ids) * switch))
+
+            out = (
+                block(ids, switch)
+                if reentrant is None
+                else checkpoint(block, ids, switch, use_reentrant=reentrant)
+            )
+            opt.zero_grad()
+            (out.sum() + emb(ids).sum()).backward()
+            opt.step()
+        results.append(rows(emb))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+class Ids(torch.utils.data.Dataset):  # type: ignore[misc]
+    def __init__(self, layer: Any = None) -> None:
+        self.layer = layer
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index]) if self.layer is None else self.layer(torch.tensor([index])).detach()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # multi-threaded, uses fork
+def test_dataloader_workers_may_make_ids_but_not_look_up() -> None:
+    emb = Embedding(10, 4, optimizer=bb.SGD(lr=1.0))
+    opt = Optimizer(emb)
+    before = rows(emb)
+    for batch in torch.utils.data.DataLoader(Ids(), batch_size=4, num_workers=2):
+        emb(batch).sum().backward()
+    opt.step()
+    assert torch.equal(rows(emb)[:8], before[:8] - 1)
+    with pytest.raises(bb.TableClosedError, match="fork"):
+        next(iter(torch.utils.data.DataLoader(Ids(emb), num_workers=1)))
+    emb(torch.tensor([1]))  # the parent goes on
+
+
+def test_without_torch_the_import_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "try:\n    import bunkbed.torch\n"
+        "except ModuleNotFoundError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == (
+        'bunkbed.torch needs PyTorch; install it with: pip install "bunkbed[torch]"'
+    )
