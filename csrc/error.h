@@ -12,6 +12,7 @@ enum class ErrorKind {
   kExists,      // FileExistsError
   kNotFound,    // FileNotFoundError
   kSystem,      // an operating-system call failed: OSError with errno and path
+  kSync,        // fsync or fdatasync failed: OSError; what reached the disk is unknown
   kMemory,      // a memory budget is too small: MemoryError
   kFormat,      // the bytes are not what this version can read: FormatError
   kCorruption,  // the bytes fail their checksum: CorruptionError
@@ -27,8 +28,8 @@ class Error : public std::runtime_error {
       : std::runtime_error(message), kind_(kind), error_number_(error_number), path_(std::move(path)) {}
 
   ErrorKind kind() const { return kind_; }
-  int error_number() const { return error_number_; }  // errno, for kSystem
-  const std::string& path() const { return path_; }   // for kSystem
+  int error_number() const { return error_number_; }  // errno, for kSystem and kSync
+  const std::string& path() const { return path_; }   // for kSystem and kSync
 
  private:
   ErrorKind kind_;

@@ -1,15 +1,25 @@
 """Embedding tables stacked across GPU memory, RAM and SSD, trained exactly as if they all fitted in RAM."""
 
-from bunkbed.budget import Budget
-from bunkbed.errors import (
-    BunkbedError,
-    CorruptionError,
-    FormatError,
-    ReadOnlyError,
-    TableClosedError,
-    TableLockedError,
-)
-from bunkbed.init import Normal, Uniform, Zeros
-from bunkbed.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from bunkbed._native import get_num_threads as get_num_threads
+from bunkbed._native import set_num_threads as set_num_threads
+from bunkbed.budget import Budget as Budget
+from bunkbed.check import check as check
+from bunkbed.errors import BunkbedError as BunkbedError
+from bunkbed.errors import CorruptionError as CorruptionError
+from bunkbed.errors import FormatError as FormatError
+from bunkbed.errors import ReadOnlyError as ReadOnlyError
+from bunkbed.errors import TableClosedError as TableClosedError
+from bunkbed.errors import TableLockedError as TableLockedError
+from bunkbed.init import Normal as Normal
+from bunkbed.init import Uniform as Uniform
+from bunkbed.init import Zeros as Zeros
+from bunkbed.optim import SGD as SGD
+from bunkbed.optim import Adagrad as Adagrad
+from bunkbed.optim import Adam as Adam
+from bunkbed.optim import RowwiseAdagrad as RowwiseAdagrad
+from bunkbed.table import Table as Table
+from bunkbed.table import create as create
+from bunkbed.table import open as open
+from bunkbed.table import snapshots as snapshots
 
 __version__ = "0.1.0"

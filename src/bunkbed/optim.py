@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
-def _require(owner: object, name: str, value: float, *, positive: bool = False, below: float = math.inf) -> None:
+def _require(
+    owner: object, name: str, value: float, *, positive: bool = False, below: float = math.inf
+) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {value!r}")
     low_ok = value > 0 if positive else value >= 0

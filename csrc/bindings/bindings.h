@@ -1,0 +1,21 @@
+// What the binding files share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+
+#include "table.h"
+#include "types.h"
+
+namespace bunkbed {
+
+using Ids = nanobind::ndarray<const int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using FloatsIn = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
+using FloatsOut = nanobind::ndarray<float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
+
+InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed);
+void bind_table(nanobind::module_& m);
+
+}  // namespace bunkbed

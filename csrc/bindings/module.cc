@@ -1,0 +1,228 @@
+// The Python module. Mirrors the headers; every call releases the GIL while the core works.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <bit>
+#include <cerrno>
+#include <cmath>
+
+#include "bindings/bindings.h"
+#include "check.h"
+#include "error.h"
+#include "fault.h"
+#include "float_mode.h"
+#include "kernels/kernels.h"
+#include "manifests.h"
+#include "optimizer.h"
+#include "workers.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace bunkbed {
+
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the format is little-endian and so is every host so far");
+
+const char* hint_for(int error_number) {
+  switch (error_number) {
+    case ENOSPC:
+    case EDQUOT:
+    case EFBIG:
+      return "; nothing was changed or lost: free some space and call again";
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return "; give write permission, or open the table with mode=\"r\"";
+    default:
+      return "";
+  }
+}
+
+void raise(const Error& error) {
+  const auto set = [&error](nb::handle type) { PyErr_SetString(type.ptr(), error.what()); };
+  const auto ours = [&set](const char* name) { set(nb::module_::import_("bunkbed.errors").attr(name)); };
+  switch (error.kind()) {
+    case ErrorKind::kInvalid:
+      return set(PyExc_ValueError);
+    case ErrorKind::kIndex:
+      return set(PyExc_IndexError);
+    case ErrorKind::kExists:
+      return set(PyExc_FileExistsError);
+    case ErrorKind::kNotFound:
+      return set(PyExc_FileNotFoundError);
+    case ErrorKind::kMemory:
+      return set(PyExc_MemoryError);
+    case ErrorKind::kFormat:
+      return ours("FormatError");
+    case ErrorKind::kCorruption:
+      return ours("CorruptionError");
+    case ErrorKind::kLocked:
+      return ours("TableLockedError");
+    case ErrorKind::kClosed:
+      return ours("TableClosedError");
+    case ErrorKind::kReadOnly:
+      return ours("ReadOnlyError");
+    case ErrorKind::kBroken:
+      return ours("BunkbedError");
+    case ErrorKind::kSystem:
+    case ErrorKind::kSync: {
+      const std::string text = std::string(error.what()) + hint_for(error.error_number());
+      const nb::object value =
+          nb::borrow(PyExc_OSError)(error.error_number(), nb::str(text.c_str()), nb::str(error.path().c_str()));
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+      return;
+    }
+  }
+}
+
+Simd simd_of(const std::string& name) {
+  if (name == "scalar") return Simd::kScalar;
+  if (name == "avx2") return Simd::kAvx2;
+  if (name == "avx512") return Simd::kAvx512;
+  if (name == "auto") {
+    return simd_supported(Simd::kAvx512) ? Simd::kAvx512 : simd_supported(Simd::kAvx2) ? Simd::kAvx2 : Simd::kScalar;
+  }
+  throw Error(ErrorKind::kInvalid, "simd must be one of scalar, avx2, avx512, auto; got '" + name + "'");
+}
+
+const char* simd_name(Simd level) {
+  return level == Simd::kAvx512 ? "avx512" : level == Simd::kAvx2 ? "avx2" : "scalar";
+}
+
+}  // namespace
+
+InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed) {
+  InitSpec spec;
+  spec.kind = kind == "zeros" ? InitKind::kZeros : kind == "normal" ? InitKind::kNormal : InitKind::kUniform;
+  spec.a = a;
+  spec.b = b;
+  spec.seed = seed;
+  return spec;
+}
+
+NB_MODULE(_native, m) {
+  m.doc() = "The native core. Use the public names in `bunkbed`; this module's may change.";
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+  (void)kernels();  // a bad BUNKBED_SIMD is reported at import
+
+  bind_table(m);
+
+  m.def("simd", [] { return simd_name(current_simd()); }, "The instruction set in use.");
+  m.def(
+      "set_simd", [](const std::string& name) { set_simd(simd_of(name)); }, "name"_a,
+      "Use 'scalar', 'avx2', 'avx512' or 'auto' kernels, process-wide; every choice gives the same bits.");
+  m.def(
+      "simd_supported", [](const std::string& name) { return simd_supported(simd_of(name)); }, "name"_a,
+      "Whether this processor has the instruction set.");
+  m.def("get_num_threads", &num_threads, "Compute threads of one operation.");
+  m.def("set_num_threads", &set_num_threads, "n"_a, "Set the compute threads of one operation, process-wide.");
+  m.def(
+      "set_fault",
+      [](const std::optional<std::string>& name) {
+        if (!set_fault(name.has_value() ? name->c_str() : nullptr)) {
+          throw Error(ErrorKind::kInvalid, "unknown fault '" + *name + "'");
+        }
+      },
+      "name"_a.none(), "Switch on a seeded bug, for tests that must find it; None switches it off.");
+
+  m.def(
+      "init_rows",
+      [](const std::string& kind, double a, double b, uint64_t seed, const Ids& ids, const FloatsOut& out) {
+        const InitSpec spec = init_spec(kind, a, b, seed);
+        const size_t dim = out.shape(1);
+        const nb::gil_scoped_release release;
+        const DefaultFloatMode mode;
+        for (size_t i = 0; i < ids.shape(0); ++i) {
+          kernels().init_row(spec, ids.data()[i], static_cast<int64_t>(dim), out.data() + i * dim);
+        }
+      },
+      "kind"_a, "a"_a, "b"_a, "seed"_a, "ids"_a, "out"_a, "Initial weights of rows: out float32[n, dim].");
+
+  m.def(
+      "sum_duplicates",
+      [](const Ids& ids, const nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& grads) {
+        const size_t dim = grads.shape(1);
+        auto batch = std::make_unique<Batch>();
+        int64_t* unique = nullptr;
+        float* sums = nullptr;
+        size_t n = 0;
+        {
+          const nb::gil_scoped_release release;
+          const DefaultFloatMode mode;
+          batch->assign(ids.data(), ids.shape(0));
+          batch->group();
+          n = batch->num_unique();
+          unique = new int64_t[n];
+          sums = new float[n * dim];
+          std::copy(batch->unique().begin(), batch->unique().end(), unique);
+          sum_duplicates(*batch, grads.data(), dim, sums);
+        }
+        const nb::capsule owns_unique(unique, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
+        const nb::capsule owns_sums(sums, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+        return nb::make_tuple(nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(unique, {n}, owns_unique),
+                              nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {n, dim}, owns_sums));
+      },
+      "ids"_a, "grads"_a,
+      "Sum the gradients of equal ids in batch order: (unique int64[U] in order of first occurrence, float32[U, dim]).");
+
+  m.def(
+      "norm",
+      [](const nb::ndarray<const float, nb::c_contig, nb::device::cpu>& values) {
+        const nb::gil_scoped_release release;
+        const DefaultFloatMode mode;
+        return std::sqrt(kernels().sum_of_squares(static_cast<int64_t>(values.size()), values.data()));
+      },
+      "values"_a, "Euclidean norm of a float32 array, computed in float64 over 16 fixed lanes.");
+
+  m.def(
+      "scores",
+      [](const nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& queries,
+         const nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows, const FloatsOut& out) {
+        const size_t dim = queries.shape(1);
+        const nb::gil_scoped_release release;
+        parallel_for(rows.shape(0), 256, [&](size_t from, size_t to) {
+          for (size_t q = 0; q < queries.shape(0); ++q) {
+            for (size_t r = from; r < to; ++r) {
+              out.data()[q * rows.shape(0) + r] = kernels().dot(static_cast<int64_t>(dim), queries.data() + q * dim,
+                                                                rows.data() + r * dim);
+            }
+          }
+        });
+      },
+      "queries"_a, "rows"_a, "out"_a, "Dot products, out float32[num_queries, num_rows]; 16 fixed lanes.");
+
+  m.def(
+      "check_table",
+      [](const std::string& path) {
+        const nb::gil_scoped_release release;
+        return check_table(vfs::posix(), path);
+      },
+      "path"_a, "Problems of a table's files, one line each.");
+  m.def(
+      "snapshots",
+      [](const std::string& path) {
+        const nb::gil_scoped_release release;
+        std::vector<std::pair<std::string, uint64_t>> found;
+        for (const auto& snapshot : Manifests(vfs::posix(), path).snapshots()) {
+          found.emplace_back(snapshot.name, snapshot.epoch);
+        }
+        return found;
+      },
+      "path"_a, "Kept commits as (name, epoch), oldest first.");
+}
+
+}  // namespace bunkbed

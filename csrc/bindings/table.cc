@@ -1,0 +1,269 @@
+// Mirrors table.h. Arrays come checked from table.py: contiguous, of the right dtype and shape.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "error.h"
+#include "float_mode.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace bunkbed {
+
+namespace {
+
+OptimizerSpec optimizer_spec(const nb::dict& values) {
+  OptimizerSpec spec;
+  const auto number = [&values](const char* name, double fallback) {
+    return values.contains(name) ? nb::cast<double>(values[name]) : fallback;
+  };
+  const auto kind = nb::cast<std::string>(values["kind"]);
+  spec.kind = kind == "sgd"               ? OptimizerKind::kSgd
+              : kind == "adagrad"         ? OptimizerKind::kAdagrad
+              : kind == "rowwise_adagrad" ? OptimizerKind::kRowwiseAdagrad
+                                          : OptimizerKind::kAdam;
+  spec.lr = number("lr", 0.0);
+  spec.eps = number("eps", 0.0);
+  spec.beta1 = number("beta1", 0.0);
+  spec.beta2 = number("beta2", 0.0);
+  spec.weight_decay = number("weight_decay", 0.0);
+  spec.initial_accumulator = number("initial_accumulator", 0.0);
+  spec.decoupled = nb::cast<bool>(values["decoupled"]);
+  return spec;
+}
+
+nb::dict optimizer_values(const OptimizerSpec& spec) {
+  nb::dict values;
+  values["lr"] = spec.lr;
+  values["weight_decay"] = spec.weight_decay;
+  values["decoupled"] = spec.decoupled;
+  switch (spec.kind) {
+    case OptimizerKind::kSgd:
+      values["kind"] = "sgd";
+      break;
+    case OptimizerKind::kAdagrad:
+      values["kind"] = "adagrad";
+      values["eps"] = spec.eps;
+      values["initial_accumulator"] = spec.initial_accumulator;
+      break;
+    case OptimizerKind::kRowwiseAdagrad:
+      values["kind"] = "rowwise_adagrad";
+      values["eps"] = spec.eps;
+      break;
+    case OptimizerKind::kAdam:
+      values["kind"] = "adam";
+      values["eps"] = spec.eps;
+      values["beta1"] = spec.beta1;
+      values["beta2"] = spec.beta2;
+      break;
+  }
+  return values;
+}
+
+nb::dict stats_values(const TableStats& s) {
+  nb::dict d;
+  d["lookups"] = s.lookups;
+  d["updates"] = s.updates;
+  d["ids"] = s.ids;
+  d["unique_rows"] = s.store.unique_rows;
+  d["hits"] = s.store.hits;
+  d["misses"] = s.store.misses;
+  d["first_touches"] = s.store.first_touches;
+  d["evictions"] = s.store.evictions;
+  d["written_back"] = s.store.written_back;
+  d["reads"] = s.log.reads;
+  d["read_records"] = s.log.read_records;
+  d["read_bytes"] = s.log.read_bytes;
+  d["written_bytes"] = s.log.written_bytes;
+  d["written_records"] = s.log.written_records;
+  d["read_wait_s"] = s.log.read_wait_s;
+  d["compactions"] = s.compactions;
+  d["compacted_records"] = s.compacted_records;
+  d["commits"] = s.commits;
+  d["ram_bytes"] = s.ram_bytes;
+  d["ram_budget_bytes"] = s.ram_budget_bytes;
+  d["frames"] = s.frames;
+  d["frame_capacity"] = s.frame_capacity;
+  d["dirty_rows"] = s.dirty_rows;
+  d["stored_rows"] = s.stored_rows;
+  d["directory_bytes"] = s.directory_bytes;
+  d["disk_bytes"] = s.disk_bytes;
+  d["live_bytes"] = s.live_bytes;
+  d["segments"] = s.segments;
+  return d;
+}
+
+TableSpec table_spec(int64_t num_rows, uint32_t dim, int dtype, const std::tuple<std::string, double, double>& init,
+                     uint64_t seed, const nb::dict& optimizer, bool belongs_to_run) {
+  TableSpec spec;
+  spec.num_rows = num_rows;
+  spec.dim = dim;
+  spec.dtype = static_cast<DType>(dtype);
+  spec.init = init_spec(std::get<0>(init), std::get<1>(init), std::get<2>(init), seed);
+  spec.optimizer = optimizer_spec(optimizer);
+  spec.belongs_to_run = belongs_to_run;
+  return spec;
+}
+
+// Runs a call of the core: without the GIL, in the default floating-point mode.
+template <typename Call>
+auto unlocked(Call&& call) {
+  const nb::gil_scoped_release release;
+  const DefaultFloatMode mode;
+  return call();
+}
+
+}  // namespace
+
+void bind_table(nb::module_& m) {
+  nb::class_<TableSpec>(m, "TableSpec", "What a table is, as the core holds it.")
+      .def(
+          "__init__",
+          [](TableSpec* self, int64_t num_rows, uint32_t dim, int dtype, const std::string& init_kind, double init_a,
+             double init_b, uint64_t seed, const nb::dict& optimizer, bool belongs_to_run) {
+            new (self) TableSpec(table_spec(num_rows, dim, dtype, {init_kind, init_a, init_b}, seed, optimizer,
+                                            belongs_to_run));
+          },
+          "num_rows"_a, "dim"_a, "dtype"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "seed"_a, "optimizer"_a,
+          "belongs_to_run"_a)
+      .def("minimum_ram", [](const TableSpec& spec, uint64_t stored_rows,
+                             bool on_disk) { return Table::minimum_ram(spec, stored_rows, on_disk); })
+      .def("wanted_ram", [](const TableSpec& spec, bool on_disk) { return Table::wanted_ram(spec, on_disk); })
+      .def_ro("num_rows", &TableSpec::num_rows)
+      .def_ro("dim", &TableSpec::dim)
+      .def_prop_ro("dtype", [](const TableSpec& spec) { return static_cast<int>(spec.dtype); })
+      .def_prop_ro("init_kind", [](const TableSpec& spec) { return static_cast<int>(spec.init.kind); })
+      .def_prop_ro("init_a", [](const TableSpec& spec) { return spec.init.a; })
+      .def_prop_ro("init_b", [](const TableSpec& spec) { return spec.init.b; })
+      .def_prop_ro("seed", [](const TableSpec& spec) { return spec.init.seed; })
+      .def_prop_ro("optimizer", [](const TableSpec& spec) { return optimizer_values(spec.optimizer); })
+      .def_ro("belongs_to_run", &TableSpec::belongs_to_run);
+
+  m.def(
+      "create",
+      [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes) {
+        return unlocked([&] { return Table::create(vfs::posix(), path, name, spec, ram_bytes); });
+      },
+      "path"_a, "name"_a, "spec"_a, "ram_bytes"_a);
+  m.def(
+      "open",
+      [](const std::string& path, const std::string& name, bool writable, size_t ram_bytes, const std::string& snapshot,
+         std::optional<uint64_t> epoch, bool through_run) {
+        OpenOptions options;
+        options.writable = writable;
+        options.ram_bytes = ram_bytes;
+        options.snapshot = snapshot;
+        options.epoch = epoch;
+        options.through_run = through_run;
+        return unlocked([&] { return Table::open(vfs::posix(), path, name, options); });
+      },
+      "path"_a, "name"_a, "writable"_a, "ram_bytes"_a, "snapshot"_a, "epoch"_a.none(), "through_run"_a);
+  m.def(
+      "read_spec",
+      [](const std::string& path) {
+        const Manifest manifest = Manifests(vfs::posix(), path).load_newest();
+        TableSpec spec;
+        spec.num_rows = manifest.num_rows;
+        spec.dim = manifest.dim;
+        spec.dtype = manifest.dtype();
+        spec.init = manifest.init;
+        spec.optimizer = manifest.optimizer;
+        spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
+        return std::make_pair(spec, manifest.stored_rows);
+      },
+      "path"_a, "(what the table is, rows stored) by its newest commit.");
+
+  nb::class_<Table>(m, "Table", "One table; see bunkbed.Table.")
+      .def("lookup", [](Table& t, const Ids& ids, bool touch, const FloatsOut& out) {
+        unlocked([&] { t.lookup(ids.data(), ids.shape(0), touch, out.data()); });
+      })
+      .def(
+          "lookup_bags",
+          [](Table& t, const Ids& ids, const Ids& offsets, int pooling,
+             const std::optional<nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>>& weights,
+             bool touch, const FloatsOut& out) {
+            unlocked([&] {
+              t.lookup_bags(ids.data(), ids.shape(0), offsets.data(), offsets.shape(0), static_cast<Pooling>(pooling),
+                            weights.has_value() ? weights->data() : nullptr, touch, out.data());
+            });
+          },
+          "ids"_a, "offsets"_a, "pooling"_a, "weights"_a.none(), "touch"_a, "out"_a)
+      .def(
+          "update",
+          [](Table& t, const Ids& ids, const FloatsIn& grads, std::optional<double> lr, std::optional<int64_t> step) {
+            unlocked([&] { t.update(ids.data(), ids.shape(0), grads.data(), lr, step); });
+          },
+          "ids"_a, "grads"_a, "lr"_a.none(), "step"_a.none())
+      .def("stage", [](Table& t, const Ids& ids) { unlocked([&] { t.stage(ids.data(), ids.shape(0)); }); })
+      .def("get", [](Table& t, const Ids& ids, size_t field, const FloatsOut& out) {
+        unlocked([&] { t.get(ids.data(), ids.shape(0), field, out.data()); });
+      })
+      .def("set", [](Table& t, const Ids& ids, size_t field, const FloatsIn& values) {
+        unlocked([&] { t.set(ids.data(), ids.shape(0), field, values.data()); });
+      })
+      .def("contains",
+           [](Table& t, const Ids& ids, const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
+             unlocked([&] { t.contains(ids.data(), ids.shape(0), out.data()); });
+           })
+      .def(
+          "commit",
+          [](Table& t, const std::optional<std::string>& meta, const std::string& keep) {
+            return unlocked([&] { return t.commit(meta, keep); });
+          },
+          "meta"_a.none(), "keep"_a)
+      .def("snapshots",
+           [](Table& t) {
+             std::vector<std::pair<std::string, uint64_t>> found;
+             for (const auto& snapshot : unlocked([&] { return t.snapshots(); })) {
+               found.emplace_back(snapshot.name, snapshot.epoch);
+             }
+             return found;
+           })
+      .def("drop", [](Table& t, const std::string& name) { unlocked([&] { t.drop(name); }); })
+      .def(
+          "rewind",
+          [](Table& t, const std::string& name, std::optional<uint64_t> epoch) {
+            unlocked([&] { t.rewind(name, epoch); });
+          },
+          "name"_a, "epoch"_a.none())
+      .def("refresh", [](Table& t) { return unlocked([&] { return t.refresh(); }); })
+      .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs) { t.set_pinned_epochs(std::move(epochs)); })
+      .def("collect", [](Table& t) { unlocked([&] { t.collect(); }); })
+      .def("compact", [](Table& t) { return unlocked([&] { return t.compact(); }); })
+      .def("close", [](Table& t) { unlocked([&] { t.close(); }); })
+      .def("set_ram", [](Table& t, size_t bytes) { unlocked([&] { t.set_ram(bytes); }); })
+      .def("set_optimizer",
+           [](Table& t, const nb::dict& values) {
+             const OptimizerSpec spec = optimizer_spec(values);
+             unlocked([&] { t.set_optimizer(spec); });
+           })
+      .def("optimizer", [](Table& t) { return optimizer_values(t.spec().optimizer); })
+      .def("stats", [](Table& t) { return stats_values(unlocked([&] { return t.stats(); })); })
+      .def("step", [](Table& t) { return unlocked([&] { return t.step(); }); })
+      .def("epoch", [](Table& t) { return unlocked([&] { return t.epoch(); }); })
+      .def("is_changed", [](Table& t) { return unlocked([&] { return t.is_changed(); }); })
+      .def("uncommitted_rows", [](Table& t) { return unlocked([&] { return t.uncommitted_rows(); }); })
+      .def("meta", [](Table& t) { return unlocked([&] { return t.meta(); }); })
+      .def("uuid", [](Table& t) { return nb::bytes(t.uuid().data(), t.uuid().size()); })
+      .def("payload_bytes", &Table::payload_bytes)
+      .def("fields", [](Table& t) {
+        nb::list fields;
+        for (const Field& field : t.fields()) fields.append(nb::make_tuple(field.name, field.length));
+        return fields;
+      });
+
+  nb::class_<Scan>(m, "Scan", "A walk over every stored row.")
+      .def(nb::init<Table*, size_t>(), "table"_a, "field"_a, nb::keep_alive<1, 2>())
+      .def("next",
+           [](Scan& scan, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
+              const FloatsOut& values) {
+             return unlocked([&] { return scan.next(ids.shape(0), ids.data(), values.data()); });
+           });
+}
+
+}  // namespace bunkbed

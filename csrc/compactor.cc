@@ -1,0 +1,138 @@
+#include "compactor.h"
+
+#include <algorithm>
+
+namespace bunkbed {
+
+namespace {
+
+constexpr double kTargetLive = 0.65;  // below this part of the log live, compaction begins
+constexpr double kWorthMoving = 0.9;  // a fuller segment gives back too little for the copying
+constexpr size_t kMaxSegments = 160;  // many small commits leave many small segments: merge them
+constexpr uint64_t kSlackBytes = 256u << 10;
+
+}  // namespace
+
+uint64_t Compactor::total_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [id, segment] : log_->segments()) bytes += segment->bytes;
+  return bytes;
+}
+
+uint64_t Compactor::live_bytes() const {
+  uint64_t records = 0;
+  for (const auto& [id, segment] : log_->segments()) records += segment->live;
+  return records * (log_->stride() + 16);
+}
+
+bool Compactor::is_needed() const {
+  if (log_ == nullptr) return false;
+  const auto live = static_cast<double>(live_bytes());
+  return segment_ != 0 || static_cast<double>(total_bytes()) > live / kTargetLive + static_cast<double>(kSlackBytes) ||
+         log_->segments().size() > kMaxSegments;
+}
+
+bool Compactor::choose() {
+  const bool too_many = log_->segments().size() > kMaxSegments;
+  Segment* best = nullptr;
+  double best_part = too_many ? 2.0 : kWorthMoving;
+  uint64_t fewest = ~0ull;
+  for (const auto& [id, segment] : log_->segments()) {
+    if (!segment->is_sealed || segment->records == 0 || log_->is_being_written(*segment)) continue;
+    const double part = static_cast<double>(segment->live) / static_cast<double>(segment->records);
+    const bool better = too_many ? segment->live < fewest : part < best_part;
+    if (better) {
+      best = segment.get();
+      best_part = part;
+      fewest = segment->live;
+    }
+  }
+  if (best == nullptr) return false;
+  segment_ = best->id;
+  chunks_ = best->live == 0 ? std::vector<ChunkTrailer>{} : log_->chunks(*best);
+  chunk_ = 0;
+  record_ = 0;
+  ids_.clear();
+  return true;
+}
+
+// Looks at up to `n` records of the chosen segment; returns how many it was, at least 1.
+size_t Compactor::look(size_t n, size_t buffer_bytes) {
+  size_t looked = 0;
+  Segment* segment = log_->find_segment(segment_);
+  if (segment != nullptr && segment->live > 0 && chunk_ < chunks_.size()) {
+    const ChunkTrailer& chunk = chunks_[chunk_];
+    if (ids_.empty()) log_->read_index(*segment, chunk, &ids_, &versions_);
+    const size_t fits = std::max<size_t>(1, buffer_bytes / log_->stride());
+    const size_t count = std::min({n, fits, ids_.size() - record_});
+
+    // Which of them are live is known without reading them: read only the span that holds live ones.
+    const auto is_live = [&](size_t i, uint32_t* frame) {
+      const uint64_t place = log_->position(segment_, chunk.first_slot + i);
+      const Entry entry = directory_->find(ids_[i]);
+      *frame = ~0u;
+      if (is_position(entry)) return position_of(entry) == place;
+      if (!is_frame(entry)) return false;
+      *frame = frame_of(entry);
+      return cache_->info(*frame).position == place;
+    };
+    size_t first = record_ + count, last = record_;
+    uint32_t frame;
+    for (size_t i = record_; i < record_ + count; ++i) {
+      if (!is_live(i, &frame)) continue;
+      first = std::min(first, i);
+      last = i + 1;
+    }
+    if (first < last) {
+      const std::byte* records = log_->read_records(*segment, chunk, first, last - first, ids_.data(), &scratch_);
+      for (size_t i = first; i < last; ++i) {
+        if (!is_live(i, &frame)) continue;  // asked again: the answer may have changed while reading
+        const uint64_t moved = log_->append(ids_[i], records + (i - first) * log_->stride(), versions_[i]);
+        --segment->live;
+        ++records_moved_;
+        if (frame == ~0u) {
+          directory_->set(ids_[i], entry_of_position(moved));
+        } else {
+          cache_->info(frame).position = moved;
+        }
+      }
+    }
+    looked = count;
+    record_ += count;
+    if (record_ >= ids_.size()) {
+      ++chunk_;
+      record_ = 0;
+      ids_.clear();
+    }
+    if (segment->live > 0 && chunk_ < chunks_.size()) return std::max<size_t>(1, looked);
+  }
+  segment_ = 0;
+  ++segments_compacted_;
+  drop_dead_segments();
+  return std::max<size_t>(1, looked);
+}
+
+void Compactor::run(size_t records, size_t buffer_bytes) {
+  if (log_ == nullptr) return;
+  size_t done = 0;
+  while (done < records) {
+    if (segment_ == 0 && (!is_needed() || !choose())) return;
+    done += look(records - done, buffer_bytes);
+  }
+}
+
+void Compactor::drop_dead_segments() {
+  std::vector<uint64_t> dead;
+  for (const auto& [id, segment] : log_->segments()) {
+    if (segment->is_sealed && segment->live == 0 && id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
+  }
+  for (const uint64_t id : dead) log_->forget_segment(id, !named_.contains(id));
+}
+
+void Compactor::reset() {
+  segment_ = 0;
+  chunks_.clear();
+  ids_.clear();
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,62 @@
+// Moves live records out of the emptiest segments, so that the log stays about two thirds live.
+//
+// 1. When the log holds more dead bytes than it should, take the sealed segment with the smallest live part.
+// 2. For each of its records, in order: is it still the newest of its row (the directory or a clean frame points
+//    at exactly this place)? Then append it again, with the version it had, and point there.
+// 3. A segment without live records leaves the log; its file goes at once if no commit names it, otherwise with
+//    that commit.
+//
+// Versions, not places, decide which record of a row wins when a directory is rebuilt; a moved record keeps its
+// version, so a move can never outrank a newer record that was appended before it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <set>
+#include <vector>
+
+#include "cache.h"
+#include "directory.h"
+#include "log.h"
+
+namespace bunkbed {
+
+class Compactor {
+ public:
+  Compactor(Directory* directory, Cache* cache, Log* log) : directory_(directory), cache_(cache), log_(log) {}
+
+  // Does at least `records` records' worth of looking when there is need; less when there is none.
+  void run(size_t records, size_t buffer_bytes);
+  bool is_needed() const;
+  // Segments that durable commits name; their files stay when their last record is dead.
+  void set_named_segments(std::set<uint64_t> named) { named_ = std::move(named); }
+  void drop_dead_segments();
+  void reset();
+
+  uint64_t segments_compacted() const { return segments_compacted_; }
+  uint64_t records_moved() const { return records_moved_; }
+  uint64_t total_bytes() const;
+  uint64_t live_bytes() const;
+
+ private:
+  bool choose();
+  size_t look(size_t n, size_t buffer_bytes);
+
+  Directory* directory_;
+  Cache* cache_;
+  Log* log_;
+  std::set<uint64_t> named_;
+
+  uint64_t segment_ = 0;  // 0: none chosen
+  std::vector<ChunkTrailer> chunks_;
+  size_t chunk_ = 0;
+  size_t record_ = 0;
+  std::vector<int64_t> ids_;
+  std::vector<uint64_t> versions_;
+  vfs::Buffer scratch_;
+
+  uint64_t segments_compacted_ = 0;
+  uint64_t records_moved_ = 0;
+};
+
+}  // namespace bunkbed

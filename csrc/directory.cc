@@ -1,0 +1,254 @@
+#include "directory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "error.h"
+
+namespace bunkbed {
+
+namespace {
+
+constexpr uint64_t kEntryMask = (1ull << 40) - 1;
+constexpr size_t kEntryBytes = 5;
+constexpr size_t kAhead = 16;  // how far locate() prefetches
+
+Entry load_entry(const std::byte* at) {
+  uint64_t value;
+  std::memcpy(&value, at, sizeof(value));
+  return value & kEntryMask;
+}
+
+void store_entry(std::byte* at, Entry entry) { std::memcpy(at, &entry, kEntryBytes); }
+
+// Five bytes a row in one lazily touched mapping: a page nobody touched costs nothing, though the budget counts it.
+class FlatDirectory final : public Directory {
+ public:
+  explicit FlatDirectory(uint64_t num_rows) : num_rows_(num_rows), bytes_(flat_directory_bytes(num_rows)) { map(); }
+  ~FlatDirectory() override { ::munmap(entries_, bytes_); }
+
+  void locate(const int64_t* rows, size_t n, Entry* entries) const override {
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(at(rows[i + kAhead]));
+      entries[i] = load_entry(at(rows[i]));
+    }
+  }
+  Entry find(int64_t row) const override { return load_entry(at(row)); }
+  void set(int64_t row, Entry entry) override {
+    std::byte* place = at(row);
+    stored_rows_ += (entry != kAbsent) - (load_entry(place) != kAbsent);
+    store_entry(place, entry);
+  }
+  size_t bytes_after(size_t) const override { return bytes_; }
+  void reserve(const int64_t*, size_t) override {}
+  size_t bytes() const override { return bytes_; }
+  size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const override {
+    size_t found = 0;
+    uint64_t row = *cursor;
+    for (; row < num_rows_ && found < n; ++row) {
+      const Entry entry = load_entry(at(static_cast<int64_t>(row)));
+      if (entry == kAbsent) continue;
+      rows[found] = static_cast<int64_t>(row);
+      entries[found++] = entry;
+    }
+    *cursor = row;
+    return found;
+  }
+  void clear() override {
+    ::munmap(entries_, bytes_);
+    map();
+    stored_rows_ = 0;
+  }
+
+ private:
+  void map() {
+    void* memory = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+      throw Error(ErrorKind::kMemory, "cannot map a directory of " + std::to_string(bytes_) + " bytes");
+    }
+    entries_ = static_cast<std::byte*>(memory);
+  }
+  std::byte* at(int64_t row) const { return entries_ + static_cast<uint64_t>(row) * kEntryBytes; }
+
+  uint64_t num_rows_;
+  size_t bytes_;
+  std::byte* entries_ = nullptr;
+};
+
+// Open addressing with linear probing in kPartitions independent tables. Rows are never erased one by one: a
+// stored row stays stored (a deletion, when it comes, rebuilds its partition).
+constexpr size_t kPartitionBits = 8;
+constexpr size_t kPartitions = 1u << kPartitionBits;
+constexpr double kMaxLoad = 0.84;
+constexpr double kGrowth = 1.25;
+
+size_t grown(size_t capacity, size_t count) {
+  size_t needed = std::max<size_t>(8, capacity);
+  while (static_cast<double>(needed) * kMaxLoad < static_cast<double>(count)) {
+    needed = static_cast<size_t>(static_cast<double>(needed) * kGrowth) + 1;
+  }
+  return needed;
+}
+
+class Partition {
+ public:
+  size_t capacity() const { return capacity_; }
+  size_t count() const { return count_; }
+  size_t bytes() const { return capacity_ * (sizeof(int64_t) + kEntryBytes); }
+
+  void prefetch(uint64_t hash) const {
+    if (capacity_ == 0) return;
+    const size_t slot = home(hash);
+    __builtin_prefetch(&keys_[slot]);
+    __builtin_prefetch(&values_[slot * kEntryBytes]);
+  }
+  Entry find(int64_t row, uint64_t hash) const {
+    if (capacity_ == 0) return kAbsent;
+    for (size_t slot = home(hash);; slot = slot + 1 == capacity_ ? 0 : slot + 1) {
+      if (keys_[slot] == row) return load_entry(&values_[slot * kEntryBytes]);
+      if (keys_[slot] < 0) return kAbsent;
+    }
+  }
+  // True when the row is new.
+  bool set(int64_t row, uint64_t hash, Entry entry) {
+    if (static_cast<double>(capacity_) * kMaxLoad < static_cast<double>(count_ + 1)) grow(count_ + 1);
+    size_t slot = home(hash);
+    while (keys_[slot] >= 0 && keys_[slot] != row) slot = slot + 1 == capacity_ ? 0 : slot + 1;
+    const bool is_new = keys_[slot] < 0;
+    keys_[slot] = row;
+    store_entry(&values_[slot * kEntryBytes], entry);
+    count_ += is_new;
+    return is_new;
+  }
+  void grow(size_t count) {
+    const size_t capacity = grown(capacity_, count);
+    if (capacity == capacity_) return;
+    auto keys = std::make_unique<int64_t[]>(capacity);
+    auto values = std::make_unique<std::byte[]>(capacity * kEntryBytes + 8);
+    std::fill_n(keys.get(), capacity, int64_t{-1});
+    std::swap(keys, keys_);
+    std::swap(values, values_);
+    const size_t old = capacity_;
+    capacity_ = capacity;
+    for (size_t from = 0; from < old; ++from) {
+      if (keys[from] < 0) continue;
+      size_t slot = home(mix_id(keys[from]));
+      while (keys_[slot] >= 0) slot = slot + 1 == capacity_ ? 0 : slot + 1;
+      keys_[slot] = keys[from];
+      store_entry(&values_[slot * kEntryBytes], load_entry(&values[from * kEntryBytes]));
+    }
+  }
+  int64_t key(size_t slot) const { return keys_[slot]; }
+  Entry value(size_t slot) const { return load_entry(&values_[slot * kEntryBytes]); }
+
+ private:
+  // The partition is chosen by the hash's low bits, the slot by its high ones.
+  size_t home(uint64_t hash) const { return static_cast<size_t>(((hash >> 32) * capacity_) >> 32); }
+
+  std::unique_ptr<int64_t[]> keys_;       // -1: free
+  std::unique_ptr<std::byte[]> values_;   // kEntryBytes each
+  size_t capacity_ = 0;
+  size_t count_ = 0;
+};
+
+class HashedDirectory final : public Directory {
+ public:
+  HashedDirectory() : partitions_(kPartitions) {}
+
+  void locate(const int64_t* rows, size_t n, Entry* entries) const override {
+    uint64_t hashes[kAhead];
+    const size_t first = std::min(n, kAhead);
+    for (size_t i = 0; i < first; ++i) {
+      hashes[i] = mix_id(rows[i]);
+      of(hashes[i]).prefetch(hashes[i]);
+    }
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t hash = hashes[i % kAhead];
+      if (i + kAhead < n) {
+        const uint64_t ahead = mix_id(rows[i + kAhead]);
+        of(ahead).prefetch(ahead);
+        hashes[i % kAhead] = ahead;
+      }
+      entries[i] = of(hash).find(rows[i], hash);
+    }
+  }
+  Entry find(int64_t row) const override {
+    const uint64_t hash = mix_id(row);
+    return of(hash).find(row, hash);
+  }
+  void set(int64_t row, Entry entry) override {
+    const uint64_t hash = mix_id(row);
+    Partition& partition = partitions_[hash % kPartitions];
+    const size_t before = partition.bytes();
+    stored_rows_ += partition.set(row, hash, entry);
+    table_bytes_ += partition.bytes() - before;
+  }
+  size_t bytes_after(size_t new_rows) const override {
+    size_t bytes = kPartitions * sizeof(Partition);
+    size_t largest = 0;
+    // Rows spread over the partitions binomially: allow each six standard deviations above its even part.
+    const double even = static_cast<double>(new_rows) / kPartitions;
+    const double most = std::min(static_cast<double>(new_rows), even + 6.0 * std::max(1.0, even > 1 ? even / 4 : even));
+    for (const Partition& partition : partitions_) {
+      const auto count = static_cast<size_t>(static_cast<double>(partition.count()) + most);
+      const size_t capacity = new_rows == 0 ? partition.capacity() : grown(partition.capacity(), count);
+      bytes += capacity * (sizeof(int64_t) + kEntryBytes);
+      largest = std::max(largest, capacity);
+    }
+    return bytes + largest * (sizeof(int64_t) + kEntryBytes);  // one partition is copied while it grows
+  }
+  void reserve(const int64_t* rows, size_t n) override {
+    std::vector<uint32_t> coming(kPartitions, 0);
+    for (size_t i = 0; i < n; ++i) ++coming[mix_id(rows[i]) % kPartitions];
+    for (size_t p = 0; p < kPartitions; ++p) {
+      if (coming[p] == 0) continue;
+      const size_t before = partitions_[p].bytes();
+      partitions_[p].grow(partitions_[p].count() + coming[p]);
+      table_bytes_ += partitions_[p].bytes() - before;
+    }
+  }
+  size_t bytes() const override { return kPartitions * sizeof(Partition) + table_bytes_; }
+  size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const override {
+    size_t found = 0;
+    uint64_t partition = *cursor >> 40;
+    uint64_t slot = *cursor & kEntryMask;
+    for (; partition < kPartitions; ++partition, slot = 0) {
+      const Partition& p = partitions_[partition];
+      for (; slot < p.capacity(); ++slot) {
+        if (p.key(slot) < 0 || p.value(slot) == kAbsent) continue;
+        if (found == n) {
+          *cursor = partition << 40 | slot;
+          return found;
+        }
+        rows[found] = p.key(slot);
+        entries[found++] = p.value(slot);
+      }
+    }
+    *cursor = partition << 40;
+    return found;
+  }
+  void clear() override {
+    partitions_ = std::vector<Partition>(kPartitions);
+    stored_rows_ = 0;
+    table_bytes_ = 0;
+  }
+
+ private:
+  const Partition& of(uint64_t hash) const { return partitions_[hash % kPartitions]; }
+
+  std::vector<Partition> partitions_;
+  size_t table_bytes_ = 0;
+};
+
+}  // namespace
+
+size_t hashed_directory_bytes(uint64_t stored_rows) {
+  return kPartitions * sizeof(Partition) + static_cast<size_t>(static_cast<double>(stored_rows) * 13 / kMaxLoad * kGrowth);
+}
+
+std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows) { return std::make_unique<FlatDirectory>(num_rows); }
+std::unique_ptr<Directory> make_hashed_directory() { return std::make_unique<HashedDirectory>(); }
+
+}  // namespace bunkbed

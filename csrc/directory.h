@@ -1,0 +1,65 @@
+// Row -> where its record lives: nowhere (absent: the row has its initial value), a frame of the cache, or a
+// position in the log. Two forms (ENGINE rule 8): flat, five bytes a row of the table, and hashed, about seventeen
+// bytes a stored row, grown one partition at a time so that no step pays for a big rehash.
+//
+// Not thread-safe for writes; concurrent locate() calls are fine while nobody writes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace bunkbed {
+
+// Forty bits: 0 absent; below kFrameBase: position + 1; from kFrameBase on: frame.
+using Entry = uint64_t;
+inline constexpr Entry kAbsent = 0;
+inline constexpr uint64_t kMaxPosition = (1ull << 40) - (1ull << 32) - 2;
+inline constexpr Entry kFrameBase = kMaxPosition + 2;
+constexpr bool is_frame(Entry entry) { return entry >= kFrameBase; }
+constexpr bool is_position(Entry entry) { return entry != kAbsent && entry < kFrameBase; }
+constexpr uint32_t frame_of(Entry entry) { return static_cast<uint32_t>(entry - kFrameBase); }
+constexpr uint64_t position_of(Entry entry) { return entry - 1; }
+constexpr Entry entry_of_frame(uint32_t frame) { return kFrameBase + frame; }
+constexpr Entry entry_of_position(uint64_t position) { return position + 1; }
+
+class Directory {
+ public:
+  virtual ~Directory() = default;
+  // entries[i] = entry of rows[i]; prefetches ahead.
+  virtual void locate(const int64_t* rows, size_t n, Entry* entries) const = 0;
+  virtual Entry find(int64_t row) const = 0;
+  // Sets the entry of a row. A row new to a hashed directory must have been reserved for.
+  virtual void set(int64_t row, Entry entry) = 0;
+  // Bytes this directory would hold after `n` new rows spread evenly; what a budget must allow before reserve().
+  virtual size_t bytes_after(size_t new_rows) const = 0;
+  // Makes room so that set() of these rows cannot fail.
+  virtual void reserve(const int64_t* rows, size_t n) = 0;
+  virtual size_t bytes() const = 0;
+  // Visits stored rows in some fixed order: fills up to `n` (row, entry) pairs from *cursor on and moves it;
+  // returns how many. 0 at the end. Set *cursor to 0 to begin.
+  virtual size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const = 0;
+  virtual void clear() = 0;
+  size_t stored_rows() const { return stored_rows_; }
+
+ protected:
+  size_t stored_rows_ = 0;
+};
+
+constexpr size_t flat_directory_bytes(uint64_t num_rows) { return num_rows * 5 + 8; }
+size_t hashed_directory_bytes(uint64_t stored_rows);  // an upper estimate
+
+std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows);
+std::unique_ptr<Directory> make_hashed_directory();
+
+// A well-mixed 64-bit hash of an id; also used to split work by id.
+constexpr uint64_t mix_id(int64_t id) {
+  auto x = static_cast<uint64_t>(id);
+  x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
+  x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
+  return x ^ (x >> 32);
+}
+
+}  // namespace bunkbed

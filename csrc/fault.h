@@ -1,0 +1,36 @@
+// Seeded bugs, always compiled in, so that the tests can show that they would find them (ENGINE rule 20).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+namespace bunkbed {
+
+inline std::atomic<const char*>& fault_slot() {
+  static std::atomic<const char*> name{nullptr};
+  return name;
+}
+
+// True when the named bug is switched on; one relaxed load when none is.
+inline bool fault_is(const char* name) {
+  const char* active = fault_slot().load(std::memory_order_relaxed);
+  return active != nullptr && std::strcmp(active, name) == 0;
+}
+
+// One of: lost_write_back, stale_read, double_update; nullptr switches all off. False when unknown.
+inline bool set_fault(const char* name) {
+  static constexpr const char* kKnown[] = {"lost_write_back", "stale_read", "double_update"};
+  if (name == nullptr) {
+    fault_slot().store(nullptr);
+    return true;
+  }
+  for (const char* known : kKnown) {
+    if (std::strcmp(known, name) != 0) continue;
+    fault_slot().store(known);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,492 @@
+#include "log.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "error.h"
+#include "kernels/kernels.h"
+#include "workers.h"
+
+namespace bunkbed {
+
+using vfs::kBlockBytes;
+using vfs::round_down;
+using vfs::round_up;
+
+Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_bytes, uint64_t slots_per_segment,
+         const LogMemory& memory)
+    : vfs_(vfs),
+      directory_(std::move(directory)),
+      uuid_(uuid),
+      crc_seed_(record_crc_seed(uuid)),
+      payload_bytes_(payload_bytes),
+      stride_(record_stride(payload_bytes)),
+      slots_per_segment_(slots_per_segment),
+      memory_(memory),
+      read_bytes_(payload_bytes) {}
+
+Log::~Log() {
+  try {
+    abandon();
+  } catch (...) {  // nothing is promised about bytes that were never committed
+  }
+}
+
+void Log::adopt(const std::vector<SegmentEntry>& entries, size_t read_bytes) {
+  read_bytes_ = read_bytes;
+  vfs::Buffer block(kBlockBytes);
+  for (const SegmentEntry& entry : entries) {
+    auto segment = std::make_unique<Segment>();
+    segment->id = entry.segment;
+    segment->epoch = entry.epoch;
+    segment->bytes = entry.bytes;
+    const std::string path = directory_ + "/" + segment_name(entry.segment);
+    segment->file = vfs_.open(path, true);
+    const uint64_t size = segment->file->size();
+    if (size < entry.bytes) {
+      throw Error(ErrorKind::kCorruption, "segment " + path + " is " + std::to_string(size) +
+                                              " bytes long, the commit names " + std::to_string(entry.bytes));
+    }
+    segment->file->read(block.data(), kBlockBytes, 0);
+    const SegmentHeader header = decode_segment_header({block.data(), kBlockBytes}, path);
+    if (header.uuid != uuid_ || header.segment != entry.segment || header.epoch != entry.epoch ||
+        header.stride != stride_) {
+      throw Error(ErrorKind::kCorruption, "segment " + path + " belongs to another table or commit");
+    }
+    by_id_[entry.segment] = segment.get();
+    segments_[entry.segment] = std::move(segment);
+  }
+}
+
+void Log::begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_version) {
+  epoch_ = epoch;
+  next_segment_ = next_segment;
+  next_version_ = next_version;
+}
+
+void Log::set_memory(const LogMemory& memory) {
+  drain();
+  chunks_.clear();
+  slices_ = vfs::Buffer();
+  memory_ = memory;
+}
+
+// ---- Appends -------------------------------------------------------------------------------------------------
+
+size_t Log::chunk_capacity(uint64_t begin) const {
+  const uint64_t first_slot = (begin + stride_ - 1) / stride_;
+  const uint64_t limit = std::min<uint64_t>(begin + memory_.chunk_bytes, round_down(slots_per_segment_ * stride_, kBlockBytes));
+  const uint64_t overhead = first_slot * stride_ + kChunkTrailerBytes + 8;
+  if (limit < overhead + stride_ + 16) return 0;
+  return (limit - overhead) / (stride_ + 16);
+}
+
+void Log::open_segment() {
+  auto segment = std::make_unique<Segment>();
+  segment->id = next_segment_;
+  segment->epoch = epoch_;
+  segment->is_sealed = false;
+  segment->is_new = true;
+  segment->needs_sync = true;
+  segment->bytes = kSegmentHeaderBytes;
+  const std::string path = directory_ + "/" + segment_name(segment->id);
+  segment->file = vfs_.create(path);
+  vfs::Buffer header(kSegmentHeaderBytes);
+  encode_segment_header({uuid_, segment->id, epoch_, stride_}, header.data());
+  try {
+    segment->file->write(header.data(), kSegmentHeaderBytes, 0);
+  } catch (...) {
+    segment->file.reset();
+    vfs_.remove(path);
+    throw;
+  }
+  stats_.written_bytes += kSegmentHeaderBytes;
+  ++next_segment_;
+  current_ = segment.get();
+  by_id_[segment->id] = segment.get();
+  segments_[segment->id] = std::move(segment);
+}
+
+void Log::open_chunk() {
+  Chunk* chunk = free_chunk();
+  const size_t enough = std::max<size_t>(1, chunk_capacity(kSegmentHeaderBytes) / 8);
+  if (current_ != nullptr && chunk_capacity(current_->bytes) < enough) {
+    current_->is_sealed = true;
+    current_ = nullptr;
+  }
+  if (current_ == nullptr) open_segment();
+  if (chunk->memory.size() == 0) chunk->memory = vfs::Buffer(memory_.chunk_bytes);
+  chunk->segment = current_;
+  chunk->begin = current_->bytes;
+  chunk->first_slot = (chunk->begin + stride_ - 1) / stride_;
+  chunk->capacity = chunk_capacity(chunk->begin);
+  chunk->ids.clear();
+  chunk->versions.clear();
+  chunk->ids.reserve(chunk->capacity);
+  chunk->versions.reserve(chunk->capacity);
+  // The gap before the first record: stale bytes of an earlier chunk must not reach the disk.
+  std::memset(chunk->memory.data(), 0, chunk->first_slot * stride_ - chunk->begin);
+  chunk->state = Chunk::State::kOpen;
+  open_ = chunk;
+}
+
+uint64_t Log::append(int64_t id, const std::byte* payload, uint64_t version) {
+  if (open_ != nullptr && open_->ids.size() == open_->capacity) close_chunk();
+  if (open_ == nullptr) open_chunk();
+  Chunk& chunk = *open_;
+  const uint64_t slot = chunk.first_slot + chunk.ids.size();
+  const uint64_t place = position(chunk.segment->id, slot);
+  if (place > (1ull << 40) - (1ull << 32) - 2) {
+    throw Error(ErrorKind::kInvalid, "the log is full: record number " + std::to_string(place) + " needs more than 40 bits");
+  }
+  std::byte* record = chunk.memory.data() + (slot * stride_ - chunk.begin);
+  std::memcpy(record, payload, payload_bytes_);
+  std::memset(record + payload_bytes_, 0, stride_ - payload_bytes_);
+  put_record_crc(record_crc(crc_seed_, id, payload, payload_bytes_), record + payload_bytes_);
+  chunk.ids.push_back(id);
+  chunk.versions.push_back(version != 0 ? version : next_version_++);
+  ++chunk.segment->records;
+  ++chunk.segment->live;
+  ++stats_.written_records;
+  return place;
+}
+
+void Log::close_chunk() {
+  Chunk& chunk = *open_;
+  const size_t n = chunk.ids.size();
+  ChunkTrailer trailer;
+  trailer.kind = ChunkKind::kData;
+  trailer.epoch = epoch_;
+  trailer.begin = chunk.begin;
+  trailer.first_slot = chunk.first_slot;
+  trailer.index_offset = (chunk.first_slot + n) * stride_;
+  trailer.end = round_up(trailer.index_offset + chunk_index_bytes(n) + kChunkTrailerBytes, kBlockBytes);
+  trailer.count = static_cast<uint32_t>(n);
+  std::byte* base = chunk.memory.data();
+  std::byte* index = base + (trailer.index_offset - chunk.begin);
+  std::memset(index, 0, trailer.end - trailer.index_offset);
+  std::memcpy(index, chunk.ids.data(), n * 8);
+  std::memcpy(index + n * 8, chunk.versions.data(), n * 8);
+  trailer.index_crc = kernels().crc32c(0, index, chunk_index_bytes(n));
+  encode_chunk_trailer(trailer, uuid_, chunk.segment->id, base + (trailer.end - chunk.begin - kChunkTrailerBytes));
+  chunk.end = trailer.end;
+  chunk.segment->bytes = trailer.end;
+  chunk.segment->needs_sync = true;
+  open_ = nullptr;
+  stats_.written_bytes += chunk.end - chunk.begin;
+  start_write(&chunk);
+}
+
+void Log::start_write(Chunk* chunk) {
+  {
+    const std::lock_guard guard(mutex_);
+    chunk->state = Chunk::State::kWriting;
+  }
+  io_pool().submit([this, chunk, file = chunk->segment->file] {
+    std::exception_ptr error;
+    try {
+      file->write(chunk->memory.data(), chunk->end - chunk->begin, chunk->begin);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    // Notified under the lock: the log may be destroyed as soon as the last write is seen finished.
+    const std::lock_guard guard(mutex_);
+    chunk->error = error;
+    chunk->state = error ? Chunk::State::kFailed : Chunk::State::kFree;
+    written_.notify_all();
+  });
+}
+
+// Tries failed writes again, now and here; throws what the first of them throws.
+void Log::retry_failed() {
+  for (const auto& chunk : chunks_) {
+    {
+      const std::lock_guard guard(mutex_);
+      if (chunk->state != Chunk::State::kFailed) continue;
+    }
+    if (chunk->segment != nullptr) {  // null: the segment went meanwhile, nobody misses the bytes
+      chunk->segment->file->write(chunk->memory.data(), chunk->end - chunk->begin, chunk->begin);
+    }
+    const std::lock_guard guard(mutex_);
+    chunk->state = Chunk::State::kFree;
+    chunk->error = nullptr;
+  }
+}
+
+Log::Chunk* Log::free_chunk() {
+  for (;;) {
+    retry_failed();
+    {
+      std::unique_lock lock(mutex_);
+      const auto is_free = [](const auto& chunk) { return chunk->state == Chunk::State::kFree; };
+      const auto found = std::find_if(chunks_.begin(), chunks_.end(), is_free);
+      if (found != chunks_.end()) return found->get();
+      if (chunks_.size() < memory_.num_chunks) {
+        chunks_.push_back(std::make_unique<Chunk>());
+        return chunks_.back().get();
+      }
+      written_.wait(lock, [this] {
+        return std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) {
+          return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
+        });
+      });
+    }
+  }
+}
+
+void Log::wait_all() {
+  std::unique_lock lock(mutex_);
+  written_.wait(lock, [this] {
+    return std::none_of(chunks_.begin(), chunks_.end(),
+                        [](const auto& chunk) { return chunk->state == Chunk::State::kWriting; });
+  });
+}
+
+void Log::drain() {
+  if (open_ != nullptr && !open_->ids.empty()) close_chunk();
+  wait_all();
+  retry_failed();
+}
+
+void Log::sync_and_seal() {
+  bool names_changed = false;
+  for (const auto& [id, segment] : segments_) {
+    if (!segment->needs_sync) continue;
+    segment->file->sync();
+    segment->needs_sync = false;
+    names_changed |= segment->is_new;
+  }
+  if (names_changed) {
+    vfs_.sync_directory(directory_);
+    for (const auto& [id, segment] : segments_) segment->is_new = false;
+  }
+  if (open_ != nullptr) {
+    open_->state = Chunk::State::kFree;  // opened and never filled
+    open_ = nullptr;
+  }
+  if (current_ != nullptr) current_->is_sealed = true;
+  current_ = nullptr;
+}
+
+void Log::abandon() {
+  wait_all();
+  open_ = nullptr;
+  current_ = nullptr;
+  chunks_.clear();
+  segments_.clear();
+  by_id_.clear();
+}
+
+const std::byte* Log::pending(uint64_t place) {
+  const uint64_t segment = place / slots_per_segment_;
+  const uint64_t slot = place % slots_per_segment_;
+  for (const auto& chunk : chunks_) {
+    if (chunk->segment == nullptr || chunk->segment->id != segment) continue;
+    if (slot < chunk->first_slot || slot >= chunk->first_slot + chunk->ids.size()) continue;
+    // Whether its write has finished meanwhile does not matter: the bytes stay until the next append needs the buffer.
+    if (chunk.get() != open_) {
+      const std::lock_guard guard(mutex_);
+      if (chunk->state == Chunk::State::kFree) return nullptr;
+    }
+    return chunk->memory.data() + (slot * stride_ - chunk->begin);
+  }
+  return nullptr;
+}
+
+// ---- Reads ---------------------------------------------------------------------------------------------------
+
+void Log::verify(int64_t id, const std::byte* record, const vfs::File& file, uint64_t slot) const {
+  if (record_crc(crc_seed_, id, record, payload_bytes_) == get_record_crc(record + payload_bytes_)) return;
+  throw Error(ErrorKind::kCorruption, "segment " + file.path() + ": record " + std::to_string(slot) +
+                                          " of id " + std::to_string(id) +
+                                          " fails its checksum; the table's other rows can be read");
+}
+
+void Log::read(std::span<ReadRequest> requests, const std::function<void()>& meanwhile) {
+  if (requests.empty()) {
+    if (meanwhile) meanwhile();
+    return;
+  }
+  const auto started = std::chrono::steady_clock::now();
+  std::sort(requests.begin(), requests.end(),
+            [](const ReadRequest& a, const ReadRequest& b) { return a.position < b.position; });
+
+  // One extent is one read: records whose blocks touch share it while they fit a slice.
+  struct Extent {
+    vfs::File* file;
+    uint64_t offset;
+    uint32_t bytes;
+    uint32_t first;
+    uint32_t count;
+  };
+  std::vector<Extent> extents;
+  extents.reserve(requests.size());
+  uint64_t total_bytes = 0;
+  // Compaction may drop a segment while its records are being read: the files stay open until the reads are done.
+  std::vector<std::shared_ptr<vfs::File>> held;
+  for (uint32_t i = 0; i < requests.size(); ++i) {
+    const Segment& segment = segment_of(requests[i].position);
+    if (held.empty() || held.back() != segment.file) held.push_back(segment.file);
+    vfs::File* file = segment.file.get();
+    const uint64_t unit = file->read_alignment();
+    const uint64_t offset = slot_of(requests[i].position) * stride_;
+    const uint64_t begin = round_down(offset, unit);
+    const uint64_t end = round_up(offset + stride_, unit);
+    if (!extents.empty()) {
+      Extent& last = extents.back();
+      if (last.file == file && begin <= last.offset + last.bytes &&
+          end - last.offset <= memory_.read_slice_bytes) {
+        last.bytes = static_cast<uint32_t>(std::max<uint64_t>(last.bytes, end - last.offset));
+        ++last.count;
+        continue;
+      }
+    }
+    extents.push_back({file, begin, static_cast<uint32_t>(end - begin), i, 1});
+  }
+  for (const Extent& extent : extents) total_bytes += extent.bytes;
+
+  if (slices_.size() == 0) slices_ = vfs::Buffer(memory_.read_slice_bytes * memory_.num_read_slices);
+  std::vector<uint32_t> free_slices(memory_.num_read_slices);
+  for (uint32_t i = 0; i < free_slices.size(); ++i) free_slices[i] = i;
+  std::mutex slices_mutex;  // guards free_slices
+
+  const Loop::Body body = [&](size_t from, size_t to) {
+    uint32_t slice;
+    {
+      const std::lock_guard guard(slices_mutex);
+      slice = free_slices.back();
+      free_slices.pop_back();
+    }
+    std::byte* buffer = slices_.data() + size_t{slice} * memory_.read_slice_bytes;
+    try {
+      for (size_t e = from; e < to; ++e) {
+        const Extent& extent = extents[e];
+        extent.file->read(buffer, extent.bytes, extent.offset);
+        for (uint32_t r = extent.first; r < extent.first + extent.count; ++r) {
+          const uint64_t slot = slot_of(requests[r].position);
+          const std::byte* record = buffer + (slot * stride_ - extent.offset);
+          verify(requests[r].id, record, *extent.file, slot);
+          std::memcpy(requests[r].payload, record, read_bytes_);
+        }
+      }
+    } catch (...) {
+      const std::lock_guard guard(slices_mutex);
+      free_slices.push_back(slice);
+      throw;
+    }
+    const std::lock_guard guard(slices_mutex);
+    free_slices.push_back(slice);
+  };
+
+  // The caller reads too once it has nothing better to do, hence one helper fewer than slices.
+  const auto loop = std::make_shared<Loop>(extents.size(), 1, body);
+  const size_t helpers = std::min({memory_.num_read_slices - 1, kIoThreads, extents.size()});
+  io_pool().start(loop, helpers);
+  std::exception_ptr error;
+  try {
+    if (meanwhile) meanwhile();
+  } catch (...) {
+    error = std::current_exception();  // the readers use this frame's memory: wait for them first
+  }
+  io_pool().join(*loop);
+  stats_.reads += extents.size();
+  stats_.read_bytes += total_bytes;
+  stats_.read_records += requests.size();
+  stats_.read_wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  loop->rethrow();
+  if (error) std::rethrow_exception(error);
+}
+
+// ---- Segments ------------------------------------------------------------------------------------------------
+
+Segment* Log::find_segment(uint64_t id) {
+  const auto found = by_id_.find(id);
+  return found == by_id_.end() ? nullptr : found->second;
+}
+
+Segment& Log::segment_of(uint64_t place) {
+  Segment* segment = find_segment(place / slots_per_segment_);
+  if (segment == nullptr) {
+    throw Error(ErrorKind::kCorruption, "in " + directory_ + ": record number " + std::to_string(place) +
+                                            " lies in a segment the table does not have");
+  }
+  return *segment;
+}
+
+bool Log::is_being_written(const Segment& segment) {
+  const std::lock_guard guard(mutex_);
+  return std::any_of(chunks_.begin(), chunks_.end(), [&segment](const auto& chunk) {
+    return chunk->segment == &segment && chunk->state != Chunk::State::kFree;
+  });
+}
+
+void Log::forget_segment(uint64_t id, bool remove_file) {
+  const auto found = segments_.find(id);
+  if (found == segments_.end()) return;
+  const std::string path = found->second->file->path();
+  if (current_ == found->second.get()) current_ = nullptr;
+  for (const auto& chunk : chunks_) {
+    if (chunk->segment == found->second.get()) chunk->segment = nullptr;
+  }
+  by_id_.erase(id);
+  segments_.erase(found);
+  if (remove_file) vfs_.remove(path);
+}
+
+void Log::read_aligned(Segment& segment, uint64_t offset, size_t n, vfs::Buffer* scratch, const std::byte** data) {
+  const uint64_t begin = round_down(offset, kBlockBytes);
+  const uint64_t end = round_up(offset + n, kBlockBytes);
+  if (scratch->size() < end - begin) *scratch = vfs::Buffer(end - begin);
+  segment.file->read(scratch->data(), end - begin, begin);
+  *data = scratch->data() + (offset - begin);
+}
+
+std::vector<ChunkTrailer> Log::chunks(Segment& segment) {
+  std::vector<ChunkTrailer> found;
+  vfs::Buffer scratch;
+  for (uint64_t end = segment.bytes; end > kSegmentHeaderBytes;) {
+    const std::byte* bytes;
+    read_aligned(segment, end - kChunkTrailerBytes, kChunkTrailerBytes, &scratch, &bytes);
+    found.push_back(decode_chunk_trailer({bytes, kChunkTrailerBytes}, uuid_, segment.id, end, stride_,
+                                         segment.file->path()));
+    if (found.back().epoch != segment.epoch) {
+      throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": a chunk of epoch " +
+                                              std::to_string(found.back().epoch) + " in a segment of epoch " +
+                                              std::to_string(segment.epoch));
+    }
+    end = found.back().begin;
+  }
+  std::reverse(found.begin(), found.end());
+  return found;
+}
+
+void Log::read_index(Segment& segment, const ChunkTrailer& chunk, std::vector<int64_t>* ids,
+                     std::vector<uint64_t>* versions) {
+  vfs::Buffer scratch;
+  const std::byte* bytes;
+  read_aligned(segment, chunk.index_offset, chunk_index_bytes(chunk.count), &scratch, &bytes);
+  if (kernels().crc32c(0, bytes, chunk_index_bytes(chunk.count)) != chunk.index_crc) {
+    throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the index of the chunk at byte " +
+                                            std::to_string(chunk.begin) + " fails its checksum");
+  }
+  ids->resize(chunk.count);
+  versions->resize(chunk.count);
+  std::memcpy(ids->data(), bytes, chunk.count * size_t{8});
+  std::memcpy(versions->data(), bytes + chunk.count * size_t{8}, chunk.count * size_t{8});
+}
+
+const std::byte* Log::read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n,
+                                   const int64_t* ids, vfs::Buffer* scratch) {
+  const std::byte* bytes;
+  const uint64_t slot = chunk.first_slot + from;
+  read_aligned(segment, slot * stride_, n * stride_, scratch, &bytes);
+  for (size_t i = 0; i < n; ++i) {
+    verify(ids[from + i], bytes + i * stride_, *segment.file, slot + i);
+  }
+  stats_.read_bytes += n * stride_;
+  return bytes;
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,179 @@
+// The on-disk store: append-only segments of fixed-width records, written in chunks through the background, read
+// one record at a time. Knows bytes and places; which record is the current one of its row is the directory's
+// business.
+//
+// Rules it keeps (ENGINE 10 to 13):
+//   1. A chunk is whole blocks: records, their ids and versions, a checksummed trailer at the end. It is written by
+//      one write and never rewritten once its epoch is committed, so a torn tail is never confused with bit rot.
+//   2. A record on its way to disk stays readable from its chunk's buffer until the write has finished. A write
+//      that fails keeps its buffer and is tried again by the next call that needs room; the call reports the error.
+//   3. A segment belongs to one epoch: sync_and_seal() ends it, and the next append opens a new one.
+//   4. Every record read from disk is checked against its CRC-32C before anyone sees it.
+//
+// The table's lock covers every call; only the chunk writes and the reads' helpers run on other threads.
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "format.h"
+#include "vfs/vfs.h"
+
+namespace bunkbed {
+
+struct Segment {
+  uint64_t id = 0;
+  uint64_t epoch = 0;
+  uint64_t bytes = 0;        // end of the last complete chunk handed to a writer
+  uint64_t records = 0;      // data records ever appended
+  uint64_t live = 0;         // of them, those that are the newest of their row
+  bool is_sealed = true;
+  bool needs_sync = false;   // has writes that no fdatasync covered
+  bool is_new = false;       // its directory entry is not known to be durable
+  std::shared_ptr<vfs::File> file;
+};
+
+struct ReadRequest {
+  uint64_t position;
+  int64_t id;
+  std::byte* payload;  // where the first `payload_bytes` of the record go
+};
+
+struct LogStats {
+  uint64_t reads = 0;          // reads issued (neighbouring records share one)
+  uint64_t read_bytes = 0;     // of those reads
+  uint64_t read_records = 0;
+  uint64_t written_bytes = 0;  // chunks, headers included
+  uint64_t written_records = 0;
+  double read_wait_s = 0.0;
+};
+
+// Sizes of the log's own memory, all inside the table's RAM budget.
+struct LogMemory {
+  size_t chunk_bytes = 1 << 20;
+  size_t num_chunks = 4;
+  size_t read_slice_bytes = 8192;
+  size_t num_read_slices = 64;
+  // Bytes the above takes; the index of a chunk (16 bytes a record) is kept beside it until it is written.
+  size_t total(size_t stride) const {
+    return num_chunks * (chunk_bytes + chunk_bytes / stride * 16) + read_slice_bytes * num_read_slices;
+  }
+};
+
+class Log {
+ public:
+  Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_bytes, uint64_t slots_per_segment,
+      const LogMemory& memory);
+  ~Log();
+  Log(const Log&) = delete;
+  Log& operator=(const Log&) = delete;
+
+  // Opens the segments a manifest names and checks their headers and lengths. `read_bytes` of each record's payload
+  // are copied by read() (a reader keeps weights only).
+  void adopt(const std::vector<SegmentEntry>& entries, size_t read_bytes);
+  // Numbers of the next segment and record version, and the epoch that appends from now on belong to.
+  void begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_version);
+  void set_memory(const LogMemory& memory);
+  const LogMemory& memory() const { return memory_; }
+
+  // Copies the record into the open chunk and returns its position. `version` 0 takes the next one; compaction
+  // passes the version the record had. May wait for a buffer; a failed write surfaces here, before anything of
+  // this record was taken.
+  uint64_t append(int64_t id, const std::byte* payload, uint64_t version = 0);
+  // The payload of a record that is still in memory, or null when it is on disk.
+  const std::byte* pending(uint64_t position);
+  // Reads and verifies records; `meanwhile` runs on the caller while others read. On an error some payloads may
+  // have been written and none may be used.
+  void read(std::span<ReadRequest> requests, const std::function<void()>& meanwhile);
+
+  // Closes the open chunk and waits until every chunk is in its file (not yet durable).
+  void drain();
+  // After drain(): makes every byte and name durable and seals the open segment. Error(kSync) when that fails.
+  void sync_and_seal();
+  // Forgets everything not yet written, waits for what is being written, closes all files.
+  void abandon();
+
+  Segment& segment_of(uint64_t position);
+  Segment* find_segment(uint64_t id);
+  const std::map<uint64_t, std::unique_ptr<Segment>>& segments() const { return segments_; }
+  // True while a chunk of the segment is not in its file yet.
+  bool is_being_written(const Segment& segment);
+  // Closes a segment nobody needs; `remove_file` false leaves the file to a commit that still names it.
+  void forget_segment(uint64_t id, bool remove_file);
+  uint64_t position(uint64_t segment, uint64_t slot) const { return segment * slots_per_segment_ + slot; }
+  uint64_t slot_of(uint64_t position) const { return position % slots_per_segment_; }
+
+  // The chunks of a segment, first to last; their trailers are verified. Only what drain() has seen written.
+  std::vector<ChunkTrailer> chunks(Segment& segment);
+  // Ids and versions of a chunk, verified.
+  void read_index(Segment& segment, const ChunkTrailer& chunk, std::vector<int64_t>* ids,
+                  std::vector<uint64_t>* versions);
+  // Records [from, from + n) of a chunk into memory; verified and packed at stride(). `scratch` holds the bytes.
+  const std::byte* read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n,
+                                const int64_t* ids, vfs::Buffer* scratch);
+
+  size_t stride() const { return stride_; }
+  size_t payload_bytes() const { return payload_bytes_; }
+  uint64_t next_segment() const { return next_segment_; }
+  uint64_t next_version() const { return next_version_; }
+  const LogStats& stats() const { return stats_; }
+
+ private:
+  void verify(int64_t id, const std::byte* record, const vfs::File& file, uint64_t slot) const;
+
+  struct Chunk {
+    vfs::Buffer memory;
+    std::vector<int64_t> ids;
+    std::vector<uint64_t> versions;
+    Segment* segment = nullptr;
+    uint64_t begin = 0;
+    uint64_t first_slot = 0;
+    size_t capacity = 0;  // records
+    enum class State { kFree, kOpen, kWriting, kFailed } state = State::kFree;
+    uint64_t end = 0;
+    std::exception_ptr error;
+  };
+
+  void open_segment();
+  void open_chunk();
+  size_t chunk_capacity(uint64_t begin) const;
+  void close_chunk();
+  void start_write(Chunk* chunk);
+  Chunk* free_chunk();
+  void retry_failed();
+  void wait_all();
+  void read_aligned(Segment& segment, uint64_t offset, size_t n, vfs::Buffer* scratch, const std::byte** data);
+
+  vfs::Vfs& vfs_;
+  const std::string directory_;
+  const Uuid uuid_;
+  const uint32_t crc_seed_;
+  const size_t payload_bytes_;
+  const size_t stride_;
+  const uint64_t slots_per_segment_;
+  LogMemory memory_;
+  size_t read_bytes_;
+  uint64_t epoch_ = 0;
+  uint64_t next_segment_ = 1;
+  uint64_t next_version_ = 1;
+  std::map<uint64_t, std::unique_ptr<Segment>> segments_;
+  std::unordered_map<uint64_t, Segment*> by_id_;
+  Segment* current_ = nullptr;
+  std::vector<std::unique_ptr<Chunk>> chunks_;
+  Chunk* open_ = nullptr;
+  vfs::Buffer slices_;
+  LogStats stats_;
+
+  std::mutex mutex_;  // guards the state and error of every Chunk
+  std::condition_variable written_;
+};
+
+}  // namespace bunkbed

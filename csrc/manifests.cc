@@ -1,0 +1,166 @@
+#include "manifests.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+
+#include "error.h"
+
+namespace bunkbed {
+
+namespace {
+
+std::string join(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+}  // namespace
+
+std::vector<uint64_t> Manifests::epochs() const {
+  std::vector<uint64_t> found;
+  bool is_empty = true;
+  for (const std::string& name : vfs_.list(directory_)) {
+    uint64_t epoch;
+    if (parse_name(name, "manifest-", &epoch)) found.push_back(epoch);
+    is_empty = false;
+  }
+  if (found.empty()) {
+    throw Error(ErrorKind::kFormat, directory_ + " is not a bunkbed table: it holds no manifest" +
+                                        (is_empty ? " (the directory is empty)" : ""));
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+Manifest Manifests::load(uint64_t epoch) const {
+  const std::string path = directory_ + "/" + manifest_name(epoch);
+  const auto file = vfs_.open(path, false);
+  const uint64_t size = file->size();
+  if (size > (1u << 30)) throw Error(ErrorKind::kCorruption, "manifest " + path + " is too large to be one");
+  Bytes bytes(size);
+  file->read(bytes.data(), size, 0);
+  Manifest manifest = decode_manifest(bytes, path);
+  if (manifest.epoch != epoch) {
+    throw Error(ErrorKind::kCorruption, "manifest " + path + " holds epoch " + std::to_string(manifest.epoch));
+  }
+  return manifest;
+}
+
+Manifest Manifests::load_newest() const {
+  const auto all = epochs();
+  try {
+    return load(all.back());
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kCorruption) throw;
+    std::vector<std::string> older;
+    for (const uint64_t epoch : all) {
+      if (epoch != all.back()) older.push_back(std::to_string(epoch));
+    }
+    throw Error(ErrorKind::kCorruption,
+                std::string(error.what()) + "; " +
+                    (older.empty() ? "no older commit remains"
+                                   : "older commits remain: epoch " + join(older) +
+                                         "; to go back to one, remove the damaged file yourself"));
+  }
+}
+
+std::vector<Manifests::Snapshot> Manifests::snapshots() const {
+  std::map<std::string, uint64_t> newest;
+  for (const uint64_t epoch : epochs()) {
+    const Manifest manifest = load(epoch);
+    if (!manifest.keep.empty()) newest[manifest.keep] = epoch;
+  }
+  std::vector<Snapshot> found;
+  for (const auto& [name, epoch] : newest) found.push_back({name, epoch});
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.epoch < b.epoch; });
+  return found;
+}
+
+Manifest Manifests::load_snapshot(const std::string& name) const {
+  std::vector<std::string> names;
+  for (const Snapshot& snapshot : snapshots()) {
+    if (snapshot.name == name) return load(snapshot.epoch);
+    names.push_back("'" + snapshot.name + "'");
+  }
+  throw Error(ErrorKind::kInvalid, directory_ + " has no snapshot '" + name + "'; " +
+                                       (names.empty() ? "it has none: keep one with commit(keep=\"" + name + "\")"
+                                                      : "there are: " + join(names)));
+}
+
+void Manifests::write(const Manifest& manifest) const {
+  const Bytes bytes = encode_manifest(manifest);
+  const std::string name = manifest_name(manifest.epoch);
+  const std::string temporary = directory_ + "/" + kTemporaryPrefix + name;
+  vfs_.remove(temporary);
+  // Whole blocks would pad a manifest; it is small and goes through the page cache.
+  {
+    const auto file = vfs_.create_small(temporary);
+    file->write(bytes.data(), bytes.size(), 0);
+    file->sync();
+  }
+  vfs_.link(temporary, directory_ + "/" + name);
+  vfs_.sync_directory(directory_);
+  vfs_.remove(temporary);
+}
+
+void Manifests::remove(const std::vector<uint64_t>& epochs) const {
+  if (epochs.empty()) return;
+  for (const uint64_t epoch : epochs) vfs_.remove(directory_ + "/" + manifest_name(epoch));
+  vfs_.sync_directory(directory_);
+}
+
+std::set<uint64_t> Manifests::every_segment() const {
+  std::set<uint64_t> found;
+  for (const std::string& name : vfs_.list(directory_)) {
+    uint64_t segment;
+    if (parse_name(name, "segment-", &segment)) found.insert(segment);
+  }
+  return found;
+}
+
+std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const std::set<uint64_t>& in_use) const {
+  const auto all = epochs();
+  std::map<std::string, uint64_t> newest_of_name;
+  std::map<uint64_t, Manifest> manifests;
+  for (const uint64_t epoch : all) {
+    try {
+      manifests[epoch] = load(epoch);
+    } catch (const Error&) {
+      // An old commit is damaged: nobody knows what it names, so nothing goes. check() reports it.
+      return every_segment();
+    }
+    if (!manifests[epoch].keep.empty()) newest_of_name[manifests[epoch].keep] = epoch;
+  }
+  std::vector<uint64_t> dropped;
+  std::set<uint64_t> named;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Manifest& manifest = manifests[all[i]];
+    const bool is_recent = i + 2 >= all.size();
+    const bool is_kept = !manifest.keep.empty() && newest_of_name[manifest.keep] == all[i];
+    if (!is_recent && !is_kept && !pinned.contains(all[i])) {
+      dropped.push_back(all[i]);
+      continue;
+    }
+    for (const SegmentEntry& segment : manifest.segments) named.insert(segment.segment);
+  }
+  // The names must be gone for good before the segments they name are: otherwise power loss could leave a commit
+  // whose segments are missing.
+  remove(dropped);
+  for (const std::string& name : vfs_.list(directory_)) {
+    uint64_t segment;
+    if (parse_name(name, "segment-", &segment) && !named.contains(segment) && !in_use.contains(segment)) {
+      vfs_.remove(directory_ + "/" + name);
+    }
+  }
+  return named;
+}
+
+void Manifests::remove_temporaries() const {
+  for (const std::string& name : vfs_.list(directory_)) {
+    if (name.rfind(kTemporaryPrefix, 0) == 0) vfs_.remove(directory_ + "/" + name);
+  }
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,93 @@
+#include "rebuild.h"
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "error.h"
+
+namespace bunkbed {
+
+namespace {
+
+// id -> highest version seen, open addressing; a tombstone's version counts like a record's.
+class Versions {
+ public:
+  explicit Versions(size_t expected) : slots_(std::bit_ceil(std::max<size_t>(16, expected * 3 / 2)), Slot{-1, 0}) {}
+  static size_t bytes_for(size_t expected) { return std::bit_ceil(std::max<size_t>(16, expected * 3 / 2)) * sizeof(Slot); }
+  void prefetch(int64_t id) const { __builtin_prefetch(&slots_[(mix_id(id) >> 20) & (slots_.size() - 1)]); }
+  // True when `version` is higher than any seen of this id.
+  bool raise(int64_t id, uint64_t version) {
+    size_t at = (mix_id(id) >> 20) & (slots_.size() - 1);
+    while (slots_[at].id >= 0 && slots_[at].id != id) at = (at + 1) & (slots_.size() - 1);
+    if (slots_[at].id == id && slots_[at].version >= version) return false;
+    slots_[at] = {id, version};
+    return true;
+  }
+
+ private:
+  struct Slot {
+    int64_t id;
+    uint64_t version;
+  };
+  std::vector<Slot> slots_;
+};
+
+}  // namespace
+
+void rebuild_directory(Log* log, Directory* directory, int64_t num_rows, uint64_t versions_end, size_t scratch_bytes) {
+  struct Part {
+    Segment* segment;
+    std::vector<ChunkTrailer> chunks;
+  };
+  std::vector<Part> parts;
+  uint64_t total = 0;
+  for (const auto& [id, segment] : log->segments()) {
+    parts.push_back({segment.get(), log->chunks(*segment)});
+    segment->records = 0;
+    segment->live = 0;
+    for (const ChunkTrailer& chunk : parts.back().chunks) {
+      total += chunk.count;
+      if (chunk.kind == ChunkKind::kData) segment->records += chunk.count;
+      if (chunk.kind == ChunkKind::kMapDelta) {
+        throw Error(ErrorKind::kFormat, "segment " + segment->file->path() + " holds a chunk of a kind (MAPDELTA) " +
+                                            "this release cannot read; open the table with a newer one");
+      }
+    }
+  }
+  uint64_t passes = 1;
+  while (passes < 4096 && Versions::bytes_for(total / passes + total / passes / 8 + 64) > scratch_bytes) ++passes;
+
+  std::vector<int64_t> ids;
+  std::vector<uint64_t> versions;
+  for (uint64_t pass = 0; pass < passes; ++pass) {
+    Versions newest(total / passes + total / passes / 8 + 64);
+    for (const Part& part : parts) {
+      for (const ChunkTrailer& chunk : part.chunks) {
+        log->read_index(*part.segment, chunk, &ids, &versions);
+        for (size_t i = 0; i < ids.size(); ++i) {
+          const int64_t id = ids[i];
+          if (passes > 1 && (mix_id(id) >> 8) % passes != pass) continue;
+          if (id < 0 || (num_rows >= 0 && id >= num_rows) || versions[i] == 0 || versions[i] >= versions_end) {
+            throw Error(ErrorKind::kCorruption, "segment " + part.segment->file->path() + ": the chunk at byte " +
+                                                    std::to_string(chunk.begin) + " holds id " + std::to_string(id) +
+                                                    " with version " + std::to_string(versions[i]) +
+                                                    ", which this commit cannot have");
+          }
+          if (i + 16 < ids.size()) newest.prefetch(ids[i + 16]);
+          if (!newest.raise(id, versions[i])) continue;
+          const Entry before = directory->find(id);
+          if (is_position(before)) --log->segment_of(position_of(before)).live;
+          if (chunk.kind == ChunkKind::kTombstone) {
+            if (before != kAbsent) directory->set(id, kAbsent);
+            continue;
+          }
+          directory->set(id, entry_of_position(log->position(part.segment->id, chunk.first_slot + i)));
+          ++part.segment->live;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,131 @@
+// Rows across the tiers: directory, cache and log put together. Moves records between RAM and disk and never
+// changes a value; what an update or a lookup means is the table's business.
+//
+// Invariants:
+//   - A row is stored once it was updated or set. Its directory entry is then a frame or a position, never absent.
+//   - A frame is dirty when its bytes are not in the log; a clean frame knows its position there.
+//   - Segment::live counts the records of a segment that a directory entry or a clean frame points to.
+//   - While a record is being read its frame is already in the directory, so that compaction, which runs in the
+//     shadow of reads, finds and moves the frame's position instead of missing the record.
+//
+// The table's lock covers every call.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cache.h"
+#include "compactor.h"
+#include "directory.h"
+#include "log.h"
+#include "types.h"
+
+namespace bunkbed {
+
+inline constexpr uint32_t kNoFrame = ~0u;
+
+struct StoreStats {
+  uint64_t unique_rows = 0;  // rows wanted, each once a step; = hits + misses + first_touches
+  uint64_t hits = 0;
+  uint64_t misses = 0;
+  uint64_t first_touches = 0;
+  uint64_t evictions = 0;
+  uint64_t written_back = 0;
+};
+
+// How a table's RAM budget is divided. A function of the budget and the record alone.
+struct MemoryPlan {
+  size_t total_bytes = 0;    // 0: without bound
+  LogMemory log;
+  size_t scratch_bytes = 0;  // dedupe, gradient sums, copies in flight
+  size_t fixed_bytes = 0;    // all of the above and the compactor's buffer; the rest is directory and frames
+};
+// `has_log` false: a table in RAM only. `read_unit` is the alignment reads need.
+MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
+                       bool has_log);
+// Frames below which no table works.
+inline constexpr size_t kMinFrames = 16;
+
+class Store {
+ public:
+  // `frame_bytes` of each record are kept in frames: all of it, or the weights alone for a reader.
+  Store(std::string name, size_t frame_bytes, size_t max_frames, std::unique_ptr<Directory> directory,
+        std::unique_ptr<Log> log, const MemoryPlan& plan);
+
+  // Writes the initial record of an untouched row; what the table's initialiser and optimizer say.
+  using InitialRecord = std::function<void(int64_t row, std::byte* record)>;
+  void set_initial_record(InitialRecord initial) { initial_ = std::move(initial); }
+
+  // Most rows one pin() may ask for.
+  size_t max_pinned() const { return std::max<size_t>(1, cache_.capacity() - std::min<size_t>(cache_.capacity() / 8, 8)); }
+
+  // Makes distinct rows resident and pins them. Absent rows: with `create` they get a dirty frame with their
+  // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
+  void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames);
+  void unpin(const uint32_t* frames, size_t n);
+  void mark_dirty(uint32_t frame);
+  // Copies whole records (frame_bytes each) of distinct rows; changes nothing in the cache.
+  void fetch(const int64_t* rows, size_t n, std::byte* records);
+
+  // A row that is wanted now and resident: counts it once a step. Safe from several threads at once.
+  // Returns whether this was the first time in the step.
+  bool touch(uint32_t frame);
+  void count_hits(uint64_t hits) {
+    stats_.hits += hits;
+    stats_.unique_rows += hits;
+  }
+  void begin_step() { cache_.begin_step(); }
+
+  // Copies every dirty record into the log; frames stay, clean.
+  void flush();
+  // Lives within `plan` from now on: evicts what is above.
+  void apply(const MemoryPlan& plan);
+  // Bytes below which this store cannot work now, beside its plan's fixed part.
+  size_t minimum_bytes() const { return directory_->bytes() + kMinFrames * Cache::frame_cost(frame_bytes_); }
+  void check_budget();
+
+  // Compaction: a little of it, in proportion to what was appended since the last call.
+  void compact_some();
+  // All of it that pays; returns records moved.
+  uint64_t compact_all();
+
+  // Segments that durable commits name: dead ones leave the log, their files stay.
+  void set_named_segments(std::set<uint64_t> named) {
+    compactor_.set_named_segments(std::move(named));
+    compactor_.drop_dead_segments();
+  }
+
+  size_t frame_bytes() const { return frame_bytes_; }
+  size_t dirty_rows() const { return dirty_rows_; }
+  size_t ram_bytes() const;
+  const MemoryPlan& plan() const { return plan_; }
+  const StoreStats& stats() const { return stats_; }
+  const Compactor& compactor() const { return compactor_; }
+  Cache& cache() { return cache_; }
+  Directory& directory() { return *directory_; }
+  Log* log() { return log_.get(); }
+
+ private:
+  void evict(uint32_t frame);
+  uint32_t take_frame();
+  size_t capacity_for(size_t directory_bytes) const;
+  void make_room_for_rows(const int64_t* rows, size_t n);
+  void shrink_to(size_t capacity);
+
+  const std::string name_;
+  const size_t frame_bytes_;
+  MemoryPlan plan_;
+  std::unique_ptr<Directory> directory_;
+  Cache cache_;
+  std::unique_ptr<Log> log_;
+  Compactor compactor_;
+  InitialRecord initial_;
+  size_t dirty_rows_ = 0;
+  uint64_t appended_seen_ = 0;  // records in the log when compact_some() last ran
+  StoreStats stats_;
+};
+
+}  // namespace bunkbed

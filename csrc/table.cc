@@ -1,0 +1,462 @@
+// Making, opening, checking: what surrounds the rows. Lookups and updates are in table_rows.cc, commits in
+// table_commit.cc.
+#include "table.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "error.h"
+#include "optimizer.h"
+#include "rebuild.h"
+
+namespace bunkbed {
+
+namespace {
+
+Uuid new_uuid() {
+  Uuid uuid;
+  std::random_device device;
+  for (size_t i = 0; i < uuid.size(); i += 4) {
+    const uint32_t word = device();
+    std::memcpy(uuid.data() + i, &word, 4);
+  }
+  uuid[6] = static_cast<uint8_t>((uuid[6] & 0x0f) | 0x40);
+  uuid[8] = static_cast<uint8_t>((uuid[8] & 0x3f) | 0x80);
+  return uuid;
+}
+
+std::vector<Field> fields_of(const TableSpec& spec) {
+  std::vector<Field> fields;
+  fields.push_back({"weight", static_cast<uint8_t>(spec.dtype), spec.dim, 0});
+  size_t offset = (spec.dim * dtype_bytes(spec.dtype) + 3) / 4 * 4;
+  for (const Slot& slot : optimizer_slots(spec.optimizer, spec.dim)) {
+    fields.push_back({std::string(slot.name), static_cast<uint8_t>(DType::kFloat32), static_cast<uint32_t>(slot.length),
+                      static_cast<uint32_t>(offset)});
+    offset += static_cast<size_t>(slot.length) * 4;
+  }
+  return fields;
+}
+
+size_t payload_of(const std::vector<Field>& fields) {
+  const Field& last = fields.back();
+  return (last.offset + last.length * dtype_bytes(static_cast<DType>(last.dtype)) + 3) / 4 * 4;
+}
+
+// Segment bytes = table bytes / 64 within 1 MiB and 256 MiB, so small tables compact too; a table of unknown size
+// takes the middle.
+uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes) {
+  const size_t stride = record_stride(payload_bytes);
+  const uint64_t rows = spec.num_rows < 0 ? (uint64_t{64} * 64 << 20) / stride : static_cast<uint64_t>(spec.num_rows);
+  const long double part = static_cast<long double>(rows) * static_cast<long double>(stride) / 64;
+  const auto bytes = static_cast<uint64_t>(std::clamp<long double>(part, 1 << 20, 256 << 20));
+  return std::max<uint64_t>({bytes / stride, (16 * stride + kSegmentHeaderBytes) / stride + 1});
+}
+
+// Flat where it is at most a quarter of the budget.
+bool is_flat(int64_t num_rows, size_t ram_bytes) {
+  if (num_rows < 0) return false;
+  const size_t budget = ram_bytes == 0 ? size_t{4} << 30 : ram_bytes;
+  return flat_directory_bytes(static_cast<uint64_t>(num_rows)) <= budget / 4;
+}
+
+constexpr size_t kAssumedReadUnit = 4096;  // where no file can be asked yet
+
+}  // namespace
+
+Table::Table(vfs::Vfs& vfs, std::string path, std::string name, TableSpec spec, OpenOptions options)
+    : vfs_(vfs),
+      path_(std::move(path)),
+      name_(std::move(name)),
+      spec_(spec),
+      options_(std::move(options)),
+      owner_pid_(::getpid()),
+      manifests_(vfs, path_) {}
+
+Table::~Table() {
+  if (::getpid() != owner_pid_) {
+    // A forked child: the writer threads do not exist here and the lock is the parent's. Leak on purpose.
+    (void)store_.release();
+    (void)lock_.release();
+    return;
+  }
+  close();
+}
+
+std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
+                                     const TableSpec& spec, size_t ram_bytes) {
+  OpenOptions options;
+  options.ram_bytes = ram_bytes;
+  options.through_run = spec.belongs_to_run;
+  const std::vector<Field> fields = fields_of(spec);
+  const size_t payload = payload_of(fields);
+  if (payload > (1u << 30)) {
+    throw Error(ErrorKind::kInvalid, "a record of " + std::to_string(payload) + " bytes is too large; the limit is 1 GiB");
+  }
+  const size_t needed = minimum_ram(spec, 0, !path.empty());
+  if (ram_bytes != 0 && ram_bytes < needed) {
+    throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(ram_bytes) +
+                                         " bytes is too small to work with; it needs at least ram=" +
+                                         std::to_string(needed));
+  }
+  if (path.empty()) {
+    auto table = std::unique_ptr<Table>(new Table(vfs, path, name, spec, options));
+    table->start_in_ram();
+    return table;
+  }
+  if (vfs.exists(path)) {
+    bool is_table = false;
+    bool is_empty = true;
+    try {
+      for (const std::string& entry : vfs.list(path)) {
+        uint64_t number;
+        is_table |= parse_name(entry, "manifest-", &number);
+        is_empty &= entry == kLockName;
+      }
+    } catch (const Error&) {
+      is_empty = false;  // a file, say
+    }
+    if (is_table) {
+      throw Error(ErrorKind::kExists,
+                  "a table exists already at " + path + "; open it with bb.open, or remove the directory");
+    }
+    if (!is_empty) throw Error(ErrorKind::kExists, path + " exists already and is not an empty directory");
+  }
+  vfs.make_directories(path);
+  {
+    const auto lock = vfs.lock(path + "/" + kLockName);
+    Manifest manifest;
+    manifest.uuid = new_uuid();
+    manifest.writer_flags = spec.belongs_to_run ? kWriterFlagRun : 0;
+    manifest.num_rows = spec.num_rows;
+    manifest.dim = spec.dim;
+    manifest.init = spec.init;
+    manifest.optimizer = spec.optimizer;
+    manifest.fields = fields;
+    manifest.payload_bytes = payload;
+    manifest.slots_per_segment = slots_per_segment(spec, payload);
+    manifest.meta = "{}";
+    Manifests(vfs, path).write(manifest);
+    lock->unlock();
+  }
+  return open(vfs, path, name, options);
+}
+
+std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const std::string& name,
+                                   const OpenOptions& options) {
+  const Manifests manifests(vfs, path);
+  // A reader may meet a commit that is collected while it opens; it then looks again.
+  for (int attempt = 0;; ++attempt) {
+    std::unique_ptr<vfs::Lock> lock;
+    try {
+      (void)manifests.epochs();  // a table at all?
+      if (options.writable) {
+        try {
+          lock = vfs.lock(path + "/" + kLockName);
+        } catch (const Error& error) {
+          if (error.kind() != ErrorKind::kLocked) throw;
+          throw Error(ErrorKind::kLocked, "table '" + name + "' at " + path + " is being written by " + error.what() +
+                                              "; close it there, or open it with mode=\"r\"");
+        }
+      }
+      Manifest manifest = !options.snapshot.empty()  ? manifests.load_snapshot(options.snapshot)
+                          : options.epoch.has_value() ? manifests.load(*options.epoch)
+                                                      : manifests.load_newest();
+      if (options.writable) {
+        if ((manifest.writer_flags & ~kKnownWriterFlags) != 0) {
+          throw Error(ErrorKind::kReadOnly, "table '" + name +
+                                                "' uses features this release cannot write; open it with mode=\"r\"");
+        }
+        if ((manifest.writer_flags & kWriterFlagRun) != 0 && !options.through_run) {
+          throw Error(ErrorKind::kReadOnly, "table '" + name + "' at " + path +
+                                                " belongs to a run, which commits its tables together; open the run "
+                                                "with bb.Run, or the table with mode=\"r\"");
+        }
+        std::vector<uint64_t> newer;
+        for (const uint64_t epoch : manifests.epochs()) {
+          if (epoch > manifest.epoch) newer.push_back(epoch);
+        }
+        manifests.remove(newer);
+        manifests.remove_temporaries();
+      }
+      TableSpec spec;
+      spec.num_rows = manifest.num_rows;
+      spec.dim = manifest.dim;
+      spec.dtype = manifest.dtype();
+      spec.init = manifest.init;
+      spec.optimizer = manifest.optimizer;
+      spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
+      const size_t needed = minimum_ram(spec, manifest.stored_rows, true);
+      if (options.ram_bytes < needed) {
+        throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(options.ram_bytes) +
+                                             " bytes is too small for " + std::to_string(manifest.stored_rows) +
+                                             " stored rows; it needs at least ram=" + std::to_string(needed));
+      }
+      auto table = std::unique_ptr<Table>(new Table(vfs, path, name, spec, options));
+      table->lock_ = std::move(lock);
+      table->load(manifest);
+      return table;
+    } catch (const Error& error) {
+      const bool vanished = error.kind() == ErrorKind::kNotFound && vfs.exists(path);
+      if (vanished && !options.writable && attempt < 20) continue;
+      if (vanished) throw Error(ErrorKind::kCorruption, "table '" + name + "': a file its commit names is missing: " + error.what());
+      throw;
+    }
+  }
+}
+
+size_t Table::minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
+  const size_t payload = payload_of(fields_of(spec));
+  const uint64_t slots = slots_per_segment(spec, payload);
+  size_t needed = 64u << 10;
+  // The plan grows with the budget in places: the smallest budget is a fixed point.
+  for (int round = 0; round < 64; ++round) {
+    const size_t directory =
+        is_flat(spec.num_rows, needed) ? flat_directory_bytes(static_cast<uint64_t>(spec.num_rows)) : hashed_directory_bytes(stored_rows);
+    const MemoryPlan plan = plan_memory(needed, payload, slots, kAssumedReadUnit, on_disk);
+    const size_t next = plan.fixed_bytes + directory + (kMinFrames + 1) * Cache::frame_cost(payload);
+    if (next <= needed) return needed;
+    needed = next;
+  }
+  return needed;
+}
+
+size_t Table::wanted_ram(const TableSpec& spec, bool on_disk) {
+  if (spec.num_rows < 0) return 0;
+  const size_t payload = payload_of(fields_of(spec));
+  const auto rows = static_cast<size_t>(spec.num_rows);
+  const long double base = static_cast<long double>(rows) * (Cache::frame_cost(payload) + 5) + (1u << 20);
+  if (base > 1e15L) return 0;
+  size_t wanted = static_cast<size_t>(base);
+  for (int round = 0; round < 64; ++round) {
+    const MemoryPlan plan = plan_memory(wanted, payload, slots_per_segment(spec, payload), kAssumedReadUnit, on_disk);
+    const size_t directory = is_flat(spec.num_rows, wanted) ? flat_directory_bytes(rows) : hashed_directory_bytes(rows);
+    const size_t next = plan.fixed_bytes + directory + rows * Cache::frame_cost(payload) + Cache::frame_cost(payload);
+    if (next <= wanted) return wanted;
+    wanted = next;
+  }
+  return wanted;
+}
+
+void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
+  const bool is_reader = !options_.writable;
+  const size_t frame_bytes = is_reader ? weight_bytes_ : payload_bytes_;
+  std::unique_ptr<Directory> directory = is_flat(spec_.num_rows, plan.total_bytes)
+                                             ? make_flat_directory(static_cast<uint64_t>(spec_.num_rows))
+                                             : make_hashed_directory();
+  // Address space for as many frames as could ever be asked for; memory comes with use.
+  const size_t cost = Cache::frame_cost(frame_bytes);
+  const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGE_SIZE));
+  size_t frames = std::max(physical, plan.total_bytes) / cost;
+  if (spec_.num_rows >= 0) frames = std::min(frames, static_cast<size_t>(spec_.num_rows));
+  store_ = std::make_unique<Store>(name_, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
+                                   std::move(log), plan);
+  store_->set_initial_record([this](int64_t row, std::byte* record) { initial_record(row, record); });
+}
+
+void Table::start_in_ram() {
+  uuid_ = new_uuid();
+  fields_ = fields_of(spec_);
+  payload_bytes_ = payload_of(fields_);
+  weight_bytes_ = (spec_.dim * dtype_bytes(spec_.dtype) + 3) / 4 * 4;
+  committed_.epoch = 0;
+  make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, kAssumedReadUnit, false), nullptr);
+}
+
+void Table::load(const Manifest& manifest) {
+  uuid_ = manifest.uuid;
+  fields_ = manifest.fields;
+  payload_bytes_ = manifest.payload_bytes;
+  weight_bytes_ = (spec_.dim * dtype_bytes(spec_.dtype) + 3) / 4 * 4;
+  // What the fields say must be what this release's optimizer would lay out: otherwise an update would write
+  // somewhere else.
+  if (fields_ != fields_of(spec_) || payload_bytes_ != payload_of(fields_)) {
+    throw Error(ErrorKind::kFormat, "table '" + name_ + "': its record holds fields this release does not know");
+  }
+  const size_t unit =
+      vfs_.open(path_ + "/" + manifest_name(manifest.epoch), true)->read_alignment();
+  const MemoryPlan plan =
+      plan_memory(options_.ram_bytes, payload_bytes_, manifest.slots_per_segment, unit, true);
+  auto log = std::make_unique<Log>(vfs_, path_, uuid_, payload_bytes_, manifest.slots_per_segment, plan.log);
+  log->adopt(manifest.segments, options_.writable ? payload_bytes_ : weight_bytes_);
+  log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
+  Log* const log_pointer = log.get();
+  make_store(plan, std::move(log));
+  // The frames are empty while the directory is rebuilt: their room serves as scratch.
+  const size_t scratch = plan.scratch_bytes + store_->cache().capacity() * Cache::frame_cost(store_->frame_bytes()) / 2;
+  rebuild_directory(log_pointer, &store_->directory(), spec_.num_rows, manifest.next_version, scratch);
+  if (store_->directory().stored_rows() != manifest.stored_rows) {
+    throw Error(ErrorKind::kCorruption, "table '" + name_ + "': its segments hold " +
+                                            std::to_string(store_->directory().stored_rows()) +
+                                            " rows, the commit names " + std::to_string(manifest.stored_rows));
+  }
+  store_->apply(plan);
+  committed_ = manifest;
+  step_ = manifest.step;
+  meta_ = manifest.meta;
+  changed_ = false;
+  ++changes_;
+  if (options_.writable) collect_locked();
+}
+
+void Table::close() {
+  const std::lock_guard guard(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  store_.reset();
+  if (lock_ != nullptr && !(spec_.belongs_to_run && pinned_epochs_.empty())) {
+    try {
+      manifests_.collect(pinned_epochs_, {});  // segments that no commit came to name
+    } catch (const Error&) {  // the next opening tries again
+    }
+  }
+  if (lock_ != nullptr) lock_->unlock();
+  lock_.reset();
+}
+
+// ---- Checks --------------------------------------------------------------------------------------------------
+
+void Table::require_usable() const {
+  if (::getpid() != owner_pid_) {
+    throw Error(ErrorKind::kClosed, "table '" + name_ +
+                                        "' was opened before this process was forked; open it in the process that uses "
+                                        "it (a DataLoader worker should pass ids on, not look them up)");
+  }
+  if (closed_) throw Error(ErrorKind::kClosed, "table '" + name_ + "' is closed; open it again");
+  if (!broken_.empty()) {
+    throw Error(ErrorKind::kBroken, "table '" + name_ + "' refuses use until it is reopened at its last commit: " + broken_);
+  }
+}
+
+void Table::require_writable() const {
+  require_usable();
+  if (!options_.writable) {
+    throw Error(ErrorKind::kReadOnly, "table '" + name_ + "' is open for reading; open it with mode=\"w\" to change it");
+  }
+  if (!read_only_reason_.empty()) {
+    throw Error(ErrorKind::kReadOnly, "table '" + name_ + "' is read-only until reopened: " + read_only_reason_);
+  }
+}
+
+void Table::check_ids(const int64_t* ids, size_t n) const {
+  const uint64_t end = spec_.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec_.num_rows);
+  // As unsigned numbers, negative ids are beyond every end: one comparison finds both mistakes.
+  bool is_bad = false;
+  for (size_t i = 0; i < n; ++i) is_bad |= static_cast<uint64_t>(ids[i]) >= end;
+  if (!is_bad) return;
+  for (size_t i = 0; i < n; ++i) {
+    if (static_cast<uint64_t>(ids[i]) < end) continue;
+    throw Error(ErrorKind::kIndex, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
+                                       std::to_string(i) + " is outside [0, " +
+                                       (spec_.num_rows < 0 ? "2**63" : std::to_string(spec_.num_rows)) + ")");
+  }
+}
+
+void Table::check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const {
+  if (kernels().all_finite(static_cast<int64_t>(n * length), values)) return;
+  for (size_t i = 0; i < n * length; ++i) {
+    if (std::isfinite(values[i])) continue;
+    const char* const shown = std::isnan(values[i]) ? "nan" : values[i] > 0 ? "inf" : "-inf";
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': " + what + " at position " + std::to_string(i / length) +
+                                         " (id " + std::to_string(ids[i / length]) + "), element " +
+                                         std::to_string(i % length) + ", is " + shown + "; nothing was changed");
+  }
+}
+
+void Table::initial_record(int64_t row, std::byte* record) const {
+  if (spec_.dtype == DType::kFloat32) {
+    kernels().init_row(spec_.init, row, spec_.dim, reinterpret_cast<float*>(record));
+  } else {
+    std::vector<float> wide(spec_.dim);
+    kernels().init_row(spec_.init, row, spec_.dim, wide.data());
+    kernels().narrow_nearest(spec_.dtype, spec_.dim, wide.data(), record);
+  }
+  if (!options_.writable || fields_.size() == 1) return;  // a reader's frames hold weights only
+  init_slots(spec_.optimizer, spec_.dim, reinterpret_cast<float*>(record + fields_[1].offset));
+}
+
+void Table::widen(const std::byte* record, float* out) const {
+  if (spec_.dtype == DType::kFloat32) {
+    std::memcpy(out, record, spec_.dim * sizeof(float));
+  } else {
+    kernels().widen(spec_.dtype, spec_.dim, record, out);
+  }
+}
+
+// ---- Facts ---------------------------------------------------------------------------------------------------
+
+void Table::set_ram(size_t bytes) {
+  const std::lock_guard guard(mutex_);
+  require_usable();
+  const bool has_log = store_->log() != nullptr;
+  const size_t unit = has_log ? vfs_.open(path_ + "/" + manifest_name(committed_.epoch), true)->read_alignment() : 1;
+  store_->apply(plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, unit, has_log));
+  options_.ram_bytes = bytes;
+}
+
+void Table::set_optimizer(const OptimizerSpec& optimizer) {
+  const std::lock_guard guard(mutex_);
+  require_usable();
+  if (optimizer.kind != spec_.optimizer.kind || optimizer.initial_accumulator != spec_.optimizer.initial_accumulator) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': its slots cannot change");
+  }
+  spec_.optimizer = optimizer;
+}
+
+TableStats Table::stats() {
+  const std::lock_guard guard(mutex_);
+  require_usable();
+  TableStats stats;
+  stats.store = store_->stats();
+  stats.lookups = lookups_;
+  stats.updates = updates_;
+  stats.ids = ids_seen_;
+  stats.commits = commits_;
+  stats.ram_bytes = store_->ram_bytes();
+  stats.ram_budget_bytes = store_->plan().total_bytes;
+  stats.frames = store_->cache().resident();
+  stats.frame_capacity = store_->cache().capacity();
+  stats.dirty_rows = store_->dirty_rows();
+  stats.stored_rows = store_->directory().stored_rows();
+  stats.directory_bytes = store_->directory().bytes();
+  if (Log* log = store_->log()) {
+    stats.log = log->stats();
+    stats.compactions = store_->compactor().segments_compacted();
+    stats.compacted_records = store_->compactor().records_moved();
+    stats.live_bytes = store_->compactor().live_bytes();
+    stats.segments = log->segments().size();
+    stats.disk_bytes = store_->compactor().total_bytes();
+  }
+  return stats;
+}
+
+int64_t Table::step() {
+  const std::lock_guard guard(mutex_);
+  return step_;
+}
+
+uint64_t Table::epoch() {
+  const std::lock_guard guard(mutex_);
+  return committed_.epoch;
+}
+
+uint64_t Table::uncommitted_rows() {
+  const std::lock_guard guard(mutex_);
+  return closed_ ? 0 : store_->dirty_rows();
+}
+
+bool Table::is_changed() {
+  const std::lock_guard guard(mutex_);
+  return changed_;
+}
+
+std::string Table::meta() {
+  const std::lock_guard guard(mutex_);
+  return meta_;
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,206 @@
+// One embedding table: what users call, in terms of the parts. Owns the lock: every public method takes it, so a
+// table may be used from any number of threads, one call at a time.
+//
+// Values: a lookup copies, after all earlier updates. An update sums the gradients of each row in batch order and
+// applies the optimizer once per row; it validates everything and makes every row resident before its first write.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "batch.h"
+#include "format.h"
+#include "kernels/kernels.h"
+#include "manifests.h"
+#include "store.h"
+#include "types.h"
+#include "vfs/vfs.h"
+
+namespace bunkbed {
+
+enum class Pooling : uint8_t { kSum, kMean, kSqrtN };
+
+struct TableSpec {
+  int64_t num_rows = -1;  // -1: any non-negative id
+  uint32_t dim = 0;
+  DType dtype = DType::kFloat32;
+  InitSpec init;
+  OptimizerSpec optimizer;
+  bool belongs_to_run = false;
+};
+
+struct OpenOptions {
+  bool writable = true;
+  size_t ram_bytes = 0;             // 0: without bound (a table in RAM only)
+  std::string snapshot;             // a kept name; then the table is read-only
+  std::optional<uint64_t> epoch;    // exactly this commit; a writer discards newer ones (bb.Run)
+  bool through_run = false;         // opened by the run it belongs to
+};
+
+struct TableStats {
+  StoreStats store;
+  LogStats log;
+  uint64_t lookups = 0, updates = 0, ids = 0, commits = 0;
+  uint64_t compactions = 0, compacted_records = 0;
+  uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
+  uint64_t disk_bytes = 0, live_bytes = 0, segments = 0;
+};
+
+class Scan;
+
+class Table {
+ public:
+  // A new table: in `path`, or in RAM only when `path` is empty.
+  static std::unique_ptr<Table> create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
+                                       const TableSpec& spec, size_t ram_bytes);
+  static std::unique_ptr<Table> open(vfs::Vfs& vfs, const std::string& path, const std::string& name,
+                                     const OpenOptions& options);
+  ~Table();
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+
+  // Bytes below which such a table, with so many rows stored, cannot be opened, and beyond which more is of no use
+  // (0: unknown, num_rows is open).
+  static size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk);
+  static size_t wanted_ram(const TableSpec& spec, bool on_disk);
+
+  // ---- Rows. ids: int64[n]; the errors name the first bad id and its place.
+  void lookup(const int64_t* ids, size_t n, bool touch, float* out);  // out: (n, dim)
+  // offsets: int64[num_bags], where each bag starts; weights: float32[n] or null; out: (num_bags, dim)
+  void lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
+                   const float* weights, bool touch, float* out);
+  // grads: (n, dim). `lr` overrides the optimizer's for this step. `step` imposes the step number (a shard).
+  void update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr, std::optional<int64_t> step);
+  void stage(const int64_t* ids, size_t n);
+  void get(const int64_t* ids, size_t n, size_t field, float* out);           // out: (n, length of the field)
+  void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
+  void contains(const int64_t* ids, size_t n, bool* out);
+
+  // ---- Durability
+  uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
+  std::vector<Manifests::Snapshot> snapshots();
+  void drop(const std::string& name);
+  void rewind(const std::string& name, std::optional<uint64_t> epoch);
+  uint64_t refresh();
+  // Epochs a run's manifest names: never collected.
+  void set_pinned_epochs(std::set<uint64_t> epochs);
+  void collect();
+  uint64_t compact();
+  void close();  // without a commit
+
+  // ---- Facts
+  void set_ram(size_t bytes);
+  void set_optimizer(const OptimizerSpec& optimizer);
+  TableStats stats();
+  int64_t step();
+  uint64_t epoch();
+  uint64_t uncommitted_rows();
+  bool is_changed();  // anything updated or set since the last commit
+  std::string meta();
+  const TableSpec& spec() const { return spec_; }
+  const std::vector<Field>& fields() const { return fields_; }
+  const std::string& name() const { return name_; }
+  const Uuid& uuid() const { return uuid_; }
+  bool is_writable() const { return options_.writable; }
+  bool is_closed() const { return closed_; }
+  size_t payload_bytes() const { return payload_bytes_; }
+
+ private:
+  friend class Scan;
+  Table(vfs::Vfs& vfs, std::string path, std::string name, TableSpec spec, OpenOptions options);
+
+  void load(const Manifest& manifest);
+  void start_in_ram();
+  void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log);
+  Manifest manifest_now(uint64_t epoch) const;
+  void publish(const Manifest& manifest);
+  void collect_locked();
+
+  void require_usable() const;
+  void require_writable() const;
+  void check_ids(const int64_t* ids, size_t n) const;
+  void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
+  [[noreturn]] void overflowed(int64_t id) const;
+  size_t piece_ids() const;
+
+  void initial_record(int64_t row, std::byte* record) const;
+  void widen(const std::byte* record, float* out) const;
+  void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
+  void pool_rows(const float* rows, size_t begin, size_t end, const int64_t* offsets, size_t num_bags, size_t n,
+                 const float* weights, float* out) const;
+  void sum_gradients(const Batch& batch, const uint32_t* members, const float* grads, size_t u, float* out) const;
+  bool sums_are_finite(const Batch& batch, const uint32_t* members, const float* grads, float* sums) const;
+  void apply_update(const Batch& batch, const uint32_t* members, const float* grads, const float* sums,
+                    const StepConstants& constants, int64_t step, bool* wrote);
+
+  vfs::Vfs& vfs_;
+  const std::string path_;
+  const std::string name_;
+  TableSpec spec_;
+  OpenOptions options_;
+  Uuid uuid_{};
+  std::vector<Field> fields_;
+  size_t payload_bytes_ = 0;
+  size_t weight_bytes_ = 0;
+  const int owner_pid_;
+
+  std::mutex mutex_;  // guards everything below
+  std::unique_ptr<vfs::Lock> lock_;
+  Manifests manifests_;
+  Manifest committed_;  // the last one; of it only what describes the whole table
+  std::unique_ptr<Store> store_;
+  int64_t step_ = 0;
+  std::string meta_ = "{}";
+  std::set<uint64_t> pinned_epochs_;
+  bool closed_ = false;
+  bool changed_ = false;
+  uint64_t changes_ = 0;          // counts updates, sets and reloads; a running scan must see none
+  std::string broken_;            // why the table refuses use until reopened
+  std::string read_only_reason_;  // why it refuses writes until reopened
+  uint64_t lookups_ = 0, updates_ = 0, ids_seen_ = 0, commits_ = 0;
+
+  // Scratch kept between calls, so that a step allocates nothing once warm.
+  Batch batch_;
+  std::vector<int64_t> missing_ids_;
+  std::vector<uint32_t> missing_;
+  std::vector<uint32_t> missing_counts_;
+  std::vector<uint32_t> frames_;
+  std::vector<uint32_t> members_;
+  std::vector<float> sums_;
+  std::vector<std::byte> records_;
+};
+
+// Sums the gradients of equal ids in batch order: unique ids in order of first occurrence and their sums.
+// sums must hold (batch.num_unique(), dim).
+void sum_duplicates(const Batch& batch, const float* grads, size_t dim, float* sums);
+
+// Walks every stored row once, in log order. Fails when the table is changed meanwhile.
+class Scan {
+ public:
+  Scan(Table* table, size_t field);
+  // Up to n rows; 0 at the end. values: (n, length of the field).
+  size_t next(size_t n, int64_t* ids, float* values);
+
+ private:
+  void copy(const std::byte* record, float* out) const;
+
+  Table* table_;
+  size_t field_;
+  uint64_t changes_;
+  std::vector<uint64_t> segments_;
+  size_t segment_ = 0;
+  std::vector<ChunkTrailer> chunks_;
+  size_t chunk_ = 0;
+  size_t record_ = 0;
+  bool has_chunks_ = false;
+  std::vector<int64_t> ids_;
+  std::vector<uint64_t> versions_;
+  vfs::Buffer scratch_;
+  uint32_t frame_ = 0;
+};
+
+}  // namespace bunkbed

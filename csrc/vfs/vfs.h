@@ -1,0 +1,85 @@
+// The only door to the operating system's files. Everything durable goes through here, so that backends which
+// inject faults or simulate power loss can take the place of the real one.
+//
+// Every failure is an Error(kSystem) with errno and path, except where a call says otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace bunkbed::vfs {
+
+class File {
+ public:
+  virtual ~File() = default;
+  // Reads exactly n bytes at offset; a file that ends before is Error(kCorruption).
+  virtual void read(void* data, size_t n, uint64_t offset) = 0;
+  // Writes exactly n bytes at offset; retries short writes and EINTR.
+  virtual void write(const void* data, size_t n, uint64_t offset) = 0;
+  // fdatasync: data and the size needed to read it are on stable storage when this returns.
+  virtual void sync() = 0;
+  virtual uint64_t size() = 0;
+  // Unit in which offset, length and memory address of a read must be given. 1 where any will do.
+  virtual uint32_t read_alignment() const = 0;
+  virtual const std::string& path() const = 0;
+};
+
+// Held while it lives; released by unlock() even where a forked child inherited the descriptor.
+class Lock {
+ public:
+  virtual ~Lock() = default;
+  virtual void unlock() = 0;
+};
+
+class Vfs {
+ public:
+  virtual ~Vfs() = default;
+  // A new file for appends of whole blocks, past the page cache where the filesystem allows it.
+  virtual std::shared_ptr<File> create(const std::string& path) = 0;
+  // A new file for a few bytes, through the page cache.
+  virtual std::shared_ptr<File> create_small(const std::string& path) = 0;
+  // An existing file for block reads (direct) or small parsed files (not direct).
+  virtual std::shared_ptr<File> open(const std::string& path, bool direct) = 0;
+  // Gives the file at `from` the name `to`; Error(kExists) when `to` exists. Never replaces.
+  virtual void link(const std::string& from, const std::string& to) = 0;
+  // Removes a file; one that is not there is no error.
+  virtual void remove(const std::string& path) = 0;
+  virtual void sync_directory(const std::string& path) = 0;
+  virtual void make_directories(const std::string& path) = 0;
+  // Names in a directory, sorted; Error(kNotFound) when there is none.
+  virtual std::vector<std::string> list(const std::string& path) = 0;
+  virtual bool exists(const std::string& path) = 0;
+  // Takes the writer's lock; Error(kLocked) naming the holder when another process has it.
+  virtual std::unique_ptr<Lock> lock(const std::string& path) = 0;
+};
+
+Vfs& posix();
+
+// Blocks of this size are the unit of appends: every chunk begins and ends on one.
+inline constexpr size_t kBlockBytes = 4096;
+
+constexpr uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
+constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Memory aligned for direct I/O, returned to the system when freed.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes);
+  ~Buffer();
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  std::byte* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace bunkbed::vfs

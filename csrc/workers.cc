@@ -1,0 +1,174 @@
+#include "workers.h"
+
+#include "float_mode.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace bunkbed {
+
+void Loop::work() {
+  const DefaultFloatMode mode;
+  for (;;) {
+    const size_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
+    if (begin >= n_) return;
+    try {
+      body_(begin, std::min(n_, begin + grain_));
+    } catch (...) {
+      const std::lock_guard guard(error_mutex_);
+      if (!error_) error_ = std::current_exception();
+      next_.store(n_, std::memory_order_relaxed);
+    }
+  }
+}
+
+void Loop::rethrow() {
+  if (error_) std::rethrow_exception(error_);
+}
+
+Pool::Pool(size_t num_threads) {
+  threads_.reserve(num_threads);
+  for (size_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { main(); });
+}
+
+Pool::~Pool() {
+  {
+    const std::lock_guard guard(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+void Pool::main() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return stopping_ || !loops_.empty() || !jobs_.empty(); });
+    if (!jobs_.empty()) {
+      auto job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      job();
+      lock.lock();
+      continue;
+    }
+    if (!loops_.empty()) {
+      // Copied: the queue may drop its reference while this thread works.
+      const std::shared_ptr<Loop> loop = loops_.front();
+      ++loop->helpers_;
+      if (--loop->wanted_ == 0 || loop->exhausted()) loops_.pop_front();
+      lock.unlock();
+      loop->work();
+      lock.lock();
+      if (--loop->helpers_ == 0) done_.notify_all();
+      continue;
+    }
+    if (stopping_) return;
+  }
+}
+
+void Pool::start(const std::shared_ptr<Loop>& loop, size_t helpers) {
+  if (helpers == 0) return;
+  {
+    const std::lock_guard guard(mutex_);
+    loop->wanted_ = helpers;
+    loops_.push_back(loop);
+  }
+  if (helpers == 1) {
+    wake_.notify_one();
+  } else {
+    wake_.notify_all();
+  }
+}
+
+void Pool::join(Loop& loop) {
+  loop.work();
+  std::unique_lock lock(mutex_);
+  loop.wanted_ = 0;
+  std::erase_if(loops_, [&loop](const auto& queued) { return queued.get() == &loop; });
+  done_.wait(lock, [&loop] { return loop.helpers_ == 0; });
+}
+
+void Pool::run(size_t n, size_t grain, size_t helpers, const Loop::Body& body) {
+  const size_t blocks = (n + grain - 1) / grain;
+  const auto loop = std::make_shared<Loop>(n, grain, body);
+  start(loop, std::min({helpers, threads_.size(), blocks > 0 ? blocks - 1 : 0}));
+  join(*loop);
+  loop->rethrow();
+}
+
+void Pool::submit(std::function<void()> job) {
+  {
+    const std::lock_guard guard(mutex_);
+    jobs_.push_back(std::move(job));
+  }
+  wake_.notify_one();
+}
+
+namespace {
+
+size_t default_threads() {
+  if (const char* text = std::getenv("BUNKBED_NUM_THREADS")) {
+    const long value = std::strtol(text, nullptr, 10);
+    if (value > 0) return static_cast<size_t>(value);
+  }
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return static_cast<size_t>(CPU_COUNT(&set));
+#endif
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+std::atomic<size_t>& thread_setting() {
+  static std::atomic<size_t> value{default_threads()};
+  return value;
+}
+
+// One pool a process. A forked child gets a new one; the parent's object is left alone there (its threads do not
+// exist in the child, so it can be neither used nor joined).
+class PoolOfProcess {
+ public:
+  Pool& get(size_t size) {
+    const std::lock_guard guard(mutex_);
+    if (pool_ == nullptr || owner_ != ::getpid() || size > size_) {
+      if (pool_ != nullptr && owner_ == ::getpid()) retired_.push_back(pool_);  // others may be inside it
+      pool_ = new Pool(size);
+      size_ = size;
+      owner_ = ::getpid();
+    }
+    return *pool_;
+  }
+
+ private:
+  std::mutex mutex_;
+  Pool* pool_ = nullptr;
+  std::vector<Pool*> retired_;
+  size_t size_ = 0;
+  pid_t owner_ = 0;
+};
+
+}  // namespace
+
+size_t num_threads() { return thread_setting().load(std::memory_order_relaxed); }
+void set_num_threads(size_t n) { thread_setting().store(std::max<size_t>(1, n), std::memory_order_relaxed); }
+
+void parallel_for(size_t n, size_t grain, const Loop::Body& body) {
+  const size_t threads = num_threads();
+  if (threads <= 1 || n <= grain) {
+    if (n > 0) body(0, n);
+    return;
+  }
+  // Leaked on purpose: threads must not be joined while the interpreter unloads.
+  static auto* pool = new PoolOfProcess;
+  pool->get(threads - 1).run(n, grain, threads - 1, body);
+}
+
+Pool& io_pool() {
+  static auto* pool = new PoolOfProcess;
+  return pool->get(kIoThreads);
+}
+
+}  // namespace bunkbed

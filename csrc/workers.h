@@ -1,0 +1,74 @@
+// Threads: a few for compute, many for blocking reads. Both pools are process-wide, start at first use and are
+// made anew in a forked child (threads do not survive a fork).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace bunkbed {
+
+// A loop whose blocks any thread may claim. The caller always works on it too and can finish it alone: helpers
+// that were not scheduled in time find nothing left to claim.
+class Loop {
+ public:
+  using Body = std::function<void(size_t begin, size_t end)>;
+  Loop(size_t n, size_t grain, const Body& body) : n_(n), grain_(grain), body_(body) {}
+  void work();                        // claim and run blocks until none is left
+  void rethrow();                     // the first exception of any block, if there was one
+  bool exhausted() const { return next_.load(std::memory_order_relaxed) >= n_; }
+
+ private:
+  friend class Pool;
+  const size_t n_;
+  const size_t grain_;
+  const Body& body_;
+  std::atomic<size_t> next_{0};
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+  size_t helpers_ = 0;  // guarded by the pool's mutex: threads inside work()
+  size_t wanted_ = 0;   // guarded by the pool's mutex: threads still invited
+};
+
+class Pool {
+ public:
+  explicit Pool(size_t num_threads);
+  ~Pool();
+  // Runs body over [0, n) in blocks of `grain` on the caller and at most `helpers` threads.
+  void run(size_t n, size_t grain, size_t helpers, const Loop::Body& body);
+  // As run(), but the caller returns at once, may do other things, and must finish with join().
+  void start(const std::shared_ptr<Loop>& loop, size_t helpers);
+  void join(Loop& loop);
+  // Runs `job` on some thread of the pool, in no order relative to others.
+  void submit(std::function<void()> job);
+
+ private:
+  void main();
+  std::mutex mutex_;  // guards loops_, jobs_, stopping_ and the counters of every Loop
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  std::deque<std::shared_ptr<Loop>> loops_;
+  std::deque<std::function<void()>> jobs_;
+  std::vector<std::thread> threads_;
+  bool stopping_ = false;
+};
+
+// Compute threads used by one loop, the caller included. Default: the processors this process may use, or the
+// environment's BUNKBED_NUM_THREADS.
+size_t num_threads();
+void set_num_threads(size_t n);
+
+// Runs body over [0, n) on up to num_threads() threads; inline when n <= grain.
+void parallel_for(size_t n, size_t grain, const Loop::Body& body);
+
+// The pool whose threads may block in reads and writes.
+Pool& io_pool();
+inline constexpr size_t kIoThreads = 64;
+
+}  // namespace bunkbed

@@ -1,0 +1,816 @@
+"""Tables: create, open, look up, update, commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from bunkbed import _native
+from bunkbed import init as _init
+from bunkbed import optim as _optim
+from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_rows, describe
+from bunkbed.budget import Budget, parse_bytes
+from bunkbed.errors import BunkbedError, ReadOnlyError
+from bunkbed.topk import best_rows
+
+if TYPE_CHECKING:
+    from bunkbed.run import Run
+
+DTYPES = ("float32", "bfloat16", "float16")
+POOLINGS = ("sum", "mean", "sqrtn", "none")
+DEFAULT_RAM = "1GiB"
+_INIT_KINDS = ("zeros", "normal", "uniform")
+_MAX_DIM = 1 << 24
+
+#: The tables this process writes, by resolved path: opening one again gives the same object.
+_writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValueDictionary()
+_writers_lock = threading.Lock()
+
+
+class Table:
+    """An embedding table: rows of `dim` weights and their optimizer state, in RAM and, with a path, on disk.
+
+    Made by `bunkbed.create` and `bunkbed.open`.
+
+    Owns the table's files (one writer, any number of readers), its RAM budget and its background writes.
+    Thread-safe: calls from several threads run one after another. Durable up to the last `commit`; what came after
+    it is lost if the process dies. Whoever opened it closes it: `close`, or a ``with`` block, commits first; a block
+    left by an exception does not commit.
+
+    >>> import bunkbed as bb, numpy as np
+    >>> with bb.create(None, dim=2, num_rows=10, optimizer=bb.SGD(lr=1.0), init=bb.Zeros()) as table:
+    ...     table.update(np.array([3, 3]), np.ones((2, 2), np.float32))
+    ...     table.lookup(np.array([3, 4]))
+    array([[-2., -2.],
+           [ 0.,  0.]], dtype=float32)
+    """
+
+    def __init__(self, spec: _native.TableSpec, path: Path | None, mode: Literal["w", "r"]) -> None:
+        self._spec = spec
+        self._path = path
+        self._mode: Literal["w", "r"] = mode
+        self._name = "table" if path is None else path.name
+        self._native: _native.Table = None  # type: ignore[assignment]
+        self._budget: Budget | None = None
+        self._ram_bytes = 0
+        self._run: Run | None = None
+        self._opens = 1
+        self._closed = False
+        self._fields: dict[str, tuple[int, int]] = {}
+        self._dim = int(spec.dim)
+
+    def _start(self, native: _native.Table) -> None:
+        self._native = native
+        self._fields = {name: (index, length) for index, (name, length) in enumerate(native.fields())}
+
+    # ---- What the table is
+
+    @property
+    def name(self) -> str:
+        """The last part of its path; ``"table"`` in RAM."""
+        return self._name
+
+    @property
+    def path(self) -> Path | None:
+        """Its directory; None in RAM."""
+        return self._path
+
+    @property
+    def mode(self) -> Literal["w", "r"]:
+        """``"w"``: this process writes it; ``"r"``: a reader."""
+        return self._mode
+
+    @property
+    def dim(self) -> int:
+        """Weights of a row."""
+        return self._dim
+
+    @property
+    def num_rows(self) -> int | None:
+        """Ids lie in ``[0, num_rows)``; None: any non-negative int64."""
+        rows = int(self._spec.num_rows)
+        return None if rows < 0 else rows
+
+    @property
+    def dtype(self) -> str:
+        """Storage type of the weights: float32, bfloat16 or float16. Optimizer state is float32."""
+        return DTYPES[self._spec.dtype]
+
+    @property
+    def init(self) -> _init.Initializer:
+        """The initialiser of untouched rows."""
+        return _init.from_native(_INIT_KINDS[self._spec.init_kind], self._spec.init_a, self._spec.init_b)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the initialiser and of stochastic rounding."""
+        return int(self._spec.seed)
+
+    @property
+    def optimizer(self) -> _optim.Optimizer:
+        """The optimizer. Assigning one of the same class changes lr, betas, eps and weight decay from now on.
+
+        Raises:
+            ValueError: on assignment, an optimizer with other slots.
+        """
+        return _optim.from_native(self._native.optimizer())
+
+    @optimizer.setter
+    def optimizer(self, value: _optim.Optimizer) -> None:
+        _check_same_slots(self._name, self.optimizer, _optim.require_optimizer(value))
+        self._native.set_optimizer(value.native())
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the per-row optimizer arrays; ``"weight"`` is not among them."""
+        return tuple(name for name in self._fields if name != "weight")
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps accepted so far; one for each `update`, however many ids it held."""
+        return int(self._native.step())
+
+    @property
+    def epoch(self) -> int:
+        """Number of the last commit; 0 when the table was just created."""
+        return int(self._native.epoch())
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the last `commit` was given as `meta`."""
+        value: dict[str, Any] = json.loads(self._native.meta())
+        return value
+
+    @property
+    def uuid(self) -> str:
+        """Identity of the table as 32 hexadecimal digits; a copy of its directory has the same."""
+        return self._native.uuid().hex()
+
+    @property
+    def run(self) -> Run | None:
+        """The run that commits this table with others, if it belongs to one."""
+        return self._run
+
+    @property
+    def closed(self) -> bool:
+        """True once closed."""
+        return self._closed
+
+    @property
+    def is_dirty(self) -> bool:
+        """True when rows were updated or set since the last commit."""
+        return bool(self._native.is_changed())
+
+    @property
+    def ram_bytes(self) -> int:
+        """The RAM budget in bytes; 0: without bound."""
+        return self._ram_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records (weights and optimizer state): of `num_rows` rows, or of the stored ones."""
+        rows = self.num_rows
+        return int(self._native.payload_bytes()) * (len(self) if rows is None else rows)
+
+    def __len__(self) -> int:
+        """Rows stored: those updated or set at least once."""
+        return int(self._native.stats()["stored_rows"])
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        where = "in RAM" if self._path is None else f"at {self._path}"
+        if self._closed:
+            return f"<bunkbed.Table '{self._name}' {where}, closed>"
+        rows = "any id" if self.num_rows is None else f"{self.num_rows} rows"
+        return (
+            f"<bunkbed.Table '{self._name}' {where}: {rows} x {self.dim} {self.dtype}, "
+            f"{type(self.optimizer).__name__}, step {self.step}, epoch {self.epoch}>"
+        )
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the table was opened, and its memory now.
+
+        ``hits + misses + first_touches == unique_rows``: rows wanted, each counted once a step. ``hits`` were in RAM,
+        ``misses`` read from disk, ``first_touches`` never trained before (they cost no read).
+        """
+        values: dict[str, int | float] = self._native.stats()
+        values["threads"] = _native.get_num_threads()
+        return values
+
+    # ---- Rows
+
+    def lookup(self, ids: Any, *, touch: bool = True, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Weights of rows, as a copy made after all earlier updates.
+
+        Args:
+            ids: int64[...], any shape; duplicates are fine; empty gives an empty result.
+            touch: False (evaluation) inserts nothing into the cache and leaves recency alone.
+            out: C-contiguous float32[..., dim] to write into; also float16 (or bfloat16, by a dtype of that name or
+                uint16) for a table of that dtype. Default: a new array, the caller's.
+
+        Returns:
+            float32[..., dim]; an untouched row has its initial value. `out` when given.
+
+        Raises:
+            IndexError: an id outside the table; names the first and its position.
+            TypeError: ids that are not integers. ValueError: `out` of another shape or dtype.
+            CorruptionError: a stored record fails its checksum.
+        """
+        array = as_ids(ids, table=f"table '{self._name}'")
+        shape = (*array.shape, self._dim)
+        if out is None:
+            result: npt.NDArray[Any] = np.empty(shape, np.float32)
+        else:
+            result = self._check_out(out, shape)
+        wide = result if result.dtype == np.float32 else np.empty(shape, np.float32)
+        self._native.lookup(array.reshape(-1), touch, wide.reshape(-1, self._dim))
+        if wide is not result:
+            if result.dtype == np.float16:
+                result[...] = wide  # exact: the rows are float16
+            else:
+                result.view(np.uint16)[...] = (wide.view(np.uint32) >> 16).astype(np.uint16)
+        return result
+
+    def _check_out(self, out: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
+        allowed = ("float32", *narrow)
+        if not isinstance(out, np.ndarray) or out.dtype.name not in allowed:
+            got = describe(out) if isinstance(out, np.ndarray) else type(out).__name__
+            raise ValueError(f"table '{self._name}': out must be an array of {' or '.join(allowed)}, got {got}")
+        if out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+            expected = ", ".join(map(str, shape))
+            raise ValueError(
+                f"table '{self._name}': out must be a writable C-contiguous array of shape [{expected}], got {describe(out)}"
+            )
+        return out
+
+    def lookup_bags(
+        self, ids: Any, offsets: Any, *, pooling: str = "mean", weights: Any = None, touch: bool = True
+    ) -> Floats:
+        """Pooled rows of bags of ids, summed in batch order.
+
+        Args:
+            ids: int64[N].
+            offsets: int64[B], where each bag starts in `ids`; the first is 0; the last bag ends at N. An empty bag
+                gives zeros.
+            pooling: ``"sum"``, ``"mean"``, ``"sqrtn"`` (sum divided by the root of the count), or ``"none"``: the
+                rows themselves, float32[N, dim].
+            weights: float32[N] factors of the rows. With them mean divides by the sum of weights, sqrtn by the root of
+                the sum of their squares (TensorFlow's combiners).
+            touch: see `lookup`.
+
+        Returns:
+            float32[B, dim].
+
+        Raises:
+            ValueError: an unknown pooling, offsets that decrease or pass the end, weights of another length.
+            IndexError, TypeError, CorruptionError: see `lookup`.
+        """
+        label = f"table '{self._name}'"
+        if pooling not in POOLINGS:
+            raise ValueError(f"{label}: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        array = as_ids(ids, table=label)
+        if array.ndim != 1:
+            raise ValueError(f"{label}: ids of bags must be int64[N], got {describe(array)}")
+        starts = as_offsets(offsets, array.size, table=label)
+        factors = None if weights is None else as_rows(weights, array.shape, what="weights", table=label)
+        if pooling == "none":
+            rows: Floats = self.lookup(array, touch=touch)
+            return rows if factors is None else rows * factors[:, None]
+        out = np.empty((starts.size, self._dim), np.float32)
+        self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, out)
+        return out
+
+    def update(self, ids: Any, grads: Any, *, lr: float | None = None, step: int | None = None) -> None:
+        """One optimizer step.
+
+        Gradients of equal ids are summed, in batch order, and the row is updated once. Either all of the step happens
+        or, on an error, none of it.
+
+        Args:
+            ids: int64[N]; an empty batch counts as a step.
+            grads: float32[N, dim], finite.
+            lr: learning rate of this step instead of the optimizer's.
+            step: the step's number instead of ``table.step + 1``; for a shard that follows a global count.
+
+        Raises:
+            ValueError: a NaN or Inf gradient (names the first, its position and id), another shape.
+            IndexError, TypeError: see `lookup`. ReadOnlyError: a reader.
+            MemoryError: the budget cannot hold the directory of so many rows; says how much is needed.
+            OSError: the disk is full or failing; nothing was changed.
+        """
+        label = f"table '{self._name}'"
+        array = as_ids(ids, table=label)
+        values = as_rows(grads, (*array.shape, self._dim), what="grads", table=label)
+        self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
+
+    def stage(self, ids: Any) -> None:
+        """Bring rows into RAM ahead of a lookup; moves records, never values. ids: int64[...]."""
+        self._native.stage(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
+
+    def _field(self, slot: str) -> tuple[int, int]:
+        if slot not in self._fields:
+            known = ", ".join(self._fields)
+            raise ValueError(f"table '{self._name}' has no slot {slot!r}; it has: {known}")
+        return self._fields[slot]
+
+    def get(self, ids: Any, slot: str = "weight") -> Floats:
+        """A raw slot of rows, without touching the cache; a row not stored has its initial value.
+
+        Args:
+            ids: int64[...].
+            slot: ``"weight"`` or one of `slots`.
+
+        Returns:
+            float32[..., length of the slot].
+
+        Raises:
+            ValueError: no such slot; lists those there are. ReadOnlyError: an optimizer slot of a reader.
+            IndexError, TypeError, CorruptionError: see `lookup`.
+        """
+        index, length = self._field(slot)
+        array = as_ids(ids, table=f"table '{self._name}'")
+        out = np.empty((*array.shape, length), np.float32)
+        self._native.get(array.reshape(-1), index, out.reshape(-1, length))
+        return out
+
+    def set(self, ids: Any, values: Any, slot: str = "weight") -> None:
+        """Write a raw slot of rows, for imports; not an optimizer step. Of equal ids the last wins.
+
+        A row not yet stored gets its other slots' initial values.
+
+        Args:
+            ids: int64[...].
+            values: float32[..., length of the slot], finite.
+            slot: ``"weight"`` or one of `slots`.
+
+        Raises:
+            ValueError: no such slot, another shape, a NaN or Inf. IndexError, TypeError, ReadOnlyError, MemoryError,
+            OSError: see `update`.
+        """
+        index, length = self._field(slot)
+        label = f"table '{self._name}'"
+        array = as_ids(ids, table=label)
+        rows = as_rows(values, (*array.shape, length), what="values", table=label)
+        self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
+
+    def contains(self, ids: Any) -> npt.NDArray[np.bool_]:
+        """Whether each row was ever updated or set. ids: int64[...]; returns bool[...]."""
+        array = as_ids(ids, table=f"table '{self._name}'")
+        out = np.empty(array.shape, np.bool_)
+        self._native.contains(array.reshape(-1), out.reshape(-1))
+        return out
+
+    def scan(self, slot: str = "weight", chunk: int = 65_536) -> Iterator[tuple[Ids, Floats]]:
+        """Every stored row once, in log order.
+
+        Args:
+            slot: ``"weight"`` or one of `slots`.
+            chunk: most rows of one pair, at least 1.
+
+        Yields:
+            (int64[n], float32[n, length of the slot]), the caller's arrays.
+
+        Raises:
+            BunkbedError: the table was changed during the scan. ValueError: no such slot.
+        """
+        index, length = self._field(slot)
+        if chunk < 1:
+            raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
+        return self._scan(index, length, chunk)
+
+    def _scan(self, index: int, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
+        scan = _native.Scan(self._native, index)
+        while True:
+            ids = np.empty(chunk, np.int64)
+            values = np.empty((chunk, length), np.float32)
+            count = scan.next(ids, values)
+            if count == 0:
+                return
+            yield ids[:count], values[:count]
+
+    def topk(
+        self,
+        queries: Any,
+        k: int,
+        *,
+        ids: Any = None,
+        exclude: Any | Sequence[Any] | None = None,
+    ) -> tuple[Ids, Floats]:
+        """Exact best rows by dot product, streaming.
+
+        Args:
+            queries: float32[Q, dim], or float32[dim] for one.
+            k: rows wanted, at least 1.
+            ids: int64[M], the rows to choose from (duplicates count once). Default: every stored row.
+            exclude: ids to leave out: int64[E] for all queries, or a sequence of Q such arrays.
+
+        Returns:
+            (ids int64[Q, k], scores float32[Q, k]), best first, of equal scores the lower id first; without the
+            leading axis for one query. Where fewer rows exist: id -1, score -inf.
+
+        Raises:
+            ValueError: k below 1, queries of another shape, as many `exclude` arrays as there are no queries.
+        """
+        label = f"table '{self._name}'"
+        array = np.asarray(queries)
+        single = array.ndim == 1
+        rows = as_rows(array[None] if single else array, (1 if single else len(array), self._dim), what="queries", table=label)
+        if k < 1:
+            raise ValueError(f"{label}: k must be at least 1, got {k}")
+        left_out: Ids | list[Ids] | None = None
+        if exclude is not None:
+            if isinstance(exclude, (list, tuple)) and exclude and not np.isscalar(exclude[0]):
+                left_out = [as_ids(e, what="exclude", table=label).reshape(-1) for e in exclude]
+                if len(left_out) != len(rows):
+                    raise ValueError(f"{label}: exclude holds {len(left_out)} arrays for {len(rows)} queries")
+            else:
+                left_out = as_ids(exclude, what="exclude", table=label).reshape(-1)
+        best = best_rows(rows, k, self._candidates(ids, len(rows)), left_out)
+        return (best[0][0], best[1][0]) if single else best
+
+    def _candidates(self, ids: Any, num_queries: int) -> Iterator[tuple[Ids, Floats]]:
+        chunk = max(1024, min(65_536, (64 << 20) // (4 * max(1, num_queries))))
+        if ids is None:
+            yield from self.scan(chunk=chunk)
+            return
+        wanted = np.unique(as_ids(ids, table=f"table '{self._name}'"))
+        for begin in range(0, len(wanted), chunk):
+            part = wanted[begin : begin + chunk]
+            yield part, self.lookup(part, touch=False)
+
+    # ---- Durability
+
+    def commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> int:
+        """Make everything so far durable.
+
+        Args:
+            meta: JSON-able facts stored with the commit; `meta` reads them back. None keeps the last ones.
+            keep: name under which this commit is kept as a snapshot. A name used before moves here.
+
+        Returns:
+            The epoch. Without changes since the last commit, and without `meta` or `keep`, that one's.
+
+        Raises:
+            OSError: the disk is full (nothing is lost, free space and call again) or failing (after a failed sync the
+                table refuses writes until reopened). ReadOnlyError: a reader. BunkbedError: the table belongs to a run.
+        """
+        if self._run is not None:
+            raise BunkbedError(f"table '{self._name}' belongs to a run; commit all its tables together with run.commit()")
+        return self._commit(meta, keep)
+
+    def _commit(self, meta: dict[str, Any] | None, keep: str | None) -> int:
+        if keep is not None and (not isinstance(keep, str) or not keep):
+            raise ValueError(f"table '{self._name}': keep must be a name, got {keep!r}")
+        text = None if meta is None else json.dumps(meta)
+        return int(self._native.commit(text, keep or ""))
+
+    def snapshots(self) -> dict[str, int]:
+        """Kept commits: name -> epoch, oldest first."""
+        return dict(self._native.snapshots())
+
+    def drop(self, name: str) -> None:
+        """Forget a snapshot; its space is freed where no other commit needs it.
+
+        Raises:
+            ValueError: no such snapshot; lists those there are.
+        """
+        self._native.drop(name)
+
+    def rewind(self, to: str | int) -> None:
+        """Go back to a kept commit, optimizer state and step too; it becomes the newest commit.
+
+        Args:
+            to: a snapshot's name, or an epoch that still exists.
+
+        Raises:
+            ValueError: no such commit; lists those that remain. ReadOnlyError: a reader.
+        """
+        if self._run is not None:
+            raise BunkbedError(f"table '{self._name}' belongs to a run; go back with run.rewind()")
+        self._rewind(to)
+
+    def _rewind(self, to: str | int) -> None:
+        if isinstance(to, str):
+            self._native.rewind(to, None)
+        else:
+            self._native.rewind("", int(to))
+
+    def refresh(self) -> int:
+        """Reader only: move to the newest commit. Returns its epoch."""
+        return int(self._native.refresh())
+
+    def compact(self) -> int:
+        """Compact the log now rather than little by little. Returns how many records were moved."""
+        return int(self._native.compact())
+
+    def close(self, commit: bool = True) -> None:
+        """Commit (a writer, unless told not to) and let go of files and memory. Closing twice is no error.
+
+        If the commit fails the table stays open and nothing is lost.
+        """
+        if self._closed:
+            return
+        if self._opens > 1:
+            self._opens -= 1
+            if commit and self._mode == "w" and self._run is None:
+                self._commit(None, None)
+            return
+        if commit and self._mode == "w" and self._run is None:
+            self._commit(None, None)
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._native.close()
+        if self._budget is not None:
+            self._budget.leave(self)
+        with _writers_lock:
+            for key in [key for key, table in _writers.items() if table is self]:
+                del _writers[key]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(commit=kind is None)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"table '{self._name}' cannot be pickled or copied: it is files and memory, not a value; "
+            'pass its path and open it there with bb.open(path, mode="r")'
+        )
+
+    # ---- As a member of a shared budget (see Budget)
+
+    def wanted_bytes(self) -> int | None:
+        """Bytes beyond which more RAM is of no use; None when unknown."""
+        return int(self._spec.wanted_ram(self._path is not None)) or None
+
+    def minimum_bytes(self) -> int:
+        """Bytes below which the table cannot work now."""
+        stats = self._native.stats() if self._native is not None else {"stored_rows": 0, "directory_bytes": 0}
+        on_disk = self._path is not None
+        stored = max(self._spec.minimum_ram(stats["stored_rows"], on_disk), self._stored_hint)
+        return int(max(stored, self._spec.minimum_ram(0, on_disk) + stats["directory_bytes"]))
+
+    #: Bytes a table about to be opened needs, before there is a core to ask.
+    _stored_hint = 0
+
+    def apply_share(self, num_bytes: int) -> None:
+        """Live within `num_bytes` from now on."""
+        self._ram_bytes = num_bytes
+        self._native.set_ram(num_bytes)
+
+
+def _check_same_slots(name: str, present: _optim.Optimizer, wanted: _optim.Optimizer) -> None:
+    if type(present) is not type(wanted):
+
+        def slots(optimizer: _optim.Optimizer) -> str:
+            return f"{type(optimizer).__name__} ({', '.join(optimizer.slots) or 'no slots'})"
+
+        raise ValueError(
+            f"table '{name}': its records hold the state of {slots(present)}, {slots(wanted)} was asked for; "
+            "hyperparameters may change on opening, the optimizer's class may not"
+        )
+    before = getattr(present, "initial_accumulator", 0.0)
+    after = getattr(wanted, "initial_accumulator", 0.0)
+    if before != after:
+        raise ValueError(
+            f"table '{name}': initial_accumulator is {before} in the table, {after} was asked for; "
+            "it is part of what an untouched row is and cannot change"
+        )
+
+
+def _make_spec(
+    dim: int,
+    num_rows: int | None,
+    optimizer: _optim.Optimizer | None,
+    init: _init.Initializer | None,
+    seed: int,
+    dtype: str,
+    belongs_to_run: bool,
+) -> _native.TableSpec:
+    def whole(name: str, value: object, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
+        return int(value)
+
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    definition = _optim.require_optimizer(_optim.Adam() if optimizer is None else optimizer)
+    initializer = _init.require_initializer(_init.Normal(std=0.01) if init is None else init)
+    kind, a, b = initializer.native()
+    return _native.TableSpec(
+        num_rows=-1 if num_rows is None else whole("num_rows", num_rows, 1, 2**63 - 1),
+        dim=whole("dim", dim, 1, _MAX_DIM),
+        dtype=DTYPES.index(dtype),
+        init_kind=kind,
+        init_a=a,
+        init_b=b,
+        seed=whole("seed", seed, 0, 2**64 - 1),
+        optimizer=definition.native(),
+        belongs_to_run=belongs_to_run,
+    )
+
+
+def _resolve(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a string or a path, got {path!r}")
+    return Path(path).expanduser().absolute()
+
+
+def _give_memory(table: Table, ram: int | str | Budget | None) -> int:
+    """Bytes the table may take, and remembers the budget it shares."""
+    if isinstance(ram, Budget):
+        table._budget = ram
+        return ram.share_for(table)
+    if ram is None:
+        return 0 if table.path is None else parse_bytes(DEFAULT_RAM)
+    return parse_bytes(ram)
+
+
+def _join_budget(table: Table, ram_bytes: int) -> None:
+    table._ram_bytes = ram_bytes
+    if table._budget is not None:
+        try:
+            table._budget.join(table)
+        except BaseException:
+            table._budget = None
+            table._close()
+            raise
+
+
+def create(
+    path: str | os.PathLike[str] | None,
+    *,
+    dim: int,
+    num_rows: int | None = None,
+    optimizer: _optim.Optimizer | None = None,
+    init: _init.Initializer | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    ram: int | str | Budget | None = None,
+    _run: Run | None = None,
+) -> Table:
+    """Create a table.
+
+    Instant whatever the number of rows, and writes next to nothing: an untouched row is a function of (seed, id).
+
+    Args:
+        path: directory to make; None keeps the table in RAM only.
+        dim: weights of a row, at least 1.
+        num_rows: ids lie in ``[0, num_rows)``; None: any non-negative int64, a row comes into being when first trained.
+        optimizer: `bunkbed.SGD`, `Adagrad`, `RowwiseAdagrad` or `Adam`; default ``Adam(lr=1e-3)``.
+        init: `bunkbed.Zeros`, `Normal` or `Uniform`; default ``Normal(std=0.01)``.
+        seed: of the initialiser and of stochastic rounding, in [0, 2**64).
+        dtype: of the stored weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB, or no bound in RAM only.
+
+    Returns:
+        The open table; this process is its writer.
+
+    Raises:
+        FileExistsError: something is there already. ValueError, TypeError: an argument out of range; a budget too small
+        to work at all (says how much is needed).
+    """
+    spec = _make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None)
+    place = None if path is None else _resolve(path)
+    table = Table(spec, place, "w")
+    table._run = _run
+    ram_bytes = _give_memory(table, ram)
+    table._start(_native.create("" if place is None else str(place), table.name, spec, ram_bytes))
+    _join_budget(table, ram_bytes)
+    if place is not None:
+        with _writers_lock:
+            _writers[(os.getpid(), str(place.resolve()))] = table
+    return table
+
+
+def open(  # noqa: A001 - `bb.open` is the public name
+    path: str | os.PathLike[str],
+    *,
+    mode: Literal["w", "r"] = "w",
+    ram: int | str | Budget | None = None,
+    snapshot: str | None = None,
+    create: dict[str, Any] | None = None,
+    optimizer: _optim.Optimizer | None = None,
+    _run: Run | None = None,
+    _epoch: int | None = None,
+) -> Table:
+    """Open a table at its last commit.
+
+    Opening a path that this process already writes returns the same table; each opening wants its own `close`.
+
+    Args:
+        path: the table's directory.
+        mode: ``"w"``: the one writer; ``"r"``: a reader of the last commit (`Table.refresh` moves on), without locks.
+        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
+        snapshot: open this kept commit, for reading.
+        create: arguments of `bunkbed.create`: make the table when it is not there; otherwise each given one is
+            compared with the table's. The optimizer's hyperparameters are taken over.
+        optimizer: new hyperparameters; the class must be the table's.
+
+    Returns:
+        The open table.
+
+    Raises:
+        FileNotFoundError: nothing is there. FormatError: no table, or of a newer format. TableLockedError: another
+        process writes it. CorruptionError: its last commit is damaged; names the older ones.
+        ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget too small.
+    """
+    place = _resolve(path)
+    if mode not in ("w", "r"):
+        raise ValueError(f'mode must be "w" or "r", got {mode!r}')
+    writable = mode == "w" and snapshot is None
+    if create is not None:
+        unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype"}
+        if unknown:
+            raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
+        if not _is_table(place):
+            if not writable:
+                raise FileNotFoundError(f"no table at {place} to read")
+            return _create_table(place, ram=ram, _run=_run, **create)
+    if writable:
+        with _writers_lock:
+            present = _writers.get((os.getpid(), str(place.resolve())))
+        if present is not None and not present.closed:
+            _compare(present, create, optimizer)
+            present._opens += 1
+            return present
+    if not place.exists():
+        raise FileNotFoundError(f"no table at {place}; make one with bb.create, or give open() create=dict(dim=...)")
+    if not place.is_dir():
+        from bunkbed.errors import FormatError
+
+        raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
+    spec, stored_rows = _native.read_spec(str(place))
+    table = Table(spec, place, "w" if writable else "r")
+    table._run = _run
+    table._stored_hint = spec.minimum_ram(stored_rows, True)
+    ram_bytes = _give_memory(table, ram)
+    native = _native.open(str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None)
+    table._start(native)
+    table._stored_hint = 0
+    try:
+        _compare(table, create, optimizer)
+    except BaseException:
+        table._budget = None
+        table._close()
+        raise
+    _join_budget(table, ram_bytes)
+    if writable:
+        with _writers_lock:
+            _writers[(os.getpid(), str(place.resolve()))] = table
+    return table
+
+
+_create_table = create
+
+
+def _is_table(place: Path) -> bool:
+    return place.is_dir() and any(entry.name.startswith("manifest-") for entry in place.iterdir())
+
+
+def _compare(table: Table, create: dict[str, Any] | None, optimizer: _optim.Optimizer | None) -> None:
+    """Each value given must be the table's; hyperparameters are taken over."""
+    wanted = dict(create or {})
+    if optimizer is not None:
+        wanted["optimizer"] = optimizer
+    for key in ("dim", "num_rows", "dtype", "init", "seed"):
+        if key in wanted and wanted[key] != getattr(table, key):
+            raise ValueError(
+                f"table '{table.name}': {key} is {getattr(table, key)!r} in the table, {wanted[key]!r} was asked for"
+            )
+    definition = wanted.get("optimizer")
+    if definition is None:
+        return
+    _check_same_slots(table.name, table.optimizer, _optim.require_optimizer(definition))
+    if definition != table.optimizer:
+        if table.mode == "r":
+            raise ReadOnlyError(f"table '{table.name}' is open for reading; its hyperparameters cannot change")
+        table.optimizer = definition
+
+
+def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Kept commits of the table at `path`: name -> epoch, oldest first.
+
+    Raises:
+        FileNotFoundError, FormatError: no table there.
+    """
+    return dict(_native.snapshots(str(_resolve(path))))

@@ -1,0 +1,48 @@
+"""Exact best rows by dot product, streaming over chunks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from bunkbed import _native
+from bunkbed.arguments import Floats, Ids
+
+
+def best_rows(
+    queries: Floats, k: int, chunks: Iterable[tuple[Ids, Floats]], exclude: Ids | Sequence[Ids] | None
+) -> tuple[Ids, Floats]:
+    """The `k` highest scores of each query over all chunks.
+
+    Scores are dot products over 16 fixed lanes, the same on every machine; of equal scores the lower id wins.
+
+    Args:
+        queries: float32[Q, dim].
+        k: rows wanted of each query, at least 1.
+        chunks: (int64[n], float32[n, dim]) pairs; no id twice.
+        exclude: ids left out, for all queries (int64[M]) or one array a query.
+
+    Returns:
+        (int64[Q, k], float32[Q, k]), best first; where fewer rows exist, id -1 and score -inf.
+    """
+    num_queries = len(queries)
+    best_ids = np.full((num_queries, k), -1, np.int64)
+    best_scores = np.full((num_queries, k), -np.inf, np.float32)
+    for ids, values in chunks:
+        scores = np.empty((num_queries, len(ids)), np.float32)
+        _native.scores(queries, values, scores)
+        for q in range(num_queries):
+            row_ids, row_scores = ids, scores[q]
+            if exclude is not None:
+                left_out = exclude if isinstance(exclude, np.ndarray) else exclude[q]
+                kept = ~np.isin(row_ids, left_out)
+                row_ids, row_scores = row_ids[kept], row_scores[kept]
+            # Only rows that reach the k-th best so far can matter; equality too, for the sake of ties.
+            reaching = row_scores >= best_scores[q, -1]
+            row_ids = np.concatenate([best_ids[q], row_ids[reaching]])
+            row_scores = np.concatenate([best_scores[q], row_scores[reaching]])
+            real = row_ids >= 0
+            order = np.lexsort((np.where(real, row_ids, np.iinfo(np.int64).max), -row_scores))[:k]
+            best_ids[q], best_scores[q] = row_ids[order], row_scores[order]
+    return best_ids, best_scores
