@@ -46,6 +46,6 @@ def native_defaults():
 
     simd, threads = _native.simd(), bb.get_num_threads()
     yield
-    _native.set_fault("")
+    _native.set_fault(None)
     _native.set_simd(simd)
     bb.set_num_threads(threads)

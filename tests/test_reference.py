@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bunkbed import SGD, Adagrad, Adam, RowwiseAdagrad
+from bunkbed import SGD, Adagrad, Adam, RowwiseAdagrad, Zeros
 from bunkbed.testing import ReferenceTable
 from bunkbed.testing.arithmetic import integer_power, lane_sum, sum_duplicates
 from bunkbed.testing.philox import narrow_nearest
@@ -92,7 +92,7 @@ def test_agrees_with_torch_over_200_steps(name: str, weight_decay: float) -> Non
 
 def test_rowwise_adagrad_is_its_formula() -> None:
     rng = np.random.default_rng(3)
-    table = ReferenceTable(dim=20, num_rows=4, optimizer=RowwiseAdagrad(lr=0.1))
+    table = ReferenceTable(dim=20, num_rows=4, optimizer=RowwiseAdagrad(lr=0.1), init=Zeros())
     weight, total = np.zeros(20), 0.0
     for _ in range(50):
         grad = rng.standard_normal((1, 20)).astype(np.float32)

@@ -154,7 +154,7 @@ def pool(rows: FloatArray, pooling: str, weights: FloatArray | None) -> FloatArr
         total += row if weights is None else scale * row
         mass = mass + (scale * scale if pooling == "sqrtn" else scale)
     if pooling == "mean":
-        total *= f32(1) / mass
+        total /= mass
     elif pooling == "sqrtn":
-        total *= f32(1) / np.sqrt(mass)
+        total /= np.sqrt(mass)
     return total

@@ -5,9 +5,9 @@ Needs pytest. Values are compared with `ReferenceTable` as bytes, so a sign of z
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ class TableTests:
         """A new table with these arguments of ``bb.create`` (never `path` or `ram`)."""
         raise NotImplementedError("subclasses of TableTests override make_table(self, tmp_path, **kwargs)")
 
-    def reopen(self, table: Any, *, mode: str = "w", commit: bool = True) -> Any:
+    def reopen(self, table: Any, *, mode: Literal["w", "r"] = "w", commit: bool = True) -> Any:
         """Closes the writer and opens its files again; skips where there are none."""
         if table.path is None:
             pytest.skip("a table in RAM only has no files")
@@ -393,7 +393,7 @@ class TableTests:
         table, reference = pair
         self.train(table, reference, steps=1)
         some = np.ones((len(ids), self.dim), np.float32)
-        for call in (
+        calls: list[Callable[[], Any]] = [
             lambda: table.lookup(ids),
             lambda: table.lookup_bags(ids, [0]),
             lambda: table.update(ids, some),
@@ -401,7 +401,8 @@ class TableTests:
             lambda: table.get(ids),
             lambda: table.contains(ids),
             lambda: table.stage(ids),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(kind, match=message):
                 call()
         assert_same_rows(table, reference, self.all_ids())
@@ -414,13 +415,13 @@ class TableTests:
         self.train(table, reference, steps=1)
         grads = np.ones((5, self.dim), np.float32)
         grads[3, 2] = bad
-        with pytest.raises(ValueError, match=r"(?i)(nan|inf).*position 3"):
+        with pytest.raises(ValueError, match=r"position 3.*(nan|inf)"):
             table.update([1, 2, 3, 4, 5], grads)
         assert_same_rows(table, reference, self.all_ids())
 
     @pytest.mark.parametrize(
         ("ids", "shape"),
-        [([1, 2], (3, 8)), ([1, 2], (2, 7)), ([1, 2], (2,)), ([[1, 2]], (1, 2, 8))],
+        [([1, 2], (3, 8)), ([1, 2], (2, 7)), ([1, 2], (2,)), ([[1, 2]], (2, 8))],
         ids=repr,
     )
     def test_a_gradient_of_the_wrong_shape_changes_nothing(
@@ -496,11 +497,11 @@ class TableTests:
         table, reference = pair
         self.train(table, reference, steps=1)
         table.commit(keep="good")
-        with pytest.raises((KeyError, ValueError), match=r"bad.*good"):
+        with pytest.raises(ValueError, match=r"bad.*good"):
             table.rewind("bad")
         assert_same_rows(table, reference, self.all_ids())
         table.drop("good")
-        with pytest.raises((KeyError, ValueError), match=r"good"):
+        with pytest.raises(ValueError, match=r"good"):
             table.rewind("good")
 
     def test_a_commit_survives_reopening(self, pair: tuple[Any, ReferenceTable]) -> None:
@@ -531,15 +532,16 @@ class TableTests:
         reader = self.reopen(table, mode="r")
         ids = self.all_ids()
         assert_same_bits(reader.lookup(ids), reference.lookup(ids))
-        assert_same_bits(reader.get(ids, slot="exp_avg"), reference.get(ids, slot="exp_avg"))
+        assert_same_bits(reader.get(ids), reference.get(ids))
         assert reader.contains(ids).tolist() == reference.contains(ids).tolist()
         ones = np.ones((1, self.dim), np.float32)
-        for call in (
+        calls: list[Callable[[], Any]] = [
             lambda: reader.update([1], ones),
             lambda: reader.set([1], ones),
             lambda: reader.commit(),
             lambda: reader.rewind(1),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(bb.ReadOnlyError, match="read"):
                 call()
         reader.close()

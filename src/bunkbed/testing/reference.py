@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bunkbed import optim
 from bunkbed.errors import TableClosedError
-from bunkbed.init import Initializer, Zeros
+from bunkbed.init import Initializer, Normal
 from bunkbed.testing import arithmetic, philox
 from bunkbed.testing.arithmetic import FloatArray, IntArray
 
@@ -30,13 +30,14 @@ class ReferenceTable:
         dim: weights per row.
         num_rows: ids lie in ``[0, num_rows)``; None admits any non-negative int64.
         optimizer: one of ``bb.SGD``, ``bb.Adagrad``, ``bb.RowwiseAdagrad``, ``bb.Adam`` (the default).
-        init: ``bb.Zeros``, ``bb.Normal`` or ``bb.Uniform``; default ``Zeros()``.
+        init: ``bb.Zeros``, ``bb.Normal`` or ``bb.Uniform``; default ``Normal(std=0.01)``.
         seed: of the initialiser.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; how weights are stored.
         initial: overrides `init`: a function from int64[N] ids to float32[N, dim] rows.
         name: how errors call the table.
 
-    >>> table = ReferenceTable(dim=2, num_rows=10, optimizer=optim.SGD(lr=0.5))
+    >>> from bunkbed import SGD, Zeros
+    >>> table = ReferenceTable(dim=2, optimizer=SGD(lr=0.5), init=Zeros())
     >>> table.update([3, 3], np.ones((2, 2), np.float32))
     >>> table.lookup([3, 4]).tolist()
     [[-1.0, -1.0], [0.0, 0.0]]
@@ -59,7 +60,7 @@ class ReferenceTable:
         self.dim = dim
         self.num_rows = num_rows
         self.optimizer = optimizer if optimizer is not None else optim.Adam()
-        self.init = init if init is not None else Zeros()
+        self.init = init if init is not None else Normal(std=0.01)
         self.seed = seed
         self.dtype = dtype
         self.name = name
@@ -69,6 +70,7 @@ class ReferenceTable:
         self.path = None
         self.mode = "w"
         self.closed = False
+        self.is_dirty = False
         self._initial = initial
         self._slots = arithmetic.optimizer_slots(self.optimizer, dim)
         self._widths = {"weight": dim, **{slot: width for slot, (width, _) in self._slots.items()}}
@@ -160,26 +162,25 @@ class ReferenceTable:
     ) -> tuple[IntArray, FloatArray]:
         """The k best rows by dot product for each query: (int64[Q, k], float32[Q, k]), best first.
 
-        Candidates are `ids`, or every row of the table (every stored row where `num_rows` is None), less
-        `exclude`. Equal scores go to the smaller id.
+        Candidates are `ids`, or every stored row, less `exclude` (one set for all queries, or one a query).
+        Equal scores go to the smaller id; where fewer rows exist, id -1 and score -inf.
         """
         vectors = np.asarray(queries, np.float32)
         if ids is not None:
             candidates = np.unique(self._check_ids(ids))
-        elif self.num_rows is not None:
-            candidates = np.arange(self.num_rows, dtype=np.int64)
         else:
             candidates = np.array(sorted(self._places), np.int64)
-        if exclude is not None:
-            candidates = np.setdiff1d(candidates, self._check_ids(exclude))
         rows = self._gather(candidates, "weight")
         best_ids = np.full((len(vectors), k), -1, np.int64)
         best_scores = np.full((len(vectors), k), -np.inf, np.float32)
         for index, query in enumerate(vectors):
+            each = isinstance(exclude, list | tuple) and len(exclude) > 0 and not np.isscalar(exclude[0])
+            left_out = np.asarray([] if exclude is None else exclude[index] if each else exclude)  # type: ignore[index]
             scores = arithmetic.lane_sum(rows * query)
-            order = np.lexsort((candidates, -scores))[:k]
-            best_ids[index, : order.size] = candidates[order]
-            best_scores[index, : order.size] = scores[order]
+            scores[np.isin(candidates, left_out)] = -np.inf
+            order = [i for i in np.lexsort((candidates, -scores)).tolist() if scores[i] > -np.inf][:k]
+            best_ids[index, : len(order)] = candidates[order]
+            best_scores[index, : len(order)] = scores[order]
         return best_ids, best_scores
 
     def stats(self) -> dict[str, float]:
@@ -194,22 +195,29 @@ class ReferenceTable:
     def update(self, ids: ArrayLike, grads: ArrayLike, *, lr: float | None = None) -> None:
         """One optimizer step: int64[N] ids, float32[N, dim] gradients, duplicates summed in batch order."""
         wanted = self._check_ids(ids)
-        if wanted.ndim != 1:
-            raise ValueError(f"ids must be int64[N], got int64{list(wanted.shape)}")
-        values = self._check_values(grads, (wanted.size, self.dim), "grads")
+        values = self._check_values(grads, (*wanted.shape, self.dim), "grads").reshape(-1, self.dim)
+        wanted = wanted.ravel()
         bad = np.argwhere(~np.isfinite(values))
         if bad.size:
             position, column = bad[0].tolist()
             raise ValueError(
-                f"table {self.name!r}: gradient {values[position, column]} at position {position}, "
-                f"column {column} is not finite; nothing was changed"
+                f"table {self.name!r}: gradient at position {position} (id {wanted[position]}), "
+                f"element {column}, is {values[position, column]}; nothing was changed"
             )
         rate = float(self.optimizer.lr if lr is None else lr)  # type: ignore[attr-defined]
+        with np.errstate(over="ignore", invalid="ignore"):
+            unique, sums = arithmetic.sum_duplicates(wanted, values)
+        overflowed = np.flatnonzero(~np.isfinite(sums).all(axis=1))
+        if overflowed.size:
+            raise ValueError(
+                f"table {self.name!r}: the gradients of id {unique[overflowed[0]]} are finite, "
+                "their sum is not; nothing was changed"
+            )
         self.step += 1
         self._counts["updates"] += 1
+        self.is_dirty = True
         if not wanted.size:
             return
-        unique, sums = arithmetic.sum_duplicates(wanted, values)
         self._counts["unique_rows"] += unique.size
         places = self._store(unique)
         rows = {slot: array[places] for slot, array in self._arrays.items()}
@@ -228,7 +236,10 @@ class ReferenceTable:
         wanted = self._check_ids(ids)
         width = self._check_slot(slot)
         fresh = self._check_values(values, (*wanted.shape, width), "values").reshape(-1, width)
+        if not np.isfinite(fresh).all():
+            raise ValueError(f"table {self.name!r}: values must be finite; nothing was changed")
         places = self._store(wanted.ravel())
+        self.is_dirty = self.is_dirty or wanted.size > 0
         if slot == "weight":
             fresh = philox.narrow_nearest(self.dtype, fresh)
         self._arrays[slot][places] = fresh  # NumPy assigns in order: the last of duplicates stays
@@ -240,8 +251,13 @@ class ReferenceTable:
     # ---- commits
 
     def commit(self, meta: Mapping[str, Any] | None = None, keep: str | None = None) -> int:
-        """Keeps a copy of everything as the next epoch and returns its number."""
+        """Keeps a copy of everything as the next epoch and returns its number.
+
+        Without changes since the last commit, and without `meta` or `keep`, that one's.
+        """
         self._check_open()
+        if not self.is_dirty and meta is None and keep is None:
+            return self.epoch
         if meta is not None:
             self.meta = copy.deepcopy(dict(meta))
         self.epoch += 1
@@ -258,15 +274,17 @@ class ReferenceTable:
     def drop(self, name: str) -> None:
         """Forgets a kept commit."""
         if name not in self._names:
-            raise KeyError(f"table {self.name!r} has no snapshot {name!r}; it has {sorted(self._names)}")
+            raise ValueError(f"table {self.name!r} has no snapshot {name!r}; it has {sorted(self._names)}")
         del self._names[name]
-        self._keep_state()
+        self._collect()
 
     def rewind(self, snapshot: str | int) -> None:
         """Returns rows, slots and step to a kept commit, which becomes the newest one."""
         epoch = self._names.get(snapshot) if isinstance(snapshot, str) else snapshot
         if epoch not in self._commits:
-            raise KeyError(f"table {self.name!r} has no snapshot {snapshot!r}; it has {sorted(self._names)}")
+            raise ValueError(
+                f"table {self.name!r} has no snapshot {snapshot!r}; it has {sorted(self._names)}"
+            )
         newest = self.epoch
         self._restore(self._commits[epoch])
         self.epoch = newest + 1
@@ -371,6 +389,11 @@ class ReferenceTable:
             "step": self.step,
             "meta": copy.deepcopy(self.meta),
         }
+        self.is_dirty = False
+        self._collect()
+
+    def _collect(self) -> None:
+        """Forgets every commit but the last and the kept ones."""
         kept = {self.epoch, *self._names.values()}
         self._commits = {epoch: state for epoch, state in self._commits.items() if epoch in kept}
 
@@ -379,3 +402,4 @@ class ReferenceTable:
         self._arrays = {slot: array.copy() for slot, array in state["arrays"].items()}
         self.step = state["step"]
         self.meta = copy.deepcopy(state["meta"])
+        self.is_dirty = False

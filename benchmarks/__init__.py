@@ -1,0 +1,1 @@
+"""Measurements, each runnable as ``python -m benchmarks.<name>``; RESULTS.md holds figures and commands."""

@@ -1,0 +1,254 @@
+"""Rows after training, to the last bit, whatever the RAM, the threads and the SIMD level.
+
+300 steps of Adam on Zipf ids, each gradient computed from the row just looked up, so that one wrong bit
+spreads. Every lookup of every step, and at the end every weight, slot and stored flag, is compared with
+`bunkbed.testing.ReferenceTable`. The next batch is staged before the present one is updated; commits happen
+every 25 steps, the table is closed and opened again half-way. Then the seeded bugs: each must make the
+run fail.
+
+The exponent is 0.6, flatter than the other benchmarks': a step must evict at least 30 % of its unique rows
+even with half of the table in RAM, and hotter ids would let the cache hide a bug.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bunkbed as bb
+from benchmarks import common
+from bunkbed import _native
+from bunkbed.testing import ReferenceTable
+
+FAULTS = ("lost_write_back", "stale_read", "double_update")
+LEVELS = ("scalar", "avx2", "avx512")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One training run, whatever holds the table."""
+
+    num_rows: int = 40_000
+    dim: int = 64
+    batch: int = 2048
+    steps: int = 300
+    exponent: float = 0.6
+    seed: int = 0
+
+    def table_arguments(self) -> dict[str, Any]:
+        return {
+            "dim": self.dim,
+            "num_rows": self.num_rows,
+            "optimizer": bb.Adam(lr=0.01),
+            "init": bb.Normal(std=0.1),
+            "seed": 42,
+        }
+
+    @property
+    def table_bytes(self) -> int:
+        """Weights and Adam state of every row."""
+        return self.num_rows * self.dim * 3 * 4
+
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """ids int64[batch] and noise float32[batch, dim] of every step."""
+        sample = common.zipf(self.num_rows, self.exponent)
+        rng = np.random.default_rng(self.seed)
+        for _ in range(self.steps):
+            ids = sample(rng, self.batch)
+            yield ids, rng.standard_normal((self.batch, self.dim), dtype=np.float32)
+
+
+@dataclasses.dataclass
+class Expected:
+    """What `ReferenceTable` holds: a checksum of every lookup, and the rows at the end."""
+
+    lookups: list[int]
+    table: ReferenceTable
+    unique_rows: int
+
+
+class Mismatch(AssertionError):
+    """The table and the reference differ."""
+
+
+def gradient(rows: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """What a quadratic loss would send back: it depends on every bit of the rows."""
+    return rows * np.float32(0.1) + noise
+
+
+def reference(plan: Plan) -> Expected:
+    """Trains the oracle."""
+    table = ReferenceTable(**plan.table_arguments())
+    lookups, unique = [], 0
+    for ids, noise in plan.batches():
+        rows = table.lookup(ids)
+        lookups.append(zlib.crc32(rows.tobytes()))
+        table.update(ids, gradient(rows, noise))
+        unique += np.unique(ids).size
+    return Expected(lookups, table, unique)
+
+
+def smallest_ram(make: Callable[[int], Any]) -> int:
+    """The smallest `ram` in bytes, to one KiB, with which `make` gives a table."""
+    low, high = 0, 1
+    while True:
+        try:
+            make(high * 1024).close(commit=False)
+            break
+        except (MemoryError, ValueError):
+            low, high = high, 2 * high
+            if high > 1 << 22:
+                raise
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            make(middle * 1024).close(commit=False)
+            high = middle
+        except (MemoryError, ValueError):
+            low = middle
+    return high * 1024
+
+
+def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str = "") -> dict[str, float]:
+    """Trains a table in `folder` within `ram` bytes and compares everything.
+
+    Returns:
+        The table's counters over the whole run, and ``evicted_share`` of the steps' unique rows.
+
+    Raises:
+        Mismatch: at the first difference.
+    """
+    totals: dict[str, float] = {}
+
+    def leave(table: Any) -> None:
+        for key, value in table.stats().items():
+            totals[key] = totals.get(key, 0) + value
+
+    table = bb.create(folder, ram=ram, **plan.table_arguments())
+    try:
+        if fault:
+            _native.set_fault(fault)
+        following = itertools.chain(itertools.islice(plan.batches(), 1, None), [None])
+        for step, ((ids, noise), ahead) in enumerate(zip(plan.batches(), following, strict=True)):
+            if step == plan.steps // 2:
+                leave(table)
+                table.close()
+                table = bb.open(folder, ram=ram)
+            elif step % 25 == 24:
+                table.commit(meta={"step": step})
+            rows = table.lookup(ids)
+            if ahead is not None:
+                table.stage(ahead[0])
+            if zlib.crc32(rows.tobytes()) != expected.lookups[step]:
+                raise Mismatch(f"step {step}: the lookup differs from the reference")
+            table.update(ids, gradient(rows, noise))
+        compare(table, expected.table)
+        leave(table)
+    finally:
+        if fault:
+            _native.set_fault(None)
+        table.close(commit=False)
+    totals["evicted_share"] = totals["evictions"] / expected.unique_rows
+    return totals
+
+
+def compare(table: Any, oracle: ReferenceTable) -> None:
+    """Every row, every slot, every stored flag."""
+    ids = np.arange(oracle.num_rows or 0, dtype=np.int64)
+    if table.step != oracle.step:
+        raise Mismatch(f"the table's step is {table.step}, not {oracle.step}")
+    if not np.array_equal(table.contains(ids), oracle.contains(ids)):
+        raise Mismatch("other rows are stored than in the reference")
+    for slot in ("weight", *oracle.slots):
+        ours, theirs = table.get(ids, slot=slot), oracle.get(ids, slot=slot)
+        differ = (ours.view(np.uint32) != theirs.view(np.uint32)).any(axis=1)
+        if differ.any():
+            raise Mismatch(f"{slot}: {int(differ.sum())} rows differ, the first is {int(differ.argmax())}")
+
+
+def budgets(plan: Plan, folder: Path) -> dict[str, int]:
+    """The four budgets by name, in bytes."""
+    counter = itertools.count()
+    smallest = smallest_ram(
+        lambda ram: bb.create(folder / f"probe-{next(counter)}", ram=ram, **plan.table_arguments())
+    )
+    return {
+        "smallest": smallest,
+        "10 %": max(smallest, plan.table_bytes // 10),
+        "50 %": max(smallest, plan.table_bytes // 2),
+        # Rows, directory and buffers: nothing ever leaves.
+        "everything": 4 * plan.table_bytes + 16 * smallest,
+    }
+
+
+def levels() -> list[str]:
+    """The SIMD levels this processor has."""
+    before, found = _native.simd(), []
+    for level in LEVELS:
+        try:
+            _native.set_simd(level)
+        except ValueError:
+            continue
+        found.append(level)
+    _native.set_simd(before)
+    return found
+
+
+def main() -> None:
+    options = common.parser(__doc__).parse_args()
+    plan = Plan(seed=options.seed)
+    if options.tiny:
+        plan = dataclasses.replace(plan, num_rows=4000, batch=256, steps=60)
+    simd, threads = _native.simd(), bb.get_num_threads()
+    bad = 0
+    with common.workspace(options.dir, 8 * plan.table_bytes) as folder:
+        print(common.machine(folder))
+        print(
+            f"{plan.num_rows:,} rows x {plan.dim * 12} B, "
+            f"{plan.steps} steps of {plan.batch} Zipf({plan.exponent}) ids"
+        )
+        expected = reference(plan)
+        rams = budgets(plan, folder)
+        runs = itertools.count()
+        try:
+            for (name, ram), count, level in itertools.product(rams.items(), (1, 2), levels()):
+                bb.set_num_threads(count)
+                _native.set_simd(level)
+                try:
+                    totals = train(plan, expected, folder / f"run-{next(runs)}", ram=ram)
+                except Mismatch as error:
+                    bad += 1
+                    print(f"ram {name:>10}, {count} threads, {level:>6}: DIFFERS: {error}", flush=True)
+                    continue
+                print(
+                    f"ram {name:>10} ({common.bb_bytes(ram)}), {count} threads, {level:>6}: identical; "
+                    f"evicted {totals['evicted_share']:.0%} of unique rows, "
+                    f"{totals['compactions']:.0f} compactions, {totals['commits']:.0f} commits",
+                    flush=True,
+                )
+            _native.set_simd(simd)
+            bb.set_num_threads(threads)
+            for fault in FAULTS:
+                try:
+                    train(plan, expected, folder / f"run-{next(runs)}", ram=rams["smallest"], fault=fault)
+                except (Mismatch, bb.BunkbedError) as error:
+                    print(f"seeded bug {fault}: found ({error})", flush=True)
+                else:
+                    bad += 1
+                    print(f"seeded bug {fault}: NOT FOUND", flush=True)
+        finally:
+            _native.set_simd(simd)
+            bb.set_num_threads(threads)
+    if bad:
+        sys.exit(f"{bad} runs failed")
+
+
+if __name__ == "__main__":
+    main()

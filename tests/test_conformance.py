@@ -1,0 +1,115 @@
+"""The shipped suite against every tier combination."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.exactness import smallest_ram
+
+import bunkbed as bb
+from bunkbed import _native
+from bunkbed.testing import ReferenceTable, TableTests
+
+_SMALLEST: dict[str, int] = {}
+
+
+def tiny_ram(folder: Path, **kwargs: Any) -> int:
+    """The smallest budget such a table opens with: everything is evicted all the time."""
+    key = repr(sorted(kwargs.items(), key=lambda item: item[0]))
+    if key not in _SMALLEST:
+        counter = itertools.count()
+        _SMALLEST[key] = smallest_ram(
+            lambda ram: bb.create(folder / f"probe-{next(counter)}", ram=ram, **kwargs)
+        )
+    return _SMALLEST[key]
+
+
+class TestReference(TableTests):
+    """The oracle passes its own suite, or the suite asks for something else."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        return ReferenceTable(**kwargs)
+
+
+class TestRamOnly(TableTests):
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        return bb.create(None, **kwargs)
+
+
+class TestRamOnlyWithinABudget(TableTests):
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        return bb.create(None, ram="64MiB", **kwargs)
+
+
+class TestAmpleRam(TableTests):
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        return bb.create(tmp_path / "table", ram="64MiB", **kwargs)
+
+
+class TestTinyRam(TableTests):
+    """As little RAM as opens."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        return bb.create(tmp_path / "table", ram=tiny_ram(tmp_path, **kwargs), **kwargs)
+
+    def reopen(self, table: Any, *, mode: Any = "w", commit: bool = True) -> Any:
+        ram = table.ram_bytes
+        table.close(commit=commit)
+        return bb.open(table.path, mode=mode, ram=ram)
+
+
+class TestSharedBudget(TableTests):
+    """Beside another table in one `bb.Budget`."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        budget = bb.Budget("48MiB")
+        self.other = bb.create(tmp_path / "other", dim=4, num_rows=10, ram=budget)
+        return bb.create(tmp_path / "table", ram=budget, **kwargs)
+
+
+class TestReopened(TableTests):
+    """Every table was committed empty and opened again before the test gets it."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        bb.create(tmp_path / "table", ram="16MiB", **kwargs).close()
+        return bb.open(tmp_path / "table", ram="16MiB")
+
+
+@pytest.mark.usefixtures("native_defaults")
+class TestOneThread(TestTinyRam):
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        bb.set_num_threads(1)
+        return super().make_table(tmp_path, **kwargs)
+
+
+class _AtLevel(TestTinyRam):
+    __test__ = False
+    level = ""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        try:
+            _native.set_simd(self.level)
+        except ValueError as error:
+            pytest.skip(str(error))
+        return super().make_table(tmp_path, **kwargs)
+
+
+@pytest.mark.usefixtures("native_defaults")
+class TestScalar(_AtLevel):
+    __test__ = True
+    level = "scalar"
+
+
+@pytest.mark.usefixtures("native_defaults")
+class TestAvx2(_AtLevel):
+    __test__ = True
+    level = "avx2"
+
+
+@pytest.mark.usefixtures("native_defaults")
+class TestAvx512(_AtLevel):
+    __test__ = True
+    level = "avx512"
