@@ -424,6 +424,20 @@ def test_repr() -> None:
 # ---- the rest of torch
 
 
+def test_a_swapped_anchor_is_noticed() -> None:
+    emb = Embedding(10, 4)
+    opt = Optimizer(emb)
+    ids = (torch.tensor([1]),)
+    same = torch.func.functional_call(emb, dict(emb.named_parameters()), ids)
+    assert torch.equal(same, emb(*ids))
+    other = {"anchor": torch.zeros(1, requires_grad=True)}
+    with pytest.raises(RuntimeError, match="its anchor was swapped for another tensor"):
+        torch.func.functional_call(emb, other, ids)
+    with torch.no_grad():
+        torch.func.functional_call(emb, other, ids)
+    assert opt.step() is None
+
+
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch hides it itself

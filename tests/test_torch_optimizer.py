@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
+import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -364,6 +367,42 @@ def test_wrong_arguments(arguments: Any, error: Any, message: str) -> None:
     model, _, _ = make()
     with pytest.raises(error, match=message):
         Optimizer(*arguments(model))
+
+
+def test_stepping_the_dense_optimizer_alone_would_leave_rows_out() -> None:
+    model, emb, head = make()
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = Optimizer(model, dense=dense)
+    head.weight.sum().backward()
+    dense.step()  # no rows wait
+    head(emb(torch.tensor([1]))).sum().backward()
+    with pytest.raises(RuntimeError, match="has pending rows, which stepping the dense optimizer alone"):
+        dense.step()
+    opt.step()
+    opt.zero_grad()
+    dense.step()
+
+
+def test_an_optimizer_is_not_copied_or_pickled() -> None:
+    opt = Optimizer(Embedding(5, 2))
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"Optimizer cannot be copied or pickled: .* save its state_dict"):
+            copying(opt)
+
+
+def test_everything_goes_with_its_last_user() -> None:
+    emb = Embedding(5, 2)
+    opt = Optimizer(torch.nn.Sequential(emb), dense=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    emb(torch.tensor([1])).sum().backward()
+    opt.step()
+    table = weakref.ref(emb.table)
+    gc.collect()
+    gc.disable()  # no reference cycle keeps a table (and its lock) alive
+    try:
+        del emb, opt
+        assert table() is None
+    finally:
+        gc.enable()
 
 
 def test_a_dense_optimizer_of_ours_is_refused() -> None:

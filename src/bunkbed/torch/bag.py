@@ -17,6 +17,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     @staticmethod
     def forward(ctx: Any, anchor: Any, weights: Any, bags: _Bags, layer: EmbeddingBag) -> Any:
         pending = layer._pending
+        pending.require_anchor(anchor)
         ctx.layer, ctx.bags = layer, bags
         ctx.order = next(pending.order)
         bags.own()

@@ -16,6 +16,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
     @staticmethod
     def forward(ctx: Any, anchor: Any, ids: Any, layer: Embedding) -> Any:
         pending = layer._pending
+        pending.require_anchor(anchor)
         rows = id_array(ids)
         if ids.is_cpu and ids.dtype is torch.int64:
             ctx.save_for_backward(

@@ -66,22 +66,26 @@ class lookahead:  # in lower case, as it is used like a function
         batches = iter(self.loader)
         queue: deque[Any] = deque()
         ended: BaseException | None = None  # what the loader ended with, after the batches in the queue
-        while True:
-            while ended is None and len(queue) <= self.depth:
-                try:
-                    batch = next(batches)
-                    self._stage(batch, layers)
-                except Exception as error:  # StopIteration too; raised in turn below
-                    ended = error
-                else:
-                    queue.append(batch)
-            if queue:
-                yield queue.popleft()
-            elif isinstance(ended, StopIteration):
-                return
-            else:
-                assert ended is not None
-                raise ended
+        try:
+            while True:
+                while ended is None and len(queue) <= self.depth:
+                    try:
+                        batch = next(batches)
+                        self._stage(batch, layers)
+                    except Exception as error:  # StopIteration too; raised in turn below
+                        ended = error
+                    else:
+                        queue.append(batch)
+                if queue:
+                    yield queue.popleft()
+                elif isinstance(ended, StopIteration):
+                    return
+                elif ended is not None:
+                    raise ended
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
 
     def _stage(self, batch: Any, layers: set[int]) -> None:
         wanted = self.ids(batch)

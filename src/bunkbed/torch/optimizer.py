@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -79,6 +79,9 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
     update. Not thread-safe. A table has one `Optimizer` at a time; `detach` releases it, and so does deleting
     it.
 
+    Clip with `torch.nn.utils.clip_grad_norm_` and its 2-norm; with another norm a table still counts with its
+    2-norm. Clipping by value is not supported: an anchor cannot tell it from scaling.
+
     Args:
         model: the module whose layers are trained.
         dense: the optimizer of everything else, already made (``torch.optim.AdamW(model.parameters())``);
@@ -103,7 +106,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             )
         if isinstance(dense, torch.optim.LBFGS):
             raise TypeError(
-                "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once a "
+                "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once "
+                "a "
                 "step; use an optimizer that steps without a closure"
             )
         known = anchors()
@@ -125,6 +129,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         self._dense = dense
         self._tables: list[_TableGroup] = []
         self._started = False
+        self._stepping = False
         if dense is not None:
             for group in dense.param_groups:
                 _take_anchors(group, known)
@@ -142,14 +147,31 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             pending.attach(self)
         self._refresh()
         if dense is not None:
-            this = weakref.ref(self)
+            self._watch(dense)
 
-            def follow(_: Any) -> None:  # dense.load_state_dict makes new group dicts
-                optimizer = this()
-                if optimizer is not None:
-                    optimizer._refresh()
+    def _watch(self, dense: Any) -> None:
+        """Follows what happens to the dense optimizer behind our back; it must not keep us alive."""
+        this = weakref.ref(self)
 
-            dense.register_load_state_dict_post_hook(follow)
+        def follow(_: Any) -> None:  # its load_state_dict makes new group dicts
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._refresh()
+
+        def refuse(*_: Any) -> None:
+            optimizer = this()
+            if optimizer is None or optimizer._stepping:
+                return
+            for table in optimizer._tables:
+                if table.pending.optimizer is optimizer and table.pending.has_rows:
+                    raise RuntimeError(
+                        f"table {table.pending.name!r} has pending rows, which stepping the dense optimizer "
+                        f"alone would "
+                        "leave out; step the bunkbed.torch.Optimizer made from it"
+                    )
+
+        dense.register_load_state_dict_post_hook(follow)
+        dense.register_step_pre_hook(refuse)
 
     def _refresh(self) -> None:
         """Shows the dense optimizer's present groups and state as ours; the order of groups stays."""
@@ -214,7 +236,11 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             pending = table.pending
             pending.table.update(pending.ids, pending.sums, lr=float(table.group["lr"]))
         if self._dense is not None:
-            self._dense.step()
+            self._stepping = True
+            try:
+                self._dense.step()
+            finally:
+                self._stepping = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -299,6 +325,12 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         self._refresh()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "bunkbed.torch.Optimizer cannot be copied or pickled: it steps tables, which have one writer; "
+            "save its state_dict()"
+        )
 
 
 def _take_anchors(group: dict[str, Any], known: dict[int, Pending]) -> list[Pending]:

@@ -125,6 +125,15 @@ class Pending:
             if ours:
                 self._written = anchor.grad
 
+    def require_anchor(self, anchor: Any) -> None:
+        """Raises RuntimeError where the module's anchor was swapped for another tensor."""
+        if anchor is not self.anchor:
+            raise RuntimeError(
+                f"table {self.name!r}: its anchor was swapped for another tensor (torch.func.functional_call "
+                f"does "
+                "that), so gradients would be lost; leave anchors out of the parameters you swap"
+            )
+
     # ---- who steps this table
 
     @property
@@ -282,6 +291,11 @@ class Pending:
             "nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler skip "
             "such steps"
         )
+
+    @property
+    def has_rows(self) -> bool:
+        """True if a step would update rows."""
+        return bool(self._parts) and self.anchor.requires_grad and self.anchor.grad is not None
 
     def drop(self) -> None:
         """Forgets every pending gradient."""
