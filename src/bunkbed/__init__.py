@@ -13,13 +13,14 @@ from bunkbed.errors import TableLockedError as TableLockedError
 from bunkbed.init import Normal as Normal
 from bunkbed.init import Uniform as Uniform
 from bunkbed.init import Zeros as Zeros
+from bunkbed.opening import create as create
+from bunkbed.opening import open as open
+from bunkbed.opening import snapshots as snapshots
 from bunkbed.optim import SGD as SGD
 from bunkbed.optim import Adagrad as Adagrad
 from bunkbed.optim import Adam as Adam
 from bunkbed.optim import RowwiseAdagrad as RowwiseAdagrad
+from bunkbed.run import Run as Run
 from bunkbed.table import Table as Table
-from bunkbed.table import create as create
-from bunkbed.table import open as open
-from bunkbed.table import snapshots as snapshots
 
 __version__ = "0.1.0"

@@ -88,7 +88,8 @@ def as_offsets(offsets: Any, num_ids: int, *, table: str) -> Ids:
     if steps.size and steps.min() < 0:
         position = int(np.flatnonzero(steps < 0)[0]) + 1
         raise ValueError(
-            f"{table}: offsets must not decrease, got {array[position]} at position {position} after {array[position - 1]}"
+            f"{table}: offsets must not decrease, got {array[position]} at position {position} "
+            f"after {array[position - 1]}"
         )
     if array[-1] > num_ids:
         position = int(np.flatnonzero(array > num_ids)[0])

@@ -37,9 +37,7 @@ def parse_bytes(value: int | str) -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
-            raise ValueError(
-                f'cannot read the size {value!r}; write bytes or a string like "256MiB" or "2GiB"'
-            )
+            raise ValueError(f'cannot read the size {value!r}; write bytes or a string like "256MiB" or "2GiB"')
         number = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
     else:
         number = int(value)

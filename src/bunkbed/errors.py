@@ -1,4 +1,7 @@
-"""The errors that are ours; the caller's mistakes are ``ValueError``, ``TypeError``, ``IndexError``, the system's ``OSError``."""
+"""The errors that are ours.
+
+The caller's mistakes are ``ValueError``, ``TypeError`` and ``IndexError``, the system's ``OSError``.
+"""
 
 
 class BunkbedError(Exception):

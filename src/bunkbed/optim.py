@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
-def _require(
-    owner: object, name: str, value: float, *, positive: bool = False, below: float = math.inf
-) -> None:
+def _require(owner: object, name: str, value: float, *, positive: bool = False, below: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {value!r}")
     low_ok = value > 0 if positive else value >= 0
@@ -70,7 +68,7 @@ class SGD(Optimizer):
         _require(self, "weight_decay", self.weight_decay)
 
     def native(self) -> dict[str, Any]:
-        return dict(kind="sgd", lr=self.lr, weight_decay=self.weight_decay, decoupled=self.decoupled)
+        return {"kind": "sgd", "lr": self.lr, "weight_decay": self.weight_decay, "decoupled": self.decoupled}
 
 
 @dataclass(frozen=True)
@@ -103,14 +101,14 @@ class Adagrad(Optimizer):
         _require(self, "weight_decay", self.weight_decay)
 
     def native(self) -> dict[str, Any]:
-        return dict(
-            kind="adagrad",
-            lr=self.lr,
-            eps=self.eps,
-            initial_accumulator=self.initial_accumulator,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-        )
+        return {
+            "kind": "adagrad",
+            "lr": self.lr,
+            "eps": self.eps,
+            "initial_accumulator": self.initial_accumulator,
+            "weight_decay": self.weight_decay,
+            "decoupled": self.decoupled,
+        }
 
 
 @dataclass(frozen=True)
@@ -143,13 +141,13 @@ class RowwiseAdagrad(Optimizer):
         return 1
 
     def native(self) -> dict[str, Any]:
-        return dict(
-            kind="rowwise_adagrad",
-            lr=self.lr,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-        )
+        return {
+            "kind": "rowwise_adagrad",
+            "lr": self.lr,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "decoupled": self.decoupled,
+        }
 
 
 @dataclass(frozen=True)
@@ -188,15 +186,15 @@ class Adam(Optimizer):
         _require(self, "weight_decay", self.weight_decay)
 
     def native(self) -> dict[str, Any]:
-        return dict(
-            kind="adam",
-            lr=self.lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-        )
+        return {
+            "kind": "adam",
+            "lr": self.lr,
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "decoupled": self.decoupled,
+        }
 
 
 #: Every optimizer by the name its manifest carries; one table drives opening, the command line and the tests.

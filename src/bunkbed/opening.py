@@ -1,0 +1,247 @@
+"""Making and opening tables: arguments, budgets, and the one writer a path has."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from bunkbed import _native
+from bunkbed import init as _init
+from bunkbed import optim as _optim
+from bunkbed.budget import Budget, parse_bytes
+from bunkbed.errors import FormatError, ReadOnlyError
+from bunkbed.table import DTYPES, Table, check_same_slots
+
+if TYPE_CHECKING:
+    from bunkbed.run import Run
+
+DEFAULT_RAM = "1GiB"
+_MAX_DIM = 1 << 24
+
+#: The tables this process writes, by resolved path: opening one again gives the same object.
+_writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValueDictionary()
+_writers_lock = threading.Lock()
+
+
+def _make_spec(
+    dim: int,
+    num_rows: int | None,
+    optimizer: _optim.Optimizer | None,
+    init: _init.Initializer | None,
+    seed: int,
+    dtype: str,
+    belongs_to_run: bool,
+) -> _native.TableSpec:
+    def whole(name: str, value: object, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
+        return int(value)
+
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    definition = _optim.require_optimizer(_optim.Adam() if optimizer is None else optimizer)
+    initializer = _init.require_initializer(_init.Normal(std=0.01) if init is None else init)
+    kind, a, b = initializer.native()
+    return _native.TableSpec(
+        num_rows=-1 if num_rows is None else whole("num_rows", num_rows, 1, 2**63 - 1),
+        dim=whole("dim", dim, 1, _MAX_DIM),
+        dtype=DTYPES.index(dtype),
+        init_kind=kind,
+        init_a=a,
+        init_b=b,
+        seed=whole("seed", seed, 0, 2**64 - 1),
+        optimizer=definition.native(),
+        belongs_to_run=belongs_to_run,
+    )
+
+
+def _resolve(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a string or a path, got {path!r}")
+    return Path(path).expanduser().absolute()
+
+
+def _give_memory(table: Table, ram: int | str | Budget | None) -> int:
+    """Bytes the table may take, and remembers the budget it shares."""
+    if isinstance(ram, Budget):
+        table._budget = ram
+        return ram.share_for(table)
+    if ram is None:
+        return 0 if table.path is None else parse_bytes(DEFAULT_RAM)
+    return parse_bytes(ram)
+
+
+def _join_budget(table: Table, ram_bytes: int) -> None:
+    table._ram_bytes = ram_bytes
+    if table._budget is not None:
+        try:
+            table._budget.join(table)
+        except BaseException:
+            table._budget = None
+            table._close()
+            raise
+
+
+def create(
+    path: str | os.PathLike[str] | None,
+    *,
+    dim: int,
+    num_rows: int | None = None,
+    optimizer: _optim.Optimizer | None = None,
+    init: _init.Initializer | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    ram: int | str | Budget | None = None,
+    _run: Run | None = None,
+) -> Table:
+    """Create a table.
+
+    Instant whatever the number of rows, and writes next to nothing: an untouched row is a function of (seed, id).
+
+    Args:
+        path: directory to make; None keeps the table in RAM only.
+        dim: weights of a row, at least 1.
+        num_rows: ids lie in ``[0, num_rows)``; None: any non-negative int64, a row comes into being when first trained.
+        optimizer: `bunkbed.SGD`, `Adagrad`, `RowwiseAdagrad` or `Adam`; default ``Adam(lr=1e-3)``.
+        init: `bunkbed.Zeros`, `Normal` or `Uniform`; default ``Normal(std=0.01)``.
+        seed: of the initialiser and of stochastic rounding, in [0, 2**64).
+        dtype: of the stored weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB, or no bound in RAM only.
+
+    Returns:
+        The open table; this process is its writer.
+
+    Raises:
+        FileExistsError: something is there already. ValueError, TypeError: an argument out of range; a budget too small
+        to work at all (says how much is needed).
+    """
+    spec = _make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None)
+    place = None if path is None else _resolve(path)
+    table = Table(spec, place, "w")
+    table._run = _run
+    ram_bytes = _give_memory(table, ram)
+    table._start(_native.create("" if place is None else str(place), table.name, spec, ram_bytes))
+    _join_budget(table, ram_bytes)
+    if place is not None:
+        with _writers_lock:
+            _writers[(os.getpid(), str(place.resolve()))] = table
+    return table
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    mode: Literal["w", "r"] = "w",
+    ram: int | str | Budget | None = None,
+    snapshot: str | None = None,
+    create: dict[str, Any] | None = None,
+    optimizer: _optim.Optimizer | None = None,
+    _run: Run | None = None,
+    _epoch: int | None = None,
+) -> Table:
+    """Open a table at its last commit.
+
+    Opening a path that this process already writes returns the same table; each opening wants its own `close`.
+
+    Args:
+        path: the table's directory.
+        mode: ``"w"``: the one writer; ``"r"``: a reader of the last commit (`Table.refresh` moves on), without locks.
+        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
+        snapshot: open this kept commit, for reading.
+        create: arguments of `bunkbed.create`: make the table when it is not there; otherwise each given one is
+            compared with the table's. The optimizer's hyperparameters are taken over.
+        optimizer: new hyperparameters; the class must be the table's.
+
+    Returns:
+        The open table.
+
+    Raises:
+        FileNotFoundError: nothing is there. FormatError: no table, or of a newer format. TableLockedError: another
+        process writes it. CorruptionError: its last commit is damaged; names the older ones.
+        ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget too small.
+    """
+    place = _resolve(path)
+    if mode not in ("w", "r"):
+        raise ValueError(f'mode must be "w" or "r", got {mode!r}')
+    writable = mode == "w" and snapshot is None
+    if create is not None:
+        unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype"}
+        if unknown:
+            raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
+        if not _is_table(place):
+            if not writable:
+                raise FileNotFoundError(f"no table at {place} to read")
+            return _create_table(place, ram=ram, _run=_run, **create)
+    if writable:
+        with _writers_lock:
+            present = _writers.get((os.getpid(), str(place.resolve())))
+        if present is not None and not present.closed:
+            compare_with(present, create, optimizer)
+            present._opens += 1
+            return present
+    if not place.exists():
+        raise FileNotFoundError(f"no table at {place}; make one with bb.create, or give open() create=dict(dim=...)")
+    if not place.is_dir():
+        raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
+    spec, stored_rows = _native.read_spec(str(place))
+    table = Table(spec, place, "w" if writable else "r")
+    table._run = _run
+    table._stored_hint = spec.minimum_ram(stored_rows, True)
+    ram_bytes = _give_memory(table, ram)
+    native = _native.open(str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None)
+    table._start(native)
+    table._stored_hint = 0
+    try:
+        compare_with(table, create, optimizer)
+    except BaseException:
+        table._budget = None
+        table._close()
+        raise
+    _join_budget(table, ram_bytes)
+    if writable:
+        with _writers_lock:
+            _writers[(os.getpid(), str(place.resolve()))] = table
+    return table
+
+
+_create_table = create
+
+
+def _is_table(place: Path) -> bool:
+    return place.is_dir() and any(entry.name.startswith("manifest-") for entry in place.iterdir())
+
+
+def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.Optimizer | None) -> None:
+    """Each value given must be the table's; hyperparameters are taken over."""
+    wanted = dict(create or {})
+    if optimizer is not None:
+        wanted["optimizer"] = optimizer
+    for key in ("dim", "num_rows", "dtype", "init", "seed"):
+        if key in wanted and wanted[key] != getattr(table, key):
+            raise ValueError(
+                f"table '{table.name}': {key} is {getattr(table, key)!r} in the table, {wanted[key]!r} was asked for"
+            )
+    definition = wanted.get("optimizer")
+    if definition is None:
+        return
+    check_same_slots(table.name, table.optimizer, _optim.require_optimizer(definition))
+    if definition != table.optimizer:
+        if table.mode == "r":
+            raise ReadOnlyError(f"table '{table.name}' is open for reading; its hyperparameters cannot change")
+        table.optimizer = definition
+
+
+def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Kept commits of the table at `path`: name -> epoch, oldest first.
+
+    Raises:
+        FileNotFoundError, FormatError: no table there.
+    """
+    return dict(_native.snapshots(str(_resolve(path))))

@@ -1,0 +1,325 @@
+"""Several tables and dense files committed as one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from bunkbed import opening
+from bunkbed.budget import Budget
+from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosedError, TableLockedError
+from bunkbed.opening import DEFAULT_RAM
+from bunkbed.run_files import RunFiles, RunManifest, sync_directory
+from bunkbed.table import Table
+
+_TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Run:
+    """A directory of tables and dense files that are committed together and open together.
+
+    After a crash every table and every file is that of the run's last commit, never a mixture.
+
+    Owns its tables (closing the run closes them), their shared RAM budget and the run's lock. Not thread-safe; its
+    tables are. Durable up to the last `commit`. Whoever made it closes it: `close`, or a ``with`` block, commits
+    first; a block left by an exception does not commit.
+
+    Args:
+        path: the run's directory; made when it is not there (``mode="w"``).
+        ram: one hard budget for all its tables: bytes, as ``"2GiB"``, or a `Budget`.
+        mode: ``"w"``: the one writer; ``"r"``: readers of one commit.
+        snapshot: open this kept commit, for reading.
+
+    Raises:
+        FileNotFoundError: nothing there to read. TableLockedError: another process writes it.
+        FormatError: the directory is something else. CorruptionError: the last commit is damaged.
+
+    >>> import bunkbed as bb, numpy as np, tempfile
+    >>> with bb.Run(tempfile.mkdtemp(), ram="64MiB") as run:
+    ...     user = run.table("user", create=dict(dim=4, num_rows=10, init=bb.Zeros()))
+    ...     user.update(np.array([1]), np.ones((1, 4), np.float32))
+    ...     epoch = run.commit(files={"dense.pt": b"weights"}, meta={"step": 1})
+    ...     run.read("dense.pt"), run.meta
+    (b'weights', {'step': 1})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        ram: int | str | Budget | None = None,
+        *,
+        mode: Literal["w", "r"] = "w",
+        snapshot: str | None = None,
+    ) -> None:
+        if mode not in ("w", "r"):
+            raise ValueError(f'mode must be "w" or "r", got {mode!r}')
+        self.path = Path(path).expanduser().absolute()
+        self.mode: Literal["w", "r"] = "r" if snapshot is not None else mode
+        self.budget = ram if isinstance(ram, Budget) else Budget(DEFAULT_RAM if ram is None else ram)
+        self._files = RunFiles(self.path)
+        self._tables: dict[str, Table] = {}
+        self._closed = False
+        self._lock: int | None = None
+        if self.path.exists() and not self.path.is_dir():
+            raise FormatError(f"{self.path} is not a run: it is not a directory")
+        if self.mode == "r" and not self._files.epochs():
+            raise FileNotFoundError(f"no run with a commit at {self.path}")
+        if self.mode == "w":
+            self._prepare_directory()
+        try:
+            self._manifest = self._files.load_newest() if snapshot is None else self._files.find(snapshot)
+        except BaseException:
+            self._unlock()
+            raise
+        self._named: dict[str, set[int]] = {}
+        if self.mode == "w" and self._files.epochs():
+            self._named = self._files.collect()
+
+    def _prepare_directory(self) -> None:
+        if self.path.is_dir() and any(entry.name.startswith("manifest-") for entry in self.path.iterdir()):
+            raise FormatError(f"{self.path} is a table, not a run; open it with bb.open")
+        self._files.files.mkdir(parents=True, exist_ok=True)
+        (self.path / "tables").mkdir(exist_ok=True)
+        sync_directory(self.path)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            os.close(self._lock)
+            self._lock = None
+            raise TableLockedError(
+                f"run {self.path} is being written by process {holder or 'unknown'}; close it there, "
+                'or open it with mode="r"'
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the descriptor
+            os.close(self._lock)
+            self._lock = None
+
+    # ---- Facts
+
+    @property
+    def epoch(self) -> int:
+        """Number of the commit in view; 0 before the first."""
+        return self._manifest.epoch
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What that commit was given as `meta`."""
+        value: dict[str, Any] = json.loads(json.dumps(self._manifest.meta))
+        return value
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The open tables by name."""
+        return dict(self._tables)
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables the commit in view holds, and of those made since."""
+        return sorted({*self._manifest.tables, *self._tables})
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the dense files of the commit in view."""
+        return sorted(self._manifest.files)
+
+    @property
+    def closed(self) -> bool:
+        """True once closed."""
+        return self._closed
+
+    def snapshots(self) -> dict[str, int]:
+        """Kept commits: name -> epoch, oldest first."""
+        return self._files.snapshots()
+
+    def _require_open(self, *, write: bool = False) -> None:
+        if self._closed:
+            raise TableClosedError(f"run {self.path} is closed; open it again")
+        if write and self.mode == "r":
+            raise ReadOnlyError(f'run {self.path} is open for reading; open it with mode="w" to change it')
+
+    # ---- Tables and files
+
+    def table(self, name: str, *, create: dict[str, Any] | None = None) -> Table:
+        """The table `name` at the run's commit; opened once, then the same object.
+
+        Args:
+            name: letters, digits, ``.``, ``_``, ``-``.
+            create: arguments of `bunkbed.create`, except path and ram: makes the table when the run has none of that
+                name, otherwise each is compared with the table's.
+
+        Raises:
+            ValueError: a bad name, or a mismatch with `create`. FileNotFoundError: no such table, and no `create`.
+        """
+        self._require_open()
+        if not isinstance(name, str) or not _TABLE_NAME.fullmatch(name):
+            raise ValueError(f"a table's name is letters, digits, '.', '_' and '-', got {name!r}")
+        if name in self._tables:
+            opening.compare_with(self._tables[name], create, None)
+            return self._tables[name]
+        path = self.path / "tables" / name
+        if name in self._manifest.tables:
+            opened = opening.open(
+                path,
+                mode=self.mode,
+                ram=self.budget,
+                create=create,
+                _run=self if self.mode == "w" else None,
+                _epoch=self._manifest.tables[name],
+            )
+        elif create is None or self.mode == "r":
+            known = ", ".join(sorted(self._manifest.tables)) or "none"
+            hint = "" if self.mode == "r" else "; give create=dict(dim=...) to make it"
+            raise FileNotFoundError(f"run {self.path} has no table {name!r} (it has: {known}){hint}")
+        else:
+            if path.exists():
+                shutil.rmtree(path)  # made by a session that never committed it: no commit names it
+            opened = opening.create(path, ram=self.budget, _run=self, **create)
+        if self.mode == "w":
+            opened._native.set_pinned_epochs(self._named.get(name, set()))
+        self._tables[name] = opened
+        return opened
+
+    def read(self, name: str) -> bytes:
+        """A dense file of the commit in view, verified.
+
+        Raises:
+            FileNotFoundError: no such file; lists those there are. CorruptionError: it is missing or damaged.
+        """
+        self._require_open()
+        return self._files.read_file(name, self._manifest)
+
+    # ---- Durability
+
+    def commit(
+        self,
+        files: Mapping[str, bytes] | None = None,
+        meta: dict[str, Any] | None = None,
+        keep: str | None = None,
+    ) -> int:
+        """Make all tables and `files` durable as one commit.
+
+        Args:
+            files: dense files by name; those of the last commit that are not named again carry over.
+            meta: JSON-able facts; None keeps the last ones.
+            keep: name under which this commit is kept as a snapshot; a name used before moves here.
+
+        Returns:
+            The run's epoch.
+
+        Raises:
+            ReadOnlyError: a reader. OSError: the disk is full or failing; the last commit stands and nothing is lost.
+        """
+        self._require_open(write=True)
+        if keep is not None and (not isinstance(keep, str) or not keep):
+            raise ValueError(f"keep must be a name, got {keep!r}")
+        for name, data in (files or {}).items():
+            if not isinstance(name, str) or not isinstance(data, (bytes, bytearray, memoryview)):
+                raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
+        tables = dict(self._manifest.tables)
+        for name, table in self._tables.items():
+            tables[name] = table._commit(None, None)
+        entries = dict(self._manifest.files)
+        number = self._manifest.next_file
+        for name, data in (files or {}).items():
+            entries[name] = self._files.write_file(number, bytes(data))
+            number += 1
+        if files:
+            sync_directory(self._files.files)
+        self._publish(
+            RunManifest(
+                epoch=self._manifest.epoch + 1,
+                meta=self._manifest.meta if meta is None else json.loads(json.dumps(meta)),
+                keep=keep or "",
+                tables=tables,
+                files=entries,
+                next_file=number,
+            )
+        )
+        return self.epoch
+
+    def _publish(self, manifest: RunManifest) -> None:
+        self._files.publish(manifest)
+        self._manifest = manifest
+        self._named = self._files.collect()
+        for name, table in self._tables.items():
+            table._native.set_pinned_epochs(self._named.get(name, set()))
+            table._native.collect()
+
+    def rewind(self, to: str | int) -> int:
+        """Go back to a kept commit: all tables, with optimizer state, and files; it becomes the newest commit.
+
+        Args:
+            to: a snapshot's name, or an epoch that still exists.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            ValueError: no such commit (lists those there are), or one older than a table of the run.
+        """
+        self._require_open(write=True)
+        target = self._files.find(to)
+        newer = sorted(set(self._manifest.tables) - set(target.tables))
+        if newer:
+            raise ValueError(
+                f"run {self.path}: table {newer[0]!r} was made after {to!r}, the run cannot go back past it; "
+                "copy the tables you need instead"
+            )
+        for name in target.tables:
+            self.table(name)
+        for name in sorted(set(self._tables) - set(target.tables)):
+            raise BunkbedError(
+                f"run {self.path}: table {name!r} was never committed and would be lost by going back; "
+                "commit or close first"
+            )
+        tables = {}
+        for name, epoch in target.tables.items():
+            self._tables[name]._rewind(epoch)
+            tables[name] = self._tables[name].epoch
+        self._publish(
+            RunManifest(
+                epoch=self._manifest.epoch + 1,
+                meta=target.meta,
+                tables=tables,
+                files=target.files,
+                next_file=self._manifest.next_file,
+            )
+        )
+        return self.epoch
+
+    def close(self, commit: bool = True) -> None:
+        """Commit (a writer with changes, unless told not to) and close every table. Closing twice is no error."""
+        if self._closed:
+            return
+        if commit and self.mode == "w" and any(table.is_dirty for table in self._tables.values()):
+            self.commit()
+        for table in self._tables.values():
+            table._close()
+        self._closed = True
+        self._unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(commit=kind is None)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"epoch {self.epoch}"
+        return f"<bunkbed.Run {self.path}: {', '.join(self.table_names) or 'no tables'}, {state}>"

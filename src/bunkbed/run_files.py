@@ -1,0 +1,230 @@
+"""The files of a run: its manifests and dense files, written so that power loss leaves the old commit or the new.
+
+A manifest is one line of JSON and one line with its SHA-256. Protocol (ENGINE rule 14, *publish* and *collect*):
+
+1. every table has prepared: its own commit is durable, under an epoch no run manifest names yet;
+2. each new dense file is written under a number never used before, synced, and its directory synced;
+3. the manifest is written under a temporary name, synced, linked under its epoch (never replacing), the directory
+   synced. The run's commit exists from here on;
+4. what no remaining manifest names goes: old manifests first, durably, then files and the tables' old commits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bunkbed.errors import CorruptionError, FormatError
+
+FORMAT = 1
+_NAME = re.compile(r"run-(\d{16})")
+
+
+@dataclass
+class RunManifest:
+    """One commit of a run.
+
+    Attributes:
+        epoch: its number.
+        meta: the caller's facts.
+        keep: snapshot name, or empty.
+        tables: table name -> the table's epoch.
+        files: file name -> (number, bytes, sha256).
+        next_file: first number no file was ever given.
+    """
+
+    epoch: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    keep: str = ""
+    tables: dict[str, int] = field(default_factory=dict)
+    files: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    next_file: int = 1
+
+
+def encode(manifest: RunManifest) -> bytes:
+    """The manifest's bytes."""
+    body = json.dumps(
+        {
+            "bunkbed_run": FORMAT,
+            "epoch": manifest.epoch,
+            "meta": manifest.meta,
+            "keep": manifest.keep,
+            "tables": manifest.tables,
+            "files": {name: list(entry) for name, entry in manifest.files.items()},
+            "next_file": manifest.next_file,
+        },
+        sort_keys=True,
+    ).encode()
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def decode(data: bytes, path: Path) -> RunManifest:
+    """The manifest in `data`.
+
+    Raises:
+        CorruptionError: the checksum does not fit. FormatError: a newer format.
+    """
+    body, _, rest = data.partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() + b"\n" != rest:
+        raise CorruptionError(f"run manifest {path} fails its checksum")
+    values = json.loads(body)
+    if values.get("bunkbed_run") != FORMAT:
+        raise FormatError(
+            f"run manifest {path} has format {values.get('bunkbed_run')}, this release reads format {FORMAT}"
+        )
+    return RunManifest(
+        epoch=values["epoch"],
+        meta=values["meta"],
+        keep=values["keep"],
+        tables=values["tables"],
+        files={name: (entry[0], entry[1], entry[2]) for name, entry in values["files"].items()},
+        next_file=values["next_file"],
+    )
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A new file whose bytes are durable; its name is, once the directory is synced."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class RunFiles:
+    """The manifests and dense files in a run's directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files = directory / "files"
+
+    def epochs(self) -> list[int]:
+        """Epochs with a manifest, ascending."""
+        if not self.directory.is_dir():
+            return []
+        found = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def manifest_path(self, epoch: int) -> Path:
+        return self.directory / f"run-{epoch:016d}"
+
+    def file_path(self, number: int) -> Path:
+        return self.files / f"file-{number:016d}"
+
+    def load(self, epoch: int) -> RunManifest:
+        path = self.manifest_path(epoch)
+        return decode(path.read_bytes(), path)
+
+    def load_newest(self) -> RunManifest:
+        """The newest commit; an empty manifest when there is none.
+
+        Raises:
+            CorruptionError: it is damaged; names the older ones. Never a silent roll-back.
+        """
+        epochs = self.epochs()
+        if not epochs:
+            return RunManifest()
+        try:
+            return self.load(epochs[-1])
+        except CorruptionError as error:
+            older = ", ".join(map(str, epochs[:-1]))
+            remain = f"older commits remain: epoch {older}" if older else "no older commit remains"
+            raise CorruptionError(f"{error}; {remain}") from None
+
+    def snapshots(self) -> dict[str, int]:
+        """Kept commits: name -> epoch, oldest first."""
+        newest: dict[str, int] = {}
+        for epoch in self.epochs():
+            name = self.load(epoch).keep
+            if name:
+                newest[name] = epoch
+        return dict(sorted(newest.items(), key=lambda item: item[1]))
+
+    def find(self, to: str | int) -> RunManifest:
+        """The commit kept under a name, or of an epoch.
+
+        Raises:
+            ValueError: there is none; lists those there are.
+        """
+        if isinstance(to, str):
+            kept = self.snapshots()
+            if to not in kept:
+                names = ", ".join(map(repr, kept)) or "none"
+                raise ValueError(f"run {self.directory} has no snapshot {to!r}; there are: {names}")
+            return self.load(kept[to])
+        if to not in self.epochs():
+            remain = ", ".join(map(str, self.epochs())) or "none"
+            raise ValueError(f"run {self.directory} has no epoch {to}; epochs that remain: {remain}")
+        return self.load(to)
+
+    def write_file(self, number: int, data: bytes) -> tuple[int, int, str]:
+        """Step 2 for one file; its directory must still be synced."""
+        path = self.file_path(number)
+        path.unlink(missing_ok=True)  # of a commit that never came to be
+        write_durably(path, data)
+        return (number, len(data), hashlib.sha256(data).hexdigest())
+
+    def read_file(self, name: str, manifest: RunManifest) -> bytes:
+        """A dense file of a commit, verified.
+
+        Raises:
+            FileNotFoundError: no such name; lists those there are. CorruptionError: it is missing or damaged.
+        """
+        if name not in manifest.files:
+            known = ", ".join(sorted(manifest.files)) or "none"
+            raise FileNotFoundError(
+                f"run {self.directory} has no file {name!r} in epoch {manifest.epoch}; it has: {known}"
+            )
+        number, size, digest = manifest.files[name]
+        path = self.file_path(number)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) is missing") from None
+        if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+            raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) fails its checksum")
+        return data
+
+    def publish(self, manifest: RunManifest) -> None:
+        """Step 3."""
+        final = self.manifest_path(manifest.epoch)
+        temporary = self.directory / f"new-{final.name}"
+        temporary.unlink(missing_ok=True)
+        write_durably(temporary, encode(manifest))
+        os.link(temporary, final)
+        sync_directory(self.directory)
+        temporary.unlink()
+
+    def collect(self) -> dict[str, set[int]]:
+        """Step 4, except the tables' part: their epochs that remaining manifests name, by table."""
+        epochs = self.epochs()
+        manifests = {epoch: self.load(epoch) for epoch in epochs}
+        kept = set(self.snapshots().values())
+        remaining = [m for epoch, m in manifests.items() if epoch in epochs[-2:] or epoch in kept]
+        dropped = [epoch for epoch in epochs if manifests[epoch] not in remaining]
+        for epoch in dropped:
+            self.manifest_path(epoch).unlink()
+        if dropped:
+            sync_directory(self.directory)
+        wanted = {entry[0] for manifest in remaining for entry in manifest.files.values()}
+        for path in self.files.glob("file-*"):
+            if int(path.name.removeprefix("file-")) not in wanted:
+                path.unlink()
+        named: dict[str, set[int]] = {}
+        for manifest in remaining:
+            for table, epoch in manifest.tables.items():
+                named.setdefault(table, set()).add(epoch)
+        return named
