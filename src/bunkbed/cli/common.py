@@ -109,9 +109,8 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
 def unknown_key(key: str, known: list[str]) -> str:
     """A message about a key that is none of `known`, naming the nearest."""
     close = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
-    return f"unknown option {key!r}; " + (
-        f"did you mean {close[0]!r}" if close else f"known: {', '.join(known)}"
-    )
+    hint = f"did you mean {close[0]!r}" if close else f"the options are {', '.join(known)}"
+    return f"unknown option {key!r}; {hint}"
 
 
 def given_options(context: typer.Context) -> set[str]:

@@ -31,7 +31,7 @@ def info(path: PathArgument, *, ram: RamOption = "1GiB", json: JsonOption = Fals
             _print_table(stdout(), about)
         return
     with bb.Run(path, ram=ram, mode="r") as run:
-        tables = {name: _about(table) for name, table in run.tables.items()}
+        tables = {name: _about(run.table(name)) for name in run.table_names}
         about = {
             "kind": "run",
             "path": path,

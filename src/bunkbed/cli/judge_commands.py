@@ -47,9 +47,7 @@ def evaluate(
     cutoffs = None if ks is None else replace(settings, ks=ks).cutoffs
     data = load_dataset(run / DATA_NAME)
     with stderr().status("ranking"):
-        result = judge(
-            run, settings, data, ranking=ranking and ranking.value, ks=cutoffs, ram=ram, snapshot=snapshot
-        )
+        result = judge(run, settings, data, ranking=ranking and ranking.value, ks=cutoffs, ram=ram, snapshot=snapshot)
     if json:
         print_json({"run": run, **asdict(result)})
         return
@@ -57,9 +55,7 @@ def evaluate(
     for name, value in result.metrics.items():
         table.add_row(name, f"[b]{value:.4f}[/b]")
     console = stdout()
-    console.print(
-        f"{escape(str(run))}  {result.split}, {result.ranking}, {result.num_users:,} users", soft_wrap=True
-    )
+    console.print(f"{escape(str(run))}  {result.split}, {result.ranking}, {result.num_users:,} users", soft_wrap=True)
     console.print(table)
 
 

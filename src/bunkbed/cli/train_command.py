@@ -95,35 +95,23 @@ def train(
         bool, option(LEARNING, "Never sample what the user has.", "--reject-seen/--no-reject-seen")
     ] = DEFAULTS.reject_seen,
     seed: Annotated[int, option(LEARNING, "Of initial rows, order and negatives.")] = DEFAULTS.seed,
-    ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(
-        DEFAULTS.ram
-    ),
+    ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(DEFAULTS.ram),
     threads: Annotated[int, option(MEMORY, "Compute threads; 0: every core.")] = DEFAULTS.threads,
     valid: Annotated[
         str,
-        option(
-            JUDGING, "Held out to find the best epoch: 'random' or 'last' pair of a user, a share, 'none'."
-        ),
+        option(JUDGING, "Held out to find the best epoch: 'random' or 'last' pair of a user, a share, 'none'."),
     ] = DEFAULTS.valid,
     ranking: Annotated[Ranking, option(JUDGING, "Rank all items, or sampled ones.")] = RANKING_DEFAULT,
-    eval_negatives: Annotated[
-        int, option(JUDGING, "Items sampled for each held-out one.")
-    ] = DEFAULTS.eval_negatives,
+    eval_negatives: Annotated[int, option(JUDGING, "Items sampled for each held-out one.")] = DEFAULTS.eval_negatives,
     eval_every: Annotated[int, option(JUDGING, "Epochs between evaluations.")] = DEFAULTS.eval_every,
     eval_users: Annotated[int, option(JUDGING, "Users evaluated; 0: all.")] = DEFAULTS.eval_users,
     ks: Annotated[str, option(JUDGING, "Cut-offs of the metrics.", metavar="K,K")] = DEFAULTS.ks,
-    metric: Annotated[
-        str, option(JUDGING, "Chooses the best epoch: hr@k, ndcg@k, recall@k, mrr.")
-    ] = DEFAULTS.metric,
+    metric: Annotated[str, option(JUDGING, "Chooses the best epoch: hr@k, ndcg@k, recall@k, mrr.")] = DEFAULTS.metric,
     patience: Annotated[
         int, option(JUDGING, "Stop after this many evaluations without a better one; 0: never.")
     ] = DEFAULTS.patience,
-    out: Annotated[
-        Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")
-    ] = None,
-    resume: Annotated[
-        Path | None, option(RUN, "Go on with a run where its last commit stands.", metavar="RUN")
-    ] = None,
+    out: Annotated[Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")] = None,
+    resume: Annotated[Path | None, option(RUN, "Go on with a run where its last commit stands.", metavar="RUN")] = None,
     commit_every: Annotated[int, option(RUN, "Epochs between commits.")] = DEFAULTS.commit_every,
     config: ConfigOption = None,
     json: JsonOption = False,
@@ -137,12 +125,10 @@ def train(
     options = {field.name: values[field.name] for field in fields(TrainConfig) if field.name in values}
     if (file is None) == (resume is None):
         raise UsageProblem(
-            "give either FILE or --resume RUN, not both"
-            if file
-            else "give a FILE of interactions, or --resume RUN"
+            "give either FILE or --resume RUN, not both" if file else "give a FILE of interactions, or --resume RUN"
         )
     given = given_options(context)
-    new_config = TrainConfig.from_dict(options) if resume is None else None
+    new_config = _checked(options) if resume is None else None
     resumed = _resumed_config(resume, options, given) if resume is not None else None
     need("torch", "pyarrow", "matplotlib", command="train")
     console = stderr() if json else stdout()
@@ -211,9 +197,10 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
         run.close(commit=False)
         raise
     write_config(folder, {**read_config(folder), "train": config.to_dict()})
-    console.print(
-        f"resuming {escape(str(folder))} after epoch {trainer.epoch}, step {trainer.step:,}", soft_wrap=True
-    )
+    where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
+    if trainer.epoch >= config.epochs:
+        where += "; nothing left to do, --epochs more of them goes on"
+    console.print(f"resuming {escape(str(folder))} {where}", soft_wrap=True)
     return _fit(folder, config, run, trainer, data, console, as_json=as_json)
 
 
@@ -244,11 +231,12 @@ def _fit(
     with run:
         _say_tables(console, run, config)
         with (
-            open_display(console, title=f"{source}   {name}   {folder}") as display,
+            open_display(console, title=f"{source}   {name}   {folder}", metric=config.metric) as display,
             _graceful(trainer, display),
         ):
             outcome = trainer.fit(on_event)
-    picture = plot_run(folder, title=f"{folder.name}   {name}, {_ram(config)} of RAM")
+    title = f"{folder.name}   {name}, {_ram(config)} of RAM"
+    picture = plot_run(folder, title=title, metric=config.metric)
     result = None
     if not outcome.interrupted and (data.test is not None or data.candidates is not None):
         with console.status("ranking the test items"):
@@ -257,7 +245,7 @@ def _fit(
         test = None if result is None else asdict(result)
         print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), "test": test})
     else:
-        _say_outcome(console, folder, outcome, last[0] if last else None, result, picture, data)
+        _say_outcome(console, folder, config, outcome, last[0] if last else None, result, picture, data)
     return 130 if outcome.interrupted else 0
 
 
@@ -307,9 +295,7 @@ def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> T
         UsageProblem: an option that shapes what is learned differs.
     """
     stored = dict(read_config(folder)["train"])
-    for name in sorted(
-        given & {*options, "user_col", "item_col", "header", "layout", "test", "test_negatives"}
-    ):
+    for name in sorted(given & {*options, "user_col", "item_col", "header", "layout", "test", "test_negatives"}):
         flag = "--" + name.replace("_", "-")
         if name not in options:
             raise UsageProblem(f"{flag} cannot change on resuming: {folder} keeps its own copy of the data")
@@ -320,7 +306,14 @@ def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> T
                 f"{flag} {options[name]} cannot change on resuming: {folder} was started with "
                 f"{stored.get(name)}; start a new run for it"
             )
-    return TrainConfig.from_dict(stored)
+    return _checked(stored)
+
+
+def _checked(options: dict[str, Any]) -> TrainConfig:
+    try:
+        return TrainConfig.from_dict(options)
+    except (ValueError, TypeError) as error:
+        raise UsageProblem(str(error)) from error
 
 
 def _say_data(console: Console, data: Dataset) -> None:
@@ -354,7 +347,7 @@ def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
     share = total / parse_bytes(config.ram)
     console.print(
         f"[b]tables[/b]  {', '.join(parts)}: {format_bytes(total)} with optimizer state, "
-        f"{share:.1f} times the RAM budget of {_ram(config)}",
+        f"{f'{share:.1f} times' if share > 1 else 'within'} the RAM budget of {_ram(config)}",
         soft_wrap=True,
     )
 
@@ -362,20 +355,25 @@ def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
 def _say_outcome(
     console: Console,
     folder: Path,
+    config: TrainConfig,
     outcome: Outcome,
     last: EpochReport | None,
     result: EvalResult | None,
     picture: Path,
     data: Dataset,
 ) -> None:
+    from bunkbed.train.display import main_metrics
+
     def say(label: str, text: str) -> None:
         console.print(f"[dim]{label:<8}[/]{text}", soft_wrap=True)
 
     if outcome.best_epoch is not None and outcome.best:
         ranking = f"  [dim]validation, {last.ranking}[/]" if last is not None else ""
-        say("best", f"epoch {outcome.best_epoch}  {_quality(outcome.best)}{ranking}")
+        quality = _quality(outcome.best, main_metrics(outcome.best, config.metric))
+        say("best", f"epoch {outcome.best_epoch}  {quality}{ranking}")
     if result is not None:
-        say("test", f"{_quality(result.metrics)}  [dim]{result.split}, {result.ranking}[/]")
+        quality = _quality(result.metrics, list(result.metrics))
+        say("test", f"{quality}  [dim]{result.split}, {result.ranking}[/]")
     if outcome.stopped_early:
         say("stopped", f"after epoch {outcome.epoch}: no better epoch within the patience")
     run = escape(str(folder))
@@ -390,12 +388,12 @@ def _say_outcome(
         say("try", f"bunkbed recommend {run} --user {escape(str(user))} -k 10")
 
 
-def _quality(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} [b]{value:.4f}[/b]" for name, value in metrics.items())
+def _quality(metrics: dict[str, float], names: list[str]) -> str:
+    return "  ".join(f"{name} [b]{metrics[name]:.4f}[/b]" for name in names)
 
 
 def _ram(config: TrainConfig) -> str:
-    return config.ram if isinstance(config.ram, str) else format_bytes(config.ram)
+    return format_bytes(parse_bytes(config.ram))
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -49,7 +50,7 @@ class Side:
 
     Attributes:
         ram_bytes: the budget.
-        step_seconds: wall time a step, after the first epoch.
+        step_seconds: wall time a step, in the median epoch after the first.
         losses: of every step.
         hit_rate: rows found in RAM / unique rows, after the first epoch.
         read_bytes: read from disk.
@@ -213,7 +214,7 @@ def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[
     timed = epochs[1:] or epochs
     return Side(
         ram_bytes=parse_bytes(config.ram),
-        step_seconds=sum(epoch.seconds for epoch in timed) / (len(timed) * trainer.steps_per_epoch),
+        step_seconds=median(epoch.seconds for epoch in timed) / trainer.steps_per_epoch,
         losses=list(trainer.losses),
         hit_rate=sum(epoch.unique_hit_rate for epoch in timed) / len(timed),
         read_bytes=sum(epoch.disk_read_bytes for epoch in epochs),
@@ -228,11 +229,10 @@ def _compare_rows(first: Path, second: Path) -> tuple[bool, int]:
     from bunkbed.run import Run
 
     with Run(first, ram="64MiB", mode="r") as one, Run(second, ram="64MiB", mode="r") as other:
-        stored = sum(len(table) for table in one.tables.values())
-        if one.tables.keys() != other.tables.keys():
-            return False, stored
-        same = all(_same_table(one.tables[name], other.tables[name]) for name in one.tables)
-    return same, stored
+        names = one.table_names
+        stored = sum(len(one.table(name)) for name in names)
+        same = names == other.table_names and all(_same_table(one.table(name), other.table(name)) for name in names)
+    return same and stored > 0, stored
 
 
 def _same_table(one: Any, other: Any) -> bool:

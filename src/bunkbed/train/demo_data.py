@@ -110,9 +110,7 @@ class _Teacher:
         """Log of the probability of ``int64[N, K]`` items for ``int64[N]`` users, up to a constant a user."""
         affinity = np.einsum("nd,nkd->nk", self._users[users], self._items[items]).astype(np.float64)
         appeal = np.exp(STRENGTH * affinity)
-        scores: npt.NDArray[np.float64] = self.log_popularity[items] + np.log(
-            appeal / (appeal + self._others)
-        )
+        scores: npt.NDArray[np.float64] = self.log_popularity[items] + np.log(appeal / (appeal + self._others))
         return scores
 
 
@@ -122,9 +120,7 @@ def _unit_vectors(rng: np.random.Generator, count: int) -> Float32Array:
     return vectors
 
 
-def _zipf(
-    count: int, *, exponent: float, shift: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+def _zipf(count: int, *, exponent: float, shift: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
     """A Zipf-Mandelbrot law: a guide table to draw from (one look-up a draw), and the probabilities it has.
 
     The shift keeps the head from taking every item there is; ranks are the ids, so that the most popular

@@ -105,6 +105,6 @@ def _draw_memory(panel: Axes, result: DemoResult) -> None:
             fontweight="bold",
             color=color,
         )
-    panel.set_ylim(0, table * 1.15)
+    panel.set_ylim(0, max(table, budget, *used) * 1.15)
     panel.set_xlim(left=0)
     panel.set_xlabel("step", color=MUTED, fontsize=9)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import Protocol, Self
@@ -46,25 +46,29 @@ class Display(Protocol):
         """Say something beside the figures."""
 
 
-def open_display(console: Console, *, title: str = "", transient: bool = False) -> Display:
+def open_display(console: Console, *, title: str = "", metric: str = "", transient: bool = False) -> Display:
     """The live panel where `console` is a terminal, else plain lines.
 
     Args:
         console: where to.
         title: stands above the figures.
+        metric: the one that matters; the others are shown where they have its cut-off.
         transient: leave nothing on a terminal afterwards; otherwise the finished epochs stay.
     """
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(console, title=title, transient=transient)
-    return LineDisplay(console, title=title)
+        return LiveDisplay(console, title=title, metric=metric, transient=transient)
+    return LineDisplay(console, title=title, metric=metric)
 
 
 class LiveDisplay:
     """A panel that is redrawn in place; the finished epochs stay on the screen after it."""
 
-    def __init__(self, console: Console, *, title: str = "", transient: bool = False) -> None:
+    def __init__(
+        self, console: Console, *, title: str = "", metric: str = "", transient: bool = False
+    ) -> None:
         self._console = console
         self._title = title
+        self._metric = metric
         self._step: StepReport | None = None
         self._evaluation: EvalReport | None = None
         self._epochs: list[EpochReport] = []
@@ -105,7 +109,7 @@ class LiveDisplay:
             parts.append(Text(self._title, style="bold"))
         parts.append(self._progress())
         if self._epochs:
-            parts.append(Padding(epoch_table(self._epochs[-_EPOCHS_SHOWN:]), (1, 0, 0, 0)))
+            parts.append(Padding(epoch_table(self._epochs[-_EPOCHS_SHOWN:], self._metric), (1, 0, 0, 0)))
         if self._note:
             parts.append(Padding(Text(self._note, style="yellow"), (1, 0, 0, 0)))
         return Padding(Group(*parts), (1, 2))
@@ -115,7 +119,7 @@ class LiveDisplay:
         if self._title:
             parts.append(Text(self._title, style="bold"))
         if self._epochs:
-            parts.append(epoch_table(self._epochs))
+            parts.append(epoch_table(self._epochs, self._metric))
         return Padding(Group(*parts), (1, 2)) if parts else Text("")
 
     def _progress(self) -> RenderableType:
@@ -152,9 +156,10 @@ class LiveDisplay:
 class LineDisplay:
     """One line now and then, for log files and pipes."""
 
-    def __init__(self, console: Console, *, title: str = "") -> None:
+    def __init__(self, console: Console, *, title: str = "", metric: str = "") -> None:
         self._console = console
         self._title = title
+        self._metric = metric
         self._last_line_s = -math.inf
 
     def __enter__(self) -> Self:
@@ -175,7 +180,7 @@ class LineDisplay:
                 self._print(step_line(event))
         elif isinstance(event, EpochReport):
             self._last_line_s = time.monotonic()
-            self._print(epoch_line(event))
+            self._print(epoch_line(event, self._metric))
 
     def note(self, message: str) -> None:
         self._print(message)
@@ -195,9 +200,10 @@ def step_line(report: StepReport) -> str:
     )
 
 
-def epoch_line(report: EpochReport) -> str:
+def epoch_line(report: EpochReport, metric: str = "") -> str:
     """One line about a finished epoch."""
-    quality = "".join(f" {name} {value:.4f}" for name, value in report.metrics.items())
+    shown = main_metrics(report.metrics, metric)
+    quality = "".join(f" {name} {report.metrics[name]:.4f}" for name in shown)
     ranking = f" ({report.ranking})" if report.metrics else ""
     return (
         f"epoch {report.epoch}/{report.epochs} done loss {report.loss:.5f}{quality}{ranking}"
@@ -207,9 +213,26 @@ def epoch_line(report: EpochReport) -> str:
     )
 
 
-def epoch_table(reports: Sequence[EpochReport]) -> Table:
+def main_metrics(metrics: Mapping[str, float], metric: str = "") -> list[str]:
+    """Names of the metrics worth a column: those with the cut-off of `metric`, each fact once.
+
+    >>> main_metrics({"hr@10": 0.7, "ndcg@10": 0.4, "recall@10": 0.7, "hr@20": 0.8, "mrr": 0.3}, "ndcg@10")
+    ['hr@10', 'ndcg@10', 'mrr']
+    """
+    cutoffs = [name.partition("@")[2] for name in metrics if "@" in name]
+    cutoff = metric.partition("@")[2] or (cutoffs[0] if cutoffs else "")
+    shown = [name for name in metrics if name.partition("@")[2] in (cutoff, "")]
+    hits, recall = f"hr@{cutoff}", f"recall@{cutoff}"
+    # With one held-out item a user they are the same figure.
+    if metric != recall and hits in shown and recall in shown and metrics[hits] == metrics[recall]:
+        shown.remove(recall)
+    return shown
+
+
+def epoch_table(reports: Sequence[EpochReport], metric: str = "") -> Table:
     """Finished epochs as a table, the best one marked."""
-    names = list(reports[-1].metrics)
+    evaluated = [report for report in reports if report.metrics]
+    names = main_metrics(evaluated[-1].metrics, metric) if evaluated else []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("epoch", justify="right")
     table.add_column("loss", justify="right")
@@ -231,8 +254,8 @@ def epoch_table(reports: Sequence[EpochReport]) -> Table:
             "best so far" if is_best else "",
             style="bold green" if is_best else "",
         )
-    if names and reports[-1].ranking:
-        table.caption = reports[-1].ranking
+    if evaluated:
+        table.caption = evaluated[-1].ranking
         table.caption_style = "dim"
         table.caption_justify = "left"
     return table

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bunkbed.train.display import main_metrics
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -50,13 +52,16 @@ def read_metrics(path: PathLike) -> Metrics:
     return result
 
 
-def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = None) -> Path:
+def plot_run(
+    run: PathLike, *, out: PathLike | None = None, title: str | None = None, metric: str = ""
+) -> Path:
     """Draw ``training.png`` into a run's folder.
 
     Args:
         run: the run's folder, with its ``metrics.jsonl``.
         out: another file to draw into.
         title: default: the folder's name.
+        metric: the one that matters; others are drawn where they have its cut-off.
 
     Returns:
         The picture's path.
@@ -67,14 +72,14 @@ def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = 
     """
     folder = Path(run)
     target = Path(out) if out is not None else folder / "training.png"
-    figure = draw(read_metrics(folder / "metrics.jsonl"), title=title or folder.name)
+    figure = draw(read_metrics(folder / "metrics.jsonl"), title=title or folder.name, metric=metric)
     temporary = target.with_name(f".{target.name}")
     figure.savefig(temporary, dpi=150, format="png")
     temporary.replace(target)
     return target
 
 
-def draw(metrics: Metrics, *, title: str) -> Figure:
+def draw(metrics: Metrics, *, title: str, metric: str = "") -> Figure:
     """The four panels over the steps of a run. The figure belongs to the caller; no window is opened."""
     # Not pyplot: it keeps global state and may pick a backend that needs a display.
     from matplotlib.figure import Figure
@@ -86,7 +91,7 @@ def draw(metrics: Metrics, *, title: str) -> Figure:
     axes = figure.subplots(2, 2)
     steps, epochs = metrics.steps, metrics.epochs
     _draw_loss(axes[0][0], steps, epochs)
-    _draw_quality(axes[0][1], epochs)
+    _draw_quality(axes[0][1], epochs, metric)
     _draw_hits(axes[1][0], steps, epochs)
     _draw_memory(axes[1][1], steps, epochs)
     end = max((entry["global_step"] for entry in [*steps, *epochs]), default=1)
@@ -119,10 +124,11 @@ def _draw_loss(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, 
         _label_last(panel, x, y, f"{y[-1]:.4f}", BLUE)
 
 
-def _draw_quality(panel: Axes, epochs: list[dict[str, Any]]) -> None:
-    names = list(epochs[-1]["metrics"]) if epochs else []
-    ranking = epochs[-1].get("ranking", "") if epochs else ""
-    style_axes(panel, f"quality, {ranking}" if names and ranking else "quality")
+def _draw_quality(panel: Axes, epochs: list[dict[str, Any]], metric: str) -> None:
+    evaluated = [entry for entry in epochs if entry["metrics"]]
+    names = main_metrics(evaluated[-1]["metrics"], metric) if evaluated else []
+    ranking = evaluated[-1].get("ranking", "") if evaluated else ""
+    style_axes(panel, f"quality, {_short(ranking)}" if names and ranking else "quality")
     if not names:
         panel.text(0.5, 0.5, "not evaluated", transform=panel.transAxes, ha="center", color=MUTED)
         panel.set_yticks([])
@@ -152,6 +158,11 @@ def _draw_quality(panel: Axes, epochs: list[dict[str, Any]]) -> None:
         )
     panel.set_ylim(bottom=0)
     _label_ends(panel, ends)
+
+
+def _short(ranking: str) -> str:
+    """A ranking in a few words: what stands after the comma or colon is in the metrics file."""
+    return ranking.partition(",  less")[0].partition(", less")[0].removeprefix("sampled ranking: ")
 
 
 def _draw_hits(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:

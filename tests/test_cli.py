@@ -1,0 +1,196 @@
+"""The command line itself: help, versions, errors in one line, options from YAML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bunkbed
+from bunkbed.cli import main, train_command
+from bunkbed.train.config import TrainConfig
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run the command in an empty folder; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BUNKBED_DEBUG", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What ``bunkbed train`` would start, without starting it."""
+    calls: list[dict[str, Any]] = []
+
+    def start(
+        file: Path, reading: dict[str, Any], out: Path | None, config: TrainConfig, *rest: Any, **more: Any
+    ) -> int:
+        calls.append({"file": file, "out": out, "config": config, **reading})
+        return 0
+
+    monkeypatch.setattr(train_command, "_start", start)
+    return calls
+
+
+def test_version(cli: Run) -> None:
+    assert cli("--version") == (0, f"bunkbed {bunkbed.__version__}\n", "")
+
+
+def test_help_lists_every_command(cli: Run) -> None:
+    code, out, _ = cli("--help")
+    assert code == 0
+    for name in ("demo", "train", "eval", "recommend", "info", "check", "import", "export", "snapshots"):
+        assert name in out
+        code, help_text, _ = cli(name, "--help")
+        assert code == 0 and f"bunkbed {name}" in help_text
+    assert cli() == (0, out, "")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from bunkbed.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'pyarrow', 'matplotlib', 'yaml', 'keras', 'tensorflow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_python_dash_m() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "bunkbed", "--version"], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == f"bunkbed {bunkbed.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["trian"], 2, "no such command 'trian'"),
+        (["train"], 2, "give a FILE of interactions, or --resume RUN"),
+        (["train", "a.csv", "--resume", "runs/a"], 2, "give either FILE or --resume RUN, not both"),
+        (["train", "a.csv", "--dmi", "3"], 2, "no such option: --dmi"),
+        (["train", "a.csv", "--dim", "many"], 2, "'--dim'"),
+        (["train", "a.csv", "--dim", "0"], 2, "option dim must be at least 1, got 0"),
+        (["train", "a.csv", "--ram", "lots"], 2, "option ram: cannot read the size 'lots'"),
+        (["train", "a.csv", "--model", "ncf"], 2, "'--model'"),
+        (["train", "a.csv"], 1, "a.csv: no such file or directory"),
+        (["train", "--resume", "runs/a"], 1, "runs/a: no such run"),
+        (["train", "a.csv", "--config", "a.yaml"], 1, "a.yaml: no such file or directory"),
+        (["recommend", "runs/a", "--user", "3"], 1, "runs/a: no such run"),
+        (["recommend", "runs/a"], 2, "missing option '--user'"),
+        (["eval", "runs/a"], 1, "runs/a: no such run"),
+        (["info", "tables/a"], 1, "tables/a: no such table or run"),
+        (["check", "tables/a"], 1, "tables/a: no such table or run"),
+        (["snapshots", "tables/a"], 1, "tables/a: no such table or run"),
+        (["import", "tables/a", "a.npy"], 2, "there is no table at tables/a; give --dim to create it"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], code: int, message: str, cli: Run) -> None:
+    found, out, err = cli(*arguments)
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert out == ""
+    assert found == code
+
+
+def test_a_missing_file_names_its_neighbour(cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "ratings.csv").write_text("1,2\n")
+    assert cli("train", "rating.csv")[2] == "error: rating.csv: no such file or directory; did you mean ratings.csv\n"
+
+
+def test_debug_shows_the_traceback(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["--debug", "train", "a.csv"], ["train", "a.csv", "--debug"]):
+        with pytest.raises(FileNotFoundError):
+            main(arguments)
+    monkeypatch.setenv("BUNKBED_DEBUG", "1")
+    with pytest.raises(FileNotFoundError):
+        main(["train", "a.csv"])
+
+
+def test_missing_packages_say_how_to_install(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = train_command.need.__globals__["importlib"].util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torch" else real(name, *rest))
+    (tmp_path / "a.csv").write_text("1,2\n")
+    for arguments, command in ((["train", "a.csv"], "train"), (["demo"], "demo")):
+        code, _, err = cli(*arguments)
+        assert code == 1
+        assert err == f'error: bunkbed {command} needs torch; install with: pip install "bunkbed[train]"\n'
+
+
+def test_every_field_is_an_option() -> None:
+    known = set(train_command.train.__annotations__)
+    assert {field.name for field in fields(TrainConfig)} <= known
+
+
+def test_defaults_are_those_of_the_configuration(cli: Run, started: list[dict[str, Any]]) -> None:
+    assert cli("train", "a.csv")[0] == 0
+    assert started[0]["config"] == TrainConfig()
+    assert started[0]["header"] == "auto" and started[0]["layout"] == "auto"
+
+
+def test_options_from_yaml_and_flags_win(cli: Run, started: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "file: a.csv\ndim: 32\nlr: 1e-2\nbatch-size: 100\nmodel: gmf\nloss: bce\nheader: false\nbias: true\n"
+        "ram: 2GiB\nvalid: 0.1\nuser_col: who\nout: runs/x\n"
+    )
+    code, _, err = cli("train", "--config", "a.yaml", "--dim", "8", "--header", "--seed", "7")
+    assert (code, err) == (0, "")
+    call = started[0]
+    assert (call["file"], call["out"], call["user_col"], call["header"]) == (
+        Path("a.csv"),
+        Path("runs/x"),
+        "who",
+        True,
+    )
+    assert call["config"] == TrainConfig(
+        dim=8, lr=1e-2, batch_size=100, model="gmf", loss="bce", bias=True, ram="2GiB", valid="0.1", seed=7
+    )
+    cli("train", "b.csv", "--config", "a.yaml")
+    assert started[1]["file"] == Path("b.csv")
+    assert started[1]["header"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dmi: 3\n", "error: a.yaml: unknown option 'dmi'; did you mean 'dim'\n"),
+        ("batch_sise: 3\n", "error: a.yaml: unknown option 'batch_sise'; did you mean 'batch_size'\n"),
+        ("xyzzy: 3\n", "error: a.yaml: unknown option 'xyzzy'; the options are "),
+        ("- 3\n", "error: a.yaml: expected options as 'key: value' lines, found list\n"),
+        ("dim: {a: 3}\n", "error: a.yaml: dim must be a plain value, found a mapping\n"),
+        ("dim: 3\nlr: [\n", "error: a.yaml line 3: is not YAML ("),
+        ("dim: many\n", "error: invalid value for '--dim'"),
+    ],
+)
+def test_bad_yaml(text: str, message: str, cli: Run, started: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    code, _, err = cli("train", "a.csv", "--config", "a.yaml")
+    assert code == 2
+    assert err.startswith(message)
+    assert started == []
+
+
+def test_an_empty_yaml_changes_nothing(cli: Run, started: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    assert cli("train", "a.csv", "--config", "a.yaml")[0] == 0
+    assert started[0]["config"] == TrainConfig()

@@ -1,0 +1,137 @@
+"""`info`, `check`, `snapshots`, `import`, `export` on tables and runs made with the public functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bunkbed as bb
+from bunkbed.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "user"
+    with bb.create(path, dim=8, num_rows=1000, optimizer=bb.Adam(lr=0.01), ram="4MiB", seed=3) as made:
+        made.update(np.arange(10), np.ones((10, 8), np.float32))
+        made.commit(meta={"epoch": 1}, keep="first")
+        made.update(np.arange(20), np.ones((20, 8), np.float32))
+    return path
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    with bb.Run(path, ram="8MiB") as run:
+        user = run.table("user", create={"dim": 4, "num_rows": 50, "optimizer": bb.SGD(), "seed": 0})
+        run.table("item", create={"dim": 4, "num_rows": 60, "optimizer": bb.SGD(), "seed": 1})
+        user.update(np.arange(5), np.ones((5, 4), np.float32))
+        run.commit(files={"dense.pt": b"1234"}, meta={"step": 1}, keep="best")
+    return path
+
+
+def test_info_of_a_table(cli: Run, table: Path) -> None:
+    code, out, err = cli("info", str(table))
+    assert (code, err) == (0, "")
+    assert "20 stored of 1,000" in out
+    assert "Adam(lr=0.01" in out
+    assert "first (epoch 1)" in out
+
+    code, out, _ = cli("info", str(table), "--json")
+    about = json.loads(out)
+    assert (about["kind"], about["num_rows"], about["dim"], about["stored_rows"]) == ("table", 1000, 8, 20)
+    assert (about["step"], about["epoch"], about["snapshots"]) == (2, 2, {"first": 1})
+    assert about["disk_bytes"] >= about["live_bytes"] > 0
+
+
+def test_info_of_a_run(cli: Run, run_folder: Path) -> None:
+    code, out, err = cli("info", str(run_folder))
+    assert (code, err) == (0, "")
+    assert "best (epoch 1)" in out and "user" in out and "item" in out
+
+    about = json.loads(cli("info", str(run_folder), "--json")[1])
+    assert about["kind"] == "run"
+    assert about["tables"]["user"]["stored_rows"] == 5
+    assert about["tables"]["item"]["stored_rows"] == 0
+    assert about["meta"]["step"] == 1
+
+
+def test_snapshots(cli: Run, table: Path, run_folder: Path) -> None:
+    assert json.loads(cli("snapshots", str(table), "--json")[1])["snapshots"] == {"first": 1}
+    assert json.loads(cli("snapshots", str(run_folder), "--json")[1])["snapshots"] == {"best": 1}
+    assert "first" in cli("snapshots", str(table))[1]
+    with bb.open(table, ram="4MiB") as writer:
+        writer.drop("first")
+    assert cli("snapshots", str(table))[1] == f"{table} keeps no snapshots\n"
+
+
+def test_check_of_what_is_sound(cli: Run, table: Path, run_folder: Path) -> None:
+    assert cli("check", str(table))[:2] == (0, f"sound  {table}, 1 table\n")
+    assert cli("check", str(run_folder))[:2] == (0, f"sound  {run_folder}, 2 tables\n")
+    assert json.loads(cli("check", str(table), "--json")[1]) == {
+        "path": str(table),
+        "sound": True,
+        "problems": [],
+    }
+
+
+def test_check_of_what_is_damaged(cli: Run, table: Path) -> None:
+    largest = max((path for path in table.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    stored = [at for at, byte in enumerate(content) if byte]
+    content[stored[len(stored) // 2]] ^= 0x10
+    largest.write_bytes(bytes(content))
+    code, out, err = cli("check", str(table), "--json")
+    assert (code, err) == (1, "")
+    found = json.loads(out)
+    assert not found["sound"] and found["problems"]
+    code, out, _ = cli("check", str(table))
+    assert code == 1 and out.startswith("problem  ")
+
+
+def test_not_a_table(cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("hello")
+    code, _, err = cli("info", "empty")
+    assert code == 1 and err.startswith("error: ") and "empty" in err and err.count("\n") == 1
+    code, _, err = cli("info", "file.txt")
+    assert (code, err) == (1, "error: file.txt: is a file; give the folder of a table or of a run\n")
+
+
+def test_export_and_import(cli: Run, table: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    code, out, err = cli("export", str(table), "rows.parquet")
+    assert (code, out, err) == (0, "wrote 20 rows to rows.parquet\n", "")
+    code, out, _ = cli("import", "copy", "rows.parquet", "--dim", "8", "--num-rows", "1000", "--json")
+    assert code == 0
+    assert json.loads(out)["stored_rows"] == 20
+    with bb.open(table, mode="r", ram="4MiB") as one, bb.open("copy", mode="r", ram="4MiB") as other:
+        assert np.array_equal(one.lookup(np.arange(20)), other.lookup(np.arange(20)))
+
+
+def test_import_from_npy(cli: Run, tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((30, 4), dtype=np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    code, out, err = cli("import", "t", "rows.npy", "--dim", "4", "--optimizer", "sgd")
+    assert (code, out, err) == (0, "t now stores 30 rows\n", "")
+    with bb.open("t", mode="r", ram="4MiB") as table:
+        assert np.array_equal(table.lookup(np.arange(30)), rows)
