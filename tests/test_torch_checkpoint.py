@@ -177,15 +177,37 @@ def test_assign_keeps_the_anchor() -> None:
     assert emb.anchor is anchor
 
 
-def test_a_reference_to_another_table_or_a_damaged_one() -> None:
+def test_a_reference_to_another_table_or_a_damaged_one(tmp_path: Any) -> None:
     emb, other = Embedding(50, 4), Embedding(50, 4)
-    message = r"refers to table 'table' \(uuid .*\), but this layer has another table in RAM only"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(
+        RuntimeError, match=r"another one, in RAM only; such a table ends with its process, so give path="
+    ):
         emb.load_state_dict(other.state_dict())
+    named = Embedding(50, 4, path=tmp_path / "user")
+    with pytest.raises(
+        RuntimeError, match=r"refers to table 'table' \(uuid .*\), but the layer has opened another one"
+    ):
+        named.load_state_dict(other.state_dict())
+    named.table.close()
     damaged = emb.state_dict()
     damaged["table"] = damaged["table"][:10]
     with pytest.raises(RuntimeError, match="the reference in the state_dict is damaged"):
         emb.load_state_dict(damaged)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_trained_after_the_checkpoint_go_back_to_untouched_in_ram_too(dtype: str) -> None:
+    emb = Embedding(None, 4, optimizer=bb.Adagrad(lr=0.1, initial_accumulator=0.5), dtype=dtype)
+    opt = Optimizer(emb)
+    ids, slots = np.array([1, 2, 3, 10**12]), ("weight", "sum")
+    train(emb, opt)
+    state, expected = emb.state_dict(), [emb.table.get(ids, slot) for slot in slots]
+    opt.zero_grad()
+    emb(torch.from_numpy(ids)).pow(2).sum().backward()
+    opt.step()
+    emb.load_state_dict(state)
+    assert emb.table.step == 1
+    assert all(np.array_equal(emb.table.get(ids, s), v) for s, v in zip(slots, expected, strict=True))
 
 
 def test_readers_check_that_they_are_at_the_epoch(tmp_path: Any) -> None:
@@ -198,9 +220,7 @@ def test_readers_check_that_they_are_at_the_epoch(tmp_path: Any) -> None:
     served.load_state_dict(first)
     assert torch.equal(served.state_dict()["table"], first["table"])
     train(emb, opt)
-    with pytest.raises(
-        RuntimeError, match=r"refers to epoch 2, but this reader is at epoch 1; open it with snapshot="
-    ):
+    with pytest.raises(RuntimeError, match=r"refers to epoch 2, but this reader is at epoch 1; open it with snapshot="):
         served.load_state_dict(emb.state_dict())
     reader.close()
     emb.table.close()

@@ -70,9 +70,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def test_a_group_of_one_is_fine(tmp_path: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         emb = Embedding(10, 2)
         opt = Optimizer(emb)

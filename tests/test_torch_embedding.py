@@ -302,9 +302,7 @@ def test_from_pretrained(tmp_path: Any) -> None:
     assert torch.equal(emb(torch.arange(7)), weight) and not emb.anchor.requires_grad
     assert (emb.num_embeddings, emb.embedding_dim) == (7, 3)
     assert Embedding.from_pretrained(weight, freeze=False).anchor.requires_grad
-    with pytest.raises(
-        FileExistsError, match=r"from_pretrained: .* exists and its rows would be overwritten"
-    ):
+    with pytest.raises(FileExistsError, match=r"from_pretrained: .* exists and its rows would be overwritten"):
         Embedding.from_pretrained(weight, path=tmp_path / "t")
     with pytest.raises(ValueError, match=r"embeddings must be \[rows, dim\], got \[7\]"):
         Embedding.from_pretrained(weight[:, 0])
@@ -438,9 +436,7 @@ def test_a_swapped_anchor_is_noticed() -> None:
     assert opt.step() is None
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch hides it itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it itself
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compile_breaks_the_graph_at_the_layer(backend: str) -> None:
     class Model(torch.nn.Module):
@@ -483,11 +479,7 @@ def test_activation_checkpointing_trains_the_same() -> None:
             def block(ids: Any, switch: Any, emb: Any = emb, head: Any = head) -> Any:
                 return torch.tanh(head(emb(ids) * switch))
 
-            out = (
-                block(ids, switch)
-                if reentrant is None
-                else checkpoint(block, ids, switch, use_reentrant=reentrant)
-            )
+            out = block(ids, switch) if reentrant is None else checkpoint(block, ids, switch, use_reentrant=reentrant)
             opt.zero_grad()
             (out.sum() + emb(ids).sum()).backward()
             opt.step()
@@ -527,9 +519,5 @@ def test_without_torch_the_import_says_what_to_install() -> None:
         "try:\n    import bunkbed.torch\n"
         "except ModuleNotFoundError as error:\n    print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == (
-        'bunkbed.torch needs PyTorch; install it with: pip install "bunkbed[torch]"'
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ('bunkbed.torch needs PyTorch; install it with: pip install "bunkbed[torch]"')

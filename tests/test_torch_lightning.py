@@ -17,9 +17,7 @@ lightning = pytest.importorskip("lightning")
 
 torch.set_num_threads(1)
 # Lightning warns about loggers, workers and small data sets; that is not what is tested.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 class Recommender(lightning.LightningModule):  # type: ignore[misc]

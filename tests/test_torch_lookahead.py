@@ -142,9 +142,7 @@ def test_training_is_bit_identical_at_any_depth_and_without(tmp_path: Any) -> No
         emb = Embedding(20_000, 8, path=path, ram="1MiB", optimizer=bb.Adam(lr=0.1), seed=0)
         opt = Optimizer(emb)
         loader = torch.utils.data.DataLoader((torch.rand(20_000) ** 2 * 20_000).long(), batch_size=2000)
-        iterator = (
-            loader if depth is None else lookahead(loader, emb, ids=lambda b, emb=emb: {emb: b}, depth=depth)
-        )
+        iterator = loader if depth is None else lookahead(loader, emb, ids=lambda b, emb=emb: {emb: b}, depth=depth)
         for ids in iterator:
             opt.zero_grad()
             emb(ids).pow(2).sum().backward()

@@ -79,9 +79,7 @@ def test_200_steps_equal_torch_on_sparse_gradients(ours: Any, theirs: Any) -> No
 )
 def test_every_optimizer_and_dtype_equals_the_reference_bit_for_bit(optimizer: Any, dtype: str) -> None:
     emb = Embedding(50, 5, optimizer=optimizer, init=bb.Normal(0.1), seed=3, dtype=dtype)
-    reference = ReferenceTable(
-        dim=5, num_rows=50, optimizer=optimizer, init=bb.Normal(0.1), seed=3, dtype=dtype
-    )
+    reference = ReferenceTable(dim=5, num_rows=50, optimizer=optimizer, init=bb.Normal(0.1), seed=3, dtype=dtype)
     opt = Optimizer(emb)
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -116,9 +114,7 @@ def test_a_closure_is_evaluated_once_with_gradients_on() -> None:
 
 def test_anchors_leave_the_dense_groups_and_tables_come_last() -> None:
     model, emb, head = make(optimizer=bb.Adam(lr=0.5, betas=(0.8, 0.9), weight_decay=0.1))
-    dense = torch.optim.SGD(
-        [{"params": [emb.anchor, head.bias], "lr": 0.3}, {"params": [head.weight], "lr": 0.2}]
-    )
+    dense = torch.optim.SGD([{"params": [emb.anchor, head.bias], "lr": 0.3}, {"params": [head.weight], "lr": 0.2}])
     opt = Optimizer(model, dense=dense)
     assert [group["lr"] for group in opt.param_groups] == [0.3, 0.2, 0.5]
     assert [p is head.bias for p in opt.param_groups[0]["params"]] == [True]
@@ -286,9 +282,7 @@ def test_state_dict_round_trip_goes_on_exactly() -> None:
     expected = rows(emb), head.weight.detach().clone()
     saved.seek(0)
     states = torch.load(saved, weights_only=True)
-    assert not any(
-        t.numel() > 80 for t in torch.utils._pytree.tree_leaves(states[1]) if isinstance(t, torch.Tensor)
-    )
+    assert not any(t.numel() > 80 for t in torch.utils._pytree.tree_leaves(states[1]) if isinstance(t, torch.Tensor))
     for owner, state in zip((model, opt, scheduler), states, strict=True):
         owner.load_state_dict(state)
     assert emb.table.step == 3
@@ -313,9 +307,7 @@ def test_a_state_of_other_groups_is_refused() -> None:
     opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
     other, _, _ = make(optimizer=bb.SGD())
     saved = Optimizer(other, dense=torch.optim.SGD(other.parameters(), lr=0.1)).state_dict()
-    with pytest.raises(
-        ValueError, match="its parameter group was saved for SGD, but it is trained with Adam"
-    ):
+    with pytest.raises(ValueError, match="its parameter group was saved for SGD, but it is trained with Adam"):
         opt.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"has 1 parameter groups, this Optimizer 2 \(1 of tables\)"):
         opt.load_state_dict(opt.dense.state_dict())
@@ -328,9 +320,7 @@ def test_a_second_optimizer_is_refused_until_the_first_is_gone() -> None:
     model, emb, _ = make()
     first = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
     scheduler = lr_scheduler.ExponentialLR(first, 0.9)  # makes the optimizer part of a reference cycle
-    with pytest.raises(
-        RuntimeError, match=r"table 'table' already has an Optimizer.*release it with `first\.detach"
-    ):
+    with pytest.raises(RuntimeError, match=r"table 'table' already has an Optimizer.*release it with `first\.detach"):
         Optimizer(emb)
     gc.disable()
     try:

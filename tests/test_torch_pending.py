@@ -99,22 +99,15 @@ def test_several_lookups_are_one_update_summed_in_forward_order(case: str) -> No
     for _ in range(3):
         ids = [rng.integers(0, 10, 30) for _ in range(3)]
         # Magnitudes so different that any other order of summing shows.
-        grads = [
-            (rng.standard_normal((30, 4)) * 10.0 ** rng.integers(-4, 4, (30, 1))).astype(np.float32)
-            for _ in ids
-        ]
-        losses = [
-            (emb(torch.from_numpy(i)) * torch.from_numpy(g)).sum() for i, g in zip(ids, grads, strict=True)
-        ]
+        grads = [(rng.standard_normal((30, 4)) * 10.0 ** rng.integers(-4, 4, (30, 1))).astype(np.float32) for _ in ids]
+        losses = [(emb(torch.from_numpy(i)) * torch.from_numpy(g)).sum() for i, g in zip(ids, grads, strict=True)]
         opt.zero_grad()
         order_cases()[case](losses)
         opt.step()
         reference.update(np.concatenate(ids), np.concatenate(grads))
     assert emb.table.step == 3
     for slot in ("weight", *reference.slots):
-        assert (
-            emb.table.get(np.arange(10), slot=slot).tobytes() == reference.get(np.arange(10), slot).tobytes()
-        )
+        assert emb.table.get(np.arange(10), slot=slot).tobytes() == reference.get(np.arange(10), slot).tobytes()
 
 
 def test_a_graph_used_twice_counts_twice() -> None:

@@ -219,9 +219,7 @@ class EmbeddingBag(TableLayer):
         bags = self._bags(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()
-        if grad and (
-            anchor.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)
-        ):
+        if grad and (anchor.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)):
             return _BagLookup.apply(anchor, per_sample_weights, bags, self)
         return self._output(bags.lookup(self, touch=grad and self.training))
 
@@ -229,13 +227,10 @@ class EmbeddingBag(TableLayer):
         ids = id_array(input)
         if weights is not None:
             if self.mode != "sum":
-                raise ValueError(
-                    f"per_sample_weights needs mode='sum', but this layer has mode={self.mode!r}"
-                )
+                raise ValueError(f"per_sample_weights needs mode='sum', but this layer has mode={self.mode!r}")
             if weights.shape != input.shape:
                 raise ValueError(
-                    f"per_sample_weights must have input's shape {list(input.shape)}, got "
-                    f"{list(weights.shape)}"
+                    f"per_sample_weights must have input's shape {list(input.shape)}, got {list(weights.shape)}"
                 )
             if not weights.is_floating_point():
                 raise TypeError(f"per_sample_weights must be floating point, got {weights.dtype}")
@@ -267,18 +262,14 @@ class EmbeddingBag(TableLayer):
         torch."""
         if self.include_last_offset:
             if offsets.size == 0:
-                raise ValueError(
-                    "offsets must end with the number of ids with include_last_offset=True, got no offset"
-                )
+                raise ValueError("offsets must end with the number of ids with include_last_offset=True, got no offset")
             bounds = offsets
         else:
             bounds = np.append(offsets, num_ids if offsets.size else 0)
         if bounds[0] != 0:
             raise ValueError(f"offsets must start with 0, got {bounds[0]}")
         if bounds[-1] > num_ids:
-            raise ValueError(
-                f"offsets must not pass the {num_ids} ids, got {bounds[-1]} at position {bounds.size - 1}"
-            )
+            raise ValueError(f"offsets must not pass the {num_ids} ids, got {bounds[-1]} at position {bounds.size - 1}")
         falls = np.diff(bounds) < 0
         if falls.any():
             place = int(np.argmax(falls))

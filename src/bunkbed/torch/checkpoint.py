@@ -9,7 +9,8 @@ Loading rewinds the writer to the epoch, optimizer state included.
   two layers on one table commit once.
 - A table of a `bunkbed.Run` is committed by its run only: the reference then just names the table, and
   ``run.rewind`` puts tables and dense weights back together.
-- A table in RAM only keeps its epochs in this process; a reference to it cannot be loaded in another one.
+- A table in RAM only keeps its epochs as copies in this process (`RamSnapshots`): going back to the best epoch works
+  as with files, loading in another process is an error that says to give a path.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from bunkbed.torch.pending import Pending
+from bunkbed.torch.ram_snapshots import RamSnapshots
 
 #: Name of the reference in a layer's state_dict.
 KEY = "table"
@@ -34,9 +36,18 @@ def save(pending: Pending) -> Any:
     return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
 
 
+def _kept(pending: Pending) -> Any:
+    """Who keeps the table's epochs: the table, or for one in RAM only our copies."""
+    if pending.table.path is not None:
+        return pending.table
+    if pending.ram_snapshots is None:
+        pending.ram_snapshots = RamSnapshots(pending.table)
+    return pending.ram_snapshots
+
+
 def _commit(pending: Pending) -> int:
-    table = pending.table
-    snapshots: dict[str, int] = table.snapshots()
+    table, kept = pending.table, _kept(pending)
+    snapshots: dict[str, int] = kept.snapshots()
     if not table.is_dirty:
         epoch: int = table.epoch
         if pending.same_as is not None and pending.same_as[0] == epoch:
@@ -44,11 +55,11 @@ def _commit(pending: Pending) -> int:
         if epoch in snapshots.values():
             return epoch
     ours = sorted(int(name.removeprefix(_PREFIX)) for name in snapshots if _is_ours(name))
-    epoch = table.commit(keep=f"{_PREFIX}{ours[-1] + 1 if ours else 1:06d}")
+    epoch = kept.commit(keep=f"{_PREFIX}{ours[-1] + 1 if ours else 1:06d}")
     if pending.keep_checkpoints is not None:
         # The new one first: an epoch is let go only once its successor is durable.
         for number in ours[: max(0, len(ours) + 1 - pending.keep_checkpoints)]:
-            table.drop(f"{_PREFIX}{number:06d}")
+            kept.drop(f"{_PREFIX}{number:06d}")
     return epoch
 
 
@@ -69,11 +80,15 @@ def load(pending: Pending, reference: Any) -> str | None:
             "state_dict() put there"
         )
     if uuid != table.uuid:
-        kind = "another table in RAM only" if table.path is None else f"another table ({table.path})"
+        if table.path is None:
+            return (
+                f"table {pending.name!r}: the state_dict refers to table {name!r}, but this layer's table is another "
+                "one, in RAM only; such a table ends with its process, so give path= to the layer that is saved and "
+                "to this one"
+            )
         return (
-            f"table {pending.name!r}: the state_dict refers to table {name!r} (uuid {uuid}), but this layer "
-            f"has {kind}, "
-            f"uuid {table.uuid}; open that table by its path (a table in RAM only ends with its process)"
+            f"table {pending.name!r}: the state_dict refers to table {name!r} (uuid {uuid}), but the layer has opened "
+            f"another one, {table.path} (uuid {table.uuid}); give the layer the path of that table"
         )
     if table.run is not None:
         return None  # the run puts its tables and files back together
@@ -88,16 +103,14 @@ def load(pending: Pending, reference: Any) -> str | None:
             f"{table.epoch}; "
             "open it with snapshot=, one of bunkbed.snapshots(path)"
         )
-    snapshots: dict[str, int] = table.snapshots()
+    snapshots: dict[str, int] = _kept(pending).snapshots()
     if epoch not in snapshots.values():
-        kept = ", ".join(
-            f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1])
-        )
+        kept = ", ".join(f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1]))
         return (
             f"table {name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
             f"of the "
             "layer, or name what must stay: layer.table.commit(keep='best')"
         )
-    table.rewind(epoch)
+    _kept(pending).rewind(epoch)
     pending.same_as = (table.epoch, epoch)
     return None

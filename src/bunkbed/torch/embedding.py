@@ -19,9 +19,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         pending.require_anchor(anchor)
         rows = id_array(ids)
         if ids.is_cpu and ids.dtype is torch.int64:
-            ctx.save_for_backward(
-                ids
-            )  # shares memory with the caller: torch notices if it is changed before backward
+            ctx.save_for_backward(ids)  # shares memory with the caller: torch notices if it is changed before backward
         else:
             ctx.rows = rows
         ctx.layer = layer

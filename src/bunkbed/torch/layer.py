@@ -89,8 +89,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             )
         if scale_grad_by_freq:
             raise ValueError(
-                f"{kind}: scale_grad_by_freq=True is not supported; scale the loss of each id by hand, or "
-                f"leave it out"
+                f"{kind}: scale_grad_by_freq=True is not supported; scale the loss of each id by hand, or leave it out"
             )
         # Drawn even where a stored table has its own seed, so that weights made after this layer do not
         # depend on whether the table existed. From torch's generator: torch.manual_seed decides, and two
@@ -120,9 +119,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             }
             extra = [name for name, value in given.items() if value is not None]
             if extra:
-                raise ValueError(
-                    f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own"
-                )
+                raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
             _require_same(kind, table, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         require_one_process(table)
         self.num_embeddings = num_embeddings
@@ -131,9 +128,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         self._pending = pending_of(table, device)
         self.anchor = self._pending.anchor
         if keep_checkpoints is not None and keep_checkpoints < 1:
-            raise ValueError(
-                f"{kind}: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}"
-            )
+            raise ValueError(f"{kind}: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
         self._pending.keep_checkpoints = keep_checkpoints
         self._zero_padding = False
         self._set_padding()
@@ -290,14 +285,11 @@ def _padding_row(kind: str, padding_idx: int | None, num_embeddings: int | None)
         return None
     if num_embeddings is None:
         if padding_idx < 0:
-            raise ValueError(
-                f"{kind}: padding_idx={padding_idx} counts from the end, but num_embeddings is None"
-            )
+            raise ValueError(f"{kind}: padding_idx={padding_idx} counts from the end, but num_embeddings is None")
         return padding_idx
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(
-            f"{kind}: padding_idx={padding_idx} is outside [-{num_embeddings}, {num_embeddings}), the ids of "
-            f"the layer"
+            f"{kind}: padding_idx={padding_idx} is outside [-{num_embeddings}, {num_embeddings}), the ids of the layer"
         )
     return padding_idx + num_embeddings if padding_idx < 0 else padding_idx
 
@@ -376,9 +368,7 @@ def pretrained_shape(kind: str, embeddings: Any, ours: dict[str, Any]) -> tuple[
         FileExistsError: the path is taken.
     """
     if embeddings.dim() != 2:
-        raise ValueError(
-            f"{kind}.from_pretrained: embeddings must be [rows, dim], got {list(embeddings.shape)}"
-        )
+        raise ValueError(f"{kind}.from_pretrained: embeddings must be [rows, dim], got {list(embeddings.shape)}")
     if ours.get("table") is not None:
         raise ValueError(f"{kind}.from_pretrained: table= has rows of its own; write into it with table.set")
     path = ours.get("path")

@@ -94,8 +94,7 @@ class lookahead:  # in lower case, as it is used like a function
         for layer, tensors in wanted.items():
             if id(layer) not in layers:
                 raise ValueError(
-                    f"lookahead: ids names {type(layer).__name__}, which is not a bunkbed.torch layer of the "
-                    f"model"
+                    f"lookahead: ids names {type(layer).__name__}, which is not a bunkbed.torch layer of the model"
                 )
             for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
                 layer.table.stage(id_array(tensor, "ids").reshape(-1))

@@ -138,8 +138,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         names = {id(param): name for name, param in model.named_parameters()}
         named = any("param_names" in group for group in groups)
         self._tables = [
-            _TableGroup(pending, names.get(id(pending.anchor), pending.name) if named else None)
-            for pending in pendings
+            _TableGroup(pending, names.get(id(pending.anchor), pending.name) if named else None) for pending in pendings
         ]
         super().__init__([*groups, *(table.group for table in self._tables)], {})
         self._started = True
@@ -223,9 +222,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         for table in self._tables:
             pending = table.pending
             if pending.optimizer is not self:
-                raise RuntimeError(
-                    f"table {pending.name!r}: this Optimizer was detached from it; step the other one"
-                )
+                raise RuntimeError(f"table {pending.name!r}: this Optimizer was detached from it; step the other one")
             pending.forget_aborted()
             if pending.anchor.requires_grad and pending.reconcile():
                 pending.require_finite()

@@ -71,6 +71,7 @@ class Pending:
         self.table = table
         self.name: str = table.name
         self.keep_checkpoints: int | None = 3
+        self.ram_snapshots: Any = None  # see checkpoint.py
         self.order = itertools.count()
         # (table epoch, epoch it equals): after a rewind the newest commit has a new number but old contents.
         self.same_as: tuple[int, int] | None = None
@@ -326,8 +327,7 @@ def pending_of(table: Any, device: Any = None) -> Pending:
         _pendings[id(table)] = pending
     elif device is not None and torch.device(device) != pending.anchor.device:
         raise ValueError(
-            f"table {pending.name!r}: its layers share one anchor, on {pending.anchor.device}; got "
-            f"device={device!r}"
+            f"table {pending.name!r}: its layers share one anchor, on {pending.anchor.device}; got device={device!r}"
         )
     return pending
 
