@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bunkbed.train import evaluate  # noqa: E402
-from bunkbed.train.data import Candidates, Interactions, Vocab  # noqa: E402
-from bunkbed.train.evaluate import Evaluator, full_ranks, sample_candidates, sampled_ranks  # noqa: E402
-from bunkbed.train.metrics import ranking_metrics  # noqa: E402
-from bunkbed.train.models import Scorer  # noqa: E402
+from bunkbed.train import evaluate
+from bunkbed.train.data import Candidates, Interactions, Vocab
+from bunkbed.train.evaluate import Evaluator, full_ranks, sample_candidates, sampled_ranks
+from bunkbed.train.metrics import ranking_metrics
+from bunkbed.train.models import Scorer
 
 
 class Rows:
@@ -107,9 +107,7 @@ def test_rounding_does_not_break_a_tie_in_our_favour():
     row = rng.normal(size=64)
     # Every item is the same vector: whatever order a product sums in, all of them tie.
     scorer = Scorer(Rows(rng.normal(size=(30, 64))), Rows(np.tile(row, (500, 1))))
-    _, ranks = full_ranks(
-        scorer, pairs({(user, 7 * user) for user in range(30)}, 30, 500), pairs(set(), 30, 500)
-    )
+    _, ranks = full_ranks(scorer, pairs({(user, 7 * user) for user in range(30)}, 30, 500), pairs(set(), 30, 500))
     assert ranks.tolist() == [500] * 30
 
 

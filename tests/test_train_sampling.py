@@ -119,9 +119,7 @@ def test_nothing_to_train_on_is_an_error():
 def held_out(pairs, valid, seed=0):
     parts = split(pairs, TrainConfig(valid=valid, seed=seed))
     assert parts.valid is not None
-    both = np.concatenate(
-        [parts.train.users * 1000 + parts.train.items, parts.valid.users * 1000 + parts.valid.items]
-    )
+    both = np.concatenate([parts.train.users * 1000 + parts.train.items, parts.valid.users * 1000 + parts.valid.items])
     np.testing.assert_array_equal(np.sort(both), np.sort(pairs.users * 1000 + pairs.items))
     return parts.valid
 

@@ -174,7 +174,7 @@ class BatchSource:
 
 
 def sample_unseen(seed: int, stream: int, owners: Int64Array, num_items: int, seen: SeenPairs) -> Int64Array:
-    """For ``int64[N]`` users an item each that its user has not: ``int64[N]``, a pure function of the arguments.
+    """For ``int64[N]`` users an item each that its user has not: ``int64[N]``, fixed by the arguments.
 
     Uniform over the user's unseen items; any item for a user who has them all.
     """

@@ -1,0 +1,341 @@
+"""The loop: what it commits, that it goes on with the same bits, and what it reports."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import bunkbed as bb
+from bunkbed.train.config import TrainConfig
+from bunkbed.train.data import Candidates, Dataset, Interactions, Vocab
+from bunkbed.train.evaluate import evaluate_run
+from bunkbed.train.events import EpochReport, EvalReport, StepReport
+from bunkbed.train.loop import Trainer
+from bunkbed.train.models import DENSE_FILE, dense_state, scorer_of_run
+from bunkbed.train.recommend import recommend
+
+NUM_USERS, NUM_ITEMS, PER_USER = 150, 90, 9
+
+MF = TrainConfig(dim=8, batch_size=64, epochs=3, lr=0.02, ram="16MiB", negatives=3, l2=0.001, threads=1)
+GMF = TrainConfig(
+    model="gmf",
+    loss="bce",
+    bias=True,
+    dim=8,
+    batch_size=100,
+    epochs=3,
+    lr=0.05,
+    lr_decay=0.8,
+    ram="16MiB",
+    ranking="sampled",
+    eval_negatives=20,
+    threads=1,
+)
+
+
+def dataset(seed=0, num_users=NUM_USERS, num_items=NUM_ITEMS):
+    """Planted preferences: every user takes the items that please it most, give or take some noise."""
+    rng = np.random.default_rng(seed)
+    taste = rng.normal(size=(num_users, 4)) @ rng.normal(size=(4, num_items))
+    taste += 0.5 * rng.gumbel(size=taste.shape)
+    items = np.argsort(-taste, axis=1)[:, : PER_USER + 1].astype(np.int64)
+    users = np.arange(num_users)
+
+    def pairs(chosen):
+        return Interactions(
+            np.repeat(users, chosen.shape[1]),
+            chosen.reshape(-1).copy(),
+            Vocab.of(list(range(num_users))),
+            Vocab.of(list(range(num_items))),
+        )
+
+    return Dataset(train=pairs(items[:, :-1]), test=pairs(items[:, -1:]))
+
+
+DATA = dataset()
+
+
+def train(path, config, *, data=DATA, stop_after=None, commit=True, on_event=None):
+    """One session in its own run object; `stop_after` steps it is told to stop."""
+    run = bb.Run(path, ram=config.ram)
+    trainer = Trainer(config, data, run)
+    if stop_after is not None:
+        backward = trainer.optimizer.step
+
+        def step(*args):
+            result = backward(*args)
+            if len(trainer.losses) + 1 == stop_after:
+                trainer.request_stop()
+            return result
+
+        trainer.optimizer.step = step
+    outcome = trainer.fit(on_event)
+    run.close(commit=False)
+    return trainer, outcome
+
+
+def stored(table, slot):
+    """Ids of the stored rows, ascending, beside the values of one slot."""
+    chunks = [(ids.copy(), values.copy()) for ids, values in table.scan(slot=slot)]
+    ids, values = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    order = np.argsort(ids)
+    assert len(np.unique(ids)) == len(ids)
+    return np.column_stack([ids[order].astype(np.float64), values[order].astype(np.float64)])
+
+
+def contents(path, snapshot=None):
+    """Every bit a run holds: slots of all rows, and the dense state."""
+    with bb.Run(path, mode="r", **({} if snapshot is None else {"snapshot": snapshot})) as run:
+        result = {}
+        for name in run.table_names:
+            table = run.table(name)
+            result[name] = [stored(table, slot) for slot in ("weight", "exp_avg", "exp_avg_sq")]
+            result[name].append(np.array([table.step]))
+        dense = dense_state(run.read(DENSE_FILE))
+        result["weights"] = [value.numpy() for value in dense["weights"].values()]
+        state = dense["optimizer"]["state"].values() if dense["optimizer"] else []
+        result["dense optimizer"] = [entry[key].numpy() for entry in state for key in sorted(entry)]
+        return result
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert len(one[name]) == len(other[name])
+        for left, right in zip(one[name], other[name], strict=True):
+            assert left.tobytes() == right.tobytes(), name
+
+
+def log(path):
+    """Lines of epochs, without what a clock or a cache decides."""
+    entries = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    keys = ("epoch", "global_step", "loss", "metrics", "is_best")
+    return [{key: entry[key] for key in keys} for entry in entries if entry["kind"] == "epoch"]
+
+
+@pytest.mark.parametrize("config", [MF, GMF], ids=["mf", "gmf"])
+def test_training_learns_the_planted_preferences(tmp_path, config):
+    trainer, outcome = train(tmp_path / "run", config)
+    assert (outcome.epoch, outcome.step) == (3, 3 * trainer.steps_per_epoch)
+    assert not outcome.interrupted and not outcome.stopped_early
+    with bb.Run(tmp_path / "run", mode="r") as run:
+        result = evaluate_run(run, DATA, config)
+    assert (result.split, result.num_users) == ("test", NUM_USERS)
+    assert result.ranking == "full ranking of 90 items, less those trained on"
+    # Chance is 10 of the 81 items a user has not.
+    assert result.metrics["hr@10"] > 1.6 * 10 / 81
+
+
+@pytest.mark.parametrize("config", [MF, GMF], ids=["mf", "gmf"])
+@pytest.mark.parametrize("stop_after", [1, 5, "epoch", "epoch + 3"])
+def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, config, stop_after):
+    whole, outcome = train(tmp_path / "whole", config)
+    steps = whole.steps_per_epoch
+    stop_after = {"epoch": steps, "epoch + 3": steps + 3}.get(stop_after, stop_after)
+    first, stopped = train(tmp_path / "parts", config, stop_after=stop_after)
+    assert stopped.interrupted and stopped.step == stop_after == len(first.losses)
+    second, resumed = train(tmp_path / "parts", config)
+    assert not resumed.interrupted
+    assert first.losses + second.losses == whole.losses
+    assert (resumed.best_epoch, resumed.best) == (outcome.best_epoch, outcome.best)
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+    assert_same_bits(contents(tmp_path / "parts", "best"), contents(tmp_path / "whole", "best"))
+
+
+def test_a_killed_run_goes_on_from_its_last_commit(tmp_path):
+    whole, _ = train(tmp_path / "whole", MF)
+
+    def crash(event):
+        if isinstance(event, EvalReport) and trainer.epoch == 1:
+            raise RuntimeError("power loss")
+
+    run = bb.Run(tmp_path / "parts", ram=MF.ram)
+    trainer = Trainer(MF, DATA, run)
+    with pytest.raises(RuntimeError, match="power loss"):
+        trainer.fit(crash)
+    run.close(commit=False)
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "global_st')  # torn
+    again, outcome = train(tmp_path / "parts", MF)
+    # The second epoch was done and lost; it is done again.
+    assert again.losses == whole.losses[whole.steps_per_epoch :]
+    assert outcome.step == len(whole.losses)
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_a_stop_during_the_evaluation_is_obeyed_and_resumed(tmp_path):
+    whole, _ = train(tmp_path / "whole", MF)
+    run = bb.Run(tmp_path / "parts", ram=MF.ram)
+    trainer = Trainer(MF, DATA, run)
+    outcome = trainer.fit(lambda event: trainer.request_stop() if isinstance(event, EvalReport) else None)
+    run.close(commit=False)
+    assert outcome.interrupted and (outcome.epoch, outcome.step) == (0, trainer.steps_per_epoch)
+    second, _ = train(tmp_path / "parts", MF)
+    assert trainer.losses + second.losses == whole.losses
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_a_finished_run_can_be_given_more_epochs(tmp_path):
+    whole, _ = train(tmp_path / "whole", MF)
+    two, _ = train(tmp_path / "parts", TrainConfig(**{**MF.to_dict(), "epochs": 2}))
+    one, _ = train(tmp_path / "parts", MF)
+    assert two.losses + one.losses == whole.losses
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+    none, outcome = train(tmp_path / "parts", MF)
+    assert none.losses == [] and outcome.epoch == 3
+
+
+def test_losses_and_rows_are_the_same_for_every_budget(tmp_path):
+    data = dataset(num_users=3000, num_items=600)
+    config = TrainConfig(dim=16, batch_size=256, epochs=2, lr=0.02, threads=1, eval_users=200)
+    roomy, _ = train(tmp_path / "roomy", config, data=data)
+    reports = []
+    tight_config = TrainConfig(**{**config.to_dict(), "ram": TIGHT_RAM})
+    tight, _ = train(tmp_path / "tight", tight_config, data=data, on_event=reports.append)
+    assert tight.losses == roomy.losses
+    assert_same_bits(contents(tmp_path / "tight"), contents(tmp_path / "roomy"))
+    epochs = [report for report in reports if isinstance(report, EpochReport)]
+    assert epochs[-1].disk_read_bytes > 0 and epochs[-1].unique_hit_rate < 0.9
+    for report in reports:
+        if isinstance(report, StepReport | EpochReport):
+            assert 0 <= report.unique_hit_rate <= 1
+            assert 0 < report.ram_bytes <= report.ram_budget_bytes == bb.Budget(TIGHT_RAM).total_bytes
+
+
+# 3,600 records of 192 bytes are 675 KiB.
+TIGHT_RAM = "512KiB"
+
+
+def test_patience_stops_early_and_the_best_epoch_is_kept(tmp_path):
+    # Far too high a rate on far too few pairs: it is best at once and then gets worse.
+    config = TrainConfig(**{**MF.to_dict(), "lr": 0.3, "epochs": 30, "patience": 2, "metric": "hr@10"})
+    reports = []
+    _, outcome = train(tmp_path / "run", config, on_event=reports.append)
+    epochs = [report for report in reports if isinstance(report, EpochReport)]
+    values = [report.metrics["hr@10"] for report in epochs]
+    assert outcome.stopped_early and outcome.epoch == len(epochs) < 30
+    assert outcome.epoch == outcome.best_epoch + 2
+    assert values[outcome.best_epoch - 1] == max(values) == outcome.best["hr@10"]
+    assert [report.is_best for report in epochs][-2:] == [False, False]
+    with bb.Run(tmp_path / "run", mode="r", snapshot="best") as run:
+        best = evaluate_run(run, Dataset(train=DATA.train), config)
+    assert (best.split, best.metrics) == ("validation", outcome.best)
+    again, outcome_again = train(tmp_path / "run", config)
+    assert again.losses == [] and outcome_again.stopped_early
+
+
+def test_without_validation_every_pair_trains_and_nothing_is_chosen(tmp_path):
+    config = TrainConfig(**{**MF.to_dict(), "valid": "none"})
+    trainer, outcome = train(tmp_path / "run", config)
+    assert trainer.num_pairs == len(DATA.train)
+    assert outcome.best_epoch is None and outcome.best == {}
+    with (
+        bb.Run(tmp_path / "run", mode="r") as run,
+        pytest.raises(ValueError, match="nothing is held out to evaluate on: train with --valid random"),
+    ):
+        evaluate_run(run, Dataset(train=DATA.train), config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"lr": 0.5},
+            r"option lr=0\.5 differs from 0\.02, with which the run was begun; only ram, epochs, patience,",
+        ),
+        ({"seed": 1}, r"option seed=1 differs from 0, with which the run was begun"),
+        ({"model": "gmf"}, r"option model='gmf' differs from 'mf'"),
+    ],
+)
+def test_resuming_with_another_option_is_an_error(tmp_path, changed, message):
+    train(tmp_path / "run", TrainConfig(**{**MF.to_dict(), "epochs": 1}))
+    with bb.Run(tmp_path / "run", ram="16MiB") as run, pytest.raises(ValueError, match=message):
+        Trainer(TrainConfig(**{**MF.to_dict(), **changed}), DATA, run)
+
+
+def test_a_run_of_something_else_is_an_error(tmp_path):
+    with bb.Run(tmp_path / "run", ram="16MiB") as run:
+        run.commit(meta={"step": 3})
+        with pytest.raises(ValueError, match="the run was not made by bunkbed train: its last commit has no progress"):
+            Trainer(MF, DATA, run)
+
+
+def test_a_loss_that_is_no_number_stops_training(tmp_path):
+    config = TrainConfig(**{**MF.to_dict(), "optimizer": "sgd", "lr": 1e25, "l2": 1.0})
+    with pytest.raises((FloatingPointError, ValueError), match=r"smaller --lr|gradient"):
+        train(tmp_path / "run", config)
+
+
+def test_reports_add_up(tmp_path):
+    reports = []
+    trainer, outcome = train(tmp_path / "run", GMF, on_event=reports.append)
+    epochs = [report for report in reports if isinstance(report, EpochReport)]
+    assert [report.epoch for report in epochs] == [1, 2, 3]
+    steps = trainer.steps_per_epoch
+    for number, report in enumerate(epochs, start=1):
+        assert report.global_step == number * steps
+        assert report.loss == pytest.approx(np.mean(trainer.losses[(number - 1) * steps : number * steps]))
+        assert report.ranking == "sampled ranking: 20 negatives for each held-out item"
+        assert set(report.metrics) == {
+            "hr@10",
+            "ndcg@10",
+            "recall@10",
+            "hr@20",
+            "ndcg@20",
+            "recall@20",
+            "mrr",
+        }
+    assert trainer.step_seconds <= outcome.seconds
+    assert [entry["loss"] for entry in log(tmp_path / "run")] == [report.loss for report in epochs]
+
+
+def test_evaluation_follows_the_data_it_is_given(tmp_path):
+    train(tmp_path / "run", MF)
+    rng = np.random.default_rng(1)
+    test = DATA.test
+    candidates = Candidates(test.users, test.items, rng.integers(0, NUM_ITEMS, (NUM_USERS, 12)))
+    with bb.Run(tmp_path / "run", mode="r") as run:
+        given = evaluate_run(run, Dataset(DATA.train, candidates=candidates), MF)
+        assert (given.split, given.ranking) == (
+            "test candidates",
+            "sampled ranking: 12 negatives for each held-out item",
+        )
+        full = evaluate_run(run, Dataset(DATA.train, candidates=candidates), MF, ranking="full")
+        assert full == evaluate_run(run, DATA, MF)
+        drawn = evaluate_run(run, DATA, MF, ranking="sampled", ks=[3])
+        assert (drawn.split, drawn.ranking) == (
+            "test",
+            "sampled ranking: 99 negatives for each held-out item",
+        )
+        assert set(drawn.metrics) == {"hr@3", "ndcg@3", "recall@3", "mrr"}
+        own = evaluate_run(run, Dataset(DATA.train), MF)
+        assert own.split == "validation"
+        with pytest.raises(ValueError, match="ranking must be full or sampled, got 'half'"):
+            evaluate_run(run, DATA, MF, ranking="half")
+
+
+@pytest.mark.parametrize("config", [MF, GMF], ids=["mf", "gmf"])
+def test_recommendations_are_the_best_unseen_items(tmp_path, config):
+    train(tmp_path / "run", config)
+    with bb.Run(tmp_path / "run", mode="r") as run:
+        scorer = scorer_of_run(run, config)
+        everything = np.arange(NUM_ITEMS)
+        scores = scorer.items(everything) @ scorer.queries(np.array([17]))[0]
+        biases = scorer.biases(everything)
+        scores = scores if biases is None else scores + biases
+        exclude = DATA.train.items[DATA.train.users == 17]
+        items, values = recommend(run, config, 17, 5, exclude)
+        order = [item for item in np.argsort(-scores, kind="stable") if item not in exclude]
+        assert items.tolist() == order[:5]
+        np.testing.assert_allclose(values, scores[order[:5]], rtol=1e-6)
+        assert len(recommend(run, config, 17, 1000, exclude)[0]) == NUM_ITEMS - len(exclude)
+        assert len(recommend(run, config, 17, 1000)[0]) == NUM_ITEMS
+        with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+            recommend(run, config, 17, 0)
+        with pytest.raises(IndexError, match="150"):
+            recommend(run, config, NUM_USERS, 5)
