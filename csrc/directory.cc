@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "error.h"
@@ -41,7 +42,7 @@ class FlatDirectory final : public Directory {
     stored_rows_ += (entry != kAbsent) - (load_entry(place) != kAbsent);
     store_entry(place, entry);
   }
-  size_t bytes_after(size_t) const override { return bytes_; }
+  size_t bytes_after(const int64_t*, size_t) const override { return bytes_; }
   void reserve(const int64_t*, size_t) override {}
   size_t bytes() const override { return bytes_; }
   size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const override {
@@ -83,6 +84,7 @@ constexpr size_t kPartitionBits = 8;
 constexpr size_t kPartitions = 1u << kPartitionBits;
 constexpr double kMaxLoad = 0.84;
 constexpr double kGrowth = 1.25;
+constexpr size_t kSlotBytes = sizeof(int64_t) + kEntryBytes;
 
 size_t grown(size_t capacity, size_t count) {
   size_t needed = std::max<size_t>(8, capacity);
@@ -96,7 +98,7 @@ class Partition {
  public:
   size_t capacity() const { return capacity_; }
   size_t count() const { return count_; }
-  size_t bytes() const { return capacity_ * (sizeof(int64_t) + kEntryBytes); }
+  size_t bytes() const { return capacity_ * kSlotBytes; }
 
   void prefetch(uint64_t hash) const {
     if (capacity_ == 0) return;
@@ -185,23 +187,20 @@ class HashedDirectory final : public Directory {
     stored_rows_ += partition.set(row, hash, entry);
     table_bytes_ += partition.bytes() - before;
   }
-  size_t bytes_after(size_t new_rows) const override {
+  size_t bytes_after(const int64_t* rows, size_t n) const override {
+    const std::vector<uint32_t> coming = per_partition(rows, n);
     size_t bytes = kPartitions * sizeof(Partition);
-    size_t largest = 0;
-    // Rows spread over the partitions binomially: allow each six standard deviations above its even part.
-    const double even = static_cast<double>(new_rows) / kPartitions;
-    const double most = std::min(static_cast<double>(new_rows), even + 6.0 * std::max(1.0, even > 1 ? even / 4 : even));
-    for (const Partition& partition : partitions_) {
-      const auto count = static_cast<size_t>(static_cast<double>(partition.count()) + most);
-      const size_t capacity = new_rows == 0 ? partition.capacity() : grown(partition.capacity(), count);
-      bytes += capacity * (sizeof(int64_t) + kEntryBytes);
-      largest = std::max(largest, capacity);
+    size_t largest = 0;  // one partition is copied while it grows
+    for (size_t p = 0; p < kPartitions; ++p) {
+      const size_t capacity = coming[p] == 0 ? partitions_[p].capacity()
+                                             : grown(partitions_[p].capacity(), partitions_[p].count() + coming[p]);
+      bytes += capacity * kSlotBytes;
+      if (capacity != partitions_[p].capacity()) largest = std::max(largest, partitions_[p].bytes());
     }
-    return bytes + largest * (sizeof(int64_t) + kEntryBytes);  // one partition is copied while it grows
+    return bytes + largest;
   }
   void reserve(const int64_t* rows, size_t n) override {
-    std::vector<uint32_t> coming(kPartitions, 0);
-    for (size_t i = 0; i < n; ++i) ++coming[mix_id(rows[i]) % kPartitions];
+    const std::vector<uint32_t> coming = per_partition(rows, n);
     for (size_t p = 0; p < kPartitions; ++p) {
       if (coming[p] == 0) continue;
       const size_t before = partitions_[p].bytes();
@@ -237,6 +236,11 @@ class HashedDirectory final : public Directory {
 
  private:
   const Partition& of(uint64_t hash) const { return partitions_[hash % kPartitions]; }
+  static std::vector<uint32_t> per_partition(const int64_t* rows, size_t n) {
+    std::vector<uint32_t> counts(kPartitions, 0);
+    for (size_t i = 0; i < n; ++i) ++counts[mix_id(rows[i]) % kPartitions];
+    return counts;
+  }
 
   std::vector<Partition> partitions_;
   size_t table_bytes_ = 0;
@@ -245,7 +249,11 @@ class HashedDirectory final : public Directory {
 }  // namespace
 
 size_t hashed_directory_bytes(uint64_t stored_rows) {
-  return kPartitions * sizeof(Partition) + static_cast<size_t>(static_cast<double>(stored_rows) * 13 / kMaxLoad * kGrowth);
+  // Rows spread over the partitions binomially: six standard deviations above the even part, and one step of growth.
+  const double even = static_cast<double>(stored_rows) / kPartitions;
+  const double most = std::min(static_cast<double>(stored_rows), even + 6 * std::sqrt(even) + 6);
+  const double capacity = std::max(8.0, most / kMaxLoad * kGrowth + 2);
+  return kPartitions * sizeof(Partition) + static_cast<size_t>(capacity * kSlotBytes * (kPartitions + 1));
 }
 
 std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows) { return std::make_unique<FlatDirectory>(num_rows); }

@@ -69,8 +69,12 @@ Manifest Manifests::load_newest() const {
 std::vector<Manifests::Snapshot> Manifests::snapshots() const {
   std::map<std::string, uint64_t> newest;
   for (const uint64_t epoch : epochs()) {
-    const Manifest manifest = load(epoch);
-    if (!manifest.keep.empty()) newest[manifest.keep] = epoch;
+    try {
+      const Manifest manifest = load(epoch);
+      if (!manifest.keep.empty()) newest[manifest.keep] = epoch;
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kCorruption) throw;  // check() reports it; the sound ones can still be opened
+    }
   }
   std::vector<Snapshot> found;
   for (const auto& [name, epoch] : newest) found.push_back({name, epoch});

@@ -209,20 +209,38 @@ std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const
   }
 }
 
+namespace {
+
+// Rows whose directory the smallest budget must hold: all of a table where that is little, otherwise the stored ones
+// and some to begin with.
+uint64_t rows_to_hold(const TableSpec& spec, uint64_t stored_rows) {
+  constexpr size_t kLittle = 16u << 20;
+  if (spec.num_rows >= 0 && hashed_directory_bytes(static_cast<uint64_t>(spec.num_rows)) <= kLittle) {
+    return static_cast<uint64_t>(spec.num_rows);
+  }
+  return stored_rows + 4096;
+}
+
+}  // namespace
+
 size_t Table::minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
   const size_t payload = payload_of(fields_of(spec));
   const uint64_t slots = slots_per_segment(spec, payload);
-  size_t needed = 64u << 10;
-  // The plan grows with the budget in places: the smallest budget is a fixed point.
-  for (int round = 0; round < 64; ++round) {
-    const size_t directory =
-        is_flat(spec.num_rows, needed) ? flat_directory_bytes(static_cast<uint64_t>(spec.num_rows)) : hashed_directory_bytes(stored_rows);
-    const MemoryPlan plan = plan_memory(needed, payload, slots, kAssumedReadUnit, on_disk);
-    const size_t next = plan.fixed_bytes + directory + (kMinFrames + 1) * Cache::frame_cost(payload);
-    if (next <= needed) return needed;
-    needed = next;
-  }
-  return needed;
+  // The plan grows with the budget in places: the smallest budget that holds a directory is a fixed point.
+  const auto smallest = [&](size_t directory, size_t at_least) {
+    size_t needed = at_least;
+    for (int round = 0; round < 64; ++round) {
+      const MemoryPlan plan = plan_memory(needed, payload, slots, kAssumedReadUnit, on_disk);
+      const size_t next = plan.fixed_bytes + directory + (kMinFrames + 1) * Cache::frame_cost(payload);
+      if (next <= needed) break;
+      needed = next;
+    }
+    return needed;
+  };
+  const size_t hashed = smallest(hashed_directory_bytes(rows_to_hold(spec, stored_rows)), 1);
+  if (spec.num_rows < 0) return hashed;
+  const size_t flat = flat_directory_bytes(static_cast<uint64_t>(spec.num_rows));
+  return std::min(is_flat(spec.num_rows, hashed) ? ~size_t{0} : hashed, smallest(flat, 4 * flat));
 }
 
 size_t Table::wanted_ram(const TableSpec& spec, bool on_disk) {

@@ -52,6 +52,16 @@ struct TableStats {
 
 class Scan;
 
+// A kept commit of a table that lives in RAM only: a copy of its rows, beside the RAM budget.
+struct RamSnapshot {
+  std::string name;
+  uint64_t epoch = 0;
+  int64_t step = 0;
+  std::string meta;
+  std::vector<int64_t> rows;
+  std::vector<std::byte> records;
+};
+
 class Table {
  public:
   // A new table: in `path`, or in RAM only when `path` is empty.
@@ -119,6 +129,8 @@ class Table {
   Manifest manifest_now(uint64_t epoch) const;
   void publish(const Manifest& manifest);
   void collect_locked();
+  void keep_in_ram(const std::string& name);
+  void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);
 
   void require_usable() const;
   void require_writable() const;
@@ -156,6 +168,7 @@ class Table {
   int64_t step_ = 0;
   std::string meta_ = "{}";
   std::set<uint64_t> pinned_epochs_;
+  std::vector<RamSnapshot> ram_snapshots_;
   bool closed_ = false;
   bool changed_ = false;
   uint64_t changes_ = 0;          // counts updates, sets and reloads; a running scan must see none

@@ -50,14 +50,14 @@ uint64_t Table::commit(const std::optional<std::string>& meta, const std::string
   require_writable();
   Log* log = store_->log();
   if (log == nullptr) {
-    if (!keep.empty()) {
-      throw Error(ErrorKind::kInvalid, "table '" + name_ +
-                                           "' lives in RAM only and cannot keep snapshot '" + keep + "'; give it a path");
-    }
+    const bool is_same = !changed_ && (!meta.has_value() || *meta == meta_) && keep.empty();
+    if (is_same && committed_.epoch > 0) return committed_.epoch;
     if (meta.has_value()) meta_ = *meta;
+    ++committed_.epoch;
+    if (!keep.empty()) keep_in_ram(keep);
     changed_ = false;
     ++commits_;
-    return ++committed_.epoch;
+    return committed_.epoch;
   }
   const bool same_meta = !meta.has_value() || *meta == meta_;
   if (!changed_ && same_meta && keep.empty() && committed_.epoch > 0) return committed_.epoch;
@@ -117,15 +117,22 @@ uint64_t Table::compact() {
 std::vector<Manifests::Snapshot> Table::snapshots() {
   const std::lock_guard guard(mutex_);
   require_usable();
-  if (store_->log() == nullptr) return {};
-  return manifests_.snapshots();
+  if (store_->log() != nullptr) return manifests_.snapshots();
+  std::vector<Manifests::Snapshot> found;
+  for (const RamSnapshot& snapshot : ram_snapshots_) found.push_back({snapshot.name, snapshot.epoch});
+  return found;
 }
 
 void Table::drop(const std::string& name) {
   const std::lock_guard guard(mutex_);
   require_writable();
   if (store_->log() == nullptr) {
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' lives in RAM only and has no snapshots");
+    const size_t before = ram_snapshots_.size();
+    std::erase_if(ram_snapshots_, [&name](const RamSnapshot& snapshot) { return snapshot.name == name; });
+    if (ram_snapshots_.size() == before) {
+      throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has no snapshot '" + name + "'");
+    }
+    return;
   }
   (void)manifests_.load_snapshot(name);  // an unknown name is an error that lists the known ones
   if (committed_.keep == name) {
@@ -149,11 +156,60 @@ void Table::drop(const std::string& name) {
   collect_locked();
 }
 
+// A name used before moves to the new commit.
+void Table::keep_in_ram(const std::string& name) {
+  RamSnapshot snapshot{name, committed_.epoch, step_, meta_, {}, {}};
+  Cache& cache = store_->cache();
+  for (uint32_t frame = 0; frame < cache.high_water(); ++frame) {
+    if (cache.info(frame).row < 0) continue;
+    snapshot.rows.push_back(cache.info(frame).row);
+    snapshot.records.insert(snapshot.records.end(), cache.record(frame), cache.record(frame) + payload_bytes_);
+  }
+  std::erase_if(ram_snapshots_, [&name](const RamSnapshot& old) { return old.name == name; });
+  ram_snapshots_.push_back(std::move(snapshot));
+}
+
+void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch) {
+  const auto found = std::find_if(ram_snapshots_.begin(), ram_snapshots_.end(), [&](const RamSnapshot& snapshot) {
+    return epoch.has_value() ? snapshot.epoch == *epoch : snapshot.name == name;
+  });
+  if (found == ram_snapshots_.end()) {
+    std::string known;
+    for (const RamSnapshot& snapshot : ram_snapshots_) {
+      known += (known.empty() ? "'" : ", '") + snapshot.name + "' (epoch " + std::to_string(snapshot.epoch) + ")";
+    }
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has no snapshot " +
+                                         (epoch.has_value() ? "of epoch " + std::to_string(*epoch) : "'" + name + "'") +
+                                         "; it lives in RAM only, where " +
+                                         (known.empty() ? "none is kept" : "these are kept: " + known));
+  }
+  const uint64_t next = committed_.epoch + 1;
+  store_.reset();
+  make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, 1, false), nullptr);
+  constexpr size_t kRows = 1024;
+  for (size_t begin = 0; begin < found->rows.size(); begin += kRows) {
+    const size_t count = std::min(kRows, found->rows.size() - begin);
+    frames_.resize(count);
+    store_->pin(found->rows.data() + begin, count, true, frames_.data());
+    for (size_t i = 0; i < count; ++i) {
+      const std::byte* record = found->records.data() + (begin + i) * payload_bytes_;
+      std::copy(record, record + payload_bytes_, store_->cache().record(frames_[i]));
+    }
+    store_->unpin(frames_.data(), count);
+  }
+  committed_.epoch = next;
+  step_ = found->step;
+  meta_ = found->meta;
+  changed_ = false;
+  ++changes_;
+}
+
 void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   const std::lock_guard guard(mutex_);
   require_writable();
   if (store_->log() == nullptr) {
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' lives in RAM only and has no commit to go back to; give it a path");
+    rewind_in_ram(name, epoch);
+    return;
   }
   Manifest target;
   if (epoch.has_value()) {

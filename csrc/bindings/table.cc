@@ -165,8 +165,11 @@ void bind_table(nb::module_& m) {
       "path"_a, "name"_a, "writable"_a, "ram_bytes"_a, "snapshot"_a, "epoch"_a.none(), "through_run"_a);
   m.def(
       "read_spec",
-      [](const std::string& path) {
-        const Manifest manifest = Manifests(vfs::posix(), path).load_newest();
+      [](const std::string& path, const std::string& snapshot, std::optional<uint64_t> epoch) {
+        const Manifests manifests(vfs::posix(), path);
+        const Manifest manifest = !snapshot.empty()   ? manifests.load_snapshot(snapshot)
+                                  : epoch.has_value() ? manifests.load(*epoch)
+                                                      : manifests.load_newest();
         TableSpec spec;
         spec.num_rows = manifest.num_rows;
         spec.dim = manifest.dim;
@@ -176,7 +179,7 @@ void bind_table(nb::module_& m) {
         spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
         return std::make_pair(spec, manifest.stored_rows);
       },
-      "path"_a, "(what the table is, rows stored) by its newest commit.");
+      "path"_a, "snapshot"_a, "epoch"_a.none(), "(what the table is, rows stored) by a commit; default the newest.");
 
   nb::class_<Table>(m, "Table", "One table; see bunkbed.Table.")
       .def("lookup", [](Table& t, const Ids& ids, bool touch, const FloatsOut& out) {

@@ -1,7 +1,5 @@
 """Embedding tables stacked across GPU memory, RAM and SSD, trained exactly as if they all fitted in RAM."""
 
-from bunkbed._native import get_num_threads as get_num_threads
-from bunkbed._native import set_num_threads as set_num_threads
 from bunkbed.budget import Budget as Budget
 from bunkbed.check import check as check
 from bunkbed.errors import BunkbedError as BunkbedError
@@ -13,6 +11,8 @@ from bunkbed.errors import TableLockedError as TableLockedError
 from bunkbed.init import Normal as Normal
 from bunkbed.init import Uniform as Uniform
 from bunkbed.init import Zeros as Zeros
+from bunkbed.io import export_rows as export_rows
+from bunkbed.io import import_rows as import_rows
 from bunkbed.opening import create as create
 from bunkbed.opening import open as open
 from bunkbed.opening import snapshots as snapshots
@@ -22,5 +22,7 @@ from bunkbed.optim import Adam as Adam
 from bunkbed.optim import RowwiseAdagrad as RowwiseAdagrad
 from bunkbed.run import Run as Run
 from bunkbed.table import Table as Table
+from bunkbed.threads import get_num_threads as get_num_threads
+from bunkbed.threads import set_num_threads as set_num_threads
 
 __version__ = "0.1.0"

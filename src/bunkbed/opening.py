@@ -190,7 +190,7 @@ def open(
         raise FileNotFoundError(f"no table at {place}; make one with bb.create, or give open() create=dict(dim=...)")
     if not place.is_dir():
         raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
-    spec, stored_rows = _native.read_spec(str(place))
+    spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
     table = Table(spec, place, "w" if writable else "r")
     table._run = _run
     table._stored_hint = spec.minimum_ram(stored_rows, True)

@@ -472,7 +472,10 @@ class Table:
     def _commit(self, meta: dict[str, Any] | None, keep: str | None) -> int:
         if keep is not None and (not isinstance(keep, str) or not keep):
             raise ValueError(f"table '{self._name}': keep must be a name, got {keep!r}")
-        text = None if meta is None else json.dumps(meta)
+        try:
+            text = None if meta is None else json.dumps(meta)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"table '{self._name}': meta must be JSON-able: {error}") from None
         return int(self._native.commit(text, keep or ""))
 
     def snapshots(self) -> dict[str, int]:
