@@ -32,7 +32,12 @@ def worker(rank: int, folder: str, results: Any) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     messages = []
-    for action in (lambda: Embedding(10, 2), loss.backward):
+    for action in (
+        lambda: Embedding(10, 2),
+        lambda: Embedding(10, 2, path=Path(folder) / "new"),
+        lambda: Embedding(10, 2, path=Path(folder) / "table"),
+        loss.backward,
+    ):
         try:
             action()
             messages.append("no error")
@@ -63,10 +68,11 @@ def test_two_processes(tmp_path: Path) -> None:
             if process.is_alive():
                 process.kill()
     for messages in found.values():
-        for message in messages[:2]:
+        for message in messages[:4]:
             assert "cannot be used under torch.distributed with 2 processes yet" in message
             assert "mode='r'" in message
-        assert messages[2] == "(1, 2)"
+        assert "table 'new'" in messages[1] and "table 'table'" in messages[2]
+        assert messages[4] == "(1, 2)"
 
 
 def test_a_group_of_one_is_fine(tmp_path: Path) -> None:

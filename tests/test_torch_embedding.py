@@ -359,6 +359,19 @@ def test_unsupported_arguments(arguments: dict[str, Any], message: str) -> None:
         Embedding(10, 4, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ((0, 4), ValueError, "num_embeddings must be at least 1, got 0"),
+        ((10, 0), ValueError, "embedding_dim must be at least 1, got 0"),
+        ((1e6, 4), TypeError, r"num_embeddings must be an int, got 1000000\.0"),
+    ],
+)
+def test_wrong_sizes(sizes: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Embedding(*sizes)
+
+
 def test_table_brings_its_own_settings() -> None:
     table = bb.create(None, dim=4, num_rows=10)
     with pytest.raises(ValueError, match="optimizer= cannot be given together with table="):

@@ -49,7 +49,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         if bags.weights is not None:
             rows *= bags.weights[:, None]
         pending.hold(ctx.order, bags.ids, rows, None)
-        return pending.no_change, weights_grad, None, None
+        return pending.no_change(), weights_grad, None, None
 
 
 class _Bags:
@@ -109,8 +109,9 @@ class EmbeddingBag(TableLayer):
         mode: ``"mean"`` or ``"sum"``; ``"max"`` is a ValueError.
         include_last_offset: `offsets` of ``forward`` ends with the number of ids.
 
+    >>> import bunkbed as bb
     >>> bag = EmbeddingBag(10, 2, mode="sum", init=bb.Zeros())
-    >>> bag(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 3]))
+    >>> bag(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 3])).detach()
     tensor([[0., 0.],
             [0., 0.]])
     """

@@ -1,9 +1,9 @@
 """What ``state_dict()`` holds of a table: a reference to a kept epoch, never rows.
 
 The reference is a uint8 tensor of JSON, so it survives every format that stores tensors (``torch.save`` with
-``weights_only=True``, safetensors): the table's uuid and name, the epoch, the step. Saving commits the table
-and keeps that epoch under a name of ours; the oldest of those beyond `Pending.keep_checkpoints` are dropped.
-Loading rewinds the writer to the epoch, optimizer state included.
+``weights_only=True``, safetensors), padded so that its shape does not change: the table's uuid and name, the epoch,
+the step. Saving commits the table and keeps that epoch under a name of ours; the oldest of those beyond
+`Pending.keep_checkpoints` are dropped. Loading rewinds the writer to the epoch, optimizer state included.
 
 - Saving twice without a change in between is one commit, so a stray ``state_dict()`` costs no kept epoch, and
   two layers on one table commit once.
@@ -33,7 +33,8 @@ def save(pending: Pending) -> Any:
     table = pending.table
     epoch = _commit(pending) if table.mode != "r" and table.run is None else table.epoch
     fields = {"uuid": table.uuid, "table": table.name, "epoch": epoch, "step": table.step}
-    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
+    text = json.dumps(fields).encode()
+    return torch.tensor(list(text.ljust(-len(text) // 256 * -256)), dtype=torch.uint8, device="cpu")
 
 
 def _kept(pending: Pending) -> Any:

@@ -34,7 +34,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         saved = ctx.saved_tensors
         rows = saved[0].numpy() if saved else ctx.rows
         pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, layer.embedding_dim), layer.padding_idx)
-        return pending.no_change, None, None
+        return pending.no_change(), None, None
 
 
 class Embedding(TableLayer):
@@ -66,7 +66,8 @@ class Embedding(TableLayer):
             dtype.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
         device: of the anchor, and so of the output.
-        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable; None for all.
+        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable; None for all. In RAM only each is
+            a copy of the stored rows.
 
     Raises:
         ValueError: an argument out of range, unsupported, or contradicting the stored table (both values are

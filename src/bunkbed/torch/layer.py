@@ -95,6 +95,12 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         # depend on whether the table existed. From torch's generator: torch.manual_seed decides, and two
         # layers differ.
         drawn = int(torch.randint(2**62, (), device="cpu").item())
+        _require_size(kind, "embedding_dim", embedding_dim)
+        if num_embeddings is not None:
+            _require_size(kind, "num_embeddings", num_embeddings)
+        if table is None or table.mode != "r":
+            # Before opening: another rank may have created or locked it, which would be reported instead.
+            require_one_process(table.name if table is not None else "table" if path is None else Path(path).name)
         if table is None:
             table = _open_table(
                 kind,
@@ -121,7 +127,6 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             if extra:
                 raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
             _require_same(kind, table, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        require_one_process(table)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding_row(kind, padding_idx, num_embeddings)
@@ -278,6 +283,13 @@ def _no_weight(layer: TableLayer) -> str:
         f"layer.table.topk(queries, k), write them with layer.table.set(ids, values), and initialise with "
         f"{kind}(..., init=bunkbed.Normal(std=...))"
     )
+
+
+def _require_size(kind: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{kind}: {name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{kind}: {name} must be at least 1, got {value}")
 
 
 def _padding_row(kind: str, padding_idx: int | None, num_embeddings: int | None) -> int | None:

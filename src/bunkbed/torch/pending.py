@@ -86,7 +86,7 @@ class Pending:
         self.anchor = self._new_anchor(
             torch.zeros(1, device=device, dtype=torch.float32), requires_grad=table.mode != "r"
         )
-        self.no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
+        self._no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
 
     # ---- the anchor
 
@@ -119,7 +119,7 @@ class Pending:
             anchor.data = value
         else:  # to or from the meta device: the same Python object with other insides
             torch.utils.swap_tensors(anchor, self._new_anchor(value, requires_grad=anchor.requires_grad))
-        self.no_change = torch.full_like(self.no_change, -0.0, device=moved.device)
+        self._no_change = torch.full_like(self._no_change, -0.0, device=moved.device)
         if grad is not None:
             ours = grad is self._written
             anchor.grad = grad.to(moved.device)
@@ -189,12 +189,16 @@ class Pending:
                 f"table {self.name!r}: a backward reached its rows but no Optimizer steps them; write\n"
                 f"    {ATTACH}\nand step that, or freeze the table: layer.anchor.requires_grad = False"
             )
-        require_one_process(self.table)
+        require_one_process(self.name)
         if padding is not None:
             kept = ids != padding
             if not kept.all():
                 ids, grads = ids[kept], grads[kept]
         self._arrived.append(_Part(order, torch._C._current_graph_task_id(), ids, grads))
+
+    def no_change(self) -> Any:
+        """What a backward returns for the anchor: -0.0; a new tensor, since autograd may keep it as ``.grad``."""
+        return self._no_change.clone()
 
     def accept(self, anchor: Any) -> None:
         """The hook after autograd accumulated into ``anchor.grad``: one backward call reached all its
@@ -342,19 +346,16 @@ def distinct(pendings: Iterable[Pending]) -> list[Pending]:
     return list({id(pending): pending for pending in pendings}.values())
 
 
-def require_one_process(table: Any) -> None:
+def require_one_process(name: str) -> None:
     """Raises RuntimeError for a writable table under torch.distributed with more than one process.
 
     Each rank would train a private copy, or fight over one; neither is what the user asked for.
     """
-    if table.mode == "r" or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     world = torch.distributed.get_world_size()
     if world > 1:
         raise RuntimeError(
-            f"table {table.name!r}: a writable table cannot be used under torch.distributed with {world} "
-            f"processes "
-            "yet, since every rank would train its own copy; train in one process, or open the table with "
-            "mode='r' "
-            "for inference"
+            f"table {name!r}: a writable table cannot be used under torch.distributed with {world} processes yet, as "
+            "every rank would train its own copy; train in one process, or open the table with mode='r' for inference"
         )
