@@ -59,6 +59,10 @@ def import_rows(
     given = None if ids is None else as_ids(ids, table=f"table '{table.name}'").reshape(-1)
     if given is not None and given.size != total:
         raise ValueError(f"{source} holds {total} rows, ids names {given.size}")
+    if given is not None:
+        table.contains(given)  # an id outside the table is found before anything is set
+    elif source.suffix == ".npy" and table.num_rows is not None and total > table.num_rows:
+        raise ValueError(f"{source} holds {total} rows, table '{table.name}' has {table.num_rows}")
     done = 0
     for own, values in chunks:
         count = len(values["weight"])
@@ -139,7 +143,10 @@ def _slot_length(table: Table, slot: str) -> int:
 
 
 def _read_npy(source: Path, table: Table, chunk: int) -> tuple[int, Iterator[Chunk]]:
-    rows = np.load(source, mmap_mode="r", allow_pickle=False)
+    try:
+        rows = np.load(source, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{source} is not a .npy file: {error}") from None
     _check_rows(source, rows.shape, rows.dtype, table.dim, "rows")
 
     def chunks() -> Iterator[Chunk]:

@@ -19,7 +19,12 @@ from bunkbed.opening import DEFAULT_RAM
 from bunkbed.run_files import RunFiles, RunManifest, sync_directory
 from bunkbed.table import Table
 
-_TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+def _require_name(what: str, name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"a {what}'s name is up to 200 letters, digits, '.', '_' and '-', got {name!r}")
 
 
 class Run:
@@ -85,6 +90,13 @@ class Run:
     def _prepare_directory(self) -> None:
         if self.path.is_dir() and any(entry.name.startswith("manifest-") for entry in self.path.iterdir()):
             raise FormatError(f"{self.path} is a table, not a run; open it with bb.open")
+        if self.path.is_dir() and not self._files.epochs() and not (self.path / "lock").exists():
+            strangers = sorted(entry.name for entry in self.path.iterdir())
+            if strangers:
+                raise FormatError(
+                    f"{self.path} is not a run and not empty (it holds {strangers[0]!r}); "
+                    "give the run a folder of its own"
+                )
         self._files.files.mkdir(parents=True, exist_ok=True)
         (self.path / "tables").mkdir(exist_ok=True)
         sync_directory(self.path)
@@ -165,8 +177,7 @@ class Run:
             ValueError: a bad name, or a mismatch with `create`. FileNotFoundError: no such table, and no `create`.
         """
         self._require_open()
-        if not isinstance(name, str) or not _TABLE_NAME.fullmatch(name):
-            raise ValueError(f"a table's name is letters, digits, '.', '_' and '-', got {name!r}")
+        _require_name("table", name)
         if name in self._tables:
             opening.compare_with(self._tables[name], create, None)
             return self._tables[name]
@@ -227,7 +238,8 @@ class Run:
         if keep is not None and (not isinstance(keep, str) or not keep):
             raise ValueError(f"keep must be a name, got {keep!r}")
         for name, data in (files or {}).items():
-            if not isinstance(name, str) or not isinstance(data, (bytes, bytearray, memoryview)):
+            _require_name("file", name)
+            if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
         tables = dict(self._manifest.tables)
         for name, table in self._tables.items():
