@@ -85,8 +85,8 @@ def test_snapshots(cli: Run, table: Path, run_folder: Path) -> None:
 
 
 def test_check_of_what_is_sound(cli: Run, table: Path, run_folder: Path) -> None:
-    assert cli("check", str(table))[:2] == (0, f"sound  {table}, 1 table\n")
-    assert cli("check", str(run_folder))[:2] == (0, f"sound  {run_folder}, 2 tables\n")
+    assert cli("check", str(table))[:2] == (0, f"sound  table {table}\n")
+    assert cli("check", str(run_folder))[:2] == (0, f"sound  run {run_folder}\n")
     assert json.loads(cli("check", str(table), "--json")[1]) == {
         "path": str(table),
         "sound": True,
@@ -123,7 +123,7 @@ def test_export_and_import(cli: Run, table: Path, tmp_path: Path) -> None:
     assert (code, out, err) == (0, "wrote 20 rows to rows.parquet\n", "")
     code, out, _ = cli("import", "copy", "rows.parquet", "--dim", "8", "--num-rows", "1000", "--json")
     assert code == 0
-    assert json.loads(out)["stored_rows"] == 20
+    assert json.loads(out)["rows"] == 20
     with bb.open(table, mode="r", ram="4MiB") as one, bb.open("copy", mode="r", ram="4MiB") as other:
         assert np.array_equal(one.lookup(np.arange(20)), other.lookup(np.arange(20)))
 
@@ -132,6 +132,26 @@ def test_import_from_npy(cli: Run, tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((30, 4), dtype=np.float32)
     np.save(tmp_path / "rows.npy", rows)
     code, out, err = cli("import", "t", "rows.npy", "--dim", "4", "--optimizer", "sgd")
-    assert (code, out, err) == (0, "t now stores 30 rows\n", "")
+    assert (code, out, err) == (0, "imported 30 rows into t\n", "")
     with bb.open("t", mode="r", ram="4MiB") as table:
         assert np.array_equal(table.lookup(np.arange(30)), rows)
+
+
+def test_export_of_optimizer_state(cli: Run, table: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    code, _, err = cli("export", str(table), "rows.parquet", "--slots", "weight,exp_avg")
+    assert (code, err) == (0, "")
+    assert set(pq.read_schema("rows.parquet").names) == {"id", "weight", "exp_avg"}
+    with bb.open(table, mode="r", ram="4MiB") as reader:
+        assert reader.epoch == 2, "an export commits nothing"
+
+
+def test_a_failed_import_leaves_no_table(cli: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros((3, 5), np.float32))
+    code, _, err = cli("import", "t", "rows.npy", "--dim", "4")
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
+    assert not (tmp_path / "t").exists()
+    code, _, err = cli("import", "t", "rows.csv", "--dim", "4")
+    assert code == 1 and "cannot tell the format of rows.csv" in err

@@ -223,9 +223,7 @@ def test_parquet_nulls_and_types(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.parquet row 2: column 'user' is missing \(null\)"):
         read_interactions(path)
     pq.write_table(pa.table({"user": [1.0, 2.0], "item": [1, 2]}), path)
-    with pytest.raises(
-        DataError, match="column 'user' holds double, users and items must be integers or strings"
-    ):
+    with pytest.raises(DataError, match="column 'user' holds double, users and items must be integers or strings"):
         read_interactions(path)
     pq.write_table(pa.table({"user": ["a", ""], "item": [1, 2]}), path)
     with pytest.raises(DataError, match=r"a.parquet row 1: the user is missing \(''\)"):
@@ -270,9 +268,7 @@ def test_candidates(tmp_path: Path) -> None:
     assert data.cold_items == 2
 
     write(negatives, "(0,3)\t4\t1\n(1,2)\t4\t3\n")
-    with pytest.raises(
-        DataError, match=r"test.negative line 2: holds out item 2 of user 1, a pair that .* not have"
-    ):
+    with pytest.raises(DataError, match=r"test.negative line 2: holds out item 2 of user 1, a pair that .* not have"):
         read_dataset(train, test=test, test_negatives=negatives)
     for content, message in (
         ("(0,3)\t4\t1\n(1,1)\t4\n", "line 2: has 1 negatives where the lines above have 2"),

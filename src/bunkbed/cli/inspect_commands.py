@@ -50,21 +50,17 @@ def check(path: PathArgument, *, json: JsonOption = False) -> int:
     """Verify every stored byte a commit relies on. Exit code 1 when something is wrong."""
     import bunkbed as bb
 
-    if kind_of(path) == "run":
-        folders = sorted(entry for entry in (path / "tables").iterdir() if entry.is_dir())
-        problems = [f"{folder.name}: {problem}" for folder in folders for problem in bb.check(folder)]
-        what = f"{len(folders)} tables"
-    else:
-        problems, what = list(bb.check(path)), "1 table"
+    kind = kind_of(path)
+    problems = bb.check(path)
     if json:
         print_json({"path": path, "sound": not problems, "problems": problems})
     elif problems:
         console = stdout()
         for problem in problems:
             console.print(f"[red]problem[/]  {escape(problem)}", soft_wrap=True)
-        console.print(f"{escape(str(path))}: {len(problems)} problems in {what}", soft_wrap=True)
+        console.print(f"{escape(str(path))}: {len(problems)} problems in this {kind}", soft_wrap=True)
     else:
-        stdout().print(f"[green]sound[/]  {escape(str(path))}, {what}", soft_wrap=True)
+        stdout().print(f"[green]sound[/]  {kind} {escape(str(path))}", soft_wrap=True)
     return 1 if problems else 0
 
 

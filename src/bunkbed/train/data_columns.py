@@ -27,9 +27,7 @@ ITEM_NAMES = frozenset(_ITEM_WORDS.split())
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 
 
-def looks_like_header(
-    rows: Sequence[Sequence[str]], user_col: int | str | None, item_col: int | str | None
-) -> bool:
+def looks_like_header(rows: Sequence[Sequence[str]], user_col: int | str | None, item_col: int | str | None) -> bool:
     """Whether the first of the sampled rows names the columns.
 
     It does when it holds a name the caller asks for, when it holds a well-known name of users and one of
@@ -72,9 +70,7 @@ def find_columns(
     """
     if width < 2:
         found = repr(first_line) if names is None else f"only the column {names[0]!r}"
-        raise DataError(
-            f"{path} line 1: expected a user and an item separated by comma, tab or space, found {found}"
-        )
+        raise DataError(f"{path} line 1: expected a user and an item separated by comma, tab or space, found {found}")
     known: tuple[int | None, int | None] = (None, None)
     if names is not None:
         known = (_well_known(names, USER_NAMES), _well_known(names, ITEM_NAMES))
@@ -99,9 +95,7 @@ def find_columns(
     user, item = chosen
     if user == item:
         both = f"column {names[user]!r}" if names is not None else f"column {user}"
-        raise DataError(
-            f"{path}: users and items cannot both come from {both}; give --user-col and --item-col"
-        )
+        raise DataError(f"{path}: users and items cannot both come from {both}; give --user-col and --item-col")
     return user, item
 
 

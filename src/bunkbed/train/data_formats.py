@@ -253,9 +253,7 @@ class ParquetPairs(Pairs):
                     for name, column in zip(self._columns, columns, strict=True):
                         if column.null_count:
                             at = done + column.is_null().to_pylist().index(True)
-                            raise DataError(
-                                f"{self.path} row {at}: column {name!r} is missing (null); drop such rows"
-                            )
+                            raise DataError(f"{self.path} row {at}: column {name!r} is missing (null); drop such rows")
                     yield columns[0], columns[1]
                     done += len(batch)
         except pa.ArrowException as error:
@@ -511,8 +509,7 @@ def _check_utf8(path: str, number: int, what: str, field: str) -> None:
             raw = field.encode("utf-8", "surrogateescape")
             byte = raw[len(field[: error.start].encode("utf-8", "surrogateescape"))]
             raise DataError(
-                f"{path} line {number}: the {what} is not UTF-8 text (byte 0x{byte:02x}); "
-                "save the file as UTF-8"
+                f"{path} line {number}: the {what} is not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
             ) from error
 
 

@@ -36,7 +36,7 @@ class DemoSize:
     """How much is generated and trained."""
 
     num_users: int = 250_000
-    num_items: int = 20_000
+    num_items: int = 10_000
     num_pairs: int = 2_000_000
     num_tests: int = 10_000
     dim: int = 64

@@ -82,8 +82,8 @@ class _Teacher:
     def __init__(self, rng: np.random.Generator, num_users: int, num_items: int) -> None:
         self._users = _unit_vectors(rng, num_users)
         self._items = _unit_vectors(rng, num_items)
-        self._user_guide, _ = _zipf(num_users, exponent=1.05, shift=100)
-        self._item_guide, popularity = _zipf(num_items, exponent=1.05, shift=1000)
+        self._user_guide, _ = _zipf(num_users, exponent=1.2, shift=100)
+        self._item_guide, popularity = _zipf(num_items, exponent=1.05, shift=500)
         self.log_popularity = np.log(popularity)
         # What an item must beat: the mean appeal of the others that are shown, alike for all users because
         # tastes are spread evenly over the sphere.

@@ -63,9 +63,7 @@ def open_display(console: Console, *, title: str = "", metric: str = "", transie
 class LiveDisplay:
     """A panel that is redrawn in place; the finished epochs stay on the screen after it."""
 
-    def __init__(
-        self, console: Console, *, title: str = "", metric: str = "", transient: bool = False
-    ) -> None:
+    def __init__(self, console: Console, *, title: str = "", metric: str = "", transient: bool = False) -> None:
         self._console = console
         self._title = title
         self._metric = metric
@@ -74,9 +72,7 @@ class LiveDisplay:
         self._epochs: list[EpochReport] = []
         self._losses: list[float] = []
         self._note = ""
-        self._live = Live(
-            console=console, refresh_per_second=8, get_renderable=self.render, transient=transient
-        )
+        self._live = Live(console=console, refresh_per_second=8, get_renderable=self.render, transient=transient)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -296,6 +292,4 @@ def format_seconds(seconds: float) -> str:
 
 def _share(value: float, style: str) -> ProgressBar:
     completed = min(1.0, max(0.0, value))
-    return ProgressBar(
-        total=1.0, completed=completed, width=_BAR_WIDTH, complete_style=style, finished_style=style
-    )
+    return ProgressBar(total=1.0, completed=completed, width=_BAR_WIDTH, complete_style=style, finished_style=style)

@@ -52,9 +52,7 @@ def read_metrics(path: PathLike) -> Metrics:
     return result
 
 
-def plot_run(
-    run: PathLike, *, out: PathLike | None = None, title: str | None = None, metric: str = ""
-) -> Path:
+def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = None, metric: str = "") -> Path:
     """Draw ``training.png`` into a run's folder.
 
     Args:
@@ -220,9 +218,7 @@ def _series(entries: list[dict[str, Any]], key: str) -> tuple[list[float], list[
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _label_last(
-    panel: Axes, x: list[float], y: list[float], text: str, color: str, *, below: bool = False
-) -> None:
+def _label_last(panel: Axes, x: list[float], y: list[float], text: str, color: str, *, below: bool = False) -> None:
     panel.annotate(
         text,
         (x[-1], y[-1]),
