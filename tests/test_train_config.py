@@ -29,6 +29,8 @@ from bunkbed.train.config import TrainConfig
         ({"lr": "1e-3"}, TypeError, r"option lr must be a number, got '1e-3' \(in YAML write 1\.0e-3\)"),
         ({"lr_decay": 1.5}, ValueError, r"option lr_decay must be above 0 and at most 1, got 1\.5"),
         ({"l2": -0.1}, ValueError, r"option l2 must be finite and at least 0, got -0\.1"),
+        ({"hardness": -1}, ValueError, "option hardness must be finite and at least 0, got -1"),
+        ({"hardness": 1.0, "loss": "bce"}, ValueError, r"option hardness=1\.0 needs loss bpr, got loss 'bce'"),
         ({"bias": 1}, TypeError, "option bias must be true or false, got 1"),
         ({"ram": "lots"}, ValueError, "option ram: .*'lots'"),
         ({"ram": 1.5}, TypeError, r"option ram: .*1\.5"),

@@ -34,6 +34,11 @@ GMF = TrainConfig(
     threads=1,
 )
 
+SHARED = TrainConfig(
+    dim=8, batch_size=64, epochs=3, lr=0.02, ram="16MiB", negatives=30, share_negatives=True, hardness=1.0, threads=1
+)
+CONFIGS = pytest.mark.parametrize("config", [MF, GMF, SHARED], ids=["mf", "gmf", "shared"])
+
 
 def dataset(seed=0, num_users=NUM_USERS, num_items=NUM_ITEMS):
     """Planted preferences: every user takes the items that please it most, give or take some noise."""
@@ -115,7 +120,7 @@ def log(path):
     return [{key: entry[key] for key in keys} for entry in entries if entry["kind"] == "epoch"]
 
 
-@pytest.mark.parametrize("config", [MF, GMF], ids=["mf", "gmf"])
+@CONFIGS
 def test_training_learns_the_planted_preferences(tmp_path, config):
     trainer, outcome = train(tmp_path / "run", config)
     assert (outcome.epoch, outcome.step) == (3, 3 * trainer.steps_per_epoch)
@@ -128,7 +133,7 @@ def test_training_learns_the_planted_preferences(tmp_path, config):
     assert result.metrics["hr@10"] > 1.6 * 10 / 81
 
 
-@pytest.mark.parametrize("config", [MF, GMF], ids=["mf", "gmf"])
+@CONFIGS
 @pytest.mark.parametrize("stop_after", [1, 5, "epoch", "epoch + 3"])
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, config, stop_after):
     whole, outcome = train(tmp_path / "whole", config)
@@ -319,7 +324,7 @@ def test_evaluation_follows_the_data_it_is_given(tmp_path):
             evaluate_run(run, DATA, MF, ranking="half")
 
 
-@pytest.mark.parametrize("config", [MF, GMF], ids=["mf", "gmf"])
+@CONFIGS
 def test_recommendations_are_the_best_unseen_items(tmp_path, config):
     train(tmp_path / "run", config)
     with bb.Run(tmp_path / "run", mode="r") as run:

@@ -6,48 +6,77 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from bunkbed.train.losses import pair_loss  # noqa: E402
+from bunkbed.train.losses import pair_loss, shared_loss  # noqa: E402
 
 
-def spelled_out(users, items, weight, bias, kind, l2):
+def spelled_out(users, items, weight, bias, kind, l2, hardness=0.0, counts=None):
+    """`counts[B, K]` is 0 where a negative does not compete."""
     scores = (users[:, None] * (1 if weight is None else weight) * items).sum(-1)
     if bias is not None:
         scores = scores + bias
     positive, negative = scores[:, :1], scores[:, 1:]
+    counts = torch.ones_like(negative) if counts is None else counts
     if kind == "bpr":
-        loss = functional.softplus(negative - positive).mean()
+        shares = counts / negative.shape[1]
+        if hardness:
+            shares = torch.softmax((hardness * negative.detach()).masked_fill(counts == 0, -torch.inf), 1)
+        loss = (functional.softplus(negative - positive) * shares).sum(1).mean()
     else:
         labels = torch.zeros_like(scores)
         labels[:, 0] = 1
-        loss = functional.binary_cross_entropy_with_logits(scores, labels)
+        every = functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+        loss = torch.cat([every[:, :1], every[:, 1:] * counts], 1).mean()
     squares = users.square().sum() + items[:, 0].square().sum()
     squares = squares + items[:, 1:].square().sum() / (items.shape[1] - 1)
     return loss + l2 / 2 * squares / len(users)
 
 
-@pytest.mark.parametrize("kind", ["bpr", "bce"])
-@pytest.mark.parametrize("with_weight", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("l2", [0.0, 0.3])
-@pytest.mark.parametrize("negatives", [1, 4])
-def test_loss_and_gradients_are_those_of_autograd(kind, with_weight, with_bias, l2, negatives):
-    generator = torch.Generator().manual_seed(3)
-
-    def leaf(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    users, items = leaf(6, 8), leaf(6, 1 + negatives, 8)
-    weight = leaf(8) if with_weight else None
-    bias = leaf(6, 1 + negatives) if with_bias else None
-    leaves = [x for x in (users, items, weight, bias) if x is not None]
-    expected = spelled_out(users, items, weight, bias, kind, l2)
-    actual = pair_loss(users, items, kind=kind, weight=weight, bias=bias, l2=l2)
+def assert_same_gradients(actual, expected, leaves):
     torch.testing.assert_close(actual, expected)
     # Not 1, so that the gradient from above is seen to count.
     for ours, theirs in zip(
         torch.autograd.grad(3 * actual, leaves), torch.autograd.grad(3 * expected, leaves), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def leaves_of(*shapes):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0)])
+@pytest.mark.parametrize("with_weight", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("l2", [0.0, 0.3])
+@pytest.mark.parametrize("negatives", [1, 4])
+def test_loss_and_gradients_are_those_of_autograd(kind, hardness, with_weight, with_bias, l2, negatives):
+    users, items, weight, bias = leaves_of((6, 8), (6, 1 + negatives, 8), (8,), (6, 1 + negatives))
+    weight, bias = weight if with_weight else None, bias if with_bias else None
+    expected = spelled_out(users, items, weight, bias, kind, l2, hardness)
+    actual = pair_loss(users, items, kind=kind, weight=weight, bias=bias, l2=l2, hardness=hardness)
+    assert_same_gradients(actual, expected, [x for x in (users, items, weight, bias) if x is not None])
+
+
+@pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0)])
+@pytest.mark.parametrize("with_weight", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("l2", [0.0, 0.3])
+@pytest.mark.parametrize("with_seen", [False, True])
+def test_shared_negatives_are_own_negatives_that_are_alike(kind, hardness, with_weight, with_bias, l2, with_seen):
+    users, items, weight, bias = leaves_of((6, 8), (6 + 5, 8), (8,), (6 + 5,))
+    weight, bias = weight if with_weight else None, bias if with_bias else None
+
+    def own(x):
+        return torch.cat([x[:6, None], x[6:].expand(6, *x[6:].shape)], 1)
+
+    seen, counts = None, torch.ones(6, 5, dtype=torch.float64)
+    if with_seen:
+        seen = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 1])
+        counts[seen] = 0
+    expected = spelled_out(users, own(items), weight, None if bias is None else own(bias), kind, l2, hardness, counts)
+    actual = shared_loss(users, items, kind=kind, seen=seen, weight=weight, bias=bias, l2=l2, hardness=hardness)
+    assert_same_gradients(actual, expected, [x for x in (users, items, weight, bias) if x is not None])
 
 
 def test_the_bits_do_not_depend_on_where_the_rows_stand_in_memory():
@@ -59,6 +88,19 @@ def test_the_bits_do_not_depend_on_where_the_rows_stand_in_memory():
         own = users.clone().requires_grad_()
         loss = pair_loss(own, moved, kind="bpr", l2=0.01)
         return loss, *torch.autograd.grad(loss, [own, moved])
+
+    expected = run(0)
+    for offset in range(1, 16):
+        assert all(torch.equal(a, b) for a, b in zip(run(offset), expected, strict=True))
+
+
+def test_the_bits_of_the_shared_loss_do_not_depend_on_where_the_rows_stand_in_memory():
+    users, items = torch.randn(512, 64), torch.randn(512 + 100, 64)
+
+    def run(offset):
+        moved = [torch.empty(x.numel() + offset)[offset:].view_as(x).copy_(x).requires_grad_() for x in (users, items)]
+        loss = shared_loss(*moved, kind="bpr", l2=0.01, hardness=1.0)
+        return loss, *torch.autograd.grad(loss, moved)
 
     expected = run(0)
     for offset in range(1, 16):

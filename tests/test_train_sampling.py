@@ -111,6 +111,42 @@ def test_seen_pairs_may_be_empty():
     assert not SeenPairs(nothing, nothing, 5).contains(np.arange(5), np.arange(5)).any()
 
 
+def shared(pairs, *, reject=True, negatives=11, seed=7):
+    seen = SeenPairs(pairs.users, pairs.items, NUM_ITEMS) if reject else None
+    return BatchSource(pairs, batch_size=64, negatives=negatives, shared=True, seed=seed, seen=seen)
+
+
+@pytest.mark.parametrize("negatives", [1, 11, 19, 21, 40])  # drawn, or from half of the items on a permutation
+def test_shared_negatives_are_different_items_and_clashes_are_named(negatives):
+    pairs = random_interactions()
+    has = set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
+    for batch in shared(pairs, negatives=negatives).batches(1):
+        count = len(batch.users)
+        assert len(batch.items) == count + negatives
+        positives, drawn = batch.items[:count].tolist(), batch.items[count:].tolist()
+        assert all(pair in has for pair in zip(batch.users.tolist(), positives, strict=True))
+        assert len(set(drawn)) == negatives
+        clashes = set(zip(*(part.tolist() for part in batch.seen), strict=True))
+        expected = {
+            (u, i) for u, user in enumerate(batch.users.tolist()) for i, item in enumerate(drawn) if (user, item) in has
+        }
+        assert clashes == expected
+
+
+def test_shared_negatives_are_a_pure_function_of_epoch_and_step():
+    pairs = random_interactions()
+    one, other = shared(pairs), shared(pairs)
+    list(one.batches(1))
+    np.testing.assert_array_equal(one.batch(2, 3).items, other.batch(2, 3).items)
+    assert not np.array_equal(one.batch(2, 3).items[-11:], one.batch(2, 4).items[-11:])
+    assert one.batch(2, 3).seen is not None and shared(pairs, reject=False).batch(2, 3).seen is None
+
+
+def test_more_shared_negatives_than_items_is_an_error():
+    with pytest.raises(ValueError, match="option negatives=41 is more than the 40 items there are to share"):
+        shared(random_interactions(), negatives=41)
+
+
 def test_nothing_to_train_on_is_an_error():
     with pytest.raises(ValueError, match=r"pairs\.csv has no pairs to train on"):
         source(interactions([]), reject=False)

@@ -46,9 +46,10 @@ _NUMBERS: dict[str, tuple[float, bool]] = {
     "lr": (0.0, False),
     "lr_decay": (0.0, False),
     "l2": (0.0, True),
+    "hardness": (0.0, True),
     "init_std": (0.0, False),
 }
-_FLAGS = ("bias", "reject_seen")
+_FLAGS = ("bias", "reject_seen", "share_negatives")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
 
@@ -75,6 +76,11 @@ class TrainConfig:
         epochs: passes over the training pairs.
         batch_size: positive pairs a step.
         negatives: items sampled for each positive pair, anew every epoch.
+        share_negatives: one set of negatives for all pairs of a step, instead of its own for each pair. A step
+            then touches far fewer rows, which is what counts when they come from disk, and can afford hundreds
+            of negatives.
+        hardness: weighs the negatives of a pair by softmax(hardness * score), so that those the model likes best
+            count most (Sun et al. 2019, eq. 5); 0 weighs them alike. For ``loss="bpr"``.
         reject_seen: never sample an item the user has in training (unless that is every item).
         valid: ``"random"`` or ``"last"`` (in file order): hold out one pair of every user who has two or
             more; a fraction such as ``"0.1"`` of every user's pairs; ``"none"``: train on everything,
@@ -113,6 +119,8 @@ class TrainConfig:
     epochs: int = 20
     batch_size: int = 4096
     negatives: int = 4
+    share_negatives: bool = False
+    hardness: float = 0.0
     reject_seen: bool = True
     valid: str = "random"
     patience: int = 0
@@ -145,6 +153,8 @@ class TrainConfig:
                 raise TypeError(f"option {name} must be true or false, got {getattr(self, name)!r}")
         if self.lr_decay > 1:
             raise ValueError(f"option lr_decay must be above 0 and at most 1, got {self.lr_decay}")
+        if self.hardness and self.loss != "bpr":
+            raise ValueError(f"option hardness={self.hardness} needs loss bpr, got loss {self.loss!r}")
         if self.seed >= 2**63:
             raise ValueError(f"option seed must be below 2^63, got {self.seed}")
         try:
@@ -177,8 +187,7 @@ class TrainConfig:
             fraction = math.nan
         if not 0 < fraction < 1:
             raise ValueError(
-                "option valid must be random, last, none or a fraction between 0 and 1 such as 0.1, "
-                f"got {self.valid!r}"
+                f"option valid must be random, last, none or a fraction between 0 and 1 such as 0.1, got {self.valid!r}"
             )
         return fraction
 

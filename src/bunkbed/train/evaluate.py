@@ -63,9 +63,7 @@ class EvalResult:
     split: str
 
 
-def _target_scores(
-    scorer: Scorer, queries: Float32Array, items: Int64Array
-) -> tuple[Float32Array, Float32Array]:
+def _target_scores(scorer: Scorer, queries: Float32Array, items: Int64Array) -> tuple[Float32Array, Float32Array]:
     """Scores of ``int64[N]`` items for ``float32[N, dim]`` queries, and the lowest that tie with them."""
     vectors = scorer.items(items)
     scores = np.einsum("nd,nd->n", queries, vectors)
@@ -291,9 +289,7 @@ class Evaluator:
             owners, ranks = full_ranks(scorer, self._targets, self._known, on_event=on_event)
         else:
             owners, ranks = sampled_ranks(scorer, self._candidates, on_event=on_event)
-        return EvalResult(
-            ranking_metrics(owners, ranks, self._ks), self.ranking, len(np.unique(owners)), self._split
-        )
+        return EvalResult(ranking_metrics(owners, ranks, self._ks), self.ranking, len(np.unique(owners)), self._split)
 
 
 def _some_users(targets: Interactions, count: int, seed: int) -> Interactions:
@@ -350,8 +346,7 @@ def evaluate_run(
         parts = split(data.train, config)
         if parts.valid is None:
             raise ValueError(
-                "nothing is held out to evaluate on: train with --valid random, "
-                "or give a test file with --test"
+                "nothing is held out to evaluate on: train with --valid random, or give a test file with --test"
             )
         evaluator = evaluate(parts.valid, parts.train, ranking=ranking or config.ranking)
     return evaluator.evaluate(scorer_of_run(run, config), on_event)

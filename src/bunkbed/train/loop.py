@@ -107,7 +107,12 @@ class Trainer:
             seen = SeenPairs(parts.train.users, parts.train.items, data.num_items)
         self._num_pairs = len(parts.train)
         self._source = BatchSource(
-            parts.train, batch_size=config.batch_size, negatives=config.negatives, seed=config.seed, seen=seen
+            parts.train,
+            batch_size=config.batch_size,
+            negatives=config.negatives,
+            shared=config.share_negatives,
+            seed=config.seed,
+            seen=seen,
         )
         self._evaluator = None
         if parts.valid is not None:
@@ -269,11 +274,11 @@ class _Session:
         model.train()
         trainer._set_lr(epoch)
         reports = _StepReports(self, epoch)
-        for users, items in self._batches(epoch, progress.step):
+        for users, *rest in self._batches(epoch, progress.step):
             if trainer._stop_requested:
                 return False
             began = time.perf_counter()
-            loss = model(users, items)
+            loss = model(users, *rest)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -293,14 +298,18 @@ class _Session:
             reports.add(value, len(users), now)
         return True
 
-    def _batches(self, epoch: int, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self, epoch: int, first: int) -> Iterator[tuple[Any, ...]]:
         model = self._trainer.model
 
-        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        def pairs() -> Iterator[tuple[Any, ...]]:
             for batch in self._trainer._source.batches(epoch, first):
-                yield torch.from_numpy(batch.users), torch.from_numpy(batch.items)
+                tensors = torch.from_numpy(batch.users), torch.from_numpy(batch.items)
+                if batch.seen is None:
+                    yield tensors
+                else:
+                    yield *tensors, tuple(map(torch.from_numpy, batch.seen))
 
-        def ids(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        def ids(batch: tuple[Any, ...]) -> dict[Any, torch.Tensor]:
             wanted = {model.user: batch[0], model.item: batch[1]}
             if model.item_bias is not None:
                 wanted[model.item_bias] = batch[1]

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["pair_loss"]
+__all__ = ["pair_loss", "shared_loss"]
+
+#: Where in scores ``[B, M]`` a negative is not to count: rows and columns.
+Places = tuple[Tensor, Tensor]
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -22,24 +25,31 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
-def _loss_and_slope(scores: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The mean loss of ``scores[B, 1 + K]`` (positive first), and its derivative by every score."""
-    batch, width = scores.shape
-    slope = torch.empty_like(scores)
+def _loss_and_slopes(positive: Tensor, negative: Tensor, kind: str, hardness: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss of scores ``[B, 1]`` against ``[B, K]``, and its derivatives by them.
+
+    A negative score of -inf counts as a loss of 0.
+    """
+    batch, count = negative.shape
     if kind == "bpr":
-        behind = scores[:, 1:] - scores[:, :1]
-        loss = functional.softplus(behind).mean()
-        pull = torch.sigmoid(behind).div_(batch * (width - 1))
-        slope[:, 1:] = pull
-        slope[:, 0] = -pull.sum(1)
-    else:
-        signed = scores.clone()
-        signed[:, 0].neg_()
-        loss = functional.softplus(signed).mean()
-        torch.sigmoid(signed, out=slope)
-        slope[:, 0].neg_()
-        slope.div_(batch * width)
-    return loss, slope
+        behind = negative - positive
+        each = functional.softplus(behind)
+        slope = torch.sigmoid(behind)
+        if hardness:
+            weight = torch.softmax(negative * hardness, 1).div_(batch)
+            loss = torch.linalg.vecdot(each, weight).sum()
+            slope *= weight
+        else:
+            loss = each.sum() / (batch * count)
+            slope /= batch * count
+        return loss, -slope.sum(1, keepdim=True), slope
+    share = 1.0 / (batch * (1 + count))
+    loss = (functional.softplus(-positive).sum() + functional.softplus(negative).sum()) * share
+    return loss, torch.sigmoid(-positive) * -share, torch.sigmoid(negative) * share
+
+
+def _squares(x: Tensor) -> Tensor:
+    return torch.linalg.vecdot(x, x)
 
 
 class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -52,21 +62,19 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         bias: Tensor | None,
         kind: str,
         l2: float,
+        hardness: float,
     ) -> Tensor:
         users, items = _aligned(users), _aligned(items)
         queries = users if weight is None else users * weight
         scores = torch.bmm(queries[:, None], items.transpose(1, 2))[:, 0]
         if bias is not None:
             scores += bias
-        loss, slope = _loss_and_slope(scores, kind)
+        loss, *slopes = _loss_and_slopes(scores[:, :1], scores[:, 1:], kind, hardness)
         if l2:
-            negatives = items.shape[1] - 1
-            # squares[B, 1 + K]; a negative counts as 1 / K of an item, so that l2 means the same for every K.
-            squares = torch.bmm(items.view(-1, 1, items.shape[2]), items.view(-1, items.shape[2], 1))
-            squares = squares.view(slope.shape)
-            penalty = users.square().sum() + squares[:, 0].sum() + squares[:, 1:].sum() / negatives
+            squares = _squares(items)
+            penalty = _squares(users).sum() + squares[:, 0].sum() + squares[:, 1:].mean(1).sum()
             loss = loss + (0.5 * l2 / len(users)) * penalty
-        ctx.save_for_backward(users, items, queries, slope, weight, bias)
+        ctx.save_for_backward(users, items, queries, torch.cat(slopes, 1), weight, bias)
         ctx.l2 = l2
         return loss
 
@@ -74,17 +82,73 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
     def backward(ctx: Any, *grads: Any) -> Any:
         users, items, queries, slope, weight, bias = ctx.saved_tensors
         slope = slope * grads[0]
-        decay = grads[0] * (ctx.l2 / len(users))
         item_grads = slope[:, :, None] * queries[:, None]
         query_grads = torch.bmm(slope[:, None], items)[:, 0]
-        weight_grad = None if weight is None else (query_grads * users).sum(0)
-        user_grads = query_grads if weight is None else query_grads * weight
+        user_grads, weight_grad = _through_weight(query_grads, users, weight)
         if ctx.l2:
-            shares = torch.full((items.shape[1], 1), 1.0 / (items.shape[1] - 1))
+            decay = grads[0] * (ctx.l2 / len(users))
+            shares = torch.full((items.shape[1], 1), 1.0 / (items.shape[1] - 1), dtype=items.dtype)
             shares[0] = 1.0
             item_grads.addcmul_(items, shares * decay)
-            user_grads.add_(users * decay)
-        return user_grads, item_grads, weight_grad, None if bias is None else slope, None, None
+            user_grads.addcmul_(users, decay)
+        return user_grads, item_grads, weight_grad, None if bias is None else slope, None, None, None
+
+
+class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    @staticmethod
+    def forward(
+        ctx: Any,
+        users: Tensor,
+        items: Tensor,
+        seen: Places | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        kind: str,
+        l2: float,
+        hardness: float,
+    ) -> Tensor:
+        batch = len(users)
+        users, positives, negatives = _aligned(users), items[:batch], _aligned(items[batch:])
+        queries = users if weight is None else users * weight
+        positive = torch.linalg.vecdot(queries, positives)[:, None]
+        negative = queries @ negatives.T
+        if bias is not None:
+            positive = positive + bias[:batch, None]
+            negative += bias[batch:]
+        if seen is not None:
+            negative[seen] = -torch.inf
+        loss, *slopes = _loss_and_slopes(positive, negative, kind, hardness)
+        if l2:
+            penalty = (_squares(users).sum() + _squares(positives).sum()) / batch + _squares(negatives).mean()
+            loss = loss + 0.5 * l2 * penalty
+        ctx.save_for_backward(users, positives, negatives, queries, *slopes, weight, bias)
+        ctx.l2 = l2
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        users, positives, negatives, queries, positive, negative, weight, bias = ctx.saved_tensors
+        batch, count = negative.shape
+        positive, negative = positive * grads[0], negative * grads[0]
+        query_grads = (negative @ negatives).addcmul_(positives, positive)
+        item_grads = torch.empty(batch + count, users.shape[1], dtype=users.dtype)
+        torch.mul(queries, positive, out=item_grads[:batch])
+        item_grads[batch:] = negative.T @ queries
+        user_grads, weight_grad = _through_weight(query_grads, users, weight)
+        if ctx.l2:
+            decay = grads[0] * ctx.l2
+            item_grads[:batch].addcmul_(positives, decay / batch)
+            item_grads[batch:].addcmul_(negatives, decay / count)
+            user_grads.addcmul_(users, decay / batch)
+        bias_grad = None if bias is None else torch.cat([positive[:, 0], negative.sum(0)])
+        return user_grads, item_grads, None, weight_grad, bias_grad, None, None, None
+
+
+def _through_weight(query_grads: Tensor, users: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """From the gradients of weighted user vectors to those of users and of the weight."""
+    if weight is None:
+        return query_grads, None
+    return query_grads * weight, (query_grads * users).sum(0)
 
 
 def pair_loss(
@@ -95,12 +159,15 @@ def pair_loss(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     l2: float = 0.0,
+    hardness: float = 0.0,
 ) -> Tensor:
     """Mean loss of a batch in which every positive item competes with its own negatives.
 
     A score is ``sum(weight * user * item) + bias``. ``"bpr"`` (Rendle et al. 2009) is the mean over pairs of
     softplus(negative - positive); ``"bce"`` the mean binary cross-entropy with label 1 for the positive. `l2`
-    adds ``l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2)``, averaged over the batch.
+    adds ``l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2)``, averaged over the batch. `hardness` makes the
+    mean over the negatives of a pair a weighted one, by softmax(hardness * score), through which no gradient
+    flows.
 
     Args:
         users: ``float32[B, dim]``.
@@ -108,6 +175,7 @@ def pair_loss(
         kind: ``"bpr"`` or ``"bce"``.
         weight: ``float32[dim]``, or None for ones.
         bias: ``float32[B, 1 + K]``, or None for zeros.
+        hardness: for ``"bpr"``.
 
     Returns:
         ``float32[]``, differentiable by users, items, weight and bias. Deterministic: for one number of
@@ -116,4 +184,33 @@ def pair_loss(
     >>> float(pair_loss(torch.ones(1, 2), torch.zeros(1, 3, 2), kind="bpr"))  # doctest: +ELLIPSIS
     0.693...
     """
-    return _PairLoss.apply(users, items, weight, bias, kind, l2)
+    return _PairLoss.apply(users, items, weight, bias, kind, l2, hardness)
+
+
+def shared_loss(
+    users: Tensor,
+    items: Tensor,
+    *,
+    kind: str,
+    seen: Places | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    l2: float = 0.0,
+    hardness: float = 0.0,
+) -> Tensor:
+    """The same as `pair_loss` where all positives of the batch compete with one set of negatives.
+
+    Args:
+        users: ``float32[B, dim]``.
+        items: ``float32[B + M, dim]``: the positives, then the negatives, M at least 1.
+        kind: ``"bpr"`` or ``"bce"``.
+        seen: ``int64[S]`` users (rows of `users`) and ``int64[S]`` negatives (from 0) that do not compete,
+            since the user has the item; their loss counts as 0 in the means.
+        weight: ``float32[dim]``, or None for ones.
+        bias: ``float32[B + M]``, or None for zeros.
+        hardness: for ``"bpr"``.
+
+    Returns:
+        ``float32[]``, differentiable and deterministic as `pair_loss`.
+    """
+    return _SharedLoss.apply(users, items, seen, weight, bias, kind, l2, hardness)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bunkbed.init import Normal, Zeros
 from bunkbed.torch import Embedding
 from bunkbed.train.config import TrainConfig
-from bunkbed.train.losses import pair_loss
+from bunkbed.train.losses import pair_loss, shared_loss
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
@@ -95,15 +95,15 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.item = layer("item")
         self.item_bias = layer("item_bias") if config.bias else None
         self.weight = nn.Parameter(torch.ones(config.dim)) if config.model == "gmf" else None
-        self.loss_kind = config.loss
-        self.l2 = config.l2
+        self._options: dict[str, Any] = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
 
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """The loss of a batch: ``int64[B]`` users, ``int64[B, 1 + K]`` items with the positive first."""
-        bias = None if self.item_bias is None else self.item_bias(items)[:, :, 0]
-        return pair_loss(
-            self.user(users), self.item(items), kind=self.loss_kind, weight=self.weight, bias=bias, l2=self.l2
-        )
+    def forward(self, users: Tensor, items: Tensor, seen: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The loss of a batch, whose parts are as in `bunkbed.train.sampling.Batch`."""
+        bias = None if self.item_bias is None else self.item_bias(items)[..., 0]
+        rows = self.user(users), self.item(items)
+        if items.dim() == 1:
+            return shared_loss(*rows, seen=seen, weight=self.weight, bias=bias, **self._options)
+        return pair_loss(*rows, weight=self.weight, bias=bias, **self._options)
 
     def scorer(self) -> Scorer:
         """What ranks with the model as it is now; takes a copy of the dense weights."""

@@ -41,7 +41,8 @@ def recommend(
         raise ValueError(f"k must be at least 1, got {k}")
     scorer = scorer_of_run(run, config)
     query = scorer.queries(np.array([user_index], dtype=np.int64))[0]
-    num_items: int = run.table("item").num_rows
+    num_items = run.table("item").num_rows
+    assert num_items is not None  # tables of a trainer are bounded
     hidden = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
     best_items = np.empty(0, dtype=np.int64)
     best_scores = np.empty(0, dtype=np.float32)

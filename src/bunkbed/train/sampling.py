@@ -58,7 +58,8 @@ class SeenPairs:
 
     A one-hash Bloom filter of 16 bits a pair answers most questions from the processor's cache; only what it
     cannot exclude (about one unseen pair in sixteen) is searched in the sorted pairs. Searching all of them
-    would take longer than the training step. Owns about 10 bytes a pair; immutable and thread-safe.
+    would take longer than the training step. Owns about 10 bytes a pair and, once `clashes` was called, 8
+    bytes a user and 4 an item. Not thread-safe.
     """
 
     def __init__(self, users: Int64Array, items: Int64Array, num_items: int) -> None:
@@ -67,6 +68,8 @@ class SeenPairs:
         num_bits = max(64, 1 << max(len(self._keys) * 16 - 1, 1).bit_length())
         self._shift = np.uint64(64 - num_bits.bit_length() + 1)
         self._bits = np.zeros(num_bits // 8, dtype=np.uint8)
+        self._starts: Int64Array | None = None
+        self._columns = np.empty(0, dtype=np.int32)
         hashes = self._hash(self._keys)
         np.bitwise_or.at(self._bits, hashes >> np.uint64(3), self._mask(hashes))
 
@@ -94,6 +97,31 @@ class SeenPairs:
             found[maybe] = self._keys[at] == wanted
         return found
 
+    def clashes(self, users: Int64Array, items: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Which of ``int64[M]`` different items which of ``int64[B]`` users has.
+
+        Walks through the users' items rather than through all B x M questions.
+
+        Returns:
+            ``int64[S]`` places in `users` and ``int64[S]`` places in `items`.
+        """
+        if self._starts is None:
+            num_users = int(self._keys[-1]) // self._num_items + 1 if len(self._keys) else 0
+            self._starts = np.searchsorted(self._keys, np.arange(num_users + 1) * self._num_items)
+            self._columns = np.full(self._num_items, -1, dtype=np.int32)
+        last = len(self._starts) - 1
+        begin, end = self._starts[np.minimum(users, last)], self._starts[np.minimum(users + 1, last)]
+        counts = end - begin
+        rows = np.repeat(np.arange(len(users)), counts)
+        # Positions of each user's keys, one user after the other.
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        owned = self._keys[np.repeat(begin, counts) + within] - (users * self._num_items)[rows]
+        self._columns[items] = np.arange(len(items), dtype=np.int32)
+        columns = self._columns[owned]
+        self._columns[items] = -1
+        hits = np.flatnonzero(columns >= 0)
+        return rows[hits], columns[hits].astype(np.int64)
+
     def replace_by_unseen(
         self, users: Int64Array, items: Int64Array, at: Int64Array, random: npt.NDArray[np.uint64]
     ) -> None:
@@ -112,10 +140,19 @@ class SeenPairs:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step's pairs: ``users int64[B]`` and ``items int64[B, 1 + negatives]``, the positive first."""
+    """One step's pairs.
+
+    Attributes:
+        users: ``int64[B]``.
+        items: ``int64[B, 1 + K]``: each user's positive, then its own negatives; or, with shared negatives,
+            ``int64[B + K]``: the positives, then the negatives, all different.
+        seen: with shared negatives, which of them (``int64[S]``, from 0) which of the users (``int64[S]``, a
+            place in `users`) has: users, negatives. None where that was not asked.
+    """
 
     users: Int64Array
     items: Int64Array
+    seen: tuple[Int64Array, Int64Array] | None = None
 
 
 class BatchSource:
@@ -125,20 +162,33 @@ class BatchSource:
     thread-safe: the order is cached.
 
     Args:
+        shared: one set of negatives for all pairs of a step.
         seen: pairs never to be sampled as negatives, or None to sample any item.
 
     Raises:
-        ValueError: no pairs to train on.
+        ValueError: no pairs to train on, or more shared negatives than items.
     """
 
     def __init__(
-        self, pairs: Interactions, *, batch_size: int, negatives: int, seed: int, seen: SeenPairs | None
+        self,
+        pairs: Interactions,
+        *,
+        batch_size: int,
+        negatives: int,
+        seed: int,
+        seen: SeenPairs | None,
+        shared: bool = False,
     ) -> None:
         if len(pairs) == 0:
             raise ValueError(f"{pairs.source or 'the data'} has no pairs to train on")
         if pairs.num_items > 2**32:
             raise ValueError(f"at most 2^32 items can be sampled from, got {pairs.num_items}")
+        if shared and negatives > pairs.num_items:
+            raise ValueError(
+                f"option negatives={negatives} is more than the {pairs.num_items} items there are to share"
+            )
         self._pairs = pairs
+        self._shared = shared
         self._batch_size = batch_size
         self._negatives = negatives
         self._seed = seed
@@ -155,22 +205,23 @@ class BatchSource:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, random_order(self._seed, STREAM_ORDER, epoch, len(self._pairs)))
         chosen = self._order[1][step * self._batch_size : (step + 1) * self._batch_size]
-        users = self._pairs.users[chosen]
-        items = np.empty((len(chosen), 1 + self._negatives), dtype=np.int64)
-        items[:, 0] = self._pairs.items[chosen]
-        items[:, 1:] = self._sample(users, epoch, step)
+        users, positives = self._pairs.users[chosen], self._pairs.items[chosen]
+        random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
+        if self._shared:
+            negatives = _distinct_items(random, self._negatives, self._pairs.num_items)
+            seen = None if self._seen is None else self._seen.clashes(users, negatives)
+            return Batch(users, np.concatenate([positives, negatives]), seen)
+        owners = np.repeat(users, self._negatives)
+        sampled = _sample_items(random, owners, self._pairs.num_items, self._seen)
+        items = np.empty((len(users), 1 + self._negatives), dtype=np.int64)
+        items[:, 0] = positives
+        items[:, 1:] = sampled.reshape(len(users), -1)
         return Batch(users, items)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `first` on."""
         for step in range(first, self.steps_per_epoch):
             yield self.batch(epoch, step)
-
-    def _sample(self, users: Int64Array, epoch: int, step: int) -> Int64Array:
-        owners = np.repeat(users, self._negatives)
-        random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
-        items = _sample_items(random, owners, self._pairs.num_items, self._seen)
-        return items.reshape(len(users), self._negatives)
 
 
 def sample_unseen(seed: int, stream: int, owners: Int64Array, num_items: int, seen: SeenPairs) -> Int64Array:
@@ -181,21 +232,33 @@ def sample_unseen(seed: int, stream: int, owners: Int64Array, num_items: int, se
     return _sample_items(_philox(seed, stream, 0, 0), owners, num_items, seen)
 
 
-def _sample_items(
-    random: np.random.Philox, owners: Int64Array, num_items: int, seen: SeenPairs | None
-) -> Int64Array:
-    def draw(count: int) -> Int64Array:
-        bits = random.random_raw((count + 1) // 2)
-        return _below(np.asarray(bits, dtype=np.uint64), count, num_items)
+def _draw(random: np.random.Philox, count: int, bound: int) -> Int64Array:
+    bits = random.random_raw((count + 1) // 2)
+    return _below(np.asarray(bits, dtype=np.uint64), count, bound)
 
-    items = draw(len(owners))
+
+def _distinct_items(random: np.random.Philox, count: int, num_items: int) -> Int64Array:
+    """`count` different items, in the order in which they were drawn."""
+    if 2 * count > num_items:  # drawing would seldom find the last ones
+        keys = np.asarray(random.random_raw(num_items), dtype=np.uint64)
+        return np.argsort(keys, kind="stable")[:count].astype(np.int64, copy=False)
+    items = np.empty(0, dtype=np.int64)
+    while len(items) < count:
+        items = np.concatenate([items, _draw(random, count, num_items)])
+        _, first = np.unique(items, return_index=True)
+        items = items[np.sort(first)]
+    return items[:count]
+
+
+def _sample_items(random: np.random.Philox, owners: Int64Array, num_items: int, seen: SeenPairs | None) -> Int64Array:
+    items = _draw(random, len(owners), num_items)
     if seen is None:
         return items
     bad = np.flatnonzero(seen.contains(owners, items))
     for _ in range(_MAX_TRIES):
         if not len(bad):
             return items
-        items[bad] = draw(len(bad))
+        items[bad] = _draw(random, len(bad), num_items)
         bad = bad[seen.contains(owners[bad], items[bad])]
     ranks = np.asarray(random.random_raw(len(bad)), dtype=np.uint64)
     seen.replace_by_unseen(owners, items, bad, ranks)
