@@ -262,6 +262,15 @@ void Log::sync_and_seal() {
     vfs_.sync_directory(directory_);
     for (const auto& [id, segment] : segments_) segment->is_new = false;
   }
+  seal_current();
+}
+
+void Log::rotate() {
+  drain();
+  seal_current();
+}
+
+void Log::seal_current() {
   if (open_ != nullptr) {
     open_->state = Chunk::State::kFree;  // opened and never filled
     open_ = nullptr;

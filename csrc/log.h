@@ -98,6 +98,8 @@ class Log {
   void drain();
   // After drain(): makes every byte and name durable and seals the open segment. Error(kSync) when that fails.
   void sync_and_seal();
+  // Seals the open segment without making it durable: the next append begins another, of the epoch then current.
+  void rotate();
   // Forgets everything not yet written, waits for what is being written, closes all files.
   void abandon();
 
@@ -142,6 +144,7 @@ class Log {
     std::exception_ptr error;
   };
 
+  void seal_current();
   void open_segment();
   void open_chunk();
   size_t chunk_capacity(uint64_t begin) const;

@@ -136,7 +136,9 @@ void Table::drop(const std::string& name) {
   }
   (void)manifests_.load_snapshot(name);  // an unknown name is an error that lists the known ones
   if (committed_.keep == name) {
-    // The newest commit itself carries the name: commit the same state again without it.
+    // The newest commit itself carries the name: commit the same state again without it. What was evicted since then
+    // lies in segments of an epoch that this commit ends; later commits name them.
+    store_->log()->rotate();
     Manifest manifest = committed_;
     manifest.epoch = committed_.epoch + 1;
     manifest.parent_epoch = committed_.epoch;

@@ -52,6 +52,7 @@ class PosixFile final : public File {
   PosixFile(int fd, std::string path, bool direct, bool drop_pages)
       : fd_(fd),
         path_(std::move(path)),
+        direct_(direct),
         drop_pages_(drop_pages && !direct),
         read_alignment_(direct ? direct_alignment(fd) : 1) {}
   ~PosixFile() override { ::close(fd_); }
@@ -83,7 +84,11 @@ class PosixFile final : public File {
         fail("write", path_, errno);
       }
       if (put == 0) fail("write", path_, ENOSPC);
-      done += static_cast<size_t>(put);
+      auto more = static_cast<size_t>(put);
+      // A short direct write that ends within a block (a quota, a size limit) cannot be continued there.
+      if (direct_ && done + more < n) more = round_down(more, kBlockBytes);
+      if (more == 0) fail("write", path_, EFBIG);
+      done += more;
     }
     if (drop_pages_) {
       // Buffered fallback: push the pages out and let them go, they are not part of the budget.
@@ -116,6 +121,7 @@ class PosixFile final : public File {
  private:
   int fd_;
   std::string path_;
+  bool direct_;
   bool drop_pages_;
   uint32_t read_alignment_;
 };
