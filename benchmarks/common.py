@@ -30,9 +30,7 @@ GIB = 1 << 30
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Options every measurement has."""
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     options.add_argument("--tiny", action="store_true", help="a few seconds, for tests; no figure")
     options.add_argument("--dir", type=Path, default=Path("bench-data"), help="where temporary files go")
     options.add_argument("--seed", type=int, default=0, help="of ids and gradients")
@@ -46,9 +44,7 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory).free
     if free < needed_bytes + GIB // 4:
-        sys.exit(
-            f"{directory} has {bb_bytes(free)} free and this run needs {bb_bytes(needed_bytes)}; pass --dir"
-        )
+        sys.exit(f"{directory} has {bb_bytes(free)} free and this run needs {bb_bytes(needed_bytes)}; pass --dir")
     folder = Path(tempfile.mkdtemp(prefix="bunkbed-", dir=directory))
     try:
         yield folder
@@ -339,9 +335,8 @@ def random_read_iops(files: Sequence[Path], *, seconds: float = 3.0, threads: in
 
 
 def segment_files(folder: Path) -> list[Path]:
-    """The large files of a table, which hold its records."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= MIB]
-    return sorted(files)
+    """The files of a table that hold its records."""
+    return sorted(folder.glob("segment-*"))
 
 
 def fill(table: Any, *, chunk: int = 100_000, seed: int = 0) -> None:

@@ -11,18 +11,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "bunkbed",
     deadline=None,  # a shared machine pauses
     derandomize=True,  # the same examples every run: a red test is a red test
     print_blob=True,
+    # Shrinking a state machine takes minutes: hunt for that.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # For hunting: HYPOTHESIS_PROFILE=hunt pytest tests/test_state_machine.py
 settings.register_profile(
-    "hunt", parent=settings.get_profile("bunkbed"), derandomize=False, max_examples=2000
+    "hunt", parent=settings.get_profile("bunkbed"), derandomize=False, max_examples=1000, phases=tuple(Phase)
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bunkbed"))
 

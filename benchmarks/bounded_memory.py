@@ -1,0 +1,143 @@
+"""A 4 GiB table, fully written, trained within ``ram="256MiB"`` inside a 600 MiB memory cgroup.
+
+The child imports what it needs and makes one batch, notes its resident size, then opens the table and
+trains. What its peak grew by from there is what the table took: it must stay within the budget. Steps go
+through NumPy, or through `bunkbed.torch` with ``--torch``, whose interpreter is larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bunkbed as bb
+from benchmarks import common
+from bunkbed.budget import parse_bytes
+
+DIM = 64
+
+
+def child(options: argparse.Namespace) -> None:
+    """Serves steps inside the cgroup and reports memory."""
+    sample = common.zipf(options.rows)
+    rng = np.random.default_rng(options.seed)
+    # Interpreter and batch: everything the caller holds, touched once so that it is resident.
+    ids = sample(rng, options.batch)
+    grads = np.full((options.batch, DIM), 0.01, np.float32)
+    out = np.zeros((options.batch, DIM), np.float32)
+    if options.torch:
+        import torch
+
+        from bunkbed.torch import Embedding, Optimizer
+
+        torch.set_num_threads(1)
+        warm = torch.nn.Embedding(10, DIM, sparse=True)
+        # Backward allocates torch's pools and a gradient of the batch's size: not the table's.
+        warm(torch.from_numpy(ids % 10)).backward(torch.from_numpy(grads))
+    common.reset_peak()
+    base = common.resident_bytes("VmHWM")
+    table = bb.open(options.child_path, ram=options.ram)
+
+    if options.torch:
+        layer = Embedding(table.num_rows, DIM, table=table)
+        optimizer = Optimizer(layer)
+        gradient = torch.from_numpy(grads)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            layer(torch.from_numpy(ids)).backward(gradient)
+            optimizer.step()
+    else:
+
+        def step() -> None:
+            table.lookup(ids, out=out)
+            table.update(ids, grads)
+
+    def handle(steps: int) -> dict[str, Any]:
+        before = table.stats()
+        for _ in range(steps):
+            ids[:] = sample(rng, options.batch)
+            step()
+        table.commit()
+        stats = table.stats()
+        return {
+            "base": base,
+            "peak": common.resident_bytes("VmHWM"),
+            "ram_bytes": stats["ram_bytes"],
+            "stats": common.delta(stats, before),
+            "frames": stats["frames"],
+            "frame_capacity": stats["frame_capacity"],
+        }
+
+    common.serve(handle)
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("--bytes", default="4GiB", help="size of the table")
+    options.add_argument("--ram", default="256MiB", help="its budget")
+    options.add_argument("--limit", default="600MiB", help="the memory cgroup")
+    options.add_argument("--batch", type=int, default=65_536, help="ids a step")
+    options.add_argument("--steps", type=int, default=200, help="training steps")
+    options.add_argument("--torch", action="store_true", help="step through bunkbed.torch")
+    options.add_argument("--rows", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--child-path", type=Path, help=argparse.SUPPRESS)
+    options = options.parse_args()
+    if options.tiny:
+        options.bytes, options.ram, options.batch, options.steps = "48MiB", "8MiB", 1024, 20
+    if options.child_path:
+        return child(options)
+
+    num_rows = -(-parse_bytes(options.bytes) // (DIM * 12))
+    with common.workspace(options.dir, int(num_rows * DIM * 12 * 1.8)) as folder:
+        print(common.machine(folder))
+        why_not = common.MemoryLimit.why_not()
+        if why_not and not options.tiny:
+            sys.exit(f"no figure without a memory limit: {why_not}")
+        with bb.create(folder / "table", dim=DIM, num_rows=num_rows, optimizer=bb.Adam(), ram="1GiB") as table:
+            common.fill(table)
+        common.forget_pages(folder)
+        arguments = ["-m", "benchmarks.bounded_memory", "--child-path", str(folder / "table")]
+        arguments += ["--ram", options.ram, "--batch", str(options.batch), "--rows", str(num_rows)]
+        arguments += ["--torch"] if options.torch else []
+        print(
+            f"{num_rows:,} rows x {DIM * 12} B = {common.bb_bytes(num_rows * DIM * 12)}, "
+            f"ram={options.ram!r}, cgroup {options.limit}, {options.steps} steps of {options.batch:,} "
+            f"Zipf(1.05) ids and 4 commits, through {'bunkbed.torch' if options.torch else 'NumPy'}"
+        )
+        if why_not:
+            run(options, common.Child(arguments), None)
+        else:
+            with common.MemoryLimit(parse_bytes(options.limit)) as limit:
+                run(options, common.Child(arguments, limit), limit)
+
+
+def run(options: argparse.Namespace, process: common.Child, limit: common.MemoryLimit | None) -> None:
+    """Four turns with a commit after each, then the figures."""
+    for _ in range(4):
+        answer = process.ask(steps=options.steps // 4)
+    process.close()
+    grown = answer["peak"] - answer["base"]
+    budget = parse_bytes(options.ram)
+    stats = answer["stats"]
+    print(
+        f"last turn: {stats['misses'] / max(1, stats['unique_rows']):.0%} of unique rows missed, "
+        f"{stats['evictions']:,.0f} evicted, {answer['frames']:,} frames of {answer['frame_capacity']:,}"
+    )
+    print(
+        f"interpreter and batch {common.bb_bytes(answer['base'])}; peak beyond them "
+        f"{common.bb_bytes(grown)} of {common.bb_bytes(budget)} ({grown / budget:.0%}); "
+        f"the table counts {common.bb_bytes(answer['ram_bytes'])}"
+    )
+    if limit is not None:
+        print(f"cgroup peak {common.bb_bytes(limit.peak_bytes())}, limit reached {limit.refusals()} times")
+    if grown > budget:
+        sys.exit("the table took more than its budget")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Bit-identical rows for every budget, thread count and SIMD level; and the seeded bugs that must break it.
+
+``python -m benchmarks.exactness`` is the same run, larger and over every combination.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import exactness
+
+import bunkbed as bb
+from bunkbed import _native
+
+pytestmark = pytest.mark.usefixtures("native_defaults")
+
+PLAN = exactness.Plan(num_rows=6_000, dim=64, batch=256, steps=300)
+
+# Every budget with every thread count and every level at least once, half the product.
+COMBINATIONS = [
+    ("smallest", 1, "scalar"),
+    ("smallest", 2, "avx2"),
+    ("smallest", 2, "avx512"),
+    ("10 %", 2, "scalar"),
+    ("10 %", 1, "avx2"),
+    ("10 %", 1, "avx512"),
+    ("50 %", 1, "scalar"),
+    ("50 %", 2, "avx2"),
+    ("50 %", 1, "avx512"),
+    ("everything", 2, "scalar"),
+    ("everything", 1, "avx2"),
+    ("everything", 2, "avx512"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected() -> exactness.Expected:
+    return exactness.reference(PLAN)
+
+
+@pytest.fixture(scope="module")
+def budgets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    return exactness.budgets(PLAN, tmp_path_factory.mktemp("probe"))
+
+
+@pytest.mark.parametrize(("name", "threads", "level"), COMBINATIONS)
+def test_rows_are_bit_identical(
+    tmp_path: Path, expected: Any, budgets: dict[str, int], name: str, threads: int, level: str
+) -> None:
+    if level not in exactness.levels():
+        pytest.skip(f"this processor has no {level}")
+    bb.set_num_threads(threads)
+    _native.set_simd(level)
+    assert _native.simd() == level
+    totals = exactness.train(PLAN, expected, tmp_path / "table", ram=budgets[name])
+    # A run that does not evict and compact shows nothing.
+    assert totals["compactions"] >= 3
+    if name == "everything":
+        assert totals["evicted_share"] < 0.1
+    else:
+        assert totals["evicted_share"] >= 0.3
+
+
+@pytest.mark.parametrize("fault", exactness.FAULTS)
+def test_a_seeded_bug_is_found(tmp_path: Path, expected: Any, budgets: dict[str, int], fault: str) -> None:
+    with pytest.raises((exactness.Mismatch, bb.BunkbedError)):
+        exactness.train(PLAN, expected, tmp_path / "table", ram=budgets["smallest"], fault=fault)
+    # And the same run without it passes: the failure was the bug's.
+    short = dataclasses.replace(PLAN, steps=30)
+    exactness.train(short, exactness.reference(short), tmp_path / "sound", ram=budgets["smallest"])
+
+
+def test_an_unknown_fault_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no_such_fault"):
+        _native.set_fault("no_such_fault")
