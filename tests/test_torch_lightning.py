@@ -40,7 +40,7 @@ class Recommender(lightning.LightningModule):  # type: ignore[misc]
         self.log("valid", loss)
 
     def configure_optimizers(self) -> Any:
-        opt = Optimizer(self, dense=torch.optim.Adam(self.parameters(), lr=self.lr))
+        opt = Optimizer(self, dense=torch.optim.Adam(self.parameters(), lr=self.lr), replace=True)
         return {"optimizer": opt, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)}
 
 
@@ -131,6 +131,27 @@ def test_resuming_from_a_checkpoint_ends_where_an_uninterrupted_run_does(tmp_pat
         results.append(found)
     assert results[0][2] == results[1][2] == 16
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_fitting_again_replaces_the_optimizer(tmp_path: Path) -> None:
+    model = Recommender(None)
+    fit = trainer(tmp_path, max_epochs=1)
+    fit.fit(model, loader(1))
+    fit.fit_loop.max_epochs = 2
+    fit.fit(model, loader(1))
+    trainer(tmp_path, max_epochs=1).fit(model, loader(1))
+    assert model.user.table.step == 12
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_other_precisions(tmp_path: Path, precision: str) -> None:
+    model = Recommender(None)
+    before = rows(model.user)
+    trainer(tmp_path, max_epochs=1, precision=precision, gradient_clip_val=1.0).fit(model, loader(1))
+    assert model.user.table.step == 4 and not torch.equal(rows(model.user), before)
+    assert model.user.anchor.dtype == {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(
+        precision, torch.float32
+    )
 
 
 def test_lookahead_feeds_the_trainer(tmp_path: Path) -> None:

@@ -331,9 +331,13 @@ def test_a_second_optimizer_is_refused_until_the_first_is_gone() -> None:
     second.detach()
     third = Optimizer(emb)
     emb(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="this Optimizer was detached from it"):
+    with pytest.raises(RuntimeError, match="this Optimizer was detached from it, or replaced by another; step that"):
         second.step()
     third.step()
+    fourth = Optimizer(emb, replace=True)
+    with pytest.raises(RuntimeError, match="or replaced by another"):
+        third.step()
+    fourth.step()
 
 
 @pytest.mark.parametrize(

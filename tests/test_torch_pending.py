@@ -13,7 +13,7 @@ import torch
 
 import bunkbed as bb
 from bunkbed.testing import ReferenceTable
-from bunkbed.torch import Embedding, Optimizer
+from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
 
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()
@@ -420,3 +420,66 @@ def test_a_retained_output_gradient_is_not_the_rows_memory() -> None:
     out.grad.zero_()
     opt.step()
     assert torch.equal(rows(emb)[1], before[1] - 2)
+
+
+# ---- all of it at once
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_sequence_of_calls_does_what_it_does_to_a_dense_parameter(seed: int) -> None:
+    """Random lookups, backward calls, scalings, zero_grads and steps, beside `nn.Embedding` under plain SGD."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    emb = Embedding(12, 3, optimizer=bb.SGD(lr=0.1))
+    bag = EmbeddingBag(12, 3, mode="mean", padding_idx=2, table=emb.table)
+    ref = torch.nn.Embedding.from_pretrained(rows(emb), freeze=False)
+    model = torch.nn.ModuleList([emb, bag])
+    opt, ref_opt = Optimizer(model), torch.optim.SGD(ref.parameters(), lr=0.1)
+    graphs: list[tuple[Any, Any]] = []
+    stepped = 0
+
+    def look_up() -> None:
+        ids, weight = torch.from_numpy(rng.integers(0, 12, (4, 2))), torch.randn(4, 3)
+        if rng.random() < 0.5:
+            ours, theirs = emb(ids).sum(1), ref(ids).sum(1)
+        else:
+            ours = bag(ids)
+            theirs = torch.nn.functional.embedding_bag(ids, ref.weight, mode="mean", padding_idx=2)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        graphs.append(((ours * weight).sum(), (theirs * weight).sum()))
+
+    def backward() -> None:
+        count = int(rng.integers(1, len(graphs) + 1))
+        chosen = [graphs[i] for i in rng.permutation(len(graphs))[:count]]
+        for side in range(2):
+            sum(pair[side] for pair in chosen).backward(retain_graph=True)
+
+    def scale() -> None:
+        factor = float(rng.choice([0.5, 3.0, -1.0, 1e-3]))
+        for parameter in (emb.anchor, ref.weight):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def clip() -> None:
+        for parameter in (emb.anchor, ref.weight):
+            torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+
+    def zero() -> None:
+        to_none = bool(rng.integers(2))
+        (opt if rng.random() < 0.5 else model).zero_grad(set_to_none=to_none)
+        ref_opt.zero_grad(set_to_none=to_none)
+
+    def step() -> None:
+        graphs.clear()  # torch refuses a backward after the weight changed under it
+        opt.step()
+        ref_opt.step()
+        torch.testing.assert_close(rows(emb), ref.weight.data, rtol=1e-4, atol=1e-5)
+
+    for _ in range(60):
+        choices = [look_up, look_up, scale, clip, zero, step] + [backward] * (3 if graphs else 0)
+        choice = choices[int(rng.integers(len(choices)))]
+        choice()
+        stepped += choice is step
+        if choice is backward:
+            assert emb.anchor.grad.item() == pytest.approx(ref.weight.grad.double().norm().item(), rel=1e-4, abs=1e-6)
+    assert stepped > 0

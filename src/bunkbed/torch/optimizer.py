@@ -86,6 +86,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         model: the module whose layers are trained.
         dense: the optimizer of everything else, already made (``torch.optim.AdamW(model.parameters())``);
             None where there is nothing else, or it is stepped separately.
+        replace: take tables over from another `Optimizer`, whose next step is then an error. For Lightning's
+            ``configure_optimizers``, which a second ``fit`` calls while the first one's optimizers are still held.
 
     Raises:
         TypeError: `model` is no module, or `dense` no optimizer that steps without a closure.
@@ -94,7 +96,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         ReadOnlyError: a trainable layer's table is open with ``mode="r"``.
     """
 
-    def __init__(self, model: Any, dense: Any = None) -> None:
+    def __init__(self, model: Any, dense: Any = None, *, replace: bool = False) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Optimizer: model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(dense, Optimizer):
@@ -125,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 "use the dense optimizer by itself"
             )
         for pending in pendings:
-            pending.require_free()
+            pending.require_free(replace=replace)
         self._dense = dense
         self._tables: list[_TableGroup] = []
         self._started = False
@@ -222,7 +224,9 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         for table in self._tables:
             pending = table.pending
             if pending.optimizer is not self:
-                raise RuntimeError(f"table {pending.name!r}: this Optimizer was detached from it; step the other one")
+                raise RuntimeError(
+                    f"table {pending.name!r}: this Optimizer was detached from it, or replaced by another; step that"
+                )
             pending.forget_aborted()
             if pending.anchor.requires_grad and pending.reconcile():
                 pending.require_finite()

@@ -142,17 +142,17 @@ class Pending:
         """The attached `Optimizer`, or None; a dead one does not count."""
         return None if self._optimizer is None else self._optimizer()
 
-    def require_free(self) -> None:
+    def require_free(self, *, replace: bool = False) -> None:
         """Raises where an optimizer may not be attached: another one lives, or the table is a reader."""
         if self.table.mode == "r":
             raise ReadOnlyError(f"table {self.name!r} is open with mode='r'; open it for writing to train it")
-        if self.optimizer is not None:
-            gc.collect()  # an optimizer that had an LR scheduler is part of a cycle, and may be dead already
+        if replace or self.optimizer is None:
+            return
+        gc.collect()  # an optimizer that had an LR scheduler is part of a cycle, and may be dead already
         if self.optimizer is not None:
             raise RuntimeError(
-                f"table {self.name!r} already has an Optimizer, and two would both step its rows; keep using "
-                f"the "
-                "first, or release it with `first.detach()` before making another"
+                f"table {self.name!r} already has an Optimizer, and two would both step its rows; keep using the "
+                "first, release it with `first.detach()`, or make this one with replace=True"
             )
 
     def attach(self, optimizer: Any) -> None:
