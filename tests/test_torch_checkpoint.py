@@ -86,6 +86,8 @@ def test_the_last_three_stay_and_a_dropped_one_names_those(tmp_path: Any) -> Non
 def test_how_many_stay_can_be_set_and_named_epochs_always_do(tmp_path: Any) -> None:
     emb = Embedding(100, 4, path=tmp_path / "t", keep_checkpoints=1)
     assert emb.keep_checkpoints == 1
+    assert Embedding(100, 4, table=emb.table, keep_checkpoints=None).keep_checkpoints is None  # the most of all layers
+    emb.keep_checkpoints = 1
     opt = Optimizer(emb)
     train(emb, opt)
     emb.table.commit(keep="best")

@@ -333,10 +333,16 @@ def test_a_path_is_created_then_opened(tmp_path: Any) -> None:
     ],
 )
 def test_a_mismatch_names_both_values(tmp_path: Any, arguments: dict[str, Any], message: str) -> None:
-    emb = Embedding(10, 4, path=tmp_path / "user", seed=5)
+    Embedding(10, 4, path=tmp_path / "user", seed=5).table.close()
     num, dim = arguments.pop("num", 10), arguments.pop("dim", 4)
     with pytest.raises(ValueError, match=message):
         Embedding(num, dim, path=tmp_path / "user", **arguments)
+    with pytest.raises(ValueError, match=r"its records hold the state of Adam .*, Adagrad \(sum\) was asked for"):
+        Embedding(10, 4, path=tmp_path / "user", optimizer=bb.Adagrad())
+    emb = Embedding(10, 4, path=tmp_path / "user")  # a refused opening left no lock behind
+    with pytest.raises(ValueError, match=message):
+        Embedding(num, dim, path=tmp_path / "user", **arguments)
+    emb(torch.tensor([1]))  # nor did it close the one that was open
     emb.table.close()
 
 

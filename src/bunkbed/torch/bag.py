@@ -24,8 +24,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         if weights is not None:
             ctx.like = weights  # shape, dtype and device only
             if weights.requires_grad:
-                # Their gradient is made of the rows as they are now; reading them at backward could be a step
-                # late.
+                # Their gradient is made of the rows as they are now; reading them at backward could be a step late.
                 ctx.rows = pending.table.lookup(bags.ids, touch=False)
         return layer._output(bags.lookup(layer, touch=layer.training))
 
@@ -140,8 +139,7 @@ class EmbeddingBag(TableLayer):
     ) -> None:
         if mode == "max":
             raise ValueError(
-                "EmbeddingBag: mode='max' is not supported; use mode='sum' or 'mean', or take the maximum of "
-                "an "
+                "EmbeddingBag: mode='max' is not supported; use mode='sum' or 'mean', or take the maximum of an "
                 "Embedding's output: Embedding(...)(ids).amax(dim=1)"
             )
         if mode not in ("sum", "mean"):
@@ -183,8 +181,7 @@ class EmbeddingBag(TableLayer):
         padding_idx: int | None = None,
         **ours: Any,
     ) -> Self:
-        """A layer on a new table holding float[num_embeddings, dim] `embeddings`; see
-        `Embedding.from_pretrained`."""
+        """A layer on a new table holding float[num_embeddings, dim] `embeddings`; see `Embedding.from_pretrained`."""
         rows, dim = pretrained_shape(cls.__name__, embeddings, ours)
         layer = cls(
             rows,
@@ -259,8 +256,7 @@ class EmbeddingBag(TableLayer):
         return _Bags(ids, starts, weights, None if kept is None or kept.all() else kept)
 
     def _check_offsets(self, offsets: IntArray, num_ids: int) -> tuple[IntArray, int]:
-        """int64[B] starts of the bags, and where the last one ends; ids after that are in no bag, as in
-        torch."""
+        """int64[B] starts of the bags, and where the last one ends; ids after that are in no bag, as in torch."""
         if self.include_last_offset:
             if offsets.size == 0:
                 raise ValueError("offsets must end with the number of ids with include_last_offset=True, got no offset")
@@ -275,9 +271,8 @@ class EmbeddingBag(TableLayer):
         if falls.any():
             place = int(np.argmax(falls))
             raise ValueError(
-                f"offsets must not decrease nor pass the {num_ids} ids, got {bounds[place]} at position "
-                f"{place}, then "
-                f"{bounds[place + 1]}"
+                f"offsets must not decrease nor pass the {num_ids} ids, got {bounds[place]} at position {place}, "
+                f"then {bounds[place + 1]}"
             )
         return bounds[:-1], int(bounds[-1])
 

@@ -76,8 +76,7 @@ def load(pending: Pending, reference: Any) -> str | None:
         uuid, name, epoch = fields["uuid"], fields["table"], fields["epoch"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return (
-            f"table {pending.name!r}: the reference in the state_dict is damaged; it must be the uint8 "
-            f"tensor that "
+            f"table {pending.name!r}: the reference in the state_dict is damaged; it must be the uint8 tensor that "
             "state_dict() put there"
         )
     if uuid != table.uuid:
@@ -88,8 +87,8 @@ def load(pending: Pending, reference: Any) -> str | None:
                 "to this one"
             )
         return (
-            f"table {pending.name!r}: the state_dict refers to table {name!r} (uuid {uuid}), but the layer has opened "
-            f"another one, {table.path} (uuid {table.uuid}); give the layer the path of that table"
+            f"table {pending.name!r}: the state_dict refers to table {name!r} (uuid {uuid}), but the layer has "
+            f"opened another one, {table.path} (uuid {table.uuid}); give the layer the path of that table"
         )
     if table.run is not None:
         return None  # the run puts its tables and files back together
@@ -100,16 +99,14 @@ def load(pending: Pending, reference: Any) -> str | None:
         return None
     if table.mode == "r":
         return (
-            f"table {name!r}: the state_dict refers to epoch {epoch}, but this reader is at epoch "
-            f"{table.epoch}; "
+            f"table {name!r}: the state_dict refers to epoch {epoch}, but this reader is at epoch {table.epoch}; "
             "open it with snapshot=, one of bunkbed.snapshots(path)"
         )
     snapshots: dict[str, int] = _kept(pending).snapshots()
     if epoch not in snapshots.values():
         kept = ", ".join(f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1]))
         return (
-            f"table {name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
-            f"of the "
+            f"table {name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= of the "
             "layer, or name what must stay: layer.table.commit(keep='best')"
         )
     _kept(pending).rewind(epoch)

@@ -10,8 +10,7 @@ from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph,
 
 
 class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Rows out, and the gradients back into `Pending`; the anchor is the input that makes autograd come
-    back."""
+    """Rows out, and the gradients back into `Pending`; the anchor is the input that makes autograd come back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, ids: Any, layer: Embedding) -> Any:

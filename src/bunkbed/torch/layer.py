@@ -37,8 +37,7 @@ def id_array(ids: Any, what: str = "input") -> IntArray:
 
 
 def grad_array(grad: Any, dim: int) -> NDArray[np.float32]:
-    """float32[N, dim] in C order from a gradient of any dtype, device and leading shape; a view where it can
-    be."""
+    """float32[N, dim] in C order from a gradient of any dtype, device and leading shape; a view where it can be."""
     grad = grad.reshape(-1, dim)
     if grad.dtype is not torch.float32 or not grad.is_cpu:
         grad = grad.to("cpu", torch.float32)
@@ -83,8 +82,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         kind = type(self).__name__
         if max_norm is not None:
             raise ValueError(
-                f"{kind}: max_norm={max_norm!r} is not supported, since a lookup never changes rows; "
-                f"normalise the "
+                f"{kind}: max_norm={max_norm!r} is not supported, since a lookup never changes rows; normalise the "
                 "output instead: torch.nn.functional.normalize(layer(ids), dim=-1)"
             )
         if scale_grad_by_freq:
@@ -134,7 +132,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         self.anchor = self._pending.anchor
         if keep_checkpoints is not None and keep_checkpoints < 1:
             raise ValueError(f"{kind}: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
-        self._pending.keep_checkpoints = keep_checkpoints
+        self._pending.keep_at_least(keep_checkpoints)
         self._zero_padding = False
         self._set_padding()
 
@@ -181,8 +179,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     # ---- torch.nn.Module
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # The base class would cast the anchor's gradient with it, and may replace the Parameter: hide it from
-        # there.
+        # The base class would cast the anchor's gradient with it, and may replace the Parameter: hide it from there.
         parameters = self._parameters
         anchor, parameters["anchor"] = parameters["anchor"], None
         try:
@@ -229,8 +226,8 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             )
             if tuple(weight.shape) != expected:
                 error_msgs.append(
-                    f"size mismatch for {prefix}weight: the checkpoint has {tuple(weight.shape)}, "
-                    f"table {self.table.name!r} has {expected}."
+                    f"size mismatch for {prefix}weight: the checkpoint has {tuple(weight.shape)}, table "
+                    f"{self.table.name!r} has {expected}."
                 )
             else:
                 self._import(weight)
@@ -247,16 +244,14 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             raise AttributeError(_no_weight(self))
         if name == "anchor" and "anchor" in self.__dict__.get("_parameters", ()) and value is not self.anchor:
             raise AttributeError(
-                f"{type(self).__name__}.anchor stands for table {self.table.name!r} and cannot be replaced; "
-                f"to share "
+                f"{type(self).__name__}.anchor stands for table {self.table.name!r} and cannot be replaced; to share "
                 "a table between layers give table=other.table"
             )
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be copied: table {self.table.name!r} has one writer; share it "
-            f"with "
+            f"{type(self).__name__} cannot be copied: table {self.table.name!r} has one writer; share it with "
             "table=layer.table, or keep `layer.state_dict()`, which refers to the table's present rows"
         )
 
@@ -276,11 +271,9 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
 def _no_weight(layer: TableLayer) -> str:
     kind = type(layer).__name__
     return (
-        f"{kind!r} has no attribute 'weight': the rows live in table {layer.table.name!r}, larger than one "
-        f"tensor may "
-        f"be; read rows with layer.table.get(ids), all of them with layer.table.scan(), the best by dot "
-        f"product with "
-        f"layer.table.topk(queries, k), write them with layer.table.set(ids, values), and initialise with "
+        f"{kind!r} has no attribute 'weight': the rows live in table {layer.table.name!r}, larger than one tensor "
+        "may be; read rows with layer.table.get(ids), all of them with layer.table.scan(), the best by dot product "
+        "with layer.table.topk(queries, k), write them with layer.table.set(ids, values), and initialise with "
         f"{kind}(..., init=bunkbed.Normal(std=...))"
     )
 
@@ -318,8 +311,8 @@ def _require_same(kind: str, table: Any, **given: Any) -> None:
     for name, value in given.items():
         if stored[name] != value:
             raise ValueError(
-                f"{kind}: {name}={value!r} was given, but table {table.name!r} has {stored[name]!r}; "
-                "give what it has, or another path for a new table"
+                f"{kind}: {name}={value!r} was given, but table {table.name!r} has {stored[name]!r}; give what it "
+                "has, or another path for a new table"
             )
 
 
@@ -350,15 +343,19 @@ def _open_table(
             pass
         else:
             given = {"dtype": dtype, "init": init, "seed": seed}
-            _require_same(
-                kind,
-                table,
-                num_embeddings=num_embeddings,
-                embedding_dim=embedding_dim,
-                **{name: value for name, value in given.items() if value is not None},
-            )
-            if optimizer is not None and optimizer != table.optimizer:
-                table.optimizer = optimizer  # other slots are an error there
+            try:
+                _require_same(
+                    kind,
+                    table,
+                    num_embeddings=num_embeddings,
+                    embedding_dim=embedding_dim,
+                    **{name: value for name, value in given.items() if value is not None},
+                )
+                if optimizer is not None and optimizer != table.optimizer:
+                    table.optimizer = optimizer  # other slots are an error there
+            except BaseException:
+                table.close(commit=False)  # this opening of it: another layer's stays open
+                raise
             return table
     return bb.create(
         path,

@@ -53,10 +53,8 @@ class _TableGroup:
         table = self.pending.table
         if "initial_accumulator" in changed:
             raise ValueError(
-                f"table {table.name!r}: initial_accumulator is the start value of stored slots and cannot "
-                f"change "
-                f"from {table.optimizer.initial_accumulator} to {changed['initial_accumulator']}; make a new "
-                f"table"
+                f"table {table.name!r}: initial_accumulator is the start value of stored slots and cannot change "
+                f"from {table.optimizer.initial_accumulator} to {changed['initial_accumulator']}; make a new table"
             )
         table.optimizer = dataclasses.replace(table.optimizer, **changed)
         self._applied = values
@@ -108,9 +106,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             )
         if isinstance(dense, torch.optim.LBFGS):
             raise TypeError(
-                "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once "
-                "a "
-                "step; use an optimizer that steps without a closure"
+                "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once a step; "
+                "use an optimizer that steps without a closure"
             )
         known = anchors()
         in_model = [
@@ -123,8 +120,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         pendings = distinct([*in_model, *(pending for pending in in_dense if pending.table.mode != "r")])
         if not pendings:
             raise ValueError(
-                f"Optimizer: {type(model).__name__} has no trainable bunkbed.torch layer; "
-                "use the dense optimizer by itself"
+                f"Optimizer: {type(model).__name__} has no trainable bunkbed.torch layer; use the dense optimizer by "
+                "itself"
             )
         for pending in pendings:
             pending.require_free(replace=replace)
@@ -166,9 +163,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             for table in optimizer._tables:
                 if table.pending.optimizer is optimizer and table.pending.has_rows:
                     raise RuntimeError(
-                        f"table {table.pending.name!r} has pending rows, which stepping the dense optimizer "
-                        f"alone would "
-                        "leave out; step the bunkbed.torch.Optimizer made from it"
+                        f"table {table.pending.name!r} has pending rows, which stepping the dense optimizer alone "
+                        "would leave out; step the bunkbed.torch.Optimizer made from it"
                     )
 
         dense.register_load_state_dict_post_hook(follow)
@@ -277,8 +273,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         if param_group["params"]:
             if self._dense is None:
                 raise ValueError(
-                    "this Optimizer has no dense optimizer to take parameters; "
-                    "make it with dense=torch.optim.AdamW(...)"
+                    "this Optimizer has no dense optimizer to take parameters; make it with "
+                    "dense=torch.optim.AdamW(...)"
                 )
             self._dense.add_param_group(param_group)
             self._refresh()
@@ -314,8 +310,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 continue
             if new.get("optimizer") != group["optimizer"]:
                 raise ValueError(
-                    f"table {table.pending.name!r}: its parameter group was saved for "
-                    f"{new.get('optimizer')}, but it "
+                    f"table {table.pending.name!r}: its parameter group was saved for {new.get('optimizer')}, but it "
                     f"is trained with {group['optimizer']}"
                 )
             table_groups.append((table, new))
@@ -329,14 +324,13 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "bunkbed.torch.Optimizer cannot be copied or pickled: it steps tables, which have one writer; "
-            "save its state_dict()"
+            "bunkbed.torch.Optimizer cannot be copied or pickled: it steps tables, which have one writer; save its "
+            "state_dict()"
         )
 
 
 def _take_anchors(group: dict[str, Any], known: dict[int, Pending]) -> list[Pending]:
-    """Removes anchors from a parameter group, with their names where it has names; returns whose they
-    were."""
+    """Removes anchors from a parameter group, with their names where it has names; returns whose they were."""
     params: Iterable[Any] = group["params"]
     # (name, parameter) pairs are what Module.named_parameters gives to add_param_group.
     bare = [param[1] if isinstance(param, tuple) else param for param in params]

@@ -70,7 +70,7 @@ class Pending:
     def __init__(self, table: Any, device: Any = None) -> None:
         self.table = table
         self.name: str = table.name
-        self.keep_checkpoints: int | None = 3
+        self.keep_checkpoints: int | None = 0
         self.ram_snapshots: Any = None  # see checkpoint.py
         self.order = itertools.count()
         # (table epoch, epoch it equals): after a rewind the newest commit has a new number but old contents.
@@ -88,12 +88,16 @@ class Pending:
         )
         self._no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
 
+    def keep_at_least(self, keep_checkpoints: int | None) -> None:
+        """Of the layers on one table the one that keeps most decides; None is all."""
+        if self.keep_checkpoints is not None:
+            self.keep_checkpoints = None if keep_checkpoints is None else max(self.keep_checkpoints, keep_checkpoints)
+
     # ---- the anchor
 
     def _new_anchor(self, value: Any, *, requires_grad: bool) -> Any:
         anchor = torch.nn.Parameter(value)  # torch registers hooks only on what requires gradients
-        # Grad in float64 whatever the anchor's dtype is, so that the anchor may follow model.half() and so
-        # on.
+        # Grad in float64 whatever the anchor's dtype is, so that the anchor may follow model.half() and so on.
         anchor.grad_dtype = torch.float64
         this = weakref.ref(self)  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
 
@@ -107,8 +111,7 @@ class Pending:
         return anchor
 
     def move_anchor(self, moved: Any) -> None:
-        """Gives the anchor the device and dtype of `moved`; its gradient follows to the device, in
-        float64."""
+        """Gives the anchor the device and dtype of `moved`; its gradient follows to the device, in float64."""
         anchor = self.anchor
         if moved.device == anchor.device and moved.dtype == anchor.dtype:
             return
@@ -130,8 +133,7 @@ class Pending:
         """Raises RuntimeError where the module's anchor was swapped for another tensor."""
         if anchor is not self.anchor:
             raise RuntimeError(
-                f"table {self.name!r}: its anchor was swapped for another tensor (torch.func.functional_call "
-                f"does "
+                f"table {self.name!r}: its anchor was swapped for another tensor (torch.func.functional_call does "
                 "that), so gradients would be lost; leave anchors out of the parameters you swap"
             )
 
@@ -167,8 +169,7 @@ class Pending:
         """Raises RuntimeError in a backward that records a graph of its own."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"table {self.name!r}: backward with create_graph=True reached its rows, which have no "
-                f"second "
+                f"table {self.name!r}: backward with create_graph=True reached its rows, which have no second "
                 "derivative; take torch.autograd.grad with respect to the layer's output instead"
             )
 
@@ -201,12 +202,10 @@ class Pending:
         return self._no_change.clone()
 
     def accept(self, anchor: Any) -> None:
-        """The hook after autograd accumulated into ``anchor.grad``: one backward call reached all its
-        lookups."""
+        """The hook after autograd accumulated into ``anchor.grad``: one backward call reached all its lookups."""
         self.reconcile()
         task = torch._C._current_graph_task_id()
-        # Other tasks: an outer backward still running (reentrant checkpointing), or an aborted one; see
-        # `drop`.
+        # Other tasks: an outer backward still running (reentrant checkpointing), or an aborted one; see `drop`.
         new = [part for part in self._arrived if part.task == task]
         self._arrived = [part for part in self._arrived if part.task != task]
         new.sort(key=lambda part: part.order)
@@ -250,8 +249,7 @@ class Pending:
             # NaN: clipping by a NaN norm made it from 0; there is no row it could spoil.
             if value != 0.0 and not math.isnan(value):
                 raise RuntimeError(
-                    f"table {self.name!r}: anchor.grad holds {value:g} but no row gradients are pending; it "
-                    f"cannot "
+                    f"table {self.name!r}: anchor.grad holds {value:g} but no row gradients are pending; it cannot "
                     "be set by hand: scale it in place, or set it to None to drop the rows"
                 )
             return False
@@ -265,16 +263,14 @@ class Pending:
         if grad is not self._written:
             raise RuntimeError(
                 f"table {self.name!r}: anchor.grad was replaced by another tensor ({value:g}, the norm was "
-                f"{norm:g}), "
-                "so which rows it stands for is unknown; scale it in place: anchor.grad.mul_(factor)"
+                f"{norm:g}), so which rows it stands for is unknown; scale it in place: anchor.grad.mul_(factor)"
             )
         if math.isnan(value) and math.isnan(norm):
             return True
         if norm == 0.0 or (math.isfinite(value) and not math.isfinite(norm)):
             raise RuntimeError(
-                f"table {self.name!r}: anchor.grad was changed from {norm:g} to {value:g}, which is no "
-                f"scaling of the "
-                "row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
+                f"table {self.name!r}: anchor.grad was changed from {norm:g} to {value:g}, which is no scaling of "
+                "the row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
             )
         ratio = value / norm
         with np.errstate(invalid="ignore", over="ignore"):  # a ratio that is not finite is step's to report
@@ -285,16 +281,14 @@ class Pending:
         return True
 
     def require_finite(self) -> None:
-        """Raises ValueError naming the first id whose gradient is not finite, before a step changes
-        anything."""
+        """Raises ValueError naming the first id whose gradient is not finite, before a step changes anything."""
         if math.isfinite(self._norm):
             return
         row, column = np.argwhere(~np.isfinite(self.sums))[0].tolist()
         raise ValueError(
             f"table {self.name!r}: the gradient of id {self.ids[row]} is {self.sums[row, column]} at column "
-            f"{column}; "
-            "nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler skip "
-            "such steps"
+            f"{column}; nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler "
+            "skip such steps"
         )
 
     @property
@@ -311,8 +305,7 @@ class Pending:
         self._norm = 0.0
 
     def forget_aborted(self) -> None:
-        """Forgets gradients of backward calls that never finished (torch.autograd.grad, or an error half
-        way)."""
+        """Forgets gradients of backward calls that never finished (torch.autograd.grad, or an error half way)."""
         self._arrived.clear()
 
 
@@ -322,8 +315,7 @@ _pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictiona
 def pending_of(table: Any, device: Any = None) -> Pending:
     """The one `Pending` of `table`, made when first asked for.
 
-    Keyed by identity: a `Pending` holds its table, so the number stays the table's as long as the entry
-        lives.
+    Keyed by identity: a `Pending` holds its table, so the number stays the table's while the entry lives.
     """
     pending = _pendings.get(id(table))
     if pending is None:
@@ -357,5 +349,6 @@ def require_one_process(name: str) -> None:
     if world > 1:
         raise RuntimeError(
             f"table {name!r}: a writable table cannot be used under torch.distributed with {world} processes yet, as "
-            "every rank would train its own copy; train in one process, or open the table with mode='r' for inference"
+            "every rank would train its own copy; train in one process, or open the table with mode='r' for "
+            "inference"
         )
