@@ -35,9 +35,9 @@ LEVELS = ("scalar", "avx2", "avx512")
 class Plan:
     """One training run, whatever holds the table."""
 
-    num_rows: int = 40_000
+    num_rows: int = 20_000
     dim: int = 64
-    batch: int = 2048
+    batch: int = 1024
     steps: int = 300
     exponent: float = 0.6
     seed: int = 0

@@ -118,6 +118,7 @@ def child(options: argparse.Namespace) -> None:
             "stats": common.delta(side.stats(), stats),
             "frames": side.stats().get("frames", 0),
             "frame_capacity": side.stats().get("frame_capacity", 0),
+            "live": side.stats().get("live_bytes", 0) / max(1, side.stats().get("disk_bytes", 0)),
             "io": common.delta(common.proc_io(), io),
             "resident": common.resident_bytes("VmHWM"),
         }
@@ -125,19 +126,21 @@ def child(options: argparse.Namespace) -> None:
     common.serve(handle)
 
 
-def warm(ours: common.Child, *, tiny: bool) -> None:
-    """Steps until the cache is full and the share of misses stands still."""
-    last = 1.0
+def warm(ours: common.Child, *, tiny: bool, steady: bool) -> None:
+    """Steps until the cache is full and the share of misses stands still; with `steady`, until compaction runs."""
+    last, compactions = 1.0, 0.0
     for _ in range(3 if tiny else 60):
         answer = ours.ask(steps=5 if tiny else 20)
         stats = answer["stats"]
+        compactions += stats["compactions"]
         missed = stats["misses"] / max(1, stats["unique_rows"])
         full = answer["frames"] >= 0.98 * answer["frame_capacity"]
-        if full and abs(missed - last) < 0.01 * last:
+        if full and abs(missed - last) < 0.01 * last and (compactions > 3 or not steady):
             break
         last = missed
     print(
-        f"warm: {answer['frames']:,} frames of {answer['frame_capacity']:,}, {missed:.1%} of rows missed",
+        f"warm: {answer['frames']:,} frames of {answer['frame_capacity']:,}, {missed:.1%} of rows missed, "
+        f"{answer['live']:.0%} of the log live, {compactions:.0f} compactions",
         flush=True,
     )
 
@@ -161,10 +164,11 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=10_000_000, help="rows of the table")
     options.add_argument("--batch", type=int, default=65_536, help="ids a step")
     options.add_argument("--limit", default="1GiB", help="memory cgroup of each side")
-    options.add_argument("--ram", default="512MiB", help="our budget inside that limit")
+    options.add_argument("--ram", default="640MiB", help="our budget inside that limit")
     options.add_argument("--rounds", type=int, default=3, help="turns of each side")
     options.add_argument("--steps", type=int, default=50, help="our steps a turn")
     options.add_argument("--memmap-steps", type=int, default=1, help="the recipe's steps a turn; 0 leaves it out")
+    options.add_argument("--steady", action="store_true", help="warm until compaction runs too")
     options.add_argument("--child", choices=["ours", "memmap", "advised"], help=argparse.SUPPRESS)
     options.add_argument("--child-path", type=Path, help=argparse.SUPPRESS)
     options = options.parse_args()
@@ -209,7 +213,7 @@ def run(options: argparse.Namespace, paths: dict[str, Path], *, limited: bool) -
             children[name] = common.Child([*arguments, "--seed", str(options.seed)], limit)
             stack.callback(children[name].close)
             limits[name] = limit
-        warm(children["ours"], tiny=options.tiny)
+        warm(children["ours"], tiny=options.tiny, steady=options.steady)
         peers = [name for name in children if name != "ours"]
         for name in peers:
             children[name].ask(steps=1)  # fills its page cache

@@ -21,9 +21,7 @@ def tiny_ram(folder: Path, **kwargs: Any) -> int:
     key = repr(sorted(kwargs.items(), key=lambda item: item[0]))
     if key not in _SMALLEST:
         counter = itertools.count()
-        _SMALLEST[key] = smallest_ram(
-            lambda ram: bb.create(folder / f"probe-{next(counter)}", ram=ram, **kwargs)
-        )
+        _SMALLEST[key] = smallest_ram(lambda ram: bb.create(folder / f"probe-{next(counter)}", ram=ram, **kwargs))
     return _SMALLEST[key]
 
 

@@ -70,9 +70,7 @@ def test_agrees_with_torch_over_200_steps(name: str, weight_decay: float) -> Non
         ),
         "Adam": lambda: (Adam(0.01, weight_decay=weight_decay), torch.optim.SparseAdam([weight], lr=0.01)),
     }[name]()
-    table = ReferenceTable(
-        dim=dim, num_rows=num_rows, optimizer=bb_optimizer, initial=lambda ids: start[ids], name="t"
-    )
+    table = ReferenceTable(dim=dim, num_rows=num_rows, optimizer=bb_optimizer, initial=lambda ids: start[ids], name="t")
     for _ in range(steps):
         ids = rng.integers(0, num_rows // 2, 16)  # the upper half is never touched
         grads = rng.standard_normal((16, dim)).astype(np.float32)

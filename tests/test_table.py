@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -229,6 +232,81 @@ def test_a_reader_refreshes_while_the_writer_trains(tmp_path: Path) -> None:
                 assert_same_bits(reader.lookup(np.arange(5000)), seen)  # committed, not refreshed, still there
                 reader.refresh()
             assert reader.epoch == table.epoch and reader.step == table.step
+
+
+def test_a_reader_in_another_process_never_sees_two_epochs(tmp_path: Path) -> None:
+    """The writer makes every row equal to the step; whatever the reader sees must be one number."""
+    code = """
+        import sys, numpy as np, bunkbed as bb
+        ids, seen = np.arange(4000), set()
+        with bb.open(sys.argv[1], mode="r", ram="2MiB") as reader:
+            print("ready", flush=True)
+            for _ in range(1_000_000):
+                rows = reader.lookup(ids, touch=len(seen) % 2 == 0)
+                assert (rows == rows[0, 0]).all(), np.unique(rows)
+                assert rows[0, 0] == reader.step, (rows[0, 0], reader.step)
+                seen.add(reader.step)
+                if reader.step == 25:
+                    break
+                reader.refresh()
+        print(len(seen))
+    """
+    path = tmp_path / "user"
+    with bb.create(path, dim=16, num_rows=4000, optimizer=bb.SGD(lr=1.0), init=bb.Zeros(), ram="512KiB") as table:
+        table.commit()
+        reader = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+        for step in range(25):
+            table.update(np.arange(4000), -np.ones((4000, 16), np.float32))
+            table.commit()
+            if step % 5 == 4:
+                table.compact()
+        out, err = reader.communicate(timeout=120)
+    assert reader.returncode == 0, err
+    assert int(out) >= 2
+
+
+@pytest.mark.parametrize("kill_after", [1, 4, 9])
+def test_killed_while_it_evicts_it_opens_at_its_last_commit(tmp_path: Path, kill_after: int) -> None:
+    code = """
+        import sys, numpy as np, bunkbed as bb
+        table = bb.create(
+            sys.argv[1], dim=16, num_rows=5000, optimizer=bb.Adam(lr=0.01), init=bb.Normal(0.1), seed=11, ram="700KiB"
+        )
+        rng = np.random.default_rng(0)
+        for step in range(1, 10_000):
+            ids = rng.integers(0, 5000, 400)
+            table.update(ids, rng.standard_normal((400, 16)).astype(np.float32))
+            if step % 5 == 0:
+                table.commit(meta={"step": step})
+                print(step, flush=True)
+    """
+    path = tmp_path / "user"
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(kill_after):
+        process.stdout.readline()
+    process.kill()
+    process.stdout.close()
+    process.wait()
+    assert bb.check(path) == []
+    oracle = ReferenceTable(**KWARGS)
+    with bb.open(path, ram="700KiB") as table:
+        assert table.meta["step"] == table.step >= 5 * kill_after
+        rng = np.random.default_rng(0)
+        for _ in range(table.step):
+            ids = rng.integers(0, 5000, 400)
+            oracle.update(ids, rng.standard_normal((400, 16)).astype(np.float32))
+        assert_same_rows(table, oracle, np.arange(5000))
+        train(table, oracle, steps=3)
+        assert_same_rows(table, oracle, np.arange(5000))
 
 
 def test_threads_take_turns(tmp_path: Path) -> None:

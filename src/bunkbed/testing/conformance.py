@@ -128,9 +128,7 @@ class TableTests:
         assert len(table) == 0
 
     @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 3, 4)])
-    def test_lookup_keeps_the_shape_of_ids(
-        self, pair: tuple[Any, ReferenceTable], shape: tuple[int, ...]
-    ) -> None:
+    def test_lookup_keeps_the_shape_of_ids(self, pair: tuple[Any, ReferenceTable], shape: tuple[int, ...]) -> None:
         table, reference = pair
         ids = np.random.default_rng(0).integers(0, self.num_rows, shape)
         ids = np.asarray(ids, np.int64)
@@ -263,9 +261,7 @@ class TableTests:
         self.train(table, reference)
         assert_same_rows(table, reference, self.all_ids())
 
-    def test_one_update_of_duplicates_is_one_step_of_their_sum(
-        self, pair: tuple[Any, ReferenceTable]
-    ) -> None:
+    def test_one_update_of_duplicates_is_one_step_of_their_sum(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
         grads = np.arange(3 * self.dim, dtype=np.float32).reshape(3, self.dim)
         table.update([9, 4, 9], grads)
@@ -325,9 +321,7 @@ class TableTests:
         assert_same_bits(table.get([6, 2]), values[[2, 1]])
         assert table.step == 0 and len(table) == 2
 
-    def test_set_of_a_slot_stores_the_row_with_its_initial_weight(
-        self, pair: tuple[Any, ReferenceTable]
-    ) -> None:
+    def test_set_of_a_slot_stores_the_row_with_its_initial_weight(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
         ones = np.ones((1, self.dim), np.float32)
         table.set([11], ones, slot="exp_avg")
@@ -359,9 +353,7 @@ class TableTests:
         assert_same_rows(table, reference, np.append(ids, 5))
         assert table.num_rows is None and len(table) == 5
 
-    @pytest.mark.parametrize(
-        "pair", [{"dim": 1}, {"dim": 3}, {"dim": 17}, {"dim": 500}], indirect=True, ids=repr
-    )
+    @pytest.mark.parametrize("pair", [{"dim": 1}, {"dim": 3}, {"dim": 17}, {"dim": 500}], indirect=True, ids=repr)
     def test_any_dim(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
         rng = np.random.default_rng(7)
@@ -408,9 +400,7 @@ class TableTests:
         assert_same_rows(table, reference, self.all_ids())
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_a_gradient_that_is_not_finite_changes_nothing(
-        self, pair: tuple[Any, ReferenceTable], bad: float
-    ) -> None:
+    def test_a_gradient_that_is_not_finite_changes_nothing(self, pair: tuple[Any, ReferenceTable], bad: float) -> None:
         table, reference = pair
         self.train(table, reference, steps=1)
         grads = np.ones((5, self.dim), np.float32)

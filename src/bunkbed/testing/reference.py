@@ -131,9 +131,7 @@ class ReferenceTable:
         ends = np.append(starts[1:], wanted.size)[: starts.size]
         result = np.zeros((starts.size, self.dim), np.float32)
         for bag, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            result[bag] = arithmetic.pool(
-                rows[start:end], pooling, None if factors is None else factors[start:end]
-            )
+            result[bag] = arithmetic.pool(rows[start:end], pooling, None if factors is None else factors[start:end])
         return result
 
     def get(self, ids: ArrayLike, slot: str = "weight") -> FloatArray:
@@ -166,10 +164,7 @@ class ReferenceTable:
         Equal scores go to the smaller id; where fewer rows exist, id -1 and score -inf.
         """
         vectors = np.asarray(queries, np.float32)
-        if ids is not None:
-            candidates = np.unique(self._check_ids(ids))
-        else:
-            candidates = np.array(sorted(self._places), np.int64)
+        candidates = np.unique(self._check_ids(list(self._places) if ids is None else ids))
         rows = self._gather(candidates, "weight")
         best_ids = np.full((len(vectors), k), -1, np.int64)
         best_scores = np.full((len(vectors), k), -np.inf, np.float32)
@@ -222,9 +217,7 @@ class ReferenceTable:
         places = self._store(unique)
         rows = {slot: array[places] for slot, array in self._arrays.items()}
         weight = rows.pop("weight")
-        arithmetic.apply_optimizer(
-            self.optimizer, lr=rate, step=self.step, grad=sums, weight=weight, slots=rows
-        )
+        arithmetic.apply_optimizer(self.optimizer, lr=rate, step=self.step, grad=sums, weight=weight, slots=rows)
         self._arrays["weight"][places] = philox.narrow_stochastic(
             self.dtype, weight, seed=self.seed, ids=unique, step=self.step
         )
@@ -282,9 +275,7 @@ class ReferenceTable:
         """Returns rows, slots and step to a kept commit, which becomes the newest one."""
         epoch = self._names.get(snapshot) if isinstance(snapshot, str) else snapshot
         if epoch not in self._commits:
-            raise ValueError(
-                f"table {self.name!r} has no snapshot {snapshot!r}; it has {sorted(self._names)}"
-            )
+            raise ValueError(f"table {self.name!r} has no snapshot {snapshot!r}; it has {sorted(self._names)}")
         newest = self.epoch
         self._restore(self._commits[epoch])
         self.epoch = newest + 1
@@ -328,8 +319,7 @@ class ReferenceTable:
         if bad.size:
             bound = "2**63" if self.num_rows is None else self.num_rows
             raise IndexError(
-                f"table {self.name!r}: id {array.ravel()[bad[0]]} at position {bad[0]} "
-                f"is outside [0, {bound})"
+                f"table {self.name!r}: id {array.ravel()[bad[0]]} at position {bad[0]} is outside [0, {bound})"
             )
         return array.astype(np.int64)
 
@@ -359,9 +349,7 @@ class ReferenceTable:
         stored = places >= 0
         values[stored] = self._arrays[slot][places[stored]]
         if not stored.all():
-            values[~stored] = (
-                self._initial_rows(ids[~stored]) if slot == "weight" else np.float32(self._slots[slot][1])
-            )
+            values[~stored] = self._initial_rows(ids[~stored]) if slot == "weight" else np.float32(self._slots[slot][1])
         return values
 
     def _store(self, ids: IntArray) -> IntArray:
