@@ -7,11 +7,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bunkbed.train import evaluate
+from bunkbed.train import ranking
 from bunkbed.train.data import Candidates, Interactions, Vocab
-from bunkbed.train.evaluate import Evaluator, full_ranks, sample_candidates, sampled_ranks
+from bunkbed.train.evaluate import Evaluator, sample_candidates
 from bunkbed.train.metrics import ranking_metrics
 from bunkbed.train.models import Scorer
+from bunkbed.train.ranking import full_ranks, sampled_ranks
 
 
 class Rows:
@@ -82,8 +83,8 @@ def test_full_ranking_is_what_sorting_gives(seed, options):
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 def test_blocks_of_users_and_chunks_of_items_change_nothing(monkeypatch, kept_bytes):
     scorer, scores, targets, excluded = case(9, num_users=40, num_items=3000)
-    monkeypatch.setattr(evaluate, "_KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(evaluate, "_BLOCK_SCORES", 7 * 1024)
+    monkeypatch.setattr(ranking, "_KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(ranking, "_BLOCK_SCORES", 7 * 1024)
     seen = []
     owners, ranks = full_ranks(
         scorer,

@@ -1,49 +1,26 @@
-"""Ranking held-out items: against every item, or against a sample of them.
-
-Ties count against us: an item whose score equals that of the held-out one, within the rounding of a float32
-dot product, ranks before it. So does a negative that is the held-out item itself, as happens for 156 users of
-the NCF release of MovieLens-1M: they cannot rank first. A model that scores everything alike ranks last, not
-first.
-
-Evaluation leaves the cache alone and holds at most about 130 MiB outside the RAM budget: 64 MiB of item
-vectors where they all fit in that, and blocks of scores.
-"""
+"""Evaluations: which held-out items compete with what, and the figures that come of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Candidates, Dataset, Interactions
-from bunkbed.train.events import EvalReport
 from bunkbed.train.metrics import ranking_metrics
-from bunkbed.train.models import Float32Array, Scorer, scorer_of_run
+from bunkbed.train.models import Scorer, scorer_of_run
+from bunkbed.train.ranking import Progress, full_ranks, sampled_ranks
 from bunkbed.train.sampling import STREAM_EVAL, SeenPairs, random_order, sample_unseen
 from bunkbed.train.splits import split
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
 
-__all__ = ["EvalResult", "Evaluator", "evaluate_run", "full_ranks", "sample_candidates", "sampled_ranks"]
-
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-Progress = Callable[[EvalReport], object]
-
-# Item vectors kept for the whole evaluation where they fit in this, read anew for each block of users else.
-_KEPT_BYTES = 64 << 20
-# Scores held at once.
-_BLOCK_SCORES = 8 << 20
-# Scores this close (relative to |query| |item|) are a tie: float32 dot products differ so much by summing
-# order.
-_TIE = 1e-6
+__all__ = ["EvalResult", "Evaluator", "evaluate_run", "sample_candidates"]
 
 
 @dataclass(frozen=True)
@@ -61,168 +38,6 @@ class EvalResult:
     ranking: str
     num_users: int
     split: str
-
-
-def _target_scores(scorer: Scorer, queries: Float32Array, items: Int64Array) -> tuple[Float32Array, Float32Array]:
-    """Scores of ``int64[N]`` items for ``float32[N, dim]`` queries, and the lowest that tie with them."""
-    vectors = scorer.items(items)
-    scores = np.einsum("nd,nd->n", queries, vectors)
-    slack = _TIE * np.linalg.norm(queries, axis=1) * np.linalg.norm(vectors, axis=1)
-    biases = scorer.biases(items)
-    if biases is not None:
-        scores += biases
-        slack += _TIE * np.abs(biases)
-    return scores, (scores - slack).astype(np.float32)
-
-
-class _ItemChunks:
-    """Vectors and biases of all items, chunk by chunk; read once where they fit in `_KEPT_BYTES`."""
-
-    def __init__(self, scorer: Scorer, num_items: int, dim: int, chunk: int) -> None:
-        self._scorer = scorer
-        self._starts = range(0, num_items, chunk)
-        self._chunk = chunk
-        self._num_items = num_items
-        self._kept: list[tuple[int, torch.Tensor, torch.Tensor | None]] | None = None
-        if num_items * dim * 4 <= _KEPT_BYTES:
-            self._kept = list(self._read())
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        return iter(self._kept) if self._kept is not None else self._read()
-
-    def _read(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        for start in self._starts:
-            ids = np.arange(start, min(start + self._chunk, self._num_items), dtype=np.int64)
-            biases = self._scorer.biases(ids)
-            yield (
-                start,
-                torch.from_numpy(self._scorer.items(ids)),
-                None if biases is None else torch.from_numpy(biases),
-            )
-
-
-def full_ranks(
-    scorer: Scorer,
-    targets: Interactions,
-    excluded: Interactions,
-    *,
-    on_event: Progress | None = None,
-) -> tuple[Int64Array, Int64Array]:
-    """The rank of every held-out item among all items but those excluded for its user.
-
-    Held-out items of one user have different ranks; equal scores count against us otherwise. A held-out item
-    is ranked even where it is among the excluded.
-
-    Args:
-        targets: held-out pairs, without repetition.
-        excluded: pairs that are not ranked: those trained on.
-
-    Returns:
-        ``int64[Q]`` users and ``int64[Q]`` exact ranks from 1, in an order of their own.
-    """
-    num_items = targets.num_items
-    counts = np.bincount(targets.users, minlength=targets.num_users)
-    # Users with the most held-out items first: then "users with more than j" are the first rows of a block.
-    users = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())].astype(np.int64)
-    if len(users) == 0:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    place = np.full(targets.num_users, -1, dtype=np.int64)
-    place[users] = np.arange(len(users))
-    order = np.lexsort((targets.items, place[targets.users]))
-    target_users, target_items = targets.users[order], targets.items[order]
-    target_starts = np.concatenate([[0], np.cumsum(counts[users])])
-
-    hidden_users, hidden_items = place[excluded.users], excluded.items
-    asked = np.flatnonzero(hidden_users >= 0)
-    asked = asked[np.argsort(hidden_users[asked], kind="stable")]
-    hidden_users, hidden_items = hidden_users[asked], hidden_items[asked]
-
-    dim = scorer.queries(users[:1]).shape[1]
-    keeps_items = num_items * dim * 4 <= _KEPT_BYTES
-    block_items = min(num_items, 8192 if keeps_items else 1024)
-    block_users = max(1, min(len(users), _BLOCK_SCORES // block_items))
-    chunks = _ItemChunks(scorer, num_items, dim, block_items)
-    ahead = np.zeros(len(target_users), dtype=np.int64)
-    scores = torch.empty(block_users * block_items)
-    scratch = np.empty((block_users, block_items), dtype=np.bool_)
-    for first in range(0, len(users), block_users):
-        last = min(first + block_users, len(users))
-        mine = slice(int(target_starts[first]), int(target_starts[last]))
-        hide = slice(*np.searchsorted(hidden_users, [first, last]))
-        # What is not counted: excluded items, and the held-out ones, which are ranked among themselves below.
-        rows = np.concatenate([hidden_users[hide], place[target_users[mine]]]) - first
-        columns = np.concatenate([hidden_items[hide], target_items[mine]])
-        by_item = np.argsort(columns, kind="stable")
-        rows, columns = rows[by_item], columns[by_item]
-
-        queries = scorer.queries(users[first:last])
-        own = place[target_users[mine]] - first
-        own_scores, floors = _target_scores(scorer, queries[own], target_items[mine])
-        offsets = target_starts[first : last + 1] - target_starts[first]
-        ahead[mine] += _ahead_among_targets(own, own_scores)
-        query_block = torch.from_numpy(queries)
-        counted = np.zeros(len(floors), dtype=np.int64)
-        for start, vectors, biases in chunks:
-            # A view of the front of the buffer, so that a narrower last chunk is contiguous too.
-            block = scores[: (last - first) * len(vectors)].view(last - first, len(vectors))
-            torch.mm(query_block, vectors.T, out=block)
-            if biases is not None:
-                block += biases
-            lo, hi = np.searchsorted(columns, [start, start + len(vectors)])
-            block[torch.from_numpy(rows[lo:hi]), torch.from_numpy(columns[lo:hi] - start)] = -torch.inf
-            _count_ahead(block.numpy(), floors, offsets, counted, scratch)
-        ahead[mine] += counted
-        if on_event is not None:
-            on_event(EvalReport(last, len(users)))
-    return target_users, ahead + 1
-
-
-def _count_ahead(
-    block: Float32Array, floors: Float32Array, offsets: Int64Array, counted: Int64Array, scratch: BoolArray
-) -> None:
-    """Add to `counted[Q]` how many scores of its user's row reach each of the floors ``float32[Q]``.
-
-    Row by row with `count_nonzero`, which is 20 times as fast as summing booleans along an axis.
-    """
-    sizes = np.diff(offsets)
-    for j in range(int(sizes[0])):
-        num_rows = int(np.searchsorted(-sizes, -j, side="left"))  # rows with more than j targets
-        at = offsets[:num_rows] + j
-        reached = scratch[:num_rows, : block.shape[1]]
-        np.greater_equal(block[:num_rows], floors[at][:, None], out=reached)
-        counted[at] += [np.count_nonzero(row) for row in reached]
-
-
-def _ahead_among_targets(owners: Int64Array, scores: Float32Array) -> Int64Array:
-    """For each target, how many targets of the same owner come before it; owners ascend."""
-    order = np.lexsort((-scores, owners))
-    position = np.arange(len(owners)) - np.searchsorted(owners, owners)
-    result = np.empty(len(owners), dtype=np.int64)
-    result[order] = position
-    return result
-
-
-def sampled_ranks(
-    scorer: Scorer, candidates: Candidates, *, on_event: Progress | None = None
-) -> tuple[Int64Array, Int64Array]:
-    """The rank of every positive among its own negatives: ``int64[Q]`` users and ranks from 1."""
-    total, width = candidates.negatives.shape
-    ranks = np.empty(total, dtype=np.int64)
-    dim = scorer.queries(candidates.users[:1]).shape[1] if total else 1
-    step = max(1, _BLOCK_SCORES // (max(width, 1) * dim))
-    for first in range(0, total, step):
-        mine = slice(first, min(first + step, total))
-        queries = scorer.queries(candidates.users[mine])
-        _, floors = _target_scores(scorer, queries, candidates.positives[mine])
-        vectors = scorer.items(candidates.negatives[mine])
-        scores = np.matmul(vectors, queries[:, :, None])[:, :, 0]
-        biases = scorer.biases(candidates.negatives[mine])
-        if biases is not None:
-            scores += biases
-        ranks[mine] = 1 + (scores >= floors[:, None]).sum(1)
-        if on_event is not None:
-            on_event(EvalReport(mine.stop, total))
-    return candidates.users, ranks
 
 
 def sample_candidates(targets: Interactions, known: Interactions, count: int, seed: int) -> Candidates:

@@ -137,7 +137,7 @@ class Trainer:
         self._stop_requested = False
         #: The loss of every step of this session, exact.
         self.losses: list[float] = []
-        #: Wall time of this session inside steps: no evaluation, no commit.
+        #: Wall time of this session's steps, making batches included; no evaluation, no commit.
         self.step_seconds = 0.0
 
     @property
@@ -274,10 +274,10 @@ class _Session:
         model.train()
         trainer._set_lr(epoch)
         reports = _StepReports(self, epoch)
+        began = time.perf_counter()  # a step's time includes making its batch and waiting for its rows
         for users, *rest in self._batches(epoch, progress.step):
             if trainer._stop_requested:
                 return False
-            began = time.perf_counter()
             loss = model(users, *rest)
             optimizer.zero_grad()
             loss.backward()
@@ -296,6 +296,7 @@ class _Session:
             trainer.step_seconds += now - began
             self._steps_done += 1
             reports.add(value, len(users), now)
+            began = time.perf_counter()
         return True
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Any, ...]]:

@@ -48,8 +48,10 @@ def _loss_and_slopes(positive: Tensor, negative: Tensor, kind: str, hardness: fl
     return loss, torch.sigmoid(-positive) * -share, torch.sigmoid(negative) * share
 
 
-def _squares(x: Tensor) -> Tensor:
-    return torch.linalg.vecdot(x, x)
+def _square(x: Tensor) -> Tensor:
+    """Sum of squares; one pass without a temporary."""
+    flat = _aligned(x).view(-1)
+    return torch.dot(flat, flat)
 
 
 class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -71,9 +73,9 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
             scores += bias
         loss, *slopes = _loss_and_slopes(scores[:, :1], scores[:, 1:], kind, hardness)
         if l2:
-            squares = _squares(items)
-            penalty = _squares(users).sum() + squares[:, 0].sum() + squares[:, 1:].mean(1).sum()
-            loss = loss + (0.5 * l2 / len(users)) * penalty
+            positives = _square(items[:, 0])
+            negatives = (_square(items) - positives) / (items.shape[1] - 1)
+            loss = loss + (0.5 * l2 / len(users)) * (_square(users) + positives + negatives)
         ctx.save_for_backward(users, items, queries, torch.cat(slopes, 1), weight, bias)
         ctx.l2 = l2
         return loss
@@ -119,7 +121,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
             negative[seen] = -torch.inf
         loss, *slopes = _loss_and_slopes(positive, negative, kind, hardness)
         if l2:
-            penalty = (_squares(users).sum() + _squares(positives).sum()) / batch + _squares(negatives).mean()
+            penalty = (_square(users) + _square(positives)) / batch + _square(negatives) / len(negatives)
             loss = loss + 0.5 * l2 * penalty
         ctx.save_for_backward(users, positives, negatives, queries, *slopes, weight, bias)
         ctx.l2 = l2
