@@ -7,6 +7,9 @@ hand-made bad file per error shows the error.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ from bunkbed.testing.philox import initial_rows
 BLOCK = 4096
 VERSION = 1
 UUID = bytes(range(16))
+FORMAT = Path(__file__).resolve().parents[1] / "FORMAT.md"
 
 # ---- FORMAT.md in Python
 
@@ -223,6 +227,21 @@ def test_pinned_initial_values() -> None:
         assert initial_rows(kind, seed, np.array([id_]), 5)[0].tobytes().hex() == expected
 
 
+def test_the_page_has_vectors_that_hold() -> None:
+    """FORMAT.md's own test vectors, read from the page, against the core and against NumPy."""
+    page = FORMAT.read_text()
+    rows = re.findall(r"^\| (Normal|Uniform)\(([^)]*)\) \| (\S+) \| (\d+) \| `([^`]*)` \|$", page, re.MULTILINE)
+    as_bytes = re.findall(r"`([0-9a-f]{64})`", page)
+    assert len(rows) == len(as_bytes) == 4
+    for (kind, arguments, seed, id_, values), expected in zip(rows, as_bytes, strict=True):
+        init = {"Normal": bb.Normal, "Uniform": bb.Uniform}[kind](*map(float, arguments.split(",")))
+        with bb.create(None, dim=8, num_rows=None, init=init, seed=int(seed, 0)) as table:
+            row = table.lookup([int(id_)])[0]
+        assert row.tolist() == [float.fromhex(value) for value in values.split()]
+        assert row.tobytes().hex() == expected
+        assert initial_rows(init, int(seed, 0), np.array([int(id_)]), 8)[0].tobytes().hex() == expected
+
+
 # ---- both ways
 
 
@@ -288,6 +307,40 @@ def test_a_table_of_the_core_reads_by_hand(tmp_path: Path) -> None:
         assert body[:240] == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_weights_are_padded_to_four_bytes(tmp_path: Path, dtype: str) -> None:
+    kwargs: dict[str, Any] = {"dim": 5, "num_rows": 9, "optimizer": bb.Adagrad(), "init": bb.Normal(1.0)}
+    with bb.create(tmp_path / "table", dtype=dtype, ram="16MiB", **kwargs) as table:
+        table.update([4, 7], np.ones((2, 5), np.float32))
+        weight, sums = table.lookup([4, 7]), table.get([4, 7], slot="sum")
+    rows = read_table(tmp_path / "table")
+    for index, id_ in enumerate((4, 7)):
+        body = rows[id_][1]
+        narrow = weight[index].view(np.uint32) >> 16 if dtype == "bfloat16" else weight[index].astype(np.float16)
+        assert body[:10] == (narrow.astype(np.uint16) if dtype == "bfloat16" else narrow).tobytes()
+        assert body[12:32] == sums[index].tobytes() and len(body) == 32
+
+
+def test_a_run_reads_by_hand(tmp_path: Path) -> None:
+    with bb.Run(tmp_path / "run") as run:
+        table = run.table("user", create={"dim": 4, "num_rows": 10, "optimizer": bb.SGD()})
+        table.update([3], np.ones((1, 4), np.float32))
+        run.commit(files={"dense.pt": b"weights", "other": b""}, meta={"step": 1}, keep="best")
+        epoch, table_epoch = run.epoch, table.epoch
+    newest = max((tmp_path / "run").glob("run-*"))
+    assert newest.name == f"run-{epoch:016d}"
+    line, digest, end = newest.read_bytes().split(b"\n")
+    assert digest.decode() == hashlib.sha256(line).hexdigest() and end == b""
+    manifest = json.loads(line)
+    assert manifest["bunkbed_run"] == 1 and manifest["epoch"] == epoch and manifest["keep"] == "best"
+    assert manifest["meta"] == {"step": 1} and manifest["tables"] == {"user": table_epoch}
+    for name, content in (("dense.pt", b"weights"), ("other", b"")):
+        number, length, sha = manifest["files"][name]
+        assert (tmp_path / "run" / "files" / f"file-{number:016d}").read_bytes() == content
+        assert (length, sha) == (len(content), hashlib.sha256(content).hexdigest())
+    assert list(read_table(tmp_path / "run" / "tables" / "user")) == [3]
+
+
 # ---- one bad file per error
 
 
@@ -326,6 +379,11 @@ MANIFEST, SEGMENT = "manifest-0000000000000001", "segment-0000000000000001"
         (Made(segment_bytes=1 << 30), bb.CorruptionError, r"segment.*(short|bytes)"),
         (Made(segment_bytes=5000), bb.FormatError, r"segment 1"),
         (Made(stored_rows=7), bb.CorruptionError, r"7"),
+        (Made(chunks=((1, ((100, 1, bytes(48)),)),), stored_rows=1), bb.CorruptionError, r"100"),
+        (Made(chunks=((1, ((-1, 1, bytes(48)),)),), stored_rows=1), bb.CorruptionError, r"-1|18446744073709551615"),
+        (Made(chunks=((1, ((5, 100, bytes(48)),)),), stored_rows=1), bb.CorruptionError, r"version"),
+        (Made(chunks=((3, ((5, 1, b""),)),), stored_rows=0), bb.FormatError, r"kind|MAPDELTA|map"),
+        (Made(chunks=((4, ((5, 1, b""),)),), stored_rows=0), bb.FormatError, r"unknown kind 4"),
     ],
     ids=lambda value: repr(value)[:60],
 )

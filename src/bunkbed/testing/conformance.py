@@ -184,7 +184,7 @@ class TableTests:
         assert_same_bits(table.lookup(ids), reference.lookup(ids))
 
     @pytest.mark.parametrize("weighted", [False, True])
-    @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn"])
+    @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn", "none"])
     @pytest.mark.parametrize("touch", [True, False])
     def test_bags(self, pair: tuple[Any, ReferenceTable], pooling: str, weighted: bool, touch: bool) -> None:
         table, reference = pair
@@ -197,9 +197,9 @@ class TableTests:
         weights = rng.random(200).astype(np.float32) if weighted else None
         arguments: dict[str, Any] = {"pooling": pooling, "weights": weights, "touch": touch}
         found = table.lookup_bags(ids, offsets, **arguments)
-        assert found.shape == (30, self.dim)
+        assert found.shape == (200 if pooling == "none" else 30, self.dim)
         assert_same_bits(found, reference.lookup_bags(ids, offsets, **arguments))
-        assert not found[0].any() and not found[-1].any()
+        assert pooling == "none" or not (found[0].any() or found[-1].any())
 
     def test_no_bags(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, _ = pair
@@ -217,11 +217,15 @@ class TableTests:
             {},
             {"exclude": ids[:20]},
             {"ids": ids, "exclude": ids[:20]},
+            {"exclude": [ids[:20], ids[:0], ids[5:90], ids]},
+            {"ids": ids[:3]},
         ):
             found, scores = table.topk(queries, k, **arguments)
             expected, expected_scores = reference.topk(queries, k, **arguments)
             assert found.tolist() == expected.tolist()
             assert_same_bits(scores, expected_scores)
+        best, _ = table.topk(queries[0], k)
+        assert best.tolist() == reference.topk(queries, k)[0][0].tolist()
 
     @pytest.mark.parametrize("chunk", [7, 65_536])
     def test_scan_yields_every_stored_row_once(self, pair: tuple[Any, ReferenceTable], chunk: int) -> None:
@@ -291,6 +295,14 @@ class TableTests:
             t.update([3], np.ones((1, self.dim), np.float32))
         assert_same_rows(table, reference, self.all_ids())
         assert table.optimizer.lr == 0.01
+
+    def test_a_step_imposed_from_outside(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        for t in (table, reference):
+            t.update([1, 2], np.ones((2, self.dim), np.float32), step=100)
+            t.update([2], np.ones((1, self.dim), np.float32))
+        assert table.step == 101
+        assert_same_rows(table, reference, self.all_ids())
 
     def test_only_rows_of_the_step_change(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, _ = pair
@@ -459,10 +471,13 @@ class TableTests:
         table, reference = pair
         self.train(table, reference, steps=1)
         first = table.commit(meta={"step": 1, "note": "ü", "nested": {"list": [1, 2.5, None, True]}})
-        assert table.epoch == first
+        assert table.epoch == first and not table.is_dirty
+        assert table.commit() == first, "nothing changed: no new epoch"
         assert table.meta == {"step": 1, "note": "ü", "nested": {"list": [1, 2.5, None, True]}}
         self.train(table, reference, steps=1, seed=1)
+        assert table.is_dirty
         assert table.commit() > first
+        assert table.meta["step"] == 1, "commit() without meta keeps the last"
         assert_same_rows(table, reference, self.all_ids())
 
     def test_rewind_returns_everything(self, pair: tuple[Any, ReferenceTable]) -> None:

@@ -68,7 +68,9 @@ class ReferenceTable:
         self.step = 0
         self.epoch = 0
         self.path = None
+        self.run = None
         self.mode = "w"
+        self.ram_bytes = 0
         self.closed = False
         self.is_dirty = False
         self._initial = initial
@@ -83,6 +85,12 @@ class ReferenceTable:
         self._keep_state()
 
     # ---- reading
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records: of `num_rows` rows, or of the stored ones."""
+        width = self.dim * (4 if self.dtype == "float32" else 2) + 4 * sum(w for w, _ in self._slots.values())
+        return width * (len(self) if self.num_rows is None else self.num_rows)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -116,8 +124,8 @@ class ReferenceTable:
         touch: bool = True,
     ) -> FloatArray:
         """Pooled rows, float32[B, dim]; bag b is ``ids[offsets[b]:offsets[b + 1]]``, an empty one zeros."""
-        if pooling not in ("sum", "mean", "sqrtn"):
-            raise ValueError(f"pooling must be 'sum', 'mean' or 'sqrtn', got {pooling!r}")
+        if pooling not in ("sum", "mean", "sqrtn", "none"):
+            raise ValueError(f"table {self.name!r}: pooling must be one of sum, mean, sqrtn, none, got {pooling!r}")
         wanted = self._check_ids(ids)
         if wanted.ndim != 1:
             raise ValueError(f"ids must be int64[N], got int64{list(wanted.shape)}")
@@ -128,6 +136,8 @@ class ReferenceTable:
         if factors is not None and factors.shape != wanted.shape:
             raise ValueError(f"weights must be float32[{wanted.size}], got float32{list(factors.shape)}")
         rows = self._gather(wanted, "weight")
+        if pooling == "none":
+            return rows if factors is None else rows * factors[:, None]
         ends = np.append(starts[1:], wanted.size)[: starts.size]
         result = np.zeros((starts.size, self.dim), np.float32)
         for bag, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
@@ -164,6 +174,9 @@ class ReferenceTable:
         Equal scores go to the smaller id; where fewer rows exist, id -1 and score -inf.
         """
         vectors = np.asarray(queries, np.float32)
+        if vectors.ndim == 1:
+            best = self.topk(vectors[None], k, ids=ids, exclude=exclude)
+            return best[0][0], best[1][0]
         candidates = np.unique(self._check_ids(list(self._places) if ids is None else ids))
         rows = self._gather(candidates, "weight")
         best_ids = np.full((len(vectors), k), -1, np.int64)
@@ -187,8 +200,11 @@ class ReferenceTable:
 
     # ---- writing
 
-    def update(self, ids: ArrayLike, grads: ArrayLike, *, lr: float | None = None) -> None:
-        """One optimizer step: int64[N] ids, float32[N, dim] gradients, duplicates summed in batch order."""
+    def update(self, ids: ArrayLike, grads: ArrayLike, *, lr: float | None = None, step: int | None = None) -> None:
+        """One optimizer step: int64[N] ids, float32[N, dim] gradients, duplicates summed in batch order.
+
+        `lr` and `step` take the place of the optimizer's rate and of ``self.step + 1``, this time only.
+        """
         wanted = self._check_ids(ids)
         values = self._check_values(grads, (*wanted.shape, self.dim), "grads").reshape(-1, self.dim)
         wanted = wanted.ravel()
@@ -208,7 +224,7 @@ class ReferenceTable:
                 f"table {self.name!r}: the gradients of id {unique[overflowed[0]]} are finite, "
                 "their sum is not; nothing was changed"
             )
-        self.step += 1
+        self.step = self.step + 1 if step is None else step
         self._counts["updates"] += 1
         self.is_dirty = True
         if not wanted.size:
@@ -284,6 +300,14 @@ class ReferenceTable:
     def revert(self) -> None:
         """Back to the last commit, as a process that ended without one finds the table."""
         self._restore(self._commits[self.epoch])
+
+    def compact(self) -> int:
+        """Nothing to do: there is no log."""
+        return 0
+
+    def refresh(self) -> int:
+        """The epoch; a writer is always at its own."""
+        return self.epoch
 
     def close(self, commit: bool = True) -> None:
         """Commits unless told not to; a closed table refuses use."""
