@@ -389,14 +389,17 @@ def test_everything_goes_with_its_last_user() -> None:
     opt = Optimizer(torch.nn.Sequential(emb), dense=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
     emb(torch.tensor([1])).sum().backward()
     opt.step()
+    loss = emb(torch.tensor([1])).sum()
     table = weakref.ref(emb.table)
     gc.collect()
-    gc.disable()  # no reference cycle keeps a table (and its lock) alive
+    gc.disable()  # neither a reference cycle nor a graph keeps a table (and its lock) alive
     try:
         del emb, opt
         assert table() is None
     finally:
         gc.enable()
+    with pytest.raises(RuntimeError, match="reached a table whose layers and Optimizer are gone; keep the model"):
+        loss.backward()
 
 
 def test_a_dense_optimizer_of_ours_is_refused() -> None:

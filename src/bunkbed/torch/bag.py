@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
-from bunkbed.torch.pending import FloatArray, IntArray
+from bunkbed.torch.pending import FloatArray, IntArray, alive
 
 
 class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -18,8 +18,9 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     def forward(ctx: Any, anchor: Any, weights: Any, bags: _Bags, layer: EmbeddingBag) -> Any:
         pending = layer._pending
         pending.require_anchor(anchor)
-        ctx.layer, ctx.bags = layer, bags
+        ctx.pending, ctx.bags = pending.ref, bags
         ctx.order = next(pending.order)
+        ctx.is_mean = layer.mode == "mean"
         bags.own()
         if weights is not None:
             ctx.like = weights  # shape, dtype and device only
@@ -30,11 +31,10 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        layer, bags = ctx.layer, ctx.bags
-        pending = layer._pending
+        pending, bags = alive(ctx.pending), ctx.bags
         pending.require_first_order()
         lengths = bags.lengths()
-        pooled = grad_array(grad, layer.embedding_dim)
+        pooled = grad_array(grad, pending.table.dim)
         weights_grad = None
         if ctx.needs_input_grad[1]:
             dots = np.einsum("nd,nd->n", ctx.rows, np.repeat(pooled, lengths, axis=0))
@@ -42,7 +42,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
             weights_grad = weights_grad.to(ctx.like.device, ctx.like.dtype)
         if not ctx.needs_input_grad[0]:
             return None, weights_grad, None, None
-        if layer.mode == "mean":
+        if ctx.is_mean:
             pooled = pooled / np.maximum(lengths, 1).astype(np.float32)[:, None]
         rows = np.repeat(pooled, lengths, axis=0)
         if bags.weights is not None:

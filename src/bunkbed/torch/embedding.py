@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
+from bunkbed.torch.pending import alive
 
 
 class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -18,21 +19,21 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         pending.require_anchor(anchor)
         rows = id_array(ids)
         if ids.is_cpu and ids.dtype is torch.int64:
-            ctx.save_for_backward(ids)  # shares memory with the caller: torch notices if it is changed before backward
+            ctx.save_for_backward(ids)  # the caller's memory: torch notices if it is changed before backward
         else:
             ctx.rows = rows
-        ctx.layer = layer
+        ctx.pending = pending.ref
         ctx.order = next(pending.order)
+        ctx.padding = layer.padding_idx
         return layer._output(pending.table.lookup(rows, touch=layer.training))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        layer = ctx.layer
-        pending = layer._pending
+        pending = alive(ctx.pending)
         pending.require_first_order()
         saved = ctx.saved_tensors
         rows = saved[0].numpy() if saved else ctx.rows
-        pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, layer.embedding_dim), layer.padding_idx)
+        pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, pending.table.dim), ctx.padding)
         return pending.no_change(), None, None
 
 

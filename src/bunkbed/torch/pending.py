@@ -73,6 +73,8 @@ class Pending:
         self.keep_checkpoints: int | None = 0
         self.ram_snapshots: Any = None  # see checkpoint.py
         self.order = itertools.count()
+        # What graphs hold: one kept in a global until exit must not keep the table open.
+        self.ref = weakref.ref(self)
         # (table epoch, epoch it equals): after a rewind the newest commit has a new number but old contents.
         self.same_as: tuple[int, int] | None = None
         self.ids: IntArray = np.empty(0, np.int64)  # unique, with their sums: what step applies
@@ -99,7 +101,7 @@ class Pending:
         anchor = torch.nn.Parameter(value)  # torch registers hooks only on what requires gradients
         # Grad in float64 whatever the anchor's dtype is, so that the anchor may follow model.half() and so on.
         anchor.grad_dtype = torch.float64
-        this = weakref.ref(self)  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
+        this = self.ref  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
 
         def accept(anchor: Any) -> None:
             pending = this()
@@ -326,6 +328,20 @@ def pending_of(table: Any, device: Any = None) -> Pending:
             f"table {pending.name!r}: its layers share one anchor, on {pending.anchor.device}; got device={device!r}"
         )
     return pending
+
+
+def alive(pending: weakref.ref[Pending]) -> Pending:
+    """The `Pending` of a lookup at its backward.
+
+    Raises:
+        RuntimeError: layer and optimizer are gone.
+    """
+    found = pending()
+    if found is None:
+        raise RuntimeError(
+            "a backward reached a table whose layers and Optimizer are gone; keep the model until after backward"
+        )
+    return found
 
 
 def anchors() -> dict[int, Pending]:
