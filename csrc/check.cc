@@ -61,7 +61,7 @@ std::vector<std::string> check_table(vfs::Vfs& vfs, const std::string& path) {
     bool all_open = true;
     for (const SegmentEntry& entry : manifest.segments) {
       try {
-        log.adopt({entry}, manifest.payload_bytes);
+        log.adopt({entry});
       } catch (const Error& error) {
         problems.push_back(commit + error.what());
         all_open = false;

@@ -24,8 +24,7 @@ Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_
       payload_bytes_(payload_bytes),
       stride_(record_stride(payload_bytes)),
       slots_per_segment_(slots_per_segment),
-      memory_(memory),
-      read_bytes_(payload_bytes) {}
+      memory_(memory) {}
 
 Log::~Log() {
   try {
@@ -34,8 +33,7 @@ Log::~Log() {
   }
 }
 
-void Log::adopt(const std::vector<SegmentEntry>& entries, size_t read_bytes) {
-  read_bytes_ = read_bytes;
+void Log::adopt(const std::vector<SegmentEntry>& entries) {
   vfs::Buffer block(kBlockBytes);
   for (const SegmentEntry& entry : entries) {
     auto segment = std::make_unique<Segment>();
@@ -313,7 +311,7 @@ void Log::verify(int64_t id, const std::byte* record, const vfs::File& file, uin
                                           " fails its checksum; the table's other rows can be read");
 }
 
-void Log::read(std::span<ReadRequest> requests, const std::function<void()>& meanwhile) {
+void Log::read(std::span<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile) {
   if (requests.empty()) {
     if (meanwhile) meanwhile();
     return;
@@ -377,7 +375,7 @@ void Log::read(std::span<ReadRequest> requests, const std::function<void()>& mea
           const uint64_t slot = slot_of(requests[r].position);
           const std::byte* record = buffer + (slot * stride_ - extent.offset);
           verify(requests[r].id, record, *extent.file, slot);
-          std::memcpy(requests[r].payload, record, read_bytes_);
+          std::memcpy(requests[r].payload, record, read_bytes);
         }
       }
     } catch (...) {

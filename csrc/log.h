@@ -44,7 +44,7 @@ struct Segment {
 struct ReadRequest {
   uint64_t position;
   int64_t id;
-  std::byte* payload;  // where the first `payload_bytes` of the record go
+  std::byte* payload;  // where its first bytes go
 };
 
 struct LogStats {
@@ -76,9 +76,8 @@ class Log {
   Log(const Log&) = delete;
   Log& operator=(const Log&) = delete;
 
-  // Opens the segments a manifest names and checks their headers and lengths. `read_bytes` of each record's payload
-  // are copied by read() (a reader keeps weights only).
-  void adopt(const std::vector<SegmentEntry>& entries, size_t read_bytes);
+  // Opens the segments a manifest names and checks their headers and lengths.
+  void adopt(const std::vector<SegmentEntry>& entries);
   // Numbers of the next segment and record version, and the epoch that appends from now on belong to.
   void begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_version);
   void set_memory(const LogMemory& memory);
@@ -90,9 +89,9 @@ class Log {
   uint64_t append(int64_t id, const std::byte* payload, uint64_t version = 0);
   // The payload of a record that is still in memory, or null when it is on disk.
   const std::byte* pending(uint64_t position);
-  // Reads and verifies records; `meanwhile` runs on the caller while others read. On an error some payloads may
+  // Reads and verifies records and copies the first `read_bytes` of each payload; `meanwhile` runs on the caller while others read. On an error some payloads may
   // have been written and none may be used.
-  void read(std::span<ReadRequest> requests, const std::function<void()>& meanwhile);
+  void read(std::span<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile);
 
   // Closes the open chunk and waits until every chunk is in its file (not yet durable).
   void drain();
@@ -163,7 +162,6 @@ class Log {
   const size_t stride_;
   const uint64_t slots_per_segment_;
   LogMemory memory_;
-  size_t read_bytes_;
   uint64_t epoch_ = 0;
   uint64_t next_segment_ = 1;
   uint64_t next_version_ = 1;

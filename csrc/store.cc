@@ -39,7 +39,8 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
                                   vfs::round_up(largest_chunk, vfs::kBlockBytes));
   plan.log.num_chunks = total >= (256u << 20) ? 6 : 3;
   // A slice must hold one record wherever it lies; a larger one lets neighbours share a read.
-  plan.log.read_slice_bytes = vfs::round_up(stride + read_unit, read_unit);
+  const size_t shared = total >= (256u << 20) ? 16u << 10 : 0;
+  plan.log.read_slice_bytes = vfs::round_up(std::max(stride + read_unit, shared), std::max<size_t>(read_unit, 512));
   plan.log.num_read_slices = std::clamp<size_t>(total / 16 / plan.log.read_slice_bytes, 4, 64);
   const size_t compaction_bytes = plan.log.chunk_bytes + 2 * vfs::kBlockBytes;
   // Stacks of the threads that read, and what the allocator holds back: measured about 1.5 MiB. Small budgets, which
@@ -92,7 +93,7 @@ void Store::evict(uint32_t frame) {
                                           " rows; give it a path, or ram=" + std::to_string(needed) + " or more");
     }
     // Seeded bug for the exactness tests: the row's newest value is dropped.
-    if (fault_is("lost_write_back")) initial_(info.row, cache_.record(frame));
+    if (fault_is("lost_write_back")) initial_(info.row, frame_bytes_, cache_.record(frame));
     info.position = log_->append(info.row, cache_.record(frame));
     info.dirty = 0;
     --dirty_rows_;
@@ -193,7 +194,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
       FrameInfo& info = cache_.info(frame);
       info.row = rows[i];
       if (entries[i] == kAbsent) {
-        initial_(rows[i], cache_.record(frame));
+        initial_(rows[i], frame_bytes_, cache_.record(frame));
         continue;
       }
       info.position = position_of(entries[i]);
@@ -206,7 +207,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
       }
     }
     if (log_ != nullptr && (!requests.empty() || misses > 0)) {
-      log_->read(requests, [this] { compact_some(); });
+      log_->read(requests, frame_bytes_, [this] { compact_some(); });
     }
   } catch (...) {
     // Put everything back: rows that were to be read are on disk still, new rows never were.
@@ -230,7 +231,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
   }
   if (fault_is("stale_read") && !requests.empty()) {
     // Seeded bug for the exactness tests: a read that came too late shows the initial record.
-    initial_(requests.front().id, requests.front().payload);
+    initial_(requests.front().id, frame_bytes_, requests.front().payload);
   }
   stats_.hits += hits;
   stats_.misses += misses;
@@ -257,23 +258,33 @@ void Store::mark_dirty(uint32_t frame) {
   }
 }
 
-void Store::fetch(const int64_t* rows, size_t n, std::byte* records) {
+void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
   std::vector<Entry> entries(n);
   directory_->locate(rows, n, entries.data());
   std::vector<ReadRequest> requests;
   for (size_t i = 0; i < n; ++i) {
-    std::byte* out = records + i * frame_bytes_;
+    std::byte* out = records + i * record_bytes;
+    uint64_t position = kNoPosition;
     if (entries[i] == kAbsent) {
-      initial_(rows[i], out);
+      initial_(rows[i], record_bytes, out);
     } else if (is_frame(entries[i])) {
-      std::memcpy(out, cache_.record(frame_of(entries[i])), frame_bytes_);
-    } else if (const std::byte* payload = log_->pending(position_of(entries[i]))) {
-      std::memcpy(out, payload, frame_bytes_);
+      const uint32_t frame = frame_of(entries[i]);
+      if (record_bytes <= frame_bytes_) {
+        std::memcpy(out, cache_.record(frame), record_bytes);
+      } else {
+        position = cache_.info(frame).position;  // a reader's frame is clean and holds less than is asked for
+      }
     } else {
-      requests.push_back({position_of(entries[i]), rows[i], out});
+      position = position_of(entries[i]);
+    }
+    if (position == kNoPosition) continue;
+    if (const std::byte* payload = log_->pending(position)) {
+      std::memcpy(out, payload, record_bytes);
+    } else {
+      requests.push_back({position, rows[i], out});
     }
   }
-  if (!requests.empty()) log_->read(requests, nullptr);
+  if (!requests.empty()) log_->read(requests, record_bytes, nullptr);
 }
 
 void Store::flush() {

@@ -55,8 +55,9 @@ class Store {
   Store(std::string name, size_t frame_bytes, size_t max_frames, std::unique_ptr<Directory> directory,
         std::unique_ptr<Log> log, const MemoryPlan& plan);
 
-  // Writes the initial record of an untouched row; what the table's initialiser and optimizer say.
-  using InitialRecord = std::function<void(int64_t row, std::byte* record)>;
+  // Writes the first `record_bytes` (weights alone, or everything) of an untouched row's record; what the table's
+  // initialiser and optimizer say.
+  using InitialRecord = std::function<void(int64_t row, size_t record_bytes, std::byte* record)>;
   void set_initial_record(InitialRecord initial) { initial_ = std::move(initial); }
 
   // Most rows one pin() may ask for.
@@ -67,8 +68,8 @@ class Store {
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames);
   void unpin(const uint32_t* frames, size_t n);
   void mark_dirty(uint32_t frame);
-  // Copies whole records (frame_bytes each) of distinct rows; changes nothing in the cache.
-  void fetch(const int64_t* rows, size_t n, std::byte* records);
+  // Copies the first `record_bytes` of distinct rows' records; changes nothing in the cache.
+  void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
 
   // A row that is wanted now and resident: counts it once a step. Safe from several threads at once.
   // Returns whether this was the first time in the step.

@@ -273,7 +273,8 @@ void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   if (spec_.num_rows >= 0) frames = std::min(frames, static_cast<size_t>(spec_.num_rows));
   store_ = std::make_unique<Store>(name_, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
                                    std::move(log), plan);
-  store_->set_initial_record([this](int64_t row, std::byte* record) { initial_record(row, record); });
+  store_->set_initial_record(
+      [this](int64_t row, size_t record_bytes, std::byte* record) { initial_record(row, record_bytes, record); });
 }
 
 void Table::start_in_ram() {
@@ -300,7 +301,7 @@ void Table::load(const Manifest& manifest) {
   const MemoryPlan plan =
       plan_memory(options_.ram_bytes, payload_bytes_, manifest.slots_per_segment, unit, true);
   auto log = std::make_unique<Log>(vfs_, path_, uuid_, payload_bytes_, manifest.slots_per_segment, plan.log);
-  log->adopt(manifest.segments, options_.writable ? payload_bytes_ : weight_bytes_);
+  log->adopt(manifest.segments);
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   Log* const log_pointer = log.get();
   make_store(plan, std::move(log));
@@ -385,7 +386,7 @@ void Table::check_finite(const int64_t* ids, size_t n, const float* values, size
   }
 }
 
-void Table::initial_record(int64_t row, std::byte* record) const {
+void Table::initial_record(int64_t row, size_t record_bytes, std::byte* record) const {
   if (spec_.dtype == DType::kFloat32) {
     kernels().init_row(spec_.init, row, spec_.dim, reinterpret_cast<float*>(record));
   } else {
@@ -393,7 +394,7 @@ void Table::initial_record(int64_t row, std::byte* record) const {
     kernels().init_row(spec_.init, row, spec_.dim, wide.data());
     kernels().narrow_nearest(spec_.dtype, spec_.dim, wide.data(), record);
   }
-  if (!options_.writable || fields_.size() == 1) return;  // a reader's frames hold weights only
+  if (record_bytes < payload_bytes_ || fields_.size() == 1) return;  // weights only
   init_slots(spec_.optimizer, spec_.dim, reinterpret_cast<float*>(record + fields_[1].offset));
 }
 

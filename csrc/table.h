@@ -5,11 +5,13 @@
 // applies the optimizer once per row; it validates everything and makes every row resident before its first write.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "batch.h"
@@ -90,6 +92,14 @@ class Table {
   void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
   void contains(const int64_t* ids, size_t n, bool* out);
 
+  // ---- For a tier above (a device cache): whole records, and rows whose newest value lies there. A commit, scan or
+  // rewind first asks the holder, which writes its rows back and releases them.
+  void gather_records(const int64_t* ids, size_t n, std::byte* records);         // (n, payload_bytes)
+  void scatter_records(const int64_t* ids, size_t n, const std::byte* records);  // ids distinct
+  void hold(const int64_t* ids, size_t n);
+  void release_held(const int64_t* ids, size_t n);
+  void set_holder(std::function<void()> write_back) { holder_ = std::move(write_back); }
+
   // ---- Durability
   uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
   std::vector<Manifests::Snapshot> snapshots();
@@ -135,11 +145,13 @@ class Table {
   void require_usable() const;
   void require_writable() const;
   void check_ids(const int64_t* ids, size_t n) const;
+  void check_not_held(const int64_t* ids, size_t n) const;
+  void ask_holder();
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
   [[noreturn]] void overflowed(int64_t id) const;
   size_t piece_ids() const;
 
-  void initial_record(int64_t row, std::byte* record) const;
+  void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;
   void widen(const std::byte* record, float* out) const;
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
   void pool_rows(const float* rows, size_t begin, size_t end, const int64_t* offsets, size_t num_bags, size_t n,
@@ -169,6 +181,8 @@ class Table {
   std::string meta_ = "{}";
   std::set<uint64_t> pinned_epochs_;
   std::vector<RamSnapshot> ram_snapshots_;
+  std::unordered_set<int64_t> held_;
+  std::function<void()> holder_;  // called without the lock
   bool closed_ = false;
   bool changed_ = false;
   uint64_t changes_ = 0;          // counts updates, sets and reloads; a running scan must see none

@@ -45,7 +45,21 @@ void Table::publish(const Manifest& manifest) {
   committed_ = manifest;
 }
 
+void Table::ask_holder() {
+  {
+    const std::lock_guard guard(mutex_);
+    if (held_.empty()) return;
+  }
+  if (holder_) holder_();
+  const std::lock_guard guard(mutex_);
+  if (!held_.empty()) {
+    throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(held_.size()) +
+                                        " rows are still held by a device cache after it was asked to write them back");
+  }
+}
+
 uint64_t Table::commit(const std::optional<std::string>& meta, const std::string& keep) {
+  ask_holder();
   const std::lock_guard guard(mutex_);
   require_writable();
   Log* log = store_->log();
@@ -207,6 +221,7 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
 }
 
 void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
+  ask_holder();
   const std::lock_guard guard(mutex_);
   require_writable();
   if (store_->log() == nullptr) {

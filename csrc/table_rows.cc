@@ -32,6 +32,7 @@ void Table::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
   const std::lock_guard guard(mutex_);
   require_usable();
   check_ids(ids, n);
+  check_not_held(ids, n);
   ++lookups_;
   ids_seen_ += n;
   const size_t piece = piece_ids();
@@ -101,10 +102,10 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
     }
     if (stored.size() < num_unique) {
       parallel_for(num_unique, row_grain(dim), [&](size_t from, size_t to) {
-        std::vector<std::byte> record(payload_bytes_);
+        std::vector<std::byte> record(weight_bytes_);
         for (size_t u = from; u < to; ++u) {
           if (entries[u] != kAbsent) continue;
-          initial_record(batch_.unique()[u], record.data());
+          initial_record(batch_.unique()[u], weight_bytes_, record.data());
           places_of(u, [&](uint32_t place) { widen(record.data(), out + place * dim); });
         }
       });
@@ -121,7 +122,7 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
       store_->pin(missing_ids_.data(), count, false, frames_.data());
     } else {
       records_.resize(std::max(records_.size(), count * frame_bytes));
-      store_->fetch(missing_ids_.data(), count, records_.data());
+      store_->fetch(missing_ids_.data(), count, frame_bytes, records_.data());
     }
     for (size_t i = 0; i < count; ++i) {
       const std::byte* record = touch ? cache.record(frames_[i]) : records_.data() + i * frame_bytes;
@@ -136,6 +137,7 @@ void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, si
   const std::lock_guard guard(mutex_);
   require_usable();
   check_ids(ids, n);
+  check_not_held(ids, n);
   ++lookups_;
   ids_seen_ += n;
   const size_t dim = spec_.dim;
@@ -296,6 +298,7 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
   const std::lock_guard guard(mutex_);
   require_writable();
   check_ids(ids, n);
+  check_not_held(ids, n);
   const double rate = lr.value_or(spec_.optimizer.lr);
   if (!std::isfinite(rate) || rate < 0) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': lr must be finite and at least 0, got " + std::to_string(rate));
@@ -407,27 +410,91 @@ void Table::apply_update(const Batch& batch, const uint32_t* members, const floa
   }
 }
 
+// ---- Whole records, for a tier above ---------------------------------------------------------------------------
+
+void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
+  const std::lock_guard guard(mutex_);
+  require_writable();
+  check_ids(ids, n);
+  const size_t piece = std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / payload_bytes_));
+  for (size_t begin = 0; begin < n; begin += piece) {
+    const size_t count = std::min(piece, n - begin);
+    batch_.assign(ids + begin, count);
+    records_.resize(std::max(records_.size(), batch_.num_unique() * payload_bytes_));
+    store_->fetch(batch_.unique().data(), batch_.num_unique(), payload_bytes_, records_.data());
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(records + (begin + i) * payload_bytes_, records_.data() + batch_.inverse()[i] * payload_bytes_,
+                  payload_bytes_);
+    }
+  }
+}
+
+void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
+  const std::lock_guard guard(mutex_);
+  require_writable();
+  check_ids(ids, n);
+  batch_.assign(ids, n);
+  if (batch_.num_unique() != n) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': records to scatter name an id twice");
+  }
+  for (size_t begin = 0; begin < n;) {
+    const size_t count = std::min(store_->max_pinned(), n - begin);
+    frames_.resize(count);
+    store_->pin(ids + begin, count, true, frames_.data());
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(store_->cache().record(frames_[i]), records + (begin + i) * payload_bytes_, payload_bytes_);
+      store_->mark_dirty(frames_[i]);
+    }
+    store_->unpin(frames_.data(), count);
+    begin += count;
+  }
+  changed_ = true;
+  ++changes_;
+}
+
+void Table::hold(const int64_t* ids, size_t n) {
+  const std::lock_guard guard(mutex_);
+  require_writable();
+  check_ids(ids, n);
+  held_.insert(ids, ids + n);
+}
+
+void Table::release_held(const int64_t* ids, size_t n) {
+  const std::lock_guard guard(mutex_);
+  for (size_t i = 0; i < n; ++i) held_.erase(ids[i]);
+}
+
+// A row whose newest value lies above this table must not be read or written here behind its holder's back.
+void Table::check_not_held(const int64_t* ids, size_t n) const {
+  if (held_.empty()) return;
+  for (size_t i = 0; i < n; ++i) {
+    if (!held_.contains(ids[i])) continue;
+    throw Error(ErrorKind::kBroken, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
+                                        std::to_string(i) +
+                                        " is held by a device cache, which has its newest value; use the layer that "
+                                        "owns the cache, or let it write back first");
+  }
+}
+
 // ---- Raw slots -----------------------------------------------------------------------------------------------
 
 void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
   const std::lock_guard guard(mutex_);
   require_usable();
   check_ids(ids, n);
+  check_not_held(ids, n);
   const Field& f = fields_.at(field);
-  if (field != 0 && !options_.writable) {
-    throw Error(ErrorKind::kReadOnly, "table '" + name_ + "': a reader holds weights only, not '" + f.name +
-                                          "'; use scan(slot=...), or open it with mode=\"w\"");
-  }
-  const size_t frame_bytes = store_->frame_bytes();
+  // A reader's frames hold weights only; its slots come from the log.
+  const size_t record_bytes = field == 0 ? weight_bytes_ : payload_bytes_;
   const size_t piece =
-      std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / frame_bytes));
+      std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / record_bytes));
   for (size_t begin = 0; begin < n; begin += piece) {
     const size_t count = std::min(piece, n - begin);
     batch_.assign(ids + begin, count);
-    records_.resize(std::max(records_.size(), batch_.num_unique() * frame_bytes));
-    store_->fetch(batch_.unique().data(), batch_.num_unique(), records_.data());
+    records_.resize(std::max(records_.size(), batch_.num_unique() * record_bytes));
+    store_->fetch(batch_.unique().data(), batch_.num_unique(), record_bytes, records_.data());
     for (size_t i = 0; i < count; ++i) {
-      const std::byte* record = records_.data() + batch_.inverse()[i] * frame_bytes;
+      const std::byte* record = records_.data() + batch_.inverse()[i] * record_bytes;
       if (field == 0) {
         widen(record, out + (begin + i) * f.length);
       } else {
@@ -441,6 +508,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
   const std::lock_guard guard(mutex_);
   require_writable();
   check_ids(ids, n);
+  check_not_held(ids, n);
   const Field& f = fields_.at(field);
   check_finite(ids, n, values, f.length, "value");
   const size_t parts = std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids());

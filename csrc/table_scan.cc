@@ -8,6 +8,7 @@
 namespace bunkbed {
 
 Scan::Scan(Table* table, size_t field) : table_(table), field_(field) {
+  table->ask_holder();
   const std::lock_guard guard(table->mutex_);
   table->require_usable();
   changes_ = table->changes_;

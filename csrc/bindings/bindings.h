@@ -14,6 +14,8 @@ namespace bunkbed {
 using Ids = nanobind::ndarray<const int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using FloatsIn = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 using FloatsOut = nanobind::ndarray<float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
+using RecordsIn = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
+using RecordsOut = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 
 InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed);
 void bind_table(nanobind::module_& m);

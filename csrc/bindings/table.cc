@@ -213,6 +213,23 @@ void bind_table(nb::module_& m) {
            [](Table& t, const Ids& ids, const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
              unlocked([&] { t.contains(ids.data(), ids.shape(0), out.data()); });
            })
+      .def("gather_records",
+           [](Table& t, const Ids& ids, const RecordsOut& out) {
+             unlocked([&] { t.gather_records(ids.data(), ids.shape(0), reinterpret_cast<std::byte*>(out.data())); });
+           })
+      .def("scatter_records",
+           [](Table& t, const Ids& ids, const RecordsIn& in) {
+             unlocked([&] { t.scatter_records(ids.data(), ids.shape(0), reinterpret_cast<const std::byte*>(in.data())); });
+           })
+      .def("hold", [](Table& t, const Ids& ids) { unlocked([&] { t.hold(ids.data(), ids.shape(0)); }); })
+      .def("release_held", [](Table& t, const Ids& ids) { unlocked([&] { t.release_held(ids.data(), ids.shape(0)); }); })
+      .def("set_holder",
+           [](Table& t, nb::object write_back) {
+             t.set_holder([write_back = std::move(write_back)] {
+               const nb::gil_scoped_acquire acquire;
+               write_back();
+             });
+           })
       .def(
           "commit",
           [](Table& t, const std::optional<std::string>& meta, const std::string& keep) {

@@ -1,0 +1,64 @@
+"""Whole records, for a tier above the table: moved bit for bit, and never read behind their holder's back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bunkbed as bb
+
+IDS = np.array([5, 900, 17], np.int64)
+
+
+def make(path: Path | None) -> bb.Table:
+    table = bb.create(path, dim=8, num_rows=1000, optimizer=bb.Adam(), ram=None if path is None else "1MiB")
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        table.update(rng.integers(0, 1000, 400), rng.standard_normal((400, 8)).astype(np.float32))
+    return table
+
+
+def test_records_move_bit_for_bit(tmp_path: Path) -> None:
+    table, other = make(tmp_path / "user"), make(None)
+    records = np.empty((3, table._native.payload_bytes()), np.uint8)
+    table._native.gather_records(IDS, records)
+    np.testing.assert_array_equal(records[:, :32].view(np.float32), table.get(IDS))
+    other._native.scatter_records(IDS, records)
+    for slot in ("weight", *table.slots):
+        np.testing.assert_array_equal(other.get(IDS, slot), table.get(IDS, slot))
+    with pytest.raises(ValueError, match="records to scatter name an id twice"):
+        other._native.scatter_records(np.array([1, 1]), records[:2])
+
+
+def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
+    table = make(tmp_path / "user")
+    records = np.empty((3, table._native.payload_bytes()), np.uint8)
+    table._native.gather_records(IDS, records)
+    table._native.hold(IDS)
+    for use in (table.lookup, table.get):
+        with pytest.raises(bb.BunkbedError, match="id 900 at position 0 is held by a device cache"):
+            use(np.array([900]))
+    table.lookup(np.array([1]))
+    with pytest.raises(bb.BunkbedError, match="3 rows are still held"):
+        table.commit()
+
+    records[:, :4] = np.frombuffer(np.float32(7).tobytes(), np.uint8)
+
+    def write_back() -> None:
+        table._native.scatter_records(IDS, records)
+        table._native.release_held(IDS)
+
+    table._native.set_holder(write_back)
+    table.commit()
+    np.testing.assert_array_equal(bb.open(tmp_path / "user", mode="r").lookup(IDS)[:, 0], [7, 7, 7])
+
+
+def test_a_reader_gets_slots_from_the_log(tmp_path: Path) -> None:
+    with make(tmp_path / "user") as table:
+        expected = {slot: table.get(np.arange(1000), slot) for slot in ("weight", *table.slots)}
+    with bb.open(tmp_path / "user", mode="r", ram="1MiB") as reader:
+        reader.lookup(IDS)
+        for slot, values in expected.items():
+            np.testing.assert_array_equal(reader.get(np.arange(1000), slot), values)
