@@ -225,11 +225,16 @@ void bind_table(nb::module_& m) {
       .def("release_held", [](Table& t, const Ids& ids) { unlocked([&] { t.release_held(ids.data(), ids.shape(0)); }); })
       .def("set_holder",
            [](Table& t, nb::object write_back) {
+             if (write_back.is_none()) {
+               t.set_holder(nullptr);
+               return;
+             }
              t.set_holder([write_back = std::move(write_back)] {
                const nb::gil_scoped_acquire acquire;
                write_back();
              });
-           })
+           },
+           "write_back"_a.none())
       .def(
           "commit",
           [](Table& t, const std::optional<std::string>& meta, const std::string& keep) {
