@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from bunkbed.budget import Budget
+from bunkbed.init import Initializer
+from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import FloatArray, IntArray, alive
 
@@ -127,12 +131,12 @@ class EmbeddingBag(TableLayer):
         *,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        path: Any = None,
-        ram: Any = None,
-        optimizer: Any = None,
-        init: Any = None,
+        path: str | PathLike[str] | None = None,
+        ram: int | str | Budget | None = None,
+        optimizer: UpdateRule | None = None,
+        init: Initializer | None = None,
         seed: int | None = None,
-        dtype: Any = None,
+        dtype: str | torch.dtype | None = None,
         table: Any = None,
         device: Any = None,
         keep_checkpoints: int | None = 3,
@@ -170,7 +174,7 @@ class EmbeddingBag(TableLayer):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Any,
+        embeddings: torch.Tensor,
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -199,7 +203,12 @@ class EmbeddingBag(TableLayer):
         layer.anchor.requires_grad = not freeze
         return layer
 
-    def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Pooled rows, [B, embedding_dim].
 
         Args:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any, Self
 
 import torch
 
+from bunkbed.budget import Budget
+from bunkbed.init import Initializer
+from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
 
@@ -89,12 +93,12 @@ class Embedding(TableLayer):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
         *,
-        path: Any = None,
-        ram: Any = None,
-        optimizer: Any = None,
-        init: Any = None,
+        path: str | PathLike[str] | None = None,
+        ram: int | str | Budget | None = None,
+        optimizer: UpdateRule | None = None,
+        init: Initializer | None = None,
         seed: int | None = None,
-        dtype: Any = None,
+        dtype: str | torch.dtype | None = None,
         table: Any = None,
         device: Any = None,
         keep_checkpoints: int | None = 3,
@@ -123,7 +127,7 @@ class Embedding(TableLayer):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Any,
+        embeddings: torch.Tensor,
         freeze: bool = True,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -150,7 +154,7 @@ class Embedding(TableLayer):
         layer.anchor.requires_grad = not freeze
         return layer
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """int64 or int32[...] ids to [..., embedding_dim] rows; a copy, empty input gives empty output.
 
         Raises:

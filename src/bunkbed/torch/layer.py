@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 import bunkbed as bb
+from bunkbed.budget import Budget
+from bunkbed.init import Initializer
+from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch import checkpoint
 from bunkbed.torch.pending import IntArray, pending_of, require_one_process
 
@@ -68,12 +72,12 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         max_norm: float | None,
         scale_grad_by_freq: bool,
         *,
-        path: Any,
-        ram: Any,
-        optimizer: Any,
-        init: Any,
+        path: str | PathLike[str] | None,
+        ram: int | str | Budget | None,
+        optimizer: UpdateRule | None,
+        init: Initializer | None,
         seed: int | None,
-        dtype: Any,
+        dtype: str | torch.dtype | None,
         table: Any,
         device: Any,
         keep_checkpoints: int | None,
@@ -321,24 +325,23 @@ def _open_table(
     num_embeddings: int | None,
     embedding_dim: int,
     *,
-    path: Any,
-    ram: Any,
-    optimizer: Any,
-    init: Any,
+    path: str | PathLike[str] | None,
+    ram: int | str | Budget | None,
+    optimizer: UpdateRule | None,
+    init: Initializer | None,
     seed: int | None,
     drawn_seed: int,
-    dtype: Any,
+    dtype: str | torch.dtype | None,
 ) -> Any:
     """Opens the table at `path`, or creates it; arguments left at None accept whatever a stored table has."""
     if isinstance(dtype, torch.dtype):
         if dtype not in _DTYPES:
             raise ValueError(f"{kind}: dtype must be float32, bfloat16 or float16, got {dtype}")
         dtype = _DTYPES[dtype]
-    memory = {} if ram is None else {"ram": ram}
     if path is not None:
         path = Path(path)
         try:
-            table = bb.open(path, **memory)
+            table = bb.open(path, ram=ram)
         except FileNotFoundError:
             pass
         else:
@@ -365,7 +368,7 @@ def _open_table(
         init=bb.Normal(std=1.0) if init is None else init,
         seed=drawn_seed if seed is None else seed,
         dtype="float32" if dtype is None else dtype,
-        **memory,
+        ram=ram,
     )
 
 

@@ -61,7 +61,7 @@ class _TableGroup:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Takes the hyperparameters of a saved group."""
-        self.group.update({key: value for key, value in saved.items() if key != "params"})
+        self.group.update({key: value for key, value in saved.items() if key not in ("params", "table")})
         if "betas" in self.group:
             self.group["betas"] = tuple(self.group["betas"])
 
