@@ -29,7 +29,7 @@ PICTURE_NAME = "bunkbed-demo.png"
 def demo(
     *,
     ram: Annotated[str, typer.Option(help="RAM budget of all tables together.", metavar="BYTES")] = "32MiB",
-    epochs: Annotated[int, typer.Option(help="Passes over the pairs, twice.", min=1)] = 4,
+    epochs: Annotated[int, typer.Option(help="Passes over the pairs, twice.", min=1)] = 3,
     scale: Annotated[float, typer.Option(help="Factor on users, items and pairs.", min=0.001, max=1000.0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the data and both trainings.", min=0)] = 0,
     out: Annotated[

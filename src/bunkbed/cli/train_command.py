@@ -91,6 +91,17 @@ def train(
     epochs: Annotated[int, option(LEARNING, "Passes over the pairs.")] = DEFAULTS.epochs,
     batch_size: Annotated[int, option(LEARNING, "Positive pairs per step.")] = DEFAULTS.batch_size,
     negatives: Annotated[int, option(LEARNING, "Sampled negatives per pair.")] = DEFAULTS.negatives,
+    share_negatives: Annotated[
+        bool,
+        option(
+            LEARNING,
+            "The same negatives for all pairs of a step: fewer rows.",
+            "--share-negatives/--no-share-negatives",
+        ),
+    ] = DEFAULTS.share_negatives,
+    hardness: Annotated[
+        float, option(LEARNING, "bpr: weigh negatives by softmax(hardness * score).")
+    ] = DEFAULTS.hardness,
     reject_seen: Annotated[
         bool, option(LEARNING, "Never sample what the user has.", "--reject-seen/--no-reject-seen")
     ] = DEFAULTS.reject_seen,

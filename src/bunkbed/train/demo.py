@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -35,13 +36,13 @@ METRIC = "ndcg@10"
 class DemoSize:
     """How much is generated and trained."""
 
-    num_users: int = 250_000
+    num_users: int = 350_000
     num_items: int = 10_000
-    num_pairs: int = 2_000_000
+    num_pairs: int = 1_800_000
     num_tests: int = 10_000
     dim: int = 64
-    epochs: int = 4
-    batch_size: int = 16_384
+    epochs: int = 3
+    batch_size: int = 4_096
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ def run_demo(folder: Path, *, ram: int | str, seed: int, size: DemoSize, watcher
             loss="bpr",
             dim=size.dim,
             ram=num_bytes,
-            lr=6e-3,
-            l2=5e-3,
-            lr_decay=0.7,
+            lr=5e-3,
+            l2=1e-2,
+            lr_decay=0.6,
             epochs=size.epochs,
             batch_size=size.batch_size,
             negatives=1,
@@ -211,12 +212,18 @@ def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[
         trainer = Trainer(config, planted.data, run)
         trainer.fit(on_event)
         result = evaluate_run(run, planted.data, config)
-    timed = epochs[1:] or epochs
+    # From the end of one epoch to that of the next: waiting for reads, sampling and everything else counts.
+    ends = [0.0, *(epoch.time_s for epoch in epochs)]
+    seconds = [end - start for start, end in pairwise(ends)]
+    if len(epochs) > 1:
+        epochs_timed, seconds = epochs[1:], seconds[1:]
+    else:
+        epochs_timed = epochs
     return Side(
         ram_bytes=parse_bytes(config.ram),
-        step_seconds=median(epoch.seconds for epoch in timed) / trainer.steps_per_epoch,
+        step_seconds=median(seconds) / trainer.steps_per_epoch,
         losses=list(trainer.losses),
-        hit_rate=sum(epoch.unique_hit_rate for epoch in timed) / len(timed),
+        hit_rate=mean(epoch.unique_hit_rate for epoch in epochs_timed),
         read_bytes=sum(epoch.disk_read_bytes for epoch in epochs),
         written_bytes=sum(epoch.disk_written_bytes for epoch in epochs),
         metrics=result.metrics,
