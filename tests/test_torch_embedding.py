@@ -186,6 +186,15 @@ def test_output_follows_the_dtype_of_the_module() -> None:
         opt.zero_grad()
 
 
+def test_outputs_have_torchs_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = torch.nn.Sequential(Embedding(10, 4), torch.nn.Linear(4, 1))
+        assert model(torch.tensor([1])).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_pending_rows_survive_a_change_of_dtype() -> None:
     emb = Embedding(10, 4, optimizer=bb.SGD(lr=1.0))
     opt = Optimizer(emb)
@@ -378,8 +387,21 @@ def test_wrong_sizes(sizes: Any, error: Any, message: str) -> None:
         Embedding(*sizes)
 
 
+def test_unbounded_ids_have_no_end_to_count_from() -> None:
+    with pytest.raises(ValueError, match="padding_idx=-1 counts from the end, but num_embeddings is None"):
+        Embedding(None, 4, padding_idx=-1)
+    emb = Embedding(None, 4, padding_idx=10**15)
+    assert torch.equal(emb(torch.tensor([10**15])), torch.zeros(1, 4))
+
+
 def test_table_brings_its_own_settings() -> None:
     table = bb.create(None, dim=4, num_rows=10)
+    with pytest.raises(ValueError, match="from_pretrained: table= has rows of its own"):
+        Embedding.from_pretrained(torch.zeros(10, 4), table=table)
+    first = Embedding(10, 4, table=table)
+    with pytest.raises(ValueError, match=r"its layers share one anchor, on cpu; got device='meta'"):
+        Embedding(10, 4, table=table, device="meta")
+    assert first.table is table
     with pytest.raises(ValueError, match="optimizer= cannot be given together with table="):
         Embedding(10, 4, table=table, optimizer=bb.SGD())
     with pytest.raises(ValueError, match=r"embedding_dim=5 was given, but table .* has 4"):

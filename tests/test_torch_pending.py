@@ -68,6 +68,10 @@ def test_the_anchor_is_not_a_weight() -> None:
     loss.backward()
     opt.step()
     assert torch.equal(rows(emb)[1], before[1] - 1)
+    opt.zero_grad()
+    sum(p.pow(2).sum() for p in model.parameters()).backward()  # no lookup at all
+    opt.step()
+    assert emb.table.step == 1
 
 
 # ---- one update, in forward order

@@ -44,14 +44,17 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
 class Embedding(TableLayer):
     """`torch.nn.Embedding` whose rows live in a table that may be larger than RAM.
 
-    The constructor, ``forward`` and `from_pretrained` take what `torch.nn.Embedding` takes; what is ours
-    comes by keyword. It owns one 1-element `Parameter`, ``anchor``, which stands for the table wherever torch
-    walks over parameters: output has its device and dtype (16-bit rows widen to float32; ``model.bfloat16()``
-        makes outputs
-    bfloat16 while rows stay as they are), ``requires_grad=False`` on it freezes the table, its ``.grad``
-    holds the norm of the pending row gradients. Training needs a `bunkbed.torch.Optimizer`. Not thread-safe;
-    rows are durable once committed (``state_dict()``, ``table.commit()``); the table closes with its last
-    layer, uncommitted changes are lost as those of a module that was not saved.
+    The constructor, ``forward`` and `from_pretrained` take what `torch.nn.Embedding` takes; what is ours comes by
+    keyword. Training needs a `bunkbed.torch.Optimizer`.
+
+    It owns one 1-element `Parameter`, ``anchor``, which stands for the table wherever torch walks over parameters.
+    Output has the anchor's device and dtype, as torch would give it: 16-bit rows widen to float32, and
+    ``model.bfloat16()`` makes outputs bfloat16 while rows stay as they are. ``requires_grad=False`` on it freezes the
+    table; its ``.grad`` holds the norm of the pending row gradients, and scaling or dropping it does the same to them.
+
+    The table closes with its last layer. Rows are durable once committed, which ``state_dict()`` does (it holds a
+    reference to that epoch, and loading it goes back there) and ``table.commit()``; later changes are lost, as those
+    of a module that was not saved. A table without `path` ends with its process. Not thread-safe.
 
     Args:
         num_embeddings: ids lie in ``[0, num_embeddings)``; None admits any non-negative int64.
@@ -62,20 +65,17 @@ class Embedding(TableLayer):
         sparse: accepted and unused: gradients are always per row.
         path: folder of the table, created or opened; None holds it in RAM only.
         ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
-        optimizer: the rows' update rule; None is ``bunkbed.Adam(lr=1e-3)`` for a new table, its own for a
-            stored one.
+        optimizer: the rows' update rule; None is ``bunkbed.Adam(lr=1e-3)`` for a new table, its own for a stored one.
         init: None is torch's N(0, 1) for a new table.
         seed: of `init`; None draws one from torch's generator.
-        dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"``, ``"float16"``, or the torch
-            dtype.
+        dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"``, ``"float16"``, or the torch dtype.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
         device: of the anchor, and so of the output.
-        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable; None for all. In RAM only each is
-            a copy of the stored rows.
+        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least what a
+            checkpoint callback keeps. In RAM only each is a copy of the stored rows.
 
     Raises:
-        ValueError: an argument out of range, unsupported, or contradicting the stored table (both values are
-            named).
+        ValueError: an argument out of range, unsupported, or contradicting the stored table (names both values).
         RuntimeError: torch.distributed runs with more than one process.
 
     >>> emb = Embedding(1000, 4, padding_idx=0, seed=1)

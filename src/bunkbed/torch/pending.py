@@ -85,9 +85,8 @@ class Pending:
         self._arrived: list[_Part] = []
         self._optimizer: weakref.ref[Any] | None = None
 
-        self.anchor = self._new_anchor(
-            torch.zeros(1, device=device, dtype=torch.float32), requires_grad=table.mode != "r"
-        )
+        # torch's default dtype, as any layer's: outputs must fit the layers around.
+        self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
         self._no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
 
     def keep_at_least(self, keep_checkpoints: int | None) -> None:
