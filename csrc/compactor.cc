@@ -2,13 +2,15 @@
 
 #include <algorithm>
 
+#include "error.h"
+
 namespace bunkbed {
 
 namespace {
 
 constexpr double kTargetLive = 0.65;  // below this part of the log live, compaction begins
 constexpr double kWorthMoving = 0.9;  // a fuller segment gives back too little for the copying
-constexpr size_t kMaxSegments = 160;  // many small commits leave many small segments: merge them
+constexpr size_t kSpareSegments = 128;  // beyond what their bytes explain: many small commits leave many small ones
 constexpr uint64_t kSlackBytes = 256u << 10;
 
 }  // namespace
@@ -25,20 +27,38 @@ uint64_t Compactor::live_bytes() const {
   return records * (log_->stride() + 16);
 }
 
+bool Compactor::has_too_many_segments() const {
+  return log_->segments().size() > kSpareSegments + 2 * (total_bytes() / log_->segment_bytes());
+}
+
 bool Compactor::is_needed() const {
   if (log_ == nullptr) return false;
   const auto live = static_cast<double>(live_bytes());
   return segment_ != 0 || static_cast<double>(total_bytes()) > live / kTargetLive + static_cast<double>(kSlackBytes) ||
-         log_->segments().size() > kMaxSegments;
+         has_too_many_segments();
+}
+
+// Runs a read of the chosen segment. When it fails the segment is left alone from now on: nobody asked for these
+// records; whoever does gets the error, and check() lists it.
+template <typename Read>
+bool Compactor::read_or_set_aside(Read&& read) {
+  try {
+    read();
+    return true;
+  } catch (const Error&) {
+    damaged_.insert(segment_);
+    segment_ = 0;
+    return false;
+  }
 }
 
 bool Compactor::choose() {
-  const bool too_many = log_->segments().size() > kMaxSegments;
+  const bool too_many = has_too_many_segments();
   Segment* best = nullptr;
   double best_part = too_many ? 2.0 : kWorthMoving;
   uint64_t fewest = ~0ull;
   for (const auto& [id, segment] : log_->segments()) {
-    if (!segment->is_sealed || segment->records == 0 || log_->is_being_written(*segment)) continue;
+    if (!segment->is_sealed || segment->records == 0 || segment->tombstones > 0 || damaged_.contains(id) || log_->is_being_written(*segment)) continue;
     const double part = static_cast<double>(segment->live) / static_cast<double>(segment->records);
     const bool better = too_many ? segment->live < fewest : part < best_part;
     if (better) {
@@ -48,11 +68,12 @@ bool Compactor::choose() {
     }
   }
   if (best == nullptr) return false;
-  segment_ = best->id;
-  chunks_ = best->live == 0 ? std::vector<ChunkTrailer>{} : log_->chunks(*best);
+  chunks_.clear();
   chunk_ = 0;
   record_ = 0;
   ids_.clear();
+  segment_ = best->id;
+  if (best->live > 0) read_or_set_aside([&] { chunks_ = log_->chunks(*best); });
   return true;
 }
 
@@ -62,7 +83,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
   Segment* segment = log_->find_segment(segment_);
   if (segment != nullptr && segment->live > 0 && chunk_ < chunks_.size()) {
     const ChunkTrailer& chunk = chunks_[chunk_];
-    if (ids_.empty()) log_->read_index(*segment, chunk, &ids_, &versions_);
+    if (ids_.empty() && !read_or_set_aside([&] { log_->read_index(*segment, chunk, &ids_, &versions_); })) return 1;
     const size_t fits = std::max<size_t>(1, buffer_bytes / log_->stride());
     const size_t count = std::min({n, fits, ids_.size() - record_});
 
@@ -84,7 +105,12 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
       last = i + 1;
     }
     if (first < last) {
-      const std::byte* records = log_->read_records(*segment, chunk, first, last - first, ids_.data(), &scratch_);
+      const std::byte* records = nullptr;
+      if (!read_or_set_aside([&] {
+            records = log_->read_records(*segment, chunk, first, last - first, ids_.data(), &scratch_);
+          })) {
+        return count;
+      }
       for (size_t i = first; i < last; ++i) {
         if (!is_live(i, &frame)) continue;  // asked again: the answer may have changed while reading
         const uint64_t moved = log_->append(ids_[i], records + (i - first) * log_->stride(), versions_[i]);
@@ -124,15 +150,9 @@ void Compactor::run(size_t records, size_t buffer_bytes) {
 void Compactor::drop_dead_segments() {
   std::vector<uint64_t> dead;
   for (const auto& [id, segment] : log_->segments()) {
-    if (segment->is_sealed && segment->live == 0 && id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
+    if (segment->is_sealed && segment->live == 0 && segment->tombstones == 0 && id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
   }
   for (const uint64_t id : dead) log_->forget_segment(id, !named_.contains(id));
-}
-
-void Compactor::reset() {
-  segment_ = 0;
-  chunks_.clear();
-  ids_.clear();
 }
 
 }  // namespace bunkbed

@@ -30,8 +30,8 @@ class Compactor {
   bool is_needed() const;
   // Segments that durable commits name; their files stay when their last record is dead.
   void set_named_segments(std::set<uint64_t> named) { named_ = std::move(named); }
+  void add_named_segments(const std::set<uint64_t>& more) { named_.insert(more.begin(), more.end()); }
   void drop_dead_segments();
-  void reset();
 
   uint64_t segments_compacted() const { return segments_compacted_; }
   uint64_t records_moved() const { return records_moved_; }
@@ -39,13 +39,17 @@ class Compactor {
   uint64_t live_bytes() const;
 
  private:
+  bool has_too_many_segments() const;
   bool choose();
+  template <typename Read>
+  bool read_or_set_aside(Read&& read);
   size_t look(size_t n, size_t buffer_bytes);
 
   Directory* directory_;
   Cache* cache_;
   Log* log_;
   std::set<uint64_t> named_;
+  std::set<uint64_t> damaged_;  // segments that could not be read; left alone
 
   uint64_t segment_ = 0;  // 0: none chosen
   std::vector<ChunkTrailer> chunks_;

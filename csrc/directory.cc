@@ -113,8 +113,7 @@ class Partition {
       if (keys_[slot] < 0) return kAbsent;
     }
   }
-  // True when the row is new.
-  bool set(int64_t row, uint64_t hash, Entry entry) {
+  void set(int64_t row, uint64_t hash, Entry entry) {
     if (static_cast<double>(capacity_) * kMaxLoad < static_cast<double>(count_ + 1)) grow(count_ + 1);
     size_t slot = home(hash);
     while (keys_[slot] >= 0 && keys_[slot] != row) slot = slot + 1 == capacity_ ? 0 : slot + 1;
@@ -122,7 +121,6 @@ class Partition {
     keys_[slot] = row;
     store_entry(&values_[slot * kEntryBytes], entry);
     count_ += is_new;
-    return is_new;
   }
   void grow(size_t count) {
     const size_t capacity = grown(capacity_, count);
@@ -184,7 +182,10 @@ class HashedDirectory final : public Directory {
     const uint64_t hash = mix_id(row);
     Partition& partition = partitions_[hash % kPartitions];
     const size_t before = partition.bytes();
-    stored_rows_ += partition.set(row, hash, entry);
+    const Entry old = partition.find(row, hash);
+    if (old == kAbsent && entry == kAbsent) return;
+    stored_rows_ += (entry != kAbsent) - (old != kAbsent);
+    partition.set(row, hash, entry);
     table_bytes_ += partition.bytes() - before;
   }
   size_t bytes_after(const int64_t* rows, size_t n) const override {

@@ -49,7 +49,9 @@ class Directory {
   size_t stored_rows_ = 0;
 };
 
-constexpr size_t flat_directory_bytes(uint64_t num_rows) { return num_rows * 5 + 8; }
+constexpr size_t flat_directory_bytes(uint64_t num_rows) {
+  return num_rows > (uint64_t{1} << 60) / 5 ? uint64_t{1} << 60 : num_rows * 5 + 8;
+}
 size_t hashed_directory_bytes(uint64_t stored_rows);  // an upper estimate
 
 std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows);

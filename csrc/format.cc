@@ -169,7 +169,7 @@ void encode_chunk_trailer(const ChunkTrailer& trailer, const Uuid& uuid, uint64_
 }
 
 ChunkTrailer decode_chunk_trailer(std::span<const std::byte> bytes, const Uuid& uuid, uint64_t segment, uint64_t end,
-                                  uint64_t stride, const std::string& path) {
+                                  uint64_t stride, uint64_t slots_per_segment, const std::string& path) {
   const std::string where = "segment " + path + ": the chunk that ends at byte " + std::to_string(end);
   if (bytes.size() != kChunkTrailerBytes || std::memcmp(bytes.data(), kChunkMagic, 8) != 0) {
     corrupt(where + " has no chunk trailer");
@@ -193,7 +193,7 @@ ChunkTrailer decode_chunk_trailer(std::span<const std::byte> bytes, const Uuid& 
   const uint64_t records = trailer.kind == ChunkKind::kData ? trailer.count : 0;
   const bool sound = load<uint64_t>(bytes.data() + 16) == segment && trailer.end == end && trailer.begin < end &&
                      trailer.begin >= kSegmentHeaderBytes && trailer.begin % 4096 == 0 && end % 4096 == 0 &&
-                     trailer.first_slot <= end / stride && records <= (end - trailer.begin) / stride &&
+                     trailer.first_slot <= end / stride && trailer.first_slot + records <= slots_per_segment && records <= (end - trailer.begin) / stride &&
                      trailer.index_offset <= end && trailer.first_slot * stride >= trailer.begin &&
                      (trailer.first_slot + records) * stride <= trailer.index_offset &&
                      trailer.index_offset >= trailer.begin &&
@@ -334,6 +334,7 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     }
     m.fields.push_back(std::move(field));
   }
+  const uint64_t last_segment = m.slots_per_segment == 0 ? 0 : ((1ull << 40) - (1ull << 32) - 2) / m.slots_per_segment;
   const size_t num_segments = r.count(24, "segments");
   std::set<uint64_t> seen;
   for (size_t i = 0; i < num_segments; ++i) {
@@ -345,7 +346,7 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
       r.malformed("segment " + std::to_string(segment.segment) + " appears twice");
     }
     if (segment.segment >= m.next_segment || segment.epoch > m.epoch || segment.bytes % 4096 != 0 ||
-        segment.bytes < kSegmentHeaderBytes) {
+        segment.bytes < kSegmentHeaderBytes || segment.segment == 0 || segment.segment >= last_segment) {
       r.malformed("segment " + std::to_string(segment.segment) + " has impossible numbers");
     }
     m.segments.push_back(segment);
@@ -370,7 +371,8 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     }
   }
   if (m.dim == 0 || m.payload_bytes == 0 || m.payload_bytes > (1u << 30) || m.num_rows < -1 || m.step < 0 ||
-      m.shard_index >= m.shard_count || m.slots_per_segment == 0 ||
+      m.shard_index >= m.shard_count ||
+      m.slots_per_segment * record_stride(m.payload_bytes) < kSegmentHeaderBytes + 2 * record_stride(m.payload_bytes) ||
       m.slots_per_segment > (1ull << 40) / record_stride(m.payload_bytes)) {
     r.malformed("a size is out of range");
   }

@@ -61,7 +61,7 @@ inline constexpr size_t kChunkTrailerBytes = 80;
 void encode_chunk_trailer(const ChunkTrailer& trailer, const Uuid& uuid, uint64_t segment, std::byte* out);
 // Checks everything that can be checked without the segment's other bytes. `end` is where the chunk must end.
 ChunkTrailer decode_chunk_trailer(std::span<const std::byte> bytes, const Uuid& uuid, uint64_t segment, uint64_t end,
-                                  uint64_t stride, const std::string& path);
+                                  uint64_t stride, uint64_t slots_per_segment, const std::string& path);
 constexpr size_t chunk_index_bytes(size_t count) { return count * 16; }
 
 // ---- Manifest ------------------------------------------------------------------------------------------------

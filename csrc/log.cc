@@ -66,6 +66,7 @@ void Log::begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_versi
 
 void Log::set_memory(const LogMemory& memory) {
   drain();
+  open_ = nullptr;  // opened and never filled, if at all
   chunks_.clear();
   slices_ = vfs::Buffer();
   memory_ = memory;
@@ -82,6 +83,8 @@ size_t Log::chunk_capacity(uint64_t begin) const {
 }
 
 void Log::open_segment() {
+  // A file of that number may be left of a session that died: nothing names it, and it is not ours to remove here.
+  while (vfs_.exists(directory_ + "/" + segment_name(next_segment_))) ++next_segment_;
   auto segment = std::make_unique<Segment>();
   segment->id = next_segment_;
   segment->epoch = epoch_;
@@ -251,10 +254,10 @@ void Log::drain() {
 void Log::sync_and_seal() {
   bool names_changed = false;
   for (const auto& [id, segment] : segments_) {
+    names_changed |= segment->is_new;
     if (!segment->needs_sync) continue;
     segment->file->sync();
     segment->needs_sync = false;
-    names_changed |= segment->is_new;
   }
   if (names_changed) {
     vfs_.sync_directory(directory_);
@@ -457,7 +460,7 @@ std::vector<ChunkTrailer> Log::chunks(Segment& segment) {
     const std::byte* bytes;
     read_aligned(segment, end - kChunkTrailerBytes, kChunkTrailerBytes, &scratch, &bytes);
     found.push_back(decode_chunk_trailer({bytes, kChunkTrailerBytes}, uuid_, segment.id, end, stride_,
-                                         segment.file->path()));
+                                         slots_per_segment_, segment.file->path()));
     if (found.back().epoch != segment.epoch) {
       throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": a chunk of epoch " +
                                               std::to_string(found.back().epoch) + " in a segment of epoch " +

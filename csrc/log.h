@@ -35,6 +35,7 @@ struct Segment {
   uint64_t bytes = 0;        // end of the last complete chunk handed to a writer
   uint64_t records = 0;      // data records ever appended
   uint64_t live = 0;         // of them, those that are the newest of their row
+  uint64_t tombstones = 0;   // ids deleted here; the segment stays while it has any
   bool is_sealed = true;
   bool needs_sync = false;   // has writes that no fdatasync covered
   bool is_new = false;       // its directory entry is not known to be durable
@@ -121,6 +122,7 @@ class Log {
   const std::byte* read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n,
                                 const int64_t* ids, vfs::Buffer* scratch);
 
+  uint64_t segment_bytes() const { return slots_per_segment_ * stride_; }
   size_t stride() const { return stride_; }
   size_t payload_bytes() const { return payload_bytes_; }
   uint64_t next_segment() const { return next_segment_; }

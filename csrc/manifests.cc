@@ -105,8 +105,16 @@ void Manifests::write(const Manifest& manifest) const {
     file->sync();
   }
   vfs_.link(temporary, directory_ + "/" + name);
-  vfs_.sync_directory(directory_);
-  vfs_.remove(temporary);
+  try {
+    vfs_.sync_directory(directory_);
+  } catch (const Error& error) {
+    // The name is there and may or may not survive: only a new opening can tell.
+    throw Error(ErrorKind::kSync, error.what(), error.error_number(), error.path());
+  }
+  try {
+    vfs_.remove(temporary);
+  } catch (const Error&) {  // the commit is durable; the next writer removes the temporary
+  }
 }
 
 void Manifests::remove(const std::vector<uint64_t>& epochs) const {

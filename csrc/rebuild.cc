@@ -18,9 +18,10 @@ class Versions {
   void prefetch(int64_t id) const { __builtin_prefetch(&slots_[(mix_id(id) >> 20) & (slots_.size() - 1)]); }
   // True when `version` is higher than any seen of this id.
   bool raise(int64_t id, uint64_t version) {
-    size_t at = (mix_id(id) >> 20) & (slots_.size() - 1);
-    while (slots_[at].id >= 0 && slots_[at].id != id) at = (at + 1) & (slots_.size() - 1);
+    if (used_ * 8 > slots_.size() * 7) grow();  // more ids than expected fell into this pass
+    size_t at = place(id);
     if (slots_[at].id == id && slots_[at].version >= version) return false;
+    used_ += slots_[at].id < 0;
     slots_[at] = {id, version};
     return true;
   }
@@ -30,7 +31,21 @@ class Versions {
     int64_t id;
     uint64_t version;
   };
+  size_t place(int64_t id) const {
+    size_t at = (mix_id(id) >> 20) & (slots_.size() - 1);
+    while (slots_[at].id >= 0 && slots_[at].id != id) at = (at + 1) & (slots_.size() - 1);
+    return at;
+  }
+  void grow() {
+    std::vector<Slot> old(slots_.size() * 2, Slot{-1, 0});
+    std::swap(old, slots_);
+    for (const Slot& slot : old) {
+      if (slot.id >= 0) slots_[place(slot.id)] = slot;
+    }
+  }
+
   std::vector<Slot> slots_;
+  size_t used_ = 0;
 };
 
 }  // namespace
@@ -46,9 +61,11 @@ void rebuild_directory(Log* log, Directory* directory, int64_t num_rows, uint64_
     parts.push_back({segment.get(), log->chunks(*segment)});
     segment->records = 0;
     segment->live = 0;
+    segment->tombstones = 0;
     for (const ChunkTrailer& chunk : parts.back().chunks) {
       total += chunk.count;
       if (chunk.kind == ChunkKind::kData) segment->records += chunk.count;
+      if (chunk.kind == ChunkKind::kTombstone) segment->tombstones += chunk.count;
       if (chunk.kind == ChunkKind::kMapDelta) {
         throw Error(ErrorKind::kFormat, "segment " + segment->file->path() + " holds a chunk of a kind (MAPDELTA) " +
                                             "this release cannot read; open the table with a newer one");

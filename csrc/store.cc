@@ -14,10 +14,6 @@ namespace {
 // Looking at this many records for each one appended keeps pace with segments that are up to 75 % live.
 constexpr size_t kCompactionPace = 4;
 
-size_t clamp_blocks(size_t value, size_t low, size_t high) {
-  return vfs::round_up(std::clamp(value, low, high), vfs::kBlockBytes);
-}
-
 }  // namespace
 
 MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
@@ -27,7 +23,8 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   MemoryPlan plan;
   plan.total_bytes = total_bytes;
   const size_t stride = record_stride(payload_bytes);
-  plan.scratch_bytes = std::clamp<size_t>(total / 8, std::max<size_t>(48u << 10, 8 * payload_bytes), 256u << 20);
+  plan.scratch_bytes =
+      std::max({std::min<size_t>(total / 8, 256u << 20), size_t{48} << 10, 8 * payload_bytes});
   if (!has_log) {
     plan.log.chunk_bytes = plan.log.num_chunks = plan.log.num_read_slices = 0;
     plan.fixed_bytes = total_bytes == 0 ? 0 : plan.scratch_bytes;
@@ -35,8 +32,9 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   }
   const size_t smallest_chunk = 2 * stride + 2 * vfs::kBlockBytes;
   const size_t largest_chunk = std::max(smallest_chunk, slots_per_segment * stride / 4);
-  plan.log.chunk_bytes = std::min(clamp_blocks(total / 96, std::max<size_t>(smallest_chunk, 16u << 10), 1u << 20),
-                                  vfs::round_up(largest_chunk, vfs::kBlockBytes));
+  // A hundredth of the budget within 16 KiB and 1 MiB, and a quarter of a segment; but never below two records.
+  const size_t wished = std::min({std::max<size_t>(total / 96, 16u << 10), size_t{1} << 20, largest_chunk});
+  plan.log.chunk_bytes = vfs::round_up(std::max(smallest_chunk, wished), vfs::kBlockBytes);
   plan.log.num_chunks = total >= (256u << 20) ? 6 : 3;
   // A slice must hold one record wherever it lies; a larger one lets neighbours share a read.
   const size_t shared = total >= (256u << 20) ? 16u << 10 : 0;
@@ -153,20 +151,22 @@ bool Store::touch(uint32_t frame) {
   return true;
 }
 
+void Store::reserve_rows(const int64_t* rows, size_t n) {
+  std::vector<int64_t> absent;
+  Entry entries[256];
+  for (size_t begin = 0; begin < n; begin += 256) {
+    const size_t count = std::min<size_t>(256, n - begin);
+    directory_->locate(rows + begin, count, entries);
+    for (size_t i = 0; i < count; ++i) {
+      if (entries[i] == kAbsent) absent.push_back(rows[begin + i]);
+    }
+  }
+  make_room_for_rows(absent.data(), absent.size());
+}
+
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
   std::vector<Entry> entries(n);
   directory_->locate(rows, n, entries.data());
-  std::vector<int64_t> absent;
-  if (create) {
-    for (size_t i = 0; i < n; ++i) {
-      if (entries[i] == kAbsent) absent.push_back(rows[i]);
-    }
-    if (!absent.empty()) {
-      make_room_for_rows(absent.data(), absent.size());
-      directory_->locate(rows, n, entries.data());  // frames may have been evicted to make room
-    }
-  }
-
   // Residents first: a row that this very batch wants must not be the victim of another.
   constexpr size_t kAhead = 16;
   uint64_t hits = 0;

@@ -66,6 +66,10 @@ class Store {
   // Makes distinct rows resident and pins them. Absent rows: with `create` they get a dirty frame with their
   // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames);
+  // Makes sure that the directory can take those of these distinct rows that are new, shrinking the cache if it must;
+  // Error(kMemory) when the budget cannot, and then nothing has changed. After it, pin(create) of parts of them cannot
+  // fail for want of directory.
+  void reserve_rows(const int64_t* rows, size_t n);
   void unpin(const uint32_t* frames, size_t n);
   void mark_dirty(uint32_t frame);
   // Copies the first `record_bytes` of distinct rows' records; changes nothing in the cache.
@@ -90,6 +94,8 @@ class Store {
 
   // Compaction: a little of it, in proportion to what was appended since the last call.
   void compact_some();
+  // What was appended so far is no reason to compact: nothing moves until something else is appended.
+  void forgive_compaction() { appended_seen_ = log_ == nullptr ? 0 : log_->stats().written_records; }
   // All of it that pays; returns records moved.
   uint64_t compact_all();
 
@@ -98,6 +104,9 @@ class Store {
     compactor_.set_named_segments(std::move(named));
     compactor_.drop_dead_segments();
   }
+
+  // These too stay, beside those named before.
+  void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
 
   size_t frame_bytes() const { return frame_bytes_; }
   size_t dirty_rows() const { return dirty_rows_; }

@@ -30,10 +30,19 @@ Uuid new_uuid() {
   return uuid;
 }
 
+constexpr size_t kMaxPayload = size_t{1} << 30;
+
+// The largest record any optimizer could make of a dim, before offsets are put into 32 bits.
+void check_record_size(uint32_t dim) {
+  if (size_t{dim} * 12 + 16 > kMaxPayload) {
+    throw Error(ErrorKind::kInvalid, "dim " + std::to_string(dim) + " makes records larger than 1 GiB");
+  }
+}
+
 std::vector<Field> fields_of(const TableSpec& spec) {
   std::vector<Field> fields;
   fields.push_back({"weight", static_cast<uint8_t>(spec.dtype), spec.dim, 0});
-  size_t offset = (spec.dim * dtype_bytes(spec.dtype) + 3) / 4 * 4;
+  size_t offset = (size_t{spec.dim} * dtype_bytes(spec.dtype) + 3) / 4 * 4;
   for (const Slot& slot : optimizer_slots(spec.optimizer, spec.dim)) {
     fields.push_back({std::string(slot.name), static_cast<uint8_t>(DType::kFloat32), static_cast<uint32_t>(slot.length),
                       static_cast<uint32_t>(offset)});
@@ -81,7 +90,7 @@ Table::~Table() {
   if (::getpid() != owner_pid_) {
     // A forked child: the writer threads do not exist here and the lock is the parent's. Leak on purpose.
     (void)store_.release();
-    (void)lock_.release();
+    (void)file_lock_.release();
     return;
   }
   close();
@@ -92,11 +101,9 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
   OpenOptions options;
   options.ram_bytes = ram_bytes;
   options.through_run = spec.belongs_to_run;
+  check_record_size(spec.dim);
   const std::vector<Field> fields = fields_of(spec);
   const size_t payload = payload_of(fields);
-  if (payload > (1u << 30)) {
-    throw Error(ErrorKind::kInvalid, "a record of " + std::to_string(payload) + " bytes is too large; the limit is 1 GiB");
-  }
   const size_t needed = minimum_ram(spec, 0, !path.empty());
   if (ram_bytes != 0 && ram_bytes < needed) {
     throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(ram_bytes) +
@@ -115,7 +122,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
       for (const std::string& entry : vfs.list(path)) {
         uint64_t number;
         is_table |= parse_name(entry, "manifest-", &number);
-        is_empty &= entry == kLockName;
+        is_empty &= entry == kLockName || entry.rfind(kTemporaryPrefix, 0) == 0;  // of a create that did not finish
       }
     } catch (const Error&) {
       is_empty = false;  // a file, say
@@ -183,6 +190,7 @@ std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const
         manifests.remove(newer);
         manifests.remove_temporaries();
       }
+      check_record_size(manifest.dim);
       TableSpec spec;
       spec.num_rows = manifest.num_rows;
       spec.dim = manifest.dim;
@@ -197,7 +205,7 @@ std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const
                                              " stored rows; it needs at least ram=" + std::to_string(needed));
       }
       auto table = std::unique_ptr<Table>(new Table(vfs, path, name, spec, options));
-      table->lock_ = std::move(lock);
+      table->file_lock_ = std::move(lock);
       table->load(manifest);
       return table;
     } catch (const Error& error) {
@@ -323,28 +331,32 @@ void Table::load(const Manifest& manifest) {
 }
 
 void Table::close() {
-  const std::lock_guard guard(mutex_);
+  require_own_process();
+  const auto guard = lock();
   if (closed_) return;
   closed_ = true;
   store_.reset();
-  if (lock_ != nullptr && !(spec_.belongs_to_run && pinned_epochs_.empty())) {
+  if (file_lock_ != nullptr && !(spec_.belongs_to_run && pinned_epochs_.empty())) {
     try {
       manifests_.collect(pinned_epochs_, {});  // segments that no commit came to name
     } catch (const Error&) {  // the next opening tries again
     }
   }
-  if (lock_ != nullptr) lock_->unlock();
-  lock_.reset();
+  if (file_lock_ != nullptr) file_lock_->unlock();
+  file_lock_.reset();
 }
 
 // ---- Checks --------------------------------------------------------------------------------------------------
 
-void Table::require_usable() const {
+void Table::require_own_process() const {
   if (::getpid() != owner_pid_) {
     throw Error(ErrorKind::kClosed, "table '" + name_ +
                                         "' was opened before this process was forked; open it in the process that uses "
                                         "it (a DataLoader worker should pass ids on, not look them up)");
   }
+}
+
+void Table::require_usable() const {
   if (closed_) throw Error(ErrorKind::kClosed, "table '" + name_ + "' is closed; open it again");
   if (!broken_.empty()) {
     throw Error(ErrorKind::kBroken, "table '" + name_ + "' refuses use until it is reopened at its last commit: " + broken_);
@@ -393,6 +405,7 @@ void Table::initial_record(int64_t row, size_t record_bytes, std::byte* record) 
     std::vector<float> wide(spec_.dim);
     kernels().init_row(spec_.init, row, spec_.dim, wide.data());
     kernels().narrow_nearest(spec_.dtype, spec_.dim, wide.data(), record);
+    std::memset(record + spec_.dim * dtype_bytes(spec_.dtype), 0, weight_bytes_ - spec_.dim * dtype_bytes(spec_.dtype));
   }
   if (record_bytes < payload_bytes_ || fields_.size() == 1) return;  // weights only
   init_slots(spec_.optimizer, spec_.dim, reinterpret_cast<float*>(record + fields_[1].offset));
@@ -409,16 +422,24 @@ void Table::widen(const std::byte* record, float* out) const {
 // ---- Facts ---------------------------------------------------------------------------------------------------
 
 void Table::set_ram(size_t bytes) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   const bool has_log = store_->log() != nullptr;
   const size_t unit = has_log ? vfs_.open(path_ + "/" + manifest_name(committed_.epoch), true)->read_alignment() : 1;
   store_->apply(plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, unit, has_log));
   options_.ram_bytes = bytes;
+  // Scratch of the old size goes; it grows back as far as the new plan allows.
+  batch_ = Batch();
+  missing_ids_ = {};
+  missing_ = {};
+  frames_ = {};
+  members_ = {};
+  sums_ = {};
+  records_ = {};
 }
 
 void Table::set_optimizer(const OptimizerSpec& optimizer) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   if (optimizer.kind != spec_.optimizer.kind || optimizer.initial_accumulator != spec_.optimizer.initial_accumulator) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': its slots cannot change");
@@ -427,7 +448,7 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
 }
 
 TableStats Table::stats() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   TableStats stats;
   stats.store = store_->stats();
@@ -454,27 +475,27 @@ TableStats Table::stats() {
 }
 
 int64_t Table::step() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   return step_;
 }
 
 uint64_t Table::epoch() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   return committed_.epoch;
 }
 
 uint64_t Table::uncommitted_rows() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   return closed_ ? 0 : store_->dirty_rows();
 }
 
 bool Table::is_changed() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   return changed_;
 }
 
 std::string Table::meta() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   return meta_;
 }
 

@@ -142,6 +142,12 @@ class Table {
   void keep_in_ram(const std::string& name);
   void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);
 
+  // Before the lock is taken: a child may have been forked while another thread held it.
+  void require_own_process() const;
+  std::unique_lock<std::mutex> lock() const {
+    require_own_process();
+    return std::unique_lock(mutex_);
+  }
   void require_usable() const;
   void require_writable() const;
   void check_ids(const int64_t* ids, size_t n) const;
@@ -172,8 +178,8 @@ class Table {
   size_t weight_bytes_ = 0;
   const int owner_pid_;
 
-  std::mutex mutex_;  // guards everything below
-  std::unique_ptr<vfs::Lock> lock_;
+  mutable std::mutex mutex_;  // guards everything below
+  std::unique_ptr<vfs::Lock> file_lock_;
   Manifests manifests_;
   Manifest committed_;  // the last one; of it only what describes the whole table
   std::unique_ptr<Store> store_;

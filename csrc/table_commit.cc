@@ -30,7 +30,7 @@ Manifest Table::manifest_now(uint64_t epoch) const {
   manifest.meta = meta_;
   manifest.segments.clear();
   for (const auto& [id, segment] : log->segments()) {
-    if (segment->live > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
+    if (segment->live > 0 || segment->tombstones > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
   }
   return manifest;
 }
@@ -39,7 +39,13 @@ void Table::publish(const Manifest& manifest) {
   try {
     manifests_.write(manifest);
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kSync) read_only_reason_ = error.what();
+    if (error.kind() == ErrorKind::kSync) {
+      read_only_reason_ = error.what();
+      // Linked perhaps, not known to be durable: whatever it names must stay.
+      std::set<uint64_t> named;
+      for (const auto& [id, segment] : store_->log()->segments()) named.insert(id);
+      store_->keep_segments(named);
+    }
     throw;
   }
   committed_ = manifest;
@@ -47,11 +53,11 @@ void Table::publish(const Manifest& manifest) {
 
 void Table::ask_holder() {
   {
-    const std::lock_guard guard(mutex_);
+    const auto guard = lock();
     if (held_.empty()) return;
   }
   if (holder_) holder_();
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   if (!held_.empty()) {
     throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(held_.size()) +
                                         " rows are still held by a device cache after it was asked to write them back");
@@ -60,7 +66,7 @@ void Table::ask_holder() {
 
 uint64_t Table::commit(const std::optional<std::string>& meta, const std::string& keep) {
   ask_holder();
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   Log* log = store_->log();
   if (log == nullptr) {
@@ -103,33 +109,36 @@ uint64_t Table::commit(const std::optional<std::string>& meta, const std::string
 }
 
 void Table::collect_locked() {
-  // A run collects after its own manifest is durable: until then the commits that manifest names must stay.
-  if (spec_.belongs_to_run && pinned_epochs_.empty()) return;
+  // A run collects after its own manifest is durable: until it has said which commits it names, all of them stay.
+  std::set<uint64_t> pinned = pinned_epochs_;
+  if (spec_.belongs_to_run && pinned.empty()) {
+    for (const uint64_t epoch : manifests_.epochs()) pinned.insert(epoch);
+  }
   std::set<uint64_t> in_use;
   for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
-  store_->set_named_segments(manifests_.collect(pinned_epochs_, in_use));
+  store_->set_named_segments(manifests_.collect(pinned, in_use));
 }
 
 void Table::set_pinned_epochs(std::set<uint64_t> epochs) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   pinned_epochs_ = std::move(epochs);
 }
 
 void Table::collect() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   if (store_->log() != nullptr) collect_locked();
 }
 
 uint64_t Table::compact() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   ++changes_;
   return store_->compact_all();
 }
 
 std::vector<Manifests::Snapshot> Table::snapshots() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   if (store_->log() != nullptr) return manifests_.snapshots();
   std::vector<Manifests::Snapshot> found;
@@ -138,7 +147,7 @@ std::vector<Manifests::Snapshot> Table::snapshots() {
 }
 
 void Table::drop(const std::string& name) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   if (store_->log() == nullptr) {
     const size_t before = ram_snapshots_.size();
@@ -200,8 +209,10 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
                                          (known.empty() ? "none is kept" : "these are kept: " + known));
   }
   const uint64_t next = committed_.epoch + 1;
+  broken_ = "going back to an earlier commit failed";  // unless it succeeds
   store_.reset();
   make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, 1, false), nullptr);
+  store_->reserve_rows(found->rows.data(), found->rows.size());
   constexpr size_t kRows = 1024;
   for (size_t begin = 0; begin < found->rows.size(); begin += kRows) {
     const size_t count = std::min(kRows, found->rows.size() - begin);
@@ -213,6 +224,7 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
     }
     store_->unpin(frames_.data(), count);
   }
+  broken_.clear();
   committed_.epoch = next;
   step_ = found->step;
   meta_ = found->meta;
@@ -222,7 +234,7 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
 
 void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   ask_holder();
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   if (store_->log() == nullptr) {
     rewind_in_ram(name, epoch);
@@ -241,7 +253,8 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   } else {
     target = manifests_.load_snapshot(name);
   }
-  // The old state becomes the newest commit; numbers of segments, versions and epochs never go back.
+  // The old state becomes the newest commit; numbers of segments, versions and epochs never go back. It is loaded
+  // before it is published: a damaged one must not become the newest.
   Manifest manifest = target;
   manifest.epoch = committed_.epoch + 1;
   manifest.parent_epoch = target.epoch;
@@ -249,18 +262,20 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   manifest.optimizer = spec_.optimizer;
   manifest.next_segment = store_->log()->next_segment();
   manifest.next_version = store_->log()->next_version();
-  publish(manifest);
   store_.reset();
   try {
-    load(manifest);
+    load(target);
+    publish(manifest);
   } catch (const std::exception& error) {
     broken_ = std::string("going back to an earlier commit failed (") + error.what() + ")";
     throw;
   }
+  store_->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
+  collect_locked();
 }
 
 uint64_t Table::refresh() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   if (options_.writable) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is open for writing and always up to date; refresh() is for readers");
@@ -269,18 +284,17 @@ uint64_t Table::refresh() {
   for (int attempt = 0;; ++attempt) {
     try {
       const Manifest newest = manifests_.load_newest();
-      if (newest.epoch == committed_.epoch) return committed_.epoch;
-      // The old epoch stays in use until the new one is complete.
-      std::unique_ptr<Store> old = std::move(store_);
-      try {
-        load(newest);
-      } catch (...) {
-        store_ = std::move(old);
-        throw;
+      if (newest.uuid != uuid_) {
+        throw Error(ErrorKind::kFormat, "table '" + name_ + "': another table has taken its place; open it again");
       }
+      if (newest.epoch == committed_.epoch && store_ != nullptr) return committed_.epoch;
+      store_.reset();  // both at once would be twice the budget
+      load(newest);
       return committed_.epoch;
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kNotFound || attempt >= 20) throw;  // collected meanwhile: look again
+      if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // collected meanwhile: look again
+      if (store_ == nullptr) broken_ = std::string("moving to a newer commit failed (") + error.what() + ")";
+      throw;
     }
   }
 }

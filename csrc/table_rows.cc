@@ -29,7 +29,7 @@ size_t Table::piece_ids() const { return std::max<size_t>(64, store_->plan().scr
 // ---- Lookup --------------------------------------------------------------------------------------------------
 
 void Table::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   check_ids(ids, n);
   check_not_held(ids, n);
@@ -134,7 +134,7 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
 
 void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
                         const float* weights, bool touch, float* out) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   check_ids(ids, n);
   check_not_held(ids, n);
@@ -196,7 +196,7 @@ void Table::pool_rows(const float* rows, size_t begin, size_t end, const int64_t
 }
 
 void Table::stage(const int64_t* ids, size_t n) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   check_ids(ids, n);
   const size_t piece = piece_ids();
@@ -213,7 +213,7 @@ void Table::stage(const int64_t* ids, size_t n) {
 }
 
 void Table::contains(const int64_t* ids, size_t n, bool* out) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   check_ids(ids, n);
   Entry entries[kBlockIds];
@@ -295,7 +295,7 @@ void Table::overflowed(int64_t id) const {
 
 void Table::update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr,
                    std::optional<int64_t> step) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   check_ids(ids, n);
   check_not_held(ids, n);
@@ -334,7 +334,10 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
     const size_t floats = batch_.num_unique() * dim;
     sums_are_kept = parts == 1 && floats * sizeof(float) <= store_->plan().scratch_bytes / 2;
     if (sums_are_kept) sums_.resize(std::max(sums_.size(), floats));
-    if (sums_are_finite(batch_, members, grads, sums_are_kept ? sums_.data() : nullptr)) continue;
+    if (sums_are_finite(batch_, members, grads, sums_are_kept ? sums_.data() : nullptr)) {
+      store_->reserve_rows(batch_.unique().data(), batch_.num_unique());
+      continue;
+    }
     check_finite(ids, n, grads, dim, "gradient");
     std::vector<float> sum(dim);
     for (size_t u = 0; u < batch_.num_unique(); ++u) {
@@ -413,7 +416,7 @@ void Table::apply_update(const Batch& batch, const uint32_t* members, const floa
 // ---- Whole records, for a tier above ---------------------------------------------------------------------------
 
 void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   check_ids(ids, n);
   const size_t piece = std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / payload_bytes_));
@@ -430,13 +433,14 @@ void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
 }
 
 void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   check_ids(ids, n);
   batch_.assign(ids, n);
   if (batch_.num_unique() != n) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': records to scatter name an id twice");
   }
+  store_->reserve_rows(ids, n);
   for (size_t begin = 0; begin < n;) {
     const size_t count = std::min(store_->max_pinned(), n - begin);
     frames_.resize(count);
@@ -453,14 +457,14 @@ void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* recor
 }
 
 void Table::hold(const int64_t* ids, size_t n) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   check_ids(ids, n);
   held_.insert(ids, ids + n);
 }
 
 void Table::release_held(const int64_t* ids, size_t n) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   for (size_t i = 0; i < n; ++i) held_.erase(ids[i]);
 }
 
@@ -479,7 +483,7 @@ void Table::check_not_held(const int64_t* ids, size_t n) const {
 // ---- Raw slots -----------------------------------------------------------------------------------------------
 
 void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_usable();
   check_ids(ids, n);
   check_not_held(ids, n);
@@ -505,22 +509,29 @@ void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
 }
 
 void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   require_writable();
   check_ids(ids, n);
   check_not_held(ids, n);
   const Field& f = fields_.at(field);
   check_finite(ids, n, values, f.length, "value");
   const size_t parts = std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids());
+  const auto select = [&](size_t p) {
+    members_.clear();
+    for (size_t i = 0; i < n; ++i) {
+      if (parts == 1 || (mix_id(ids[i]) >> 16) % parts == p) members_.push_back(static_cast<uint32_t>(i));
+    }
+    batch_.assign(ids, members_.size(), members_.data());
+    batch_.group();
+  };
+  for (size_t p = 0; p < parts; ++p) {
+    select(p);
+    store_->reserve_rows(batch_.unique().data(), batch_.num_unique());
+  }
   bool wrote = false;
   try {
     for (size_t p = 0; p < parts; ++p) {
-      members_.clear();
-      for (size_t i = 0; i < n; ++i) {
-        if (parts == 1 || (mix_id(ids[i]) >> 16) % parts == p) members_.push_back(static_cast<uint32_t>(i));
-      }
-      batch_.assign(ids, members_.size(), members_.data());
-      batch_.group();
+      if (parts > 1) select(p);
       for (size_t begin = 0; begin < batch_.num_unique();) {
         const size_t count = std::min(store_->max_pinned(), batch_.num_unique() - begin);
         frames_.resize(count);

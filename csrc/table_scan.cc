@@ -9,7 +9,7 @@ namespace bunkbed {
 
 Scan::Scan(Table* table, size_t field) : table_(table), field_(field) {
   table->ask_holder();
-  const std::lock_guard guard(table->mutex_);
+  const auto guard = table->lock();
   table->require_usable();
   changes_ = table->changes_;
   Log* log = table->store_->log();
@@ -18,6 +18,7 @@ Scan::Scan(Table* table, size_t field) : table_(table), field_(field) {
   // frames remain, and evicting one appends nothing.
   if (table->options_.writable) {
     table->store_->flush();
+    table->store_->forgive_compaction();
     log->drain();
   }
   for (const auto& [id, segment] : log->segments()) segments_.push_back(id);
@@ -33,7 +34,7 @@ void Scan::copy(const std::byte* record, float* out) const {
 }
 
 size_t Scan::next(size_t n, int64_t* ids, float* values) {
-  const std::lock_guard guard(table_->mutex_);
+  const auto guard = table_->lock();
   table_->require_usable();
   if (table_->changes_ != changes_) {
     throw Error(ErrorKind::kBroken, "table '" + table_->name_ +

@@ -7,6 +7,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <system_error>
+
+#include "error.h"
 
 namespace bunkbed {
 
@@ -31,7 +34,17 @@ void Loop::rethrow() {
 
 Pool::Pool(size_t num_threads) {
   threads_.reserve(num_threads);
-  for (size_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { main(); });
+  for (size_t i = 0; i < num_threads; ++i) {
+    try {
+      threads_.emplace_back([this] { main(); });
+    } catch (const std::system_error& error) {
+      // Fewer threads are slower, not wrong; none at all could not finish a submitted job.
+      if (threads_.empty()) {
+        throw Error(ErrorKind::kSystem, std::string("cannot start a thread: ") + error.what(), error.code().value());
+      }
+      break;
+    }
+  }
 }
 
 Pool::~Pool() {
