@@ -1,0 +1,247 @@
+"""Quality on real data, all in RAM and within a quarter of it, through the public trainer.
+
+    python -m benchmarks.quality ml1m
+    python -m benchmarks.quality gowalla --ram 25%
+
+Trains the recipe of `bunkbed.train.recipes` twice: once with room for every record, once with `--ram` percent of
+the records' bytes (rows x (weights + optimizer state)) plus a fixed overhead of 1 MiB. Prints HR, NDCG and Recall
+on the test items and what they were ranked against, whether losses and rows agree bit for bit, and the time of a
+step against what the limits allow:
+
+    allowed = max(T_ram, T_disk);  T_ram: a step with everything in RAM;
+    T_disk = reads / IOPS + written bytes / write bandwidth, per step, both counted by the table
+
+IOPS is measured on the run's own segments, 64 threads of 4 KiB O_DIRECT reads, in the same run. Hyperparameters
+were chosen on held-out pairs of the training file; the test items are looked at once, at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bunkbed as bb
+from benchmarks import common
+from bunkbed.train.config import TrainConfig
+from bunkbed.train.data import Dataset, read_dataset
+from bunkbed.train.evaluate import EvalResult, evaluate_run
+from bunkbed.train.events import EpochReport, Event
+from bunkbed.train.loop import Trainer
+from bunkbed.train.recipes import RECIPES
+
+#: What the budget has beside its share of the records: directory, write buffer, scratch of a batch.
+OVERHEAD_BYTES = common.MIB
+
+FILES = {
+    "ml1m": {
+        "path": "ncf-ml1m/train.tsv.gz",
+        "test": "ncf-ml1m/ml-1m.test.rating.gz",
+        "test_negatives": "ncf-ml1m/ml-1m.test.negative.gz",
+    },
+    "gowalla": {"path": "gowalla/train.txt.gz", "test": "gowalla/test.txt.gz"},
+}
+TARGETS = {"ml1m": {"hr@10": 0.70, "ndcg@10": 0.42}, "gowalla": {"recall@20": 0.155}}
+
+
+@dataclass
+class Trained:
+    """One training run and what came of it."""
+
+    losses: np.ndarray
+    rows: list[bytes]
+    result: EvalResult
+    step_ms: float
+    samples_per_s: float
+    seconds: float
+    counts: dict[str, float]
+    iops: float | None
+
+
+def load(name: str, data: Path, *, tiny: bool) -> Dataset:
+    """The data set, or in a tiny run made-up pairs of its shape."""
+    if tiny:
+        return made_up()
+    files = {key: data / value for key, value in FILES[name].items()}
+    if not files["path"].exists():
+        sys.exit(f"{files['path']} is not there; pass --data with the folder of the data sets")
+    return read_dataset(files.pop("path"), **files)
+
+
+def made_up() -> Dataset:
+    """600 users who mostly like items near their own number."""
+    from bunkbed.train.data import Interactions, Vocab
+
+    rng = np.random.default_rng(0)
+    users = np.repeat(np.arange(600), 12)
+    items = (users // 2 + rng.integers(-20, 20, len(users))) % 300
+    pairs = np.unique(np.stack([users, items], axis=1), axis=0)
+    pairs = pairs[rng.permutation(len(pairs))]
+    vocabs = Vocab.of(list(range(600))), Vocab.of(list(range(300)))
+    cut = len(pairs) // 10
+    parts = [Interactions(p[:, 0].copy(), p[:, 1].copy(), *vocabs) for p in (pairs[cut:], pairs[:cut])]
+    return Dataset(train=parts[0], test=parts[1])
+
+
+def record_bytes(config: TrainConfig, data: Dataset) -> int:
+    """Weights and optimizer state of every row of every table."""
+    optimizer = config.table_optimizer()
+
+    def width(dim: int) -> int:
+        return 4 * (dim + len(optimizer.slots) * optimizer.slot_dim(dim))
+
+    total = (data.num_users + data.num_items) * width(config.dim)
+    return total + (data.num_items * width(1) if config.bias else 0)
+
+
+def train(config: TrainConfig, data: Dataset, folder: Path, *, device: bool) -> Trained:
+    """Train, judge on the test items, and count."""
+
+    def show(event: Event) -> None:
+        if isinstance(event, EpochReport):
+            quality = "".join(f"  {k} {v:.4f}" for k, v in event.metrics.items() if k == config.metric)
+            print(
+                f"  epoch {event.epoch:3d}  loss {event.loss:.5f}{quality}  {event.seconds:.1f} s  "
+                f"hit rate {event.unique_hit_rate:.0%}",
+                flush=True,
+            )
+
+    with bb.Run(folder, ram=config.ram) as run:
+        trainer = Trainer(config, data, run)
+        before = totals(run)
+        start = time.perf_counter()
+        outcome = trainer.fit(show)
+        seconds = time.perf_counter() - start
+        counts = common.delta(totals(run), before)
+        steps = len(trainer.losses)
+        iops = None
+        if device:
+            iops = common.random_read_iops(common.segment_files(folder))
+    snapshot = "best" if outcome.best_epoch else None
+    with bb.Run(folder, mode="r", snapshot=snapshot) as run:
+        result = evaluate_run(run, data, config)
+        rows = [
+            stored(table, slot)
+            for table in map(run.table, run.table_names)
+            for slot in ("weight", *table.optimizer.slots)
+        ]
+    return Trained(
+        losses=np.array(trainer.losses),
+        rows=rows,
+        result=result,
+        step_ms=trainer.step_seconds / steps * 1e3,
+        samples_per_s=trainer.num_pairs * outcome.epoch / trainer.step_seconds,
+        seconds=seconds,
+        counts={key: value / steps for key, value in counts.items()},
+        iops=iops,
+    )
+
+
+def stored(table: Any, slot: str) -> bytes:
+    """One slot of every stored row, by ascending id."""
+    chunks = [(ids.copy(), values.copy()) for ids, values in table.scan(slot=slot)]
+    ids, values = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    order = np.argsort(ids)
+    return ids[order].tobytes() + values[order].tobytes()
+
+
+def totals(run: bb.Run) -> dict[str, float]:
+    """Counters of all tables together."""
+    keys = ("unique_rows", "hits", "misses", "first_touches", "evictions", "reads", "written_bytes")
+    every = [table.stats() for table in run.tables.values()]
+    return {key: sum(stats[key] for stats in every) for key in keys}
+
+
+def report(name: str, trained: Trained, config: TrainConfig) -> None:
+    """Quality and speed of one run."""
+    wanted = TARGETS[name]
+    figures = "  ".join(f"{key} {value:.4f}" for key, value in trained.result.metrics.items())
+    print(f"{figures}\n  {trained.result.ranking}; {trained.result.num_users:,} users; {trained.result.split}")
+    for key, target in wanted.items():
+        value = trained.result.metrics[key]
+        print(f"  {key} {value:.4f}, wanted {target}: {'reached' if value >= target else 'MISSED'}")
+    print(
+        f"  {trained.step_ms:.2f} ms a step of {config.batch_size:,} pairs, "
+        f"{trained.samples_per_s:,.0f} pairs/s; {trained.seconds:.0f} s with evaluation and commits"
+    )
+
+
+def compare(roomy: Trained, tight: Trained, write_bandwidth: float) -> dict[str, Any]:
+    """Bits, and speed against the limit."""
+    counts = tight.counts
+    unique = max(counts["unique_rows"], 1)
+    same_losses = roomy.losses.tobytes() == tight.losses.tobytes()
+    same_rows = roomy.rows == tight.rows
+    print(f"losses of {len(tight.losses):,} steps identical to the last bit: {same_losses}")
+    print(f"rows and optimizer state identical to the last bit: {same_rows}")
+    print(
+        f"a step: {unique:,.0f} unique rows, hit rate {counts['hits'] / unique:.1%}, "
+        f"{counts['misses']:,.0f} misses, {counts['first_touches']:,.0f} first touches, "
+        f"{counts['evictions']:,.0f} evicted, {counts['written_bytes']:,.0f} B written"
+    )
+    figures: dict[str, Any] = {"same_losses": same_losses, "same_rows": same_rows}
+    if tight.iops is not None:
+        disk_ms = (counts["reads"] / tight.iops + counts["written_bytes"] / write_bandwidth) * 1e3
+        allowed_ms = max(roomy.step_ms, disk_ms)
+        share = allowed_ms / tight.step_ms
+        print(
+            f"device {tight.iops:,.0f} reads/s: T_disk {disk_ms:.2f} ms, T_ram {roomy.step_ms:.2f} ms, "
+            f"allowed {allowed_ms:.2f} ms, measured {tight.step_ms:.2f} ms: {share:.0%} of the allowed speed"
+        )
+        figures |= {"iops": tight.iops, "disk_ms": disk_ms, "allowed_ms": allowed_ms, "share": share}
+    print(f"speed against everything in RAM: {roomy.step_ms / tight.step_ms:.0%}")
+    return figures
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("name", choices=sorted(FILES))
+    options.add_argument("--ram", default="25%", help="share of the records' bytes the budget has")
+    options.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the data sets")
+    options.add_argument("--epochs", type=int, help="fewer than the recipe's; yields no figure")
+    options.add_argument("--only", choices=["roomy", "tight"], help="one of the two runs")
+    options.add_argument("--write-gbps", type=float, default=2.2, help="sequential write bandwidth, GB/s")
+    options.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = options.parse_args()
+    share = float(arguments.ram.rstrip("%")) / 100
+
+    config = RECIPES[arguments.name]
+    data = load(arguments.name, arguments.data, tiny=arguments.tiny)
+    if arguments.tiny:
+        config = replace(config, dim=8, batch_size=256, epochs=2, negatives=min(config.negatives, 20))
+    if arguments.epochs:
+        config = replace(config, epochs=arguments.epochs)
+    records = record_bytes(config, data)
+    budgets = {"roomy": 4 * records + 64 * common.MIB, "tight": int(share * records) + OVERHEAD_BYTES}
+    print(common.machine(Path.cwd()))
+    print(f"recipe: {config}")
+    print(
+        f"{len(data.train):,} pairs, {data.num_users:,} users, {data.num_items:,} items, records {records:,} B; "
+        f"tight budget {budgets['tight']:,} B = {share:.0%} + {OVERHEAD_BYTES:,} B"
+    )
+    runs: dict[str, Trained] = {}
+    with common.workspace(arguments.dir, 16 * records) as folder:
+        for which, ram in budgets.items():
+            if arguments.only in (None, which):
+                print(f"\n{which}: ram={ram:,} B")
+                device = which == "tight" and not arguments.tiny
+                runs[which] = train(replace(config, ram=ram), data, folder / which, device=device)
+                report(arguments.name, runs[which], config)
+    figures: dict[str, Any] = {
+        which: {"metrics": run.result.metrics, "ranking": run.result.ranking, "step_ms": run.step_ms}
+        for which, run in runs.items()
+    }
+    if len(runs) == 2:
+        print()
+        figures |= compare(runs["roomy"], runs["tight"], arguments.write_gbps * 1e9)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
