@@ -1,0 +1,81 @@
+"""With a GPU: outputs, gradients and the anchor live there, the table stays where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bunkbed as bb
+from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def rows(layer: Any) -> Any:
+    return torch.from_numpy(layer.table.get(np.arange(layer.table.num_rows)))
+
+
+def make() -> tuple[Any, Any, Any, Optimizer]:
+    emb = Embedding(20, 4, optimizer=bb.SGD(lr=1.0), seed=0)
+    model = torch.nn.ModuleDict({"emb": emb, "head": torch.nn.Linear(4, 1)})
+    opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=1.0))
+    return model.to("cuda"), emb, model["head"], opt
+
+
+def test_output_and_gradients_are_on_the_gpu() -> None:
+    model, emb, _, opt = make()
+    before = rows(emb)
+    assert emb.anchor.device.type == "cuda"
+    for ids in (torch.tensor([1, 2, 1]), torch.tensor([1, 2, 1], device="cuda", dtype=torch.int32)):
+        out = emb(ids)
+        assert out.device.type == "cuda" and torch.equal(out.detach().cpu(), before[[1, 2, 1]])
+        opt.zero_grad()
+        out.sum().backward()
+        assert emb.anchor.grad.device.type == "cuda" and emb.anchor.grad.item() == pytest.approx((4 * 5) ** 0.5)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 20**0.5 / 2)
+    opt.step()
+    torch.testing.assert_close(rows(emb)[1:3], before[1:3] - torch.tensor([[1.0], [0.5]]))
+
+
+def test_bags_on_the_gpu() -> None:
+    bag = EmbeddingBag(20, 4, mode="sum", optimizer=bb.SGD(lr=1.0), device="cuda")
+    opt = Optimizer(bag)
+    before = rows(bag)
+    weights = torch.ones(2, 2, device="cuda", requires_grad=True)
+    bag(torch.tensor([[1, 2], [2, 3]], device="cuda"), per_sample_weights=weights).sum().backward()
+    assert weights.grad is not None and weights.grad.device.type == "cuda"
+    torch.testing.assert_close(weights.grad.cpu(), before[[1, 2, 2, 3]].sum(1).reshape(2, 2))
+    opt.step()
+    torch.testing.assert_close(rows(bag)[1:4], before[1:4] - torch.tensor([[1.0], [2.0], [1.0]]))
+
+
+def test_grad_scaler_under_autocast_skips_an_inf_step() -> None:
+    _, emb, head, opt = make()
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+    for step in range(3):
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = head(emb(torch.tensor([1, 2], device="cuda"))).float().sum() * (float("inf") if step == 1 else 1.0)
+        before = rows(emb), emb.table.step
+        scaler.scale(loss).backward()
+        scale = scaler.get_scale()
+        scaler.step(opt)
+        scaler.update()
+        skipped = scaler.get_scale() < scale
+        assert emb.table.step == before[1] + (0 if skipped else 1)
+        assert torch.equal(rows(emb), before[0]) == skipped
+    assert scaler.get_scale() < 2.0**24
+
+
+def test_pending_rows_move_with_the_module() -> None:
+    model, emb, _, opt = make()
+    before = rows(emb)
+    emb(torch.tensor([1])).sum().backward()
+    model.cpu()
+    assert emb.anchor.grad.device.type == "cpu" and emb.anchor.grad.item() == 2.0
+    emb(torch.tensor([1])).sum().backward()
+    opt.step()
+    assert torch.equal(rows(emb)[1], before[1] - 2)
