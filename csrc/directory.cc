@@ -42,6 +42,7 @@ class FlatDirectory final : public Directory {
     stored_rows_ += (entry != kAbsent) - (load_entry(place) != kAbsent);
     store_entry(place, entry);
   }
+  bool grows() const override { return false; }
   size_t bytes_after(const int64_t*, size_t) const override { return bytes_; }
   void reserve(const int64_t*, size_t) override {}
   size_t bytes() const override { return bytes_; }
@@ -188,6 +189,7 @@ class HashedDirectory final : public Directory {
     partition.set(row, hash, entry);
     table_bytes_ += partition.bytes() - before;
   }
+  bool grows() const override { return true; }
   size_t bytes_after(const int64_t* rows, size_t n) const override {
     const std::vector<uint32_t> coming = per_partition(rows, n);
     size_t bytes = kPartitions * sizeof(Partition);

@@ -33,6 +33,8 @@ class Directory {
   virtual Entry find(int64_t row) const = 0;
   // Sets the entry of a row. A row new to a hashed directory must have been reserved for.
   virtual void set(int64_t row, Entry entry) = 0;
+  // False when new rows cost it nothing.
+  virtual bool grows() const = 0;
   // Bytes this directory takes while and after it makes room for these new rows; what a budget must allow before
   // reserve().
   virtual size_t bytes_after(const int64_t* rows, size_t n) const = 0;

@@ -152,6 +152,7 @@ bool Store::touch(uint32_t frame) {
 }
 
 void Store::reserve_rows(const int64_t* rows, size_t n) {
+  if (!directory_->grows()) return;
   std::vector<int64_t> absent;
   Entry entries[256];
   for (size_t begin = 0; begin < n; begin += 256) {
