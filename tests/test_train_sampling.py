@@ -97,11 +97,13 @@ def test_without_rejection_any_item_may_come():
     assert len(np.unique(drawn)) > 30
 
 
-def test_seen_pairs_agree_with_a_set():
-    pairs = random_interactions(count=900)
+@pytest.mark.parametrize("count", [1, 20, 50, 100, 900])  # hashed, searched; from 62 on an exact bitmap
+def test_seen_pairs_agree_with_a_set(count):
+    pairs = random_interactions(count=count)
     seen = SeenPairs(pairs.users, pairs.items, NUM_ITEMS)
     has = set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
-    users, items = np.divmod(np.arange(NUM_USERS * NUM_ITEMS), NUM_ITEMS)
+    # Users beyond the last one with pairs may be asked about too.
+    users, items = np.divmod(np.arange((NUM_USERS + 3) * NUM_ITEMS), NUM_ITEMS)
     expected = [(user, item) in has for user, item in zip(users.tolist(), items.tolist(), strict=True)]
     np.testing.assert_array_equal(seen.contains(users, items), expected)
 

@@ -56,16 +56,20 @@ def random_order(seed: int, stream: int, epoch: int, count: int) -> Int64Array:
 class SeenPairs:
     """Which items a user has: a vectorised set of pairs.
 
-    A one-hash Bloom filter of 16 bits a pair answers most questions from the processor's cache; only what it
-    cannot exclude (about one unseen pair in sixteen) is searched in the sorted pairs. Searching all of them
-    would take longer than the training step. Owns about 10 bytes a pair and, once `clashes` was called, 8
-    bytes a user and 4 an item. Not thread-safe.
+    A one-hash Bloom filter of 16 to 32 bits a pair answers most questions from the processor's cache; only what
+    it cannot exclude is searched in the sorted pairs, which for all of them would take longer than the training
+    step. Where a bit for every user and item fits in that many, the filter is that bitmap, and exact. Owns about
+    12 bytes a pair and, once `clashes` was called, 8 bytes a user and 4 an item. Not thread-safe.
     """
 
     def __init__(self, users: Int64Array, items: Int64Array, num_items: int) -> None:
         self._num_items = num_items
         self._keys = np.sort(users * num_items + items)
-        num_bits = max(64, 1 << max(len(self._keys) * 16 - 1, 1).bit_length())
+        # One more than needed: the last bit stays 0 and answers for users beyond the last one with pairs.
+        span = int(self._keys[-1]) + 2 if len(self._keys) else 1
+        self._is_exact = span <= 32 * len(self._keys) + 64
+        num_bits = span + 7 if self._is_exact else 1 << (len(self._keys) * 16 - 1).bit_length()
+        self._last_bit = span - 1
         self._shift = np.uint64(64 - num_bits.bit_length() + 1)
         self._bits = np.zeros(num_bits // 8, dtype=np.uint8)
         self._starts: Int64Array | None = None
@@ -74,6 +78,8 @@ class SeenPairs:
         np.bitwise_or.at(self._bits, hashes >> np.uint64(3), self._mask(hashes))
 
     def _hash(self, keys: Int64Array) -> npt.NDArray[np.uint64]:
+        if self._is_exact:
+            return np.minimum(keys, self._last_bit).view(np.uint64)
         mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(32)
         mixed *= np.uint64(0xD6E8FEB86659FD93)
@@ -90,7 +96,7 @@ class SeenPairs:
         hashes = self._hash(keys)
         found: npt.NDArray[np.bool_] = (self._bits[hashes >> np.uint64(3)] & self._mask(hashes)) != 0
         maybe = np.flatnonzero(found)
-        if len(maybe):
+        if len(maybe) and not self._is_exact:
             wanted = keys[maybe]
             at = np.searchsorted(self._keys, wanted)
             at[at == len(self._keys)] = 0
