@@ -212,6 +212,24 @@ def test_rows_trained_after_the_checkpoint_go_back_to_untouched_in_ram_too(dtype
     assert all(np.array_equal(emb.table.get(ids, s), v) for s, v in zip(slots, expected, strict=True))
 
 
+@pytest.mark.parametrize("in_ram", [False, True])
+def test_going_back_to_before_the_first_step_starts_over(tmp_path: Any, in_ram: bool) -> None:
+    emb = Embedding(100, 4, path=None if in_ram else tmp_path / "t", optimizer=bb.Adam(lr=0.1))
+    opt = Optimizer(emb)
+    start, results = emb.state_dict(), []
+    for _ in range(3):  # the folds of a cross-validation
+        emb.load_state_dict(start)
+        again = emb.state_dict()
+        train(emb, opt, 4)
+        assert emb.table.step == 4
+        results.append(rows(emb))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    emb.load_state_dict(again)
+    train(emb, opt, 4)
+    assert torch.equal(results[0], rows(emb))
+    emb.table.close()
+
+
 def test_readers_check_that_they_are_at_the_epoch(tmp_path: Any) -> None:
     emb = Embedding(50, 4, path=tmp_path / "t")
     opt = Optimizer(emb)

@@ -32,7 +32,7 @@ def save(pending: Pending) -> Any:
     """Commits the table if it changed, and returns the reference, uint8[n]."""
     table = pending.table
     epoch = _commit(pending) if table.mode != "r" and table.run is None else table.epoch
-    fields = {"uuid": table.uuid, "table": table.name, "epoch": epoch, "step": table.step}
+    fields = {"uuid": table.uuid, "table": table.name, "epoch": epoch, "step": pending.step}
     text = json.dumps(fields).encode()
     return torch.tensor(list(text.ljust(-len(text) // 256 * -256)), dtype=torch.uint8, device="cpu")
 
@@ -42,7 +42,7 @@ def _kept(pending: Pending) -> Any:
     if pending.table.path is not None:
         return pending.table
     if pending.ram_snapshots is None:
-        pending.ram_snapshots = RamSnapshots(pending.table)
+        pending.ram_snapshots = RamSnapshots(pending)
     return pending.ram_snapshots
 
 

@@ -72,6 +72,7 @@ class Pending:
         self.name: str = table.name
         self.keep_checkpoints: int | None = 0
         self.ram_snapshots: Any = None  # see checkpoint.py
+        self.next_step: int | None = None  # the number to impose on the next step; see ram_snapshots.py
         self.order = itertools.count()
         # What graphs hold: one kept in a global until exit must not keep the table open.
         self.ref = weakref.ref(self)
@@ -291,6 +292,20 @@ class Pending:
             f"{column}; nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler "
             "skip such steps"
         )
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        taken: int = self.table.step
+        return taken if self.next_step is None else self.next_step - 1
+
+    def update(self, lr: float) -> None:
+        """One step of the table with the summed rows."""
+        if self.next_step is None:
+            self.table.update(self.ids, self.sums, lr=lr)
+        else:
+            self.table.update(self.ids, self.sums, lr=lr, step=self.next_step)
+            self.next_step = None
 
     @property
     def has_rows(self) -> bool:
