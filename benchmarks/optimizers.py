@@ -57,7 +57,7 @@ def difference(
     optimizer: Any, make: Any, *, num_rows: int, dim: int, batch: int, steps: int, seed: int
 ) -> tuple[float, bool]:
     """Largest difference of any weight, and whether untouched rows kept their bits."""
-    table = bb.create(None, dim=dim, num_rows=num_rows, optimizer=optimizer, init=bb.Normal(1.0), seed=seed)
+    table = bb.create(None, dim=dim, num_rows=num_rows, optimizer=optimizer, init=bb.Normal(0.1), seed=seed)
     everything = np.arange(num_rows)
     start = table.lookup(everything)
     layer = torch.nn.Embedding(num_rows, dim, sparse=True, _weight=torch.tensor(start))
@@ -67,12 +67,14 @@ def difference(
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         ids = sample(rng, batch)
-        target = rng.standard_normal((batch, dim), dtype=np.float32)
-        # Both sides get the same gradients, of the same loss at their own rows.
-        table.update(ids, (table.lookup(ids) - target) / np.float32(8))
+        # Small enough that the hottest row, hundreds of times in a batch, stays near 1, where 1e-6 is a strict limit.
+        grads = rng.standard_normal((batch, dim), dtype=np.float32) / np.float32(64)
+        table.update(ids, grads)
         torch_optimizer.zero_grad()
-        loss = (layer(torch.from_numpy(ids)) - torch.from_numpy(target)).square().sum() / 16
-        loss.backward()
+        layer(torch.from_numpy(ids)).backward(torch.from_numpy(grads))
+        # SparseAdam and Adagrad sum duplicates first, as we do. torch's SGD adds them to the weight one at a
+        # time, rounding each: over hundreds of duplicates and 200 steps that alone is 4e-5.
+        layer.weight.grad = layer.weight.grad.coalesce()
         torch_optimizer.step()
     ours, theirs = table.lookup(everything), layer.weight.detach().numpy()
     untouched = ~table.contains(everything)
@@ -90,7 +92,7 @@ def main() -> None:
     print(common.machine())
     print(
         ", ".join(f"{key} {value:,}" for key, value in sizes.items()),
-        "Zipf(1.05) over the lower half of the ids",
+        "Zipf(1.05) over the lower half of the ids, weights N(0, 0.1)",
     )
     bad = 0
     for optimizer, make in CASES:

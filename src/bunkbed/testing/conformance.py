@@ -537,7 +537,8 @@ class TableTests:
         reader = self.reopen(table, mode="r")
         ids = self.all_ids()
         assert_same_bits(reader.lookup(ids), reference.lookup(ids))
-        assert_same_bits(reader.get(ids), reference.get(ids))
+        for slot in ("weight", *reference.slots):
+            assert_same_bits(reader.get(ids, slot=slot), reference.get(ids, slot=slot), slot)
         assert reader.contains(ids).tolist() == reference.contains(ids).tolist()
         ones = np.ones((1, self.dim), np.float32)
         calls: list[Callable[[], Any]] = [
