@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from bunkbed import optim as _optim
 from bunkbed.budget import Budget, parse_bytes
 from bunkbed.errors import FormatError, ReadOnlyError
 from bunkbed.table import DTYPES, Table, check_same_slots
-
-if TYPE_CHECKING:
-    from bunkbed.run import Run
 
 DEFAULT_RAM = "1GiB"
 _MAX_DIM = 1 << 24
@@ -99,7 +96,7 @@ def create(
     seed: int = 0,
     dtype: str = "float32",
     ram: int | str | Budget | None = None,
-    _run: Run | None = None,
+    _run: Any = None,
 ) -> Table:
     """Create a table.
 
@@ -143,7 +140,7 @@ def open(
     snapshot: str | None = None,
     create: dict[str, Any] | None = None,
     optimizer: _optim.Optimizer | None = None,
-    _run: Run | None = None,
+    _run: Any = None,
     _epoch: int | None = None,
 ) -> Table:
     """Open a table at its last commit.

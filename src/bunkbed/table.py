@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_rows, describe
 from bunkbed.budget import Budget
 from bunkbed.errors import BunkbedError
 from bunkbed.topk import best_rows
-
-if TYPE_CHECKING:
-    from bunkbed.run import Run
 
 DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("sum", "mean", "sqrtn", "none")
@@ -53,7 +50,7 @@ class Table:
         self._native: _native.Table = None
         self._budget: Budget | None = None
         self._ram_bytes = 0
-        self._run: Run | None = None
+        self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
         self._opens = 1
         self._closed = False
         self._fields: dict[str, tuple[int, int]] = {}
@@ -147,8 +144,8 @@ class Table:
         return bytes(self._native.uuid()).hex()
 
     @property
-    def run(self) -> Run | None:
-        """The run that commits this table with others, if it belongs to one."""
+    def run(self) -> Any:
+        """The `bunkbed.Run` that commits this table with others, if it belongs to one; else None."""
         return self._run
 
     @property
