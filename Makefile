@@ -33,6 +33,8 @@ test: lint cpp-test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -c "import importlib.util as u, pathlib, shutil; \
+	  shutil.copy(pathlib.Path(u.find_spec('bunkbed._native').origin).with_name('_native.pyi'), 'src/bunkbed')"
 	$(BIN)/mypy
 
 cpp-test: $(VENV)/.test

@@ -105,7 +105,7 @@ def export_rows(
     lengths = {slot: table.get(np.empty(0, np.int64), slot).shape[-1] for slot in slots}
     temporary = target.with_name(f".{target.name}.part")
     try:
-        count = write(table, temporary, lengths, chunk, progress)
+        count: int = write(table, temporary, lengths, chunk, progress)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(target)

@@ -47,7 +47,7 @@ class Table:
         self._path = path
         self._mode: Literal["w", "r"] = mode
         self._name = "table" if path is None else path.name
-        self._native: _native.Table = None
+        self._native: _native.Table = None  # type: ignore[assignment]
         self._budget: Budget | None = None
         self._ram_bytes = 0
         self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
