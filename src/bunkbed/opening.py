@@ -169,6 +169,9 @@ def open(
         raise ValueError(f'mode must be "w" or "r", got {mode!r}')
     writable = mode == "w" and snapshot is None
     if create is not None:
+        create = dict(create)
+        own_ram = create.pop("ram", None)
+        ram = own_ram if ram is None else ram
         unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype"}
         if unknown:
             raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
