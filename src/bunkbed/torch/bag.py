@@ -31,7 +31,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
             if weights.requires_grad:
                 # Their gradient is made of the rows as they are now; reading them at backward could be a step late.
                 ctx.rows = pending.table.lookup(bags.ids, touch=False)
-        return layer._output(bags.lookup(layer, touch=layer.training))
+        return bags.lookup(layer, touch=layer.training)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -84,12 +84,16 @@ class _Bags:
         """int64[B] ids per bag."""
         return np.diff(self.offsets, append=self.ids.size)
 
-    def lookup(self, layer: EmbeddingBag, *, touch: bool) -> FloatArray:
-        """float32[B, dim] pooled rows."""
-        pooled: FloatArray = layer._pending.table.lookup_bags(
-            self.ids, self.offsets, pooling=layer.mode, weights=self.weights, touch=touch
+    def lookup(self, layer: EmbeddingBag, *, touch: bool) -> Any:
+        """Pooled rows as the layer gives them out, [B, dim]."""
+        pooled = torch.from_numpy(
+            layer._pending.table.lookup_bags(
+                self.ids, self.offsets, pooling=layer.mode, weights=self.weights, touch=touch
+            )
         )
-        return pooled
+        if pooled.data_ptr() % 64:
+            pooled = pooled.clone()  # aligned, see TableLayer._look_up
+        return layer._output(pooled)
 
     def unfiltered(self, values: FloatArray) -> FloatArray:
         """float32 per kept id to float32 per id of the input, zero for the others."""
@@ -228,7 +232,7 @@ class EmbeddingBag(TableLayer):
         grad = torch.is_grad_enabled()
         if grad and (anchor.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)):
             return _BagLookup.apply(anchor, per_sample_weights, bags, self)
-        return self._output(bags.lookup(self, touch=grad and self.training))
+        return bags.lookup(self, touch=grad and self.training)
 
     def _bags(self, input: Any, offsets: Any, weights: Any) -> _Bags:
         ids = id_array(input)

@@ -21,15 +21,15 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
     def forward(ctx: Any, anchor: Any, ids: Any, layer: Embedding) -> Any:
         pending = layer._pending
         pending.require_anchor(anchor)
-        rows = id_array(ids)
-        if ids.is_cpu and ids.dtype is torch.int64:
+        if isinstance(ids, torch.Tensor) and ids.dtype is torch.int64 and ids.is_cpu:
             ctx.save_for_backward(ids)  # the caller's memory: torch notices if it is changed before backward
+            rows = ids.numpy()
         else:
-            ctx.rows = rows
+            rows = ctx.rows = id_array(ids)
         ctx.pending = pending.ref
         ctx.order = next(pending.order)
         ctx.padding = layer.padding_idx
-        return layer._output(pending.table.lookup(rows, touch=layer.training))
+        return layer._look_up(rows, touch=layer.training)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -168,10 +168,10 @@ class Embedding(TableLayer):
         if grad and anchor.requires_grad:
             return _Lookup.apply(anchor, input, self)
         rows = id_array(input)
-        values = self._pending.table.lookup(rows, touch=grad and self.training)
+        values = self._look_up(rows, touch=grad and self.training)
         if self._zero_padding:
-            values[rows == self.padding_idx] = 0.0
-        return self._output(values)
+            values[torch.as_tensor(rows == self.padding_idx)] = 0.0
+        return values
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -17,6 +17,9 @@ from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch import checkpoint
 from bunkbed.torch.pending import IntArray, pending_of, require_one_process
 
+#: Floats below which copying a lookup's result costs less than handing in where it shall go.
+SMALL = 16_384
+
 #: Rows per `Table.set` when weights are imported.
 IMPORT_CHUNK = 65_536
 
@@ -172,13 +175,26 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             chunk = weight[start : start + IMPORT_CHUNK].detach().to("cpu", torch.float32).contiguous()
             self.table.set(np.arange(start, start + len(chunk), dtype=np.int64), chunk.numpy())
 
-    def _output(self, values: NDArray[np.float32]) -> Any:
-        """A tensor of `values` on the anchor's device, in its dtype; shares memory for float32 on the CPU."""
-        out = torch.from_numpy(values)
+    def _look_up(self, rows: IntArray, *, touch: bool) -> Any:
+        """Rows of int64[...] ids as the layer gives them out, [..., dim].
+
+        In torch's memory, which is 64-byte aligned: MKL's kernels give other bits at other alignments, and NumPy
+        aligns to 16 only, so a model's losses would depend on where malloc put the rows.
+        """
+        table = self._pending.table
+        if rows.size * self.embedding_dim < SMALL:
+            out = torch.from_numpy(table.lookup(rows, touch=touch)).clone()
+        else:
+            out = torch.empty((*rows.shape, self.embedding_dim), dtype=torch.float32, device="cpu")
+            table.lookup(rows, touch=touch, out=out.numpy())
+        return self._output(out)
+
+    def _output(self, values: Any) -> Any:
+        """A float32 CPU tensor on the anchor's device and in its dtype."""
         anchor = self._parameters["anchor"]
         if anchor.dtype is not torch.float32 or not anchor.is_cpu:
-            out = out.to(anchor.device, anchor.dtype)
-        return out
+            values = values.to(anchor.device, anchor.dtype)
+        return values
 
     # ---- torch.nn.Module
 
