@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,14 +12,14 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from bunkbed.budget import format_bytes
-from bunkbed.cli.common import JsonOption, print_json, stdout
-from bunkbed.cli.run_folder import kind_of
+from bunkbed.cli.common import ConfigOption, JsonOption, print_json, stdout
+from bunkbed.cli.run_folder import CONFIG_NAME, kind_of, read_config
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
 RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")]
 
 
-def info(path: PathArgument, *, ram: RamOption = "1GiB", json: JsonOption = False) -> None:
+def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = None, json: JsonOption = False) -> None:
     """Show what a table or a run holds: rows, optimizer, bytes per tier, epoch, snapshots."""
     import bunkbed as bb
 
@@ -37,6 +38,7 @@ def info(path: PathArgument, *, ram: RamOption = "1GiB", json: JsonOption = Fals
             "path": path,
             "epoch": run.epoch,
             "meta": run.meta,
+            "training": read_config(path) if (path / CONFIG_NAME).exists() else None,
             "snapshots": run.snapshots(),
             "tables": tables,
         }
@@ -46,7 +48,7 @@ def info(path: PathArgument, *, ram: RamOption = "1GiB", json: JsonOption = Fals
         _print_run(stdout(), about)
 
 
-def check(path: PathArgument, *, json: JsonOption = False) -> int:
+def check(path: PathArgument, *, config: ConfigOption = None, json: JsonOption = False) -> int:
     """Verify every stored byte a commit relies on. Exit code 1 when something is wrong."""
     import bunkbed as bb
 
@@ -64,7 +66,7 @@ def check(path: PathArgument, *, json: JsonOption = False) -> int:
     return 1 if problems else 0
 
 
-def snapshots(path: PathArgument, *, json: JsonOption = False) -> None:
+def snapshots(path: PathArgument, *, config: ConfigOption = None, json: JsonOption = False) -> None:
     """List the snapshots kept by name."""
     import bunkbed as bb
 
@@ -92,7 +94,7 @@ def _about(table: Any) -> dict[str, Any]:
         "num_rows": table.num_rows,
         "dim": table.dim,
         "dtype": str(table.dtype),
-        "optimizer": repr(table.optimizer),
+        "optimizer": _optimizer(table.optimizer),
         "init": repr(table.init),
         "seed": table.seed,
         "slots": list(table.slots),
@@ -113,10 +115,9 @@ def _print_table(console: Console, about: dict[str, Any]) -> None:
     grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
     grid.add_row("row", f"{about['dim']} x {about['dtype']}")
     grid.add_row("initially", f"{escape(about['init'])}, seed {about['seed']}")
-    grid.add_row("optimizer", escape(about["optimizer"]))
-    grid.add_row("slots", ", ".join(about["slots"]))
+    grid.add_row("optimizer", f"{escape(about['optimizer'])}; slots {', '.join(about['slots']) or 'none'}")
     grid.add_row("disk", _disk(about))
-    grid.add_row("ram", f"{format_bytes(about['ram_bytes'])} for this reader")
+    grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this reader")
     grid.add_row("epoch", f"{about['epoch']}, after step {about['step']:,}")
     if about["meta"]:
         grid.add_row("meta", escape(_meta(about["meta"])))
@@ -127,13 +128,23 @@ def _print_table(console: Console, about: dict[str, Any]) -> None:
 def _print_run(console: Console, about: dict[str, Any]) -> None:
     console.print(f"run [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
     grid = _grid()
-    grid.add_row("epoch", str(about["epoch"]))
-    if about["meta"]:
+    training = about["training"]
+    if training is not None:
+        grid.add_row("data", escape(str(training["source"])))
+        grid.add_row("model", _model(training["train"]))
+    grid.add_row("epoch", f"{about['epoch']} (number of the last commit)")
+    progress = about["meta"].get("progress")
+    if isinstance(progress, dict):
+        grid.add_row("trained", f"{progress['epoch']} epochs, {progress['global_step']:,} steps")
+        best = "  ".join(f"{name} {value:.4f}" for name, value in progress["best"].items())
+        grid.add_row("best", f"epoch {progress['best_epoch']}  {best}" if best else "not evaluated")
+    elif about["meta"]:
         grid.add_row("meta", escape(_meta(about["meta"])))
     grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
     console.print(grid, soft_wrap=True)
-    tables = Grid(box=None, padding=(1, 3, 0, 0), header_style="dim")
-    for name in ("table", "stored rows", "of", "dim", "disk", "step", "optimizer"):
+    console.print()
+    tables = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("table", "stored rows", "of", "dim", "disk", "live", "step", "optimizer"):
         tables.add_column(name, justify="left" if name in ("table", "optimizer") else "right")
     for name, table in about["tables"].items():
         tables.add_row(
@@ -142,10 +153,25 @@ def _print_run(console: Console, about: dict[str, Any]) -> None:
             _rows(table),
             str(table["dim"]),
             format_bytes(table["disk_bytes"]),
+            format_bytes(table["live_bytes"]),
             f"{table['step']:,}",
             escape(table["optimizer"]),
         )
     console.print(tables)
+
+
+def _model(train: dict[str, Any]) -> str:
+    return f"{train.get('model')}, {train.get('loss')}, dim {train.get('dim')}, {train.get('optimizer')}"
+
+
+def _optimizer(optimizer: Any) -> str:
+    """The rule with its learning rate and whatever differs from the defaults."""
+    shown = [
+        f"{field.name}={getattr(optimizer, field.name)}"
+        for field in fields(optimizer)
+        if field.name == "lr" or getattr(optimizer, field.name) != field.default
+    ]
+    return f"{type(optimizer).__name__}({', '.join(shown)})"
 
 
 def _grid() -> Grid:

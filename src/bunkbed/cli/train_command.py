@@ -355,10 +355,10 @@ def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
     for name, table in run.tables.items():
         parts.append(f"{name} {table.num_rows or 0:,} x {table.dim}")
         total += table.nbytes
-    share = total / parse_bytes(config.ram)
+    times = total / parse_bytes(config.ram)
     console.print(
-        f"[b]tables[/b]  {', '.join(parts)}: {format_bytes(total)} with optimizer state, "
-        f"{f'{share:.1f} times' if share > 1 else 'within'} the RAM budget of {_ram(config)}",
+        f"[b]tables[/b]  {', '.join(parts)}: {format_bytes(total)} with optimizer state; "
+        f"RAM budget {_ram(config)}{f', {times:.1f} times smaller' if times > 1 else ''}",
         soft_wrap=True,
     )
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,10 +117,12 @@ def _draw_loss(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, 
     style_axes(panel, "loss")
     x, y = _series(steps, "loss")
     panel.plot(x, y, color=BLUE, linewidth=0.8, alpha=0.45)
-    x, y = _series(epochs, "loss")
-    if len(x) > 0:
-        panel.plot(x, y, color=BLUE, linewidth=1.8, marker="o", markersize=3.5, clip_on=False)
-        _label_last(panel, x, y, f"{y[-1]:.4f}", BLUE)
+    ends, y = _series(epochs, "loss")
+    if ends:
+        # The mean over an epoch belongs in its middle, not at its end.
+        middles = [(start + end) / 2 for start, end in pairwise([0.0, *ends])]
+        panel.plot(middles, y, color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
+        _label_last(panel, middles, y, f"{y[-1]:.4f}", BLUE)
 
 
 def _draw_quality(panel: Axes, epochs: list[dict[str, Any]], metric: str) -> None:
@@ -145,12 +148,12 @@ def _draw_quality(panel: Axes, epochs: list[dict[str, Any]], metric: str) -> Non
         panel.axvline(at, color=MUTED, linewidth=0.9, linestyle=(0, (3, 3)))
         panel.annotate(
             f"best: epoch {best[-1]['epoch']}",
-            (at, 1.0),
+            (at, 0.0),
             xycoords=("data", "axes fraction"),
-            xytext=(-4, -2),
+            xytext=(-4, 4),
             textcoords="offset points",
             ha="right",
-            va="top",
+            va="bottom",
             fontsize=8,
             color=MUTED,
         )
@@ -170,8 +173,10 @@ def _draw_hits(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, 
     panel.plot(x, y, color=GREEN, linewidth=1.6)
     panel.set_ylim(0, 1.03)
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if len(x) > 0:
-        _label_last(panel, x, y, f"{y[-1]:.1%}", GREEN)
+    if x:
+        # Over the last epoch: its last steps find more, when nothing is staged any more.
+        last = epochs[-1]["unique_hit_rate"] if epochs else y[-1]
+        _label_last(panel, x, [last], f"{last:.1%}", GREEN)
 
 
 def _draw_memory(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
