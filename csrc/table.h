@@ -139,6 +139,7 @@ class Table {
   Manifest manifest_now(uint64_t epoch) const;
   void publish(const Manifest& manifest);
   void collect_locked();
+  void collect_after_commit();
   void keep_in_ram(const std::string& name);
   void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);
 

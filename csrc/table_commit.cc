@@ -104,7 +104,7 @@ uint64_t Table::commit(const std::optional<std::string>& meta, const std::string
   log->begin_epoch(committed_.epoch + 1, log->next_segment(), log->next_version());
   changed_ = false;
   ++commits_;
-  collect_locked();
+  collect_after_commit();
   return committed_.epoch;
 }
 
@@ -117,6 +117,14 @@ void Table::collect_locked() {
   std::set<uint64_t> in_use;
   for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
   store_->set_named_segments(manifests_.collect(pinned, in_use));
+}
+
+// The commit is durable and acknowledged: what could not be removed now goes with the next one.
+void Table::collect_after_commit() {
+  try {
+    collect_locked();
+  } catch (const Error&) {
+  }
 }
 
 void Table::set_pinned_epochs(std::set<uint64_t> epochs) {
@@ -178,7 +186,7 @@ void Table::drop(const std::string& name) {
     }
   }
   manifests_.remove(dropped);
-  collect_locked();
+  collect_after_commit();
 }
 
 // A name used before moves to the new commit.
@@ -271,7 +279,7 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
     throw;
   }
   store_->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
-  collect_locked();
+  collect_after_commit();
 }
 
 uint64_t Table::refresh() {

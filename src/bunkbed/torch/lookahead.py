@@ -18,8 +18,9 @@ class lookahead:  # in lower case, as it is used like a function
     """Yields the loader's batches unchanged and in order, having staged the rows of the next `depth` ones.
 
     Staging moves records, never values, so training is bit-identical at any depth. Batches are pulled in the
-    caller's thread: the loader's use of random numbers stays deterministic, and there is no thread to clean
-    up (reading goes on in the table's own threads). An error of the loader, or of an id, is raised where its
+    caller's thread, and a batch's missing rows are read when it is staged: the loader's use of random numbers
+    stays deterministic, and there is no thread to clean up. What it gains for now is larger reads, not overlap
+    with the model's work. An error of the loader, or of an id, is raised where its
     batch would have come. It owns nothing; iterating again starts the loader again.
 
     Args:

@@ -1,0 +1,94 @@
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "cache.h"
+#include "check.h"
+#include "sample.h"
+
+using namespace bunkbed;
+using namespace bunkbed::test;
+
+namespace {
+
+uint32_t take(Cache* cache, int64_t row) {
+  uint32_t frame;
+  while (!cache->allocate(&frame)) {
+    CHECK(cache->victim(&frame));
+    CHECK(!cache->info(frame).pinned);
+    CHECK(cache->info(frame).row >= 0);
+    cache->release(frame);
+  }
+  CHECK_EQ(cache->info(frame).row, int64_t{-1});
+  cache->info(frame).row = row;
+  cache->info(frame).pinned = 0;
+  return frame;
+}
+
+}  // namespace
+
+TEST(cache_frames_are_distinct_and_counted) {
+  Cache cache(100, 64);
+  cache.set_capacity(20);
+  std::set<uint32_t> frames;
+  for (int64_t row = 0; row < 20; ++row) frames.insert(take(&cache, row));
+  CHECK_EQ(frames.size(), size_t{20});
+  CHECK_EQ(cache.resident(), size_t{20});
+  uint32_t frame;
+  CHECK(!cache.allocate(&frame));
+  CHECK_EQ(cache.resident_bytes(), 20 * Cache::frame_cost(100));
+}
+
+TEST(cache_victim_is_the_least_wanted_and_never_pinned) {
+  Cache cache(16, 8);
+  for (int64_t row = 0; row < 8; ++row) {
+    const uint32_t frame = take(&cache, row);
+    cache.info(frame).count = static_cast<uint8_t>(row == 5 ? 0 : 3);
+  }
+  uint32_t frame;
+  CHECK(cache.victim(&frame));
+  CHECK_EQ(cache.info(frame).row, int64_t{5});
+  for (uint32_t i = 0; i < 8; ++i) cache.info(i).pinned = i != 2;
+  CHECK(cache.victim(&frame));
+  CHECK_EQ(frame, 2u);
+  cache.info(2).pinned = 1;
+  CHECK(!cache.victim(&frame));
+  // Also the most wanted frame is found when it alone is free.
+  cache.info(7).pinned = 0;
+  cache.info(7).count = Cache::kMaxCount;
+  CHECK(cache.victim(&frame));
+  CHECK_EQ(frame, 7u);
+}
+
+TEST(cache_shrinks_and_grows) {
+  Sampler sampler(4);
+  Cache cache(5000, 200);
+  size_t capacity = 200;
+  int64_t next = 0;
+  for (int round = 0; round < 300; ++round) {
+    for (uint64_t i = sampler.bits() % 60; i > 0; --i) {
+      const uint32_t frame = take(&cache, next++);
+      std::memset(cache.record(frame), 1, 5000);
+      CHECK(frame < capacity);
+    }
+    capacity = 1 + sampler.bits() % 200;
+    if (capacity < cache.capacity()) {
+      for (uint32_t frame = static_cast<uint32_t>(capacity); frame < cache.high_water(); ++frame) {
+        if (cache.info(frame).row >= 0) cache.release(frame);
+      }
+    }
+    cache.set_capacity(capacity);
+    cache.trim();
+    CHECK(cache.resident() <= capacity);
+    // Every free place can be used: none was lost from the list.
+    while (cache.resident() < capacity) {
+      const size_t before = cache.resident();
+      const uint32_t frame = take(&cache, next++);
+      CHECK(frame < capacity);
+      CHECK_EQ(cache.resident(), before + 1);
+    }
+  }
+  cache.clear();
+  CHECK_EQ(cache.resident(), size_t{0});
+  CHECK(take(&cache, 1) == 0);
+}
