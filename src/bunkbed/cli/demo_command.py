@@ -59,7 +59,7 @@ def demo(
         extra = {"step_ratio": result.step_ratio, "recovered": result.recovered, "picture": picture}
         print_json({"headline": result.headline(), **extra, **values})
     else:
-        _say(stdout(), result, picture, out)
+        _say(stdout(), result, picture, out, epochs)
     return 0 if result.losses_identical and result.rows_identical else 1
 
 
@@ -126,7 +126,7 @@ class _Watcher:
         return lambda event: None
 
 
-def _say(console: Console, result: DemoResult, picture: Path, out: Path | None) -> None:
+def _say(console: Console, result: DemoResult, picture: Path, out: Path | None, epochs: int) -> None:
     from bunkbed.train.demo import METRIC
     from bunkbed.train.display import format_seconds, sparkline
 
@@ -144,24 +144,28 @@ def _say(console: Console, result: DemoResult, picture: Path, out: Path | None) 
     grid.add_row("written to disk", *(format_bytes(side.written_bytes) for side in sides))
     grid.add_row("last loss", *(f"{side.losses[-1]:.6f}" for side in sides))
     grid.add_row(METRIC, *(f"{side.metrics[METRIC]:.4f}" for side in sides))
-    grid.add_row("loss", *(Text(sparkline(side.losses, 18), style="cyan") for side in sides))
+    lines = [sparkline(side.losses, 18, ascii_only=console.options.ascii_only) for side in sides]
+    grid.add_row("loss", *(Text(line, style="cyan") for line in lines))
     console.print(grid)
     console.print()
     steps = len(result.budget.losses)
+    timed = "steps after the first epoch, when nearly every row they need is stored"
+    if epochs == 1:
+        timed = "the only epoch, which flatters the budget: a row's first touch needs no read"
     equal = "every one identical" if result.losses_identical else "[red]not identical[/]"
     rows = "all identical" if result.rows_identical else "[red]not identical[/]"
-    lines = [
+    facts = [
         ("compared", f"{steps:,} losses, {equal}; {result.stored_rows:,} stored rows, {rows}"),
         (
             "quality",
             f"{METRIC} {result.budget.metrics[METRIC]:.4f}; planted optimum {result.optimum[METRIC]:.4f}, "
             f"popularity {result.popularity[METRIC]:.4f}, random {result.chance[METRIC]:.4f}",
         ),
-        ("timed", "steps after the first epoch, when every row they need is stored"),
+        ("timed", timed),
         ("took", format_seconds(result.seconds)),
         ("picture", escape(str(picture))),
     ]
     if out is not None:
-        lines.append(("runs", f"{escape(str(out / 'budget'))}, {escape(str(out / 'in-ram'))}"))
-    for label, text in lines:
+        facts.append(("runs", f"{escape(str(out / 'budget'))}, {escape(str(out / 'in-ram'))}"))
+    for label, text in facts:
         console.print(f"[dim]{label:<10}[/]{text}", soft_wrap=True)

@@ -24,6 +24,8 @@ from bunkbed.budget import format_bytes
 from bunkbed.train.events import EpochReport, EvalReport, Event, StepReport
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+# For terminals that cannot show those.
+_ASCII_BLOCKS = "_.-=+*#@"
 _BAR_WIDTH = 36
 # How many finished epochs stay in view, so that the panel fits a terminal of 24 lines.
 _EPOCHS_SHOWN = 8
@@ -137,8 +139,9 @@ class LiveDisplay:
             eta = f"[dim]ETA[/] {format_seconds(report.eta_s)}"
             where = f"[b]{report.epoch}[/b] of {report.epochs}, {step}  {eta}"
             grid.add_row("epoch", bar, Text.from_markup(where))
+        line = sparkline(self._losses, _BAR_WIDTH, ascii_only=self._console.options.ascii_only)
         loss = Text.from_markup(f"[b]{report.loss:.5f}[/b]  [dim]{report.samples_per_s:,.0f} samples/s[/]")
-        grid.add_row("loss", Text(sparkline(self._losses, _BAR_WIDTH), style="cyan"), loss)
+        grid.add_row("loss", Text(line, style="cyan"), loss)
         rate = f"[b]{report.unique_hit_rate:.1%}[/b] of unique rows in RAM"
         grid.add_row("hits", _share(report.unique_hit_rate, "green"), Text.from_markup(rate))
         used = report.ram_bytes / max(1, report.ram_budget_bytes)
@@ -257,7 +260,7 @@ def epoch_table(reports: Sequence[EpochReport], metric: str = "") -> Table:
     return table
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
     """`values` as a row of blocks, at most `width` of them, averaged where there are more values.
 
     >>> sparkline([3.0, 2.0, 1.0], 10)
@@ -271,8 +274,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
         finite = [sum(finite[low:high]) / (high - low) for low, high in pairwise(edges)]
     low, high = min(finite), max(finite)
     span = (high - low) or 1.0
-    top = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round((value - low) / span * top)] for value in finite)
+    blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
+    return "".join(blocks[round((value - low) / span * (len(blocks) - 1))] for value in finite)
 
 
 def format_seconds(seconds: float) -> str:
