@@ -10,8 +10,9 @@ import torch
 
 from bunkbed.torch.layer import TableLayer, id_array
 
-#: Batches whose rows are staged ahead of the one in use.
-DEFAULT_DEPTH = 4
+#: Batches whose rows are staged ahead of the one in use. Reads do not overlap the model yet, so more would only make a
+#: small cache give up rows before they are used.
+DEFAULT_DEPTH = 1
 
 
 class lookahead:  # in lower case, as it is used like a function
@@ -28,7 +29,7 @@ class lookahead:  # in lower case, as it is used like a function
         model: the module whose layers look the ids up.
         ids: from a batch to ``{layer: ids}``, an int64 or int32 tensor, or several in a list; what the layers
             will get.
-        depth: batches ahead, at least 0; None for the default, 4.
+        depth: batches ahead, at least 0; None for the default, 1.
 
     Raises:
         ValueError, TypeError: `depth` below 0, or `ids` names something that is not a layer of `model`.
