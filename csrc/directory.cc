@@ -115,13 +115,18 @@ class Partition {
     }
   }
   void set(int64_t row, uint64_t hash, Entry entry) {
-    if (static_cast<double>(capacity_) * kMaxLoad < static_cast<double>(count_ + 1)) grow(count_ + 1);
-    size_t slot = home(hash);
-    while (keys_[slot] >= 0 && keys_[slot] != row) slot = slot + 1 == capacity_ ? 0 : slot + 1;
-    const bool is_new = keys_[slot] < 0;
-    keys_[slot] = row;
+    if (capacity_ == 0) grow(1);
+    size_t slot = place(row, hash);
+    if (keys_[slot] != row) {
+      // Only a new row may make it grow: rows that are there are set where nothing may fail.
+      if (static_cast<double>(capacity_) * kMaxLoad < static_cast<double>(count_ + 1)) {
+        grow(count_ + 1);
+        slot = place(row, hash);
+      }
+      keys_[slot] = row;
+      ++count_;
+    }
     store_entry(&values_[slot * kEntryBytes], entry);
-    count_ += is_new;
   }
   void grow(size_t count) {
     const size_t capacity = grown(capacity_, count);
@@ -147,6 +152,13 @@ class Partition {
  private:
   // The partition is chosen by the hash's low bits, the slot by its high ones.
   size_t home(uint64_t hash) const { return static_cast<size_t>(((hash >> 32) * capacity_) >> 32); }
+
+  // Where the row is, or the free slot where it belongs.
+  size_t place(int64_t row, uint64_t hash) const {
+    size_t slot = home(hash);
+    while (keys_[slot] >= 0 && keys_[slot] != row) slot = slot + 1 == capacity_ ? 0 : slot + 1;
+    return slot;
+  }
 
   std::unique_ptr<int64_t[]> keys_;       // -1: free
   std::unique_ptr<std::byte[]> values_;   // kEntryBytes each
@@ -256,7 +268,8 @@ size_t hashed_directory_bytes(uint64_t stored_rows) {
   const double even = static_cast<double>(stored_rows) / kPartitions;
   const double most = std::min(static_cast<double>(stored_rows), even + 6 * std::sqrt(even) + 6);
   const double capacity = std::max(8.0, most / kMaxLoad * kGrowth + 2);
-  return kPartitions * sizeof(Partition) + static_cast<size_t>(capacity * kSlotBytes * (kPartitions + 1));
+  const double bytes = capacity * kSlotBytes * (kPartitions + 1);
+  return kPartitions * sizeof(Partition) + static_cast<size_t>(std::min(bytes, 0x1p60));
 }
 
 std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows) { return std::make_unique<FlatDirectory>(num_rows); }
