@@ -46,7 +46,9 @@ FILES = {
     },
     "gowalla": {"path": "gowalla/train.txt.gz", "test": "gowalla/test.txt.gz"},
 }
+FILES["ml1m-bce"] = FILES["ml1m"]
 TARGETS = {"ml1m": {"hr@10": 0.70, "ndcg@10": 0.42}, "gowalla": {"recall@20": 0.155}}
+TARGETS["ml1m-bce"] = TARGETS["ml1m"]
 
 
 @dataclass

@@ -185,6 +185,16 @@ def test_a_stop_during_the_evaluation_is_obeyed_and_resumed(tmp_path):
     assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
 
 
+def test_each_request_stops_one_fit(tmp_path):
+    whole, _ = train(tmp_path / "whole", MF)
+    with bb.Run(tmp_path / "run", ram=MF.ram) as run:
+        trainer = Trainer(MF, DATA, run)
+        trainer.request_stop()
+        assert trainer.fit().interrupted and trainer.step == 0
+        assert not trainer.fit().interrupted
+    assert trainer.losses == whole.losses
+
+
 def test_a_finished_run_can_be_given_more_epochs(tmp_path):
     whole, _ = train(tmp_path / "whole", MF)
     two, _ = train(tmp_path / "parts", TrainConfig(**{**MF.to_dict(), "epochs": 2}))

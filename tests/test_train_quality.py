@@ -12,7 +12,7 @@ from bunkbed.train.recipes import RECIPES
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", ["gowalla", "ml1m"])
 def test_quality_runs_tiny(name, tmp_path):
     pytest.importorskip("torch")
     done = subprocess.run(

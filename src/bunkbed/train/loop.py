@@ -161,7 +161,10 @@ class Trainer:
         return self._num_pairs
 
     def request_stop(self) -> None:
-        """Finish the step at hand, commit, and return from `fit`. Safe in a signal handler, idempotent."""
+        """Finish the step at hand, commit, and return from `fit`. Safe in a signal handler, idempotent.
+
+        Asked for before `fit`, it makes `fit` return at once; each request stops one `fit`.
+        """
         self._stop_requested = True
 
     def fit(self, on_event: OnEvent | None = None) -> Outcome:
@@ -186,6 +189,7 @@ class Trainer:
             session = _Session(self, log, on_event)
             return session.fit()
         finally:
+            self._stop_requested = False
             log.close()
             torch.set_num_threads(threads[0])
             bb.set_num_threads(threads[1])
