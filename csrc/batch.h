@@ -4,7 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+
+#include "memory.h"
 
 namespace bunkbed {
 
@@ -17,21 +18,21 @@ class Batch {
 
   size_t size() const { return inverse_.size(); }
   size_t num_unique() const { return unique_.size(); }
-  const std::vector<int64_t>& unique() const { return unique_; }    // in order of first occurrence
-  const std::vector<uint32_t>& inverse() const { return inverse_; } // index into unique() per place in the batch
-  const std::vector<uint32_t>& order() const { return order_; }     // places grouped by unique row, ascending in each
-  const std::vector<uint32_t>& offsets() const { return offsets_; } // (num_unique + 1) starts into order()
+  const BlockVector<int64_t>& unique() const { return unique_; }    // in order of first occurrence
+  const BlockVector<uint32_t>& inverse() const { return inverse_; } // index into unique() per place in the batch
+  const BlockVector<uint32_t>& order() const { return order_; }     // places grouped by unique row, ascending in each
+  const BlockVector<uint32_t>& offsets() const { return offsets_; } // (num_unique + 1) starts into order()
 
   // Scratch a batch of n ids takes at most; what a budget must hold.
   static constexpr size_t bytes_per_id() { return 8 /*unique*/ + 4 + 4 + 4 /*inverse, order, offsets*/ + 16 /*table*/; }
   size_t bytes() const;
 
  private:
-  std::vector<int64_t> unique_;
-  std::vector<uint32_t> inverse_;
-  std::vector<uint32_t> order_;
-  std::vector<uint32_t> offsets_;
-  std::vector<uint32_t> table_;  // open addressing: index into unique_ + 1
+  BlockVector<int64_t> unique_;
+  BlockVector<uint32_t> inverse_;
+  BlockVector<uint32_t> order_;
+  BlockVector<uint32_t> offsets_;
+  BlockVector<uint32_t> table_;  // open addressing: index into unique_ + 1
 };
 
 }  // namespace bunkbed

@@ -18,6 +18,7 @@
 #include "format.h"
 #include "kernels/kernels.h"
 #include "manifests.h"
+#include "memory.h"
 #include "store.h"
 #include "types.h"
 #include "vfs/vfs.h"
@@ -199,13 +200,13 @@ class Table {
 
   // Scratch kept between calls, so that a step allocates nothing once warm.
   Batch batch_;
-  std::vector<int64_t> missing_ids_;
-  std::vector<uint32_t> missing_;
-  std::vector<uint32_t> missing_counts_;
-  std::vector<uint32_t> frames_;
-  std::vector<uint32_t> members_;
-  std::vector<float> sums_;
-  std::vector<std::byte> records_;
+  BlockVector<int64_t> missing_ids_;
+  BlockVector<uint32_t> missing_;
+  BlockVector<uint32_t> missing_counts_;
+  BlockVector<uint32_t> frames_;
+  BlockVector<uint32_t> members_;
+  BlockVector<float> sums_;
+  BlockVector<std::byte> records_;
 };
 
 // Sums the gradients of equal ids in batch order: unique ids in order of first occurrence and their sums.

@@ -19,6 +19,7 @@
 #include "float_mode.h"
 #include "kernels/kernels.h"
 #include "manifests.h"
+#include "memory.h"
 #include "optimizer.h"
 #include "workers.h"
 
@@ -99,6 +100,20 @@ const char* simd_name(Simd level) {
 
 }  // namespace
 
+// A Python object that gives a block back when the last array over it is gone.
+struct OwnedBlock {
+  void* address;
+  size_t bytes;
+};
+
+nb::object own_block(void* address, size_t bytes) {
+  return nb::capsule(new OwnedBlock{address, bytes}, [](void* p) noexcept {
+    const auto* block = static_cast<OwnedBlock*>(p);
+    free_block(block->address, block->bytes);
+    delete block;
+  });
+}
+
 InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed) {
   InitSpec spec;
   spec.kind = kind == "zeros" ? InitKind::kZeros : kind == "normal" ? InitKind::kNormal : InitKind::kUniform;
@@ -168,18 +183,27 @@ NB_MODULE(_native, m) {
           batch->assign(ids.data(), ids.shape(0));
           batch->group();
           n = batch->num_unique();
-          unique = new int64_t[n];
-          sums = new float[n * dim];
+          unique = static_cast<int64_t*>(allocate_block(n * sizeof(int64_t)));
+          sums = static_cast<float*>(allocate_block(n * dim * sizeof(float)));
           std::copy(batch->unique().begin(), batch->unique().end(), unique);
           sum_duplicates(*batch, grads.data(), dim, sums);
         }
-        const nb::capsule owns_unique(unique, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
-        const nb::capsule owns_sums(sums, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+        const nb::object owns_unique = own_block(unique, n * sizeof(int64_t));
+        const nb::object owns_sums = own_block(sums, n * dim * sizeof(float));
         return nb::make_tuple(nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(unique, {n}, owns_unique),
                               nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {n, dim}, owns_sums));
       },
       "ids"_a, "grads"_a,
       "Sum the gradients of equal ids in batch order: (unique int64[U] in order of first occurrence, float32[U, dim]).");
+
+  m.def(
+      "empty_rows",
+      [](size_t rows, size_t dim) {
+        auto* values = static_cast<float*>(allocate_block(std::max<size_t>(1, rows * dim) * sizeof(float)));
+        return nb::ndarray<nb::numpy, float, nb::ndim<2>>(
+            values, {rows, dim}, own_block(values, std::max<size_t>(1, rows * dim) * sizeof(float)));
+      },
+      "rows"_a, "dim"_a, "Uninitialised float32[rows, dim], 64-byte aligned, from memory that is used again when freed.");
 
   m.def(
       "norm",

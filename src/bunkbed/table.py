@@ -208,7 +208,8 @@ class Table:
                 uint16) for a table of that dtype. Default: a new array, the caller's.
 
         Returns:
-            float32[..., dim]; an untouched row has its initial value. `out` when given.
+            float32[..., dim]; an untouched row has its initial value. `out` when given; a new array is aligned to 64
+            bytes.
 
         Raises:
             IndexError: an id outside the table; names the first and its position.
@@ -218,7 +219,7 @@ class Table:
         array = as_ids(ids, table=f"table '{self._name}'")
         shape = (*array.shape, self._dim)
         if out is None:
-            result: npt.NDArray[Any] = np.empty(shape, np.float32)
+            result: npt.NDArray[Any] = _native.empty_rows(array.size, self._dim).reshape(shape)
         else:
             result = self._check_out(out, shape)
         wide = result if result.dtype == np.float32 else np.empty(shape, np.float32)
@@ -277,7 +278,7 @@ class Table:
         if pooling == "none":
             rows: Floats = self.lookup(array, touch=touch)
             return rows if factors is None else rows * factors[:, None]
-        out = np.empty((starts.size, self._dim), np.float32)
+        out = _native.empty_rows(starts.size, self._dim)
         self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, out)
         return out
 

@@ -91,8 +91,6 @@ class _Bags:
                 self.ids, self.offsets, pooling=layer.mode, weights=self.weights, touch=touch
             )
         )
-        if pooled.data_ptr() % 64:
-            pooled = pooled.clone()  # aligned, see TableLayer._look_up
         return layer._output(pooled)
 
     def unfiltered(self, values: FloatArray) -> FloatArray:

@@ -18,7 +18,6 @@ from bunkbed.torch import checkpoint
 from bunkbed.torch.pending import IntArray, pending_of, require_one_process
 
 #: Floats below which copying a lookup's result costs less than handing in where it shall go.
-SMALL = 16_384
 
 #: Rows per `Table.set` when weights are imported.
 IMPORT_CHUNK = 65_536
@@ -178,15 +177,10 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     def _look_up(self, rows: IntArray, *, touch: bool) -> Any:
         """Rows of int64[...] ids as the layer gives them out, [..., dim].
 
-        In torch's memory, which is 64-byte aligned: MKL's kernels give other bits at other alignments, and NumPy
-        aligns to 16 only, so a model's losses would depend on where malloc put the rows.
+        The table aligns them to 64 bytes: MKL's kernels give other bits at other alignments, so a model's losses would
+        depend on where the rows happened to lie.
         """
-        table = self._pending.table
-        if rows.size * self.embedding_dim < SMALL:
-            out = torch.from_numpy(table.lookup(rows, touch=touch)).clone()
-        else:
-            out = torch.empty((*rows.shape, self.embedding_dim), dtype=torch.float32, device="cpu")
-            table.lookup(rows, touch=touch, out=out.numpy())
+        out = torch.from_numpy(self._pending.table.lookup(rows, touch=touch))
         return self._output(out)
 
     def _output(self, values: Any) -> Any:
