@@ -17,8 +17,6 @@ from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch import checkpoint
 from bunkbed.torch.pending import IntArray, pending_of, require_one_process
 
-#: Floats below which copying a lookup's result costs less than handing in where it shall go.
-
 #: Rows per `Table.set` when weights are imported.
 IMPORT_CHUNK = 65_536
 
