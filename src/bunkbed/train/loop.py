@@ -106,6 +106,7 @@ class Trainer:
         if config.reject_seen:
             seen = SeenPairs(parts.train.users, parts.train.items, data.num_items)
         self._num_pairs = len(parts.train)
+        self._num_users, self._num_items = data.num_users, data.num_items
         self._source = BatchSource(
             parts.train,
             batch_size=config.batch_size,
@@ -201,6 +202,21 @@ class Trainer:
                 self.model.weight.copy_(state["weights"]["weight"])
         if self._dense is not None:
             self._dense.load_state_dict(state["optimizer"])
+
+    def _lookahead_depth(self) -> int:
+        """How many batches ahead rows are staged: as many as fit in a quarter of the budget, at most four.
+
+        More would push each other and the rows of the step at hand out of the cache before they are used: on
+        Gowalla with a quarter of its records' bytes, a depth of four doubles the misses.
+        """
+        config = self.config
+        optimizer = config.table_optimizer()
+        record_bytes = 4 * (config.dim + len(optimizer.slots) * optimizer.slot_dim(config.dim))
+        own_negatives = 0 if config.share_negatives else config.batch_size * config.negatives
+        shared_negatives = config.negatives if config.share_negatives else 0
+        items = min(config.batch_size + own_negatives + shared_negatives, self._num_items)
+        batch_rows = min(config.batch_size, self._num_users) + items
+        return min(4, self.run.budget.total_bytes // (4 * batch_rows * record_bytes))
 
     def _set_lr(self, epoch: int) -> None:
         decay = self.config.lr_decay ** (epoch - 1)
@@ -320,7 +336,7 @@ class _Session:
                 wanted[model.item_bias] = batch[1]
             return wanted
 
-        return iter(lookahead(pairs(), model, ids=ids))
+        return iter(lookahead(pairs(), model, ids=ids, depth=self._trainer._lookahead_depth()))
 
     def _evaluate(self, epoch: int) -> tuple[dict[str, float], str]:
         evaluator = self._trainer._evaluator
