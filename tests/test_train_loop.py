@@ -150,18 +150,22 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path,
     assert_same_bits(contents(tmp_path / "parts", "best"), contents(tmp_path / "whole", "best"))
 
 
-def test_a_killed_run_goes_on_from_its_last_commit(tmp_path):
+def test_a_killed_run_goes_on_from_its_last_commit(tmp_path, monkeypatch):
     whole, _ = train(tmp_path / "whole", MF)
-
-    def crash(event):
-        if isinstance(event, EvalReport) and trainer.epoch == 1:
-            raise RuntimeError("power loss")
-
     run = bb.Run(tmp_path / "parts", ram=MF.ram)
     trainer = Trainer(MF, DATA, run)
+    commit = run.commit
+
+    def crash(**arguments):
+        if trainer.epoch == 2:  # its line stands in the log already
+            raise RuntimeError("power loss")
+        commit(**arguments)
+
+    monkeypatch.setattr(run, "commit", crash)
     with pytest.raises(RuntimeError, match="power loss"):
-        trainer.fit(crash)
+        trainer.fit()
     run.close(commit=False)
+    assert len(log(tmp_path / "parts")) == 2
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "global_st')  # torn
     again, outcome = train(tmp_path / "parts", MF)
@@ -242,6 +246,12 @@ def test_patience_stops_early_and_the_best_epoch_is_kept(tmp_path):
     assert (best.split, best.metrics) == ("validation", outcome.best)
     again, outcome_again = train(tmp_path / "run", config)
     assert again.losses == [] and outcome_again.stopped_early
+    # Interrupted between the best epoch and the end, it still knows which was best and how long ago.
+    stop_after = (outcome.best_epoch + 1) * again.steps_per_epoch + 2
+    train(tmp_path / "parts", config, stop_after=stop_after)
+    _, resumed = train(tmp_path / "parts", config)
+    assert (resumed.best_epoch, resumed.best, resumed.epoch) == (outcome.best_epoch, outcome.best, outcome.epoch)
+    assert_same_bits(contents(tmp_path / "parts", "best"), contents(tmp_path / "run", "best"))
 
 
 def test_without_validation_every_pair_trains_and_nothing_is_chosen(tmp_path):
