@@ -28,16 +28,20 @@ def child(options: argparse.Namespace) -> None:
     # Interpreter and batch: everything the caller holds, touched once so that it is resident.
     ids = sample(rng, options.batch)
     grads = np.full((options.batch, DIM), 0.01, np.float32)
-    out = np.zeros((options.batch, DIM), np.float32)
+    out = np.full((options.batch, DIM), 0.0, np.float32)  # not np.zeros: its pages count only once written
     if options.torch:
         import torch
 
         from bunkbed.torch import Embedding, Optimizer
 
         torch.set_num_threads(1)
-        warm = torch.nn.Embedding(10, DIM, sparse=True)
-        # Backward allocates torch's pools and a gradient of the batch's size: not the table's.
-        warm(torch.from_numpy(ids % 10)).backward(torch.from_numpy(grads))
+        # A step on a table of ten rows: what torch, the adapter and a batch's output take is not the table's.
+        gradient = torch.from_numpy(grads)
+        warm = Embedding(10, DIM)
+        optimizer = Optimizer(warm)
+        warm(torch.from_numpy(ids % 10)).backward(gradient)
+        optimizer.step()
+        del warm, optimizer
     common.reset_peak()
     base = common.resident_bytes("VmHWM")
     table = bb.open(options.child_path, ram=options.ram)
@@ -45,7 +49,6 @@ def child(options: argparse.Namespace) -> None:
     if options.torch:
         layer = Embedding(table.num_rows, DIM, table=table)
         optimizer = Optimizer(layer)
-        gradient = torch.from_numpy(grads)
 
         def step() -> None:
             optimizer.zero_grad()

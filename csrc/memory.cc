@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <cstdlib>
 #include <mutex>
 #include <new>
@@ -11,23 +13,54 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kUnit = 256u << 10;
-constexpr size_t kHugePage = 2u << 20;
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePagesFrom = 8u << 20;
+constexpr size_t kKeptBytes = 64u << 20;  // freed arrays kept, process-wide
+constexpr uint64_t kKeptFor = 32;         // arrays handed out since, after which a kept one goes
 
-// What a request of `bytes` takes: sizes vary a little from step to step, and must still find each other's blocks.
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+// Sizes vary a little from step to step (the unique rows of a batch) and must still find each other's blocks: rounded
+// up to an eighth of the power of two below.
 size_t rounded(size_t bytes) {
-  const size_t unit = std::max(kUnit, bytes / 16 / kUnit * kUnit);
+  const size_t unit = std::max(kPage, std::bit_floor(bytes) / 8);
   return (bytes + unit - 1) / unit * unit;
 }
 
+void* map(size_t bytes) {
+  void* block = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (block == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  if (bytes >= kHugePagesFrom) ::madvise(block, bytes, MADV_HUGEPAGE);
+#endif
+  return block;
+}
+
+void* from_heap(size_t bytes) {
+  void* block = std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64));
+  if (block == nullptr) throw std::bad_alloc();
+  return block;
+}
+
 struct Kept {
-  std::mutex mutex;  // guards the rest
   struct Block {
     void* address;
     size_t bytes;
+    uint64_t since;
   };
+  std::mutex mutex;  // guards the rest
   std::vector<Block> blocks;
   size_t bytes = 0;
+  uint64_t handed_out = 0;
+
+  // The oldest first.
+  void drop_while(auto&& is_too_much) {
+    while (!blocks.empty() && is_too_much(blocks.front())) {
+      ::munmap(blocks.front().address, blocks.front().bytes);
+      bytes -= blocks.front().bytes;
+      blocks.erase(blocks.begin());
+    }
+  }
 };
 
 Kept& kept() {
@@ -37,16 +70,24 @@ Kept& kept() {
 
 }  // namespace
 
-void* allocate_block(size_t bytes) {
+void* allocate_block(size_t bytes) { return bytes < kLargeBlock ? from_heap(bytes) : map(whole_pages(bytes)); }
+
+void free_block(void* block, size_t bytes) noexcept {
+  if (block == nullptr) return;
   if (bytes < kLargeBlock) {
-    void* block = std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64));
-    if (block == nullptr) throw std::bad_alloc();
-    return block;
+    std::free(block);
+  } else {
+    ::munmap(block, whole_pages(bytes));
   }
+}
+
+void* allocate_array(size_t bytes) {
+  if (bytes < kLargeBlock) return from_heap(bytes);
   const size_t size = rounded(bytes);
   {
     Kept& pool = kept();
     const std::lock_guard guard(pool.mutex);
+    ++pool.handed_out;
     const auto found = std::find_if(pool.blocks.begin(), pool.blocks.end(),
                                     [size](const Kept::Block& block) { return block.bytes == size; });
     if (found != pool.blocks.end()) {
@@ -56,15 +97,10 @@ void* allocate_block(size_t bytes) {
       return block;
     }
   }
-  void* block = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (block == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  if (size >= 4 * kHugePage) ::madvise(block, size, MADV_HUGEPAGE);
-#endif
-  return block;
+  return map(size);
 }
 
-void free_block(void* block, size_t bytes) noexcept {
+void free_array(void* block, size_t bytes) noexcept {
   if (block == nullptr) return;
   if (bytes < kLargeBlock) {
     std::free(block);
@@ -74,18 +110,15 @@ void free_block(void* block, size_t bytes) noexcept {
   Kept& pool = kept();
   const std::lock_guard guard(pool.mutex);
   try {
-    pool.blocks.push_back({block, size});
+    pool.blocks.push_back({block, size, pool.handed_out});
     pool.bytes += size;
   } catch (const std::bad_alloc&) {
     ::munmap(block, size);
     return;
   }
-  // The oldest go first: sizes nobody asks for any more.
-  while (pool.bytes > kKeptBytes) {
-    ::munmap(pool.blocks.front().address, pool.blocks.front().bytes);
-    pool.bytes -= pool.blocks.front().bytes;
-    pool.blocks.erase(pool.blocks.begin());
-  }
+  pool.drop_while([&pool](const Kept::Block& oldest) {
+    return pool.bytes > kKeptBytes || oldest.since + kKeptFor < pool.handed_out;
+  });
 }
 
 }  // namespace bunkbed

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "error.h"
+#include "memory.h"
 
 namespace bunkbed {
 
@@ -37,14 +38,14 @@ class Versions {
     return at;
   }
   void grow() {
-    std::vector<Slot> old(slots_.size() * 2, Slot{-1, 0});
+    BlockVector<Slot> old(slots_.size() * 2, Slot{-1, 0});
     std::swap(old, slots_);
     for (const Slot& slot : old) {
       if (slot.id >= 0) slots_[place(slot.id)] = slot;
     }
   }
 
-  std::vector<Slot> slots_;
+  BlockVector<Slot> slots_;
   size_t used_ = 0;
 };
 

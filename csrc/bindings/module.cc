@@ -109,7 +109,7 @@ struct OwnedBlock {
 nb::object own_block(void* address, size_t bytes) {
   return nb::capsule(new OwnedBlock{address, bytes}, [](void* p) noexcept {
     const auto* block = static_cast<OwnedBlock*>(p);
-    free_block(block->address, block->bytes);
+    free_array(block->address, block->bytes);
     delete block;
   });
 }
@@ -183,8 +183,8 @@ NB_MODULE(_native, m) {
           batch->assign(ids.data(), ids.shape(0));
           batch->group();
           n = batch->num_unique();
-          unique = static_cast<int64_t*>(allocate_block(n * sizeof(int64_t)));
-          sums = static_cast<float*>(allocate_block(n * dim * sizeof(float)));
+          unique = static_cast<int64_t*>(allocate_array(n * sizeof(int64_t)));
+          sums = static_cast<float*>(allocate_array(n * dim * sizeof(float)));
           std::copy(batch->unique().begin(), batch->unique().end(), unique);
           sum_duplicates(*batch, grads.data(), dim, sums);
         }
@@ -199,7 +199,7 @@ NB_MODULE(_native, m) {
   m.def(
       "empty_rows",
       [](size_t rows, size_t dim) {
-        auto* values = static_cast<float*>(allocate_block(std::max<size_t>(1, rows * dim) * sizeof(float)));
+        auto* values = static_cast<float*>(allocate_array(std::max<size_t>(1, rows * dim) * sizeof(float)));
         return nb::ndarray<nb::numpy, float, nb::ndim<2>>(
             values, {rows, dim}, own_block(values, std::max<size_t>(1, rows * dim) * sizeof(float)));
       },
