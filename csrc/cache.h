@@ -18,9 +18,11 @@ struct FrameInfo {
   uint8_t count;      // GCLOCK's
   uint8_t dirty;
   uint8_t pinned;
-  uint8_t unused;
+  uint8_t staged;  // kLoading while its record is being read by staging, kStaged until it is first wanted
 };
 inline constexpr uint64_t kNoPosition = ~0ull;
+inline constexpr uint8_t kLoading = 1;
+inline constexpr uint8_t kStaged = 2;
 
 class Cache {
  public:

@@ -24,7 +24,10 @@ Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_
       payload_bytes_(payload_bytes),
       stride_(record_stride(payload_bytes)),
       slots_per_segment_(slots_per_segment),
-      memory_(memory) {}
+      memory_(memory) {
+  lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
+  staging_lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
+}
 
 Log::~Log() {
   try {
@@ -68,8 +71,9 @@ void Log::set_memory(const LogMemory& memory) {
   drain();
   open_ = nullptr;  // opened and never filled, if at all
   chunks_.clear();
-  slices_ = vfs::Buffer();
   memory_ = memory;
+  lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
+  staging_lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
 }
 
 // ---- Appends -------------------------------------------------------------------------------------------------
@@ -314,51 +318,40 @@ void Log::verify(int64_t id, const std::byte* record, const vfs::File& file, uin
                                           " fails its checksum; the table's other rows can be read");
 }
 
-void Log::read(std::span<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile) {
-  if (requests.empty()) {
-    if (meanwhile) meanwhile();
-    return;
-  }
-  const auto started = std::chrono::steady_clock::now();
-  std::sort(requests.begin(), requests.end(),
+ReadPlan Log::plan_reads(std::vector<ReadRequest> requests) {
+  ReadPlan plan;
+  plan.requests = std::move(requests);
+  std::sort(plan.requests.begin(), plan.requests.end(),
             [](const ReadRequest& a, const ReadRequest& b) { return a.position < b.position; });
-
   // One extent is one read: records whose blocks touch share it while they fit a slice.
-  struct Extent {
-    vfs::File* file;
-    uint64_t offset;
-    uint32_t bytes;
-    uint32_t first;
-    uint32_t count;
-  };
-  std::vector<Extent> extents;
-  extents.reserve(requests.size());
-  uint64_t total_bytes = 0;
-  // Compaction may drop a segment while its records are being read: the files stay open until the reads are done.
-  std::vector<std::shared_ptr<vfs::File>> held;
-  for (uint32_t i = 0; i < requests.size(); ++i) {
-    const Segment& segment = segment_of(requests[i].position);
-    if (held.empty() || held.back() != segment.file) held.push_back(segment.file);
+  plan.extents.reserve(plan.requests.size());
+  for (uint32_t i = 0; i < plan.requests.size(); ++i) {
+    const Segment& segment = segment_of(plan.requests[i].position);
+    if (plan.held.empty() || plan.held.back() != segment.file) plan.held.push_back(segment.file);
     vfs::File* file = segment.file.get();
     const uint64_t unit = file->read_alignment();
-    const uint64_t offset = slot_of(requests[i].position) * stride_;
+    const uint64_t offset = slot_of(plan.requests[i].position) * stride_;
     const uint64_t begin = round_down(offset, unit);
     const uint64_t end = round_up(offset + stride_, unit);
-    if (!extents.empty()) {
-      Extent& last = extents.back();
-      if (last.file == file && begin <= last.offset + last.bytes &&
-          end - last.offset <= memory_.read_slice_bytes) {
+    if (!plan.extents.empty()) {
+      ReadPlan::Extent& last = plan.extents.back();
+      if (last.file == file && begin <= last.offset + last.bytes && end - last.offset <= memory_.read_slice_bytes) {
         last.bytes = static_cast<uint32_t>(std::max<uint64_t>(last.bytes, end - last.offset));
         ++last.count;
         continue;
       }
     }
-    extents.push_back({file, begin, static_cast<uint32_t>(end - begin), i, 1});
+    plan.extents.push_back({file, begin, static_cast<uint32_t>(end - begin), i, 1});
   }
-  for (const Extent& extent : extents) total_bytes += extent.bytes;
+  for (const ReadPlan::Extent& extent : plan.extents) plan.bytes += extent.bytes;
+  return plan;
+}
 
-  if (slices_.size() == 0) slices_ = vfs::Buffer(memory_.read_slice_bytes * memory_.num_read_slices);
-  std::vector<uint32_t> free_slices(memory_.num_read_slices);
+void Log::execute(const ReadPlan& plan, size_t read_bytes, ReadLane* lane,
+                  const std::function<void()>& meanwhile) const {
+  std::byte* const memory = lane->memory();
+  const size_t slice_bytes = lane->slice_bytes();
+  std::vector<uint32_t> free_slices(lane->num_slices());
   for (uint32_t i = 0; i < free_slices.size(); ++i) free_slices[i] = i;
   std::mutex slices_mutex;  // guards free_slices
 
@@ -369,16 +362,17 @@ void Log::read(std::span<ReadRequest> requests, size_t read_bytes, const std::fu
       slice = free_slices.back();
       free_slices.pop_back();
     }
-    std::byte* buffer = slices_.data() + size_t{slice} * memory_.read_slice_bytes;
+    std::byte* buffer = memory + size_t{slice} * slice_bytes;
     try {
       for (size_t e = from; e < to; ++e) {
-        const Extent& extent = extents[e];
+        const ReadPlan::Extent& extent = plan.extents[e];
         extent.file->read(buffer, extent.bytes, extent.offset);
         for (uint32_t r = extent.first; r < extent.first + extent.count; ++r) {
-          const uint64_t slot = slot_of(requests[r].position);
+          const ReadRequest& request = plan.requests[r];
+          const uint64_t slot = slot_of(request.position);
           const std::byte* record = buffer + (slot * stride_ - extent.offset);
-          verify(requests[r].id, record, *extent.file, slot);
-          std::memcpy(requests[r].payload, record, read_bytes);
+          verify(request.id, record, *extent.file, slot);
+          std::memcpy(request.payload, record, read_bytes);
         }
       }
     } catch (...) {
@@ -391,9 +385,8 @@ void Log::read(std::span<ReadRequest> requests, size_t read_bytes, const std::fu
   };
 
   // The caller reads too once it has nothing better to do, hence one helper fewer than slices.
-  const auto loop = std::make_shared<Loop>(extents.size(), 1, body);
-  const size_t helpers = std::min({memory_.num_read_slices - 1, kIoThreads, extents.size()});
-  io_pool().start(loop, helpers);
+  const auto loop = std::make_shared<Loop>(plan.extents.size(), 1, body);
+  io_pool().start(loop, std::min({lane->num_slices() - 1, kIoThreads, plan.extents.size()}));
   std::exception_ptr error;
   try {
     if (meanwhile) meanwhile();
@@ -401,12 +394,34 @@ void Log::read(std::span<ReadRequest> requests, size_t read_bytes, const std::fu
     error = std::current_exception();  // the readers use this frame's memory: wait for them first
   }
   io_pool().join(*loop);
-  stats_.reads += extents.size();
-  stats_.read_bytes += total_bytes;
-  stats_.read_records += requests.size();
-  stats_.read_wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   loop->rethrow();
   if (error) std::rethrow_exception(error);
+}
+
+void Log::count_reads(const ReadPlan& plan, double waited_s) {
+  stats_.reads += plan.extents.size();
+  stats_.read_bytes += plan.bytes;
+  stats_.read_records += plan.requests.size();
+  stats_.read_wait_s += waited_s;
+}
+
+void Log::read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile) {
+  if (requests.empty()) {
+    if (meanwhile) meanwhile();
+    return;
+  }
+  const auto started = std::chrono::steady_clock::now();
+  const ReadPlan plan = plan_reads(std::move(requests));
+  const auto count = [&] {
+    count_reads(plan, std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+  };
+  try {
+    execute(plan, read_bytes, &lane_, meanwhile);
+  } catch (...) {
+    count();
+    throw;
+  }
+  count();
 }
 
 // ---- Segments ------------------------------------------------------------------------------------------------

@@ -48,6 +48,43 @@ struct ReadRequest {
   std::byte* payload;  // where its first bytes go
 };
 
+// Where reads land before they are checked. One lane serves one batch of reads at a time.
+class ReadLane {
+ public:
+  void resize(size_t slice_bytes, size_t num_slices) {
+    slice_bytes_ = slice_bytes;
+    num_slices_ = num_slices;
+    memory_ = vfs::Buffer();
+  }
+  size_t slice_bytes() const { return slice_bytes_; }
+  size_t num_slices() const { return num_slices_; }
+  std::byte* memory() {
+    if (memory_.size() == 0) memory_ = vfs::Buffer(slice_bytes_ * num_slices_);
+    return memory_.data();
+  }
+
+ private:
+  size_t slice_bytes_ = 0;
+  size_t num_slices_ = 0;
+  vfs::Buffer memory_;
+};
+
+// A batch of reads that knows its files: it can run without the table's lock.
+struct ReadPlan {
+  struct Extent {
+    vfs::File* file;
+    uint64_t offset;
+    uint32_t bytes;
+    uint32_t first;  // of the requests
+    uint32_t count;
+  };
+  std::vector<ReadRequest> requests;  // by position
+  std::vector<Extent> extents;
+  // Compaction may drop a segment while its records are being read: the files stay open until the reads are done.
+  std::vector<std::shared_ptr<vfs::File>> held;
+  uint64_t bytes = 0;
+};
+
 struct LogStats {
   uint64_t reads = 0;          // reads issued (neighbouring records share one)
   uint64_t read_bytes = 0;     // of those reads
@@ -65,7 +102,7 @@ struct LogMemory {
   size_t num_read_slices = 64;
   // Bytes the above takes; the index of a chunk (16 bytes a record) is kept beside it until it is written.
   size_t total(size_t stride) const {
-    return num_chunks * (chunk_bytes + chunk_bytes / stride * 16) + read_slice_bytes * num_read_slices;
+    return num_chunks * (chunk_bytes + chunk_bytes / stride * 16) + 2 * read_slice_bytes * num_read_slices;
   }
 };
 
@@ -90,9 +127,15 @@ class Log {
   uint64_t append(int64_t id, const std::byte* payload, uint64_t version = 0);
   // The payload of a record that is still in memory, or null when it is on disk.
   const std::byte* pending(uint64_t position);
-  // Reads and verifies records and copies the first `read_bytes` of each payload; `meanwhile` runs on the caller while others read. On an error some payloads may
-  // have been written and none may be used.
-  void read(std::span<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile);
+  // Reads and verifies records and copies the first `read_bytes` of each payload; `meanwhile` runs on the caller while
+  // others read. On an error some payloads may have been written and none may be used.
+  void read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile);
+  // The same in parts, for reads that go on without the table's lock: plan_reads() and count_reads() under it,
+  // execute() anywhere.
+  ReadPlan plan_reads(std::vector<ReadRequest> requests);
+  void execute(const ReadPlan& plan, size_t read_bytes, ReadLane* lane, const std::function<void()>& meanwhile) const;
+  void count_reads(const ReadPlan& plan, double waited_s);
+  ReadLane* staging_lane() { return &staging_lane_; }
 
   // Closes the open chunk and waits until every chunk is in its file (not yet durable).
   void drain();
@@ -172,7 +215,8 @@ class Log {
   Segment* current_ = nullptr;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   Chunk* open_ = nullptr;
-  vfs::Buffer slices_;
+  ReadLane lane_;          // of the calls that wait for their reads
+  ReadLane staging_lane_;  // of staging, which goes on beside them
   LogStats stats_;
 
   std::mutex mutex_;  // guards the state and error of every Chunk

@@ -61,7 +61,10 @@ class Store {
   void set_initial_record(InitialRecord initial) { initial_ = std::move(initial); }
 
   // Most rows one pin() may ask for.
-  size_t max_pinned() const { return std::max<size_t>(1, cache_.capacity() - std::min<size_t>(cache_.capacity() / 8, 8)); }
+  size_t max_pinned() const {
+    const size_t free = cache_.capacity() - std::min(cache_.capacity(), frames_staging_);
+    return std::max<size_t>(1, free - std::min<size_t>(free / 8, 8));
+  }
 
   // Makes distinct rows resident and pins them. Absent rows: with `create` they get a dirty frame with their
   // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
@@ -71,6 +74,20 @@ class Store {
   // fail for want of directory.
   void reserve_rows(const int64_t* rows, size_t n);
   void unpin(const uint32_t* frames, size_t n);
+
+  // Staging: reads that go on without the table's lock, one batch at a time.
+  //   1. begin_staging(), under the lock: frames are taken, pinned and marked kLoading, the directory points at them.
+  //   2. Staging::plan is executed on the staging lane, anywhere. Meanwhile nobody may use a kLoading frame; whoever
+  //      wants one waits for step 3. Compaction may move its position.
+  //   3. end_staging(), under the lock: the frames are ordinary ones, or, after an error, gone again.
+  // Distinct rows; those in RAM or never stored are left alone, and at most half of the frames are taken.
+  struct Staging {
+    ReadPlan plan;
+    std::vector<uint32_t> frames;
+  };
+  Staging begin_staging(const int64_t* rows, size_t n);
+  void end_staging(const Staging& staging, bool failed);
+  bool is_loading(uint32_t frame) const { return cache_.info(frame).staged == kLoading; }
   void mark_dirty(uint32_t frame);
   // Copies the first `record_bytes` of distinct rows' records; changes nothing in the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
@@ -134,6 +151,7 @@ class Store {
   Compactor compactor_;
   InitialRecord initial_;
   size_t dirty_rows_ = 0;
+  size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   uint64_t appended_seen_ = 0;  // records in the log when compact_some() last ran
   StoreStats stats_;
 };

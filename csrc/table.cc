@@ -448,7 +448,7 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
 }
 
 TableStats Table::stats() {
-  const auto guard = lock();
+  const auto guard = lock_beside_staging();
   require_usable();
   TableStats stats;
   stats.store = store_->stats();
@@ -475,27 +475,27 @@ TableStats Table::stats() {
 }
 
 int64_t Table::step() {
-  const auto guard = lock();
+  const auto guard = lock_beside_staging();
   return step_;
 }
 
 uint64_t Table::epoch() {
-  const auto guard = lock();
+  const auto guard = lock_beside_staging();
   return committed_.epoch;
 }
 
 uint64_t Table::uncommitted_rows() {
-  const auto guard = lock();
+  const auto guard = lock_beside_staging();
   return closed_ ? 0 : store_->dirty_rows();
 }
 
 bool Table::is_changed() {
-  const auto guard = lock();
+  const auto guard = lock_beside_staging();
   return changed_;
 }
 
 std::string Table::meta() {
-  const auto guard = lock();
+  const auto guard = lock_beside_staging();
   return meta_;
 }
 

@@ -5,6 +5,7 @@
 // applies the optimizer once per row; it validates everything and makes every row resident before its first write.
 #pragma once
 
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -146,10 +147,22 @@ class Table {
 
   // Before the lock is taken: a child may have been forked while another thread held it.
   void require_own_process() const;
-  std::unique_lock<std::mutex> lock() const {
+  // The lock, once no staging is under way: what every operation but lookup and update begins with.
+  std::unique_lock<std::mutex> lock() {
+    auto guard = lock_beside_staging();
+    settle(guard);
+    return guard;
+  }
+  std::unique_lock<std::mutex> lock_beside_staging() const {
     require_own_process();
     return std::unique_lock(mutex_);
   }
+  // Waits until staging has finished; the lock is given up meanwhile.
+  void settle(std::unique_lock<std::mutex>& guard) {
+    staged_.wait(guard, [this] { return !is_staging_; });
+  }
+  // settle(), if one of these rows is being read by staging.
+  void settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n);
   void require_usable() const;
   void require_writable() const;
   void check_ids(const int64_t* ids, size_t n) const;
@@ -190,6 +203,8 @@ class Table {
   std::set<uint64_t> pinned_epochs_;
   std::vector<RamSnapshot> ram_snapshots_;
   std::unordered_set<int64_t> held_;
+  bool is_staging_ = false;
+  std::condition_variable staged_;  // with mutex_: is_staging_ became false
   std::function<void()> holder_;  // called without the lock
   bool closed_ = false;
   bool changed_ = false;

@@ -29,10 +29,11 @@ size_t Table::piece_ids() const { return std::max<size_t>(64, store_->plan().scr
 // ---- Lookup --------------------------------------------------------------------------------------------------
 
 void Table::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
-  const auto guard = lock();
+  auto guard = lock_beside_staging();
   require_usable();
   check_ids(ids, n);
   check_not_held(ids, n);
+  settle_for(guard, ids, n);
   ++lookups_;
   ids_seen_ += n;
   const size_t piece = piece_ids();
@@ -195,19 +196,49 @@ void Table::pool_rows(const float* rows, size_t begin, size_t end, const int64_t
   });
 }
 
+// Returns as soon as the reads are on their way (Store says how). A batch larger than half of the cache, or than the
+// scratch, is staged in part: what is not staged is read when it is wanted.
 void Table::stage(const int64_t* ids, size_t n) {
-  const auto guard = lock();
+  const auto guard = lock();  // one staging at a time
   require_usable();
   check_ids(ids, n);
-  const size_t piece = piece_ids();
-  for (size_t begin = 0; begin < n; begin += piece) {
-    batch_.assign(ids + begin, std::min(piece, n - begin));
-    const size_t most = store_->max_pinned();
-    for (size_t at = 0; at < batch_.num_unique(); at += most) {
-      const size_t count = std::min(most, batch_.num_unique() - at);
-      frames_.resize(count);
-      store_->pin(batch_.unique().data() + at, count, false, frames_.data());
-      store_->unpin(frames_.data(), count);
+  if (store_->log() == nullptr) return;
+  batch_.assign(ids, std::min(piece_ids(), n));
+  auto staging = std::make_shared<Store::Staging>(
+      store_->begin_staging(batch_.unique().data(), batch_.num_unique()));
+  if (staging->plan.extents.empty()) {
+    store_->end_staging(*staging, false);
+  } else {
+    is_staging_ = true;
+    io_pool().submit([this, staging] {
+      bool failed = false;
+      try {
+        store_->log()->execute(staging->plan, store_->frame_bytes(), store_->log()->staging_lane(), nullptr);
+      } catch (...) {
+        failed = true;  // whoever wants a row reads it again, and gets the error
+      }
+      // Notified under the lock: the table may go as soon as the staging is seen finished.
+      const std::lock_guard finish(mutex_);
+      store_->end_staging(*staging, failed);
+      store_->log()->count_reads(staging->plan, 0.0);
+      is_staging_ = false;
+      staged_.notify_all();
+    });
+  }
+  store_->compact_some();  // beside the reads
+}
+
+void Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n) {
+  if (!is_staging_) return;
+  Entry entries[kBlockIds];
+  for (size_t begin = 0; begin < n; begin += kBlockIds) {
+    const size_t count = std::min(kBlockIds, n - begin);
+    store_->directory().locate(ids + begin, count, entries);
+    for (size_t i = 0; i < count; ++i) {
+      if (!is_frame(entries[i]) || !store_->is_loading(frame_of(entries[i]))) continue;
+      settle(guard);
+      require_usable();  // it may have been closed meanwhile
+      return;
     }
   }
 }
@@ -295,10 +326,16 @@ void Table::overflowed(int64_t id) const {
 
 void Table::update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr,
                    std::optional<int64_t> step) {
-  const auto guard = lock();
+  auto guard = lock_beside_staging();
   require_writable();
   check_ids(ids, n);
   check_not_held(ids, n);
+  if (store_->directory().grows()) {
+    settle(guard);  // a growing directory may take frames that staging reads into
+    require_writable();
+  } else {
+    settle_for(guard, ids, n);
+  }
   const double rate = lr.value_or(spec_.optimizer.lr);
   if (!std::isfinite(rate) || rate < 0) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': lr must be finite and at least 0, got " + std::to_string(rate));

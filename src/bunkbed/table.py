@@ -306,7 +306,11 @@ class Table:
         self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
 
     def stage(self, ids: Any) -> None:
-        """Bring rows into RAM ahead of a lookup; moves records, never values. ids: int64[...]."""
+        """Start reading rows that a lookup will want; moves records, never values. ids: int64[...].
+
+        Returns while the reads go on; whoever needs one of the rows waits for it. At most half of the cache is staged,
+        one batch at a time: a second call waits for the first.
+        """
         self._native.stage(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
 
     def _field(self, slot: str) -> tuple[int, int]:

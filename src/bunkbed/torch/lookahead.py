@@ -10,7 +10,7 @@ import torch
 
 from bunkbed.torch.layer import TableLayer, id_array
 
-#: Batches whose rows are staged ahead of the one in use. Reads do not overlap the model yet, so more would only make a
+#: Batches whose rows are staged ahead of the one in use. A table reads one batch at a time, so more would only make a
 #: small cache give up rows before they are used.
 DEFAULT_DEPTH = 1
 
@@ -19,9 +19,8 @@ class lookahead:  # in lower case, as it is used like a function
     """Yields the loader's batches unchanged and in order, having staged the rows of the next `depth` ones.
 
     Staging moves records, never values, so training is bit-identical at any depth. Batches are pulled in the
-    caller's thread, and a batch's missing rows are read when it is staged: the loader's use of random numbers
-    stays deterministic, and there is no thread to clean up. What it gains for now is larger reads, not overlap
-    with the model's work. An error of the loader, or of an id, is raised where its
+    caller's thread: the loader's use of random numbers stays deterministic, and there is no thread to clean up.
+    The rows are read beside the model's work, one batch at a time. An error of the loader, or of an id, is raised where its
     batch would have come. It owns nothing; iterating again starts the loader again.
 
     Args:

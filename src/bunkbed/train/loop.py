@@ -204,10 +204,11 @@ class Trainer:
             self._dense.load_state_dict(state["optimizer"])
 
     def _lookahead_depth(self) -> int:
-        """How many batches ahead rows are staged: as many as fit in a quarter of the budget, at most four.
+        """Batches ahead whose rows are staged: one, if it fits in a quarter of the budget, otherwise none.
 
-        More would push each other and the rows of the step at hand out of the cache before they are used: on
-        Gowalla with a quarter of its records' bytes, a depth of four doubles the misses.
+        A table stages one batch at a time, beside the model's work. More would push each other and the rows of the step
+        at hand out of the cache before they are used: on Gowalla with a quarter of its records' bytes, a depth of
+        four doubles the misses.
         """
         config = self.config
         optimizer = config.table_optimizer()
@@ -216,7 +217,7 @@ class Trainer:
         shared_negatives = config.negatives if config.share_negatives else 0
         items = min(config.batch_size + own_negatives + shared_negatives, self._num_items)
         batch_rows = min(config.batch_size, self._num_users) + items
-        return min(4, self.run.budget.total_bytes // (4 * batch_rows * record_bytes))
+        return min(1, self.run.budget.total_bytes // (4 * batch_rows * record_bytes))
 
     def _set_lr(self, epoch: int) -> None:
         decay = self.config.lr_decay ** (epoch - 1)
@@ -336,7 +337,8 @@ class _Session:
                 wanted[model.item_bias] = batch[1]
             return wanted
 
-        return iter(lookahead(pairs(), model, ids=ids, depth=self._trainer._lookahead_depth()))
+        depth = self._trainer._lookahead_depth()
+        return iter(lookahead(pairs(), model, ids=ids, depth=depth)) if depth > 0 else pairs()
 
     def _evaluate(self, epoch: int) -> tuple[dict[str, float], str]:
         evaluator = self._trainer._evaluator

@@ -1,0 +1,102 @@
+// Staging reads beside lookups and updates: records move, values never change, whoever else is at work.
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "fault_vfs.h"
+#include "model.h"
+#include "table.h"
+#include "workers.h"
+
+namespace bunkbed {
+namespace {
+
+TableSpec spec_of(int64_t num_rows) {
+  TableSpec spec;
+  spec.num_rows = num_rows;
+  spec.dim = 16;
+  spec.optimizer.kind = OptimizerKind::kSgd;
+  spec.optimizer.lr = 1.0;
+  return spec;
+}
+
+std::string fresh_folder(const char* name) {
+  const std::string path = std::string("/tmp/bunkbed-") + name + "-" + std::to_string(::getpid());
+  std::system(("rm -rf " + path).c_str());
+  return path;
+}
+
+// Each update adds 1 to its rows (lr 1, gradient -1): a row's value is the number of times it was updated.
+void staged_training(int64_t num_rows, const char* name) {
+  const std::string path = fresh_folder(name);
+  {
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(num_rows), 480u << 10);
+    std::vector<float> expected(4000, 0.0f);
+    uint64_t random = 1;
+    const auto next = [&random] { return random = random * 6364136223846793005ull + 1442695040888963407ull; };
+    std::vector<std::vector<int64_t>> batches(120);
+    for (auto& batch : batches) {
+      for (int i = 0; i < 300; ++i) batch.push_back(static_cast<int64_t>((next() >> 33) % 4000));
+      std::sort(batch.begin(), batch.end());
+      batch.erase(std::unique(batch.begin(), batch.end()), batch.end());
+    }
+    std::vector<float> out(300 * 16);
+    const std::vector<float> grads(300 * 16, -1.0f);
+    for (size_t b = 0; b < batches.size(); ++b) {
+      if (b + 1 < batches.size()) table->stage(batches[b + 1].data(), batches[b + 1].size());
+      const auto& ids = batches[b];
+      table->lookup(ids.data(), ids.size(), true, out.data());
+      for (size_t i = 0; i < ids.size(); ++i) CHECK_EQ(out[i * 16 + b % 16], expected[static_cast<size_t>(ids[i])]);
+      table->update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
+      for (const int64_t id : ids) ++expected[static_cast<size_t>(id)];
+      if (b % 17 == 16) table->commit(std::nullopt, "");
+      if (b % 40 == 39) table->set_ram(b % 80 == 39 ? 460u << 10 : 600u << 10);
+    }
+    const TableStats stats = table->stats();
+    CHECK_EQ(stats.store.hits + stats.store.misses + stats.store.first_touches, stats.store.unique_rows);
+    CHECK(stats.store.evictions > 0);
+    std::vector<int64_t> all(4000);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    std::vector<float> rows(4000 * 16);
+    table->stage(all.data(), all.size());
+    table->lookup(all.data(), all.size(), false, rows.data());
+    for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(rows[i * 16], expected[i]);
+    table->stage(batches[0].data(), batches[0].size());  // under way while the table closes
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+}  // namespace
+
+TEST(table_staging_flat) { staged_training(4000, "staging-flat"); }
+TEST(table_staging_hashed) { staged_training(-1, "staging-hashed"); }
+
+TEST(table_staging_from_another_thread) {
+  const std::string path = fresh_folder("staging-threads");
+  {
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(4000), 400u << 10);
+    std::vector<int64_t> all(4000);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    const std::vector<float> grads(4000 * 16, -1.0f);
+    table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    table->commit(std::nullopt, "");
+    std::atomic<bool> stop{false};
+    std::thread stager([&] {
+      for (size_t at = 0; !stop; at = (at + 311) % 3600) table->stage(all.data() + at, 400);
+    });
+    std::vector<float> out(500 * 16);
+    for (int step = 1; step <= 60; ++step) {
+      const size_t at = static_cast<size_t>(step * 97 % 3500);
+      table->lookup(all.data() + at, 500, step % 3 != 0, out.data());
+      for (size_t i = 0; i < 500; ++i) CHECK_EQ(out[i * 16], static_cast<float>(step));
+      table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+      if (step % 20 == 0) table->commit(std::nullopt, "");
+    }
+    stop = true;
+    stager.join();
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+}  // namespace bunkbed
