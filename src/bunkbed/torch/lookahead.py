@@ -20,8 +20,8 @@ class lookahead:  # in lower case, as it is used like a function
 
     Staging moves records, never values, so training is bit-identical at any depth. Batches are pulled in the
     caller's thread: the loader's use of random numbers stays deterministic, and there is no thread to clean up.
-    The rows are read beside the model's work, one batch at a time. An error of the loader, or of an id, is raised where its
-    batch would have come. It owns nothing; iterating again starts the loader again.
+    The rows are read beside the model's work, one batch at a time. An error of the loader, or of an id, is raised
+    where its batch would have come. It owns nothing; iterating again starts the loader again.
 
     Args:
         loader: any iterable of batches; ``len()`` works where the loader's does.
