@@ -20,10 +20,10 @@ constexpr size_t kPieceBytes = 1u << 20;
 void check_segment(Log* log, Segment* segment, std::vector<std::string>* problems) {
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
-  vfs::Buffer scratch;
+  Span span;
   for (const ChunkTrailer& chunk : log->chunks(*segment)) {
     try {
-      log->read_index(*segment, chunk, &ids, &versions);
+      log->read_index(*segment, chunk, &span, &ids, &versions);
     } catch (const Error& error) {
       problems->push_back(error.what());
       continue;
@@ -33,7 +33,7 @@ void check_segment(Log* log, Segment* segment, std::vector<std::string>* problem
     for (size_t from = 0; from < ids.size(); from += piece) {
       const size_t count = std::min(piece, ids.size() - from);
       try {
-        log->read_records(*segment, chunk, from, count, ids.data(), &scratch);
+        log->read_records(*segment, chunk, from, count, ids.data(), &span);
       } catch (const Error& error) {
         problems->push_back(error.what());
       }

@@ -83,7 +83,17 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
   Segment* segment = log_->find_segment(segment_);
   if (segment != nullptr && segment->live > 0 && chunk_ < chunks_.size()) {
     const ChunkTrailer& chunk = chunks_[chunk_];
-    if (ids_.empty() && !read_or_set_aside([&] { log_->read_index(*segment, chunk, &ids_, &versions_); })) return 1;
+    if (ids_.empty() && !read_or_set_aside([&] {
+          // As many chunks as the buffer holds in one large read: each small one would wait behind the random reads.
+          const size_t whole = chunk.end - chunk.begin;
+          if (whole <= buffer_bytes) {
+            const bool is_there = span_.segment == segment_ && span_.begin <= chunk.begin && chunk.end <= span_.end;
+            if (!is_there) log_->read_span(*segment, chunk.begin, buffer_bytes, &span_);
+          }
+          log_->read_index(*segment, chunk, &span_, &ids_, &versions_);
+        })) {
+      return 1;
+    }
     const size_t fits = std::max<size_t>(1, buffer_bytes / log_->stride());
     const size_t count = std::min({n, fits, ids_.size() - record_});
 
@@ -107,7 +117,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
     if (first < last) {
       const std::byte* records = nullptr;
       if (!read_or_set_aside([&] {
-            records = log_->read_records(*segment, chunk, first, last - first, ids_.data(), &scratch_);
+            records = log_->read_records(*segment, chunk, first, last - first, ids_.data(), &span_);
           })) {
         return count;
       }

@@ -57,7 +57,7 @@ class Compactor {
   size_t record_ = 0;
   std::vector<int64_t> ids_;
   std::vector<uint64_t> versions_;
-  vfs::Buffer scratch_;
+  Span span_;
 
   uint64_t segments_compacted_ = 0;
   uint64_t records_moved_ = 0;

@@ -178,6 +178,7 @@ void Log::close_chunk() {
   encode_chunk_trailer(trailer, uuid_, chunk.segment->id, base + (trailer.end - chunk.begin - kChunkTrailerBytes));
   chunk.end = trailer.end;
   chunk.segment->bytes = trailer.end;
+  chunk.segment->chunks.push_back(trailer);
   chunk.segment->needs_sync = true;
   open_ = nullptr;
   stats_.written_bytes += chunk.end - chunk.begin;
@@ -460,20 +461,29 @@ void Log::forget_segment(uint64_t id, bool remove_file) {
   if (remove_file) vfs_.remove(path);
 }
 
-void Log::read_aligned(Segment& segment, uint64_t offset, size_t n, vfs::Buffer* scratch, const std::byte** data) {
-  const uint64_t begin = round_down(offset, kBlockBytes);
-  const uint64_t end = round_up(offset + n, kBlockBytes);
-  if (scratch->size() < end - begin) *scratch = vfs::Buffer(end - begin);
-  segment.file->read(scratch->data(), end - begin, begin);
-  *data = scratch->data() + (offset - begin);
+void Log::read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span) {
+  const uint64_t from = round_down(begin, kBlockBytes);
+  const uint64_t to = std::min<uint64_t>(round_up(begin + bytes, kBlockBytes), segment.bytes);
+  if (span->segment == segment.id && span->begin <= from && to <= span->end) return;
+  if (to <= from) {
+    throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + " ends before byte " + std::to_string(begin));
+  }
+  span->segment = 0;
+  if (span->memory.size() < to - from) span->memory = vfs::Buffer(to - from);
+  segment.file->read(span->memory.data(), to - from, from);
+  stats_.read_bytes += to - from;
+  span->segment = segment.id;
+  span->begin = from;
+  span->end = to;
 }
 
-std::vector<ChunkTrailer> Log::chunks(Segment& segment) {
+const std::vector<ChunkTrailer>& Log::chunks(Segment& segment) {
+  if (!segment.chunks.empty() || segment.bytes == kSegmentHeaderBytes) return segment.chunks;
   std::vector<ChunkTrailer> found;
-  vfs::Buffer scratch;
+  Span span;
   for (uint64_t end = segment.bytes; end > kSegmentHeaderBytes;) {
-    const std::byte* bytes;
-    read_aligned(segment, end - kChunkTrailerBytes, kChunkTrailerBytes, &scratch, &bytes);
+    read_span(segment, end - kChunkTrailerBytes, kChunkTrailerBytes, &span);
+    const std::byte* bytes = span.memory.data() + (end - kChunkTrailerBytes - span.begin);
     found.push_back(decode_chunk_trailer({bytes, kChunkTrailerBytes}, uuid_, segment.id, end, stride_,
                                          slots_per_segment_, segment.file->path()));
     if (found.back().epoch != segment.epoch) {
@@ -484,14 +494,14 @@ std::vector<ChunkTrailer> Log::chunks(Segment& segment) {
     end = found.back().begin;
   }
   std::reverse(found.begin(), found.end());
-  return found;
+  segment.chunks = std::move(found);
+  return segment.chunks;
 }
 
-void Log::read_index(Segment& segment, const ChunkTrailer& chunk, std::vector<int64_t>* ids,
+void Log::read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, std::vector<int64_t>* ids,
                      std::vector<uint64_t>* versions) {
-  vfs::Buffer scratch;
-  const std::byte* bytes;
-  read_aligned(segment, chunk.index_offset, chunk_index_bytes(chunk.count), &scratch, &bytes);
+  read_span(segment, chunk.index_offset, chunk_index_bytes(chunk.count), span);
+  const std::byte* bytes = span->memory.data() + (chunk.index_offset - span->begin);
   if (kernels().crc32c(0, bytes, chunk_index_bytes(chunk.count)) != chunk.index_crc) {
     throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the index of the chunk at byte " +
                                             std::to_string(chunk.begin) + " fails its checksum");
@@ -503,14 +513,11 @@ void Log::read_index(Segment& segment, const ChunkTrailer& chunk, std::vector<in
 }
 
 const std::byte* Log::read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n,
-                                   const int64_t* ids, vfs::Buffer* scratch) {
-  const std::byte* bytes;
+                                   const int64_t* ids, Span* span) {
   const uint64_t slot = chunk.first_slot + from;
-  read_aligned(segment, slot * stride_, n * stride_, scratch, &bytes);
-  for (size_t i = 0; i < n; ++i) {
-    verify(ids[from + i], bytes + i * stride_, *segment.file, slot + i);
-  }
-  stats_.read_bytes += n * stride_;
+  read_span(segment, slot * stride_, n * stride_, span);
+  const std::byte* bytes = span->memory.data() + (slot * stride_ - span->begin);
+  for (size_t i = 0; i < n; ++i) verify(ids[from + i], bytes + i * stride_, *segment.file, slot + i);
   return bytes;
 }
 

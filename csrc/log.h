@@ -29,6 +29,14 @@
 
 namespace bunkbed {
 
+// Bytes of a segment as they were last read, so that neighbouring parts of it cost one read.
+struct Span {
+  vfs::Buffer memory;
+  uint64_t segment = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
 struct Segment {
   uint64_t id = 0;
   uint64_t epoch = 0;
@@ -39,6 +47,7 @@ struct Segment {
   bool is_sealed = true;
   bool needs_sync = false;   // has writes that no fdatasync covered
   bool is_new = false;       // its directory entry is not known to be durable
+  std::vector<ChunkTrailer> chunks;  // first to last, once known; 80 bytes for each chunk
   std::shared_ptr<vfs::File> file;
 };
 
@@ -157,13 +166,16 @@ class Log {
   uint64_t slot_of(uint64_t position) const { return position % slots_per_segment_; }
 
   // The chunks of a segment, first to last; their trailers are verified. Only what drain() has seen written.
-  std::vector<ChunkTrailer> chunks(Segment& segment);
+  const std::vector<ChunkTrailer>& chunks(Segment& segment);
+  // Reads [begin, begin + bytes) of a segment, as far as it goes, unless `span` holds it already: what the next two
+  // calls need of it then costs no read of its own.
+  void read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span);
   // Ids and versions of a chunk, verified.
-  void read_index(Segment& segment, const ChunkTrailer& chunk, std::vector<int64_t>* ids,
+  void read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, std::vector<int64_t>* ids,
                   std::vector<uint64_t>* versions);
-  // Records [from, from + n) of a chunk into memory; verified and packed at stride(). `scratch` holds the bytes.
-  const std::byte* read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n,
-                                const int64_t* ids, vfs::Buffer* scratch);
+  // Records [from, from + n) of a chunk in memory; verified and packed at stride(), valid until `span` is used again.
+  const std::byte* read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n, const int64_t* ids,
+                                Span* span);
 
   uint64_t segment_bytes() const { return slots_per_segment_ * stride_; }
   size_t stride() const { return stride_; }
@@ -197,7 +209,6 @@ class Log {
   Chunk* free_chunk();
   void retry_failed();
   void wait_all();
-  void read_aligned(Segment& segment, uint64_t offset, size_t n, vfs::Buffer* scratch, const std::byte** data);
 
   vfs::Vfs& vfs_;
   const std::string directory_;

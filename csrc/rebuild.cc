@@ -78,11 +78,12 @@ void rebuild_directory(Log* log, Directory* directory, int64_t num_rows, uint64_
 
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
+  Span span;
   for (uint64_t pass = 0; pass < passes; ++pass) {
     Versions newest(total / passes + total / passes / 8 + 64);
     for (const Part& part : parts) {
       for (const ChunkTrailer& chunk : part.chunks) {
-        log->read_index(*part.segment, chunk, &ids, &versions);
+        log->read_index(*part.segment, chunk, &span, &ids, &versions);
         for (size_t i = 0; i < ids.size(); ++i) {
           const int64_t id = ids[i];
           if (passes > 1 && (mix_id(id) >> 8) % passes != pass) continue;

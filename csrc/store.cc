@@ -40,11 +40,11 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   const size_t shared = total >= (256u << 20) ? 16u << 10 : 0;
   plan.log.read_slice_bytes = vfs::round_up(std::max(stride + read_unit, shared), std::max<size_t>(read_unit, 512));
   plan.log.num_read_slices = std::clamp<size_t>(total / 16 / plan.log.read_slice_bytes, 4, 64);
-  const size_t compaction_bytes = plan.log.chunk_bytes + 2 * vfs::kBlockBytes;
+  plan.compaction_bytes = std::max(plan.log.chunk_bytes, std::min<size_t>(total / 24, 1u << 20)) + 2 * vfs::kBlockBytes;
   // Stacks of the threads that read, and what the allocator holds back: measured about 1.5 MiB. Small budgets, which
   // read with fewer threads, state it as an overhead instead.
   const size_t threads_bytes = total >= (16u << 20) ? size_t{2} << 20 : 0;
-  plan.fixed_bytes = plan.log.total(stride) + compaction_bytes + plan.scratch_bytes + threads_bytes;
+  plan.fixed_bytes = plan.log.total(stride) + plan.compaction_bytes + plan.scratch_bytes + threads_bytes;
   return plan;
 }
 
@@ -386,7 +386,7 @@ void Store::compact_some() {
   const uint64_t appended = log_->stats().written_records;
   const uint64_t since = appended - appended_seen_;
   appended_seen_ = appended;
-  if (since > 0) compactor_.run(since * kCompactionPace, plan_.log.chunk_bytes);
+  if (since > 0) compactor_.run(since * kCompactionPace, plan_.compaction_bytes);
   appended_seen_ = log_->stats().written_records;  // its own appends create no debt
 }
 
@@ -395,7 +395,7 @@ uint64_t Store::compact_all() {
   const uint64_t before = compactor_.records_moved();
   for (size_t round = 2 * log_->segments().size() + 2; round > 0 && compactor_.is_needed(); --round) {
     const uint64_t segments = compactor_.segments_compacted();
-    compactor_.run(1u << 20, plan_.log.chunk_bytes);
+    compactor_.run(1u << 20, plan_.compaction_bytes);
     if (compactor_.segments_compacted() == segments) break;
   }
   return compactor_.records_moved() - before;

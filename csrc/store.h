@@ -40,6 +40,7 @@ struct StoreStats {
 struct MemoryPlan {
   size_t total_bytes = 0;    // 0: without bound
   LogMemory log;
+  size_t compaction_bytes = 0;
   size_t scratch_bytes = 0;  // dedupe, gradient sums, copies in flight
   size_t fixed_bytes = 0;    // all of the above and the compactor's buffer; the rest is directory and frames
 };

@@ -249,7 +249,7 @@ class Scan {
   bool has_chunks_ = false;
   std::vector<int64_t> ids_;
   std::vector<uint64_t> versions_;
-  vfs::Buffer scratch_;
+  Span span_;
   uint32_t frame_ = 0;
 };
 

@@ -77,7 +77,7 @@ size_t Scan::next(size_t n, int64_t* ids, float* values) {
       ++chunk_;
       continue;
     }
-    if (ids_.empty()) log->read_index(*segment, chunk, &ids_, &versions_);
+    if (ids_.empty()) log->read_index(*segment, chunk, &span_, &ids_, &versions_);
     const size_t count = std::min({n - found, std::max<size_t>(1, buffer_bytes / log->stride()), ids_.size() - record_});
     const std::byte* records = nullptr;
     for (size_t i = record_; i < record_ + count; ++i) {
@@ -86,7 +86,7 @@ size_t Scan::next(size_t n, int64_t* ids, float* values) {
       const bool is_current = is_position(entry) ? position_of(entry) == place
                                                  : is_frame(entry) && cache.info(frame_of(entry)).position == place;
       if (!is_current) continue;
-      if (records == nullptr) records = log->read_records(*segment, chunk, record_, count, ids_.data(), &scratch_);
+      if (records == nullptr) records = log->read_records(*segment, chunk, record_, count, ids_.data(), &span_);
       ids[found] = ids_[i];
       copy(records + (i - record_) * log->stride(), values + found++ * length);
     }
