@@ -12,7 +12,8 @@ step against what the limits allow:
     T_disk = reads / IOPS + written bytes / write bandwidth, per step, both counted by the table
 
 IOPS is measured on the run's own segments, 64 threads of 4 KiB O_DIRECT reads, in the same run. Hyperparameters
-were chosen on held-out pairs of the training file; the test items are looked at once, at the end.
+were chosen on held-out pairs of the training file, after a prototype whose test curves had been looked at; a run looks
+at the test items once, at the end.
 """
 
 from __future__ import annotations
