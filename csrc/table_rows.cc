@@ -306,13 +306,24 @@ bool Table::sums_are_finite(const Batch& batch, const uint32_t* members, const f
 
 void sum_duplicates(const Batch& batch, const float* grads, size_t dim, float* sums) {
   const Kernels& k = kernels();
+  const uint32_t* order = batch.order().data();
   parallel_for(batch.num_unique(), row_grain(dim), [&](size_t from, size_t to) {
+    const uint32_t last = batch.offsets()[to];
+    // Each gradient lies somewhere else in the batch: ask for those to come.
+    const auto prefetch = [&](uint32_t o) {
+      constexpr uint32_t kAhead = 6;
+      if (o + kAhead >= last) return;
+      const float* ahead = grads + size_t{order[o + kAhead]} * dim;
+      for (size_t line = 0; line < dim && line < 128; line += 16) __builtin_prefetch(ahead + line);
+    };
     for (size_t u = from; u < to; ++u) {
       float* out = sums + u * dim;
       const uint32_t begin = batch.offsets()[u];
-      std::memcpy(out, grads + size_t{batch.order()[begin]} * dim, dim * sizeof(float));
+      prefetch(begin);
+      std::memcpy(out, grads + size_t{order[begin]} * dim, dim * sizeof(float));
       for (uint32_t o = begin + 1; o < batch.offsets()[u + 1]; ++o) {
-        k.add_row(static_cast<int64_t>(dim), grads + size_t{batch.order()[o]} * dim, out);
+        prefetch(o);
+        k.add_row(static_cast<int64_t>(dim), grads + size_t{order[o]} * dim, out);
       }
     }
   });
@@ -366,11 +377,28 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
   // Everything is validated before anything is written. The sums are kept where they fit the scratch, otherwise
   // computed a second time.
   bool sums_are_kept = false;
+  const float* sums = nullptr;
   for (size_t p = 0; p < parts; ++p) {
     const uint32_t* members = select(p);
+    if (parts == 1 && batch_.num_unique() == n) {
+      // No id twice: first occurrence is batch order, and the gradients are their own sums.
+      sums = grads;
+      std::atomic<bool> finite{true};
+      parallel_for(n, row_grain(dim), [&](size_t from, size_t to) {
+        if (!kernels().all_finite(static_cast<int64_t>((to - from) * dim), grads + from * dim)) {
+          finite.store(false, std::memory_order_relaxed);
+        }
+      });
+      if (!finite) check_finite(ids, n, grads, dim, "gradient");
+      store_->reserve_rows(batch_.unique().data(), n);
+      continue;
+    }
     const size_t floats = batch_.num_unique() * dim;
     sums_are_kept = parts == 1 && floats * sizeof(float) <= store_->plan().scratch_bytes / 2;
-    if (sums_are_kept) sums_.resize(std::max(sums_.size(), floats));
+    if (sums_are_kept) {
+      sums_.resize(std::max(sums_.size(), floats));
+      sums = sums_.data();
+    }
     if (sums_are_finite(batch_, members, grads, sums_are_kept ? sums_.data() : nullptr)) {
       store_->reserve_rows(batch_.unique().data(), batch_.num_unique());
       continue;
@@ -387,7 +415,7 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
   try {
     for (size_t p = 0; p < parts; ++p) {
       const uint32_t* members = parts == 1 ? nullptr : select(p);
-      apply_update(batch_, members, grads, sums_are_kept ? sums_.data() : nullptr, constants, number, &wrote);
+      apply_update(batch_, members, grads, sums, constants, number, &wrote);
     }
   } catch (const std::exception& error) {
     if (wrote) {

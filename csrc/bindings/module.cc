@@ -173,7 +173,9 @@ NB_MODULE(_native, m) {
       "sum_duplicates",
       [](const Ids& ids, const nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& grads) {
         const size_t dim = grads.shape(1);
-        auto batch = std::make_unique<Batch>();
+        // Kept between calls: a step makes the same one again.
+        thread_local std::unique_ptr<Batch> batch;
+        if (batch == nullptr || batch->bytes() > (32u << 20)) batch = std::make_unique<Batch>();
         int64_t* unique = nullptr;
         float* sums = nullptr;
         size_t n = 0;
