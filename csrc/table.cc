@@ -1,5 +1,5 @@
-// Making, opening, checking: what surrounds the rows. Lookups and updates are in table_rows.cc, commits in
-// table_commit.cc.
+// Making, opening, checking: what surrounds the rows. Lookups, updates and raw records are in table_lookup.cc,
+// table_update.cc and table_records.cc, commits in table_commit.cc.
 #include "table.h"
 
 #include <fcntl.h>

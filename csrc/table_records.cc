@@ -1,0 +1,160 @@
+// Records as they are: raw slots for imports, whole records for a tier above.
+#include <algorithm>
+#include <cstring>
+
+#include "error.h"
+#include "table.h"
+#include "table_rows.h"
+
+namespace bunkbed {
+
+// ---- Whole records, for a tier above ---------------------------------------------------------------------------
+
+void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
+  const auto guard = lock();
+  require_writable();
+  check_ids(ids, n);
+  const size_t piece = std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / payload_bytes_));
+  for (size_t begin = 0; begin < n; begin += piece) {
+    const size_t count = std::min(piece, n - begin);
+    batch_.assign(ids + begin, count);
+    records_.resize(std::max(records_.size(), batch_.num_unique() * payload_bytes_));
+    store_->fetch(batch_.unique().data(), batch_.num_unique(), payload_bytes_, records_.data());
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(records + (begin + i) * payload_bytes_, records_.data() + batch_.inverse()[i] * payload_bytes_,
+                  payload_bytes_);
+    }
+  }
+}
+
+void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
+  const auto guard = lock();
+  require_writable();
+  check_ids(ids, n);
+  batch_.assign(ids, n);
+  if (batch_.num_unique() != n) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': records to scatter name an id twice");
+  }
+  store_->reserve_rows(ids, n);
+  for (size_t begin = 0; begin < n;) {
+    const size_t count = std::min(store_->max_pinned(), n - begin);
+    frames_.resize(count);
+    store_->pin(ids + begin, count, true, frames_.data());
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(store_->cache().record(frames_[i]), records + (begin + i) * payload_bytes_, payload_bytes_);
+      store_->mark_dirty(frames_[i]);
+    }
+    store_->unpin(frames_.data(), count);
+    begin += count;
+  }
+  changed_ = true;
+  ++changes_;
+}
+
+void Table::hold(const int64_t* ids, size_t n) {
+  const auto guard = lock();
+  require_writable();
+  check_ids(ids, n);
+  held_.insert(ids, ids + n);
+}
+
+void Table::release_held(const int64_t* ids, size_t n) {
+  const auto guard = lock();
+  for (size_t i = 0; i < n; ++i) held_.erase(ids[i]);
+}
+
+// A row whose newest value lies above this table must not be read or written here behind its holder's back.
+void Table::check_not_held(const int64_t* ids, size_t n) const {
+  if (held_.empty()) return;
+  for (size_t i = 0; i < n; ++i) {
+    if (!held_.contains(ids[i])) continue;
+    throw Error(ErrorKind::kBroken, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
+                                        std::to_string(i) +
+                                        " is held by a device cache, which has its newest value; use the layer that "
+                                        "owns the cache, or let it write back first");
+  }
+}
+
+// ---- Raw slots -----------------------------------------------------------------------------------------------
+
+void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
+  const auto guard = lock();
+  require_usable();
+  check_ids(ids, n);
+  check_not_held(ids, n);
+  const Field& f = fields_.at(field);
+  // A reader's frames hold weights only; its slots come from the log.
+  const size_t record_bytes = field == 0 ? weight_bytes_ : payload_bytes_;
+  const size_t piece =
+      std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / record_bytes));
+  for (size_t begin = 0; begin < n; begin += piece) {
+    const size_t count = std::min(piece, n - begin);
+    batch_.assign(ids + begin, count);
+    records_.resize(std::max(records_.size(), batch_.num_unique() * record_bytes));
+    store_->fetch(batch_.unique().data(), batch_.num_unique(), record_bytes, records_.data());
+    for (size_t i = 0; i < count; ++i) {
+      const std::byte* record = records_.data() + batch_.inverse()[i] * record_bytes;
+      if (field == 0) {
+        widen(record, out + (begin + i) * f.length);
+      } else {
+        std::memcpy(out + (begin + i) * f.length, record + f.offset, f.length * sizeof(float));
+      }
+    }
+  }
+}
+
+void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
+  const auto guard = lock();
+  require_writable();
+  check_ids(ids, n);
+  check_not_held(ids, n);
+  const Field& f = fields_.at(field);
+  check_finite(ids, n, values, f.length, "value");
+  const size_t parts = std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids());
+  const auto select = [&](size_t p) {
+    members_.clear();
+    for (size_t i = 0; i < n; ++i) {
+      if (parts == 1 || (mix_id(ids[i]) >> 16) % parts == p) members_.push_back(static_cast<uint32_t>(i));
+    }
+    batch_.assign(ids, members_.size(), members_.data());
+    batch_.group();
+  };
+  for (size_t p = 0; p < parts; ++p) {
+    select(p);
+    store_->reserve_rows(batch_.unique().data(), batch_.num_unique());
+  }
+  bool wrote = false;
+  try {
+    for (size_t p = 0; p < parts; ++p) {
+      if (parts > 1) select(p);
+      for (size_t begin = 0; begin < batch_.num_unique();) {
+        const size_t count = std::min(store_->max_pinned(), batch_.num_unique() - begin);
+        frames_.resize(count);
+        store_->pin(batch_.unique().data() + begin, count, true, frames_.data());
+        wrote = true;
+        for (size_t i = 0; i < count; ++i) {
+          const size_t u = begin + i;
+          const float* value = values + size_t{members_[batch_.order()[batch_.offsets()[u + 1] - 1]]} * f.length;
+          std::byte* record = store_->cache().record(frames_[i]);
+          if (field == 0 && spec_.dtype != DType::kFloat32) {
+            kernels().narrow_nearest(spec_.dtype, f.length, value, record);
+          } else {
+            std::memcpy(record + f.offset, value, f.length * sizeof(float));
+          }
+          store_->mark_dirty(frames_[i]);
+        }
+        store_->unpin(frames_.data(), count);
+        begin += count;
+      }
+    }
+  } catch (const std::exception& error) {
+    if (wrote) broken_ = std::string("a set() larger than its memory failed half-way (") + error.what() + ")";
+    throw;
+  }
+  if (n > 0) {
+    changed_ = true;
+    ++changes_;
+  }
+}
+
+}  // namespace bunkbed
