@@ -72,6 +72,56 @@ void staged_training(int64_t num_rows, const char* name) {
 TEST(table_staging_flat) { staged_training(4000, "staging-flat"); }
 TEST(table_staging_hashed) { staged_training(-1, "staging-hashed"); }
 
+// A row that was staged and then looked up was wanted once, and missed once.
+TEST(table_staging_counts_a_row_once) {
+  const std::string path = fresh_folder("staging-counts");
+  {
+    std::vector<int64_t> all(4000);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    const std::vector<float> grads(4000 * 16, -1.0f);
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(4000), 480u << 10);
+    table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    table->commit(std::nullopt, "");
+    table.reset();
+    OpenOptions options;
+    options.ram_bytes = 480u << 10;
+    table = Table::open(vfs::posix(), path, "t", options);
+    std::vector<float> out(100 * 16);
+    table->stage(all.data(), 100);
+    table->lookup(all.data(), 100, true, out.data());
+    const StoreStats stats = table->stats().store;
+    CHECK_EQ(stats.unique_rows, 100u);
+    CHECK_EQ(stats.misses, 100u);
+    CHECK_EQ(stats.hits, 0u);
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+// Rows of 4 KiB in a cache of a few dozen frames: a batch larger than the cache is staged in part, never refused.
+TEST(table_staging_more_than_the_cache) {
+  const std::string path = fresh_folder("staging-large");
+  {
+    TableSpec spec = spec_of(400);
+    spec.dim = 1024;
+    std::vector<int64_t> all(400);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    const std::vector<float> grads(400 * 1024, -1.0f);
+    const size_t ram = Table::minimum_ram(spec, 400, true) + (100u << 10);
+    auto table = Table::create(vfs::posix(), path, "t", spec, ram);
+    table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    CHECK(table->stats().frame_capacity < all.size());
+    table->commit(std::nullopt, "");
+    std::vector<float> out(400 * 1024);
+    for (int round = 0; round < 3; ++round) {
+      table->stage(all.data(), all.size());
+      table->lookup(all.data(), all.size(), true, out.data());
+      for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(out[i * 1024 + i], static_cast<float>(round + 1));
+      table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    }
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
 TEST(table_staging_from_another_thread) {
   const std::string path = fresh_folder("staging-threads");
   {
