@@ -72,8 +72,10 @@ def test_a_file_that_does_not_fit_is_named(table: bb.Table, tmp_path: Path) -> N
     np.save(tmp_path / "rows.npy", np.zeros((3, 6), np.float32))
     with pytest.raises(ValueError, match="holds 3 rows, ids names 2"):
         bb.import_rows(table, tmp_path / "rows.npy", ids=[1, 2])
+    before = table.get(np.arange(500))
     with pytest.raises(IndexError, match="id 500 at position 1 is outside"):
-        bb.import_rows(table, tmp_path / "rows.npy", ids=[1, 500, 2])
+        bb.import_rows(table, tmp_path / "rows.npy", ids=[1, 500, 2], chunk=1)
+    np.testing.assert_array_equal(table.get(np.arange(500)), before)
     with pytest.raises(ValueError, match=r"cannot tell the format of .*rows.txt; its name must end in one of .npy"):
         bb.import_rows(table, tmp_path / "rows.txt")
     (tmp_path / "bad.safetensors").write_bytes(b"not one")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,16 @@ def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
     table._native.set_holder(write_back)
     table.commit()
     np.testing.assert_array_equal(bb.open(tmp_path / "user", mode="r").lookup(IDS)[:, 0], [7, 7, 7])
+
+
+def test_a_closed_table_lets_go_of_its_holder() -> None:
+    table = make(None)
+    gone = weakref.ref(table)
+    table._native.set_holder(lambda table=table: table.step)  # refers to the table, as a device cache does
+    table.close()
+    del table
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_reader_gets_slots_from_the_log(tmp_path: Path) -> None:
