@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "fault.h"
+#include "record_update.h"
 #include "table.h"
 #include "table_rows.h"
 #include "workers.h"
@@ -189,10 +190,8 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
 void Table::apply_update(const Batch& batch, const uint32_t* members, const float* grads, const float* sums,
                          const StepConstants& constants, int64_t step, bool* wrote) {
   const size_t dim = spec_.dim;
-  const Kernels& k = kernels();
   Cache& cache = store_->cache();
-  const size_t slots_offset = fields_.size() > 1 ? fields_[1].offset : 0;
-  const bool is_wide = spec_.dtype == DType::kFloat32;
+  const RecordUpdate step_record(fields_, constants, spec_.init.seed, step);
   const size_t num_unique = batch.num_unique();
   for (size_t begin = 0; begin < num_unique;) {
     const size_t count = std::min(store_->max_pinned(), num_unique - begin);
@@ -201,7 +200,6 @@ void Table::apply_update(const Batch& batch, const uint32_t* members, const floa
     *wrote = true;
     parallel_for(count, row_grain(dim), [&](size_t from, size_t to) {
       std::vector<float> sum(sums == nullptr ? dim : 0);
-      std::vector<float> wide(is_wide ? 0 : dim);
       for (size_t i = from; i < to; ++i) {
         constexpr size_t kAhead = 3;
         if (i + kAhead < to) {
@@ -212,19 +210,9 @@ void Table::apply_update(const Batch& batch, const uint32_t* members, const floa
         if (sums == nullptr) sum_gradients(batch, members, grads, u, sum.data());
         const float* grad = sums == nullptr ? sum.data() : sums + u * dim;
         std::byte* record = cache.record(frames_[i]);
-        auto* slots = reinterpret_cast<float*>(record + slots_offset);
-        if (is_wide) {
-          k.update_row(constants, static_cast<int64_t>(dim), grad, reinterpret_cast<float*>(record), slots);
-          // Seeded bug for the exactness tests: one row of the step is applied twice.
-          if (u == 0 && fault_is("double_update")) {
-            k.update_row(constants, static_cast<int64_t>(dim), grad, reinterpret_cast<float*>(record), slots);
-          }
-        } else {
-          k.widen(spec_.dtype, static_cast<int64_t>(dim), record, wide.data());
-          k.update_row(constants, static_cast<int64_t>(dim), grad, wide.data(), slots);
-          k.narrow_stochastic(spec_.dtype, static_cast<int64_t>(dim), wide.data(), spec_.init.seed, batch.unique()[u],
-                              step, record);
-        }
+        step_record(batch.unique()[u], grad, record);
+        // Seeded bug for the exactness tests: one row of the step is applied twice.
+        if (u == 0 && fault_is("double_update")) step_record(batch.unique()[u], grad, record);
       }
     });
     for (size_t i = 0; i < count; ++i) store_->mark_dirty(frames_[i]);

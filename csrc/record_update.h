@@ -1,0 +1,35 @@
+// One optimizer step on one record, in place: weights and slots widen to float32, the row is updated in float32,
+// and narrows again. What an update costs a row beside bringing it into RAM.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "format.h"
+#include "kernels/kernels.h"
+#include "types.h"
+
+namespace bunkbed {
+
+// Everything that is the same for all records of a step. Made once per step; used from any number of threads, each
+// on records of its own. Allocates nothing once a thread is warm.
+class RecordUpdate {
+ public:
+  // `fields` as in the manifest: the weights, then the optimizer's slots. `seed` and `step` key the rounding.
+  RecordUpdate(const std::vector<Field>& fields, const StepConstants& constants, uint64_t seed, int64_t step);
+
+  // grad: float32[dim], summed over the row's places in the batch; record: the row's payload.
+  void operator()(int64_t row, const float* grad, std::byte* record) const;
+
+ private:
+  const Kernels& kernels_;
+  const StepConstants constants_;
+  const uint64_t seed_;
+  const int64_t step_;
+  const int64_t dim_;
+  const DType dtype_;
+  const size_t slots_offset_;
+};
+
+}  // namespace bunkbed
