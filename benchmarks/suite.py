@@ -1,0 +1,142 @@
+"""Every case of the suite: its name, what it measures, its target, and the function that does.
+
+Functions are named by text and imported when run, so that listing the cases needs no library. A case takes a
+`Settings` and gives a list of `Figure`; it runs in a process of its own (`run_case`), because thread pools,
+allocators and peak memory of one would be felt in the next, and because a case that fails must not end the suite.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.figures import Figure, Outcome, Settings, judged
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One entry of the suite.
+
+    Args:
+        name: what one types.
+        function: ``"module:function"`` inside `benchmarks`.
+        what: what is measured, in one line.
+        target: what must hold, in words; empty where a case only informs.
+        needs: modules without which it cannot run at all.
+        limit_s: it is ended after this many seconds.
+        quick: whether it belongs to ``--quick`` runs.
+    """
+
+    name: str
+    function: str
+    what: str
+    target: str = ""
+    needs: tuple[str, ...] = ("torch",)
+    limit_s: float = 300.0
+    quick: bool = True
+
+    def load(self) -> Callable[[Settings], list[Figure]]:
+        module, function = self.function.split(":")
+        loaded: Callable[[Settings], list[Figure]] = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+        return loaded
+
+    def why_not(self) -> str:
+        """What is missing, or nothing."""
+        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"needs {', '.join(absent)}" if absent else ""
+
+
+RESIDENT = "4M x 64 in RAM, 65,536 Zipf(1.05) ids"
+LARGER = "10M x 64 + Adam = 7.7 GB on SSD, 1 GiB memory cgroup, 65,536 Zipf(1.05) ids"
+
+CASES = (
+    Case("adam", "resident:adam", f"Adam step, {RESIDENT}", ">= 6x torch SparseAdam"),
+    Case("adagrad", "resident:adagrad", f"Adagrad step, {RESIDENT}", ">= 4x FBGEMM"),
+    Case("rowwise-adagrad", "resident:rowwise_adagrad", f"row-wise Adagrad step, {RESIDENT}", ">= 1.5x FBGEMM"),
+    Case("sgd", "resident:sgd", f"SGD step, {RESIDENT}", ">= 1.8x FBGEMM"),
+    Case("dense-adam", "resident:dense_adam", "Adam step beside dense Adam in torch and Keras/TensorFlow, 1M x 64"),
+    Case("lookup", "resident:lookup", f"lookup, {RESIDENT}", ">= 1.4x the faster of torch and FBGEMM"),
+)
+
+
+def find(names: Sequence[str], *, quick: bool) -> list[Case]:
+    """The named cases, or all.
+
+    Raises:
+        KeyError: no such case.
+    """
+    known = {case.name: case for case in CASES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise KeyError(f"no case {unknown[0]!r}; there are {', '.join(known)}")
+    return [known[name] for name in names] or [case for case in CASES if case.quick or not quick]
+
+
+def run_here(case: Case, settings: Settings) -> Outcome:
+    """Runs a case in this process."""
+    from benchmarks import common
+
+    function = case.load()
+    start = time.perf_counter()
+    figures = judged(function(settings), tiny=settings.tiny)
+    seconds = time.perf_counter() - start
+    flags = {"tiny": " --tiny", "quick": " --quick", "full": ""}[settings.size]
+    return Outcome(
+        case=case.name,
+        figures=figures,
+        machine=common.machine(settings.dir if settings.dir.exists() else Path.cwd()),
+        command=f"python -m benchmarks {case.name}{flags}",
+        revision=revision(),
+        size=settings.size,
+        seconds=seconds,
+    )
+
+
+def run_case(case: Case, settings: Settings, arguments: Sequence[str]) -> Outcome:
+    """Runs a case in a process of its own, which prints as it goes; `arguments` are the options to pass on."""
+    if why_not := case.why_not():
+        return Outcome(case.name, size=settings.size, skipped=why_not)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "outcome.json"
+        command = [sys.executable, "-m", "benchmarks", case.name, "--outcome", str(answer), *arguments]
+        start = time.perf_counter()
+        # A group of its own: a case that hangs is ended with its children.
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            code = process.wait(timeout=case.limit_s)
+        except subprocess.TimeoutExpired:
+            failed = f"ended after {case.limit_s:.0f} s"
+        except BaseException:
+            os.killpg(process.pid, 9)
+            process.wait()
+            raise
+        else:
+            if code == 0:
+                return Outcome.from_json(json.loads(answer.read_text()))
+            failed = f"exit status {code}"
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+        return Outcome(case.name, size=settings.size, seconds=time.perf_counter() - start, failed=failed)
+
+
+def revision() -> str:
+    """The commit of the working tree, with a mark where it was changed."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
