@@ -38,9 +38,11 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
       capacity_(max_frames_),
       free_head_(kNoFrame),
       records_bytes_((max_frames_ * stride_ + kHugePage - 1) / kHugePage * kHugePage),
-      infos_bytes_((max_frames_ * sizeof(FrameInfo) + 4095) / 4096 * 4096) {
+      infos_bytes_((max_frames_ * sizeof(FrameInfo) + 4095) / 4096 * 4096),
+      heats_bytes_((max_frames_ * sizeof(uint16_t) + 4095) / 4096 * 4096) {
   records_ = static_cast<std::byte*>(reserve(records_bytes_));
   infos_ = static_cast<FrameInfo*>(reserve(infos_bytes_));
+  heats_ = static_cast<uint16_t*>(reserve(heats_bytes_));
 #ifdef MADV_HUGEPAGE
   if (records_bytes_ >= kHugePagesFrom) ::madvise(records_, records_bytes_, MADV_HUGEPAGE);
 #endif
@@ -49,6 +51,7 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
 Cache::~Cache() {
   ::munmap(records_, records_bytes_);
   ::munmap(infos_, infos_bytes_);
+  ::munmap(heats_, heats_bytes_);
 }
 
 bool Cache::allocate(uint32_t* frame) {
@@ -65,30 +68,90 @@ bool Cache::allocate(uint32_t* frame) {
     *frame = high_water_++;
   }
   ++resident_;
-  infos_[*frame] = FrameInfo{-1, kNoPosition, step_, 1, 0, 1, 0};
+  infos_[*frame] = FrameInfo{-1, kNoPosition, kNoUse, 0, 1, 0};
+  heats_[*frame] = static_cast<uint16_t>(step_ << kStepShift | 1);
   return true;
 }
 
-bool Cache::victim(uint32_t* frame) {
-  // At most kMaxCount + 1 rounds lower every unpinned frame to zero; one more means that all are pinned.
+bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
+  // Where nearly every frame is wanted, the hand would walk far for each that is not.
+  const bool has_unwanted = (resident_ - num_wanted_) * 16 >= resident_;
+  if (num_wanted_ > 0) {
+    if (!has_unwanted && furthest(frame, keep_until)) return true;
+    // Staging gives up: what is left is for those who cannot wait.
+    if (!has_unwanted && keep_until != kNoUse) return false;
+  }
+  // At most kMaxCount + 1 rounds lower every unpinned frame to zero; one more means that there is none.
   const size_t limit = (size_t{kMaxCount} + 2) * high_water_;
   for (size_t looked = 0; looked < limit; ++looked) {
     if (hand_ >= high_water_) hand_ = 0;
-    FrameInfo& info = infos_[hand_];
-    if (info.row >= 0 && !info.pinned) {
-      if (info.count == 0) {
+    const FrameInfo& info = infos_[hand_];
+    if (info.row >= 0 && !info.pinned && !is_wanted(hand_)) {
+      if (count(hand_) == 0) {
         *frame = hand_++;
         return true;
       }
-      --info.count;
+      --heats_[hand_];
     }
     ++hand_;
+  }
+  return num_wanted_ > 0 && furthest(frame, keep_until);
+}
+
+bool Cache::furthest(uint32_t* frame, uint32_t keep_until) {
+  for (size_t i = uses_.size(); i > 0; --i) {
+    const uint32_t batch = first_batch_ + static_cast<uint32_t>(i - 1);
+    if (batch <= keep_until) return false;
+    BlockVector<uint32_t>& frames = uses_[i - 1];
+    for (size_t at = frames.size(); at > 0; --at) {
+      const FrameInfo& info = infos_[frames[at - 1]];
+      if (info.row < 0 || info.next_use != batch) {
+        frames[at - 1] = frames.back();
+        frames.pop_back();
+      } else if (!info.pinned) {
+        *frame = frames[at - 1];
+        return true;
+      }
+    }
   }
   return false;
 }
 
+void Cache::set_first_batch(uint32_t batch) {
+  for (; first_batch_ < batch; ++first_batch_) {
+    if (uses_.empty()) continue;
+    for (const uint32_t frame : uses_.front()) {
+      if (infos_[frame].next_use == first_batch_) forget_use(frame);
+    }
+    uses_.pop_front();
+  }
+}
+
+void Cache::set_next_use(uint32_t frame, uint32_t batch) {
+  if (infos_[frame].next_use == batch) return;
+  forget_use(frame);
+  if (batch < first_batch_) return;
+  const size_t place = batch - first_batch_;
+  if (uses_.size() <= place) uses_.resize(place + 1);
+  uses_[place].push_back(frame);
+  infos_[frame].next_use = batch;
+  ++num_wanted_;
+}
+
+void Cache::forget_use(uint32_t frame) {
+  num_wanted_ -= is_wanted(frame);
+  infos_[frame].next_use = kNoUse;
+}
+
+size_t Cache::uses_bytes() const {
+  size_t bytes = 0;
+  for (const auto& frames : uses_) bytes += frames.capacity() * sizeof(uint32_t);
+  return bytes;
+}
+
 void Cache::release(uint32_t frame) {
-  infos_[frame] = FrameInfo{-1, free_head_, 0, 0, 0, 0, 0};
+  forget_use(frame);
+  infos_[frame] = FrameInfo{-1, free_head_, kNoUse, 0, 0, 0};
   free_head_ = frame;
   --resident_;
 }
@@ -105,6 +168,7 @@ void Cache::trim() {
   }
   give_back(record(static_cast<uint32_t>(capacity_)), record(high_water_));
   give_back(reinterpret_cast<std::byte*>(infos_ + capacity_), reinterpret_cast<std::byte*>(infos_ + high_water_));
+  give_back(reinterpret_cast<std::byte*>(heats_ + capacity_), reinterpret_cast<std::byte*>(heats_ + high_water_));
   high_water_ = static_cast<uint32_t>(capacity_);
   hand_ = 0;
 }
@@ -112,10 +176,13 @@ void Cache::trim() {
 void Cache::clear() {
   give_back(records_, record(high_water_));
   give_back(reinterpret_cast<std::byte*>(infos_), reinterpret_cast<std::byte*>(infos_ + high_water_));
+  give_back(reinterpret_cast<std::byte*>(heats_), reinterpret_cast<std::byte*>(heats_ + high_water_));
   high_water_ = 0;
   hand_ = 0;
   resident_ = 0;
   free_head_ = kNoFrame;
+  num_wanted_ = 0;
+  uses_.clear();
 }
 
 }  // namespace bunkbed

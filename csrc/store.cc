@@ -1,7 +1,6 @@
 #include "store.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "error.h"
@@ -140,21 +139,6 @@ void Store::shrink_to(size_t capacity) {
   cache_.trim();
 }
 
-bool Store::touch(uint32_t frame) {
-  FrameInfo& info = cache_.info(frame);
-  std::atomic_ref<uint32_t> step(info.step);
-  const uint32_t now = cache_.step();
-  if (step.load(std::memory_order_relaxed) == now) return false;
-  if (step.exchange(now, std::memory_order_relaxed) == now) return false;
-  // Whoever won the exchange alone changes the rest.
-  if (info.count < Cache::kMaxCount) ++info.count;
-  if (info.staged == kStaged) {
-    info.staged = 0;  // its miss was counted when it was staged
-    return false;
-  }
-  return true;
-}
-
 void Store::reserve_rows(const int64_t* rows, size_t n) {
   if (!directory_->grows()) return;
   std::vector<int64_t> absent;
@@ -182,7 +166,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
     if (is_frame(entries[i])) {
       frames[i] = frame_of(entries[i]);
       cache_.info(frames[i]).pinned = 1;
-      hits += touch(frames[i]);
+      hits += cache_.touch(frames[i]);
     } else if (create || entries[i] != kAbsent) {
       missing.push_back(static_cast<uint32_t>(i));
     }
@@ -269,9 +253,8 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n) {
     directory_->set(rows[i], entry_of_frame(frame));
     if (const std::byte* payload = log_->pending(info.position)) {
       std::memcpy(cache_.record(frame), payload, frame_bytes_);
-      info.staged = kStaged;
     } else {
-      info.staged = kLoading;
+      info.loading = 1;
       requests.push_back({info.position, rows[i], cache_.record(frame)});
     }
   }
@@ -289,13 +272,13 @@ void Store::end_staging(const Staging& staging, bool failed) {
   for (const uint32_t frame : staging.frames) {
     FrameInfo& info = cache_.info(frame);
     info.pinned = 0;
-    if (failed && info.staged == kLoading) {
+    if (failed && info.loading) {
       directory_->set(info.row, entry_of_position(info.position));
       cache_.release(frame);
       continue;
     }
-    info.staged = kStaged;
-    info.step = cache_.step() - 1;  // wanted in a step to come, not counted yet
+    info.loading = 0;
+    cache_.mark_staged(frame);
     if (!failed) {
       ++stats_.misses;
       ++stats_.unique_rows;

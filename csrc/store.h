@@ -77,8 +77,8 @@ class Store {
   void unpin(const uint32_t* frames, size_t n);
 
   // Staging: reads that go on without the table's lock, one batch at a time.
-  //   1. begin_staging(), under the lock: frames are taken, pinned and marked kLoading, the directory points at them.
-  //   2. Staging::plan is executed on the staging lane, anywhere. Meanwhile nobody may use a kLoading frame; whoever
+  //   1. begin_staging(), under the lock: frames are taken, pinned and marked as loading, the directory points at them.
+  //   2. Staging::plan is executed on the staging lane, anywhere. Meanwhile nobody may use a loading frame; whoever
   //      wants one waits for step 3. Compaction may move its position.
   //   3. end_staging(), under the lock: the frames are ordinary ones, or, after an error, gone again.
   // Distinct rows; those in RAM or never stored are left alone, and at most half of the frames are taken.
@@ -88,14 +88,12 @@ class Store {
   };
   Staging begin_staging(const int64_t* rows, size_t n);
   void end_staging(const Staging& staging, bool failed);
-  bool is_loading(uint32_t frame) const { return cache_.info(frame).staged == kLoading; }
+  bool is_loading(uint32_t frame) const { return cache_.info(frame).loading != 0; }
   void mark_dirty(uint32_t frame);
   // Copies the first `record_bytes` of distinct rows' records; changes nothing in the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
 
-  // A row that is wanted now and resident: counts it once a step. Safe from several threads at once.
-  // Returns whether this was the first time in the step.
-  bool touch(uint32_t frame);
+  // What Cache::touch() found.
   void count_hits(uint64_t hits) {
     stats_.hits += hits;
     stats_.unique_rows += hits;

@@ -51,12 +51,12 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
           const uint32_t ahead = frame_of(entries[i + kAhead]);
           const std::byte* record = cache.record(ahead);
           for (size_t line = 0; line < weight_bytes_ && line < 512; line += 64) __builtin_prefetch(record + line);
-          if (touch) cache.prefetch(ahead);
+          if (touch) cache.prefetch_heat(ahead);
         }
         if (is_frame(entries[i])) {
           const uint32_t frame = frame_of(entries[i]);
           widen(cache.record(frame), out + (begin + i) * dim);
-          if (touch) block_hits += store_->touch(frame);
+          if (touch) block_hits += cache.touch(frame);
         } else {
           missing_[begin + missing++] = static_cast<uint32_t>(begin + i);
         }

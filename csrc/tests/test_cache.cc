@@ -43,7 +43,7 @@ TEST(cache_victim_is_the_least_wanted_and_never_pinned) {
   Cache cache(16, 8);
   for (int64_t row = 0; row < 8; ++row) {
     const uint32_t frame = take(&cache, row);
-    cache.info(frame).count = static_cast<uint8_t>(row == 5 ? 0 : 3);
+    cache.set_count(frame, row == 5 ? 0 : 3);
   }
   uint32_t frame;
   CHECK(cache.victim(&frame));
@@ -55,7 +55,7 @@ TEST(cache_victim_is_the_least_wanted_and_never_pinned) {
   CHECK(!cache.victim(&frame));
   // Also the most wanted frame is found when it alone is free.
   cache.info(7).pinned = 0;
-  cache.info(7).count = Cache::kMaxCount;
+  cache.set_count(7, Cache::kMaxCount);
   CHECK(cache.victim(&frame));
   CHECK_EQ(frame, 7u);
 }
