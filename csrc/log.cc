@@ -190,7 +190,7 @@ void Log::start_write(Chunk* chunk) {
     const std::lock_guard guard(mutex_);
     chunk->state = Chunk::State::kWriting;
   }
-  io_pool().submit([this, chunk, file = chunk->segment->file] {
+  write_pool().submit([this, chunk, file = chunk->segment->file] {
     std::exception_ptr error;
     try {
       file->write(chunk->memory.data(), chunk->end - chunk->begin, chunk->begin);
@@ -348,55 +348,59 @@ ReadPlan Log::plan_reads(std::vector<ReadRequest> requests) {
   return plan;
 }
 
-void Log::execute(const ReadPlan& plan, size_t read_bytes, ReadLane* lane,
-                  const std::function<void()>& meanwhile) const {
-  std::byte* const memory = lane->memory();
-  const size_t slice_bytes = lane->slice_bytes();
-  std::vector<uint32_t> free_slices(lane->num_slices());
-  for (uint32_t i = 0; i < free_slices.size(); ++i) free_slices[i] = i;
-  std::mutex slices_mutex;  // guards free_slices
+void Log::deliver(const ReadPlan& plan, size_t index, const std::byte* data, size_t read_bytes) const {
+  const ReadPlan::Extent& extent = plan.extents[index];
+  for (uint32_t r = extent.first; r < extent.first + extent.count; ++r) {
+    const ReadRequest& request = plan.requests[r];
+    const uint64_t slot = slot_of(request.position);
+    const std::byte* record = data + (slot * stride_ - extent.offset);
+    verify(request.id, record, *extent.file, slot);
+    std::memcpy(request.payload, record, read_bytes);
+  }
+}
 
-  const Loop::Body body = [&](size_t from, size_t to) {
-    uint32_t slice;
-    {
-      const std::lock_guard guard(slices_mutex);
-      slice = free_slices.back();
-      free_slices.pop_back();
+void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
+                  const std::function<void()>& meanwhile) const {
+  // Hands out the extents; after the first failure none any more.
+  class Source final : public vfs::ReadSource {
+   public:
+    Source(const Log& log, const ReadPlan& plan, size_t read_bytes)
+        : log_(log), plan_(plan), read_bytes_(read_bytes) {}
+    bool next(vfs::ReadOp* op) noexcept override {
+      const size_t index = next_.fetch_add(1, std::memory_order_relaxed);
+      if (index >= plan_.extents.size()) return false;
+      const ReadPlan::Extent& extent = plan_.extents[index];
+      *op = {extent.file, extent.offset, extent.bytes, index};
+      return true;
     }
-    std::byte* buffer = memory + size_t{slice} * slice_bytes;
-    try {
-      for (size_t e = from; e < to; ++e) {
-        const ReadPlan::Extent& extent = plan.extents[e];
-        extent.file->read(buffer, extent.bytes, extent.offset);
-        for (uint32_t r = extent.first; r < extent.first + extent.count; ++r) {
-          const ReadRequest& request = plan.requests[r];
-          const uint64_t slot = slot_of(request.position);
-          const std::byte* record = buffer + (slot * stride_ - extent.offset);
-          verify(request.id, record, *extent.file, slot);
-          std::memcpy(request.payload, record, read_bytes);
+    void done(const vfs::ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept override {
+      if (!error) {
+        try {
+          log_.deliver(plan_, op.tag, data, read_bytes_);
+        } catch (...) {
+          error = std::current_exception();
         }
       }
-    } catch (...) {
-      const std::lock_guard guard(slices_mutex);
-      free_slices.push_back(slice);
-      throw;
+      if (!error) return;
+      next_.store(plan_.extents.size(), std::memory_order_relaxed);
+      const std::lock_guard guard(error_mutex_);
+      if (!error_) error_ = error;
     }
-    const std::lock_guard guard(slices_mutex);
-    free_slices.push_back(slice);
-  };
+    void rethrow() {  // once no read is under way
+      if (error_) std::rethrow_exception(error_);
+    }
 
-  // The caller reads too once it has nothing better to do, hence one helper fewer than slices.
-  const auto loop = std::make_shared<Loop>(plan.extents.size(), 1, body);
-  io_pool().start(loop, std::min({lane->num_slices() - 1, kIoThreads, plan.extents.size()}));
-  std::exception_ptr error;
-  try {
-    if (meanwhile) meanwhile();
-  } catch (...) {
-    error = std::current_exception();  // the readers use this frame's memory: wait for them first
-  }
-  io_pool().join(*loop);
-  loop->rethrow();
-  if (error) std::rethrow_exception(error);
+   private:
+    const Log& log_;
+    const ReadPlan& plan_;
+    const size_t read_bytes_;
+    std::atomic<size_t> next_{0};
+    std::mutex error_mutex_;  // guards error_
+    std::exception_ptr error_;
+  };
+  Source source(*this, plan, read_bytes);
+  vfs::read_all(source, plan.extents.size(), *lane, meanwhile);
+  source.rethrow();
 }
 
 void Log::count_reads(const ReadPlan& plan, double waited_s) {

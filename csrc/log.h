@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "format.h"
+#include "vfs/batch_reads.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {
@@ -55,27 +56,6 @@ struct ReadRequest {
   uint64_t position;
   int64_t id;
   std::byte* payload;  // where its first bytes go
-};
-
-// Where reads land before they are checked. One lane serves one batch of reads at a time.
-class ReadLane {
- public:
-  void resize(size_t slice_bytes, size_t num_slices) {
-    slice_bytes_ = slice_bytes;
-    num_slices_ = num_slices;
-    memory_ = vfs::Buffer();
-  }
-  size_t slice_bytes() const { return slice_bytes_; }
-  size_t num_slices() const { return num_slices_; }
-  std::byte* memory() {
-    if (memory_.size() == 0) memory_ = vfs::Buffer(slice_bytes_ * num_slices_);
-    return memory_.data();
-  }
-
- private:
-  size_t slice_bytes_ = 0;
-  size_t num_slices_ = 0;
-  vfs::Buffer memory_;
 };
 
 // A batch of reads that knows its files: it can run without the table's lock.
@@ -142,9 +122,12 @@ class Log {
   // The same in parts, for reads that go on without the table's lock: plan_reads() and count_reads() under it,
   // execute() anywhere.
   ReadPlan plan_reads(std::vector<ReadRequest> requests);
-  void execute(const ReadPlan& plan, size_t read_bytes, ReadLane* lane, const std::function<void()>& meanwhile) const;
+  void execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
+               const std::function<void()>& meanwhile) const;
+  // One extent that was read: verifies its records and copies their payloads. Any thread.
+  void deliver(const ReadPlan& plan, size_t extent, const std::byte* data, size_t read_bytes) const;
   void count_reads(const ReadPlan& plan, double waited_s);
-  ReadLane* staging_lane() { return &staging_lane_; }
+  vfs::ReadLane* staging_lane() { return &staging_lane_; }
 
   // Closes the open chunk and waits until every chunk is in its file (not yet durable).
   void drain();
@@ -226,8 +209,8 @@ class Log {
   Segment* current_ = nullptr;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   Chunk* open_ = nullptr;
-  ReadLane lane_;          // of the calls that wait for their reads
-  ReadLane staging_lane_;  // of staging, which goes on beside them
+  vfs::ReadLane lane_;          // of the calls that wait for their reads
+  vfs::ReadLane staging_lane_;  // of staging, which goes on beside them
   LogStats stats_;
 
   std::mutex mutex_;  // guards the state and error of every Chunk

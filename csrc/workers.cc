@@ -61,10 +61,16 @@ void Pool::main() {
   for (;;) {
     wake_.wait(lock, [this] { return stopping_ || !loops_.empty() || !jobs_.empty(); });
     if (!jobs_.empty()) {
-      auto job = std::move(jobs_.front());
-      jobs_.pop_front();
+      std::function<void()> job;
+      if (--jobs_.front().times > 0) {
+        job = jobs_.front().run;
+      } else {
+        job = std::move(jobs_.front().run);
+        jobs_.pop_front();
+      }
       lock.unlock();
       job();
+      job = nullptr;  // what it holds must not be let go under the lock
       lock.lock();
       continue;
     }
@@ -113,12 +119,17 @@ void Pool::run(size_t n, size_t grain, size_t helpers, const Loop::Body& body) {
   loop->rethrow();
 }
 
-void Pool::submit(std::function<void()> job) {
+void Pool::submit(std::function<void()> job, size_t times) {
+  if (times == 0) return;
   {
     const std::lock_guard guard(mutex_);
-    jobs_.push_back(std::move(job));
+    jobs_.push_back({std::move(job), times});
   }
-  wake_.notify_one();
+  if (times == 1) {
+    wake_.notify_one();
+  } else {
+    wake_.notify_all();
+  }
 }
 
 namespace {
@@ -182,6 +193,11 @@ void parallel_for(size_t n, size_t grain, const Loop::Body& body) {
 Pool& io_pool() {
   static auto* pool = new PoolOfProcess;
   return pool->get(kIoThreads);
+}
+
+Pool& write_pool() {
+  static auto* pool = new PoolOfProcess;
+  return pool->get(kWriteThreads);
 }
 
 }  // namespace bunkbed

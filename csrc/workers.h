@@ -42,19 +42,22 @@ class Pool {
   ~Pool();
   // Runs body over [0, n) in blocks of `grain` on the caller and at most `helpers` threads.
   void run(size_t n, size_t grain, size_t helpers, const Loop::Body& body);
-  // As run(), but the caller returns at once, may do other things, and must finish with join().
-  void start(const std::shared_ptr<Loop>& loop, size_t helpers);
-  void join(Loop& loop);
-  // Runs `job` on some thread of the pool, in no order relative to others.
-  void submit(std::function<void()> job);
+  // Runs `job` on `times` threads of the pool, or that often on fewer; in no order relative to others.
+  void submit(std::function<void()> job, size_t times = 1);
 
  private:
+  struct Job {
+    std::function<void()> run;
+    size_t times;
+  };
   void main();
+  void start(const std::shared_ptr<Loop>& loop, size_t helpers);
+  void join(Loop& loop);
   std::mutex mutex_;  // guards loops_, jobs_, stopping_ and the counters of every Loop
   std::condition_variable wake_;
   std::condition_variable done_;
   std::deque<std::shared_ptr<Loop>> loops_;
-  std::deque<std::function<void()>> jobs_;
+  std::deque<Job> jobs_;
   std::vector<std::thread> threads_;
   bool stopping_ = false;
 };
@@ -67,8 +70,11 @@ void set_num_threads(size_t n);
 // Runs body over [0, n) on up to num_threads() threads; inline when n <= grain.
 void parallel_for(size_t n, size_t grain, const Loop::Body& body);
 
-// The pool whose threads may block in reads and writes.
+// The pool whose threads may block in reads.
 Pool& io_pool();
 inline constexpr size_t kIoThreads = 64;
+// That of writes: a stream of reads may keep every thread of the other for as long as it lasts.
+Pool& write_pool();
+inline constexpr size_t kWriteThreads = 4;
 
 }  // namespace bunkbed
