@@ -37,7 +37,8 @@ def show_list() -> None:
     width = max(len(case.name) for case in suite.CASES)
     for case in suite.CASES:
         target = f"\n{'':{width}}  target: {case.target}" if case.target else ""
-        print(f"{case.name:{width}}  {case.what}{target}")
+        alone = "" if case.default else " [only by name]"
+        print(f"{case.name:{width}}  {case.what}{alone}{target}")
 
 
 def main() -> None:

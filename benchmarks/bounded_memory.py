@@ -16,6 +16,7 @@ import numpy as np
 
 import bunkbed as bb
 from benchmarks import common
+from benchmarks.figures import Figure, Settings
 from bunkbed.budget import parse_bytes
 
 DIM = 64
@@ -79,7 +80,17 @@ def child(options: argparse.Namespace) -> None:
     common.serve(handle)
 
 
-def main() -> None:
+def bounded_memory(settings: Settings) -> list[Figure]:
+    """Peak memory through NumPy and through `bunkbed.torch`."""
+    common_arguments = ["--dir", str(settings.dir), "--seed", str(settings.seed)]
+    common_arguments += {"tiny": ["--tiny"], "quick": ["--bytes", "1GiB", "--ram", "64MiB"], "full": []}[settings.size]
+    return [
+        measure(arguments(common_arguments)),
+        measure(arguments([*common_arguments, "--torch"])),
+    ]
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     options = common.parser(__doc__)
     options.add_argument("--bytes", default="4GiB", help="size of the table")
     options.add_argument("--ram", default="256MiB", help="its budget")
@@ -89,12 +100,23 @@ def main() -> None:
     options.add_argument("--torch", action="store_true", help="step through bunkbed.torch")
     options.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     options.add_argument("--child-path", type=Path, help=argparse.SUPPRESS)
-    options = options.parse_args()
-    if options.tiny:
-        options.bytes, options.ram, options.batch, options.steps = "48MiB", "8MiB", 1024, 20
+    parsed = options.parse_args(given)
+    if parsed.tiny:
+        parsed.bytes, parsed.ram, parsed.batch, parsed.steps = "48MiB", "8MiB", 1024, 20
+    return parsed
+
+
+def main() -> None:
+    options = arguments()
     if options.child_path:
         return child(options)
+    if not measure(options).reached:
+        sys.exit("the table took more than its budget")
+    return None
 
+
+def measure(options: argparse.Namespace) -> Figure:
+    """Builds the table and trains it in a child inside the memory limit."""
     num_rows = -(-parse_bytes(options.bytes) // (DIM * 12))
     with common.workspace(options.dir, int(num_rows * DIM * 12 * 1.8)) as folder:
         print(common.machine(folder))
@@ -104,22 +126,22 @@ def main() -> None:
         with bb.create(folder / "table", dim=DIM, num_rows=num_rows, optimizer=bb.Adam(), ram="1GiB") as table:
             common.fill(table)
         common.forget_pages(folder)
-        arguments = ["-m", "benchmarks.bounded_memory", "--child-path", str(folder / "table")]
-        arguments += ["--ram", options.ram, "--batch", str(options.batch), "--rows", str(num_rows)]
-        arguments += ["--torch"] if options.torch else []
+        command = ["-m", "benchmarks.bounded_memory", "--child-path", str(folder / "table")]
+        command += ["--ram", options.ram, "--batch", str(options.batch), "--rows", str(num_rows)]
+        command += ["--torch"] if options.torch else []
         print(
             f"{num_rows:,} rows x {DIM * 12} B = {common.bb_bytes(num_rows * DIM * 12)}, "
             f"ram={options.ram!r}, cgroup {options.limit}, {options.steps} steps of {options.batch:,} "
             f"Zipf(1.05) ids and 4 commits, through {'bunkbed.torch' if options.torch else 'NumPy'}"
         )
         if why_not:
-            run(options, common.Child(arguments), None)
+            return run(options, common.Child(command), None)
         else:
             with common.MemoryLimit(parse_bytes(options.limit)) as limit:
-                run(options, common.Child(arguments, limit), limit)
+                return run(options, common.Child(command, limit), limit)
 
 
-def run(options: argparse.Namespace, process: common.Child, limit: common.MemoryLimit | None) -> None:
+def run(options: argparse.Namespace, process: common.Child, limit: common.MemoryLimit | None) -> Figure:
     """Four turns with a commit after each, then the figures."""
     for _ in range(4):
         answer = process.ask(steps=options.steps // 4)
@@ -138,8 +160,13 @@ def run(options: argparse.Namespace, process: common.Child, limit: common.Memory
     )
     if limit is not None:
         print(f"cgroup peak {common.bb_bytes(limit.peak_bytes())}, limit reached {limit.refusals()} times")
-    if grown > budget:
-        sys.exit("the table took more than its budget")
+    return Figure(
+        f"peak memory beyond the interpreter's, through {'bunkbed.torch' if options.torch else 'NumPy'}",
+        grown / common.MIB,
+        "MiB",
+        at_most=budget / common.MIB,
+        note=f"a table of {options.bytes} in a memory cgroup of {options.limit}",
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import platform
 import shutil
@@ -125,10 +126,7 @@ def zipf(num_rows: int, exponent: float = 1.05) -> Callable[[np.random.Generator
         power = 1.0 - exponent
         tail = (num_rows**power - head**power) / power
     total = cumulative[-1] + tail
-    # A multiplier coprime to num_rows is a bijection of [0, num_rows) that needs no table.
-    multiplier = 2_654_435_761 % num_rows or 1
-    while np.gcd(multiplier, num_rows) != 1:
-        multiplier += 1
+    place = scatter(num_rows)
 
     def sample(rng: np.random.Generator, size: int) -> np.ndarray:
         drawn = rng.random(size) * total
@@ -137,12 +135,24 @@ def zipf(num_rows: int, exponent: float = 1.05) -> Callable[[np.random.Generator
             beyond = drawn > cumulative[-1]
             power = 1.0 - exponent
             ranks[beyond] = (head**power + power * (drawn[beyond] - cumulative[-1])) ** (1.0 / power)
-        ranks = np.minimum(ranks, num_rows - 1)
+        return place(np.minimum(ranks, num_rows - 1))
+
+    return sample
+
+
+def scatter(num_rows: int) -> Callable[[np.ndarray], np.ndarray]:
+    """The bijection of [0, num_rows) that `zipf` scatters ranks by, `int64[N]` -> `int64[N]`."""
+    # A multiplier coprime to num_rows is a bijection that needs no table.
+    multiplier = 2_654_435_761 % num_rows or 1
+    while np.gcd(multiplier, num_rows) != 1:
+        multiplier += 1
+
+    def place(ranks: np.ndarray) -> np.ndarray:
         if num_rows < 2**31:
             return ranks * multiplier % num_rows
         return np.array([rank * multiplier % num_rows for rank in ranks.tolist()], np.int64)
 
-    return sample
+    return place
 
 
 def spread(values: Iterable[float], unit: str = "ms", scale: float = 1e3) -> str:
@@ -332,6 +342,27 @@ def random_read_iops(files: Sequence[Path], *, seconds: float = 3.0, threads: in
     if done.returncode:
         raise RuntimeError(f"random reads failed: {done.stderr.strip()}")
     return float(done.stdout)
+
+
+def sequential_write_bandwidth(directory: Path, *, num_bytes: int = 512 * MIB) -> float:
+    """Bytes a second of large O_DIRECT writes to a new file in `directory`, synced: the device's limit.
+
+    Raises:
+        OSError: the file system refuses O_DIRECT.
+    """
+    chunk = mmap.mmap(-1, min(num_bytes, 8 * MIB))  # page-aligned, as O_DIRECT wants it
+    chunk.write(np.random.default_rng(0).bytes(len(chunk)))
+    path = directory / f"bunkbed-write-{os.getpid()}"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        start = time.perf_counter()
+        for _ in range(num_bytes // len(chunk)):
+            os.write(file, chunk)
+        os.fdatasync(file)
+        return num_bytes / (time.perf_counter() - start)
+    finally:
+        os.close(file)
+        path.unlink()
 
 
 def segment_files(folder: Path) -> list[Path]:

@@ -24,6 +24,7 @@ import numpy as np
 
 import bunkbed as bb
 from benchmarks import common
+from benchmarks.figures import Figure, Settings
 from bunkbed import _native
 from bunkbed.testing import ReferenceTable
 
@@ -199,14 +200,14 @@ def levels() -> list[str]:
     return found
 
 
-def main() -> None:
-    options = common.parser(__doc__).parse_args()
-    plan = Plan(seed=options.seed)
-    if options.tiny:
+def exactness(settings: Settings) -> list[Figure]:
+    """Every budget, thread count and SIMD level, then the seeded bugs."""
+    plan = Plan(seed=settings.seed)
+    if settings.tiny:
         plan = dataclasses.replace(plan, num_rows=4000, batch=256, steps=40)
     simd, threads = _native.simd(), bb.get_num_threads()
-    bad = 0
-    with common.workspace(options.dir, 8 * plan.table_bytes) as folder:
+    bad = done = undetected = 0
+    with common.workspace(settings.dir, 8 * plan.table_bytes) as folder:
         print(common.machine(folder))
         print(
             f"{plan.num_rows:,} rows x {plan.dim * 12} B, {plan.steps} steps of {plan.batch} Zipf({plan.exponent}) ids"
@@ -216,11 +217,12 @@ def main() -> None:
         runs = itertools.count()
         try:
             ways = [*itertools.product((1, 2), levels())]
-            if options.tiny:
+            if settings.tiny:
                 ways = [ways[0], ways[-1]]
             for (name, ram), (count, level) in itertools.product(rams.items(), ways):
                 bb.set_num_threads(count)
                 _native.set_simd(level)
+                done += 1
                 try:
                     totals = train(plan, expected, folder / f"run-{next(runs)}", ram=ram)
                 except Mismatch as error:
@@ -241,13 +243,23 @@ def main() -> None:
                 except (Mismatch, bb.BunkbedError) as error:
                     print(f"seeded bug {fault}: found ({error})", flush=True)
                 else:
-                    bad += 1
+                    undetected += 1
                     print(f"seeded bug {fault}: NOT FOUND", flush=True)
         finally:
             _native.set_simd(simd)
             bb.set_num_threads(threads)
-    if bad:
-        sys.exit(f"{bad} runs failed")
+    note = f"of {done}: {len(rams)} budgets, thread counts and SIMD levels"
+    return [
+        Figure("runs that differ from the reference", bad, at_most=0, note=note),
+        Figure("seeded bugs not found", undetected, at_most=0, note=", ".join(FAULTS)),
+    ]
+
+
+def main() -> None:
+    options = common.parser(__doc__).parse_args()
+    figures = exactness(Settings("tiny" if options.tiny else "full", options.dir, options.seed))
+    if failed := [figure.line() for figure in figures if not figure.reached]:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

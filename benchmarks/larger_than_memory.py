@@ -1,162 +1,354 @@
-"""A training step on a table many times larger than its memory limit, beside the `np.memmap` recipe.
+"""A training step on a table many times larger than its memory limit.
 
 10M rows of 768 B (64 weights and Adam's two averages), fully written, committed and opened again; 65,536
 Zipf(1.05) ids a step; each side in a process of its own inside a memory cgroup of 1 GiB, a few steps each in
-turn.
+turn, the same batches (`benchmarks.sides`).
 
-ours     `bunkbed.torch`: lookup, backward of a constant gradient, `Optimizer.step`; defaults but for `ram`.
-memmap   the textbook recipe in NumPy: unique ids, sorted; `rows = memmap[ids]`, Adam, `memmap[ids] = rows`.
-         Records hold weights and state together, as ours do.
-advised  the same with `madvise(MADV_RANDOM)`, which not every textbook has.
+ours      `bunkbed.torch`: lookup, backward of a constant gradient, `Optimizer.step`; defaults but for `ram`;
+          plainly, and with `lookahead` around the loader.
+memmap    the textbook recipe in NumPy: unique ids, sorted; `rows = memmap[ids]`, Adam, `memmap[ids] = rows`.
+          Records hold weights and state together, as ours do.
+advised   the same with `madvise(MADV_RANDOM)`, which not every textbook has.
+rocksdb, lmdb   the same recipe on a key-value store, tuned; case `key-value-stores`.
 
-Printed beside the times: rows missed and first touched (about 0, or the figure would be flattered), the
-device's own limit measured in the same run, and the kernel's `read_bytes` beside the bytes the engine asked the
-device for (512-byte blocks, where the device has them): below 90 % the figure is void, for then it came from the
-page cache.
+Printed beside the times: rows missed and first touched (about 0, or the figure would be flattered), what the best
+static cache of as many frames would have missed on the same batches, the device's own limits measured in the same run,
+and the kernel's `read_bytes` beside the bytes the engine asked the device for (512-byte blocks, where the device has
+them): below 90 % the figure is void, for then it came from the page cache.
 """
 
 from __future__ import annotations
 
-import argparse
-import mmap
-import shutil
+import contextlib
 import statistics
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import bunkbed as bb
-from benchmarks import common
+from benchmarks import common, simulate, turns
+from benchmarks.figures import Figure, Settings, missing
+from benchmarks.peers import Missing
+from benchmarks.peers.records import RECORD_BYTES
+from benchmarks.sides import Side, batch, build
 
-DIM = 64
-WIDTH = 3 * DIM  # weight, exp_avg, exp_avg_sq
-
-
-def build_table(path: Path, num_rows: int) -> None:
-    """Writes every row and commits."""
-    with bb.create(path, dim=DIM, num_rows=num_rows, optimizer=bb.Adam(), init=bb.Normal(0.01), ram="2GiB") as table:
-        common.fill(table)
+#: What `lookahead` is asked for; it ignores what it does not know.
+LOOKAHEAD = {"depth": 1, "window": 32}
 
 
-def build_memmap(path: Path, num_rows: int) -> None:
-    """Writes every record: random weights, zero state."""
-    rng = np.random.default_rng(0)
-    chunk = np.zeros((100_000, WIDTH), np.float32)
-    chunk[:, :DIM] = rng.standard_normal((len(chunk), DIM))
-    with path.open("wb") as file:
-        for start in range(0, num_rows, len(chunk)):
-            file.write(chunk[: num_rows - start].tobytes())
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a run."""
+
+    rows: int = 10_000_000
+    batch: int = 65_536
+    limit: str = "1GiB"
+    ram: str = "640MiB"
+    rounds: int = 3
+    steps: int = 50
+    seed: int = 0
+    steady: bool = False
+    tiny: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows:,} rows x {RECORD_BYTES} B = {common.bb_bytes(self.rows * RECORD_BYTES)}, {self.batch:,} "
+            f"Zipf(1.05) ids, memory cgroup {self.limit}, ours with ram={self.ram!r}"
+        )
 
 
-class Ours:
-    """The child process that steps our table."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        import torch
-
-        from bunkbed.torch import Embedding, Optimizer
-
-        self.table = bb.open(options.child_path, ram=options.ram)
-        self.layer = Embedding(self.table.num_rows, DIM, table=self.table)
-        self.optimizer = Optimizer(self.layer)
-        self.grad = torch.full((options.batch, DIM), 0.01)
-        self.from_numpy = torch.from_numpy
-
-    def step(self, ids: np.ndarray) -> None:
-        self.optimizer.zero_grad()
-        self.layer(self.from_numpy(ids)).backward(self.grad)
-        self.optimizer.step()
-
-    def stats(self) -> dict[str, float]:
-        return dict(self.table.stats())
+def plan(settings: Settings, **changes: Any) -> Plan:
+    """Sizes by the size of the suite."""
+    sizes = {
+        "tiny": {"rows": 40_000, "batch": 1_024, "ram": "8MiB", "rounds": 2, "steps": 3, "tiny": True},
+        "quick": {"rows": 3_000_000, "limit": "640MiB", "ram": "240MiB", "rounds": 3, "steps": 30},
+        "full": {},
+    }[settings.size]
+    return Plan(**{**sizes, "seed": settings.seed, **changes})  # type: ignore[arg-type]
 
 
-class Memmap:
-    """The child process that steps the recipe."""
+@dataclass
+class Limits:
+    """The device's limits, measured between turns."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.records = np.memmap(options.child_path, np.float32, "r+").reshape(-1, WIDTH)
-        if options.child == "advised":  # else each fault may read 128 KiB around the row
-            self.records._mmap.madvise(mmap.MADV_RANDOM)
-        self.count = 0
+    read_iops: list[float] = field(default_factory=list)
+    write_bandwidth: list[float] = field(default_factory=list)
 
-    def step(self, ids: np.ndarray) -> None:
-        self.count += 1
-        unique, inverse = np.unique(ids, return_inverse=True)
-        rows = self.records[unique]
-        rows[inverse, :DIM]  # the lookup
-        grad = np.bincount(inverse).astype(np.float32)[:, None] * np.float32(0.01)  # equal gradients, summed
-        weight, exp_avg, exp_avg_sq = rows[:, :DIM], rows[:, DIM : 2 * DIM], rows[:, 2 * DIM :]
-        exp_avg += (grad - exp_avg) * np.float32(0.1)
-        exp_avg_sq += (grad * grad - exp_avg_sq) * np.float32(0.001)
-        size = 1e-3 * np.sqrt(1 - 0.999**self.count) / (1 - 0.9**self.count)
-        weight -= np.float32(size) * (exp_avg / (np.sqrt(exp_avg_sq) + np.float32(1e-8)))
-        self.records[unique] = rows
+    def measure(self, table: Path, *, tiny: bool) -> None:
+        self.read_iops.append(common.random_read_iops(common.segment_files(table), seconds=0.2 if tiny else 3))
+        self.write_bandwidth.append(
+            common.sequential_write_bandwidth(table.parent, num_bytes=(8 if tiny else 512) * common.MIB)
+        )
 
-    def stats(self) -> dict[str, float]:
-        return {}
+    def figures(self) -> list[Figure]:
+        def one(name: str, values: list[float], unit: str, scale: float = 1.0, note: str = "") -> Figure:
+            numbers = [value * scale for value in values]
+            middle = statistics.median(numbers)
+            return Figure(name, middle, unit, min(numbers), max(numbers), len(numbers), note=note)
+
+        return [
+            one("device, random reads", self.read_iops, "a second", note="4 KiB O_DIRECT, 64 threads"),
+            one("device, sequential writes", self.write_bandwidth, "GB/s", 1e-9, note="8 MiB O_DIRECT"),
+        ]
 
 
-def child(options: argparse.Namespace) -> None:
-    """Serves steps until standard input ends."""
-    side = Ours(options) if options.child == "ours" else Memmap(options)
-    sample = common.zipf(options.rows)
-    rng = np.random.default_rng(options.seed)
+class Bench:
+    """Sides opened on built stores, warmed, and stepped in turns."""
 
-    def handle(steps: int) -> dict[str, Any]:
-        times, unique = [], 0
-        stats, io = side.stats(), common.proc_io()
-        for _ in range(steps):
-            ids = sample(rng, options.batch)
-            times.append(common.timed(lambda ids=ids: side.step(ids)))
-            unique += np.unique(ids).size
-        return {
-            "times": times,
-            "unique": unique,
-            "stats": common.delta(side.stats(), stats),
-            "frames": side.stats().get("frames", 0),
-            "frame_capacity": side.stats().get("frame_capacity", 0),
-            "live": side.stats().get("live_bytes", 0) / max(1, side.stats().get("disk_bytes", 0)),
-            "io": common.delta(common.proc_io(), io),
-            "resident": common.resident_bytes("VmHWM"),
+    def __init__(self, stack: ExitStack, plan: Plan, folder: Path, *, limited: bool) -> None:
+        self.plan, self.folder = plan, folder
+        self._stack = stack
+        self._limit = plan.limit if limited else None
+        self.sides: dict[str, Side] = {}
+        self.limits = Limits()
+        self.next_index = 0
+
+    def open(self, name: str) -> Side:
+        """Builds the store where it is not there yet, and starts the side."""
+        path = self.folder / name
+        build(name, path, self.plan.rows)
+        plan = self.plan
+        sizes = {"rows": plan.rows, "batch": plan.batch, "ram": plan.ram, "limit": self._limit, "seed": plan.seed}
+        self.sides[name] = Side(self._stack, name, path, **sizes)  # type: ignore[arg-type]
+        return self.sides[name]
+
+    def fresh(self, count: int) -> list[int]:
+        """Indices of batches nobody had yet."""
+        self.next_index += count
+        return list(range(self.next_index - count, self.next_index))
+
+    def warm(self, name: str = "ours") -> None:
+        """Steps until our cache is full and the share of misses stands still; with `steady`, until compaction runs."""
+        last, compactions = 1.0, 0.0
+        tiny = self.plan.tiny
+        for _ in range(3 if tiny else 60):
+            answer = self.sides[name].turn(self.fresh(5 if tiny else 20))
+            stats = answer["stats"]
+            compactions += stats["compactions"]
+            missed = stats["misses"] / max(1, stats["unique_rows"])
+            full = answer["frames"] >= 0.98 * answer["frame_capacity"]
+            if full and abs(missed - last) < 0.01 * last and (compactions > 3 or not self.plan.steady):
+                break
+            last = missed
+        print(
+            f"warm: {answer['frames']:,} frames of {answer['frame_capacity']:,}, {missed:.1%} of rows missed, "
+            f"{answer['progress']}, {compactions:.0f} compactions",
+            flush=True,
+        )
+
+    def rounds(self, kinds: dict[str, Callable[[list[int]], dict[str, Any]]], steps: dict[str, int]) -> Results:
+        """All kinds of turn, every round on batches of its own; the device is measured after each round."""
+        results = Results({kind: [] for kind in kinds}, [])
+        for round_index in range(self.plan.rounds):
+            indices = self.fresh(max(steps.values()))
+            results.indices.append(indices)
+            for kind in turns.order(list(kinds), round_index):
+                results.answers[kind].append(kinds[kind](indices[: steps[kind]]))
+            self.limits.measure(self.sides["ours"].path, tiny=self.plan.tiny)
+        return results
+
+
+@dataclass
+class Results:
+    """Answers of every kind of turn, round by round."""
+
+    answers: dict[str, list[dict[str, Any]]]
+    indices: list[list[int]]
+
+    def times(self, names: dict[str, str] | None = None) -> turns.Times:
+        """The seconds alone, for `benchmarks.turns`; kinds may be renamed."""
+        names = names or {}
+        return turns.Times({names.get(k, k): [a["times"] for a in answers] for k, answers in self.answers.items()})
+
+    def a_step(self, kind: str, key: str, group: str = "stats") -> float:
+        """A counter's mean over this kind's steps."""
+        steps = sum(len(answer["times"]) for answer in self.answers[kind])
+        return float(sum(answer[group].get(key, 0) for answer in self.answers[kind]) / steps)
+
+
+@contextlib.contextmanager
+def bench(settings: Settings, plan: Plan, stores: int) -> Iterator[Bench]:
+    """A `Bench` with `stores` tables' room on disk; stores are kept where `settings.table` says."""
+    why_not = common.MemoryLimit.why_not()
+    needed = int(plan.rows * RECORD_BYTES * 2 * stores)
+    place = contextlib.nullcontext(settings.table) if settings.table else common.workspace(settings.dir, needed)
+    with place as folder, ExitStack() as stack:
+        assert folder is not None
+        # A store that is kept is one of this size only.
+        folder = folder / f"{plan.rows}-rows"
+        print(common.machine(folder.parent))
+        if why_not and not plan.tiny:
+            # Ours never maps the table, so an address-space limit would not even reach the page cache: no figure.
+            sys.exit(f"no figure without a memory limit: {why_not}")
+        print(plan, flush=True)
+        yield Bench(stack, plan, folder, limited=why_not is None)
+
+
+def against_the_device(found: Results, kind: str, limits: Limits, *, target: bool) -> list[Figure]:
+    """Ours against the device, and whether the figure counts."""
+    median = found.times().median(kind)
+    iops, bandwidth = statistics.median(limits.read_iops), statistics.median(limits.write_bandwidth)
+    reads, written = found.a_step(kind, "reads"), found.a_step(kind, "written_bytes")
+    reading, writing = reads / iops, written / bandwidth
+    # The engine asks the device for 512-byte blocks where it may, so a read is often less than 4 KiB.
+    share = found.a_step(kind, "read_bytes", "io") / max(1.0, found.a_step(kind, "read_bytes"))
+    touched = found.a_step(kind, "first_touches")
+    return [
+        Figure(
+            f"share of the device's limit, {kind}",
+            (reading + writing) / median * 100,
+            "%",
+            note=f"reads need {reading * 1e3:.1f} ms, {common.bb_bytes(written)} written a step, compaction included, "
+            f"{writing * 1e3:.1f} ms; the step took {median * 1e3:.1f} ms; reads alone {reading / median:.0%}",
+            **({"at_least": 92} if target else {}),
+        ),
+        Figure(
+            f"kernel's read_bytes of what the engine asked for, {kind}",
+            share * 100,
+            "%",
+            note=("counts" if share >= 0.9 else "VOID: it came from the page cache")
+            + f"; {touched:,.0f} first touches",
+        ),
+        Figure(
+            f"rows missed a step, {kind}",
+            found.a_step(kind, "misses"),
+            note=f"of {found.a_step(kind, 'unique_rows'):,.0f} unique; {reads:,.0f} reads, "
+            f"{found.a_step(kind, 'evictions'):,.0f} evicted, {found.a_step(kind, 'written_back'):,.0f} written back, "
+            f"{found.a_step(kind, 'compactions'):.2f} compactions",
+        ),
+    ]
+
+
+def static_cache(found: Results, plan: Plan, frames: int) -> tuple[float, float]:
+    """Misses a step of the best static cache of `frames` on the plain turns' batches: by popularity, in hindsight."""
+    sample, place = common.zipf(plan.rows), common.scatter(plan.rows)
+    batches = [batch(sample, plan.seed, i, plan.batch) for part in found.indices for i in part]
+    ranked = place(np.arange(min(frames, plan.rows), dtype=np.int64))
+    popular = simulate.static_misses(batches, frames, ranked).mean()
+    return float(popular), float(simulate.static_misses(batches, frames).mean())
+
+
+def larger_than_memory(settings: Settings, plan_: Plan | None = None, memmap_steps: int = 1) -> list[Figure]:
+    """Ours with and without lookahead, beside the `memmap` recipes."""
+    size = plan_ or plan(settings)
+    peers = ["memmap", "advised"] if memmap_steps else []
+    with bench(settings, size, 1 + len(peers)) as found:
+        ours = found.open("ours")
+        for name in peers:
+            found.open(name)
+        found.warm()
+        for name in peers:
+            found.sides[name].turn(found.fresh(1))  # fills its page cache
+        kinds: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+            "plain": ours.turn,
+            "lookahead": lambda indices: ours.turn(indices, lookahead=LOOKAHEAD),
+            **{name: found.sides[name].turn for name in peers},
         }
+        steps = {"plain": size.steps, "lookahead": size.steps, **dict.fromkeys(peers, memmap_steps)}
+        results = found.rounds(kinds, steps)
+        frames = int(results.answers["plain"][-1]["frame_capacity"])
+        peaks = {name: side.peak() for name, side in found.sides.items()}
+        settings_of = {name: results.answers[name][-1]["settings"] for name in peers}
+    times = results.times({"plain": turns.OURS})
+    at_most = {"at_most": 120} if settings.size == "full" else {}
+    figures = [turns.step_time(times, turns.OURS, note=peaks["ours"], **at_most)]
+    figures += [turns.step_time(times, "lookahead", note=f"{LOOKAHEAD}")]
+    plain, ahead = results.a_step("plain", "misses"), results.a_step("lookahead", "misses")
+    figures += [Figure("misses with lookahead / without", ahead / plain, "x", at_most=0.999)]
+    popular, hindsight = static_cache(results, size, frames)
+    note = f"{plain:,.0f} against {popular:,.0f} with {frames:,} frames; {hindsight:,.0f} if chosen in hindsight"
+    figures += [Figure("misses / best static cache's", plain / popular, "x", at_most=1.1, note=note)]
+    figures += against_the_device(results, "plain", found.limits, target=True)
+    figures += against_the_device(results, "lookahead", found.limits, target=False)
+    figures += found.limits.figures()
+    for name in peers:
+        figures += [turns.ratio(times, name), turns.step_time(times, name, note=f"{settings_of[name]}; {peaks[name]}")]
+    return figures
 
-    common.serve(handle)
+
+def beside_a_model(settings: Settings) -> list[Figure]:
+    """The model's work is a two-thread matrix product, half, once and twice as long as the disk's work alone."""
+    size = plan(settings)
+    with bench(settings, size, 1) as found:
+        ours = found.open("ours")
+        found.warm()
+        disk = statistics.median(ours.turn(found.fresh(size.steps), lookahead=LOOKAHEAD)["times"])
+        product = statistics.median(ours.turn([0] * 20, products=4, only_work=True)["times"]) / 4
+        products = {factor: max(1, round(factor * disk / product)) for factor in (1.0, 0.5, 2.0)}
+        kinds: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+            "disk alone": lambda indices: ours.turn(indices, lookahead=LOOKAHEAD)
+        }
+        for factor, count in products.items():
+            kinds[f"work {factor:g}"] = lambda indices, count=count: ours.turn(indices, products=count, only_work=True)
+            kinds[f"both {factor:g}"] = lambda indices, count=count: ours.turn(
+                indices, lookahead=LOOKAHEAD, products=count
+            )
+        results = found.rounds(kinds, {kind: max(3, size.steps // 2) for kind in kinds})
+    times = results.times()
+    figures = []
+    for factor in products:
+        parts = [times.medians(kind) for kind in ("disk alone", f"work {factor:g}", f"both {factor:g}")]
+        ratios = [both / max(alone, work) for alone, work, both in zip(*parts, strict=True)]
+        middle = statistics.median(ratios)
+        name = f"step / max(work alone, disk alone), work {factor:g}x the disk's"
+        target = {"at_most": 1.1} if factor == 1 else {}
+        figures.append(Figure(name, middle, "x", min(ratios), max(ratios), len(ratios), **target))
+    figures += turns.step_times(times)
+    for kind in ("disk alone", "both 1"):
+        waited = results.a_step(kind, "read_wait_s") * 1e3
+        note = f"{results.a_step(kind, 'misses'):,.0f} rows missed a step"
+        figures.append(Figure(f"waited for reads a step, {kind}", waited, "ms", note=note))
+    return figures + found.limits.figures()
 
 
-def warm(ours: common.Child, *, tiny: bool, steady: bool) -> None:
-    """Steps until the cache is full and the share of misses stands still; with `steady`, until compaction runs."""
-    last, compactions = 1.0, 0.0
-    for _ in range(3 if tiny else 60):
-        answer = ours.ask(steps=5 if tiny else 20)
-        stats = answer["stats"]
-        compactions += stats["compactions"]
-        missed = stats["misses"] / max(1, stats["unique_rows"])
-        full = answer["frames"] >= 0.98 * answer["frame_capacity"]
-        if full and abs(missed - last) < 0.01 * last and (compactions > 3 or not steady):
-            break
-        last = missed
+def key_value_stores(settings: Settings) -> list[Figure]:
+    """Ours beside RocksDB and LMDB, all in steady state: caches full, compactions running."""
+    size = plan(settings, steady=settings.size == "full", rounds=settings.pick(2, 3, 4))
+    own, theirs = settings.pick((3, 1), (20, 3), (40, 5))
+    absent = []
+    with bench(settings, size, 3) as found:
+        found.open("ours")
+        peers = []
+        for name in ("rocksdb", "lmdb"):
+            try:
+                found.open(name)
+                peers.append(name)
+            except Missing as error:
+                absent.append(missing(f"ratio {name} / {turns.OURS}", str(error), at_least=5))
+        found.warm()
+        for name in peers:
+            warm_peer(found.sides[name], found.fresh(settings.pick(2, 20, 40)))
+        kinds = {name: side.turn for name, side in found.sides.items()}
+        results = found.rounds(kinds, {name: own if name == "ours" else theirs for name in kinds})  # type: ignore[arg-type]
+        peaks = {name: side.peak() for name, side in found.sides.items()}
+        last = {name: answers[-1] for name, answers in results.answers.items()}
+    times = results.times({"ours": turns.OURS})
+    figures = [turns.ratio(times, name, at_least=5) for name in peers]
+    figures.append(turns.step_time(times, turns.OURS, note=f"{last['ours']['progress']}; {peaks['ours']}"))
+    for name in peers:
+        answer = last[name]
+        traffic = (
+            f"kernel read {common.bb_bytes(results.a_step(name, 'read_bytes', 'io'))} and wrote "
+            f"{common.bb_bytes(results.a_step(name, 'write_bytes', 'io'))} a step"
+        )
+        note = "; ".join(text for text in (answer["settings"], answer["progress"], traffic, peaks[name]) if text)
+        figures.append(turns.step_time(times, name, note=note))
+    return figures + absent + found.limits.figures()
+
+
+def warm_peer(side: Side, indices: Sequence[int]) -> None:
+    """Steps a peer until its caches are full and what it wrote is being compacted."""
+    parts = [indices[start : start + 10] for start in range(0, len(indices), 10)]
+    medians = [statistics.median(side.turn(part)["times"]) for part in parts]
     print(
-        f"warm: {answer['frames']:,} frames of {answer['frame_capacity']:,}, {missed:.1%} of rows missed, "
-        f"{answer['live']:.0%} of the log live, {compactions:.0f} compactions",
+        f"{side.name} warmed: {' '.join(f'{median * 1e3:,.0f}' for median in medians)} ms a step; "
+        f"{side.answers[-1]['progress']}",
         flush=True,
     )
-
-
-def report(name: str, answers: list[dict[str, Any]], steps: int) -> float:
-    """Prints one side's figures and returns its median step."""
-    times = [t for answer in answers for t in answer["times"]]
-    unique = sum(answer["unique"] for answer in answers) / steps
-    read = sum(answer["io"]["read_bytes"] for answer in answers) / steps
-    written = sum(answer["io"]["write_bytes"] for answer in answers) / steps
-    print(f"{name:>8}: {common.spread(times)} a step, {unique:,.0f} unique rows a step")
-    print(
-        f"{'':>8}  kernel read {common.bb_bytes(read)} and wrote {common.bb_bytes(written)} a step, "
-        f"peak resident {common.bb_bytes(max(answer['resident'] for answer in answers))}"
-    )
-    return statistics.median(times)
 
 
 def main() -> None:
@@ -169,108 +361,21 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=50, help="our steps a turn")
     options.add_argument("--memmap-steps", type=int, default=1, help="the recipe's steps a turn; 0 leaves it out")
     options.add_argument("--steady", action="store_true", help="warm until compaction runs too")
-    options.add_argument("--child", choices=["ours", "memmap", "advised"], help=argparse.SUPPRESS)
-    options.add_argument("--child-path", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--table", type=Path, help="keep the stores in this folder, and use them again")
     options = options.parse_args()
-    if options.tiny:
-        options.rows, options.batch, options.ram, options.steps = 40_000, 1_024, "8MiB", 3
-    if options.child:
-        return child(options)
-
-    record_bytes = WIDTH * 4
-    with common.workspace(options.dir, int(options.rows * record_bytes * (4 if options.memmap_steps else 2))) as folder:
-        print(common.machine(folder))
-        why_not = common.MemoryLimit.why_not()
-        if why_not and not options.tiny:
-            sys.exit(f"no figure without a memory limit: {why_not}")
-        print(
-            f"{options.rows:,} rows x {record_bytes} B = {common.bb_bytes(options.rows * record_bytes)}, "
-            f"{options.batch:,} Zipf(1.05) ids, memory cgroup {options.limit}, ours with ram={options.ram!r}"
-        )
-        paths = {"ours": folder / "table"}
-        build_table(paths["ours"], options.rows)
-        if options.memmap_steps:
-            # A file each: pages that one process cached would serve the other.
-            paths |= {name: folder / f"{name}.bin" for name in ("memmap", "advised")}
-            build_memmap(paths["memmap"], options.rows)
-            shutil.copyfile(paths["memmap"], paths["advised"])
-        common.forget_pages(folder)
-        run(options, paths, limited=why_not is None)
-
-
-def run(options: argparse.Namespace, paths: dict[str, Path], *, limited: bool) -> None:
-    """All children in turn, then the figures."""
-    from contextlib import ExitStack
-
-    from bunkbed.budget import parse_bytes
-
-    with ExitStack() as stack:
-        children, limits = {}, {}
-        for name, path in paths.items():
-            limit = stack.enter_context(common.MemoryLimit(parse_bytes(options.limit))) if limited else None
-            arguments = ["-m", "benchmarks.larger_than_memory", "--child", name, "--child-path", str(path)]
-            arguments += ["--rows", str(options.rows), "--batch", str(options.batch), "--ram", options.ram]
-            children[name] = common.Child([*arguments, "--seed", str(options.seed)], limit)
-            stack.callback(children[name].close)
-            limits[name] = limit
-        warm(children["ours"], tiny=options.tiny, steady=options.steady)
-        peers = [name for name in children if name != "ours"]
-        for name in peers:
-            children[name].ask(steps=1)  # fills its page cache
-
-        steps = {"ours": options.steps, **dict.fromkeys(peers, options.memmap_steps)}
-        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
-        limits_iops: list[float] = []
-        ratios: dict[str, list[float]] = {name: [] for name in peers}
-        for round_ in range(options.rounds):
-            for name in list(children) if round_ % 2 == 0 else list(reversed(children)):
-                answers[name].append(children[name].ask(steps=steps[name]))
-            limits_iops.append(
-                common.random_read_iops(common.segment_files(paths["ours"]), seconds=0.2 if options.tiny else 3)
-            )
-            medians = {name: statistics.median(a[-1]["times"]) for name, a in answers.items()}
-            for name in peers:
-                ratios[name].append(medians[name] / medians["ours"])
-
-        median = report("bunkbed", answers["ours"], options.rounds * options.steps)
-        figures(answers["ours"], median, limits_iops, options)
-        if limits["ours"] is not None:
-            print(f"{'':>8}  cgroup peak {common.bb_bytes(limits['ours'].peak_bytes())}, page cache included")
-        for name in peers:
-            report(name, answers[name], options.rounds * options.memmap_steps)
-            print(
-                f"{'':>8}  ratio {name} / bunkbed: median {statistics.median(ratios[name]):.1f}, "
-                f"least flattering round {min(ratios[name]):.1f}, best {max(ratios[name]):.1f}"
-            )
-
-
-def figures(answers: list[dict[str, Any]], median: float, iops: list[float], options: argparse.Namespace) -> None:
-    """Ours against the device, and whether the figure counts."""
-    steps = options.rounds * options.steps
-    total: dict[str, float] = {}
-    for answer in answers:
-        for key, value in answer["stats"].items():
-            total[key] = total.get(key, 0) + value / steps
-    device = statistics.median(iops)
-    needed = total["reads"] / device
-    read_bytes = sum(answer["io"]["read_bytes"] for answer in answers) / steps
-    # The engine asks the device for 512-byte blocks where it may, so a read is often less than 4 KiB.
-    share = read_bytes / max(1.0, total["read_bytes"])
-    print(
-        f"{'':>8}  a step: {total['misses']:,.0f} rows missed in {total['reads']:,.0f} reads, "
-        f"{total['first_touches']:,.0f} first touches, {total['evictions']:,.0f} evicted, "
-        f"{total['written_back']:,.0f} written back, {total['compactions']:.2f} compactions"
+    size = Plan(
+        options.rows,
+        options.batch,
+        options.limit,
+        options.ram,
+        options.rounds,
+        options.steps,
+        options.seed,
+        options.steady,
     )
-    print(
-        f"{'':>8}  device: {device:,.0f} random 4 KiB O_DIRECT reads/s (64 threads, same run; "
-        f"{min(iops):,.0f} to {max(iops):,.0f}); reads alone need {needed * 1e3:.1f} ms: "
-        f"{needed / median:.0%} of the limit"
-    )
-    verdict = "counts" if share >= 0.9 else "VOID: it came from the page cache"
-    print(
-        f"{'':>8}  the kernel's read_bytes is {share:.0%} of what the engine asked for "
-        f"({total['read_bytes'] / max(1.0, total['reads']):,.0f} B a read): the figure {verdict}"
-    )
+    settings = Settings("tiny" if options.tiny else "full", options.dir, options.seed, table=options.table)
+    for figure in larger_than_memory(settings, plan(settings) if options.tiny else size, options.memmap_steps):
+        print(figure.line())
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def compare(roomy: Trained, tight: Trained, write_bandwidth: float) -> dict[str,
     return figures
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     options = common.parser(__doc__)
     options.add_argument("name", choices=sorted(FILES))
     options.add_argument("--ram", default="25%", help="share of the records' bytes the budget has")
@@ -219,7 +219,7 @@ def main() -> None:
     options.add_argument("--only", choices=["roomy", "tight"], help="one of the two runs")
     options.add_argument("--write-gbps", type=float, default=2.2, help="sequential write bandwidth, GB/s")
     options.add_argument("--json", type=Path, help="also write the figures here")
-    arguments = options.parse_args()
+    arguments = options.parse_args(argv)
     share = float(arguments.ram.rstrip("%")) / 100
 
     config = RECIPES[arguments.name]

@@ -1,0 +1,122 @@
+"""Rows missed with a window of ids, beside LRU and Belady's rule on the very same batches and frames.
+
+Zipf(1.05) ids; a cache of about four batches' unique rows; `lookahead` with a window of 32 batches, which ranks
+eviction, and a staging depth of 1 (4 reported), which holds records. Ours is what the table's own counters say after
+the warm-up; the others are simulated (`benchmarks.simulate`), start with the same empty cache and count the same steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bunkbed as bb
+from benchmarks import common, simulate
+from benchmarks.figures import Figure, Settings
+
+DIM = 64
+WINDOW = 32
+
+
+def window(settings: Settings) -> list[Figure]:
+    """Misses without lookahead, with depth 1 and with depth 4."""
+    import torch
+
+    from bunkbed.torch import lookahead
+
+    num_rows, size = settings.pick((20_000, 512), (1_000_000, 16_384), (2_000_000, 32_768))
+    warm, measured = settings.pick((8, 8), (48, 96), (64, 128))
+    sample = common.zipf(num_rows)
+    rng = np.random.default_rng(settings.seed)
+    batches = [sample(rng, size) for _ in range(warm + measured)]
+    unique = float(np.mean([np.unique(batch).size for batch in batches]))
+    known = inspect.signature(lookahead).parameters
+    if "window" not in known:
+        print("lookahead knows no window yet: it stages only")
+    figures = []
+    with common.workspace(settings.dir, int(num_rows * DIM * 12 * 2)) as folder:
+        path = folder / "table"
+        with bb.create(path, dim=DIM, num_rows=num_rows, optimizer=bb.Adam(), init=bb.Normal(0.01)) as table:
+            common.fill(table)
+        ram = budget_for(path, round(4 * unique))
+        print(
+            f"{num_rows:,} x {DIM} + Adam, {size:,} Zipf(1.05) ids, {unique:,.0f} unique rows a batch, "
+            f"ram={common.bb_bytes(ram)}; {warm} batches warm, {measured} count"
+        )
+        for name, depths in {
+            "without lookahead": None,
+            f"window {WINDOW}, depth 1": {"depth": 1, "window": WINDOW},
+            f"window {WINDOW}, depth 4": {"depth": 4, "window": WINDOW},
+        }.items():
+            how = None if depths is None else {key: value for key, value in depths.items() if key in known}
+            counts = misses(path, ram, [torch.from_numpy(batch) for batch in batches], warm, how)
+            # A row counts when it is staged: before step `warm` those of the batches ahead were counted already.
+            first = warm if depths is None else warm + depths["depth"] + 1
+            figures += beside(name, counts, batches, first, unique, judge=depths is not None and depths["depth"] == 1)
+    return figures
+
+
+def budget_for(path: Path, frames: int) -> int:
+    """The least `ram` in bytes, to 16 KiB, whose cache has at least `frames`."""
+
+    def capacity(ram: int) -> int:
+        try:
+            table = bb.open(path, ram=ram)
+        except (MemoryError, ValueError):
+            return 0
+        try:
+            return int(table.stats()["frame_capacity"])
+        finally:
+            table.close(commit=False)
+
+    unit = 16 << 10
+    low, high = 0, 64
+    while capacity(high * unit) < frames:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if capacity(middle * unit) < frames else (low, middle)
+    return high * unit
+
+
+def misses(path: Path, ram: int, batches: list[Any], warm: int, how: dict[str, int] | None) -> dict[str, float]:
+    """The table's counters over the steps after the warm-up; changes are not committed."""
+    import torch
+
+    from bunkbed.torch import Embedding, Optimizer, lookahead
+
+    table = bb.open(path, ram=ram)
+    layer = Embedding(table.num_rows, DIM, table=table)
+    optimizer = Optimizer(layer)
+    grad = torch.full((len(batches[0]), DIM), 0.01)
+    loader: Any = batches if how is None else lookahead(batches, layer, ids=lambda ids: {layer: ids}, **how)
+    before: dict[str, float] = {}
+    for index, ids in zip(itertools.count(), loader, strict=False):
+        if index == warm:
+            before = dict(table.stats())
+        optimizer.zero_grad()
+        layer(ids).backward(grad)
+        optimizer.step()
+    after = dict(table.stats())
+    table.close(commit=False)
+    return {**common.delta(after, before), "frames": after["frame_capacity"]}
+
+
+def beside(
+    name: str, counts: dict[str, float], batches: list[np.ndarray], first: int, unique: float, *, judge: bool
+) -> list[Figure]:
+    """Ours over LRU's and over Belady's, from batch `first` on."""
+    frames, steps = int(counts["frames"]), len(batches) - first
+    lru = simulate.lru_misses(batches, frames)[first:].mean()
+    belady = simulate.belady_misses(batches, frames)[first:].mean()
+    own = counts["misses"] / steps
+    note = f"{own:,.0f} a step ({own / unique:.0%} of unique rows), {frames:,} frames"
+    at_most = ({"at_most": 0.75}, {"at_most": 1.05}) if judge else ({}, {})
+    return [
+        Figure(f"misses / LRU's, {name}", own / lru, "x", note=f"{note}; LRU {lru:,.0f}", **at_most[0]),
+        Figure(f"misses / Belady's, {name}", own / belady, "x", note=f"Belady {belady:,.0f}", **at_most[1]),
+    ]
