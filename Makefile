@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Both need only Python >= 3.11, a C++20 compiler
+# Three commands matter: `make demo`, `make test` and `make bench`. They need only Python >= 3.11, a C++20 compiler
 # and pip's index; the rest is installed into .venv.
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,11 +24,23 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml CMakeLists.txt $(shell find csrc sr
 	$(BIN)/python -m pip install --quiet '.[dev]' cmake ninja
 	@touch $@
 
+# FBGEMM's wheel names no torch, but fits only the one pinned above.
+$(VENV)/.bench: $(VENV)/.torch pyproject.toml CMakeLists.txt $(shell find csrc src -type f -not -name '*.pyc')
+	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-deps fbgemm-gpu-cpu==1.8.0
+	@touch $@
+
 demo: $(VENV)/.demo
 	$(BIN)/bunkbed demo
 
 test: lint cpp-test
 	$(BIN)/python -m pytest
+
+# Every peer in one run, under half an hour on two idle cores; needs 40 GB of disk, and root for the memory limits.
+# `make bench BENCH=--quick` takes under five minutes, `BENCH="adam lookup"` runs those cases alone.
+BENCH ?=
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks $(BENCH)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

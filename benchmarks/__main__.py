@@ -56,9 +56,17 @@ def main() -> None:
         options.outcome.write_text(json.dumps(outcome.to_json()))
         return None
 
-    passed_on = ["--dir", str(options.dir), "--data", str(options.data), "--seed", str(options.seed)]
+    # Absolute: a case's process starts in the root of the repository.
+    passed_on = [
+        "--dir",
+        str(options.dir.resolve()),
+        "--data",
+        str(options.data.resolve()),
+        "--seed",
+        str(options.seed),
+    ]
     passed_on += [f"--{size}"] if size != "full" else []
-    passed_on += ["--table", str(options.table)] if options.table else []
+    passed_on += ["--table", str(options.table.resolve())] if options.table else []
     out = options.out or (None if options.tiny else suite.ROOT / "benchmarks" / "figures")
     outcomes: list[Outcome] = []
     for case in cases:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,16 +140,34 @@ class Bench:
             flush=True,
         )
 
-    def rounds(self, kinds: dict[str, Callable[[list[int]], dict[str, Any]]], steps: dict[str, int]) -> Results:
-        """All kinds of turn, every round on batches of its own; the device is measured after each round."""
-        results = Results({kind: [] for kind in kinds}, [])
+    def rounds(self, kinds: dict[str, Kind]) -> Results:
+        """All kinds of turn, every round on batches nobody had; the device is measured after each round.
+
+        Sides take the same batches. Kinds on one side cannot: the second would find the first one's rows in the cache.
+        """
+        results = Results({kind: [] for kind in kinds}, {kind: [] for kind in kinds})
         for round_index in range(self.plan.rounds):
-            indices = self.fresh(max(steps.values()))
-            results.indices.append(indices)
-            for kind in turns.order(list(kinds), round_index):
-                results.answers[kind].append(kinds[kind](indices[: steps[kind]]))
+            taken = dict.fromkeys((kind.side for kind in kinds.values()), self.next_index)
+            indices: dict[str, list[int]] = {}
+            for name, kind in kinds.items():
+                indices[name] = list(range(taken[kind.side], taken[kind.side] + kind.steps))
+                taken[kind.side] += kind.steps
+            self.next_index = max(taken.values())
+            for name in turns.order(list(kinds), round_index):
+                kind = kinds[name]
+                results.indices[name] += indices[name]
+                results.answers[name].append(self.sides[kind.side].turn(indices[name], **kind.how))
             self.limits.measure(self.sides["ours"].path, tiny=self.plan.tiny)
         return results
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way of stepping a side: its steps a turn, and what the child is told beside the batches."""
+
+    side: str
+    steps: int
+    how: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -157,7 +175,7 @@ class Results:
     """Answers of every kind of turn, round by round."""
 
     answers: dict[str, list[dict[str, Any]]]
-    indices: list[list[int]]
+    indices: dict[str, list[int]]
 
     def times(self, names: dict[str, str] | None = None) -> turns.Times:
         """The seconds alone, for `benchmarks.turns`; kinds may be renamed."""
@@ -226,7 +244,7 @@ def against_the_device(found: Results, kind: str, limits: Limits, *, target: boo
 def static_cache(found: Results, plan: Plan, frames: int) -> tuple[float, float]:
     """Misses a step of the best static cache of `frames` on the plain turns' batches: by popularity, in hindsight."""
     sample, place = common.zipf(plan.rows), common.scatter(plan.rows)
-    batches = [batch(sample, plan.seed, i, plan.batch) for part in found.indices for i in part]
+    batches = [batch(sample, plan.seed, i, plan.batch) for i in found.indices["plain"]]
     ranked = place(np.arange(min(frames, plan.rows), dtype=np.int64))
     popular = simulate.static_misses(batches, frames, ranked).mean()
     return float(popular), float(simulate.static_misses(batches, frames).mean())
@@ -237,19 +255,18 @@ def larger_than_memory(settings: Settings, plan_: Plan | None = None, memmap_ste
     size = plan_ or plan(settings)
     peers = ["memmap", "advised"] if memmap_steps else []
     with bench(settings, size, 1 + len(peers)) as found:
-        ours = found.open("ours")
+        found.open("ours")
         for name in peers:
             found.open(name)
         found.warm()
         for name in peers:
             found.sides[name].turn(found.fresh(1))  # fills its page cache
-        kinds: dict[str, Callable[[list[int]], dict[str, Any]]] = {
-            "plain": ours.turn,
-            "lookahead": lambda indices: ours.turn(indices, lookahead=LOOKAHEAD),
-            **{name: found.sides[name].turn for name in peers},
+        kinds = {
+            "plain": Kind("ours", size.steps),
+            "lookahead": Kind("ours", size.steps, {"lookahead": LOOKAHEAD}),
+            **{name: Kind(name, memmap_steps) for name in peers},
         }
-        steps = {"plain": size.steps, "lookahead": size.steps, **dict.fromkeys(peers, memmap_steps)}
-        results = found.rounds(kinds, steps)
+        results = found.rounds(kinds)
         frames = int(results.answers["plain"][-1]["frame_capacity"])
         peaks = {name: side.peak() for name, side in found.sides.items()}
         settings_of = {name: results.answers[name][-1]["settings"] for name in peers}
@@ -279,15 +296,12 @@ def beside_a_model(settings: Settings) -> list[Figure]:
         disk = statistics.median(ours.turn(found.fresh(size.steps), lookahead=LOOKAHEAD)["times"])
         product = statistics.median(ours.turn([0] * 20, products=4, only_work=True)["times"]) / 4
         products = {factor: max(1, round(factor * disk / product)) for factor in (1.0, 0.5, 2.0)}
-        kinds: dict[str, Callable[[list[int]], dict[str, Any]]] = {
-            "disk alone": lambda indices: ours.turn(indices, lookahead=LOOKAHEAD)
-        }
+        steps = max(3, size.steps // 2)
+        kinds = {"disk alone": Kind("ours", steps, {"lookahead": LOOKAHEAD})}
         for factor, count in products.items():
-            kinds[f"work {factor:g}"] = lambda indices, count=count: ours.turn(indices, products=count, only_work=True)
-            kinds[f"both {factor:g}"] = lambda indices, count=count: ours.turn(
-                indices, lookahead=LOOKAHEAD, products=count
-            )
-        results = found.rounds(kinds, {kind: max(3, size.steps // 2) for kind in kinds})
+            kinds[f"work {factor:g}"] = Kind("ours", steps, {"products": count, "only_work": True})
+            kinds[f"both {factor:g}"] = Kind("ours", steps, {"products": count, "lookahead": LOOKAHEAD})
+        results = found.rounds(kinds)
     times = results.times()
     figures = []
     for factor in products:
@@ -322,8 +336,7 @@ def key_value_stores(settings: Settings) -> list[Figure]:
         found.warm()
         for name in peers:
             warm_peer(found.sides[name], found.fresh(settings.pick(2, 20, 40)))
-        kinds = {name: side.turn for name, side in found.sides.items()}
-        results = found.rounds(kinds, {name: own if name == "ours" else theirs for name in kinds})  # type: ignore[arg-type]
+        results = found.rounds({name: Kind(name, own if name == "ours" else theirs) for name in found.sides})
         peaks = {name: side.peak() for name, side in found.sides.items()}
         last = {name: answers[-1] for name, answers in results.answers.items()}
     times = results.times({"ours": turns.OURS})
