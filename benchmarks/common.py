@@ -171,6 +171,13 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def busy_seconds() -> float:
+    """Processor seconds everything on this machine has used since it started, waiting for I/O not counted."""
+    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def delta(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
     """What each counter grew by."""
     return {key: after[key] - before.get(key, 0) for key in after}

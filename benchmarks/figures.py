@@ -110,6 +110,8 @@ class Outcome:
     revision: str = ""
     size: Size = "full"
     seconds: float = 0.0
+    #: Processors that other processes kept busy meanwhile, on average: a figure taken beside much of it is void.
+    others: float = 0.0
     skipped: str = ""
     failed: str = ""
 

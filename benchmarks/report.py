@@ -26,7 +26,12 @@ def show(outcome: Outcome) -> None:
         print(outcome.machine)
         for figure in outcome.figures:
             print(f"  {figure.line()}")
-        print(f"  [{outcome.seconds:.0f} s]", flush=True)
+        print(f"  [{outcome.seconds:.0f} s{disturbed(outcome)}]", flush=True)
+
+
+def disturbed(outcome: Outcome) -> str:
+    """A warning where other processes, kernel threads among them, took more than a fifth of a core."""
+    return f"; DISTURBED: other processes kept {outcome.others:.1f} cores busy" if outcome.others > 0.2 else ""
 
 
 def read(folder: Path) -> list[Outcome]:
@@ -86,7 +91,11 @@ def markdown(outcomes: Sequence[Outcome], plots: Sequence[str] = ()) -> str:
         lines += [f"    {outcome.command}", ""]
         lines += [f"- {figure.line()}" for figure in outcome.figures]
         revision = f"revision {outcome.revision}, " if outcome.revision else ""
-        lines += ["", f"{revision}{outcome.seconds:.0f} s. " + "; ".join(outcome.machine.splitlines()), ""]
+        lines += [
+            "",
+            f"{revision}{outcome.seconds:.0f} s{disturbed(outcome)}. " + "; ".join(outcome.machine.splitlines()),
+            "",
+        ]
     return "\n".join(lines)
 
 

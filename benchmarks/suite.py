@@ -11,14 +11,16 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks import common
 from benchmarks.figures import Figure, Outcome, Settings, judged
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +73,9 @@ CASES = (
     Case("sgd", "resident:sgd", f"SGD step, {RESIDENT}", ">= 1.8x FBGEMM"),
     Case("dense-adam", "resident:dense_adam", "Adam step beside dense Adam in torch and Keras/TensorFlow, 1M x 64"),
     Case("lookup", "resident:lookup", f"lookup, {RESIDENT}", ">= 1.4x the faster of torch and FBGEMM"),
+    Case("bags", "pooled:bags", f"mean-pooled bags of 20 ids, {RESIDENT}", ">= 2x FBGEMM, >= 1.7x torch"),
+    Case("small-lookup", "small:small_lookup", "lookup of 64 ids, 4M x 64 in RAM", "<= 10 us over nn.Embedding"),
+    Case("small-adam", "small:small_adam", "Adam step of 64 ids, 4M x 64 in RAM", ">= 2x torch SparseAdam"),
     Case(
         "larger-than-memory",
         "larger_than_memory:larger_than_memory",
@@ -157,8 +162,6 @@ def find(names: Sequence[str], *, quick: bool) -> list[Case]:
 
 def run_here(case: Case, settings: Settings) -> Outcome:
     """Runs a case in this process."""
-    from benchmarks import common
-
     function = case.load()
     start = time.perf_counter()
     figures = judged(function(settings), tiny=settings.tiny and not case.correctness)
@@ -182,7 +185,7 @@ def run_case(case: Case, settings: Settings, arguments: Sequence[str]) -> Outcom
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "outcome.json"
         command = [sys.executable, "-m", "benchmarks", case.name, "--outcome", str(answer), *arguments]
-        start = time.perf_counter()
+        start, busy, own = time.perf_counter(), common.busy_seconds(), children_seconds()
         # A group of its own: a case that hangs is ended with its children.
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
@@ -195,12 +198,20 @@ def run_case(case: Case, settings: Settings, arguments: Sequence[str]) -> Outcom
             raise
         else:
             if code == 0:
-                return Outcome.from_json(json.loads(answer.read_text()))
+                outcome = Outcome.from_json(json.loads(answer.read_text()))
+                others = common.busy_seconds() - busy - (children_seconds() - own)
+                return replace(outcome, others=max(0.0, others / (time.perf_counter() - start)))
             failed = f"exit status {code}"
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.wait()
         return Outcome(case.name, size=settings.size, seconds=time.perf_counter() - start, failed=failed)
+
+
+def children_seconds() -> float:
+    """Processor seconds of the processes this one has waited for, and of those they waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def revision() -> str:

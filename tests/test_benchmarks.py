@@ -261,3 +261,13 @@ def test_simulators_agree_on_a_cache_that_holds_everything() -> None:
     everything = np.unique(np.concatenate(batches)).size
     for misses in (simulate.lru_misses(batches, 50), simulate.belady_misses(batches, 50)):
         assert misses.sum() == everything
+
+
+def test_other_processes_are_noticed() -> None:
+    before = common.busy_seconds()
+    used, _ = os.times()[:2]
+    while os.times()[0] - used < 0.2:
+        pass
+    assert common.busy_seconds() - before >= 0.15
+    assert report.disturbed(Outcome("adam", others=0.1)) == ""
+    assert report.disturbed(Outcome("adam", others=1.5)) == "; DISTURBED: other processes kept 1.5 cores busy"
