@@ -2,9 +2,9 @@
 
 300 steps of Adam on Zipf ids, each gradient computed from the row just looked up, so that one wrong bit
 spreads. Every lookup of every step, and at the end every weight, slot and stored flag, is compared with
-`bunkbed.testing.ReferenceTable`. The next batch is staged before the present one is updated; commits happen
-every 25 steps, the table is closed and opened again half-way. Then the seeded bugs: each must make the
-run fail.
+`bunkbed.testing.ReferenceTable`. In the first half the next batch is staged before the present one is
+updated, in the second a window of 12 batches plans and stages. Commits happen every 25 steps, the table is closed and
+opened again half-way. Then the seeded bugs: each must make the run fail.
 
 The exponent is 0.6, flatter than the other benchmarks': a step must evict at least 30 % of its unique rows
 even with half of the table in RAM, and hotter ids would let the cache hide a bug.
@@ -27,6 +27,7 @@ from benchmarks import common
 from benchmarks.figures import Figure, Settings
 from bunkbed import _native
 from bunkbed.testing import ReferenceTable
+from bunkbed.window import Window
 
 FAULTS = ("lost_write_back", "stale_read", "double_update")
 LEVELS = ("scalar", "avx2", "avx512")
@@ -136,17 +137,25 @@ def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str 
     try:
         if fault:
             _native.set_fault(fault)
-        following = itertools.chain(itertools.islice(plan.batches(), 1, None), [None])
-        for step, ((ids, noise), ahead) in enumerate(zip(plan.batches(), following, strict=True)):
+        coming = (ids for ids, _ in plan.batches())
+        next(coming)
+        window = None
+        for step, (ids, noise) in enumerate(plan.batches()):
             if step == plan.steps // 2:
                 leave(table)
                 table.close()
                 table = bb.open(folder, ram=ram)
+                window = Window(table, depth=2, batches=12)
+                window.push(ids)
             elif step % 25 == 24:
                 table.commit(meta={"step": step})
             rows = table.lookup(ids)
-            if ahead is not None:
-                table.stage(ahead[0])
+            if window is None:
+                table.stage(next(coming))
+            else:
+                window.advance()
+                for ahead in itertools.islice(coming, 0 if window.is_full else 2):
+                    window.push(ahead)
             if zlib.crc32(rows.tobytes()) != expected.lookups[step]:
                 raise Mismatch(f"step {step}: the lookup differs from the reference")
             table.update(ids, gradient(rows, noise))

@@ -25,8 +25,14 @@ Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_
       stride_(record_stride(payload_bytes)),
       slots_per_segment_(slots_per_segment),
       memory_(memory) {
-  lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
-  staging_lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
+  resize_lanes();
+}
+
+void Log::resize_lanes() {
+  lane_.resize(memory_.read_slice_bytes, memory_.num_read_slices);
+  // Staging has always more to read: it leaves some threads to those who wait for their reads.
+  const size_t slices = std::max<size_t>(std::min<size_t>(2, memory_.num_read_slices), memory_.num_read_slices * 3 / 4);
+  staging_lane_.resize(memory_.read_slice_bytes, slices);
 }
 
 Log::~Log() {
@@ -72,8 +78,7 @@ void Log::set_memory(const LogMemory& memory) {
   open_ = nullptr;  // opened and never filled, if at all
   chunks_.clear();
   memory_ = memory;
-  lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
-  staging_lane_.resize(memory.read_slice_bytes, memory.num_read_slices);
+  resize_lanes();
 }
 
 // ---- Appends -------------------------------------------------------------------------------------------------

@@ -186,6 +186,7 @@ class Log {
   void seal_current();
   void open_segment();
   void open_chunk();
+  void resize_lanes();
   size_t chunk_capacity(uint64_t begin) const;
   void close_chunk();
   void start_write(Chunk* chunk);

@@ -61,12 +61,14 @@ Store::Store(std::string name, size_t frame_bytes, size_t max_frames, std::uniqu
 
 size_t Store::capacity_for(size_t directory_bytes) const {
   if (plan_.total_bytes == 0) return cache_.max_frames();
-  const size_t taken = plan_.fixed_bytes + directory_bytes;
+  const size_t taken = plan_.fixed_bytes + directory_bytes + window_bytes_;
   const size_t left = plan_.total_bytes > taken ? plan_.total_bytes - taken : 0;
   return std::min(cache_.max_frames(), left / Cache::frame_cost(frame_bytes_));
 }
 
-size_t Store::ram_bytes() const { return plan_.fixed_bytes + directory_->bytes() + cache_.resident_bytes(); }
+size_t Store::ram_bytes() const {
+  return plan_.fixed_bytes + directory_->bytes() + window_bytes_ + cache_.resident_bytes();
+}
 
 void Store::check_budget() {
   if (plan_.total_bytes == 0) return;
@@ -102,14 +104,26 @@ void Store::evict(uint32_t frame) {
 }
 
 uint32_t Store::take_frame() {
+  const uint32_t frame = take_frame_for(kNoUse);
+  if (frame == kNoFrame) {
+    throw Error(ErrorKind::kMemory, "table '" + name_ + "': every frame of its RAM budget is pinned");
+  }
+  return frame;
+}
+
+uint32_t Store::take_frame_for(uint32_t batch) {
   uint32_t frame;
   while (!cache_.allocate(&frame)) {
-    if (!cache_.victim(&frame)) {
-      throw Error(ErrorKind::kMemory, "table '" + name_ + "': every frame of its RAM budget is pinned");
-    }
+    if (!cache_.victim(&frame, batch)) return kNoFrame;
     evict(frame);
   }
   return frame;
+}
+
+// The frame holds the row from now on; its record comes later.
+void Store::hold_row(uint32_t frame, int64_t row) {
+  cache_.info(frame).row = row;
+  if (!window_.is_empty()) cache_.set_next_use(frame, window_.next_use(row));
 }
 
 void Store::make_room_for_rows(const int64_t* rows, size_t n) {
@@ -139,8 +153,19 @@ void Store::shrink_to(size_t capacity) {
   cache_.trim();
 }
 
+bool Store::must_shrink_for(const int64_t* rows, size_t n) const {
+  if (!directory_->grows()) return false;
+  const std::vector<int64_t> absent = absent_of(rows, n);
+  return !absent.empty() && capacity_for(directory_->bytes_after(absent.data(), absent.size())) < cache_.capacity();
+}
+
 void Store::reserve_rows(const int64_t* rows, size_t n) {
   if (!directory_->grows()) return;
+  const std::vector<int64_t> absent = absent_of(rows, n);
+  make_room_for_rows(absent.data(), absent.size());
+}
+
+std::vector<int64_t> Store::absent_of(const int64_t* rows, size_t n) const {
   std::vector<int64_t> absent;
   Entry entries[256];
   for (size_t begin = 0; begin < n; begin += 256) {
@@ -150,7 +175,7 @@ void Store::reserve_rows(const int64_t* rows, size_t n) {
       if (entries[i] == kAbsent) absent.push_back(rows[begin + i]);
     }
   }
-  make_room_for_rows(absent.data(), absent.size());
+  return absent;
 }
 
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
@@ -182,7 +207,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
       const uint32_t frame = take_frame();
       frames[i] = frame;
       FrameInfo& info = cache_.info(frame);
-      info.row = rows[i];
+      hold_row(frame, rows[i]);
       if (entries[i] == kAbsent) {
         initial_(rows[i], frame_bytes_, cache_.record(frame));
         continue;
@@ -230,35 +255,33 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
   stats_.unique_rows += hits + missing.size();
 }
 
-Store::Staging Store::begin_staging(const int64_t* rows, size_t n) {
+Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batch) {
   Staging staging;
   std::vector<Entry> entries(n);
   directory_->locate(rows, n, entries.data());
   const size_t most = cache_.capacity() / 2;
   std::vector<ReadRequest> requests;
-  for (size_t i = 0; i < n && staging.frames.size() < most; ++i) {
-    if (!is_position(entries[i])) continue;
-    uint32_t frame;
-    try {
-      frame = take_frame();
-    } catch (...) {
-      end_staging(staging, true);
-      throw;
-    }
-    FrameInfo& info = cache_.info(frame);
-    info.row = rows[i];
-    info.position = position_of(entries[i]);
-    staging.frames.push_back(frame);
-    ++frames_staging_;
-    directory_->set(rows[i], entry_of_frame(frame));
-    if (const std::byte* payload = log_->pending(info.position)) {
-      std::memcpy(cache_.record(frame), payload, frame_bytes_);
-    } else {
-      info.loading = 1;
-      requests.push_back({info.position, rows[i], cache_.record(frame)});
-    }
-  }
   try {
+    for (; staging.looked < n; ++staging.looked) {
+      const Entry entry = entries[staging.looked];
+      if (!is_position(entry)) continue;
+      if (frames_staging_ >= most) break;
+      const uint32_t frame = take_frame_for(batch);
+      if (frame == kNoFrame) break;
+      const int64_t row = rows[staging.looked];
+      hold_row(frame, row);
+      FrameInfo& info = cache_.info(frame);
+      info.position = position_of(entry);
+      staging.frames.push_back(frame);
+      ++frames_staging_;
+      directory_->set(row, entry_of_frame(frame));
+      if (const std::byte* payload = log_->pending(info.position)) {
+        std::memcpy(cache_.record(frame), payload, frame_bytes_);
+      } else {
+        info.loading = 1;
+        requests.push_back({info.position, row, cache_.record(frame)});
+      }
+    }
     staging.plan = log_->plan_reads(std::move(requests));
   } catch (...) {
     end_staging(staging, true);
@@ -284,6 +307,62 @@ void Store::end_staging(const Staging& staging, bool failed) {
       ++stats_.unique_rows;
     }
   }
+}
+
+uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {
+  if (!window_.has_room()) return kNoUse;
+  if (window_must_grow(n)) {
+    const size_t needed = window_needs(n);
+    if (needed > most_bytes) return kNoUse;
+    const size_t before = window_bytes_;
+    // In few steps, the first for four such batches: each step takes frames, whoever wants their rows.
+    window_bytes_ = std::min(most_bytes, window_.is_empty() ? window_needs(4 * n) : needed + needed / 2);
+    const size_t capacity = capacity_for(directory_->bytes());
+    if (capacity < kMinFrames) {
+      window_bytes_ = before;
+      return kNoUse;
+    }
+    if (capacity < cache_.capacity()) shrink_to(capacity);
+  }
+  const uint32_t first = window_.first_batch();
+  const uint32_t batch = window_.push(rows, n);
+  cache_.set_first_batch(first);
+  // A row that an earlier batch wants is known to the cache already.
+  entries_.resize(n);
+  directory_->locate(rows, n, entries_.data());
+  constexpr size_t kAhead = 12;
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && is_frame(entries_[i + kAhead])) cache_.prefetch(frame_of(entries_[i + kAhead]));
+    if (!is_frame(entries_[i])) continue;
+    const uint32_t frame = frame_of(entries_[i]);
+    if (!cache_.is_wanted(frame)) cache_.set_next_use(frame, batch);
+  }
+  return batch;
+}
+
+void Store::finish(uint32_t batch) {
+  if (!window_.holds(batch)) return;
+  const BlockVector<int64_t>& rows = window_.finish(batch);
+  const size_t n = rows.size();
+  entries_.resize(n);
+  directory_->locate(rows.data(), n, entries_.data());
+  constexpr size_t kAhead = 12;
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) {
+      window_.prefetch(rows[i + kAhead]);
+      if (is_frame(entries_[i + kAhead])) cache_.prefetch(frame_of(entries_[i + kAhead]));
+    }
+    if (is_frame(entries_[i])) cache_.set_next_use(frame_of(entries_[i]), window_.next_use(rows[i]));
+  }
+  cache_.set_first_batch(window_.first_batch());
+  if (window_.is_empty()) forget_window();
+}
+
+void Store::forget_window() {
+  window_.clear();
+  cache_.set_first_batch(window_.first_batch());
+  window_bytes_ = 0;
+  cache_.set_capacity(std::max(cache_.capacity(), capacity_for(directory_->bytes())));
 }
 
 void Store::unpin(const uint32_t* frames, size_t n) {
@@ -347,6 +426,7 @@ void Store::flush() {
 }
 
 void Store::apply(const MemoryPlan& plan) {
+  forget_window();  // it was measured by the old budget
   const MemoryPlan before = plan_;
   plan_ = plan;
   try {

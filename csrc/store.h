@@ -22,6 +22,7 @@
 #include "directory.h"
 #include "log.h"
 #include "types.h"
+#include "window.h"
 
 namespace bunkbed {
 
@@ -74,24 +75,43 @@ class Store {
   // Error(kMemory) when the budget cannot, and then nothing has changed. After it, pin(create) of parts of them cannot
   // fail for want of directory.
   void reserve_rows(const int64_t* rows, size_t n);
+  // Whether reserve_rows() of them takes frames away; nothing may be loading then.
+  bool must_shrink_for(const int64_t* rows, size_t n) const;
   void unpin(const uint32_t* frames, size_t n);
 
-  // Staging: reads that go on without the table's lock, one batch at a time.
+  // Staging: reads that go on without the table's lock.
   //   1. begin_staging(), under the lock: frames are taken, pinned and marked as loading, the directory points at them.
   //   2. Staging::plan is executed on the staging lane, anywhere. Meanwhile nobody may use a loading frame; whoever
   //      wants one waits for step 3. Compaction may move its position.
   //   3. end_staging(), under the lock: the frames are ordinary ones, or, after an error, gone again.
-  // Distinct rows; those in RAM or never stored are left alone, and at most half of the frames are taken.
+  // Distinct rows; those in RAM or never stored are left alone, and at most half of the frames are loading at once. For
+  // a batch of the window no row gives way that it or an earlier one wants. Staging::looked rows were dealt with: fewer
+  // than n when the frames did not suffice.
   struct Staging {
     ReadPlan plan;
     std::vector<uint32_t> frames;
+    size_t looked = 0;
   };
-  Staging begin_staging(const int64_t* rows, size_t n);
+  Staging begin_staging(const int64_t* rows, size_t n, uint32_t batch = kNoUse);
   void end_staging(const Staging& staging, bool failed);
   bool is_loading(uint32_t frame) const { return cache_.info(frame).loading != 0; }
   void mark_dirty(uint32_t frame);
   // Copies the first `record_bytes` of distinct rows' records; changes nothing in the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
+
+  // ---- The window: rows that coming batches want go last.
+  // False while every stored row is in RAM: then there is nothing to plan.
+  bool can_miss() const { return log_ != nullptr && cache_.resident() < directory_->stored_rows(); }
+  // Whether expect() of n rows takes frames away; nothing may be loading then.
+  bool window_must_grow(size_t n) const { return window_needs(n) > window_bytes_; }
+  // Adds a batch of distinct rows; its number, or 0 when the window has no room for it. What the window takes, at most
+  // `most_bytes`, goes off the cache.
+  uint32_t expect(const int64_t* rows, size_t n, size_t most_bytes);
+  // The batch is over. When it was the last one, the window's memory goes back to the cache.
+  void finish(uint32_t batch);
+  void forget_window();
+  const Window& window() const { return window_; }
+  size_t window_bytes() const { return window_bytes_; }
 
   // What Cache::touch() found.
   void count_hits(uint64_t hits) {
@@ -137,7 +157,11 @@ class Store {
  private:
   void evict(uint32_t frame);
   uint32_t take_frame();
+  uint32_t take_frame_for(uint32_t batch);
+  void hold_row(uint32_t frame, int64_t row);
+  size_t window_needs(size_t n) const { return window_.bytes_after(n) + cache_.uses_bytes() + n * sizeof(uint32_t) * 2; }
   size_t capacity_for(size_t directory_bytes) const;
+  std::vector<int64_t> absent_of(const int64_t* rows, size_t n) const;
   void make_room_for_rows(const int64_t* rows, size_t n);
   void shrink_to(size_t capacity);
 
@@ -151,6 +175,9 @@ class Store {
   InitialRecord initial_;
   size_t dirty_rows_ = 0;
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
+  Window window_;
+  size_t window_bytes_ = 0;  // set aside for the window and the cache's list of uses
+  std::vector<Entry> entries_;  // scratch of expect() and finish()
   uint64_t appended_seen_ = 0;  // records in the log when compact_some() last ran
   StoreStats stats_;
 };

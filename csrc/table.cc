@@ -89,6 +89,7 @@ Table::Table(vfs::Vfs& vfs, std::string path, std::string name, TableSpec spec, 
 Table::~Table() {
   if (::getpid() != owner_pid_) {
     // A forked child: the writer threads do not exist here and the lock is the parent's. Leak on purpose.
+    (void)staging_.release();
     (void)store_.release();
     (void)file_lock_.release();
     return;
@@ -279,6 +280,8 @@ void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGE_SIZE));
   size_t frames = std::max(physical, plan.total_bytes) / cost;
   if (spec_.num_rows >= 0) frames = std::min(frames, static_cast<size_t>(spec_.num_rows));
+  ahead_ = {};
+  staging_.reset();
   store_ = std::make_unique<Store>(name_, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
                                    std::move(log), plan);
   store_->set_initial_record(
@@ -330,12 +333,17 @@ void Table::load(const Manifest& manifest) {
   if (options_.writable) collect_locked();
 }
 
+void Table::drop_store() {
+  staging_.reset();
+  store_.reset();
+}
+
 void Table::close() {
   require_own_process();
   const auto guard = lock();
   if (closed_) return;
   closed_ = true;
-  store_.reset();
+  drop_store();
   if (file_lock_ != nullptr && !(spec_.belongs_to_run && pinned_epochs_.empty())) {
     try {
       manifests_.collect(pinned_epochs_, {});  // segments that no commit came to name
@@ -426,6 +434,7 @@ void Table::set_ram(size_t bytes) {
   require_usable();
   const bool has_log = store_->log() != nullptr;
   const size_t unit = has_log ? vfs_.open(path_ + "/" + manifest_name(committed_.epoch), true)->read_alignment() : 1;
+  staging_.reset();  // it reads into memory that is laid out anew
   store_->apply(plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, unit, has_log));
   options_.ram_bytes = bytes;
   // Scratch of the old size goes; it grows back as far as the new plan allows.
@@ -470,7 +479,12 @@ TableStats Table::stats() {
     stats.live_bytes = store_->compactor().live_bytes();
     stats.segments = log->segments().size();
     stats.disk_bytes = store_->compactor().total_bytes();
+    stats.stall_s = stall_s_ + stats.log.read_wait_s;
   }
+  stats.staged_rows = staged_rows_;
+  stats.window_batches = store_->window().next_batch() - store_->window().first_batch();
+  stats.window_bytes = store_->window_bytes();
+  stats.staging_depth = ahead_.depth;
   return stats;
 }
 

@@ -5,6 +5,7 @@
 // applies the optimizer once per row; it validates everything and makes every row resident before its first write.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -20,6 +21,7 @@
 #include "kernels/kernels.h"
 #include "manifests.h"
 #include "memory.h"
+#include "staging.h"
 #include "store.h"
 #include "types.h"
 #include "vfs/vfs.h"
@@ -52,6 +54,8 @@ struct TableStats {
   uint64_t compactions = 0, compacted_records = 0;
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
   uint64_t disk_bytes = 0, live_bytes = 0, segments = 0;
+  uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
+  double stall_s = 0.0;  // that lookups and updates waited for rows to be read, staged or not
 };
 
 class Scan;
@@ -90,6 +94,14 @@ class Table {
   // grads: (n, dim). `lr` overrides the optimizer's for this step. `step` imposes the step number (a shard).
   void update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr, std::optional<int64_t> step);
   void stage(const int64_t* ids, size_t n);
+  // ---- The window; see table_window.cc. expect() returns the batch's number, kNoUse when there is nothing to plan (every
+  // row is in RAM), or kWindowFull. `most` batches at once; 0: as many as are of use. advance() takes those numbers,
+  // kNoUse for none. `depth` 0: chosen from measured times.
+  static constexpr uint32_t kWindowFull = ~0u;
+  uint32_t expect(const int64_t* ids, size_t n, uint32_t most);
+  void advance(uint32_t over, uint32_t begun, uint32_t depth);
+  // The batch will not come.
+  void forget(uint32_t batch);
   void get(const int64_t* ids, size_t n, size_t field, float* out);           // out: (n, length of the field)
   void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
   void contains(const int64_t* ids, size_t n, bool* out);
@@ -137,6 +149,7 @@ class Table {
 
   void load(const Manifest& manifest);
   void start_in_ram();
+  void drop_store();
   void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log);
   Manifest manifest_now(uint64_t epoch) const;
   void publish(const Manifest& manifest);
@@ -158,10 +171,8 @@ class Table {
     return std::unique_lock(mutex_);
   }
   // Waits until staging has finished; the lock is given up meanwhile.
-  void settle(std::unique_lock<std::mutex>& guard) {
-    staged_.wait(guard, [this] { return !is_staging_; });
-  }
-  // settle(), if one of these rows is being read by staging.
+  void settle(std::unique_lock<std::mutex>& guard);
+  // Waits until none of these rows is being read by staging.
   void settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n);
   void require_usable() const;
   void require_writable() const;
@@ -171,6 +182,9 @@ class Table {
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
   [[noreturn]] void overflowed(int64_t id) const;
   size_t piece_ids() const;
+  bool is_staging() const { return batches_staging_ > 0; }
+  void stage_ahead();
+  size_t stage_rows(const int64_t* rows, size_t n, uint32_t batch);
 
   void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;
   void widen(const std::byte* record, float* out) const;
@@ -203,8 +217,25 @@ class Table {
   std::set<uint64_t> pinned_epochs_;
   std::vector<RamSnapshot> ram_snapshots_;
   std::unordered_set<int64_t> held_;
-  bool is_staging_ = false;
-  std::condition_variable staged_;  // with mutex_: is_staging_ became false
+  std::unique_ptr<StagingQueue> staging_;  // made when first needed; goes before the store it reads into
+  size_t batches_staging_ = 0;
+  uint64_t batches_staged_ = 0;
+  std::condition_variable staged_;  // with mutex_: batches_staged_ changed
+  // How far the window has been staged, and the times the depth follows from.
+  struct Ahead {
+    uint32_t begun = 0;
+    uint32_t batch = 0;  // being staged, and how many of its rows are
+    size_t row = 0;
+    uint32_t depth = 0;
+    double since_s = 0.0;   // of the last advance()
+    double waited_s = 0.0;  // since then, for staged rows
+    double step_s = 0.0;    // a step without its waits
+    double reads_s = 0.0;   // of a batch
+    uint32_t wished_depth() const;
+  } ahead_;
+  const std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();
+  double stall_s_ = 0.0;
+  uint64_t staged_rows_ = 0;
   std::function<void()> holder_;  // called without the lock
   bool closed_ = false;
   bool changed_ = false;

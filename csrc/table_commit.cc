@@ -218,7 +218,7 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
   }
   const uint64_t next = committed_.epoch + 1;
   broken_ = "going back to an earlier commit failed";  // unless it succeeds
-  store_.reset();
+  drop_store();
   make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, 1, false), nullptr);
   store_->reserve_rows(found->rows.data(), found->rows.size());
   constexpr size_t kRows = 1024;
@@ -270,7 +270,7 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   manifest.optimizer = spec_.optimizer;
   manifest.next_segment = store_->log()->next_segment();
   manifest.next_version = store_->log()->next_version();
-  store_.reset();
+  drop_store();
   try {
     load(target);
     publish(manifest);
@@ -296,7 +296,7 @@ uint64_t Table::refresh() {
         throw Error(ErrorKind::kFormat, "table '" + name_ + "': another table has taken its place; open it again");
       }
       if (newest.epoch == committed_.epoch && store_ != nullptr) return committed_.epoch;
-      store_.reset();  // both at once would be twice the budget
+      drop_store();  // both at once would be twice the budget
       load(newest);
       return committed_.epoch;
     } catch (const Error& error) {

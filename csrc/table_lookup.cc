@@ -1,4 +1,4 @@
-// Lookups, bags, staging: rows read.
+// Lookups and bags: rows read.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -179,53 +179,6 @@ void Table::pool_rows(const float* rows, size_t begin, size_t end, const int64_t
       }
     }
   });
-}
-
-// Returns as soon as the reads are on their way (Store says how). A batch larger than half of the cache, or than the
-// scratch, is staged in part: what is not staged is read when it is wanted.
-void Table::stage(const int64_t* ids, size_t n) {
-  const auto guard = lock();  // one staging at a time
-  require_usable();
-  check_ids(ids, n);
-  if (store_->log() == nullptr) return;
-  batch_.assign(ids, std::min(piece_ids(), n));
-  auto staging = std::make_shared<Store::Staging>(
-      store_->begin_staging(batch_.unique().data(), batch_.num_unique()));
-  if (staging->plan.extents.empty()) {
-    store_->end_staging(*staging, false);
-  } else {
-    is_staging_ = true;
-    io_pool().submit([this, staging] {
-      bool failed = false;
-      try {
-        store_->log()->execute(staging->plan, store_->frame_bytes(), store_->log()->staging_lane(), nullptr);
-      } catch (...) {
-        failed = true;  // whoever wants a row reads it again, and gets the error
-      }
-      // Notified under the lock: the table may go as soon as the staging is seen finished.
-      const std::lock_guard finish(mutex_);
-      store_->end_staging(*staging, failed);
-      store_->log()->count_reads(staging->plan, 0.0);
-      is_staging_ = false;
-      staged_.notify_all();
-    });
-  }
-  store_->compact_some();  // beside the reads
-}
-
-void Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n) {
-  if (!is_staging_) return;
-  Entry entries[kBlockIds];
-  for (size_t begin = 0; begin < n; begin += kBlockIds) {
-    const size_t count = std::min(kBlockIds, n - begin);
-    store_->directory().locate(ids + begin, count, entries);
-    for (size_t i = 0; i < count; ++i) {
-      if (!is_frame(entries[i]) || !store_->is_loading(frame_of(entries[i]))) continue;
-      settle(guard);
-      require_usable();  // it may have been closed meanwhile
-      return;
-    }
-  }
 }
 
 void Table::contains(const int64_t* ids, size_t n, bool* out) {

@@ -97,8 +97,8 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
   require_writable();
   check_ids(ids, n);
   check_not_held(ids, n);
-  if (store_->directory().grows()) {
-    settle(guard);  // a growing directory may take frames that staging reads into
+  if (is_staging() && store_->must_shrink_for(ids, n)) {
+    settle(guard);
     require_writable();
   } else {
     settle_for(guard, ids, n);

@@ -82,6 +82,11 @@ nb::dict stats_values(const TableStats& s) {
   d["written_bytes"] = s.log.written_bytes;
   d["written_records"] = s.log.written_records;
   d["read_wait_s"] = s.log.read_wait_s;
+  d["stall_s"] = s.stall_s;
+  d["staged_rows"] = s.staged_rows;
+  d["window_batches"] = s.window_batches;
+  d["window_bytes"] = s.window_bytes;
+  d["staging_depth"] = s.staging_depth;
   d["compactions"] = s.compactions;
   d["compacted_records"] = s.compacted_records;
   d["commits"] = s.commits;
@@ -203,6 +208,19 @@ void bind_table(nb::module_& m) {
           },
           "ids"_a, "grads"_a, "lr"_a.none(), "step"_a.none())
       .def("stage", [](Table& t, const Ids& ids) { unlocked([&] { t.stage(ids.data(), ids.shape(0)); }); })
+      .def("expect",
+           [](Table& t, const Ids& ids, uint32_t most) {
+             return unlocked([&] { return t.expect(ids.data(), ids.shape(0), most); });
+           },
+           "ids"_a, "most"_a)
+      .def("forget", [](Table& t, uint32_t batch) { unlocked([&] { t.forget(batch); }); })
+      .def_ro_static("WINDOW_FULL", &Table::kWindowFull)
+      .def(
+          "advance",
+          [](Table& t, uint32_t over, uint32_t begun, uint32_t depth) {
+            unlocked([&] { t.advance(over, begun, depth); });
+          },
+          "over"_a, "begun"_a, "depth"_a)
       .def("get", [](Table& t, const Ids& ids, size_t field, const FloatsOut& out) {
         unlocked([&] { t.get(ids.data(), ids.shape(0), field, out.data()); });
       })

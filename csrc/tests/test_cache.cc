@@ -60,6 +60,51 @@ TEST(cache_victim_is_the_least_wanted_and_never_pinned) {
   CHECK_EQ(frame, 7u);
 }
 
+TEST(cache_gives_up_unwanted_frames_first_then_the_furthest) {
+  Cache cache(16, 100);
+  // Rows 0 to 9 are wanted by nobody, the others by batch 1 + row % 10.
+  for (int64_t row = 0; row < 100; ++row) {
+    const uint32_t frame = take(&cache, row);
+    cache.set_count(frame, Cache::kMaxCount);
+    if (row >= 10) cache.set_next_use(frame, static_cast<uint32_t>(1 + row % 10));
+  }
+  const auto give_up = [&cache](uint32_t keep_until) {
+    uint32_t frame;
+    if (!cache.victim(&frame, keep_until)) return int64_t{-1};
+    const int64_t row = cache.info(frame).row;
+    cache.release(frame);
+    return row;
+  };
+  for (int i = 0; i < 5; ++i) CHECK(give_up(kNoUse) < 10);  // however hot
+  // The last few are not searched for among so many: batch 10 gives way.
+  for (int i = 0; i < 9; ++i) CHECK_EQ(give_up(kNoUse) % 10, int64_t{9});
+}
+
+TEST(cache_staging_takes_nothing_from_nearer_batches) {
+  Cache cache(16, 40);
+  for (int64_t row = 0; row < 40; ++row) cache.set_next_use(take(&cache, row), static_cast<uint32_t>(1 + row % 10));
+  const auto give_up = [&cache](uint32_t keep_until) {
+    uint32_t frame;
+    if (!cache.victim(&frame, keep_until)) return int64_t{-1};
+    const int64_t row = cache.info(frame).row;
+    cache.release(frame);
+    return row;
+  };
+  for (uint32_t batch = 10; batch > 7; --batch) {
+    for (int i = 0; i < 4; ++i) CHECK_EQ(static_cast<uint32_t>(1 + give_up(7) % 10), batch);
+  }
+  CHECK_EQ(give_up(7), int64_t{-1});
+  cache.set_next_use(15, 8);  // row 15, wanted by batch 6, is wanted later after all
+  CHECK_EQ(give_up(7), int64_t{15});
+  cache.info(6).pinned = cache.info(16).pinned = 1;
+  for (int i = 0; i < 2; ++i) CHECK_EQ(give_up(kNoUse) % 10, int64_t{6});
+  CHECK_EQ(give_up(kNoUse) % 10, int64_t{5});  // the pinned two of batch 7 stay
+  cache.set_first_batch(100);                  // nobody wants anything any more
+  CHECK(!cache.is_wanted(0));
+  for (size_t left = cache.resident() - 2; left > 0; --left) CHECK(give_up(kNoUse) >= 0);
+  CHECK_EQ(give_up(kNoUse), int64_t{-1});
+}
+
 TEST(cache_shrinks_and_grows) {
   Sampler sampler(4);
   Cache cache(5000, 200);

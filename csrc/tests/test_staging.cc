@@ -27,8 +27,10 @@ std::string fresh_folder(const char* name) {
   return path;
 }
 
+enum class Ahead { kStage, kWindow, kMisledWindow };
+
 // Each update adds 1 to its rows (lr 1, gradient -1): a row's value is the number of times it was updated.
-void staged_training(int64_t num_rows, const char* name) {
+void staged_training(int64_t num_rows, const char* name, Ahead ahead) {
   const std::string path = fresh_folder(name);
   {
     auto table = Table::create(vfs::posix(), path, "t", spec_of(num_rows), 480u << 10);
@@ -43,8 +45,26 @@ void staged_training(int64_t num_rows, const char* name) {
     }
     std::vector<float> out(300 * 16);
     const std::vector<float> grads(300 * 16, -1.0f);
+    std::vector<uint32_t> numbers;
     for (size_t b = 0; b < batches.size(); ++b) {
-      if (b + 1 < batches.size()) table->stage(batches[b + 1].data(), batches[b + 1].size());
+      if (ahead == Ahead::kStage) {
+        if (b + 1 < batches.size()) table->stage(batches[b + 1].data(), batches[b + 1].size());
+      } else {
+        while (numbers.size() < std::min(batches.size(), b + 9)) {
+          const auto& coming = batches[numbers.size()];
+          const uint32_t number = table->expect(coming.data(), coming.size(), 0);
+          if (number == Table::kWindowFull) break;
+          numbers.push_back(number);
+        }
+        const auto number_of = [&](size_t i) { return i < numbers.size() ? numbers[i] : kNoUse; };
+        table->advance(b > 0 ? number_of(b - 1) : kNoUse, number_of(b), b % 5 == 0 ? 0 : b % 5);
+        if (ahead == Ahead::kMisledWindow) {
+          // Batches that end early, never come, or never were: values must not care.
+          const auto wrong = static_cast<uint32_t>(next() >> 57);
+          if (b % 3 == 0) table->forget(wrong);
+          if (b % 4 == 0) table->advance(wrong, wrong + 1, 3);
+        }
+      }
       const auto& ids = batches[b];
       table->lookup(ids.data(), ids.size(), true, out.data());
       for (size_t i = 0; i < ids.size(); ++i) CHECK_EQ(out[i * 16 + b % 16], expected[static_cast<size_t>(ids[i])]);
@@ -56,6 +76,7 @@ void staged_training(int64_t num_rows, const char* name) {
     const TableStats stats = table->stats();
     CHECK_EQ(stats.store.hits + stats.store.misses + stats.store.first_touches, stats.store.unique_rows);
     CHECK(stats.store.evictions > 0);
+    CHECK(stats.staged_rows > 1000);
     std::vector<int64_t> all(4000);
     for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
     std::vector<float> rows(4000 * 16);
@@ -69,8 +90,12 @@ void staged_training(int64_t num_rows, const char* name) {
 
 }  // namespace
 
-TEST(table_staging_flat) { staged_training(4000, "staging-flat"); }
-TEST(table_staging_hashed) { staged_training(-1, "staging-hashed"); }
+TEST(table_staging_flat) { staged_training(4000, "staging-flat", Ahead::kStage); }
+TEST(table_staging_hashed) { staged_training(-1, "staging-hashed", Ahead::kStage); }
+TEST(table_window_flat) { staged_training(4000, "window-flat", Ahead::kWindow); }
+TEST(table_window_hashed) { staged_training(-1, "window-hashed", Ahead::kWindow); }
+TEST(table_window_misled_flat) { staged_training(4000, "misled-flat", Ahead::kMisledWindow); }
+TEST(table_window_misled_hashed) { staged_training(-1, "misled-hashed", Ahead::kMisledWindow); }
 
 // A row that was staged and then looked up was wanted once, and missed once.
 TEST(table_staging_counts_a_row_once) {

@@ -15,6 +15,7 @@ import pytest
 import bunkbed as bb
 from bunkbed.testing.arithmetic import FloatArray, IntArray
 from bunkbed.testing.reference import ReferenceTable
+from bunkbed.window import Window
 
 OPTIMIZERS = [
     bb.SGD(lr=0.1),
@@ -352,6 +353,23 @@ class TableTests:
             if again % 2:
                 table.stage(ids[::-1])
             assert_same_bits(table.lookup(ids), reference.lookup(ids))
+        assert_same_rows(table, reference, self.all_ids())
+
+    def test_a_window_moves_no_value(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        if isinstance(table, ReferenceTable):
+            pytest.skip("the plain reference has nothing to plan")
+        rng = np.random.default_rng(6)
+        batches = [zipf_ids(rng, self.num_rows, 100) for _ in range(30)]
+        with Window(table, batches=8) as window:
+            for step, ids in enumerate(batches):
+                for ahead in batches[step * 2 : step * 2 + 2]:
+                    window.push(None if step == 5 else ahead)
+                window.advance()
+                grads = rng.standard_normal((100, self.dim)).astype(np.float32)
+                assert_same_bits(table.lookup(ids), reference.lookup(ids))
+                table.update(ids, grads)
+                reference.update(ids, grads)
         assert_same_rows(table, reference, self.all_ids())
 
     @pytest.mark.parametrize("pair", [{"num_rows": None}], indirect=True)
