@@ -43,17 +43,29 @@ def targets(outcomes: Sequence[Outcome]) -> Any:
     for y, (_, figure) in enumerate(found):
         value = score(figure)
         assert value is not None
-        axes.barh(y, value, color=REACHED if figure.reached else MISSED, height=0.62)
-        axes.text(value * 1.03, y, f"{figure.text()}, wanted {figure.target}", va="center", fontsize=8)
+        # From the line at 1: on a log scale there is no zero to start from.
+        axes.barh(y, value - 1, left=1, color=REACHED if figure.reached else MISSED, height=0.62)
+        axes.text(max(value, 1) * 1.03, y, f"{figure.text()}, wanted {figure.target}", va="center", fontsize=8)
     axes.set_yticks(range(len(found)), [label(case, figure) for case, figure in found], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xscale("log")
+    values = [score(figure) or 1.0 for _, figure in found]
+    logarithmic(axes, min([0.5, *values]) / 1.1, max([2, *values]) * 4)  # room for the text beside the longest bar
     axes.axvline(1, color="black", linewidth=1)
-    low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 0.4), max(high, 2) * 12)  # room for the text beside the longest bar
     axes.set_xlabel("multiple of the target (log scale; right of the line: reached)")
     axes.spines[["top", "right"]].set_visible(False)
     return picture
+
+
+def logarithmic(axes: Any, low: float, high: float) -> None:
+    """A log axis from `low` to `high` whose ticks read as numbers."""
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    marks = [mark * 10.0**power for power in range(-3, 7) for mark in (1, 2, 5)]
+    shown = [mark for mark in marks if low <= mark <= high]
+    if len(shown) > 9:
+        shown = [mark for mark in shown if f"{mark:e}"[0] == "1"]
+    axes.set_xticks(shown, [f"{mark:,g}" for mark in shown])
+    axes.minorticks_off()
 
 
 def label(case: str, figure: Figure) -> str:
@@ -93,15 +105,18 @@ def larger_than_memory(outcomes: Sequence[Outcome]) -> Any:
     picture, axes = plt.subplots(figsize=(8, 0.5 * len(found) + 1.2))
     for y, (name, figure) in enumerate(found):
         assert figure.value is not None
-        axes.barh(y, figure.value, color=REACHED if name in ("bunkbed", "lookahead") else PLAIN, height=0.62)
-        axes.text(figure.value * 1.06, y, f"{number(figure.value)} ms", va="center", fontsize=9)
+        color = REACHED if name in ("bunkbed", "lookahead") else PLAIN
+        axes.plot([figure.low or figure.value, figure.high or figure.value], [y, y], color=color, linewidth=2)
+        axes.plot(figure.value, y, "o", color=color, markersize=9)
+        axes.text(figure.value, y - 0.2, f"{number(figure.value)} ms", ha="center", va="bottom", fontsize=9)
     names = {"lookahead": "bunkbed, lookahead", "advised": "memmap + madvise"}
     axes.set_yticks(range(len(found)), [names.get(name, name) for name, _ in found])
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    axes.set_xlim(low / 2, high * 2.5)
-    axes.set_xlabel("ms a step, median (log scale); one run, same batches, same memory limit")
+    axes.set_ylim(len(found) - 0.5, -0.8)
+    medians = [figure.value or 1.0 for _, figure in found]
+    logarithmic(axes, min(medians) / 3, max(medians) * 3)
+    axes.grid(axis="x", color="#e3e6ea")
+    axes.set_axisbelow(True)
+    axes.set_xlabel("ms a step, median and range (log scale); same batches, same memory limit")
     axes.spines[["top", "right"]].set_visible(False)
     return picture
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import resource
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -126,11 +127,21 @@ class Side:
     """The parent's end of a side: a child process in a memory cgroup of its own, where one can be had."""
 
     def __init__(
-        self, stack: ExitStack, name: str, path: Path, *, rows: int, batch: int, ram: str, limit: str | None, seed: int
+        self,
+        stack: ExitStack,
+        name: str,
+        path: Path,
+        *,
+        rows: int,
+        batch: int,
+        ram: str,
+        seed: int,
+        limit: str | None = None,
+        rlimit: str = "",
     ) -> None:
         self.name, self.path = name, path
         self.limit = stack.enter_context(common.MemoryLimit(parse_bytes(limit))) if limit else None
-        values = {"path": path, "rows": rows, "batch": batch, "ram": ram, "seed": seed}
+        values = {"path": path, "rows": rows, "batch": batch, "ram": ram, "seed": seed, "rlimit": rlimit}
         arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
         self.child = common.Child(["-m", "benchmarks.sides", name, *arguments], self.limit)
         stack.callback(self.child.close)
@@ -156,6 +167,8 @@ class Side:
 
 def child(options: argparse.Namespace) -> None:
     """Serves turns until standard input ends."""
+    if options.rlimit:
+        resource.setrlimit(resource.RLIMIT_DATA, (parse_bytes(options.rlimit),) * 2)
     sample = common.zipf(options.rows)
     if options.side == "ours":
         side: Ours | Theirs = Ours(options)
@@ -197,6 +210,7 @@ def main() -> None:
     options.add_argument("side")
     options.add_argument("--path", type=Path, required=True)
     options.add_argument("--ram", required=True)
+    options.add_argument("--rlimit", default="", help="RLIMIT_DATA, where there is no memory cgroup")
     for name in ("rows", "batch", "seed"):
         options.add_argument(f"--{name}", type=int, required=True)
     child(options.parse_args())
