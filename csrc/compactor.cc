@@ -8,7 +8,6 @@ namespace bunkbed {
 
 namespace {
 
-constexpr double kTargetLive = 0.65;  // below this part of the log live, compaction begins
 constexpr double kWorthMoving = 0.9;  // a fuller segment gives back too little for the copying
 constexpr size_t kSpareSegments = 128;  // beyond what their bytes explain: many small commits leave many small ones
 constexpr uint64_t kSlackBytes = 256u << 10;

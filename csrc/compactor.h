@@ -21,6 +21,9 @@
 
 namespace bunkbed {
 
+// Below this part of the log live, compaction begins.
+inline constexpr double kTargetLive = 0.65;
+
 class Compactor {
  public:
   Compactor(Directory* directory, Cache* cache, Log* log) : directory_(directory), cache_(cache), log_(log) {}

@@ -269,6 +269,23 @@ size_t Table::wanted_ram(const TableSpec& spec, bool on_disk) {
   return wanted;
 }
 
+MemoryUse Table::memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit,
+                            bool on_disk) {
+  const size_t payload = payload_of(fields_of(spec));
+  const MemoryPlan plan = plan_memory(ram_bytes, payload, slots_per_segment(spec, payload), read_unit, on_disk);
+  MemoryUse use;
+  use.record_bytes = payload;
+  use.stored_bytes = record_stride(payload) + sizeof(int64_t) + sizeof(uint64_t);
+  use.frame_bytes = Cache::frame_cost(payload);
+  use.directory_bytes = is_flat(spec.num_rows, ram_bytes) ? flat_directory_bytes(static_cast<uint64_t>(spec.num_rows))
+                                                          : hashed_directory_bytes(stored_rows);
+  use.fixed_bytes = plan.fixed_bytes;
+  const size_t taken = use.fixed_bytes + use.directory_bytes;
+  use.frames = ram_bytes == 0 ? stored_rows : (ram_bytes > taken ? ram_bytes - taken : 0) / use.frame_bytes;
+  if (spec.num_rows >= 0) use.frames = std::min(use.frames, static_cast<size_t>(spec.num_rows));
+  return use;
+}
+
 void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   const bool is_reader = !options_.writable;
   const size_t frame_bytes = is_reader ? weight_bytes_ : payload_bytes_;

@@ -58,6 +58,16 @@ struct TableStats {
   double stall_s = 0.0;  // that lookups and updates waited for rows to be read, staged or not
 };
 
+// Where the bytes of a budget go once some rows are stored.
+struct MemoryUse {
+  size_t record_bytes = 0;  // a row's weights and optimizer state
+  size_t stored_bytes = 0;  // what one takes in the log: with its checksum, its id and its version
+  size_t frame_bytes = 0;   // what one takes in RAM
+  size_t frames = 0;
+  size_t directory_bytes = 0;
+  size_t fixed_bytes = 0;   // buffers and scratch
+};
+
 class Scan;
 
 // A kept commit of a table that lives in RAM only: a copy of its rows, beside the RAM budget.
@@ -85,6 +95,10 @@ class Table {
   // (0: unknown, num_rows is open).
   static size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk);
   static size_t wanted_ram(const TableSpec& spec, bool on_disk);
+  // How the writer of such a table divides a budget; 0 bytes: without bound. `read_unit` is what reads need where its
+  // files lie.
+  static MemoryUse memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit,
+                              bool on_disk);
 
   // ---- Rows. ids: int64[n]; the errors name the first bad id and its place.
   void lookup(const int64_t* ids, size_t n, bool touch, float* out);  // out: (n, dim)

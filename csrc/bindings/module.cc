@@ -14,6 +14,7 @@
 
 #include "bindings/bindings.h"
 #include "check.h"
+#include "compactor.h"
 #include "error.h"
 #include "fault.h"
 #include "float_mode.h"
@@ -21,6 +22,7 @@
 #include "manifests.h"
 #include "memory.h"
 #include "optimizer.h"
+#include "probe.h"
 #include "workers.h"
 
 namespace nb = nanobind;
@@ -232,6 +234,34 @@ NB_MODULE(_native, m) {
         });
       },
       "queries"_a, "rows"_a, "out"_a, "Dot products, out float32[num_queries, num_rows]; 16 fixed lanes.");
+
+  // What predictions need to know of the core.
+  m.attr("TARGET_LIVE") = kTargetLive;
+  m.attr("GCLOCK_MAX_COUNT") = int{Cache::kMaxCount};
+
+  m.def(
+      "probe_memory",
+      [](size_t threads, size_t bytes, double seconds) {
+        const nb::gil_scoped_release release;
+        return probe_memory(threads, bytes, seconds);
+      },
+      "threads"_a, "bytes"_a, "seconds"_a, "Bytes a second, read and written together, of copies between large arrays.");
+  m.def(
+      "probe_writes",
+      [](const std::string& path, size_t max_bytes, double seconds) {
+        const nb::gil_scoped_release release;
+        return probe_writes(vfs::posix(), path, max_bytes, seconds);
+      },
+      "path"_a, "max_bytes"_a, "seconds"_a,
+      "Writes a new file from end to end, past the page cache, and syncs it: (bytes a second, bytes written).");
+  m.def(
+      "probe_reads",
+      [](const std::vector<std::string>& paths, size_t threads, double seconds) {
+        const nb::gil_scoped_release release;
+        return probe_reads(vfs::posix(), paths, threads, seconds);
+      },
+      "paths"_a, "threads"_a, "seconds"_a,
+      "Random reads of 4 KiB blocks of these files: (reads a second, the unit reads need here; 1: not past the page cache).");
 
   m.def(
       "check_table",

@@ -139,6 +139,21 @@ void bind_table(nb::module_& m) {
       .def("minimum_ram", [](const TableSpec& spec, uint64_t stored_rows,
                              bool on_disk) { return Table::minimum_ram(spec, stored_rows, on_disk); })
       .def("wanted_ram", [](const TableSpec& spec, bool on_disk) { return Table::wanted_ram(spec, on_disk); })
+      .def(
+          "memory_use",
+          [](const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit,
+             bool on_disk) {
+            const MemoryUse use = Table::memory_use(spec, stored_rows, ram_bytes, read_unit, on_disk);
+            nb::dict d;
+            d["record_bytes"] = use.record_bytes;
+            d["stored_bytes"] = use.stored_bytes;
+            d["frame_bytes"] = use.frame_bytes;
+            d["frames"] = use.frames;
+            d["directory_bytes"] = use.directory_bytes;
+            d["fixed_bytes"] = use.fixed_bytes;
+            return d;
+          },
+          "stored_rows"_a, "ram_bytes"_a, "read_unit"_a, "on_disk"_a)
       .def_ro("num_rows", &TableSpec::num_rows)
       .def_ro("dim", &TableSpec::dim)
       .def_prop_ro("dtype", [](const TableSpec& spec) { return static_cast<int>(spec.dtype); })

@@ -1,0 +1,25 @@
+// What this machine allows: the figures that predictions and measurements are held against. Nothing of a table here.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "vfs/vfs.h"
+
+namespace bunkbed {
+
+// Every thread copies between two arrays of its own, `bytes` in all; returns bytes a second, read and written together.
+double probe_memory(size_t threads, size_t bytes, double seconds);
+
+// Writes a new file from end to end in large blocks, past the page cache where the filesystem allows it, until the
+// time is up or `max_bytes` are written, and syncs it. Returns (bytes a second, bytes written); leaves the file.
+std::pair<double, size_t> probe_writes(vfs::Vfs& vfs, const std::string& path, size_t max_bytes, double seconds);
+
+// Threads read random blocks of 4 KiB of these files, one after another, each file in proportion to its size.
+// Returns (reads a second, the unit reads need here: 1 where they cannot go past the page cache).
+std::pair<double, uint32_t> probe_reads(vfs::Vfs& vfs, const std::vector<std::string>& paths, size_t threads,
+                                        double seconds);
+
+}  // namespace bunkbed
