@@ -25,7 +25,7 @@ _writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValu
 _writers_lock = threading.Lock()
 
 
-def _make_spec(
+def make_spec(
     dim: int,
     num_rows: int | None,
     optimizer: _optim.Optimizer | None,
@@ -119,7 +119,7 @@ def create(
         FileExistsError: something is there already. ValueError, TypeError: an argument out of range; a budget too small
         to work at all (says how much is needed).
     """
-    spec = _make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None)
+    spec = make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None)
     place = None if path is None else _resolve(path)
     table = Table(spec, place, "w")
     table._run = _run

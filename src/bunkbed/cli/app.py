@@ -10,6 +10,7 @@ import bunkbed
 from bunkbed.cli.demo_command import demo
 from bunkbed.cli.inspect_commands import check, info, snapshots
 from bunkbed.cli.judge_commands import evaluate, recommend
+from bunkbed.cli.plan_command import plan
 from bunkbed.cli.rows_commands import export_table, import_table
 from bunkbed.cli.train_command import train
 
@@ -47,6 +48,7 @@ app.command("demo", rich_help_panel=_LEARN)(demo)
 app.command("train", rich_help_panel=_LEARN)(train)
 app.command("eval", rich_help_panel=_LEARN)(evaluate)
 app.command("recommend", rich_help_panel=_LEARN)(recommend)
+app.command("plan", rich_help_panel=_LOOK)(plan)
 app.command("info", rich_help_panel=_LOOK)(info)
 app.command("check", rich_help_panel=_LOOK)(check)
 app.command("snapshots", rich_help_panel=_LOOK)(snapshots)

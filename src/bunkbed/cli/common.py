@@ -154,6 +154,8 @@ def _similar_file(error: OSError) -> str:
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, (str, Path)):
         return ""
     path = Path(error.filename)
+    if path.exists():
+        return ""
     try:
         siblings = [entry.name for entry in path.parent.iterdir()]
     except OSError:

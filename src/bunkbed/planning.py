@@ -1,0 +1,246 @@
+"""`plan`: how fast a table can train on a machine, what binds, and what would change it. Nothing is created.
+
+The formulas are in `limits`, the machine's rates in `machine`; how a budget becomes frames is asked of the core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from bunkbed import _native, limits
+from bunkbed.budget import format_bytes, parse_bytes
+from bunkbed.machine import Machine
+from bunkbed.opening import make_spec
+from bunkbed.optim import Adam, Optimizer, RowwiseAdagrad
+
+DEFAULT_LOOKAHEAD = 32
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained and how; see `plan` for the fields."""
+
+    rows: int
+    dim: int
+    batch: int
+    zipf: float = 1.05
+    optimizer: Optimizer = field(default_factory=Adam)
+    dtype: str = "float32"
+    ram: int = 1 << 30
+    lookahead: int = DEFAULT_LOOKAHEAD
+    compute_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prediction for the long run: every row trained, the cache full, compaction under way.
+
+    Attributes:
+        question: what was asked.
+        machine: the rates it was held against.
+        record_bytes: weights and optimizer state of a row.
+        unique_rows, misses, evicted_rows: a step's rows; every missed row was trained, and so is each evicted one.
+        fits_batch: False when the cache is smaller than the unique rows of a step: then a step reads them twice.
+        frames, frames_bytes, directory_bytes, buffers_bytes: where the RAM goes.
+        disk_bytes: of the log, dead records included.
+        write_amplification: bytes written for each byte of an evicted record.
+        written_bytes: a step, compaction included.
+        times: seconds a step needs of each resource.
+    """
+
+    question: Question
+    machine: Machine
+    record_bytes: int
+    unique_rows: float
+    misses: float
+    evicted_rows: float
+    fits_batch: bool
+    frames: int
+    frames_bytes: int
+    directory_bytes: int
+    buffers_bytes: int
+    disk_bytes: int
+    write_amplification: float
+    written_bytes: float
+    times: limits.StepTimes
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the unique rows of a step that is in RAM."""
+        return max(0.0, 1 - self.misses / self.unique_rows)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: with lookahead the slowest resource's, without it their sum."""
+        return self.times.together if self.question.lookahead else self.times.in_turn
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps a second, at most."""
+        return 1 / self.step_s if self.step_s else math.inf
+
+    @property
+    def binds(self) -> str:
+        """The resource a step waits for most: ``"disk"``, ``"memory"`` or ``"model"``."""
+        return self.times.binds
+
+    @property
+    def written_bytes_per_day(self) -> float:
+        """Bytes the disk takes in a day of training at this speed, commits not counted."""
+        return self.written_bytes * self.steps_per_s * _DAY_S if self.written_bytes else 0.0
+
+    def days_to_write(self, num_bytes: float) -> float:
+        """Days of training at this speed until so many bytes are written."""
+        return num_bytes / self.written_bytes_per_day if self.written_bytes_per_day else math.inf
+
+
+def plan(
+    rows: int,
+    dim: int,
+    batch: int,
+    *,
+    machine: Machine,
+    zipf: float = 1.05,
+    optimizer: Optimizer | None = None,
+    dtype: str = "float32",
+    ram: int | str = "1GiB",
+    lookahead: int = DEFAULT_LOOKAHEAD,
+    compute_s: float = 0.0,
+) -> Plan:
+    """Predict a table's training speed on a machine.
+
+    Args:
+        rows: of the table, all of which get trained in the end.
+        dim: weights of a row.
+        batch: ids of a step, duplicates counted.
+        machine: `bunkbed.machine.measure()`, or a `Machine` made of figures.
+        zipf: exponent of the ids' popularity; 0: every row alike.
+        optimizer: default ``Adam()``.
+        dtype: of the stored weights.
+        ram: the budget, as in `bunkbed.create`.
+        lookahead: batches known ahead, as `bunkbed.torch.lookahead` does; 0: none, and reads, writes and the model's
+            work follow one another.
+        compute_s: seconds the model works in a step, beside the table.
+
+    >>> laptop = Machine(memory_bytes_per_s=20e9, read_iops=90_000, write_bytes_per_s=2e9)
+    >>> found = plan(10_000_000, 64, 65_536, ram="640MiB", machine=laptop)
+    >>> found.binds, round(found.unique_rows), found.record_bytes
+    ('disk', 26072, 768)
+
+    Raises:
+        ValueError: an argument out of range; a budget too small (says how much is needed); a machine without a rate
+            that is needed.
+    """
+    question = Question(
+        rows=rows,
+        dim=dim,
+        batch=batch,
+        zipf=zipf,
+        optimizer=Adam() if optimizer is None else optimizer,
+        dtype=dtype,
+        ram=parse_bytes(ram),
+        lookahead=lookahead,
+        compute_s=compute_s,
+    )
+    return answer(question, machine)
+
+
+def answer(question: Question, machine: Machine) -> Plan:
+    """`plan` for a question in one piece."""
+    _check(question)
+    spec = make_spec(question.dim, question.rows, question.optimizer, None, 0, question.dtype, False)
+    needed = int(spec.minimum_ram(question.rows, True))
+    if question.ram < needed:
+        raise ValueError(
+            f"ram={question.ram} ({format_bytes(question.ram)}) is too small for {question.rows} rows; "
+            f"it needs at least ram={needed} ({format_bytes(needed)})"
+        )
+    use = spec.memory_use(question.rows, question.ram, max(512, machine.read_unit), True)
+    popularity = limits.zipf(question.rows, question.zipf)
+    unique = popularity.unique_rows(question.batch)
+    frames = int(use["frames"])
+    fits_batch = frames >= unique
+    if question.lookahead and fits_batch:
+        cache = limits.cache(popularity, question.batch, frames, policy="window", window=question.lookahead)
+    else:
+        cache = limits.cache(popularity, question.batch, frames)
+    misses = cache.misses if fits_batch else 2 * unique  # once for the lookup and once for the update
+    evicted = cache.misses if fits_batch else unique
+    amplification = cache.write_amplification(_native.TARGET_LIVE) * use["stored_bytes"] / use["record_bytes"]
+    written = evicted * use["record_bytes"] * amplification
+    return Plan(
+        question=question,
+        machine=machine,
+        record_bytes=int(use["record_bytes"]),
+        unique_rows=unique,
+        misses=misses,
+        evicted_rows=evicted,
+        fits_batch=fits_batch,
+        frames=frames,
+        frames_bytes=frames * int(use["frame_bytes"]),
+        directory_bytes=int(use["directory_bytes"]),
+        buffers_bytes=int(use["fixed_bytes"]),
+        disk_bytes=int(question.rows * use["stored_bytes"] / _native.TARGET_LIVE),
+        write_amplification=amplification,
+        written_bytes=written,
+        times=limits.step_times(
+            reads=misses,
+            written_bytes=written,
+            moved_bytes=limits.memory_bytes(question.batch, unique, question.dim, use["record_bytes"]),
+            read_iops=_rate(machine.read_iops, misses, "random reads a second (read_iops)"),
+            write_bytes_per_s=_rate(machine.write_bytes_per_s, written, "write bandwidth (write_bytes_per_s)"),
+            memory_bytes_per_s=_rate(machine.memory_bytes_per_s, 1, "memory bandwidth (memory_bytes_per_s)"),
+            compute_s=question.compute_s,
+        ),
+    )
+
+
+def changes(base: Plan) -> Iterator[tuple[str, Plan]]:
+    """What else could be done, each alone: (what it is, the plan then). What is so already is left out."""
+    question = base.question
+    spec = make_spec(question.dim, question.rows, question.optimizer, None, 0, question.dtype, False)
+    wanted = int(spec.wanted_ram(True))
+    other = {}
+    if question.ram < wanted:
+        if 2 * question.ram < wanted:
+            other["twice the RAM"] = replace(question, ram=2 * question.ram)
+        other["all in RAM"] = replace(question, ram=wanted)
+    if question.dtype == "float32":
+        other["bfloat16 rows"] = replace(question, dtype="bfloat16")
+    if question.optimizer.slots and not isinstance(question.optimizer, RowwiseAdagrad):
+        other["row-wise Adagrad"] = replace(question, optimizer=RowwiseAdagrad())
+        if question.dtype == "float32":
+            other["both of these"] = replace(question, optimizer=RowwiseAdagrad(), dtype="bfloat16")
+    if question.lookahead:
+        other["without lookahead"] = replace(question, lookahead=0)
+    else:
+        other[f"lookahead of {DEFAULT_LOOKAHEAD}"] = replace(question, lookahead=DEFAULT_LOOKAHEAD)
+    for name, changed in other.items():
+        yield name, answer(changed, base.machine)
+
+
+def _check(question: Question) -> None:
+    for name, value, least in (
+        ("rows", question.rows, 1),
+        ("batch", question.batch, 1),
+        ("lookahead", question.lookahead, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not (question.compute_s >= 0 and math.isfinite(question.compute_s)):
+        raise ValueError(f"compute_s must be at least 0 seconds, got {question.compute_s}")
+
+
+def _rate(rate: float | None, needed: float, what: str) -> float:
+    if rate is None:
+        if needed:
+            raise ValueError(f"the machine's {what} is unknown; measure it with bunkbed.machine.measure()")
+        return math.inf
+    if not rate > 0:
+        raise ValueError(f"the machine's {what} must be above 0, got {rate}")
+    return rate
