@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,7 +18,8 @@ from bunkbed import optim as _optim
 from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_rows, describe
 from bunkbed.budget import Budget
 from bunkbed.errors import BunkbedError
-from bunkbed.topk import best_rows
+from bunkbed.explain import Explanation, explain
+from bunkbed.topk import topk
 
 DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("sum", "mean", "sqrtn", "none")
@@ -53,11 +55,13 @@ class Table:
         self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
         self._opens = 1
         self._closed = False
+        self._opened_s = 0.0
         self._fields: dict[str, tuple[int, int]] = {}
         self._dim = int(spec.dim)
 
     def _start(self, native: _native.Table) -> None:
         self._native = native
+        self._opened_s = time.monotonic()
         self._fields = {name: (index, length) for index, (name, length) in enumerate(native.fields())}
 
     # ---- What the table is
@@ -190,11 +194,28 @@ class Table:
         """Counters since the table was opened, and its memory now.
 
         ``hits + misses + first_touches == unique_rows``: rows wanted, each counted once a step. ``hits`` were in RAM,
-        ``misses`` read from disk, ``first_touches`` never trained before (they cost no read).
+        ``misses`` read from disk, ``first_touches`` never trained before (they cost no read). ``open_s``: seconds since
+        it was opened.
         """
         values: dict[str, int | float] = self._native.stats()
         values["threads"] = _native.get_num_threads()
+        values["open_s"] = time.monotonic() - self._opened_s
         return values
+
+    def explain(self, since: Explanation | Mapping[str, int | float] | None = None) -> Explanation:
+        """What the table did, beside what this machine allows: ``print(table.explain())``.
+
+        Measures nothing: the machine's rates are those `bunkbed.machine.measure` (or ``bunkbed plan``) found here
+        before; without them the limit is unknown.
+
+        Args:
+            since: an earlier `explain` or `stats` of this table: only what came after it counts. Default: everything
+                since the table was opened.
+
+        Raises:
+            ValueError: `since` is of another opening. TableClosedError: the table is closed.
+        """
+        return explain(self, since)
 
     # ---- Rows
 
@@ -417,37 +438,7 @@ class Table:
         Raises:
             ValueError: k below 1, queries of another shape, as many `exclude` arrays as there are no queries.
         """
-        label = f"table '{self._name}'"
-        array = np.asarray(queries)
-        single = array.ndim == 1
-        rows = as_rows(
-            array[None] if single else array,
-            (1 if single else len(array), self._dim),
-            what="queries",
-            table=label,
-        )
-        if k < 1:
-            raise ValueError(f"{label}: k must be at least 1, got {k}")
-        left_out: Ids | list[Ids] | None = None
-        if exclude is not None:
-            if isinstance(exclude, (list, tuple)) and exclude and not np.isscalar(exclude[0]):
-                left_out = [as_ids(e, what="exclude", table=label).reshape(-1) for e in exclude]
-                if len(left_out) != len(rows):
-                    raise ValueError(f"{label}: exclude holds {len(left_out)} arrays for {len(rows)} queries")
-            else:
-                left_out = as_ids(exclude, what="exclude", table=label).reshape(-1)
-        best = best_rows(rows, k, self._candidates(ids, len(rows)), left_out)
-        return (best[0][0], best[1][0]) if single else best
-
-    def _candidates(self, ids: Any, num_queries: int) -> Iterator[tuple[Ids, Floats]]:
-        chunk = max(1024, min(65_536, (64 << 20) // (4 * max(1, num_queries))))
-        if ids is None:
-            yield from self.scan(chunk=chunk)
-            return
-        wanted = np.unique(as_ids(ids, table=f"table '{self._name}'"))
-        for begin in range(0, len(wanted), chunk):
-            part = wanted[begin : begin + chunk]
-            yield part, self.lookup(part, touch=False)
+        return topk(self, queries, k, ids=ids, exclude=exclude)
 
     # ---- Durability
 

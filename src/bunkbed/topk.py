@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bunkbed import _native
-from bunkbed.arguments import Floats, Ids
+from bunkbed.arguments import Floats, Ids, as_ids, as_rows
+
+if TYPE_CHECKING:
+    from bunkbed.table import Table
+
+
+def topk(table: Table, queries: Any, k: int, *, ids: Any, exclude: Any | Sequence[Any] | None) -> tuple[Ids, Floats]:
+    """See `Table.topk`."""
+    label = f"table '{table.name}'"
+    array = np.asarray(queries)
+    single = array.ndim == 1
+    rows = as_rows(
+        array[None] if single else array, (1 if single else len(array), table.dim), what="queries", table=label
+    )
+    if k < 1:
+        raise ValueError(f"{label}: k must be at least 1, got {k}")
+    left_out: Ids | list[Ids] | None = None
+    if exclude is not None:
+        if isinstance(exclude, (list, tuple)) and exclude and not np.isscalar(exclude[0]):
+            left_out = [as_ids(e, what="exclude", table=label).reshape(-1) for e in exclude]
+            if len(left_out) != len(rows):
+                raise ValueError(f"{label}: exclude holds {len(left_out)} arrays for {len(rows)} queries")
+        else:
+            left_out = as_ids(exclude, what="exclude", table=label).reshape(-1)
+    best = best_rows(rows, k, _candidates(table, ids, len(rows)), left_out)
+    return (best[0][0], best[1][0]) if single else best
+
+
+def _candidates(table: Table, ids: Any, num_queries: int) -> Iterator[tuple[Ids, Floats]]:
+    chunk = max(1024, min(65_536, (64 << 20) // (4 * max(1, num_queries))))
+    if ids is None:
+        yield from table.scan(chunk=chunk)
+        return
+    wanted = np.unique(as_ids(ids, table=f"table '{table.name}'"))
+    for begin in range(0, len(wanted), chunk):
+        part = wanted[begin : begin + chunk]
+        yield part, table.lookup(part, touch=False)
 
 
 def best_rows(
