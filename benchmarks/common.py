@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import mmap
 import os
 import platform
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
+from bunkbed import machine as machine_rates
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -87,7 +87,7 @@ def machine(directory: Path | None = None) -> str:
         settings = {k: v for k, v in os.environ.items() if k in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
         lines.append(f"environment: {settings}")
     if directory is not None:
-        lines.append(f"disk: {filesystem(directory)}")
+        lines.append(f"disk: {machine_rates.filesystem(directory)}")
     return "\n".join(lines)
 
 
@@ -95,18 +95,6 @@ def native_facts() -> str:
     from bunkbed import _native
 
     return f"{_native.simd()}, {bb.get_num_threads()} threads"
-
-
-def filesystem(directory: Path) -> str:
-    """Device and type of the file system that holds `directory`."""
-    best = ("?", "/", "?")
-    target = str(directory.resolve())
-    for line in Path("/proc/mounts").read_text().splitlines():
-        device, mount, kind = line.split()[:3]
-        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best[1]):
-            best = (device, mount, kind)
-    return f"{best[0]} ({best[2]})"
 
 
 # ---- numbers
@@ -331,45 +319,22 @@ def serve(handle: Callable[..., dict[str, Any]]) -> None:
         answers.flush()
 
 
-def random_read_iops(files: Sequence[Path], *, seconds: float = 3.0, threads: int = 64) -> float:
-    """4 KiB O_DIRECT random reads a second over these files, from C threads: the device's limit.
+def random_read_iops(files: Sequence[Path], *, seconds: float = 3.0) -> float:
+    """4 KiB random reads a second over these files past the page cache, 64 at a time: the device's limit.
 
     Raises:
-        RuntimeError: no C compiler, or the file system refuses O_DIRECT.
+        OSError: a file cannot be read, or the file system refuses reads past the page cache.
     """
-    source = Path(__file__).with_name("random_reads.c")
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise RuntimeError("measuring the device needs a C compiler (cc, gcc or clang)")
-    with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "random_reads"
-        subprocess.run([compiler, "-O2", "-pthread", "-o", str(binary), str(source)], check=True)
-        arguments = [str(binary), str(seconds), str(threads), *map(str, files)]
-        done = subprocess.run(arguments, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"random reads failed: {done.stderr.strip()}")
-    return float(done.stdout)
+    rate, unit = machine_rates.random_reads(files, seconds=seconds)
+    if unit == 1:
+        raise OSError(f"{Path(files[0]).parent}: this file system cannot be read past the page cache")
+    return rate
 
 
 def sequential_write_bandwidth(directory: Path, *, num_bytes: int = 512 * MIB) -> float:
-    """Bytes a second of large O_DIRECT writes to a new file in `directory`, synced: the device's limit.
-
-    Raises:
-        OSError: the file system refuses O_DIRECT.
-    """
-    chunk = mmap.mmap(-1, min(num_bytes, 8 * MIB))  # page-aligned, as O_DIRECT wants it
-    chunk.write(np.random.default_rng(0).bytes(len(chunk)))
-    path = directory / f"bunkbed-write-{os.getpid()}"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-    try:
-        start = time.perf_counter()
-        for _ in range(num_bytes // len(chunk)):
-            os.write(file, chunk)
-        os.fdatasync(file)
-        return num_bytes / (time.perf_counter() - start)
-    finally:
-        os.close(file)
-        path.unlink()
+    """Bytes a second of large writes to a new file in `directory`, synced: the device's limit."""
+    with tempfile.TemporaryDirectory(prefix="bunkbed-write-", dir=directory) as folder:
+        return machine_rates.sequential_writes(Path(folder) / "file", num_bytes=num_bytes)
 
 
 def segment_files(folder: Path) -> list[Path]:
