@@ -127,7 +127,10 @@ def _bytes(name: str, text: str | None) -> float | None:
 def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: float) -> None:
     """Prints a plan and its alternatives."""
     parts: list[RenderableType] = [_facts(base), "", _step(base), "", _verdict(base, life), "", _others(base, others)]
-    note = "A limit, not a promise: every row trained, the cache full, ids drawn at random,\ncommits not counted."
+    note = (
+        "A limit, not a promise: training comes near it where the disk binds, less so\n"
+        "where memory does. For a full cache, every row trained, random ids; without commits."
+    )
     console.print(Group(*parts, "", f"[dim]{note}[/]"), width=min(console.width, WIDTH))
 
 
