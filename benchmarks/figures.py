@@ -69,7 +69,8 @@ class Figure:
         if self.value is None or (self.at_least is None and self.at_most is None):
             return None
         above = self.at_least is None or self.value >= self.at_least
-        return above and (self.at_most is None or self.value <= self.at_most)
+        # NumPy's numbers compare to NumPy's booleans, which JSON does not know.
+        return bool(above and (self.at_most is None or self.value <= self.at_most))
 
     @property
     def target(self) -> str:

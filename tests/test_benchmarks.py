@@ -152,6 +152,7 @@ def test_figures_know_whether_they_reach_their_target() -> None:
     assert Figure("f", 2.1).reached is None
     assert figures.missing("f", "why", at_least=2).reached is None
     assert Figure("f", 6.25, "x", 5.5, 7, at_least=6).line() == "f: 6.25x (5.5 to 7), wanted >= 6 x: reached"
+    assert Figure("f", float(np.float64(1)), at_most=1).reached is Figure("f", np.float64(1), at_most=1).reached is True
     assert figures.judged([Figure("f", 1, at_least=2)], tiny=True)[0].target == ""
 
 
