@@ -72,8 +72,8 @@ def test_shared_negatives_are_own_negatives_that_are_alike(kind, hardness, with_
 
     seen, counts = None, torch.ones(6, 5, dtype=torch.float64)
     if with_seen:
-        seen = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 1])
-        counts[seen] = 0
+        seen = torch.tensor([0 * 5 + 4, 2 * 5 + 0, 2 * 5 + 1])
+        counts.view(-1)[seen] = 0
     expected = spelled_out(users, own(items), weight, None if bias is None else own(bias), kind, l2, hardness, counts)
     actual = shared_loss(users, items, kind=kind, seen=seen, weight=weight, bias=bias, l2=l2, hardness=hardness)
     assert_same_gradients(actual, expected, [x for x in (users, items, weight, bias) if x is not None])

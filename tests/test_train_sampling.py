@@ -5,7 +5,7 @@ import pytest
 
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Interactions, Vocab
-from bunkbed.train.sampling import BatchSource, SeenPairs, random_order
+from bunkbed.train.sampling import BatchSource, SeenPairs, _stable_order, random_order
 from bunkbed.train.splits import split
 
 NUM_USERS, NUM_ITEMS = 50, 40
@@ -128,11 +128,38 @@ def test_shared_negatives_are_different_items_and_clashes_are_named(negatives):
         positives, drawn = batch.items[:count].tolist(), batch.items[count:].tolist()
         assert all(pair in has for pair in zip(batch.users.tolist(), positives, strict=True))
         assert len(set(drawn)) == negatives
-        clashes = set(zip(*(part.tolist() for part in batch.seen), strict=True))
-        expected = {
-            (u, i) for u, user in enumerate(batch.users.tolist()) for i, item in enumerate(drawn) if (user, item) in has
-        }
-        assert clashes == expected
+        expected = [
+            u * negatives + i
+            for u, user in enumerate(batch.users.tolist())
+            for i, item in enumerate(drawn)
+            if (user, item) in has
+        ]
+        assert sorted(batch.seen.tolist()) == expected
+
+
+@pytest.mark.parametrize("num_asked", [1, 50])  # one user: its items are fewer than those items' users; or not
+def test_clashes_walk_either_way(num_asked):
+    pairs = random_interactions(count=300)
+    has = set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
+    seen = SeenPairs(pairs.users, pairs.items, NUM_ITEMS)
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        # Users beyond the last one with pairs too, and some more than once.
+        users = rng.integers(0, NUM_USERS + 3, num_asked)
+        items = rng.permutation(NUM_ITEMS)[:15]
+        expected = [
+            u * 15 + i
+            for u, user in enumerate(users.tolist())
+            for i, item in enumerate(items.tolist())
+            if (user, item) in has
+        ]
+        assert sorted(seen.clashes(users, items).tolist()) == expected
+
+
+@pytest.mark.parametrize("bound", [5, 2**34, 2**64 - 1])  # equal keys; equal upper halves; neither
+def test_the_order_of_keys_is_that_of_a_stable_sort(bound):
+    keys = np.random.default_rng(0).integers(0, bound, 2000, dtype=np.uint64)
+    np.testing.assert_array_equal(_stable_order(keys), np.argsort(keys, kind="stable"))
 
 
 def test_shared_negatives_are_a_pure_function_of_epoch_and_step():

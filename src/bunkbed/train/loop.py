@@ -140,6 +140,8 @@ class Trainer:
         self.losses: list[float] = []
         #: Wall time of this session's steps, making batches included; no evaluation, no commit.
         self.step_seconds = 0.0
+        #: Positive pairs of those steps.
+        self.pairs_done = 0
 
     @property
     def epoch(self) -> int:
@@ -315,6 +317,7 @@ class _Session:
             trainer.losses.append(value)
             now = time.perf_counter()
             trainer.step_seconds += now - began
+            trainer.pairs_done += len(users)
             self._steps_done += 1
             reports.add(value, len(users), now)
             began = time.perf_counter()
@@ -329,7 +332,7 @@ class _Session:
                 if batch.seen is None:
                     yield tensors
                 else:
-                    yield *tensors, tuple(map(torch.from_numpy, batch.seen))
+                    yield *tensors, torch.from_numpy(batch.seen)
 
         def ids(batch: tuple[Any, ...]) -> dict[Any, torch.Tensor]:
             wanted = {model.user: batch[0], model.item: batch[1]}

@@ -15,9 +15,6 @@ from torch.nn import functional
 
 __all__ = ["pair_loss", "shared_loss"]
 
-#: Where in scores ``[B, M]`` a negative is not to count: rows and columns.
-Places = tuple[Tensor, Tensor]
-
 
 def _aligned(x: Tensor) -> Tensor:
     """`x` at a 64-byte boundary: MKL's sums depend on the alignment, and ours must not depend on chance."""
@@ -25,27 +22,31 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
-def _loss_and_slopes(positive: Tensor, negative: Tensor, kind: str, hardness: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss of scores ``[B, 1]`` against ``[B, K]``, and its derivatives by them.
+def _loss_and_slopes(
+    positive: Tensor, negative: Tensor, kind: str, hardness: float
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The mean loss of scores ``[B, 1]`` against ``[B, K]``, its derivatives by them, and a factor of both of these.
 
-    A negative score of -inf counts as a loss of 0.
+    A negative score of -inf counts as a loss of 0. Takes over ``negative``, whose memory it uses: K may be hundreds,
+    and then these matrices are all the time there is.
     """
     batch, count = negative.shape
     if kind == "bpr":
-        behind = negative - positive
+        weight = torch.softmax(negative * hardness, 1) if hardness else None
+        behind = negative.sub_(positive)
         each = functional.softplus(behind)
-        slope = torch.sigmoid(behind)
-        if hardness:
-            weight = torch.softmax(negative * hardness, 1).div_(batch)
-            loss = torch.linalg.vecdot(each, weight).sum()
+        slope = behind.sigmoid_()
+        if weight is not None:
+            scale = 1.0 / batch
+            loss = torch.dot(each.view(-1), weight.view(-1)) * scale
             slope *= weight
         else:
-            loss = each.sum() / (batch * count)
-            slope /= batch * count
-        return loss, -slope.sum(1, keepdim=True), slope
-    share = 1.0 / (batch * (1 + count))
-    loss = (functional.softplus(-positive).sum() + functional.softplus(negative).sum()) * share
-    return loss, torch.sigmoid(-positive) * -share, torch.sigmoid(negative) * share
+            scale = 1.0 / (batch * count)
+            loss = each.sum() * scale
+        return loss, -slope.sum(1, keepdim=True), slope, scale
+    scale = 1.0 / (batch * (1 + count))
+    loss = (functional.softplus(-positive).sum() + functional.softplus(negative).sum()) * scale
+    return loss, -torch.sigmoid(-positive), negative.sigmoid_(), scale
 
 
 def _square(x: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         scores = torch.bmm(queries[:, None], items.transpose(1, 2))[:, 0]
         if bias is not None:
             scores += bias
-        loss, *slopes = _loss_and_slopes(scores[:, :1], scores[:, 1:], kind, hardness)
+        loss, *slopes, ctx.scale = _loss_and_slopes(scores[:, :1], scores[:, 1:].contiguous(), kind, hardness)
         if l2:
             positives = _square(items[:, 0])
             negatives = (_square(items) - positives) / (items.shape[1] - 1)
@@ -83,16 +84,17 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         users, items, queries, slope, weight, bias = ctx.saved_tensors
-        slope = slope * grads[0]
+        grad = float(grads[0])
+        slope = slope * (ctx.scale * grad)
         item_grads = slope[:, :, None] * queries[:, None]
         query_grads = torch.bmm(slope[:, None], items)[:, 0]
         user_grads, weight_grad = _through_weight(query_grads, users, weight)
         if ctx.l2:
-            decay = grads[0] * (ctx.l2 / len(users))
-            shares = torch.full((items.shape[1], 1), 1.0 / (items.shape[1] - 1), dtype=items.dtype)
-            shares[0] = 1.0
-            item_grads.addcmul_(items, shares * decay)
-            user_grads.addcmul_(users, decay)
+            decay = grad * ctx.l2 / len(users)
+            shares = torch.full((items.shape[1], 1), decay / (items.shape[1] - 1), dtype=items.dtype)
+            shares[0] = decay
+            item_grads.addcmul_(items, shares)
+            user_grads.add_(users, alpha=decay)
         return user_grads, item_grads, weight_grad, None if bias is None else slope, None, None, None
 
 
@@ -102,7 +104,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
         ctx: Any,
         users: Tensor,
         items: Tensor,
-        seen: Places | None,
+        seen: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         kind: str,
@@ -118,8 +120,8 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
             positive = positive + bias[:batch, None]
             negative += bias[batch:]
         if seen is not None:
-            negative[seen] = -torch.inf
-        loss, *slopes = _loss_and_slopes(positive, negative, kind, hardness)
+            negative.view(-1).index_fill_(0, seen, -torch.inf)
+        loss, *slopes, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness)
         if l2:
             penalty = (_square(users) + _square(positives)) / batch + _square(negatives) / len(negatives)
             loss = loss + 0.5 * l2 * penalty
@@ -131,18 +133,21 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
     def backward(ctx: Any, *grads: Any) -> Any:
         users, positives, negatives, queries, positive, negative, weight, bias = ctx.saved_tensors
         batch, count = negative.shape
-        positive, negative = positive * grads[0], negative * grads[0]
-        query_grads = (negative @ negatives).addcmul_(positives, positive)
+        grad = float(grads[0])
+        # The scale goes to the vectors, which are fewer numbers than the scores.
+        scale = grad * ctx.scale
+        scaled = queries * scale
+        query_grads = torch.mm(negative, negatives).addcmul_(positives, positive).mul_(scale)
         item_grads = torch.empty(batch + count, users.shape[1], dtype=users.dtype)
-        torch.mul(queries, positive, out=item_grads[:batch])
-        item_grads[batch:] = negative.T @ queries
+        torch.mul(scaled, positive, out=item_grads[:batch])
+        torch.mm(negative.T, scaled, out=item_grads[batch:])
         user_grads, weight_grad = _through_weight(query_grads, users, weight)
         if ctx.l2:
-            decay = grads[0] * ctx.l2
-            item_grads[:batch].addcmul_(positives, decay / batch)
-            item_grads[batch:].addcmul_(negatives, decay / count)
-            user_grads.addcmul_(users, decay / batch)
-        bias_grad = None if bias is None else torch.cat([positive[:, 0], negative.sum(0)])
+            decay = grad * ctx.l2
+            item_grads[:batch].add_(positives, alpha=decay / batch)
+            item_grads[batch:].add_(negatives, alpha=decay / count)
+            user_grads.add_(users, alpha=decay / batch)
+        bias_grad = None if bias is None else torch.cat([positive[:, 0], negative.sum(0)]).mul_(scale)
         return user_grads, item_grads, None, weight_grad, bias_grad, None, None, None
 
 
@@ -194,7 +199,7 @@ def shared_loss(
     items: Tensor,
     *,
     kind: str,
-    seen: Places | None = None,
+    seen: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     l2: float = 0.0,
@@ -206,7 +211,7 @@ def shared_loss(
         users: ``float32[B, dim]``.
         items: ``float32[B + M, dim]``: the positives, then the negatives, M at least 1.
         kind: ``"bpr"`` or ``"bce"``.
-        seen: ``int64[S]`` users (rows of `users`) and ``int64[S]`` negatives (from 0) that do not compete,
+        seen: ``int64[S]`` places in the matrix of B x M scores, row by row, of negatives that do not compete,
             since the user has the item; their loss counts as 0 in the means.
         weight: ``float32[dim]``, or None for ones.
         bias: ``float32[B + M]``, or None for zeros.

@@ -97,7 +97,7 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.weight = nn.Parameter(torch.ones(config.dim)) if config.model == "gmf" else None
         self._options: dict[str, Any] = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
 
-    def forward(self, users: Tensor, items: Tensor, seen: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, users: Tensor, items: Tensor, seen: Tensor | None = None) -> Tensor:
         """The loss of a batch, whose parts are as in `bunkbed.train.sampling.Batch`."""
         bias = None if self.item_bias is None else self.item_bias(items)[..., 0]
         rows = self.user(users), self.item(items)

@@ -7,6 +7,7 @@ bits are used rather than NumPy's distributions, whose streams NumPy may change 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,7 +51,31 @@ def _below(bits: npt.NDArray[np.uint64], count: int, bound: int) -> Int64Array:
 def random_order(seed: int, stream: int, epoch: int, count: int) -> Int64Array:
     """A permutation of ``range(count)``: ``int64[count]``, a pure function of the arguments."""
     keys = np.asarray(_philox(seed, stream, epoch, 0).random_raw(count), dtype=np.uint64)
-    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    return _stable_order(keys)
+
+
+def _stable_order(keys: npt.NDArray[np.uint64]) -> Int64Array:
+    """A stable argsort of random keys: by their upper half in two passes of NumPy's radix sort, then by the rest.
+
+    Six times as fast as NumPy's own for 64 bits, which compares; an epoch of a million pairs begins with this.
+    """
+    words = np.ascontiguousarray((keys >> np.uint64(32)).astype(np.uint32)).view(np.uint16).reshape(-1, 2)
+    low, high = (0, 1) if sys.byteorder == "little" else (1, 0)
+    order = np.argsort(np.ascontiguousarray(words[:, low]), kind="stable")
+    order = order[np.argsort(words[:, high][order], kind="stable")]
+    upper = keys[order] >> np.uint64(32)
+    same = np.flatnonzero(upper[1:] == upper[:-1])
+    if len(same):  # one pair in 2^32 of all pairs of keys
+        at = np.union1d(same, same + 1)
+        tied = order[at]
+        order[at] = tied[np.argsort(keys[tied], kind="stable")]
+    return order.astype(np.int64, copy=False)
+
+
+def _ranges(begins: Int64Array, counts: Int64Array) -> Int64Array:
+    """``range(begin, begin + count)`` for each of them, one after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)
 
 
 class SeenPairs:
@@ -59,7 +84,7 @@ class SeenPairs:
     A one-hash Bloom filter of 16 to 32 bits a pair answers most questions from the processor's cache; only what
     it cannot exclude is searched in the sorted pairs, which for all of them would take longer than the training
     step. Where a bit for every user and item fits in that many, the filter is that bitmap, and exact. Owns about
-    12 bytes a pair and, once `clashes` was called, 8 bytes a user and 4 an item. Not thread-safe.
+    12 bytes a pair and, once `clashes` was called, 4 more and 12 bytes a user and an item. Not thread-safe.
     """
 
     def __init__(self, users: Int64Array, items: Int64Array, num_items: int) -> None:
@@ -72,8 +97,7 @@ class SeenPairs:
         self._last_bit = span - 1
         self._shift = np.uint64(64 - num_bits.bit_length() + 1)
         self._bits = np.zeros(num_bits // 8, dtype=np.uint8)
-        self._starts: Int64Array | None = None
-        self._columns = np.empty(0, dtype=np.int32)
+        self._lists: _Lists | None = None
         hashes = self._hash(self._keys)
         np.bitwise_or.at(self._bits, hashes >> np.uint64(3), self._mask(hashes))
 
@@ -103,30 +127,25 @@ class SeenPairs:
             found[maybe] = self._keys[at] == wanted
         return found
 
-    def clashes(self, users: Int64Array, items: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def clashes(self, users: Int64Array, items: Int64Array) -> Int64Array:
         """Which of ``int64[M]`` different items which of ``int64[B]`` users has.
 
-        Walks through the users' items rather than through all B x M questions.
+        Walks through the users' items, or the items' users where they are fewer, rather than through all B x M
+        questions.
 
         Returns:
-            ``int64[S]`` places in `users` and ``int64[S]`` places in `items`.
+            ``int64[S]`` places in a matrix of B x M, row by row, in no order.
         """
-        if self._starts is None:
-            num_users = int(self._keys[-1]) // self._num_items + 1 if len(self._keys) else 0
-            self._starts = np.searchsorted(self._keys, np.arange(num_users + 1) * self._num_items)
-            self._columns = np.full(self._num_items, -1, dtype=np.int32)
-        last = len(self._starts) - 1
-        begin, end = self._starts[np.minimum(users, last)], self._starts[np.minimum(users + 1, last)]
-        counts = end - begin
-        rows = np.repeat(np.arange(len(users)), counts)
-        # Positions of each user's keys, one user after the other.
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        owned = self._keys[np.repeat(begin, counts) + within] - (users * self._num_items)[rows]
-        self._columns[items] = np.arange(len(items), dtype=np.int32)
-        columns = self._columns[owned]
-        self._columns[items] = -1
-        hits = np.flatnonzero(columns >= 0)
-        return rows[hits], columns[hits].astype(np.int64)
+        if self._lists is None:
+            self._lists = _Lists.of(self._keys, self._num_items)
+        order = np.argsort(users, kind="stable")
+        in_order = users[order]
+        first = np.flatnonzero(np.diff(in_order, prepend=-1))
+        at, columns = self._lists.common(in_order[first], items)
+        # A user stands in the batch once for each of its pairs.
+        times = np.diff(first, append=len(users))[at]
+        rows = order[_ranges(first[at], times)]
+        return rows * len(items) + np.repeat(columns, times)
 
     def replace_by_unseen(
         self, users: Int64Array, items: Int64Array, at: Int64Array, random: npt.NDArray[np.uint64]
@@ -145,6 +164,50 @@ class SeenPairs:
 
 
 @dataclass(frozen=True, eq=False)
+class _Lists:
+    """The items of each user (in the sorted keys) and the users of each item, with what tells who is asked for."""
+
+    keys: Int64Array  # sorted user * num_items + item
+    starts: Int64Array  # of each user in the keys, and the end
+    columns: npt.NDArray[np.int32]  # scratch: item -> its place in a question, or -1
+    owners: npt.NDArray[np.int32]  # users, item by item
+    item_starts: Int64Array  # of each item in the owners, and the end
+    rows: npt.NDArray[np.int32]  # scratch: user -> its place in a question, or -1
+
+    @classmethod
+    def of(cls, keys: Int64Array, num_items: int) -> _Lists:
+        users, items = np.divmod(keys, num_items)
+        num_users = int(users[-1]) + 1 if len(keys) else 0
+        return cls(
+            keys,
+            np.searchsorted(keys, np.arange(num_users + 1) * num_items),
+            np.full(num_items, -1, dtype=np.int32),
+            users[np.argsort(items, kind="stable")].astype(np.int32),
+            np.concatenate([[0], np.cumsum(np.bincount(items, minlength=num_items))]).astype(np.int64),
+            np.full(num_users, -1, dtype=np.int32),
+        )
+
+    def common(self, users: Int64Array, items: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Pairs among different ``users`` and different ``items``, as places in both: ``int64[S]`` twice."""
+        num_items = len(self.columns)
+        known = users[: int(np.searchsorted(users, len(self.rows)))]  # users ascend; later ones have nothing
+        begin, count = self.starts[known], self.starts[known + 1] - self.starts[known]
+        item_begin, item_count = self.item_starts[items], self.item_starts[items + 1] - self.item_starts[items]
+        if item_count.sum() < count.sum():
+            self.rows[known] = np.arange(len(known), dtype=np.int32)
+            rows = self.rows[self.owners[_ranges(item_begin, item_count)]]
+            self.rows[known] = -1
+            hits = np.flatnonzero(rows >= 0)
+            return rows[hits].astype(np.int64), np.repeat(np.arange(len(items)), item_count)[hits]
+        self.columns[items] = np.arange(len(items), dtype=np.int32)
+        places = np.repeat(np.arange(len(known)), count)
+        columns = self.columns[self.keys[_ranges(begin, count)] - (known * num_items)[places]]
+        self.columns[items] = -1
+        hits = np.flatnonzero(columns >= 0)
+        return places[hits], columns[hits].astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """One step's pairs.
 
@@ -152,13 +215,13 @@ class Batch:
         users: ``int64[B]``.
         items: ``int64[B, 1 + K]``: each user's positive, then its own negatives; or, with shared negatives,
             ``int64[B + K]``: the positives, then the negatives, all different.
-        seen: with shared negatives, which of them (``int64[S]``, from 0) which of the users (``int64[S]``, a
-            place in `users`) has: users, negatives. None where that was not asked.
+        seen: with shared negatives, which of them which user has: ``int64[S]`` places in the matrix of B x K
+            scores, row by row. None where that was not asked.
     """
 
     users: Int64Array
     items: Int64Array
-    seen: tuple[Int64Array, Int64Array] | None = None
+    seen: Int64Array | None = None
 
 
 class BatchSource:
@@ -246,8 +309,7 @@ def _draw(random: np.random.Philox, count: int, bound: int) -> Int64Array:
 def _distinct_items(random: np.random.Philox, count: int, num_items: int) -> Int64Array:
     """`count` different items, in the order in which they were drawn."""
     if 2 * count > num_items:  # drawing would seldom find the last ones
-        keys = np.asarray(random.random_raw(num_items), dtype=np.uint64)
-        return np.argsort(keys, kind="stable")[:count].astype(np.int64, copy=False)
+        return _stable_order(np.asarray(random.random_raw(num_items), dtype=np.uint64))[:count]
     items = np.empty(0, dtype=np.int64)
     while len(items) < count:
         items = np.concatenate([items, _draw(random, count, num_items)])
