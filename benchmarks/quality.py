@@ -94,13 +94,8 @@ def made_up() -> Dataset:
 
 def record_bytes(config: TrainConfig, data: Dataset) -> int:
     """Weights and optimizer state of every row of every table."""
-    optimizer = config.table_optimizer()
-
-    def width(dim: int) -> int:
-        return 4 * (dim + len(optimizer.slots) * optimizer.slot_dim(dim))
-
-    total = (data.num_users + data.num_items) * width(config.dim)
-    return total + (data.num_items * width(1) if config.bias else 0)
+    total = (data.num_users + data.num_items) * config.record_bytes()
+    return total + (data.num_items * config.record_bytes(1) if config.bias else 0)
 
 
 def train(config: TrainConfig, data: Dataset, folder: Path, *, device: bool) -> Trained:

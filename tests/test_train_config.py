@@ -16,6 +16,7 @@ from bunkbed.train.config import TrainConfig
             ValueError,
             "option optimizer must be one of adam, adagrad, rowwise_adagrad, sgd, got",
         ),
+        ({"dtype": "int8"}, ValueError, "option dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"ranking": "both"}, ValueError, "option ranking must be one of full, sampled, got 'both'"),
         ({"dim": 0}, ValueError, "option dim must be at least 1, got 0"),
         ({"dim": 64.0}, TypeError, r"option dim must be a whole number, got 64\.0"),
@@ -91,3 +92,11 @@ def test_the_learning_rate_depends_on_the_epoch_alone():
 )
 def test_the_tables_have_the_optimizer_asked_for(name, kind):
     assert TrainConfig(optimizer=name, lr=0.5).table_optimizer() == kind(lr=0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "sgd"])
+def test_bytes_of_a_record_are_those_of_the_table(name, dtype):
+    config = TrainConfig(optimizer=name, dtype=dtype, dim=6)
+    with bb.create(None, dim=6, num_rows=10, optimizer=config.table_optimizer(), dtype=dtype) as table:
+        assert table.nbytes == 10 * config.record_bytes()

@@ -31,6 +31,7 @@ from bunkbed.cli.run_folder import DATA_NAME, choose_folder, read_config, write_
 from bunkbed.cli.train_options import (
     DATA,
     DEFAULTS,
+    DTYPE_DEFAULT,
     JUDGING,
     LEARNING,
     LOSS_DEFAULT,
@@ -45,6 +46,7 @@ from bunkbed.cli.train_options import (
     Model,
     OptimizerName,
     Ranking,
+    RowType,
     option,
 )
 from bunkbed.train.config import TrainConfig
@@ -85,6 +87,9 @@ def train(
     init_std: Annotated[float, option(MODEL, "Standard deviation of initial rows.")] = DEFAULTS.init_std,
     loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr) or pointwise (bce).")] = LOSS_DEFAULT,
     optimizer: Annotated[OptimizerName, option(LEARNING, "Optimizer of the tables.")] = OPTIMIZER_DEFAULT,
+    dtype: Annotated[
+        RowType, option(MODEL, "Stored weights; 16 bits with stochastic rounding and float32 sums.")
+    ] = DTYPE_DEFAULT,
     lr: Annotated[float, option(LEARNING, "Learning rate.")] = DEFAULTS.lr,
     lr_decay: Annotated[float, option(LEARNING, "Factor on it after every epoch.")] = DEFAULTS.lr_decay,
     l2: Annotated[float, option(LEARNING, "L2 penalty on the rows of a batch.")] = DEFAULTS.l2,

@@ -51,6 +51,14 @@ class OptimizerName(StrEnum):
     sgd = "sgd"
 
 
+class RowType(StrEnum):
+    """How weights are stored."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 class Ranking(StrEnum):
     """What held-out items compete with."""
 
@@ -69,4 +77,5 @@ class FileLayout(StrEnum):
 MODEL_DEFAULT = Model(DEFAULTS.model)
 LOSS_DEFAULT = Loss(DEFAULTS.loss)
 OPTIMIZER_DEFAULT = OptimizerName(DEFAULTS.optimizer)
+DTYPE_DEFAULT = RowType(DEFAULTS.dtype)
 RANKING_DEFAULT = Ranking(DEFAULTS.ranking)

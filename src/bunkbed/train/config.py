@@ -25,6 +25,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model": ("mf", "gmf"),
     "loss": ("bpr", "bce"),
     "optimizer": tuple(OPTIMIZERS),
+    "dtype": ("float32", "bfloat16", "float16"),
     "ranking": ("full", "sampled"),
 }
 # Option -> the smallest whole number it may be.
@@ -68,6 +69,8 @@ class TrainConfig:
         dim: weights a row.
         ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
         optimizer: of the tables; dense weights always have Adam.
+        dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` rounded stochastically (by seed, so
+            that equal runs stay equal); sums and optimizer state are float32 in any case.
         lr: learning rate.
         lr_decay: the learning rate is multiplied by this after every epoch.
         l2: adds l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2), averaged over the batch, to the loss. It
@@ -112,6 +115,7 @@ class TrainConfig:
     dim: int = 64
     ram: str | int = "1GiB"
     optimizer: str = "adam"
+    dtype: str = "float32"
     lr: float = 1e-3
     lr_decay: float = 1.0
     l2: float = 0.0
@@ -209,6 +213,12 @@ class TrainConfig:
     def table_optimizer(self, lr: float | None = None) -> Optimizer:
         """The optimizer of every table."""
         return OPTIMIZERS[self.optimizer](lr=self.lr if lr is None else lr)
+
+    def record_bytes(self, dim: int | None = None) -> int:
+        """Bytes of weights and optimizer state of a row of `dim` weights; the default is that of users and items."""
+        dim = self.dim if dim is None else dim
+        optimizer = self.table_optimizer()
+        return dim * (4 if self.dtype == "float32" else 2) + 4 * len(optimizer.slots) * optimizer.slot_dim(dim)
 
     def lr_at(self, epoch: int) -> float:
         """The learning rate of an epoch, counted from 1: a pure function, so that a resumed run agrees."""

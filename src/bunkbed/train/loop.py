@@ -213,13 +213,11 @@ class Trainer:
         four doubles the misses.
         """
         config = self.config
-        optimizer = config.table_optimizer()
-        record_bytes = 4 * (config.dim + len(optimizer.slots) * optimizer.slot_dim(config.dim))
         own_negatives = 0 if config.share_negatives else config.batch_size * config.negatives
         shared_negatives = config.negatives if config.share_negatives else 0
         items = min(config.batch_size + own_negatives + shared_negatives, self._num_items)
         batch_rows = min(config.batch_size, self._num_users) + items
-        return min(1, self.run.budget.total_bytes // (4 * batch_rows * record_bytes))
+        return min(1, self.run.budget.total_bytes // (4 * batch_rows * config.record_bytes()))
 
     def _set_lr(self, epoch: int) -> None:
         decay = self.config.lr_decay ** (epoch - 1)

@@ -60,7 +60,7 @@ def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int)
             "optimizer": config.table_optimizer(),
             "init": init,
             "seed": seed,
-            "dtype": "float32",
+            "dtype": config.dtype,
         }
         return run.table(name, create=definition)
 

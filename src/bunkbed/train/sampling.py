@@ -8,7 +8,9 @@ bits are used rather than NumPy's distributions, whose streams NumPy may change 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy.typing as npt
 
 from bunkbed.train.data import Interactions
 
-__all__ = ["Batch", "BatchSource", "SeenPairs", "random_order", "sample_unseen"]
+__all__ = ["Batch", "BatchSource", "BatchesAhead", "SeenPairs", "random_order", "sample_unseen"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -291,6 +293,58 @@ class BatchSource:
         """The batches of an epoch from step `first` on."""
         for step in range(first, self.steps_per_epoch):
             yield self.batch(epoch, step)
+
+
+class BatchesAhead:
+    """Batches of a `BatchSource` in order, made in a thread of their own a few steps before they are asked for.
+
+    Which thread makes a batch, and when, changes nothing in it. Owns the thread until `close`; the source must not be
+    used beside it. One thread asks.
+
+    Args:
+        depth: batches made ahead, at least 1.
+        epochs: the last epoch; nothing is made beyond it.
+    """
+
+    def __init__(self, source: BatchSource, *, depth: int, epochs: int) -> None:
+        self._source = source
+        self._depth = depth
+        self._epochs = epochs
+        self._pool = ThreadPoolExecutor(1, "bunkbed-batches")
+        self._made: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
+
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from step `first` on; the last ones are followed by the next epoch's in the thread.
+
+        Raises:
+            Exception: what making the batch raised, where it would have come.
+        """
+        for step in range(first, self._source.steps_per_epoch):
+            if not self._made or self._made[0][0] != (epoch, step):
+                self._forget()
+                self._make(epoch, step)
+            while len(self._made) <= self._depth and self._make(*self._after(*self._made[-1][0])):
+                pass
+            yield self._made.popleft()[1].result()
+
+    def _after(self, epoch: int, step: int) -> tuple[int, int]:
+        return (epoch, step + 1) if step + 1 < self._source.steps_per_epoch else (epoch + 1, 0)
+
+    def _make(self, epoch: int, step: int) -> bool:
+        if epoch > self._epochs:
+            return False
+        self._made.append(((epoch, step), self._pool.submit(self._source.batch, epoch, step)))
+        return True
+
+    def _forget(self) -> None:
+        for _, batch in self._made:
+            batch.cancel()
+        self._made.clear()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._forget()
+        self._pool.shutdown()
 
 
 def sample_unseen(seed: int, stream: int, owners: Int64Array, num_items: int, seen: SeenPairs) -> Int64Array:
