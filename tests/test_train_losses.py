@@ -42,7 +42,7 @@ def assert_same_gradients(actual, expected, leaves):
 
 def leaves_of(*shapes):
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    return [torch.randn(*s, generator=generator).requires_grad_() for s in shapes]
 
 
 @pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0)])
@@ -70,7 +70,7 @@ def test_shared_negatives_are_own_negatives_that_are_alike(kind, hardness, with_
     def own(x):
         return torch.cat([x[:6, None], x[6:].expand(6, *x[6:].shape)], 1)
 
-    seen, counts = None, torch.ones(6, 5, dtype=torch.float64)
+    seen, counts = None, torch.ones(6, 5)
     if with_seen:
         seen = torch.tensor([0 * 5 + 4, 2 * 5 + 0, 2 * 5 + 1])
         counts.view(-1)[seen] = 0
@@ -114,3 +114,15 @@ def test_scores_far_apart_neither_overflow_nor_vanish():
     assert loss.item() == 500.0
     (grad,) = torch.autograd.grad(loss, users)
     assert grad.tolist() == [[0.0], [500.0]]
+
+
+@pytest.mark.parametrize("hardness", [0.0, 2.0])
+def test_a_user_who_has_every_negative_adds_nothing(hardness):
+    users, items = leaves_of((2, 8), (2 + 3, 8))
+    alone = shared_loss(
+        users[:1], torch.cat([items[:1], items[2:]]), kind="bpr", seen=torch.tensor([1]), hardness=hardness
+    )
+    both = shared_loss(users, items, kind="bpr", seen=torch.tensor([1, 3, 4, 5]), hardness=hardness)
+    torch.testing.assert_close(2 * both, alone)  # a mean over two users
+    user_grads, item_grads = torch.autograd.grad(both, (users, items))
+    assert (user_grads[1] == 0).all() and (item_grads[1] == 0).all() and (user_grads[0] != 0).any()

@@ -19,6 +19,7 @@
 #include "fault.h"
 #include "float_mode.h"
 #include "kernels/kernels.h"
+#include "losses.h"
 #include "manifests.h"
 #include "memory.h"
 #include "optimizer.h"
@@ -262,6 +263,27 @@ NB_MODULE(_native, m) {
       },
       "paths"_a, "threads"_a, "seconds"_a,
       "Random reads of 4 KiB blocks of these files: (reads a second, the unit reads need here; 1: not past the page cache).");
+
+  m.def(
+      "bpr_slopes",
+      [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& positive, const FloatsOut& negative,
+         float hardness) {
+        if (positive.shape(0) != negative.shape(0)) {
+          throw Error(ErrorKind::kInvalid, "positive has " + std::to_string(positive.shape(0)) +
+                                               " scores and negative " + std::to_string(negative.shape(0)) + " rows");
+        }
+        const nb::gil_scoped_release release;
+        return bpr_slopes(negative.shape(0), negative.shape(1), hardness, positive.data(), negative.data());
+      },
+      "positive"_a, "negative"_a, "hardness"_a,
+      "Sum of w softplus(negative - positive) of scores float32[B] and float32[B, K], which become its derivatives.");
+  m.def(
+      "logistic_slopes",
+      [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& x) {
+        const nb::gil_scoped_release release;
+        return logistic_slopes(x.shape(0), x.data());
+      },
+      "x"_a, "Sum of softplus(x) of float32[N], which becomes sigmoid(x).");
 
   m.def(
       "check_table",

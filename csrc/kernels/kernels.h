@@ -35,6 +35,13 @@ StepConstants make_step(const OptimizerSpec& spec, double lr, int64_t step);
 // base^exponent by repeated squaring in double: the same bits everywhere, unlike libm's pow.
 double integer_power(double base, int64_t exponent);
 
+// Of one row of scores; see losses.h.
+struct LossSums {
+  float loss;
+  float slope;
+  float weight;
+};
+
 struct Kernels {
   Simd level;
 
@@ -65,6 +72,9 @@ struct Kernels {
   // has stay as they are; a finite value never becomes infinite. precision_impl.h has the details.
   void (*narrow_stochastic)(DType dtype, int64_t n, const float* x, uint64_t seed, int64_t id, int64_t step,
                             void* out);
+
+  // Sums of w softplus(score - positive) and of its slopes, which replace the scores; see losses.h.
+  LossSums (*bpr_row)(int64_t n, float hardness, float positive, float* scores);
 
   // CRC-32C (Castagnoli, reflected, initial and final xor 0xffffffff) continued from `crc` (0 to begin).
   uint32_t (*crc32c)(uint32_t crc, const void* data, size_t n);

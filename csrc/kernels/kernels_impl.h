@@ -19,11 +19,12 @@ namespace {
 #include "kernels/rows_impl.h"
 #include "kernels/optimizer_impl.h"
 #include "kernels/precision_impl.h"
+#include "kernels/losses_impl.h"
 
 // The checksum does not depend on the level; kernels.cc fills it in.
 constexpr Kernels make_kernels(Simd level) {
   return Kernels{level,     init_row,       update_row, add_row,        add_scaled_row,    scale_row, all_finite, dot,
-                 sum_of_squares, widen, narrow_nearest, narrow_stochastic, nullptr};
+                 sum_of_squares, widen, narrow_nearest, narrow_stochastic, bpr_row, nullptr};
 }
 
 }  // namespace

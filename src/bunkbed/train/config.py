@@ -99,8 +99,9 @@ class TrainConfig:
         commit_every: epochs between commits. The best epoch is always committed.
         init_std: standard deviation of the initial rows.
         seed: of the rows, the order of pairs, negatives and splits.
-        threads: of torch and the tables; 0: all cores. Results may differ in the last bits between thread
-            counts, because torch splits its sums by thread.
+        threads: of torch and the tables; 0: every core for the tables, and for torch all but one, which makes batches
+            and reads (torch's threads wait by spinning and would wait for one that shares its core). Results may
+            differ in the last bits between thread counts, because torch splits its sums by thread.
 
     Raises:
         ValueError: an option is out of range; the message names it, its value and what it may be.

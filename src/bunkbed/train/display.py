@@ -29,6 +29,8 @@ _ASCII_BLOCKS = "_.-=+*#@"
 _BAR_WIDTH = 36
 # How many finished epochs stay in view, so that the panel fits a terminal of 24 lines.
 _EPOCHS_SHOWN = 8
+# Drawing the panel takes 10 to 20 ms of Python, which the training thread waits for.
+_REFRESHES_PER_S = 2
 # Seconds between two lines of the plain display.
 _LINE_INTERVAL_S = 10.0
 
@@ -74,7 +76,9 @@ class LiveDisplay:
         self._epochs: list[EpochReport] = []
         self._losses: list[float] = []
         self._note = ""
-        self._live = Live(console=console, refresh_per_second=8, get_renderable=self.render, transient=transient)
+        self._live = Live(
+            console=console, refresh_per_second=_REFRESHES_PER_S, get_renderable=self.render, transient=transient
+        )
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -30,7 +30,7 @@ from bunkbed.train.evaluate import Evaluator
 from bunkbed.train.events import EpochReport, EvalReport, Event, Outcome, StepReport
 from bunkbed.train.models import DENSE_FILE, Recommender, create_tables, dense_bytes, dense_state
 from bunkbed.train.progress import MetricsLog, Progress
-from bunkbed.train.sampling import BatchSource, SeenPairs
+from bunkbed.train.sampling import BatchesAhead, BatchSource, SeenPairs
 from bunkbed.train.splits import split
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ OnEvent = Callable[[Event], object]
 
 _REPORT_EVERY_S = 0.2
 _REPORTS_PER_EPOCH = 200
+# Batches made ahead of the step: one being made while one waits.
+_BATCHES_AHEAD = 2
 # Dense weights have Adam; its learning rate follows the tables' only where they have Adam too, since other
 # optimizers' rates are of another scale.
 _DENSE_LR = 1e-3
@@ -181,17 +183,18 @@ class Trainer:
         """
         threads = torch.get_num_threads(), bb.get_num_threads()
         if self.config.threads:
-            torch.set_num_threads(self.config.threads)
             bb.set_num_threads(self.config.threads)
+        torch.set_num_threads(self.config.threads or max(1, min(threads) - 1))
         log = MetricsLog(
             self.run.path / "metrics.jsonl",
             global_step=self._progress.global_step,
             epoch=self._progress.epoch,
         )
+        batches = BatchesAhead(self._source, depth=_BATCHES_AHEAD, epochs=self.config.epochs)
         try:
-            session = _Session(self, log, on_event)
-            return session.fit()
+            return _Session(self, log, batches, on_event).fit()
         finally:
+            batches.close()
             self._stop_requested = False
             log.close()
             torch.set_num_threads(threads[0])
@@ -235,8 +238,9 @@ class Trainer:
 class _Session:
     """One call of `Trainer.fit`: the clock, the reports, the order of things."""
 
-    def __init__(self, trainer: Trainer, log: MetricsLog, on_event: OnEvent | None) -> None:
+    def __init__(self, trainer: Trainer, log: MetricsLog, batches: BatchesAhead, on_event: OnEvent | None) -> None:
         self._trainer = trainer
+        self._source = batches
         self._config = trainer.config
         self._progress = trainer._progress
         self._log = log
@@ -325,7 +329,7 @@ class _Session:
         model = self._trainer.model
 
         def pairs() -> Iterator[tuple[Any, ...]]:
-            for batch in self._trainer._source.batches(epoch, first):
+            for batch in self._source.batches(epoch, first):
                 tensors = torch.from_numpy(batch.users), torch.from_numpy(batch.items)
                 if batch.seen is None:
                     yield tensors
@@ -353,7 +357,12 @@ class _Session:
                 raise _Interrupted
 
         scorer = self._trainer.model.scorer()
-        return evaluator.evaluate(scorer, on_event).metrics, evaluator.ranking
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._config.threads or bb.get_num_threads())  # nothing else is to be done meanwhile
+        try:
+            return evaluator.evaluate(scorer, on_event).metrics, evaluator.ranking
+        finally:
+            torch.set_num_threads(threads)
 
     def _end_epoch(
         self, metrics: dict[str, float], ranking: str, before: _Counters, seconds: float, eval_seconds: float

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from bunkbed import _native
 
 __all__ = ["pair_loss", "shared_loss"]
 
@@ -25,28 +26,18 @@ def _aligned(x: Tensor) -> Tensor:
 def _loss_and_slopes(
     positive: Tensor, negative: Tensor, kind: str, hardness: float
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The mean loss of scores ``[B, 1]`` against ``[B, K]``, its derivatives by them, and a factor of both of these.
+    """The mean loss of scores ``[B]`` against ``[B, K]``, its derivatives by them, and a factor of both of these.
 
-    A negative score of -inf counts as a loss of 0. Takes over ``negative``, whose memory it uses: K may be hundreds,
-    and then these matrices are all the time there is.
+    Both are contiguous, and their memory becomes the derivatives'. A negative score of -inf counts as a loss of 0.
     """
     batch, count = negative.shape
     if kind == "bpr":
-        weight = torch.softmax(negative * hardness, 1) if hardness else None
-        behind = negative.sub_(positive)
-        each = functional.softplus(behind)
-        slope = behind.sigmoid_()
-        if weight is not None:
-            scale = 1.0 / batch
-            loss = torch.dot(each.view(-1), weight.view(-1)) * scale
-            slope *= weight
-        else:
-            scale = 1.0 / (batch * count)
-            loss = each.sum() * scale
-        return loss, -slope.sum(1, keepdim=True), slope, scale
+        scale = 1.0 / (batch * (1 if hardness else count))
+        total = _native.bpr_slopes(positive.numpy(), negative.numpy(), hardness)
+        return torch.tensor(total * scale), positive, negative, scale
     scale = 1.0 / (batch * (1 + count))
-    loss = (functional.softplus(-positive).sum() + functional.softplus(negative).sum()) * scale
-    return loss, -torch.sigmoid(-positive), negative.sigmoid_(), scale
+    total = _native.logistic_slopes(positive.neg_().numpy()) + _native.logistic_slopes(negative.view(-1).numpy())
+    return torch.tensor(total * scale), positive.neg_(), negative, scale
 
 
 def _square(x: Tensor) -> Tensor:
@@ -72,12 +63,13 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         scores = torch.bmm(queries[:, None], items.transpose(1, 2))[:, 0]
         if bias is not None:
             scores += bias
-        loss, *slopes, ctx.scale = _loss_and_slopes(scores[:, :1], scores[:, 1:].contiguous(), kind, hardness)
+        positive, negative = scores[:, 0].contiguous(), scores[:, 1:].contiguous()
+        loss, positive, negative, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness)
         if l2:
             positives = _square(items[:, 0])
             negatives = (_square(items) - positives) / (items.shape[1] - 1)
             loss = loss + (0.5 * l2 / len(users)) * (_square(users) + positives + negatives)
-        ctx.save_for_backward(users, items, queries, torch.cat(slopes, 1), weight, bias)
+        ctx.save_for_backward(users, items, queries, torch.cat([positive[:, None], negative], 1), weight, bias)
         ctx.l2 = l2
         return loss
 
@@ -114,18 +106,18 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
         batch = len(users)
         users, positives, negatives = _aligned(users), items[:batch], _aligned(items[batch:])
         queries = users if weight is None else users * weight
-        positive = torch.linalg.vecdot(queries, positives)[:, None]
+        positive = torch.linalg.vecdot(queries, positives)
         negative = queries @ negatives.T
         if bias is not None:
-            positive = positive + bias[:batch, None]
+            positive += bias[:batch]
             negative += bias[batch:]
         if seen is not None:
             negative.view(-1).index_fill_(0, seen, -torch.inf)
-        loss, *slopes, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness)
+        loss, positive, negative, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness)
         if l2:
             penalty = (_square(users) + _square(positives)) / batch + _square(negatives) / len(negatives)
             loss = loss + 0.5 * l2 * penalty
-        ctx.save_for_backward(users, positives, negatives, queries, *slopes, weight, bias)
+        ctx.save_for_backward(users, positives, negatives, queries, positive, negative, weight, bias)
         ctx.l2 = l2
         return loss
 
@@ -137,9 +129,9 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
         # The scale goes to the vectors, which are fewer numbers than the scores.
         scale = grad * ctx.scale
         scaled = queries * scale
-        query_grads = torch.mm(negative, negatives).addcmul_(positives, positive).mul_(scale)
+        query_grads = torch.mm(negative, negatives).addcmul_(positives, positive[:, None]).mul_(scale)
         item_grads = torch.empty(batch + count, users.shape[1], dtype=users.dtype)
-        torch.mul(scaled, positive, out=item_grads[:batch])
+        torch.mul(scaled, positive[:, None], out=item_grads[:batch])
         torch.mm(negative.T, scaled, out=item_grads[batch:])
         user_grads, weight_grad = _through_weight(query_grads, users, weight)
         if ctx.l2:
@@ -147,7 +139,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
             item_grads[:batch].add_(positives, alpha=decay / batch)
             item_grads[batch:].add_(negatives, alpha=decay / count)
             user_grads.add_(users, alpha=decay / batch)
-        bias_grad = None if bias is None else torch.cat([positive[:, 0], negative.sum(0)]).mul_(scale)
+        bias_grad = None if bias is None else torch.cat([positive, negative.sum(0)]).mul_(scale)
         return user_grads, item_grads, None, weight_grad, bias_grad, None, None, None
 
 
