@@ -2,6 +2,7 @@
 
     python -m benchmarks.quality ml1m
     python -m benchmarks.quality gowalla --ram 25%
+    python -m benchmarks.quality ml1m-bf16
 
 Trains the recipe of `bunkbed.train.recipes` twice: once with room for every record, once with `--ram` percent of
 the records' bytes (rows x (weights + optimizer state)) plus a fixed overhead of 1 MiB. Prints HR, NDCG and Recall
@@ -14,6 +15,9 @@ step against what the limits allow:
 IOPS is measured on the run's own segments, 64 threads of 4 KiB O_DIRECT reads, in the same run. Hyperparameters
 were chosen on held-out pairs of the training file, after a prototype whose test curves had been looked at; a run looks
 at the test items once, at the end.
+
+`ml1m-bf16` compares two recipes instead, both with room for every record: `ml1m-bce` as it is, and with bfloat16 rows
+and row-wise Adagrad. It prints what that costs in HR@10 and what it saves in bytes.
 """
 
 from __future__ import annotations
@@ -48,9 +52,11 @@ FILES = {
     },
     "gowalla": {"path": "gowalla/train.txt.gz", "test": "gowalla/test.txt.gz"},
 }
-FILES["ml1m-bce"] = FILES["ml1m"]
+FILES["ml1m-bce"] = FILES["ml1m-bf16"] = FILES["ml1m"]
 TARGETS = {"ml1m": {"hr@10": 0.70, "ndcg@10": 0.42}, "gowalla": {"recall@20": 0.155}}
-TARGETS["ml1m-bce"] = TARGETS["ml1m"]
+TARGETS["ml1m-bce"] = TARGETS["ml1m-bf16"] = TARGETS["ml1m"]
+#: What bfloat16 rows and row-wise Adagrad may lose in HR@10, and the share of the record bytes they may need.
+NARROW_LOSS, NARROW_SHARE = 0.005, 1 / 3
 
 
 @dataclass
@@ -205,13 +211,35 @@ def compare(roomy: Trained, tight: Trained, write_bandwidth: float) -> dict[str,
     return figures
 
 
+def compare_dtypes(wide: Trained, narrow: Trained, record: dict[str, int]) -> None:
+    """Quality and bytes of a float32 Adam run and of a bfloat16 row-wise Adagrad one."""
+    lost = wide.result.metrics["hr@10"] - narrow.result.metrics["hr@10"]
+    share = record["narrow"] / record["wide"]
+    verdicts = ["reached" if ok else "MISSED" for ok in (lost <= NARROW_LOSS, share <= NARROW_SHARE)]
+    print(f"HR@10 lost by bfloat16 rows and row-wise Adagrad: {lost:.4f}, at most {NARROW_LOSS} wanted: {verdicts[0]}")
+    print(f"bytes of a record: {record['narrow']} of {record['wide']} = {share:.1%}, a third wanted: {verdicts[1]}")
+    print(f"a step: {narrow.step_ms:.2f} ms and {wide.step_ms:.2f} ms")
+
+
+def plan_runs(name: str, config: TrainConfig, data: Dataset, share: float) -> dict[str, TrainConfig]:
+    """The runs of a case by name."""
+    records = record_bytes(config, data)
+    roomy = replace(config, ram=4 * records + 64 * common.MIB)
+    if name == "ml1m-bf16":
+        wide = RECIPES["ml1m-bce"]
+        return {"wide": replace(roomy, optimizer=wide.optimizer, dtype=wide.dtype, lr=wide.lr), "narrow": roomy}
+    tight = replace(config, ram=int(share * records) + OVERHEAD_BYTES)
+    print(f"tight budget {tight.ram:,} B = {share:.0%} + {OVERHEAD_BYTES:,} B")
+    return {"roomy": roomy, "tight": tight}
+
+
 def main(argv: list[str] | None = None) -> None:
     options = common.parser(__doc__)
     options.add_argument("name", choices=sorted(FILES))
     options.add_argument("--ram", default="25%", help="share of the records' bytes the budget has")
     options.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the data sets")
     options.add_argument("--epochs", type=int, help="fewer than the recipe's; yields no figure")
-    options.add_argument("--only", choices=["roomy", "tight"], help="one of the two runs")
+    options.add_argument("--only", choices=["roomy", "tight", "wide", "narrow"], help="one of the two runs")
     options.add_argument("--write-gbps", type=float, default=2.2, help="sequential write bandwidth, GB/s")
     options.add_argument("--json", type=Path, help="also write the figures here")
     arguments = options.parse_args(argv)
@@ -224,28 +252,34 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.epochs:
         config = replace(config, epochs=arguments.epochs)
     records = record_bytes(config, data)
-    budgets = {"roomy": 4 * records + 64 * common.MIB, "tight": int(share * records) + OVERHEAD_BYTES}
     print(common.machine(Path.cwd()))
     print(f"recipe: {config}")
-    print(
-        f"{len(data.train):,} pairs, {data.num_users:,} users, {data.num_items:,} items, records {records:,} B; "
-        f"tight budget {budgets['tight']:,} B = {share:.0%} + {OVERHEAD_BYTES:,} B"
-    )
+    print(f"{len(data.train):,} pairs, {data.num_users:,} users, {data.num_items:,} items, records {records:,} B")
+    planned = plan_runs(arguments.name, config, data, share)
     runs: dict[str, Trained] = {}
-    with common.workspace(arguments.dir, 16 * records) as folder:
-        for which, ram in budgets.items():
+    with common.workspace(arguments.dir, 48 * records) as folder:
+        for which, configured in planned.items():
             if arguments.only in (None, which):
-                print(f"\n{which}: ram={ram:,} B")
+                print(f"\n{which}: {configured.dtype} {configured.optimizer}, ram={configured.ram:,} B")
                 device = which == "tight" and not arguments.tiny
-                runs[which] = train(replace(config, ram=ram), data, folder / which, device=device)
-                report(arguments.name, runs[which], config)
+                runs[which] = train(configured, data, folder / which, device=device)
+                report(arguments.name, runs[which], configured)
+    record = {which: configured.record_bytes() for which, configured in planned.items()}
     figures: dict[str, Any] = {
-        which: {"metrics": run.result.metrics, "ranking": run.result.ranking, "step_ms": run.step_ms}
+        which: {
+            "metrics": run.result.metrics,
+            "ranking": run.result.ranking,
+            "step_ms": run.step_ms,
+            "record_bytes": record[which],
+        }
         for which, run in runs.items()
     }
     if len(runs) == 2:
         print()
-        figures |= compare(runs["roomy"], runs["tight"], arguments.write_gbps * 1e9)
+        if arguments.name == "ml1m-bf16":
+            compare_dtypes(runs["wide"], runs["narrow"], record)
+        else:
+            figures |= compare(runs["roomy"], runs["tight"], arguments.write_gbps * 1e9)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

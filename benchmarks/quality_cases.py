@@ -1,12 +1,13 @@
-"""The data sets of `benchmarks.quality` as cases of the suite."""
+"""`benchmarks.quality` and `benchmarks.train_speed`, which train on real data, as cases of the suite."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks import quality
+from benchmarks import quality, train_speed
 from benchmarks.figures import Figure, Settings
 
 
@@ -39,3 +40,43 @@ def measure(settings: Settings, name: str, metric: str) -> list[Figure]:
     ]
     different = (not found["same_losses"]) + (not found["same_rows"])
     return [*figures, Figure("losses or rows that differ between the budgets", different, at_most=0)]
+
+
+def training_speed(settings: Settings) -> list[Figure]:
+    """Pairs a second beside plain torch, for both recipes of MovieLens-1M."""
+    figures = []
+    for name in ("ml1m-bce", "ml1m"):
+        arguments = [name, "--dir", str(settings.dir), "--data", str(settings.data)]
+        arguments += settings.pick(["--tiny"], ["--rounds", "4"], [])
+        found = train_speed.main(arguments)
+        ratios = found["ratios"]
+        figures.append(
+            Figure(
+                f"pairs/s of {name}, bunkbed / torch",
+                statistics.median(ratios),
+                "x",
+                min(ratios),
+                max(ratios),
+                len(ratios),
+                at_least=1.5,
+                note=f"bunkbed {found['bunkbed']:,.0f}, torch {found['torch']:,.0f} pairs/s",
+            )
+        )
+    return figures
+
+
+def bfloat16(settings: Settings) -> list[Figure]:
+    """bfloat16 rows with row-wise Adagrad beside float32 rows with Adam, on MovieLens-1M."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "figures.json"
+        arguments = ["ml1m-bf16", "--dir", str(settings.dir), "--data", str(settings.data), "--json", str(answer)]
+        quality.main([*arguments, *settings.pick(["--tiny"], ["--epochs", "1"], [])])
+        found = json.loads(answer.read_text())
+    is_full = settings.size == "full"
+    share = found["narrow"]["record_bytes"] / found["wide"]["record_bytes"]
+    lost = found["wide"]["metrics"]["hr@10"] - found["narrow"]["metrics"]["hr@10"]
+    note = f"{found['narrow']['metrics']['hr@10']:.4f} and {found['wide']['metrics']['hr@10']:.4f}"
+    return [
+        Figure("HR@10 lost", lost, at_most=0.005 if is_full else None, note=note),
+        Figure("bytes of a record, share of float32 Adam's", share, at_most=1 / 3 if is_full else None),
+    ]

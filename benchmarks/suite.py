@@ -127,6 +127,22 @@ CASES = (
         (),
     ),
     Case(
+        "train-speed",
+        "quality_cases:training_speed",
+        "`bunkbed train` of both MovieLens-1M recipes beside the same model in plain torch with SparseAdam",
+        ">= 1.5x the pairs/s",
+        ("torch", "pyarrow", "rich"),
+    ),
+    Case(
+        "quality-bfloat16",
+        "quality_cases:bfloat16",
+        "MovieLens-1M GMF with bfloat16 rows and row-wise Adagrad beside float32 and Adam (5 minutes)",
+        "HR@10 within .005; a third of the record bytes",
+        ("torch", "pyarrow"),
+        limit_s=1500,
+        default=False,
+    ),
+    Case(
         "quality-movielens",
         "quality_cases:movielens",
         "MovieLens-1M GMF trained within a quarter of its records' bytes and all in RAM (10 minutes)",

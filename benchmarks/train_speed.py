@@ -13,8 +13,8 @@ commits are in neither.
              losses of `torch.nn.functional`; negatives by `torch.randint`, those the user has drawn again, found in a
              bool[users, items] matrix; pairs by `torch.randperm`. No progress is shown and the loss is read every step.
 
-Each side is a process of its own with its own thread pools. They train in turn, at least `--seconds` each, in the
-order ours, theirs, theirs, ours; a ratio is of neighbouring turns. Printed are the median ratio over all rounds, the least and the most.
+Each side is a process of its own with its own thread pools. They train in turn, at least `--seconds` each, in the order
+ours, theirs, theirs, ours; a ratio is of neighbouring turns. Printed are the median ratio, the least and the most.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ours:
         self._folder = tempfile.TemporaryDirectory()
         config = replace(config, epochs=1_000_000, eval_every=1_000_000, commit_every=1_000_000)
         self._trainer = Trainer(config, data, bb.Run(Path(self._folder.name) / "run", ram=config.ram))
-        console = Console(file=open(os.devnull, "w"), force_terminal=True, width=120)  # noqa: SIM115  for good
+        console = Console(file=Path(os.devnull).open("w"), force_terminal=True, width=120)  # open for good
         self._display = open_display(console, title="speed", metric=config.metric)
         self._batch_size = config.batch_size
 
@@ -115,7 +115,11 @@ class Theirs:
 
     def _step(self, users: torch.Tensor, positives: torch.Tensor) -> float:
         draw = self.shared_items if self._config.share_negatives else self.own_items
-        loss = self.loss(users, *draw(users, positives))
+        return self.train(users, *draw(users, positives))
+
+    def train(self, users: torch.Tensor, items: torch.Tensor, seen: torch.Tensor | None) -> float:
+        """One step on a batch."""
+        loss = self.loss(users, items, seen)
         self._sparse.zero_grad()
         self._dense.zero_grad()
         loss.backward()
@@ -179,7 +183,8 @@ def configured(name: str, *, tiny: bool) -> TrainConfig:
     return replace(config, dim=8, batch_size=64, negatives=min(config.negatives, 20)) if tiny else config
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measure one recipe; the spread of the ratio and of the sides."""
     options = common.parser(__doc__)
     options.add_argument("name", choices=sorted(name for name in FILES if name.startswith("ml1m")))
     options.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the data sets")
@@ -187,37 +192,37 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=2.0, help="of training, a turn")
     options.add_argument("--threads", type=int, default=0, help="compute threads of both; 0: the defaults of each")
     options.add_argument("--child", choices=["bunkbed", "torch"], help="(inner) be one side")
-    arguments = options.parse_args()
-    if arguments.child:
-        return child(
-            arguments.child, arguments.name, arguments.data, tiny=arguments.tiny, threads=arguments.threads
-        )
-    if arguments.tiny:
-        arguments.rounds, arguments.seconds = 2, 0.3
-    config = configured(arguments.name, tiny=arguments.tiny)
+    settings = options.parse_args(arguments)
+    if settings.child:
+        child(settings.child, settings.name, settings.data, tiny=settings.tiny, threads=settings.threads)
+        return {}
+    if settings.tiny:
+        settings.rounds, settings.seconds = 2, 0.3
+    config = configured(settings.name, tiny=settings.tiny)
     print(common.machine())
     print(
-        f"{arguments.name}: {config.model} {config.loss}, dim {config.dim}, batch {config.batch_size:,}, "
+        f"{settings.name}: {config.model} {config.loss}, dim {config.dim}, batch {config.batch_size:,}, "
         f"{config.negatives} {'shared' if config.share_negatives else 'own'} negatives; "
-        f"threads {arguments.threads or 'by default'}"
+        f"threads {settings.threads or 'by default'}"
     )
-    argv = ["-m", "benchmarks.train_speed", arguments.name, "--data", str(arguments.data)]
-    argv += ["--threads", str(arguments.threads), *(["--tiny"] if arguments.tiny else [])]
+    argv = ["-m", "benchmarks.train_speed", settings.name, "--data", str(settings.data)]
+    argv += ["--threads", str(settings.threads), *(["--tiny"] if settings.tiny else [])]
     sides = {side: common.Child([*argv, "--child", side]) for side in ("bunkbed", "torch")}
     turns: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     try:
-        for child_ in sides.values():
-            child_.ask(seconds=arguments.seconds)  # warm: caches, allocators, rows never seen
-        for round_ in range(arguments.rounds):
+        for process in sides.values():
+            process.ask(seconds=settings.seconds)  # warm: caches, allocators, rows never seen
+        for round_ in range(settings.rounds):
             for side in list(sides) if round_ % 2 == 0 else list(reversed(sides)):
-                turns[side].append(sides[side].ask(seconds=arguments.seconds))
+                turns[side].append(sides[side].ask(seconds=settings.seconds))
     finally:
-        for child_ in sides.values():
-            child_.close()
-    report(turns, config)
+        for process in sides.values():
+            process.close()
+    return report(turns, config)
 
 
-def report(turns: dict[str, list[dict[str, Any]]], config: TrainConfig) -> None:
+def report(turns: dict[str, list[dict[str, Any]]], config: TrainConfig) -> dict[str, Any]:
+    """Print both sides and their ratio, and give it back."""
     rates = {side: [turn["pairs"] / turn["seconds"] for turn in all_turns] for side, all_turns in turns.items()}
     for side, values in rates.items():
         print(
@@ -230,6 +235,7 @@ def report(turns: dict[str, list[dict[str, Any]]], config: TrainConfig) -> None:
         f"samples/s, bunkbed / torch: median {statistics.median(ratios):.2f}, "
         f"least flattering round {min(ratios):.2f}, best {max(ratios):.2f} (n={len(ratios)})"
     )
+    return {"ratios": ratios, **{side: statistics.median(values) for side, values in rates.items()}}
 
 
 if __name__ == "__main__":

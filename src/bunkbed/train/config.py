@@ -69,8 +69,8 @@ class TrainConfig:
         dim: weights a row.
         ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
         optimizer: of the tables; dense weights always have Adam.
-        dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` rounded stochastically (by seed, so
-            that equal runs stay equal); sums and optimizer state are float32 in any case.
+        dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
+            seed, so that equal runs stay equal); sums and optimizer state are float32 in any case.
         lr: learning rate.
         lr_decay: the learning rate is multiplied by this after every epoch.
         l2: adds l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2), averaged over the batch, to the loss. It
