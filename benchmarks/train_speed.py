@@ -51,7 +51,8 @@ class Ours:
         self._folder = tempfile.TemporaryDirectory()
         config = replace(config, epochs=1_000_000, eval_every=1_000_000, commit_every=1_000_000)
         self._trainer = Trainer(config, data, bb.Run(Path(self._folder.name) / "run", ram=config.ram))
-        console = Console(file=Path(os.devnull).open("w"), force_terminal=True, width=120)  # open for good
+        nowhere = Path(os.devnull).open("w")  # noqa: SIM115  open for good
+        console = Console(file=nowhere, force_terminal=True, width=120)
         self._display = open_display(console, title="speed", metric=config.metric)
         self._batch_size = config.batch_size
 

@@ -220,10 +220,28 @@ def test_losses_and_rows_are_the_same_for_every_budget(tmp_path):
     assert_same_bits(contents(tmp_path / "tight"), contents(tmp_path / "roomy"))
     epochs = [report for report in reports if isinstance(report, EpochReport)]
     assert epochs[-1].disk_read_bytes > 0 and epochs[-1].unique_hit_rate < 0.9
+    assert 0 < epochs[-1].stall_s < epochs[-1].seconds
     for report in reports:
         if isinstance(report, StepReport | EpochReport):
             assert 0 <= report.unique_hit_rate <= 1
             assert 0 < report.ram_bytes <= report.ram_budget_bytes == bb.Budget(TIGHT_RAM).total_bytes
+
+
+@pytest.mark.parametrize("stop_after", [3, "epoch + 1"])
+def test_an_interrupted_run_with_a_window_ends_with_the_bits_of_one_without(tmp_path, stop_after):
+    # Up to 32 batches are pulled ahead of the step; where training stops, none of them must have left a trace.
+    data = dataset(num_users=3000, num_items=600)
+    config = TrainConfig(
+        dim=16, batch_size=256, epochs=2, lr=0.02, threads=1, eval_users=200, ram=TIGHT_RAM, lookahead=0
+    )
+    whole, _ = train(tmp_path / "whole", config, data=data)
+    stop_after = whole.steps_per_epoch + 1 if stop_after == "epoch + 1" else stop_after
+    windowed = TrainConfig(**{**config.to_dict(), "lookahead": 3, "window": 32})
+    first, stopped = train(tmp_path / "parts", windowed, data=data, stop_after=stop_after)
+    assert stopped.interrupted and stopped.step == stop_after
+    second, _ = train(tmp_path / "parts", TrainConfig(**{**config.to_dict(), "lookahead": None}), data=data)
+    assert first.losses + second.losses == whole.losses
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
 
 
 # 3,600 records of 192 bytes are 675 KiB.

@@ -112,6 +112,12 @@ def train(
     ] = DEFAULTS.reject_seen,
     seed: Annotated[int, option(LEARNING, "Of initial rows, order and negatives.")] = DEFAULTS.seed,
     ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(DEFAULTS.ram),
+    lookahead: Annotated[
+        int | None, option(MEMORY, "Batches read from disk ahead of their step; 0: none; default: as it pays.")
+    ] = DEFAULTS.lookahead,
+    window: Annotated[
+        int | None, option(MEMORY, "Coming batches whose ids rank what the cache gives up; default: up to 32.")
+    ] = DEFAULTS.window,
     threads: Annotated[int, option(MEMORY, "Compute threads; 0: every core.")] = DEFAULTS.threads,
     valid: Annotated[
         str,

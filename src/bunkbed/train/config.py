@@ -42,6 +42,8 @@ _AT_LEAST: dict[str, int] = {
     "seed": 0,
     "threads": 0,
 }
+# Option -> the whole numbers it may be; None chooses by itself.
+_MAY_CHOOSE: dict[str, tuple[int, int]] = {"lookahead": (0, 64), "window": (1, 64)}
 # Option -> (lowest number, may it be that number).
 _NUMBERS: dict[str, tuple[float, bool]] = {
     "lr": (0.0, False),
@@ -58,8 +60,8 @@ _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
 
-    Two runs with equal options but for `ram` (and equal data, machine and library versions) end with equal
-    rows and losses, bit for bit.
+    Two runs with equal options but for `ram`, `lookahead` and `window` (and equal data, machine and library versions)
+    end with equal rows and losses, bit for bit.
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
@@ -99,6 +101,8 @@ class TrainConfig:
         commit_every: epochs between commits. The best epoch is always committed.
         init_std: standard deviation of the initial rows.
         seed: of the rows, the order of pairs, negatives and splits.
+        lookahead: batches whose rows are read from disk ahead of their step; 0: none; None: as many as hide the reads.
+        window: coming batches whose ids rank what the cache gives up; None: up to 32, as the cache holds.
         threads: of torch and the tables; 0: every core for the tables, and for torch all but one, which makes batches
             and reads (torch's threads wait by spinning and would wait for one that shares its core). Results may
             differ in the last bits between thread counts, because torch splits its sums by thread.
@@ -138,6 +142,8 @@ class TrainConfig:
     commit_every: int = 1
     init_std: float = 0.05
     seed: int = 0
+    lookahead: int | None = None
+    window: int | None = None
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -151,8 +157,14 @@ class TrainConfig:
                 raise TypeError(f"option {name} must be a whole number, got {value!r}")
             if value < low:
                 raise ValueError(f"option {name} must be at least {low}, got {value}")
-        for name, (lowest, inclusive) in _NUMBERS.items():
-            self._check_number(name, lowest, inclusive)
+        for name, (lowest, highest) in _MAY_CHOOSE.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"option {name} must be a whole number, got {value!r}")
+            if value is not None and not lowest <= value <= highest:
+                raise ValueError(f"option {name} must be {lowest} to {highest}, got {value}")
+        for name, (low_number, inclusive) in _NUMBERS.items():
+            self._check_number(name, low_number, inclusive)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"option {name} must be true or false, got {getattr(self, name)!r}")

@@ -152,7 +152,9 @@ class LiveDisplay:
         budget = f"[b]{format_bytes(report.ram_bytes)}[/b] of {format_bytes(report.ram_budget_bytes)}"
         grid.add_row("RAM", _share(used, "green" if used <= 1 else "red"), Text.from_markup(budget))
         read, written = format_bytes(report.ssd_read_bytes_per_s), format_bytes(report.ssd_write_bytes_per_s)
-        grid.add_row("SSD", "", Text.from_markup(f"read [b]{read}/s[/b]  write [b]{written}/s[/b]"))
+        waited = f"waits [b]{report.stall_share:.1%}[/b]"
+        text = Text.from_markup(f"read [b]{read}/s[/b]  write [b]{written}/s[/b]  {waited}")
+        grid.add_row("SSD", _share(report.stall_share, "yellow"), text)
         return grid
 
 
@@ -199,7 +201,7 @@ def step_line(report: StepReport) -> str:
         f"loss {report.loss:.5f} {report.samples_per_s:,.0f} samples/s ETA {format_seconds(report.eta_s)} "
         f"hits {report.unique_hit_rate:.1%} RAM {format_bytes(report.ram_bytes)} of "
         f"{format_bytes(report.ram_budget_bytes)} SSD read {format_bytes(report.ssd_read_bytes_per_s)}/s "
-        f"write {format_bytes(report.ssd_write_bytes_per_s)}/s"
+        f"write {format_bytes(report.ssd_write_bytes_per_s)}/s waits {report.stall_share:.1%}"
     )
 
 

@@ -26,6 +26,8 @@ class StepReport:
         ram_budget_bytes: what they may use.
         ssd_read_bytes_per_s: bytes read from the log a second.
         ssd_write_bytes_per_s: bytes appended to the log a second.
+        stall_share: part of the time that steps waited for reads, since the last report; the rest of the reading is
+            hidden behind the model's work.
         time_s: seconds since `Trainer.fit` began.
     """
 
@@ -43,6 +45,7 @@ class StepReport:
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
     time_s: float
+    stall_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class EpochReport:
         disk_written_bytes: appended to the log during the epoch.
         time_s: seconds since `Trainer.fit` began.
         eval_seconds: wall time of the evaluation.
+        stall_s: of `seconds`, how long steps waited for reads.
     """
 
     epoch: int
@@ -82,6 +86,7 @@ class EpochReport:
     disk_written_bytes: int
     time_s: float
     eval_seconds: float = 0.0
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class _Counters:
     read_bytes: int
     written_bytes: int
     ram_bytes: int
+    stall_s: float
 
     @classmethod
     def of(cls, tables: dict[str, Any]) -> _Counters:
@@ -76,6 +77,7 @@ class _Counters:
             total("read_bytes"),
             total("written_bytes"),
             total("ram_bytes"),
+            float(sum(stats["stall_s"] for stats in every)),
         )
 
     def hit_rate_since(self, before: _Counters) -> float:
@@ -208,20 +210,6 @@ class Trainer:
         if self._dense is not None:
             self._dense.load_state_dict(state["optimizer"])
 
-    def _lookahead_depth(self) -> int:
-        """Batches ahead whose rows are staged: one, if it fits in a quarter of the budget, otherwise none.
-
-        A table stages one batch at a time, beside the model's work. More would push each other and the rows of the step
-        at hand out of the cache before they are used: on Gowalla with a quarter of its records' bytes, a depth of
-        four doubles the misses.
-        """
-        config = self.config
-        own_negatives = 0 if config.share_negatives else config.batch_size * config.negatives
-        shared_negatives = config.negatives if config.share_negatives else 0
-        items = min(config.batch_size + own_negatives + shared_negatives, self._num_items)
-        batch_rows = min(config.batch_size, self._num_users) + items
-        return min(1, self.run.budget.total_bytes // (4 * batch_rows * config.record_bytes()))
-
     def _set_lr(self, epoch: int) -> None:
         decay = self.config.lr_decay ** (epoch - 1)
         for group in self.optimizer.param_groups:
@@ -342,8 +330,7 @@ class _Session:
                 wanted[model.item_bias] = batch[1]
             return wanted
 
-        depth = self._trainer._lookahead_depth()
-        return iter(lookahead(pairs(), model, ids=ids, depth=depth)) if depth > 0 else pairs()
+        return iter(lookahead(pairs(), model, ids=ids, depth=self._config.lookahead, window=self._config.window))
 
     def _evaluate(self, epoch: int) -> tuple[dict[str, float], str]:
         evaluator = self._trainer._evaluator
@@ -395,6 +382,7 @@ class _Session:
             ram_budget_bytes=self._budget_bytes,
             disk_read_bytes=now.read_bytes - before.read_bytes,
             disk_written_bytes=now.written_bytes - before.written_bytes,
+            stall_s=now.stall_s - before.stall_s,
             time_s=time.perf_counter() - self._began,
         )
         # The line first, then the commit: after a crash between them, opening the log drops the line again.
@@ -456,6 +444,7 @@ class _StepReports:
             ram_budget_bytes=session._budget_bytes,
             ssd_read_bytes_per_s=(counters.read_bytes - before.read_bytes) / seconds,
             ssd_write_bytes_per_s=(counters.written_bytes - before.written_bytes) / seconds,
+            stall_share=min(1.0, (counters.stall_s - before.stall_s) / seconds),
             time_s=now - session._began,
         )
         session._log.write(report)
