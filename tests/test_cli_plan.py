@@ -132,7 +132,8 @@ def test_the_needed_ram_is_enough() -> None:
 # ---- The command
 
 
-def test_text_within_80_columns(cli: Run) -> None:
+def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, err = cli(*BIG, *FIGURES)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
