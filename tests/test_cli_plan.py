@@ -48,7 +48,9 @@ def big(**changes: Any) -> planning.Plan:
 def test_a_plan_by_hand() -> None:
     plan = big()
     assert plan.record_bytes == 768
-    assert plan.frames_bytes + plan.directory_bytes + plan.buffers_bytes <= 640 << 20
+    used = plan.frames_bytes + plan.directory_bytes + plan.buffers_bytes + plan.window_bytes
+    assert (639 << 20) < used <= 640 << 20
+    assert plan.window == 32 and plan.window_bytes > 0
     assert plan.times.disk_reads == pytest.approx(plan.misses / 90_000)
     assert plan.written_bytes == pytest.approx(plan.evicted_rows * 768 * plan.write_amplification)
     assert plan.times.disk_writes == pytest.approx(plan.written_bytes / 2e9)
@@ -93,6 +95,13 @@ def test_all_in_ram_is_just_enough() -> None:
     assert planning.answer(replace(enough.question, ram=enough.question.ram * 99 // 100), MACHINE).misses > 0
 
 
+def test_a_window_leaves_room_for_the_cache() -> None:
+    tight = big(rows=300_000, ram="48MiB")
+    assert 3 <= tight.window < 32
+    assert tight.window_bytes <= 48 << 20 >> 2
+    assert big(ram="10GiB").window == big(lookahead=0).window == 0
+
+
 def test_a_batch_that_does_not_fit() -> None:
     plan = big(rows=100_000, ram="8MiB")
     assert not plan.fits_batch
@@ -107,6 +116,7 @@ def test_a_batch_that_does_not_fit() -> None:
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"zipf": -1.0}, "the Zipf exponent must be at least 0, got -1"),
         ({"lookahead": -1}, "lookahead must be at least 0, got -1"),
+        ({"lookahead": 65}, "lookahead must be at most 64, got 65"),
         ({"compute_s": -1.0}, "compute_s must be at least 0 seconds"),
         ({"dim": 0}, r"dim must be in \[1, "),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
@@ -137,10 +147,11 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
     code, out, err = cli(*BIG, *FIGURES)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
+    asked = big(machine=replace(MACHINE, read_unit=4096))
     for part in (
         "10,000,000 rows x 64 float32, Adam: 768 B a row, 7.2 GiB",
         "65,536 ids, Zipf 1.05: 26,072 unique rows, ",
-        " missed (26.8%)",
+        f"{asked.misses:,.0f} missed ({asked.misses / asked.unique_rows:.1%})",
         "memory 20.0 GB/s, 90,000 random reads/s, writes 2.00 GB/s",
         "as given",
         "disk binds (with lookahead, all at once)",

@@ -14,6 +14,7 @@ from bunkbed.budget import format_bytes, parse_bytes
 from bunkbed.machine import Machine
 from bunkbed.opening import make_spec
 from bunkbed.optim import Adam, Optimizer, RowwiseAdagrad
+from bunkbed.window import MAX_BATCHES
 
 DEFAULT_LOOKAHEAD = 32
 _DAY_S = 86_400
@@ -44,7 +45,8 @@ class Plan:
         record_bytes: weights and optimizer state of a row.
         unique_rows, misses, evicted_rows: a step's rows; every missed row was trained, and so is each evicted one.
         fits_batch: False when the cache is smaller than the unique rows of a step: then a step reads them twice.
-        frames, frames_bytes, directory_bytes, buffers_bytes: where the RAM goes.
+        frames, frames_bytes, directory_bytes, buffers_bytes, window_bytes: where the RAM goes.
+        window: coming batches whose ids are held; fewer than asked for where they would take too much of the cache.
         disk_bytes: of the log, dead records included.
         write_amplification: bytes written for each byte of an evicted record.
         written_bytes: a step, compaction included.
@@ -62,6 +64,8 @@ class Plan:
     frames_bytes: int
     directory_bytes: int
     buffers_bytes: int
+    window: int
+    window_bytes: int
     disk_bytes: int
     write_amplification: float
     written_bytes: float
@@ -121,8 +125,8 @@ def plan(
         optimizer: default ``Adam()``.
         dtype: of the stored weights.
         ram: the budget, as in `bunkbed.create`.
-        lookahead: batches known ahead, as `bunkbed.torch.lookahead` does; 0: none, and reads, writes and the model's
-            work follow one another.
+        lookahead: coming batches whose ids are known, as with `bunkbed.torch.lookahead`, at most 64; 0: none, and
+            reads, writes and the model's work follow one another.
         compute_s: seconds the model works in a step, beside the table.
 
     >>> laptop = Machine(memory_bytes_per_s=20e9, read_iops=90_000, write_bytes_per_s=2e9)
@@ -163,8 +167,11 @@ def answer(question: Question, machine: Machine) -> Plan:
     unique = popularity.unique_rows(question.batch)
     frames = int(use["frames"])
     fits_batch = frames >= unique
-    if question.lookahead and fits_batch:
-        cache = limits.cache(popularity, question.batch, frames, policy="window", window=question.lookahead)
+    window, window_bytes = 0, 0
+    if question.lookahead and fits_batch and frames < question.rows:
+        window, window_bytes = _window(question, popularity, frames)
+        frames -= window_bytes // int(use["frame_bytes"])
+        cache = limits.cache(popularity, question.batch, frames, policy="window", window=window)
     else:
         cache = limits.cache(popularity, question.batch, frames)
     misses = cache.misses if fits_batch else 2 * unique  # once for the lookup and once for the update
@@ -183,6 +190,8 @@ def answer(question: Question, machine: Machine) -> Plan:
         frames_bytes=frames * int(use["frame_bytes"]),
         directory_bytes=int(use["directory_bytes"]),
         buffers_bytes=int(use["fixed_bytes"]),
+        window=window,
+        window_bytes=window_bytes,
         disk_bytes=int(question.rows * use["stored_bytes"] / _native.TARGET_LIVE),
         write_amplification=amplification,
         written_bytes=written,
@@ -222,16 +231,32 @@ def changes(base: Plan) -> Iterator[tuple[str, Plan]]:
         yield name, answer(changed, base.machine)
 
 
+def _window(question: Question, popularity: limits.Popularity, frames: int) -> tuple[int, int]:
+    """Batches that the core's planner would hold of those asked for, and about how many bytes they take."""
+    unique = popularity.unique_rows(question.batch)
+    # A row that is not wanted within a few cachefuls of batches will not stay anyway.
+    batches = min(question.lookahead, max(4, int(4 * frames / unique)))
+    while True:
+        # A hash table of the distinct rows, a list of each batch's rows, and one of the frames they are in.
+        distinct = popularity.unique_rows(batches * question.batch)
+        taken = 16 * 2 ** math.ceil(math.log2(1.5 * distinct + 64)) + int(12 * batches * unique)
+        if taken <= question.ram // 10 or batches <= 3:
+            return batches, min(taken, question.ram // 4)
+        batches -= 1
+
+
 def _check(question: Question) -> None:
-    for name, value, least in (
-        ("rows", question.rows, 1),
-        ("batch", question.batch, 1),
-        ("lookahead", question.lookahead, 0),
+    for name, value, least, most in (
+        ("rows", question.rows, 1, 2**63 - 1),
+        ("batch", question.batch, 1, 2**40),
+        ("lookahead", question.lookahead, 0, MAX_BATCHES),
     ):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value > most:
+            raise ValueError(f"{name} must be at most {most}, got {value}")
     if not (question.compute_s >= 0 and math.isfinite(question.compute_s)):
         raise ValueError(f"compute_s must be at least 0 seconds, got {question.compute_s}")
 

@@ -129,7 +129,7 @@ def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: flo
     parts: list[RenderableType] = [_facts(base), "", _step(base), "", _verdict(base, life), "", _others(base, others)]
     note = (
         "A limit, not a promise: training comes near it where the disk binds, less so\n"
-        "where memory does. For a full cache, every row trained, random ids; without commits."
+        "where memory does. A full cache, every row trained, random ids, no commits."
     )
     console.print(Group(*parts, "", f"[dim]{note}[/]"), width=min(console.width, WIDTH))
 
@@ -150,7 +150,7 @@ def _facts(plan: Plan) -> RenderableType:
     grid.add_row(
         "RAM",
         f"{plan.frames:,} rows in {format_bytes(plan.frames_bytes)}, directory {format_bytes(plan.directory_bytes)}, "
-        f"buffers {format_bytes(plan.buffers_bytes)}",
+        f"buffers {format_bytes(plan.buffers_bytes + plan.window_bytes)}",
     )
     grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
     grid.add_row("machine", rates(machine))
@@ -256,6 +256,7 @@ def _facts_json(plan: Plan, life: float) -> dict[str, Any]:
             "ids": asked.batch,
             "zipf": asked.zipf,
             "lookahead": asked.lookahead,
+            "window": plan.window,
             "unique_rows": plan.unique_rows,
             "misses": plan.misses,
             "hit_rate": plan.hit_rate,
@@ -270,6 +271,7 @@ def _facts_json(plan: Plan, life: float) -> dict[str, Any]:
             "frames_bytes": plan.frames_bytes,
             "directory_bytes": plan.directory_bytes,
             "buffers_bytes": plan.buffers_bytes,
+            "window_bytes": plan.window_bytes,
         },
         "disk": {"bytes": plan.disk_bytes},
         "seconds": {**asdict(plan.times), "step": plan.step_s},
