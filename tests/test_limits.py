@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from benchmarks.simulate import belady_misses, lru_misses
 import bunkbed as bb
 from bunkbed import _native, limits
 from bunkbed.machine import random_reads
+from bunkbed.window import Window
 
 
 def every_rank(rows: int, exponent: float) -> np.ndarray:
@@ -40,7 +42,7 @@ def test_a_huge_table_costs_no_more_than_a_small_one() -> None:
     assert popularity.rows.sum() == pytest.approx(10**13)
     unique = popularity.unique_rows(65_536)
     assert 26_000 < unique < 65_536
-    for policy in ("lru", "gclock", "static", "window"):
+    for policy in ("lru", "gclock", "static", "window", "planner"):
         found = limits.cache(popularity, 65_536, 10**7, policy=policy, window=8).misses
         assert 0 < found < unique
 
@@ -66,6 +68,7 @@ def test_caches_against_simulated_ones(exponent: float, frames: int) -> None:
     assert predicted("window", 0) == pytest.approx(predicted("static"), rel=1e-6)
     assert predicted("window", 10**6) < predicted("window", 8) <= predicted("static") <= predicted("gclock") + 1e-6
     assert predicted("gclock") <= predicted("lru") * 1.001
+    assert predicted("window", 8) <= predicted("planner", 8) * 1.001 <= predicted("planner", 2) * 1.002
 
 
 def test_gclock_counts_as_the_core_does() -> None:
@@ -86,29 +89,40 @@ def test_gclock_counts_as_the_core_does() -> None:
         assert float(limits.rounds_stayed(np.array([uses]))[0]) == pytest.approx(np.mean(rounds), rel=0.05)
 
 
-@pytest.mark.parametrize("exponent", [0.0, 1.05])
-def test_the_core_misses_and_writes_what_is_predicted(exponent: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("exponent", "batches"), [(0.0, 0), (1.05, 0), (1.05, 24)])
+def test_the_core_misses_and_writes_what_is_predicted(exponent: float, batches: int, tmp_path: Path) -> None:
     rows, dim, ids = 60_000, 8, 512
     with bb.create(tmp_path / "t", dim=dim, num_rows=rows, optimizer=bb.Adam(), ram="64MiB") as table:
         common.fill(table)
     sample, rng = common.zipf(rows, exponent), np.random.default_rng(0)
     grads = np.ones((ids, dim), np.float32)
 
-    def step(table: bb.Table) -> None:
-        batch = sample(rng, ids)
+    def step(table: bb.Table, window: Window, coming: deque[np.ndarray]) -> None:
+        while len(coming) < max(1, batches):
+            coming.append(sample(rng, ids))
+            if batches:
+                window.push(coming[-1])
+        if batches:
+            window.advance()
+        batch = coming.popleft()
         table.lookup(batch)
         table.update(batch, grads)
 
-    with bb.open(tmp_path / "t", ram="3MiB") as table:
+    with (
+        bb.open(tmp_path / "t", ram="3MiB") as table,
+        Window(table, depth=2, batches=max(1, batches)) as window,
+    ):
+        coming: deque[np.ndarray] = deque()
         for _ in range(400):
-            step(table)
+            step(table, window, coming)
         before = table.stats()
         for _ in range(400):
-            step(table)
+            step(table, window, coming)
         counts = {key: value - before[key] for key, value in table.stats().items()}
         frames = table.stats()["frame_capacity"]
         spec = table._spec
-    predicted = limits.cache(limits.zipf(rows, exponent), ids, frames)
+    policy = "planner" if batches else "gclock"
+    predicted = limits.cache(limits.zipf(rows, exponent), ids, frames, policy=policy, window=batches)
     assert counts["unique_rows"] / 400 == pytest.approx(predicted.popularity.unique_rows(ids), rel=0.02)
     assert counts["misses"] / 400 == pytest.approx(predicted.misses, rel=0.04)
     assert counts["written_back"] == pytest.approx(counts["misses"], rel=0.01)
@@ -157,7 +171,7 @@ def test_bad_input() -> None:
         limits.zipf(10, float("nan"))
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         limits.zipf(0, 1)
-    with pytest.raises(ValueError, match="policy must be one of static, lru, gclock, window, got 'fifo'"):
+    with pytest.raises(ValueError, match="policy must be one of static, lru, gclock, window, planner, got 'fifo'"):
         limits.cache(limits.zipf(10, 1), 4, 2, policy="fifo")
     with pytest.raises(ValueError, match="must lie between 0 and 1, got 1"):
         limits.cache(limits.zipf(10, 1), 4, 2).write_amplification(1)

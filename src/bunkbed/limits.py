@@ -16,7 +16,6 @@ Always misses of *unique* rows: hit rates of 84 to 98 % of the accesses coexist 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,14 +161,15 @@ def cache(popularity: Popularity, ids: int, frames: float, *, policy: str = "gcl
             ``"gclock"``: the core's: a hand goes round, lowers each row's count (raised by each step that wants the
             row, to at most 15) and takes the first at zero. A row's stay is a Markov chain over rounds of the hand.
             ``"window"``: the ids of the next `window` steps are known: rows they need stay, the one needed last
-            goes first, and beyond the window the hottest stay. A lower bound that a planner approaches.
-        window: steps known ahead, for ``"window"``.
+            goes first, and beyond the window the hottest stay. The best that can be done with a window.
+            ``"planner"``: the core's with a window: rows the window needs stay, among the rest ``"gclock"``.
+        window: steps known ahead, for the last two.
 
     >>> hot = zipf(10_000_000, 1.05)
     >>> [round(cache(hot, 65_536, 700_000, policy=name).misses) for name in ("lru", "gclock", "static")]
     [9840, 9570, 7144]
-    >>> round(cache(hot, 65_536, 700_000, policy="window", window=32).misses)
-    6849
+    >>> [round(cache(hot, 65_536, 700_000, policy=name, window=32).misses) for name in ("planner", "window")]
+    [8419, 6849]
 
     Raises:
         ValueError: no such policy.
@@ -227,11 +227,32 @@ def _window(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbe
     return np.asarray(short_of_room * np.exp(window * log_rest))
 
 
+def _planner(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbers:
+    """What the window needs stays; among the rest the hand goes round and lowers counts."""
+    log_rest = np.log1p(-wanted)
+    short = 1 - np.exp(window * log_rest) * (1 + wanted * window)  # frames of intervals within the window, as above
+    if float(rows @ short) > frames * 15 / 16:  # next to nothing else is left: who is needed last goes
+        return _window(rows, wanted, frames, window)
+    alone = np.exp(window * log_rest)  # no use follows within the window: the row is exposed to the hand
+
+    def uses_while_exposed(round_steps: float) -> Numbers:
+        return np.asarray(-log_rest * round_steps * rounds_stayed(-log_rest * round_steps, alone, entering=1))
+
+    def resident(round_steps: float) -> float:
+        uses = uses_while_exposed(round_steps)
+        # Exposed until the hand takes it; a use that comes before is known `window` steps earlier.
+        missed = alone / (1 + uses)
+        return float(rows @ (short + missed * uses * (1 + wanted * window)))
+
+    return np.asarray(alone / (1 + uses_while_exposed(_solve(resident, frames))))
+
+
 _POLICIES: dict[str, Callable[[Numbers, Numbers, float, int], Numbers]] = {
     "static": _static,
     "lru": _lru,
     "gclock": _gclock,
     "window": _window,
+    "planner": _planner,
 }
 _ALWAYS = 1 - 1e-12  # a row that every step wants, for logarithms
 
@@ -247,47 +268,46 @@ def _solve(grows: Callable[[float], float], value: float) -> float:
     low, high = 0.0, 1.0
     while grows(high) < value and high < 1e15:
         low, high = high, 2 * high
-    while high - low > 1e-9 * high:
+    while high - low > 1e-7 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if grows(middle) > value else (middle, high)
     return (low + high) / 2
 
 
-def rounds_stayed(uses: Numbers) -> Numbers:
-    """Rounds of the hand for which GCLOCK keeps a row that enters with count 1.
+def rounds_stayed(uses: Numbers, alone: Numbers | float = 1.0, entering: int = 0) -> Numbers:
+    """Rounds of the hand for which GCLOCK keeps a row, counting only the time in which the hand may lower its count.
 
     Args:
-        uses: float64[B], how often the row is wanted in one round, on average.
-
-    >>> rounds_stayed(np.array([0.0, 0.5, 1.0])).round(1)  # one that is never wanted again stays for two
-    array([ 2. ,  4. , 59.6])
-    """
-    grid, stayed = _rounds_table()
-    return np.asarray(np.exp(np.interp(np.log(np.maximum(uses, 1e-12)), grid, stayed)))
-
-
-@functools.lru_cache(maxsize=1)
-def _rounds_table() -> tuple[Numbers, Numbers]:
-    """log(uses) and log(rounds).
+        uses: float64[B], how often in such a round a use comes, on average.
+        alone: float64[B], the probability that no further use follows each one under the protection of a window;
+            1 without a window: uses come in runs of a geometric length.
+        entering: count with which a row enters, beside its first run of uses.
 
     Let D(c) be the rounds until a row whose count is c after a visit of the hand first has c - 1 (for c = 0: goes).
-    With a Poisson number k of uses until the next visit the count becomes min(15, c + k) - 1, so
-    ``D(c) P(0) = 1 + sum over k > 1 of P(k) (D(c + 1) + ... + D(min(14, c + k - 1)))``: from the top down, all
-    terms positive. A row enters with count 1 and stays D(1) + D(0).
+    With k uses until the next visit, compound Poisson, the count becomes min(15, c + k) - 1. So
+    ``D(c) P(0) = 1 + sum over j > c of P(at least j - c + 1) D(j)``: from the top down, all terms positive.
+
+    >>> rounds_stayed(np.array([0.0, 0.5, 1.0])).round(1)  # one that is never wanted again stays for two
+    array([ 2. ,  4. , 59.3])
     """
-    uses = np.geomspace(1e-6, 40.0, 800)
-    poisson = [np.exp(-uses)]
-    for k in range(1, GCLOCK_MAX):
-        poisson.append(poisson[-1] * uses / k)
-    at_least = [np.ones_like(uses)]  # P(k or more), summed from the small end where that is exact
+    uses = np.minimum(uses, 30.0)  # beyond, for ever
+    alone = np.clip(np.broadcast_to(np.asarray(alone, np.float64), uses.shape), 1e-12, 1.0)
+    run = [alone * (1 - alone) ** k for k in range(GCLOCK_MAX + 1)]  # [k]: k + 1 uses in a run
+    chance = [np.exp(-uses)]  # of k uses in a round (Panjer 1981)
+    for k in range(1, GCLOCK_MAX + 1):
+        chance.append(uses / k * sum((j * run[j - 1] * chance[k - j] for j in range(1, k + 1)), np.zeros_like(uses)))
+    at_least = [np.ones_like(uses)]
     for k in range(GCLOCK_MAX):
-        at_least.append(np.maximum(0.0, at_least[-1] - poisson[k]))
+        at_least.append(np.maximum(0.0, at_least[-1] - chance[k]))
     down = [np.zeros_like(uses)] * GCLOCK_MAX
     for count in range(GCLOCK_MAX - 1, -1, -1):
-        # D(j) is passed whenever k >= j - count + 1.
         further = sum((at_least[j - count + 1] * down[j] for j in range(count + 1, GCLOCK_MAX)), np.zeros_like(uses))
-        down[count] = (1 + further) / poisson[0]
-    return np.log(uses), np.log(down[1] + down[0])
+        down[count] = (1 + further) / chance[0]
+    # It enters with `entering` and the uses of its first run: D(c) is passed where that is c or more.
+    rounds = np.zeros_like(uses)
+    for count in range(GCLOCK_MAX):
+        rounds = rounds + down[count] * (1 - alone) ** max(0, count - entering - 1)
+    return np.asarray(rounds)
 
 
 # ---- Costs

@@ -171,7 +171,7 @@ def answer(question: Question, machine: Machine) -> Plan:
     if question.lookahead and fits_batch and frames < question.rows:
         window, window_bytes = _window(question, popularity, frames)
         frames -= window_bytes // int(use["frame_bytes"])
-        cache = limits.cache(popularity, question.batch, frames, policy="window", window=window)
+        cache = limits.cache(popularity, question.batch, frames, policy="planner", window=window)
     else:
         cache = limits.cache(popularity, question.batch, frames)
     misses = cache.misses if fits_batch else 2 * unique  # once for the lookup and once for the update
