@@ -103,7 +103,8 @@ def misses(path: Path, ram: int, batches: list[Any], warm: int, how: dict[str, i
         optimizer.step()
     after = dict(table.stats())
     table.close(commit=False)
-    return {**common.delta(after, before), "frames": after["frame_capacity"]}
+    # While the window was full: what it takes is off the cache, and comes back when it is empty.
+    return {**common.delta(after, before), "frames": before["frame_capacity"]}
 
 
 def beside(
@@ -111,8 +112,8 @@ def beside(
 ) -> list[Figure]:
     """Ours over LRU's and over Belady's, from batch `first` on."""
     frames, steps = int(counts["frames"]), len(batches) - first
-    lru = simulate.lru_misses(batches, frames)[first:].mean()
-    belady = simulate.belady_misses(batches, frames)[first:].mean()
+    lru = float(simulate.lru_misses(batches, frames)[first:].mean())
+    belady = float(simulate.belady_misses(batches, frames)[first:].mean())
     own = counts["misses"] / steps
     note = f"{own:,.0f} a step ({own / unique:.0%} of unique rows), {frames:,} frames"
     at_most = ({"at_most": 0.75}, {"at_most": 1.05}) if judge else ({}, {})

@@ -77,7 +77,7 @@ bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
   // Where nearly every frame is wanted, the hand would walk far for each that is not.
   const bool has_unwanted = (resident_ - num_wanted_) * 16 >= resident_;
   if (num_wanted_ > 0) {
-    if (!has_unwanted && furthest(frame, keep_until)) return true;
+    if (!has_unwanted && (lately_unwanted(frame) || furthest(frame, keep_until))) return true;
     // Staging gives up: what is left is for those who cannot wait.
     if (!has_unwanted && keep_until != kNoUse) return false;
   }
@@ -96,6 +96,17 @@ bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
     ++hand_;
   }
   return num_wanted_ > 0 && furthest(frame, keep_until);
+}
+
+bool Cache::lately_unwanted(uint32_t* frame) {
+  while (!unwanted_.empty()) {
+    const uint32_t last = unwanted_.back();
+    unwanted_.pop_back();
+    if (infos_[last].row < 0 || infos_[last].pinned || is_wanted(last)) continue;
+    *frame = last;
+    return true;
+  }
+  return false;
 }
 
 bool Cache::furthest(uint32_t* frame, uint32_t keep_until) {
@@ -125,12 +136,17 @@ void Cache::set_first_batch(uint32_t batch) {
     }
     uses_.pop_front();
   }
+  if (num_wanted_ == 0) unwanted_ = BlockVector<uint32_t>();
 }
 
 void Cache::set_next_use(uint32_t frame, uint32_t batch) {
   if (infos_[frame].next_use == batch) return;
   forget_use(frame);
-  if (batch < first_batch_) return;
+  if (batch < first_batch_) {
+    // More than the hand leaves to this list are of no use.
+    if (unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
+    return;
+  }
   const size_t place = batch - first_batch_;
   if (uses_.size() <= place) uses_.resize(place + 1);
   uses_[place].push_back(frame);
@@ -144,7 +160,7 @@ void Cache::forget_use(uint32_t frame) {
 }
 
 size_t Cache::uses_bytes() const {
-  size_t bytes = 0;
+  size_t bytes = unwanted_.capacity() * sizeof(uint32_t);
   for (const auto& frames : uses_) bytes += frames.capacity() * sizeof(uint32_t);
   return bytes;
 }
@@ -183,6 +199,7 @@ void Cache::clear() {
   free_head_ = kNoFrame;
   num_wanted_ = 0;
   uses_.clear();
+  unwanted_.clear();
 }
 
 }  // namespace bunkbed

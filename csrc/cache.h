@@ -5,7 +5,8 @@
 //      row is wanted and lowered as the hand passes; the hand takes the first unpinned frame at zero. (Plain CLOCK
 //      missed 13 % more on Zipf ids; fast ageing loses the tail rows, which recur every few hundred steps: see
 //      ENGINE's last section.)
-//   2. Where there are next to none of those, the frame whose next use is furthest (Belady's choice, within the window).
+//   2. Where there are few of those and the hand would walk far to each: one that lost its last use not long ago, else the
+//      frame whose next use is furthest (Belady's choice, within the window).
 #pragma once
 
 #include <atomic>
@@ -101,6 +102,7 @@ class Cache {
   static constexpr uint32_t kStepMask = (1u << (16 - kStepShift)) - 1;
   static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t);
   uint32_t stale_step() const { return (step_ - 1) & kStepMask; }
+  bool lately_unwanted(uint32_t* frame);
   bool furthest(uint32_t* frame, uint32_t keep_until);
   void forget_use(uint32_t frame);
 
@@ -130,6 +132,7 @@ class Cache {
   // Frames by the batch that wants them next, [i] of batch first_batch_ + i. An entry counts while its frame's next_use
   // says the same: moving a frame from one batch to another leaves the old entry behind.
   std::deque<BlockVector<uint32_t>> uses_;
+  BlockVector<uint32_t> unwanted_;  // frames that lost their last use; an entry counts while that is so
 };
 
 }  // namespace bunkbed

@@ -342,10 +342,13 @@ uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {
 
 void Store::finish(uint32_t batch) {
   if (!window_.holds(batch)) return;
-  const BlockVector<int64_t>& rows = window_.finish(batch);
-  const size_t n = rows.size();
+  const size_t n = window_.num_rows(batch);
+  rows_.resize(n);
+  window_.copy_rows(batch, 0, n, rows_.data());
+  const int64_t* const rows = rows_.data();
+  window_.finish(batch);
   entries_.resize(n);
-  directory_->locate(rows.data(), n, entries_.data());
+  directory_->locate(rows, n, entries_.data());
   constexpr size_t kAhead = 12;
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) {

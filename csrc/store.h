@@ -177,7 +177,8 @@ class Store {
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   Window window_;
   size_t window_bytes_ = 0;  // set aside for the window and the cache's list of uses
-  std::vector<Entry> entries_;  // scratch of expect() and finish()
+  std::vector<int64_t> rows_;   // scratch of finish()
+  std::vector<Entry> entries_;  // and of expect()
   uint64_t appended_seen_ = 0;  // records in the log when compact_some() last ran
   StoreStats stats_;
 };

@@ -97,10 +97,11 @@ void Table::stage_ahead() {
   }
   while (ahead_.batch <= ahead_.begun + ahead_.depth && ahead_.batch < window.next_batch()) {
     if (window.holds(ahead_.batch)) {
-      const BlockVector<int64_t>& rows = window.rows(ahead_.batch);
-      const size_t looked = stage_rows(rows.data() + ahead_.row, rows.size() - ahead_.row, ahead_.batch);
-      ahead_.row += looked;
-      if (ahead_.row < rows.size()) return;
+      const size_t end = window.num_rows(ahead_.batch);
+      missing_ids_.resize(end - ahead_.row);
+      window.copy_rows(ahead_.batch, ahead_.row, end, missing_ids_.data());
+      ahead_.row += stage_rows(missing_ids_.data(), missing_ids_.size(), ahead_.batch);
+      if (ahead_.row < end) return;
     }
     ++ahead_.batch;
     ahead_.row = 0;

@@ -1,5 +1,8 @@
 #include "window.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "directory.h"
 
 namespace bunkbed {
@@ -8,56 +11,69 @@ namespace {
 constexpr size_t kAhead = 12;  // rows whose place is asked for in advance: each is a miss of the processor's cache
 }  // namespace
 
-size_t Window::home(int64_t row) const { return mix_id(row) & (entries_.size() - 1); }
+Window::Rows::Rows(const int64_t* rows, size_t n) {
+  if (std::all_of(rows, rows + n, [](int64_t row) { return row <= std::numeric_limits<uint32_t>::max(); })) {
+    narrow_.assign(rows, rows + n);
+  } else {
+    wide_.assign(rows, rows + n);
+  }
+}
+
+uint32_t Window::tag_of(int64_t row) { return static_cast<uint32_t>(mix_id(row) >> 16); }
 
 void Window::prefetch(int64_t row) const {
-  if (!entries_.empty()) __builtin_prefetch(&entries_[home(row)]);
+  if (!entries_.empty()) __builtin_prefetch(&entries_[home(tag_of(row))]);
 }
 
-const Window::Entry* Window::find(int64_t row) const {
-  if (num_rows_ == 0) return nullptr;
-  for (size_t place = home(row);; place = (place + 1) & (entries_.size() - 1)) {
-    if (entries_[place].uses == 0) return nullptr;
-    if (entries_[place].row == row) return &entries_[place];
+size_t Window::find(int64_t row) const {
+  if (num_rows_ == 0) return kNowhere;
+  const uint32_t tag = tag_of(row);
+  size_t place = home(tag);
+  for (; entries_[place].uses != 0; place = after(place)) {
+    if (entries_[place].tag == tag) return place;
   }
+  return kNowhere;
 }
 
-void Window::grow(size_t capacity) {
-  BlockVector<Entry> old(capacity, Entry{0, 0});
-  old.swap(entries_);
-  for (const Entry& entry : old) {
-    if (entry.uses == 0) continue;
-    size_t place = home(entry.row);
-    while (entries_[place].uses != 0) place = (place + 1) & (entries_.size() - 1);
-    entries_[place] = entry;
-  }
-}
-
-uint32_t Window::push(const int64_t* rows, size_t n) {
-  if (const size_t capacity = capacity_for(num_rows_ + n); capacity > entries_.size()) grow(capacity);
-  const uint32_t batch = next_batch();
-  batches_.push_back({BlockVector<int64_t>(rows, rows + n), false});
-  ++num_unfinished_;
-  list_bytes_ += n * sizeof(int64_t);
-  const uint64_t bit = uint64_t{1} << (batch % kMaxBatches);
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) prefetch(rows[i + kAhead]);
-    size_t place = home(rows[i]);
-    while (entries_[place].uses != 0 && entries_[place].row != rows[i]) place = (place + 1) & (entries_.size() - 1);
+void Window::add(const Rows& rows, uint32_t batch) {
+  const uint32_t bit = uint32_t{1} << (batch % kMaxBatches);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (i + kAhead < rows.size()) prefetch(rows[i + kAhead]);
+    const uint32_t tag = tag_of(rows[i]);
+    size_t place = home(tag);
+    while (entries_[place].uses != 0 && entries_[place].tag != tag) place = after(place);
     if (entries_[place].uses == 0) {
-      entries_[place].row = rows[i];
+      entries_[place].tag = tag;
       ++num_rows_;
     }
     entries_[place].uses |= bit;
   }
+}
+
+// From the lists, so that the old entries and the new ones never exist together.
+void Window::grow(size_t capacity) {
+  entries_ = BlockVector<Entry>();
+  entries_.assign(capacity, Entry{0, 0});
+  num_rows_ = 0;
+  for (uint32_t batch = first_batch_; batch < next_batch(); ++batch) {
+    if (holds(batch)) add(batches_[batch - first_batch_].rows, batch);
+  }
+}
+
+uint32_t Window::push(const int64_t* rows, size_t n) {
+  if (capacity_for(num_rows_ + n) > entries_.size()) grow(capacity_for(num_rows_ + num_rows_ / 4 + n));
+  const uint32_t batch = next_batch();
+  batches_.push_back({Rows(rows, n), false});
+  ++num_unfinished_;
+  list_bytes_ += batches_.back().rows.bytes();
+  add(batches_.back().rows, batch);
   return batch;
 }
 
 // Moves later entries of the run back, so that no probe ends at the hole too early.
 void Window::erase(size_t place) {
-  const size_t mask = entries_.size() - 1;
-  for (size_t next = (place + 1) & mask; entries_[next].uses != 0; next = (next + 1) & mask) {
-    if (((next - home(entries_[next].row)) & mask) >= ((next - place) & mask)) {
+  for (size_t next = after(place); entries_[next].uses != 0; next = after(next)) {
+    if (distance(home(entries_[next].tag), next) >= distance(place, next)) {
       entries_[place] = entries_[next];
       place = next;
     }
@@ -66,18 +82,18 @@ void Window::erase(size_t place) {
   --num_rows_;
 }
 
-const BlockVector<int64_t>& Window::finish(uint32_t batch) {
+void Window::finish(uint32_t batch) {
   Batch& over = batches_[batch - first_batch_];
-  const uint64_t bit = uint64_t{1} << (batch % kMaxBatches);
-  finished_ = std::move(over.rows);
-  over.rows = {};
+  const uint32_t bit = uint32_t{1} << (batch % kMaxBatches);
+  const Rows rows = std::move(over.rows);
+  over.rows = Rows(nullptr, 0);
   over.is_over = true;
   --num_unfinished_;
-  list_bytes_ -= finished_.size() * sizeof(int64_t);
-  for (size_t i = 0; i < finished_.size(); ++i) {
-    if (i + kAhead < finished_.size()) prefetch(finished_[i + kAhead]);
-    size_t place = home(finished_[i]);
-    while (entries_[place].row != finished_[i] || entries_[place].uses == 0) place = (place + 1) & (entries_.size() - 1);
+  list_bytes_ -= rows.bytes();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (i + kAhead < rows.size()) prefetch(rows[i + kAhead]);
+    const size_t place = find(rows[i]);
+    if (place == kNowhere) continue;  // a row of the same tag was here before
     entries_[place].uses &= ~bit;
     if (entries_[place].uses == 0) erase(place);
   }
@@ -85,26 +101,27 @@ const BlockVector<int64_t>& Window::finish(uint32_t batch) {
     batches_.pop_front();
     ++first_batch_;
   }
-  return finished_;
+}
+
+void Window::copy_rows(uint32_t batch, size_t from, size_t to, int64_t* out) const {
+  const Rows& rows = batches_[batch - first_batch_].rows;
+  for (size_t i = from; i < to; ++i) out[i - from] = rows[i];
 }
 
 void Window::clear() {
   first_batch_ = next_batch();
   batches_.clear();
   entries_ = BlockVector<Entry>();
-  finished_ = BlockVector<int64_t>();
   num_rows_ = num_unfinished_ = list_bytes_ = 0;
 }
 
-size_t Window::bytes() const {
-  return entries_.capacity() * sizeof(Entry) + list_bytes_ + finished_.capacity() * sizeof(int64_t);
-}
+size_t Window::bytes() const { return entries_.capacity() * sizeof(Entry) + list_bytes_; }
 
 size_t Window::bytes_after(size_t n) const {
-  const size_t capacity = capacity_for(num_rows_ + n);
-  // While the entries grow, both arrays exist.
-  const size_t entries = capacity > entries_.size() ? capacity + entries_.size() : entries_.size();
-  return entries * sizeof(Entry) + list_bytes_ + (n + finished_.capacity()) * sizeof(int64_t);
+  const size_t capacity = capacity_for(num_rows_ + n) > entries_.size()
+                              ? capacity_for(num_rows_ + num_rows_ / 4 + n)
+                              : entries_.size();
+  return capacity * sizeof(Entry) + list_bytes_ + n * sizeof(int64_t);
 }
 
 }  // namespace bunkbed

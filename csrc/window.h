@@ -2,6 +2,9 @@
 //
 // Each row has a set of batches that want it, one bit each: at most kMaxBatches batches are in the window at once, and a
 // batch's bit is its number modulo that. A row's next use is the lowest set bit, counted from the oldest batch.
+//
+// Small rather than exact: a row is known by 32 bits of its hash, eight bytes in all. Two rows that share them count as
+// one, which may keep a row in the cache for nothing and can do no other harm: the window only ranks.
 #pragma once
 
 #include <bit>
@@ -15,13 +18,12 @@ namespace bunkbed {
 
 class Window {
  public:
-  static constexpr uint32_t kMaxBatches = 64;
+  static constexpr uint32_t kMaxBatches = 32;
 
   // Adds the next batch and returns its number: 1, 2, ... . Distinct rows; there must be room() for it.
   uint32_t push(const int64_t* rows, size_t n);
-  // The batch is over (batches may end in any order): its rows no longer count. Their list stays valid until the next
-  // push().
-  const BlockVector<int64_t>& finish(uint32_t batch);
+  // The batch is over (batches may end in any order): its rows no longer count.
+  void finish(uint32_t batch);
   // Forgets every batch and gives the memory back; numbers go on.
   void clear();
 
@@ -33,13 +35,15 @@ class Window {
   bool holds(uint32_t batch) const {
     return batch >= first_batch_ && batch < next_batch() && !batches_[batch - first_batch_].is_over;
   }
-  const BlockVector<int64_t>& rows(uint32_t batch) const { return batches_[batch - first_batch_].rows; }
+  // Copies rows [from, to) of a batch the window holds.
+  size_t num_rows(uint32_t batch) const { return batches_[batch - first_batch_].rows.size(); }
+  void copy_rows(uint32_t batch, size_t from, size_t to, int64_t* out) const;
 
   // The first batch that wants the row; 0 when none does.
   uint32_t next_use(int64_t row) const {
-    const Entry* entry = find(row);
-    if (entry == nullptr) return 0;
-    const int rotated = std::countr_zero(std::rotr(entry->uses, static_cast<int>(first_batch_ % kMaxBatches)));
+    const size_t place = find(row);
+    if (place == kNowhere) return 0;
+    const int rotated = std::countr_zero(std::rotr(entries_[place].uses, static_cast<int>(first_batch_ % kMaxBatches)));
     return first_batch_ + static_cast<uint32_t>(rotated);
   }
   void prefetch(int64_t row) const;
@@ -50,23 +54,39 @@ class Window {
 
  private:
   struct Entry {
-    int64_t row;
-    uint64_t uses;  // 0: the place is free
+    uint32_t tag;   // of the row
+    uint32_t uses;  // 0: the place is free
+  };
+  // Rows of one batch, in four bytes each where that is enough.
+  class Rows {
+   public:
+    Rows(const int64_t* rows, size_t n);
+    size_t size() const { return narrow_.size() + wide_.size(); }
+    int64_t operator[](size_t i) const { return wide_.empty() ? int64_t{narrow_[i]} : wide_[i]; }
+    size_t bytes() const { return narrow_.capacity() * sizeof(uint32_t) + wide_.capacity() * sizeof(int64_t); }
+
+   private:
+    BlockVector<uint32_t> narrow_;
+    BlockVector<int64_t> wide_;
   };
   struct Batch {
-    BlockVector<int64_t> rows;
+    Rows rows;
     bool is_over = false;
   };
-  static size_t capacity_for(size_t rows) { return std::bit_ceil(rows + rows / 2 + 64); }
-  size_t home(int64_t row) const;
-  const Entry* find(int64_t row) const;
+  static constexpr size_t kNowhere = ~size_t{0};
+  static size_t capacity_for(size_t rows) { return rows + rows / 4 + 16; }
+  static uint32_t tag_of(int64_t row);
+  size_t home(uint32_t tag) const { return static_cast<size_t>(uint64_t{tag} * entries_.size() >> 32); }
+  size_t after(size_t place) const { return place + 1 == entries_.size() ? 0 : place + 1; }
+  size_t distance(size_t from, size_t to) const { return to >= from ? to - from : to + entries_.size() - from; }
+  size_t find(int64_t row) const;
+  void add(const Rows& rows, uint32_t batch);
   void grow(size_t capacity);
   void erase(size_t place);
 
-  BlockVector<Entry> entries_;  // open addressing, linear probing; a power of two places
+  BlockVector<Entry> entries_;  // open addressing, linear probing
   size_t num_rows_ = 0;
   std::deque<Batch> batches_;   // [i] is batch first_batch_ + i; the first is not over
-  BlockVector<int64_t> finished_;
   uint32_t first_batch_ = 1;
   size_t num_unfinished_ = 0;
   size_t list_bytes_ = 0;

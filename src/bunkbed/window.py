@@ -9,7 +9,7 @@ from bunkbed import _native
 from bunkbed.arguments import Ids, as_ids
 
 #: Most batches a window holds.
-MAX_BATCHES = 64
+MAX_BATCHES = 32
 
 
 class Window:
@@ -28,7 +28,7 @@ class Window:
         table: a `bunkbed.Table`.
         depth: batches whose rows are staged ahead, at least 1. None: 2 to 4, by how long the reads of a batch take
             beside a step.
-        batches: most batches the window holds, 1 to 64. None: up to 32, fewer where the cache holds only a few batches.
+        batches: most batches the window holds, 1 to 32. None: up to 32, fewer where the cache holds only a few batches.
 
     Raises:
         ValueError: depth or batches out of range.

@@ -38,7 +38,7 @@ class lookahead:  # in lower case, as it is used like a function
             will get.
         depth: batches whose rows are staged ahead, at least 0; 0 passes batches through and plans nothing. None: 2
             to 4, by how long the reads of a batch take beside a step.
-        window: most batches pulled ahead, 1 to 64. None: up to 32, fewer where a cache holds only a few batches.
+        window: most batches pulled ahead, 1 to 32. None: up to 32, fewer where a cache holds only a few batches.
 
     Raises:
         ValueError, TypeError: `depth` or `window` out of range, or `ids` names something that is not a layer of
