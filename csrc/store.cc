@@ -316,7 +316,7 @@ uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {
     if (needed > most_bytes) return kNoUse;
     const size_t before = window_bytes_;
     // In few steps, the first for four such batches: each step takes frames, whoever wants their rows.
-    window_bytes_ = std::min(most_bytes, window_.is_empty() ? window_needs(4 * n) : needed + needed / 2);
+    window_bytes_ = std::min(most_bytes, window_.is_empty() ? window_needs(4 * n) : needed + needed / 4);
     const size_t capacity = capacity_for(directory_->bytes());
     if (capacity < kMinFrames) {
       window_bytes_ = before;
