@@ -11,6 +11,7 @@ import pytest
 import bunkbed as bb
 from bunkbed import machine
 from bunkbed.explain import Explanation
+from bunkbed.window import Window
 
 DIM = 8
 
@@ -86,6 +87,27 @@ def test_a_table_on_disk(tmp_path: Path, measured: machine.Machine) -> None:
         "100,000 random",
     ):
         assert part in text, text
+
+
+def test_a_window_shows(tmp_path: Path, measured: machine.Machine) -> None:
+    make(tmp_path / "t").close()
+    rng = np.random.default_rng(0)
+    with bb.open(tmp_path / "t", ram="1MiB") as table, Window(table, depth=2, batches=4) as window:
+        batches = [rng.integers(0, 30_000, 500) for _ in range(30)]
+        for ids in batches[:3]:
+            window.push(ids)
+        for now, ids in enumerate(batches):
+            if now + 3 < len(batches):
+                window.push(batches[now + 3])
+            window.advance()
+            table.lookup(ids)
+            table.update(ids, np.ones((500, DIM), np.float32))
+            if now == 20:
+                found = table.explain()
+    assert found.counts["staged_rows"] > 0 and found.counts["stall_s"] >= 0
+    text = str(found)
+    check_width(text)
+    assert "batches in" in text and "2 of them staged" in text and "rows staged; waited for" in text
 
 
 def test_since_also_takes_stats(tmp_path: Path) -> None:

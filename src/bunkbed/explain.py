@@ -236,21 +236,26 @@ def _rows(it: Explanation) -> str:
 def _reads(it: Explanation) -> str:
     text = f"{it.per_step('reads'):,.0f} a step"
     if it.counts.get("staged_rows"):
-        text += f", for {it.per_step('staged_rows'):,.0f} rows staged ahead"
+        text += f", {it.per_step('staged_rows'):,.0f} rows staged"
     if "stall_s" in it.counts and it.seconds:
-        text += f"; waited for them {it.counts['stall_s'] / it.seconds:.0%} of the time"
+        text += f"; waited for {it.counts['stall_s'] / it.seconds:.0%} of the time"
     return text
 
 
 def _tiers(it: Explanation, grid: Any) -> None:
     now = it.now
     budget = f" of {format_bytes(now['ram_budget_bytes'])}" if now["ram_budget_bytes"] else ""
-    window = f", window {format_bytes(now['window_bytes'])}" if now.get("window_bytes") else ""
     grid.add_row(
         "RAM",
         f"{format_bytes(now['ram_bytes'])}{budget}: {now['frames']:,.0f} rows, "
-        f"directory {format_bytes(now['directory_bytes'])}{window}",
+        f"directory {format_bytes(now['directory_bytes'])}",
     )
+    if now.get("window_batches"):
+        grid.add_row(
+            "window",
+            f"{now['window_batches']:,.0f} batches in {format_bytes(now['window_bytes'])}, "
+            f"{now['staging_depth']:,.0f} of them staged",
+        )
     if it.on_disk:
         live = now["live_bytes"] / now["disk_bytes"] if now["disk_bytes"] else 1.0
         grid.add_row("files", f"{format_bytes(now['disk_bytes'])}, {live:.0%} of it live")

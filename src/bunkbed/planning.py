@@ -237,9 +237,10 @@ def _window(question: Question, popularity: limits.Popularity, frames: int) -> t
     # A row that is not wanted within a few cachefuls of batches will not stay anyway.
     batches = min(question.lookahead, max(4, int(4 * frames / unique)))
     while True:
-        # A hash table of the distinct rows, a list of each batch's rows, and one of the frames they are in.
+        # A hash table of the distinct rows, a list of each batch's rows, one of the frames they are in; and, for lists
+        # that grow, a tenth.
         distinct = popularity.unique_rows(batches * question.batch)
-        taken = 16 * 2 ** math.ceil(math.log2(1.5 * distinct + 64)) + int(12 * batches * unique)
+        taken = int(1.1 * (16 * 2 ** math.ceil(math.log2(1.5 * distinct + 64)) + 12 * batches * unique))
         if taken <= question.ram // 10 or batches <= 3:
             return batches, min(taken, question.ram // 4)
         batches -= 1
