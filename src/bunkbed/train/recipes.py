@@ -55,7 +55,7 @@ ML1M_BCE = TrainConfig(
     ks="10",
 )
 
-ML1M_BF16 = replace(ML1M_BCE, dtype="bfloat16", optimizer="rowwise_adagrad", lr=0.1)
+ML1M_BF16 = replace(ML1M_BCE, dtype="bfloat16", optimizer="rowwise_adagrad", lr=0.07)
 
 GOWALLA = TrainConfig(
     model="mf",
