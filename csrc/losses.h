@@ -18,4 +18,26 @@ double bpr_slopes(size_t rows, size_t columns, float hardness,
 // The sum of softplus(x), with sigmoid(x) in place of x.
 double logistic_slopes(size_t n, float* x);  // (n)
 
+// Scores of each query with its own items, and the sums of squares of each query's first item and of its others.
+struct PairSquares {
+  double first = 0.0;
+  double others = 0.0;
+};
+PairSquares pair_scores(size_t rows, size_t items_per_row, size_t dim,
+                        const float* queries,  // (rows, dim)
+                        const float* items,    // (rows, items_per_row, dim)
+                        float* scores);        // (rows, items_per_row)
+
+// The gradients of those scores' slopes and of decay / 2 |item|^2, one pass over the items.
+struct PairDecay {
+  float first = 0.0f;
+  float others = 0.0f;
+};
+void pair_grads(size_t rows, size_t items_per_row, size_t dim, PairDecay decay,
+                const float* slopes,   // (rows, items_per_row)
+                const float* queries,  // (rows, dim)
+                const float* items,    // (rows, items_per_row, dim)
+                float* query_grads,    // (rows, dim)
+                float* item_grads);    // (rows, items_per_row, dim)
+
 }  // namespace bunkbed

@@ -75,6 +75,9 @@ struct Kernels {
 
   // Sums of w softplus(score - positive) and of its slopes, which replace the scores; see losses.h.
   LossSums (*bpr_row)(int64_t n, float hardness, float positive, float* scores);
+  // grad[i] = slope * query[i] + decay * item[i] and query_grad[i] += slope * item[i], every operation rounded
+  void (*pair_grad_row)(int64_t dim, float slope, float decay, const float* query, const float* item, float* grad,
+                        float* query_grad);
 
   // CRC-32C (Castagnoli, reflected, initial and final xor 0xffffffff) continued from `crc` (0 to begin).
   uint32_t (*crc32c)(uint32_t crc, const void* data, size_t n);

@@ -101,3 +101,11 @@ LossSums bpr_row(int64_t n, float hardness, float positive, float* scores) {
   sums.slope = sums.slope * share;
   return sums;
 }
+
+void pair_grad_row(int64_t dim, float slope, float decay, const float* __restrict query, const float* __restrict item,
+                   float* __restrict grad, float* __restrict query_grad) {
+  for (int64_t i = 0; i < dim; ++i) {
+    grad[i] = slope * query[i] + decay * item[i];
+    query_grad[i] = query_grad[i] + slope * item[i];
+  }
+}

@@ -1,6 +1,7 @@
 // Slopes of losses: against their formula in double, the same bits at every level and for every number of threads.
 #include "losses.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -115,6 +116,69 @@ TEST(losses_of_a_batch_have_the_same_bits_for_every_number_of_threads) {
   double expected = 0.0;
   for (float score : scores) expected += softplus(score);
   CHECK(is_near(losses[1], expected));
+}
+
+TEST(losses_of_pairs_pass_over_their_items_with_the_same_bits_at_every_level_and_number_of_threads) {
+  const size_t threads_before = num_threads();
+  const Simd before = current_simd();
+  Sampler sampler(3);
+  const size_t rows = 300;
+  const size_t per_row = 5;
+  const auto draw = [&](size_t n) {
+    std::vector<float> values;
+    for (size_t i = 0; i < n; ++i) values.push_back(sampler.uniform(-2.0f, 2.0f));
+    return values;
+  };
+  for (size_t dim : {1, 8, 37, 64}) {
+    const std::vector<float> queries = draw(rows * dim);
+    const std::vector<float> items = draw(rows * per_row * dim);
+    const std::vector<float> slopes = draw(rows * per_row);
+    std::vector<float> first;
+    for (Simd level : test::supported_levels()) {
+      set_simd(level);
+      for (size_t threads : {1, 3}) {
+        set_num_threads(threads);
+        std::vector<float> got(rows * per_row);
+        std::vector<float> query_grads(rows * dim, 99.0f);
+        std::vector<float> item_grads(items.size(), 99.0f);
+        const PairSquares squares = pair_scores(rows, per_row, dim, queries.data(), items.data(), got.data());
+        pair_grads(rows, per_row, dim, {0.5f, 0.25f}, slopes.data(), queries.data(), items.data(), query_grads.data(),
+                   item_grads.data());
+        for (const auto& part : {query_grads, item_grads}) got.insert(got.end(), part.begin(), part.end());
+        got.push_back(static_cast<float>(squares.first));
+        got.push_back(static_cast<float>(squares.others));
+        if (first.empty()) first = got;
+        test::check_same_bits(got, first, "pairs");
+      }
+    }
+    PairSquares squares;
+    for (size_t at = 0; at < rows * per_row; ++at) {
+      const float* query = queries.data() + at / per_row * dim;
+      const float* item = items.data() + at * dim;
+      double score = 0.0;
+      for (size_t i = 0; i < dim; ++i) {
+        score += double{query[i]} * item[i];
+        (at % per_row == 0 ? squares.first : squares.others) += double{item[i]} * item[i];
+        const float decay = at % per_row == 0 ? 0.5f : 0.25f;
+        const float grad = first[rows * (per_row + dim) + at * dim + i];
+        CHECK(std::abs(grad - (slopes[at] * query[i] + decay * item[i])) <= 1e-5f);
+      }
+      CHECK(std::abs(first[at] - score) <= 1e-4);
+    }
+    for (size_t row = 0; row < rows; ++row) {
+      for (size_t i = 0; i < dim; ++i) {
+        double grad = 0.0;
+        for (size_t k = 0; k < per_row; ++k) {
+          grad += double{slopes[row * per_row + k]} * items[(row * per_row + k) * dim + i];
+        }
+        CHECK(std::abs(first[rows * per_row + row * dim + i] - grad) <= 1e-4);
+      }
+    }
+    CHECK(std::abs(first[first.size() - 2] - squares.first) <= 1e-5 * squares.first);
+    CHECK(std::abs(first[first.size() - 1] - squares.others) <= 1e-5 * squares.others);
+  }
+  set_num_threads(threads_before);
+  set_simd(before);
 }
 
 }  // namespace bunkbed

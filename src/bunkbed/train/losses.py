@@ -58,17 +58,17 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         l2: float,
         hardness: float,
     ) -> Tensor:
-        users, items = _aligned(users), _aligned(items)
+        users, items = users.contiguous(), items.contiguous()
         queries = users if weight is None else users * weight
-        scores = torch.bmm(queries[:, None], items.transpose(1, 2))[:, 0]
+        scores = torch.empty(items.shape[:2], dtype=items.dtype)
+        squares = _native.pair_scores(queries.numpy(), items.numpy(), scores.numpy())
         if bias is not None:
             scores += bias
         positive, negative = scores[:, 0].contiguous(), scores[:, 1:].contiguous()
         loss, positive, negative, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness)
         if l2:
-            positives = _square(items[:, 0])
-            negatives = (_square(items) - positives) / (items.shape[1] - 1)
-            loss = loss + (0.5 * l2 / len(users)) * (_square(users) + positives + negatives)
+            penalty = float(_square(users)) + squares[0] + squares[1] / (items.shape[1] - 1)
+            loss += 0.5 * l2 / len(users) * penalty
         ctx.save_for_backward(users, items, queries, torch.cat([positive[:, None], negative], 1), weight, bias)
         ctx.l2 = l2
         return loss
@@ -78,14 +78,19 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         users, items, queries, slope, weight, bias = ctx.saved_tensors
         grad = float(grads[0])
         slope = slope * (ctx.scale * grad)
-        item_grads = slope[:, :, None] * queries[:, None]
-        query_grads = torch.bmm(slope[:, None], items)[:, 0]
+        decay = grad * ctx.l2 / len(users)
+        query_grads, item_grads = torch.empty_like(queries), torch.empty_like(items)
+        _native.pair_grads(
+            slope.numpy(),
+            queries.numpy(),
+            items.numpy(),
+            decay,
+            decay / (items.shape[1] - 1),
+            query_grads.numpy(),
+            item_grads.numpy(),
+        )
         user_grads, weight_grad = _through_weight(query_grads, users, weight)
         if ctx.l2:
-            decay = grad * ctx.l2 / len(users)
-            shares = torch.full((items.shape[1], 1), decay / (items.shape[1] - 1), dtype=items.dtype)
-            shares[0] = decay
-            item_grads.addcmul_(items, shares)
             user_grads.add_(users, alpha=decay)
         return user_grads, item_grads, weight_grad, None if bias is None else slope, None, None, None
 
