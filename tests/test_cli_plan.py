@@ -15,6 +15,7 @@ import bunkbed as bb
 from bunkbed import machine, planning
 from bunkbed.cli import main
 from bunkbed.machine import Machine
+from bunkbed.window import MAX_BATCHES
 
 Run = Callable[..., tuple[int, str, str]]
 MACHINE = Machine(memory_bytes_per_s=2e10, read_iops=90_000, write_bytes_per_s=2e9, read_unit=512)
@@ -116,7 +117,7 @@ def test_a_batch_that_does_not_fit() -> None:
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"zipf": -1.0}, "the Zipf exponent must be at least 0, got -1"),
         ({"lookahead": -1}, "lookahead must be at least 0, got -1"),
-        ({"lookahead": 65}, "lookahead must be at most 64, got 65"),
+        ({"lookahead": MAX_BATCHES + 1}, f"lookahead must be at most {MAX_BATCHES}, got {MAX_BATCHES + 1}"),
         ({"compute_s": -1.0}, "compute_s must be at least 0 seconds"),
         ({"dim": 0}, r"dim must be in \[1, "),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),

@@ -125,7 +125,7 @@ def plan(
         optimizer: default ``Adam()``.
         dtype: of the stored weights.
         ram: the budget, as in `bunkbed.create`.
-        lookahead: coming batches whose ids are known, as with `bunkbed.torch.lookahead`, at most 64; 0: none, and
+        lookahead: coming batches whose ids are known, as with `bunkbed.torch.lookahead`, at most 32; 0: none, and
             reads, writes and the model's work follow one another.
         compute_s: seconds the model works in a step, beside the table.
 
@@ -237,10 +237,10 @@ def _window(question: Question, popularity: limits.Popularity, frames: int) -> t
     # A row that is not wanted within a few cachefuls of batches will not stay anyway.
     batches = min(question.lookahead, max(4, int(4 * frames / unique)))
     while True:
-        # A hash table of the distinct rows, a list of each batch's rows, one of the frames they are in; and, for lists
-        # that grow, a tenth.
+        # A hash table of the distinct rows, with room to grow; of each batch its rows and the frames they are in.
         distinct = popularity.unique_rows(batches * question.batch)
-        taken = int(1.1 * (16 * 2 ** math.ceil(math.log2(1.5 * distinct + 64)) + 12 * batches * unique))
+        row_bytes = 4 if question.rows < 2**32 else 8
+        taken = int(1.5 * 8 * distinct + 1.1 * (row_bytes + 4) * batches * unique)
         if taken <= question.ram // 10 or batches <= 3:
             return batches, min(taken, question.ram // 4)
         batches -= 1
