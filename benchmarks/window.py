@@ -54,7 +54,9 @@ def window(settings: Settings) -> list[Figure]:
             f"window {WINDOW}, depth 4": {"depth": 4, "window": WINDOW},
         }.items():
             how = None if depths is None else {key: value for key, value in depths.items() if key in known}
-            counts = misses(path, ram, [torch.from_numpy(batch) for batch in batches], warm, how)
+            tensors = [torch.from_numpy(batch) for batch in batches]
+            roomy = ram if how is None else with_room(path, ram, round(4 * unique), tensors, how)
+            counts = misses(path, roomy, tensors, warm, how)
             # A row counts when it is staged: before step `warm` those of the batches ahead were counted already.
             first = warm if depths is None else warm + depths["depth"] + 1
             figures += beside(name, counts, batches, first, unique, judge=depths is not None and depths["depth"] == 1)
@@ -82,6 +84,16 @@ def budget_for(path: Path, frames: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if capacity(middle * unit) < frames else (low, middle)
     return high * unit
+
+
+def with_room(path: Path, ram: int, frames: int, batches: list[Any], how: dict[str, int]) -> int:
+    """`ram` and what the window takes of it, so that about `frames` are left while the window is full."""
+    for _ in range(4):
+        left = misses(path, ram, batches[: WINDOW + 16], 8, how)["frames"]
+        if abs(left - frames) <= frames // 50:
+            break
+        ram += int((frames - left) * DIM * 12.5)
+    return ram
 
 
 def misses(path: Path, ram: int, batches: list[Any], warm: int, how: dict[str, int] | None) -> dict[str, float]:
