@@ -140,7 +140,7 @@ CASES = (
         "HR@10 within .005; a third of the record bytes",
         ("torch", "pyarrow"),
         limit_s=1500,
-        default=False,
+        quick=False,
     ),
     Case(
         "quality-movielens",
