@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def main() -> None:
         cases = suite.find(options.names, quick=options.quick)
     except KeyError as error:
         sys.exit(error.args[0])
+    # Told to end, leave properly: a case removes its files, the suite ends the case, a process group of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if options.outcome:
         outcome = suite.run_here(cases[0], settings)
         options.outcome.write_text(json.dumps(outcome.to_json()))

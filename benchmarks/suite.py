@@ -7,11 +7,13 @@ allocators and peak memory of one would be felt in the next, and because a case 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -209,8 +211,7 @@ def run_case(case: Case, settings: Settings, arguments: Sequence[str]) -> Outcom
         except subprocess.TimeoutExpired:
             failed = f"ended after {case.limit_s:.0f} s"
         except BaseException:
-            os.killpg(process.pid, 9)
-            process.wait()
+            end(process)
             raise
         else:
             if code == 0:
@@ -218,10 +219,19 @@ def run_case(case: Case, settings: Settings, arguments: Sequence[str]) -> Outcom
                 others = common.busy_seconds() - busy - (children_seconds() - own)
                 return replace(outcome, others=max(0.0, others / (time.perf_counter() - start)))
             failed = f"exit status {code}"
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
+        end(process)
         return Outcome(case.name, size=settings.size, seconds=time.perf_counter() - start, failed=failed)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a case that still runs, and its processes: asked first, so that it removes its files and memory limits."""
+    if process.poll() is not None:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+            return
 
 
 def children_seconds() -> float:

@@ -101,6 +101,27 @@ def test_a_case_that_fails_or_hangs_is_reported(monkeypatch: pytest.MonkeyPatch,
     assert suite.run_case(unknown, Settings("tiny"), []).failed == "exit status 1"
 
 
+def test_ending_the_suite_ends_its_case(tmp_path: Path) -> None:
+    """A case has a process group of its own, which must not outlive the suite."""
+    command = [sys.executable, "-m", "benchmarks", "huge", "--dir", str(tmp_path / "space"), "--out", str(tmp_path)]
+    suite_ = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert suite_.stdout is not None
+    try:
+        for line in suite_.stdout:
+            if line.startswith("create and close"):  # printed by the case, which now trains for seconds
+                break
+        children = Path(f"/proc/{suite_.pid}/task/{suite_.pid}/children").read_text().split()
+        assert len(children) == 1
+        suite_.terminate()
+        suite_.stdout.read()  # ends when nobody holds it any more
+        assert suite_.wait(timeout=30) == 1
+        assert not Path(f"/proc/{children[0]}").exists()
+        assert not (tmp_path / "space").exists(), "temporary files stayed behind"
+    finally:
+        suite_.kill()
+        suite_.stdout.close()
+
+
 # ---- turns and ratios
 
 
