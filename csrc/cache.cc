@@ -102,7 +102,8 @@ bool Cache::lately_unwanted(uint32_t* frame) {
   while (!unwanted_.empty()) {
     const uint32_t last = unwanted_.back();
     unwanted_.pop_back();
-    if (infos_[last].row < 0 || infos_[last].pinned || is_wanted(last)) continue;
+    // A frame above the high-water mark is no frame: trim() has taken its metadata away.
+    if (last >= high_water_ || infos_[last].row < 0 || infos_[last].pinned || is_wanted(last)) continue;
     *frame = last;
     return true;
   }
@@ -116,7 +117,7 @@ bool Cache::furthest(uint32_t* frame, uint32_t keep_until) {
     BlockVector<uint32_t>& frames = uses_[i - 1];
     for (size_t at = frames.size(); at > 0; --at) {
       const FrameInfo& info = infos_[frames[at - 1]];
-      if (info.row < 0 || info.next_use != batch) {
+      if (frames[at - 1] >= high_water_ || info.row < 0 || info.next_use != batch) {
         frames[at - 1] = frames.back();
         frames.pop_back();
       } else if (!info.pinned) {
@@ -132,7 +133,7 @@ void Cache::set_first_batch(uint32_t batch) {
   for (; first_batch_ < batch; ++first_batch_) {
     if (uses_.empty()) continue;
     for (const uint32_t frame : uses_.front()) {
-      if (infos_[frame].next_use == first_batch_) forget_use(frame);
+      if (frame < high_water_ && infos_[frame].next_use == first_batch_) forget_use(frame);
     }
     uses_.pop_front();
   }

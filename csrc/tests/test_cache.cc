@@ -105,6 +105,23 @@ TEST(cache_staging_takes_nothing_from_nearer_batches) {
   CHECK_EQ(give_up(kNoUse), int64_t{-1});
 }
 
+TEST(cache_gives_up_no_frame_that_shrinking_took_away) {
+  Cache cache(5000, 64);
+  for (int64_t row = 0; row < 64; ++row) cache.set_next_use(take(&cache, row), 5);
+  for (uint32_t frame = 40; frame < 50; ++frame) cache.set_next_use(frame, kNoUse);  // the last to become unwanted
+  for (uint32_t frame = 30; frame < 64; ++frame) cache.release(frame);
+  cache.set_capacity(30);
+  cache.trim();
+  std::set<uint32_t> given_up;
+  uint32_t frame;
+  while (cache.victim(&frame)) {
+    CHECK(frame < 30);
+    CHECK(given_up.insert(frame).second);
+    cache.release(frame);
+  }
+  CHECK_EQ(given_up.size(), size_t{30});
+}
+
 TEST(cache_shrinks_and_grows) {
   Sampler sampler(4);
   Cache cache(5000, 200);
