@@ -195,6 +195,15 @@ def test_every_counter_is_known_to_count_or_to_stand(tmp_path: Path) -> None:
     assert keys <= counters | _NOW, sorted(keys - counters - _NOW)
 
 
+def test_faster_than_its_limit(tmp_path: Path) -> None:
+    machine._save({machine._key(tmp_path): machine.Machine(1e3, 1e5, 1e9, 512, "/dev/ssd (ext4)", 2, 1.0)})
+    with make(tmp_path / "t") as table:
+        train(table, 5)
+        found = table.explain()
+    assert found.share_of_limit is not None and found.share_of_limit > 1.1
+    assert "so the machine was busy when it was measured" in str(found)
+
+
 def test_rich_shows_it(tmp_path: Path, measured: machine.Machine) -> None:
     from rich.console import Console
 

@@ -219,7 +219,10 @@ def _limit(it: Explanation) -> str:
     if limit is None or share is None:
         where = "this table's disk" if it.on_disk else "this machine"
         return f"unknown: measure {where} once with bunkbed.machine.measure({'table.path' if it.on_disk else ''})"
-    return f"{speed(limit)} a second, [b]{it.binds}[/] binds; the table runs at [b]{share:.0%}[/] of it"
+    text = f"{speed(limit)} a second, [b]{it.binds}[/] binds; the table runs at [b]{share:.0%}[/] of it"
+    if share > 1.1:  # nothing runs faster than its limit
+        text += "\n[yellow]so the machine was busy when it was measured: bunkbed.machine.measure(again=True)[/]"
+    return text
 
 
 def _rows(it: Explanation) -> str:
