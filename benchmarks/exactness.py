@@ -12,6 +12,7 @@ even with half of the table in RAM, and hotter ids would let the cache hide a bu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -209,12 +210,22 @@ def levels() -> list[str]:
     return found
 
 
+def io_ways() -> list[str]:
+    """The ways of reading that can be had here."""
+    before, found = _native.io(), ["threads"]
+    with contextlib.suppress(OSError):
+        _native.set_io("uring")
+        found.append("uring")
+    _native.set_io(before)
+    return found
+
+
 def exactness(settings: Settings) -> list[Figure]:
-    """Every budget, thread count and SIMD level, then the seeded bugs."""
+    """Every budget, thread count and SIMD level, with the ways of reading in turns; then the seeded bugs."""
     plan = Plan(seed=settings.seed)
     if settings.tiny:
         plan = dataclasses.replace(plan, num_rows=4000, batch=256, steps=40)
-    simd, threads = _native.simd(), bb.get_num_threads()
+    simd, threads, io = _native.simd(), bb.get_num_threads(), _native.io()
     bad = done = undetected = 0
     with common.workspace(settings.dir, 8 * plan.table_bytes) as folder:
         print(common.machine(folder))
@@ -225,26 +236,30 @@ def exactness(settings: Settings) -> list[Figure]:
         rams = budgets(plan, folder)
         runs = itertools.count()
         try:
+            reading = io_ways()
             ways = [*itertools.product((1, 2), levels())]
             if settings.tiny:
                 ways = [ways[0], ways[-1]]
             for (name, ram), (count, level) in itertools.product(rams.items(), ways):
                 bb.set_num_threads(count)
                 _native.set_simd(level)
+                # Turned once more with each budget, so that every level meets both ways.
+                _native.set_io(way := reading[(done + done // len(ways)) % len(reading)])
                 done += 1
                 try:
                     totals = train(plan, expected, folder / f"run-{next(runs)}", ram=ram)
                 except Mismatch as error:
                     bad += 1
-                    print(f"ram {name:>10}, {count} threads, {level:>6}: DIFFERS: {error}", flush=True)
+                    print(f"ram {name:>10}, {count} threads, {level:>6}, {way:>7}: DIFFERS: {error}", flush=True)
                     continue
                 print(
-                    f"ram {name:>10} ({common.bb_bytes(ram)}), {count} threads, {level:>6}: identical; "
+                    f"ram {name:>10} ({common.bb_bytes(ram)}), {count} threads, {level:>6}, {way:>7}: identical; "
                     f"evicted {totals['evicted_share']:.0%} of unique rows, "
                     f"{totals['compactions']:.0f} compactions, {totals['commits']:.0f} commits",
                     flush=True,
                 )
             _native.set_simd(simd)
+            _native.set_io(io)
             bb.set_num_threads(threads)
             for fault in FAULTS:
                 try:
@@ -256,8 +271,9 @@ def exactness(settings: Settings) -> list[Figure]:
                     print(f"seeded bug {fault}: NOT FOUND", flush=True)
         finally:
             _native.set_simd(simd)
+            _native.set_io(io)
             bb.set_num_threads(threads)
-    note = f"of {done}: {len(rams)} budgets, thread counts and SIMD levels"
+    note = f"of {done}: {len(rams)} budgets, thread counts, SIMD levels; {' and '.join(reading)} in turns"
     return [
         Figure("runs that differ from the reference", bad, at_most=0, note=note),
         Figure("seeded bugs not found", undetected, at_most=0, note=", ".join(FAULTS)),

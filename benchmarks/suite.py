@@ -101,6 +101,12 @@ CASES = (
         quick=False,
     ),
     Case(
+        "read-cost",
+        "read_cost:read_cost",
+        "a matrix product beside reads by io_uring and by threads; processor time of a read",
+        "io_uring only where the model gains >= 10 % by it",
+    ),
+    Case(
         "window",
         "window:window",
         "rows missed with a window of 32 batches, a cache of 4 batches' unique rows, Zipf(1.05)",

@@ -25,6 +25,7 @@ Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_
       stride_(record_stride(payload_bytes)),
       slots_per_segment_(slots_per_segment),
       memory_(memory) {
+  vfs::current_io();  // a wrong BUNKBED_IO is an error here and not at the first read
   resize_lanes();
 }
 

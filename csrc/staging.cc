@@ -1,5 +1,7 @@
 #include "staging.h"
 
+#include "workers.h"
+
 namespace bunkbed {
 
 namespace {
@@ -53,13 +55,32 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
     const auto now = std::chrono::steady_clock::now();
     seconds = std::chrono::duration<double>(now - served_).count();
     served_ = now;
+    ++finishing_;
     jobs_[number - first_] = nullptr;
     for (; !jobs_.empty() && jobs_.front() == nullptr; ++first_) {
       jobs_.pop_front();
       turn_ -= turn_ > 0;
     }
   }
-  finished_(job->staging, job->failed, seconds);
+  if (vfs::current_io() == vfs::Io::kThreads) return finish(*job, seconds);
+  // Whoever drives a ring is alone: while it waited for the lock that `finished` takes, no read would go on.
+  try {
+    io_pool().submit([this, job, seconds] { finish(*job, seconds); });
+  } catch (...) {
+    finish(*job, seconds);
+  }
+}
+
+void StagingQueue::finish(const Job& job, double seconds) {
+  finished_(job.staging, job.failed, seconds);
+  const std::lock_guard guard(mutex_);  // notified under it: the queue may go as soon as it is seen idle
+  if (--finishing_ == 0) idle_.notify_all();
+}
+
+StagingQueue::~StagingQueue() {
+  stream_.finish();
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return finishing_ == 0; });
 }
 
 }  // namespace bunkbed

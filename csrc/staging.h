@@ -24,7 +24,7 @@ class StagingQueue final : private vfs::ReadSource {
   // The log, whose staging lane it uses, outlives the queue; so does whatever `finished` uses.
   StagingQueue(Log* log, size_t read_bytes, Finished finished);
   // Waits until everything is read. The lock that `finished` takes must not be held, unless nothing is queued.
-  ~StagingQueue() override = default;
+  ~StagingQueue() override;
 
   // Takes over a batch that has reads. Returns at once.
   void add(Store::Staging staging);
@@ -39,6 +39,7 @@ class StagingQueue final : private vfs::ReadSource {
   };
   bool next(vfs::ReadOp* op) noexcept override;
   void done(const vfs::ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept override;
+  void finish(const Job& job, double seconds);
 
   Log* const log_;
   const size_t read_bytes_;
@@ -48,6 +49,8 @@ class StagingQueue final : private vfs::ReadSource {
   uint64_t first_ = 0;
   size_t turn_ = 0;  // of jobs_: the first that may have reads to hand out
   std::chrono::steady_clock::time_point served_;  // when the last batch was finished, or the queue became busy
+  size_t finishing_ = 0;           // batches that were read and whose `finished` has not returned
+  std::condition_variable idle_;   // with mutex_: finishing_ became 0
   vfs::ReadStream stream_;  // last: its destructor uses the rest
 };
 

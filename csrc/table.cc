@@ -134,6 +134,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     }
     if (!is_empty) throw Error(ErrorKind::kExists, path + " exists already and is not an empty directory");
   }
+  vfs::current_io();  // a wrong BUNKBED_IO is an error before anything is made
   vfs.make_directories(path);
   {
     const auto lock = vfs.lock(path + "/" + kLockName);

@@ -46,8 +46,9 @@ def native_defaults():
     import bunkbed as bb
     from bunkbed import _native
 
-    simd, threads = _native.simd(), bb.get_num_threads()
+    simd, threads, io = _native.simd(), bb.get_num_threads(), _native.io()
     yield
     _native.set_fault(None)
+    _native.set_io(io)
     _native.set_simd(simd)
     bb.set_num_threads(threads)

@@ -83,6 +83,15 @@ class TestOneThread(TestTinyRam):
         return super().make_table(tmp_path, **kwargs)
 
 
+@pytest.mark.usefixtures("native_defaults")
+class TestThreadsRead(TestTinyRam):
+    """Where the kernel has io_uring the others use it."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        _native.set_io("threads")
+        return super().make_table(tmp_path, **kwargs)
+
+
 class _AtLevel(TestTinyRam):
     __test__ = False
     level = ""

@@ -1,4 +1,4 @@
-"""Bit-identical rows for every budget, thread count and SIMD level; and the seeded bugs that must break it.
+"""Bit-identical rows for every budget, thread count, SIMD level and way of reading; seeded bugs must break it.
 
 ``python -m benchmarks.exactness`` is the same run, larger and over every combination.
 """
@@ -19,20 +19,20 @@ pytestmark = pytest.mark.usefixtures("native_defaults")
 
 PLAN = exactness.Plan(num_rows=6_000, dim=64, batch=256, steps=300)
 
-# Every budget with every thread count and every level at least once, half the product.
+# Every budget with every thread count, level and way of reading at least once, a quarter of the product.
 COMBINATIONS = [
-    ("smallest", 1, "scalar"),
-    ("smallest", 2, "avx2"),
-    ("smallest", 2, "avx512"),
-    ("10 %", 2, "scalar"),
-    ("10 %", 1, "avx2"),
-    ("10 %", 1, "avx512"),
-    ("50 %", 1, "scalar"),
-    ("50 %", 2, "avx2"),
-    ("50 %", 1, "avx512"),
-    ("everything", 2, "scalar"),
-    ("everything", 1, "avx2"),
-    ("everything", 2, "avx512"),
+    ("smallest", 1, "scalar", "uring"),
+    ("smallest", 2, "avx2", "threads"),
+    ("smallest", 2, "avx512", "uring"),
+    ("10 %", 2, "scalar", "threads"),
+    ("10 %", 1, "avx2", "uring"),
+    ("10 %", 1, "avx512", "threads"),
+    ("50 %", 1, "scalar", "threads"),
+    ("50 %", 2, "avx2", "uring"),
+    ("50 %", 1, "avx512", "threads"),
+    ("everything", 2, "scalar", "uring"),
+    ("everything", 1, "avx2", "threads"),
+    ("everything", 2, "avx512", "uring"),
 ]
 
 
@@ -46,14 +46,17 @@ def budgets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return exactness.budgets(PLAN, tmp_path_factory.mktemp("probe"))
 
 
-@pytest.mark.parametrize(("name", "threads", "level"), COMBINATIONS)
+@pytest.mark.parametrize(("name", "threads", "level", "io"), COMBINATIONS)
 def test_rows_are_bit_identical(
-    tmp_path: Path, expected: Any, budgets: dict[str, int], name: str, threads: int, level: str
+    tmp_path: Path, expected: Any, budgets: dict[str, int], name: str, threads: int, level: str, io: str
 ) -> None:
     if level not in exactness.levels():
         pytest.skip(f"this processor has no {level}")
+    if io not in exactness.io_ways():
+        pytest.skip(f"no {io} here")
     bb.set_num_threads(threads)
     _native.set_simd(level)
+    _native.set_io(io)
     assert _native.simd() == level
     totals = exactness.train(PLAN, expected, tmp_path / "table", ram=budgets[name])
     # A run that does not evict and compact shows nothing.

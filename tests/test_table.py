@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -354,6 +355,28 @@ def test_simd_levels_by_name() -> None:
     assert _native.simd() == "scalar"
     _native.set_simd("auto")
     assert _native.simd() in ("scalar", "avx2", "avx512")
+
+
+@pytest.mark.usefixtures("native_defaults")
+def test_io_by_name() -> None:
+    with pytest.raises(ValueError, match=r"uring, threads, auto; got 'aio'"):
+        _native.set_io("aio")
+    _native.set_io("threads")
+    assert _native.io() == "threads"
+    _native.set_io("auto")
+    assert _native.io() in ("uring", "threads")
+
+
+def test_a_wrong_io_in_the_environment_is_an_error(tmp_path: Path) -> None:
+    code = "import sys, bunkbed as bb; bb.create(sys.argv[1], dim=4, num_rows=9)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "t")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "BUNKBED_IO": "fast"},
+    )
+    assert "ValueError: io must be one of uring, threads, auto; got 'fast' (BUNKBED_IO, set_io)" in done.stderr
+    assert not (tmp_path / "t").exists()
 
 
 def test_sum_duplicates_is_the_reference() -> None:

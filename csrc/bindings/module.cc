@@ -24,6 +24,7 @@
 #include "memory.h"
 #include "optimizer.h"
 #include "probe.h"
+#include "vfs/batch_reads.h"
 #include "workers.h"
 
 namespace nb = nanobind;
@@ -145,6 +146,12 @@ NB_MODULE(_native, m) {
   m.def(
       "set_simd", [](const std::string& name) { set_simd(simd_of(name)); }, "name"_a,
       "Use 'scalar', 'avx2', 'avx512' or 'auto' kernels, process-wide; every choice gives the same bits.");
+  m.def(
+      "io", [] { return vfs::current_io() == vfs::Io::kUring ? "uring" : "threads"; },
+      "Who carries out reads of many rows: the kernel's io_uring, or threads.");
+  m.def(
+      "set_io", &vfs::set_io, "name"_a,
+      "Use 'uring', 'threads' or 'auto' for reads to come, process-wide; both give the same bits.");
   m.def(
       "simd_supported", [](const std::string& name) { return simd_supported(simd_of(name)); }, "name"_a,
       "Whether this processor has the instruction set.");

@@ -1,9 +1,14 @@
-// Reads in batches: each is carried out once, lands in memory of its own, and nothing of the source is touched once the
-// stream has gone.
+// Reads in batches, by threads and by io_uring: each is carried out once, lands in memory of its own, and nothing of
+// the source is touched once the stream has gone.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -11,7 +16,10 @@
 #include <vector>
 
 #include "check.h"
+#include "error.h"
+#include "fault_vfs.h"
 #include "vfs/batch_reads.h"
+#include "workers.h"
 
 namespace bunkbed {
 namespace {
@@ -46,20 +54,59 @@ class FakeFile final : public vfs::File {
   std::atomic<int> most_{0};
 };
 
+// The same bytes in a file that the kernel knows; counts the reads that do not go through its descriptor.
+class RealFile final : public vfs::File {
+ public:
+  explicit RealFile(uint64_t bytes) {
+    fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0666);
+    std::vector<unsigned char> all(bytes);
+    for (uint64_t i = 0; i < bytes; ++i) all[i] = FakeFile::byte_at(i);
+    CHECK_EQ(::pwrite(fd_, all.data(), bytes, 0), static_cast<ssize_t>(bytes));
+    shown = fd_;
+  }
+  ~RealFile() override { ::close(fd_); }
+  void read(void* data, size_t n, uint64_t offset) override {
+    ++plain;
+    if (::pread(fd_, data, n, static_cast<off_t>(offset)) != static_cast<ssize_t>(n)) {
+      throw Error(ErrorKind::kCorruption, "too short");
+    }
+  }
+  void write(const void*, size_t, uint64_t) override {}
+  void sync() override {}
+  uint64_t size() override { return 0; }
+  uint32_t read_alignment() const override { return 1; }
+  const std::string& path() const override { return path_; }
+  int descriptor() const override { return shown; }
+
+  int shown;
+  std::atomic<int> plain{0};
+
+ private:
+  test::Sandbox sandbox_;
+  std::string path_ = sandbox_ / "file";
+  int fd_;
+};
+
 // A queue that several threads may feed.
 class Queue final : public vfs::ReadSource {
  public:
-  explicit Queue(FakeFile& file) : file_(file) {}
+  explicit Queue(vfs::File& file) : files_{&file} {}
+  Queue(vfs::File& even, vfs::File& odd) : files_{&even, &odd} {}
   void feed(uint64_t first, uint64_t count) {
     const std::lock_guard guard(mutex_);
     for (uint64_t i = first; i < first + count; ++i) waiting_.push_back(i);
   }
   bool next(vfs::ReadOp* op) noexcept override {
-    const std::lock_guard guard(mutex_);
-    if (waiting_.empty()) return false;
+    std::unique_lock lock(mutex_);
+    if (waiting_.empty()) {
+      ++times_empty;
+      lock.unlock();
+      if (when_empty) when_empty();
+      return false;
+    }
     const uint64_t tag = waiting_.front();
     waiting_.pop_front();
-    *op = {&file_, tag * 13, static_cast<uint32_t>(1 + tag % kSlice), tag};
+    *op = {files_[tag % files_.size()], tag * 13, static_cast<uint32_t>(1 + tag % kSlice), tag};
     return true;
   }
   void done(const vfs::ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept override {
@@ -87,12 +134,14 @@ class Queue final : public vfs::ReadSource {
     return count;
   }
 
+  std::function<void()> when_empty;
+  int times_empty = 0;
   std::vector<int> seen;
   int errors = 0;
   int wrong = 0;
 
  private:
-  FakeFile& file_;
+  const std::vector<vfs::File*> files_;
   std::mutex mutex_;
   std::deque<uint64_t> waiting_;
 };
@@ -102,6 +151,23 @@ vfs::ReadLane lane_of(size_t num_slices) {
   lane.resize(kSlice, num_slices);
   return lane;
 }
+
+// Streams made while it lives use io_uring; false where there is none.
+class UringOnly {
+ public:
+  UringOnly() {
+    try {
+      vfs::set_io("uring");
+    } catch (const Error&) {
+      is_there_ = false;
+    }
+  }
+  ~UringOnly() { vfs::set_io("auto"); }
+  explicit operator bool() const { return is_there_; }
+
+ private:
+  bool is_there_ = true;
+};
 
 }  // namespace
 
@@ -149,6 +215,14 @@ TEST(batch_reads_are_over_when_meanwhile_throws) {
   queue.reset();  // readers that come late must not ask it
 }
 
+// Waits until `count` reads were done; by then the readers alone must have done them.
+void wait_for(Queue& queue, uint64_t count) {
+  for (int wait = 0; wait < 4000 && queue.num_done() < count; ++wait) {
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+  }
+  queue.check(count);
+}
+
 // Batches fed one after another while others are read, and nobody who finishes them but the readers.
 TEST(batch_reads_a_queue_is_read_to_its_end) {
   for (const size_t slices : {1, 3, 64}) {
@@ -156,25 +230,167 @@ TEST(batch_reads_a_queue_is_read_to_its_end) {
     FakeFile file;
     Queue queue(file);
     uint64_t fed = 0;
-    {
-      vfs::ReadStream stream(queue, lane);
-      for (int batch = 0; batch < 200; ++batch) {
-        const uint64_t count = 1 + static_cast<uint64_t>(batch % 9);
-        queue.feed(fed, count);
-        stream.wake(count);
-        fed += count;
-        if (batch % 50 == 49) {
-          // Without finish(): a wake() that came just as the last reader left would leave reads lying.
-          for (int wait = 0; wait < 20000; ++wait) {
-            std::this_thread::sleep_for(std::chrono::microseconds(500));
-            if (queue.num_done() == fed) break;
-          }
-          queue.check(fed);
-        }
+    vfs::ReadStream stream(queue, lane);
+    for (int batch = 0; batch < 200; ++batch) {
+      const uint64_t count = 1 + static_cast<uint64_t>(batch % 9);
+      queue.feed(fed, count);
+      stream.wake(count);
+      fed += count;
+      if (batch % 50 == 49) wait_for(queue, fed);
+    }
+  }
+}
+
+// A batch that comes just as the last reader was told that there is nothing.
+TEST(batch_reads_none_is_left_behind) {
+  auto lane = lane_of(1);
+  FakeFile file;
+  Queue queue(file);
+  vfs::ReadStream stream(queue, lane);
+  queue.feed(0, 5);
+  queue.when_empty = [&, is_first = true]() mutable {
+    if (!is_first) return;
+    is_first = false;
+    queue.feed(5, 20);
+    stream.wake(20);
+  };
+  stream.wake(5);
+  wait_for(queue, 25);
+}
+
+// Readers that find a thread only after the stream has gone ask its source for nothing.
+TEST(batch_reads_late_readers_leave_the_source_alone) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_open = false;
+  size_t running = 0;
+  const auto occupy = [&] {
+    std::unique_lock lock(mutex);
+    ++running;
+    changed.notify_all();
+    changed.wait(lock, [&] { return is_open; });
+    --running;
+    changed.notify_all();
+  };
+  io_pool().submit(occupy, kIoThreads);
+  {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return running == kIoThreads; });
+  }
+  auto lane = lane_of(8);
+  FakeFile file;
+  Queue queue(file);
+  queue.feed(0, 30);
+  vfs::read_all(queue, 30, lane, [] {});
+  queue.check(30);
+  const int asked = queue.times_empty;
+  {
+    std::unique_lock lock(mutex);
+    is_open = true;
+    changed.notify_all();
+    changed.wait(lock, [&] { return running == 0; });
+  }
+  std::atomic<int> passed{0};  // every reader that was invited before these has come and gone
+  const auto pass = [&] { ++passed; };
+  io_pool().submit(pass, kIoThreads);
+  while (passed < static_cast<int>(kIoThreads)) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK_EQ(queue.times_empty, asked);
+}
+
+TEST(batch_reads_through_the_ring) {
+  const UringOnly uring;
+  if (!uring) return;
+  RealFile file(700 * 13 + kSlice);
+  for (const size_t slices : {1, 3, 64, 128}) {
+    auto lane = lane_of(slices);
+    for (const uint64_t count : {0, 1, 2, 63, 700}) {
+      for (const bool is_beside : {false, true}) {
+        Queue queue(file);
+        queue.feed(0, count);
+        bool ran = !is_beside;
+        vfs::read_all(queue, count, lane, is_beside ? [&] { ran = true; } : std::function<void()>());
+        CHECK(ran);
+        queue.check(count);
       }
     }
-    queue.check(fed);
   }
+  CHECK_EQ(file.plain.load(), 0);
+  auto lane = lane_of(4);
+  Queue queue(file);
+  vfs::ReadStream stream(queue, lane);
+  for (uint64_t fed = 0; fed < 600; fed += 20) {
+    queue.feed(fed, 20);
+    stream.wake(20);
+    if (fed % 100 == 80) wait_for(queue, fed + 20);
+  }
+}
+
+// Reads that come back short, or fail, are done again the plain way, and that says what there is to say.
+TEST(batch_reads_the_ring_leaves_errors_to_the_file) {
+  const UringOnly uring;
+  if (!uring) return;
+  auto lane = lane_of(16);
+  RealFile file(100 * 13);
+  Queue queue(file);
+  queue.feed(0, 200);
+  vfs::read_all(queue, 200, lane, nullptr);
+  queue.check(200);
+  CHECK(queue.errors > 100);
+  CHECK_EQ(file.plain.load(), queue.errors);
+
+  RealFile closed(200 * 13 + kSlice);
+  closed.shown = 1 << 20;  // no such descriptor
+  Queue others(closed);
+  others.feed(0, 200);
+  vfs::read_all(others, 200, lane, [] {});
+  others.check(200);
+  CHECK_EQ(others.errors, 0);
+  CHECK_EQ(closed.plain.load(), 200);
+}
+
+// A file without a descriptor among those with one: threads take over, and nothing is read twice or forgotten.
+TEST(batch_reads_threads_take_over_from_the_ring) {
+  const UringOnly uring;
+  if (!uring) return;
+  auto lane = lane_of(64);
+  for (const uint64_t count : {2, 40, 700}) {
+    FakeFile fake;
+    RealFile real(700 * 13 + kSlice);
+    Queue queue(real, fake);
+    queue.feed(0, count);
+    vfs::read_all(queue, count, lane, [] {});
+    queue.check(count);
+    if (count == 700) CHECK(fake.most() > 4);
+  }
+}
+
+TEST(batch_reads_when_meanwhile_throws_the_ring_is_empty) {
+  const UringOnly uring;
+  if (!uring) return;
+  auto lane = lane_of(64);
+  RealFile file(700 * 13 + kSlice);
+  for (const uint64_t count : {20, 700}) {
+    auto queue = std::make_unique<Queue>(file);
+    queue->feed(0, count);
+    bool caught = false;
+    try {
+      vfs::read_all(*queue, count, lane, [] { throw std::runtime_error("meanwhile"); });
+    } catch (const std::runtime_error&) {
+      caught = true;
+    }
+    CHECK(caught);
+    queue->check(count);
+  }
+}
+
+TEST(batch_reads_backends_have_names) {
+  CHECK_THROWS(vfs::set_io("aio"), ErrorKind::kInvalid, "must be one of uring, threads, auto; got 'aio'");
+  vfs::set_io("threads");
+  CHECK(vfs::current_io() == vfs::Io::kThreads);
+  auto lane = lane_of(4);
+  CHECK(lane.ring() == nullptr);
+  vfs::set_io("auto");
 }
 
 }  // namespace bunkbed

@@ -1,48 +1,172 @@
 #include "vfs/batch_reads.h"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
+#include "error.h"
+#include "vfs/uring.h"
 #include "workers.h"
 
 namespace bunkbed::vfs {
 
+// ---- Which of the two ------------------------------------------------------------------------------------------
+
+namespace {
+
+// 0, or why there is no io_uring.
+int probe_uring() {
+  Buffer memory(kBlockBytes);
+  int error_number = 0;
+  Ring::make(memory.data(), kBlockBytes, 1, &error_number);
+  return error_number;
+}
+
+Io io_of(const std::string& name) {
+  if (name == "threads") return Io::kThreads;
+  if (name != "auto" && name != "uring") {
+    throw Error(ErrorKind::kInvalid, "io must be one of uring, threads, auto; got '" + name + "' (BUNKBED_IO, set_io)");
+  }
+  const int error_number = probe_uring();
+  if (error_number == 0) return Io::kUring;
+  if (name == "auto") return Io::kThreads;
+  throw Error(ErrorKind::kSystem, std::string("io_uring is not to be had here: ") + std::strerror(error_number) +
+                                      "; choose 'auto' or 'threads' (BUNKBED_IO, set_io)", error_number);
+}
+
+std::atomic<Io>& io_setting() {
+  static std::atomic<Io> value{[] {
+    const char* text = std::getenv("BUNKBED_IO");
+    return io_of(text == nullptr || *text == 0 ? "auto" : text);
+  }()};
+  return value;
+}
+
+}  // namespace
+
+Io current_io() { return io_setting().load(std::memory_order_relaxed); }
+void set_io(const std::string& name) { io_setting().store(io_of(name), std::memory_order_relaxed); }
+
+// ---- Lanes -----------------------------------------------------------------------------------------------------
+
+ReadLane::ReadLane() = default;
+ReadLane::~ReadLane() { ring_.reset(); }
+ReadLane::ReadLane(ReadLane&&) noexcept = default;
+
+void ReadLane::resize(size_t slice_bytes, size_t num_slices) {
+  ring_.reset();
+  has_no_ring_ = false;
+  slice_bytes_ = slice_bytes;
+  num_slices_ = num_slices;
+  memory_ = Buffer();
+}
+
+std::byte* ReadLane::memory() {
+  if (memory_.size() == 0) memory_ = Buffer(slice_bytes_ * num_slices_);
+  return memory_.data();
+}
+
+Ring* ReadLane::ring() {
+  if (current_io() == Io::kThreads) return nullptr;
+  if (ring_ == nullptr && !has_no_ring_) {
+    int error_number = 0;
+    ring_ = Ring::make(memory(), slice_bytes_, num_slices_, &error_number);
+    has_no_ring_ = ring_ == nullptr;  // no descriptor left, say: threads do as well
+  }
+  return ring_.get();
+}
+
+// ---- Streams ---------------------------------------------------------------------------------------------------
+
 // Readers are invited by wake() and leave when the source has nothing. One that is about to leave looks, under the lock,
 // whether wake() was called since it last asked the source: so no read is left behind.
-struct ReadStream::State {
+//
+// With a ring there is one reader, its driver, who has all slices. When it meets a file without a descriptor the stream
+// goes over to threads for good.
+struct ReadStream::State : std::enable_shared_from_this<State> {
   State(ReadSource& source_of_reads, ReadLane& lane)
-      : source(source_of_reads), memory(lane.memory()), slice_bytes(lane.slice_bytes()), num_slices(lane.num_slices()) {
+      : source(source_of_reads),
+        memory(lane.memory()),
+        slice_bytes(lane.slice_bytes()),
+        num_slices(lane.num_slices()),
+        ring(lane.ring()) {
     for (uint32_t i = 0; i < num_slices; ++i) free_slices.push_back(i);
   }
+
+  bool is_idle() const { return num_readers == 0; }
 
   // As an invited reader, or (not invited) as one that came by itself. Whoever finds no slice leaves: as many as there
   // are slices read already, and none of them goes while there are reads.
   void work(bool is_invited) {
     std::unique_lock lock(mutex);
     if (is_invited) --invited;
-    if (is_closed || free_slices.empty()) return;
+    if (is_closed || num_readers >= (ring != nullptr ? size_t{1} : num_slices)) return;
+    ++num_readers;
+    read(lock);
+    leave();
+  }
+
+  // Readers for `num_ops` more reads. Called without the lock.
+  void invite(size_t num_ops) {
+    size_t more;
+    {
+      const std::lock_guard guard(mutex);
+      ++wakes;
+      const size_t most = ring != nullptr ? 1 : std::min(num_slices, kIoThreads);
+      more = std::min(num_ops, most - std::min(most, num_readers + invited));
+      invited += more;
+    }
+    if (more > 0) io_pool().submit([state = shared_from_this()] { state->work(true); }, more);
+  }
+
+  void leave() {
+    --num_readers;
+    if (is_idle()) idle.notify_all();
+  }
+
+  void read(std::unique_lock<std::mutex>& lock) {
+    std::optional<ReadOp> refused;
+    for (uint64_t seen = wakes - 1; ring != nullptr && seen != wakes;) {
+      seen = wakes;
+      lock.unlock();
+      refused = ring->drive(source);
+      lock.lock();
+      if (refused) ring = nullptr;
+    }
+    if (ring != nullptr) return;
+    if (refused) {
+      lock.unlock();
+      invite(kIoThreads);
+      lock.lock();
+    }
+
     const uint32_t slice = free_slices.back();
     free_slices.pop_back();
     std::byte* const data = memory + slice * slice_bytes;
-    for (uint64_t seen = wakes - 1; seen != wakes;) {
+    const auto carry_out = [&](const ReadOp& op) {
+      std::exception_ptr error;
+      try {
+        op.file->read(data, op.bytes, op.offset);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      source.done(op, error ? nullptr : data, error);
+    };
+    for (uint64_t seen = wakes - 1; seen != wakes || refused;) {
       seen = wakes;
       lock.unlock();
       ReadOp op;
-      while (source.next(&op)) {
-        std::exception_ptr error;
-        try {
-          op.file->read(data, op.bytes, op.offset);
-        } catch (...) {
-          error = std::current_exception();
-        }
-        source.done(op, error ? nullptr : data, error);
-      }
+      if (refused) carry_out(*std::exchange(refused, std::nullopt));
+      while (source.next(&op)) carry_out(op);
       lock.lock();
     }
     free_slices.push_back(slice);
-    if (free_slices.size() == num_slices) idle.notify_all();
   }
 
   ReadSource& source;
@@ -50,11 +174,14 @@ struct ReadStream::State {
   const size_t slice_bytes;
   const size_t num_slices;
   std::mutex mutex;  // guards what follows
+  Ring* ring;        // null: threads read
   std::condition_variable idle;
   std::vector<uint32_t> free_slices;
+  size_t num_readers = 0;
   size_t invited = 0;
   uint64_t wakes = 0;
   bool is_closed = false;
+  bool is_begun = false;  // the caller of begin() is the ring's driver and has not come back yet
 };
 
 ReadStream::ReadStream(ReadSource& source, ReadLane& lane) : state_(std::make_shared<State>(source, lane)) {}
@@ -66,31 +193,45 @@ ReadStream::~ReadStream() {
   state_->is_closed = true;
 }
 
-void ReadStream::wake(size_t num_ops) {
+void ReadStream::wake(size_t num_ops) { state_->invite(num_ops); }
+
+void ReadStream::begin(size_t num_ops) {
   State& state = *state_;
-  size_t more;
   {
     const std::lock_guard guard(state.mutex);
-    ++state.wakes;
-    const size_t most = std::min(state.num_slices, kIoThreads);
-    const size_t present = state.num_slices - state.free_slices.size() + state.invited;
-    more = std::min(num_ops, most - std::min(most, present));
-    state.invited += more;
+    // What fits into the ring is on its way in one call; for more somebody must keep the ring full meanwhile.
+    if (state.ring != nullptr && state.is_idle() && num_ops <= state.num_slices) {
+      ++state.num_readers;
+      state.is_begun = true;
+    }
   }
-  if (more > 0) io_pool().submit([state = state_] { state->work(true); }, more);
+  if (!state.is_begun) return wake(num_ops);
+  state.ring->begin(state.source);
 }
 
 void ReadStream::finish() {
-  state_->work(false);
-  std::unique_lock lock(state_->mutex);
-  state_->idle.wait(lock, [this] { return state_->free_slices.size() == state_->num_slices; });
+  State& state = *state_;
+  if (state.is_begun) {
+    std::unique_lock lock(state.mutex);
+    state.is_begun = false;
+    state.read(lock);
+    state.leave();
+  } else {
+    state.work(false);
+  }
+  std::unique_lock lock(state.mutex);
+  state.idle.wait(lock, [&] { return state.is_idle(); });
 }
 
 void read_all(ReadSource& source, size_t num_ops, ReadLane& lane, const std::function<void()>& meanwhile) {
   ReadStream stream(source, lane);
   // The caller reads too once it has nothing better to do.
-  stream.wake(meanwhile ? num_ops : num_ops - std::min<size_t>(num_ops, 1));
-  if (meanwhile) meanwhile();
+  if (meanwhile) {
+    stream.begin(num_ops);
+    meanwhile();
+  } else if (lane.ring() == nullptr && num_ops > 1) {
+    stream.wake(num_ops - 1);
+  }
   stream.finish();
 }
 

@@ -8,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "vfs/vfs.h"
 
@@ -31,25 +32,34 @@ class ReadSource {
   virtual void done(const ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept = 0;
 };
 
+// Who carries reads out: the kernel's io_uring, driven by one thread, or a pool of threads that wait for one read each.
+enum class Io { kUring, kThreads };
+// The first where the kernel lets us, unless BUNKBED_IO or set_io() says otherwise. Error(kInvalid) when BUNKBED_IO is
+// no such name, Error(kSystem) when it asks for what is not there.
+Io current_io();
+void set_io(const std::string& name);  // uring, threads or auto; process-wide, for streams to come
+
+class Ring;
+
 // Memory where reads land. It serves one stream at a time.
 class ReadLane {
  public:
-  void resize(size_t slice_bytes, size_t num_slices) {
-    slice_bytes_ = slice_bytes;
-    num_slices_ = num_slices;
-    memory_ = Buffer();
-  }
+  ReadLane();
+  ~ReadLane();
+  ReadLane(ReadLane&&) noexcept;
+  void resize(size_t slice_bytes, size_t num_slices);
   size_t slice_bytes() const { return slice_bytes_; }
   size_t num_slices() const { return num_slices_; }
-  std::byte* memory() {
-    if (memory_.size() == 0) memory_ = Buffer(slice_bytes_ * num_slices_);
-    return memory_.data();
-  }
+  std::byte* memory();
+  // Null when threads are to read.
+  Ring* ring();
 
  private:
   size_t slice_bytes_ = 0;
   size_t num_slices_ = 0;
   Buffer memory_;
+  std::unique_ptr<Ring> ring_;  // reads into memory_
+  bool has_no_ring_ = false;    // it was tried
 };
 
 class ReadStream {
@@ -63,6 +73,8 @@ class ReadStream {
 
   // The source has about `num_ops` reads more. Any thread; returns at once. The source's lock may be held.
   void wake(size_t num_ops);
+  // As wake(), from a caller who comes back soon with finish(), on the same thread: few reads may do without another.
+  void begin(size_t num_ops);
   // The caller reads too until the source has none, then waits for the reads of the others.
   void finish();
 

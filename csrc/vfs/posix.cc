@@ -117,6 +117,7 @@ class PosixFile final : public File {
 
   uint32_t read_alignment() const override { return read_alignment_; }
   const std::string& path() const override { return path_; }
+  int descriptor() const override { return fd_; }
 
  private:
   int fd_;

@@ -25,6 +25,8 @@ class File {
   // Unit in which offset, length and memory address of a read must be given. 1 where any will do.
   virtual uint32_t read_alignment() const = 0;
   virtual const std::string& path() const = 0;
+  // The kernel's number of this file, for reads that do not go through read(). -1: they must.
+  virtual int descriptor() const { return -1; }
 };
 
 // Held while it lives; released by unlock() even where a forked child inherited the descriptor.

@@ -1,0 +1,257 @@
+// The three system calls themselves, not liburing: nothing to find when building, nothing to miss where a wheel runs.
+#include "vfs/uring.h"
+
+#include <cerrno>
+
+#if defined(__linux__) && __has_include(<linux/io_uring.h>)
+#include <linux/io_uring.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#endif
+
+#if defined(__NR_io_uring_setup) && defined(IORING_FEAT_CUR_PERSONALITY)
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#ifndef IORING_SETUP_CLAMP
+#define IORING_SETUP_CLAMP (1U << 4)
+#endif
+#ifndef IORING_SETUP_COOP_TASKRUN
+#define IORING_SETUP_COOP_TASKRUN (1U << 8)
+#endif
+
+namespace bunkbed::vfs {
+
+namespace {
+
+template <typename T>
+T* at(void* memory, unsigned offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(memory) + offset);
+}
+
+void* map_ring(int fd, size_t bytes, off_t offset) {
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, offset);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+class KernelRing final : public Ring {
+ public:
+  KernelRing(std::byte* memory, size_t slice_bytes, size_t num_slices);
+  ~KernelRing() override;
+  // 0, or why there is no ring.
+  int open();
+  void begin(ReadSource& source) noexcept override;
+  std::optional<ReadOp> drive(ReadSource& source) noexcept override;
+
+ private:
+  void fill(ReadSource& source) noexcept;
+  bool enter(unsigned wait_for) noexcept;
+  void reap(ReadSource& source) noexcept;
+  void take_back(ReadSource& source) noexcept;
+  void finish(ReadSource& source, uint32_t index, int result) noexcept;
+  std::byte* slice(uint32_t index) const { return memory_ + index * slice_bytes_; }
+
+  std::byte* const memory_;
+  const size_t slice_bytes_;
+  std::vector<ReadOp> ops_;  // of each slice
+  std::vector<uint32_t> free_slices_;
+  std::optional<ReadOp> refused_;
+  uint32_t queued_ = 0;       // in the submission queue, not yet taken by the kernel
+  uint32_t in_flight_ = 0;    // taken, not yet completed
+  bool has_buffers_ = false;  // the memory is registered
+
+  int fd_ = -1;
+  void* sq_memory_ = nullptr;
+  void* cq_memory_ = nullptr;
+  io_uring_sqe* sq_entries_ = nullptr;
+  const io_uring_cqe* cq_entries_ = nullptr;
+  size_t sq_bytes_ = 0;
+  size_t cq_bytes_ = 0;
+  size_t entries_bytes_ = 0;
+  unsigned* sq_tail_ = nullptr;
+  unsigned* sq_array_ = nullptr;
+  unsigned* cq_head_ = nullptr;
+  unsigned* cq_tail_ = nullptr;
+  unsigned sq_mask_ = 0;
+  unsigned cq_mask_ = 0;
+};
+
+KernelRing::KernelRing(std::byte* memory, size_t slice_bytes, size_t num_slices)
+    : memory_(memory), slice_bytes_(slice_bytes), ops_(num_slices) {
+  // Taken from the end: the slice used last is the one whose lines are in the processor's cache.
+  for (size_t i = num_slices; i > 0; --i) free_slices_.push_back(static_cast<uint32_t>(i - 1));
+}
+
+int KernelRing::open() {
+  // COOP_TASKRUN (5.19): completions wait for the next call into the kernel instead of interrupting the thread. Not
+  // DEFER_TASKRUN, which would bind the ring to one thread, nor SQPOLL, whose thread takes a processor from the model.
+  io_uring_params params{};
+  const auto setup = [&](unsigned flags) {
+    params = {};
+    params.flags = flags;
+    return static_cast<int>(::syscall(__NR_io_uring_setup, static_cast<unsigned>(ops_.size()), &params));
+  };
+  fd_ = setup(IORING_SETUP_CLAMP | IORING_SETUP_COOP_TASKRUN);
+  if (fd_ < 0 && errno == EINVAL) fd_ = setup(IORING_SETUP_CLAMP);
+  if (fd_ < 0) return errno;
+  // NODROP (5.5): completions are never lost. CUR_PERSONALITY came with IORING_OP_READ (5.6).
+  constexpr unsigned kNeeded = IORING_FEAT_NODROP | IORING_FEAT_CUR_PERSONALITY;
+  if ((params.features & kNeeded) != kNeeded || params.sq_entries < ops_.size()) return ENOSYS;
+
+  sq_bytes_ = params.sq_off.array + params.sq_entries * sizeof(unsigned);
+  cq_bytes_ = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
+  entries_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
+  sq_memory_ = map_ring(fd_, sq_bytes_, IORING_OFF_SQ_RING);
+  cq_memory_ = map_ring(fd_, cq_bytes_, IORING_OFF_CQ_RING);
+  sq_entries_ = static_cast<io_uring_sqe*>(map_ring(fd_, entries_bytes_, IORING_OFF_SQES));
+  if (sq_memory_ == nullptr || cq_memory_ == nullptr || sq_entries_ == nullptr) return ENOMEM;
+  sq_tail_ = at<unsigned>(sq_memory_, params.sq_off.tail);
+  sq_array_ = at<unsigned>(sq_memory_, params.sq_off.array);
+  sq_mask_ = *at<unsigned>(sq_memory_, params.sq_off.ring_mask);
+  cq_head_ = at<unsigned>(cq_memory_, params.cq_off.head);
+  cq_tail_ = at<unsigned>(cq_memory_, params.cq_off.tail);
+  cq_mask_ = *at<unsigned>(cq_memory_, params.cq_off.ring_mask);
+  cq_entries_ = at<io_uring_cqe>(cq_memory_, params.cq_off.cqes);
+
+  // Spares the kernel looking up the pages of every read; where the limit of locked memory forbids it, it does that.
+  iovec whole{memory_, slice_bytes_ * ops_.size()};
+  has_buffers_ = ::syscall(__NR_io_uring_register, fd_, IORING_REGISTER_BUFFERS, &whole, 1) == 0;
+  return 0;
+}
+
+KernelRing::~KernelRing() {
+  if (sq_entries_ != nullptr) ::munmap(sq_entries_, entries_bytes_);
+  if (cq_memory_ != nullptr) ::munmap(cq_memory_, cq_bytes_);
+  if (sq_memory_ != nullptr) ::munmap(sq_memory_, sq_bytes_);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+// Queues reads while slices are free. The kernel sees them at the next enter().
+void KernelRing::fill(ReadSource& source) noexcept {
+  unsigned tail = std::atomic_ref(*sq_tail_).load(std::memory_order_relaxed);
+  while (!free_slices_.empty() && !refused_) {
+    ReadOp op;
+    if (!source.next(&op)) break;
+    const int descriptor = op.file->descriptor();
+    if (descriptor < 0) {
+      refused_ = op;
+      break;
+    }
+    const uint32_t index = free_slices_.back();
+    free_slices_.pop_back();
+    ops_[index] = op;
+    io_uring_sqe& entry = sq_entries_[tail & sq_mask_];
+    std::memset(&entry, 0, sizeof entry);
+    entry.opcode = has_buffers_ ? IORING_OP_READ_FIXED : IORING_OP_READ;
+    entry.fd = descriptor;
+    entry.off = op.offset;
+    entry.addr = reinterpret_cast<uint64_t>(slice(index));
+    entry.len = op.bytes;
+    entry.user_data = index;
+    sq_array_[tail & sq_mask_] = tail & sq_mask_;
+    ++tail;
+    ++queued_;
+  }
+  // Pairs with the kernel's acquire of the tail: it sees the entries written above.
+  std::atomic_ref(*sq_tail_).store(tail, std::memory_order_release);
+}
+
+// Hands the queued reads to the kernel and waits for so many completions; false when the kernel took nothing and
+// would not wait.
+bool KernelRing::enter(unsigned wait_for) noexcept {
+  const unsigned flags = wait_for > 0 ? IORING_ENTER_GETEVENTS : 0;
+  const long taken = ::syscall(__NR_io_uring_enter, fd_, queued_, wait_for, flags, nullptr, size_t{0});
+  if (taken < 0) return errno == EINTR;
+  queued_ -= static_cast<uint32_t>(taken);
+  in_flight_ += static_cast<uint32_t>(taken);
+  return true;
+}
+
+// Whatever is not a whole read (a short one, an interrupted one, an error) is done again by File::read, which goes on
+// until it is whole and names errors.
+void KernelRing::finish(ReadSource& source, uint32_t index, int result) noexcept {
+  const ReadOp op = ops_[index];
+  std::exception_ptr error;
+  if (result != static_cast<int>(op.bytes)) {
+    try {
+      op.file->read(slice(index), op.bytes, op.offset);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  source.done(op, error ? nullptr : slice(index), error);
+  free_slices_.push_back(index);
+}
+
+void KernelRing::reap(ReadSource& source) noexcept {
+  unsigned head = std::atomic_ref(*cq_head_).load(std::memory_order_relaxed);
+  // Pairs with the kernel's release of the tail: completions, and the bytes they speak of, are there.
+  const unsigned tail = std::atomic_ref(*cq_tail_).load(std::memory_order_acquire);
+  for (; head != tail; ++head) {
+    const io_uring_cqe& entry = cq_entries_[head & cq_mask_];
+    --in_flight_;
+    finish(source, static_cast<uint32_t>(entry.user_data), entry.res);
+  }
+  std::atomic_ref(*cq_head_).store(head, std::memory_order_release);
+}
+
+void KernelRing::begin(ReadSource& source) noexcept {
+  fill(source);
+  if (queued_ > 0) enter(0);
+}
+
+// For a kernel that takes no more: the queue is ours alone until then.
+void KernelRing::take_back(ReadSource& source) noexcept {
+  const unsigned tail = std::atomic_ref(*sq_tail_).load(std::memory_order_relaxed);
+  std::atomic_ref(*sq_tail_).store(tail - queued_, std::memory_order_release);
+  for (unsigned i = tail - queued_; i != tail; ++i) {
+    finish(source, static_cast<uint32_t>(sq_entries_[i & sq_mask_].user_data), -EAGAIN);
+  }
+  queued_ = 0;
+}
+
+std::optional<ReadOp> KernelRing::drive(ReadSource& source) noexcept {
+  for (;;) {
+    fill(source);
+    if (queued_ + in_flight_ == 0) return std::exchange(refused_, std::nullopt);
+    // A few at a time: fewer calls, and the device still has most of what it can take.
+    if (!enter(std::max(1u, (queued_ + in_flight_) / 8))) {
+      if (in_flight_ > 0) {
+        ::usleep(100);  // short of memory, most likely: completions make room
+      } else {
+        take_back(source);
+      }
+    }
+    reap(source);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Ring> Ring::make(std::byte* memory, size_t slice_bytes, size_t num_slices, int* error_number) {
+  auto ring = std::make_unique<KernelRing>(memory, slice_bytes, num_slices);
+  *error_number = ring->open();
+  if (*error_number != 0) return nullptr;
+  return ring;
+}
+
+}  // namespace bunkbed::vfs
+
+#else  // the same function where there is no io_uring
+
+namespace bunkbed::vfs {
+
+std::unique_ptr<Ring> Ring::make(std::byte*, size_t, size_t, int* error_number) {
+  *error_number = ENOSYS;
+  return nullptr;
+}
+
+}  // namespace bunkbed::vfs
+
+#endif
