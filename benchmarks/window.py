@@ -28,8 +28,8 @@ def window(settings: Settings) -> list[Figure]:
 
     from bunkbed.torch import lookahead
 
-    num_rows, size = settings.pick((20_000, 512), (1_000_000, 16_384), (2_000_000, 32_768))
-    warm, measured = settings.pick((8, 8), (48, 96), (64, 128))
+    num_rows, size = settings.pick((20_000, 512), (1_000_000, 16_384), (1_000_000, 16_384))
+    warm, measured = settings.pick((8, 8), (48, 64), (64, 128))
     sample = common.zipf(num_rows)
     rng = np.random.default_rng(settings.seed)
     batches = [sample(rng, size) for _ in range(warm + measured)]
@@ -89,7 +89,7 @@ def budget_for(path: Path, frames: int) -> int:
 def with_room(path: Path, ram: int, frames: int, batches: list[Any], how: dict[str, int]) -> int:
     """`ram` and what the window takes of it, so that about `frames` are left while the window is full."""
     for _ in range(4):
-        left = misses(path, ram, batches[: WINDOW + 16], 8, how)["frames"]
+        left = misses(path, ram, batches[: 2 * WINDOW], WINDOW, how)["frames"]
         if abs(left - frames) <= frames // 50:
             break
         ram += int((frames - left) * DIM * 12.5)
