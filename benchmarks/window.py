@@ -88,8 +88,9 @@ def budget_for(path: Path, frames: int) -> int:
 
 def with_room(path: Path, ram: int, frames: int, batches: list[Any], how: dict[str, int]) -> int:
     """`ram` and what the window takes of it, so that about `frames` are left while the window is full."""
+    part = batches[: 2 * WINDOW]
     for _ in range(4):
-        left = misses(path, ram, batches[: 2 * WINDOW], WINDOW, how)["frames"]
+        left = misses(path, ram, part, len(part) // 2, how)["frames"]
         if abs(left - frames) <= frames // 50:
             break
         ram += int((frames - left) * DIM * 12.5)
