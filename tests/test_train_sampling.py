@@ -5,7 +5,7 @@ import pytest
 
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Interactions, Vocab
-from bunkbed.train.sampling import BatchSource, SeenPairs, _stable_order, random_order
+from bunkbed.train.sampling import BatchesAhead, BatchSource, SeenPairs, _stable_order, random_order
 from bunkbed.train.splits import split
 
 NUM_USERS, NUM_ITEMS = 50, 40
@@ -226,3 +226,39 @@ def test_a_split_without_a_held_out_pair_is_an_error(valid):
         ValueError, match=rf"option valid='{valid}' holds nothing out: no user of pairs\.csv has enough"
     ):
         split(interactions([(0, 1), (1, 2)]), TrainConfig(valid=valid))
+
+
+def test_batches_made_ahead_are_those_that_are_asked_for():
+    pairs = random_interactions()
+    one = source(pairs)
+    ahead = BatchesAhead(source(pairs), depth=3, epochs=3)
+    try:
+        # To the end of an epoch, over it, back, on from the middle, past the last one that is made ahead.
+        for epoch, first, count in [(1, 0, 10), (2, 0, 4), (1, 5, 2), (2, 7, 3), (3, 0, 10), (4, 2, 1)]:
+            asked = ahead.batches(epoch, first)
+            for step in range(first, first + count):
+                batch, expected = next(asked), one.batch(epoch, step)
+                np.testing.assert_array_equal(batch.users, expected.users)
+                np.testing.assert_array_equal(batch.items, expected.items)
+            assert next(ahead.batches(1, 10), None) is None
+    finally:
+        ahead.close()
+        ahead.close()
+
+
+def test_an_error_of_a_batch_made_ahead_comes_where_the_batch_would_have():
+    one = source(random_interactions())
+    make = one.batch
+
+    def fail(epoch, step):
+        if step == 2:
+            raise RuntimeError("no such batch")
+        return make(epoch, step)
+
+    one.batch = fail
+    ahead = BatchesAhead(one, depth=4, epochs=1)
+    asked = ahead.batches(1)
+    next(asked), next(asked)
+    with pytest.raises(RuntimeError, match="no such batch"):
+        next(asked)
+    ahead.close()

@@ -303,7 +303,7 @@ class BatchesAhead:
 
     Args:
         depth: batches made ahead, at least 1.
-        epochs: the last epoch; nothing is made beyond it.
+        epochs: the last epoch; nothing beyond it is made before it is asked for.
     """
 
     def __init__(self, source: BatchSource, *, depth: int, epochs: int) -> None:
@@ -323,18 +323,18 @@ class BatchesAhead:
             if not self._made or self._made[0][0] != (epoch, step):
                 self._forget()
                 self._make(epoch, step)
-            while len(self._made) <= self._depth and self._make(*self._after(*self._made[-1][0])):
-                pass
+            while len(self._made) <= self._depth:
+                following = self._after(*self._made[-1][0])
+                if following[0] > self._epochs:
+                    break
+                self._make(*following)
             yield self._made.popleft()[1].result()
 
     def _after(self, epoch: int, step: int) -> tuple[int, int]:
         return (epoch, step + 1) if step + 1 < self._source.steps_per_epoch else (epoch + 1, 0)
 
-    def _make(self, epoch: int, step: int) -> bool:
-        if epoch > self._epochs:
-            return False
+    def _make(self, epoch: int, step: int) -> None:
         self._made.append(((epoch, step), self._pool.submit(self._source.batch, epoch, step)))
-        return True
 
     def _forget(self) -> None:
         for _, batch in self._made:
