@@ -88,9 +88,9 @@ class _Counters:
 class Trainer:
     """Trains a recommender in a run; goes on from the run's last commit where it has one.
 
-    Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives); the run and its tables are
-    the caller's, who closes them. Durable at every commit: after each `commit_every` epochs, after each best
-    epoch (kept as snapshot ``"best"``), at the end, and when interrupted. One thread calls it, but
+    Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives); the run
+    and its tables are the caller's, who closes them. Durable at every commit: after each `commit_every` epochs, after
+    each best epoch (kept as snapshot ``"best"``), at the end, and when interrupted. One thread calls it, but
     `request_stop` may come from anywhere, signal handlers included.
 
     Args:
