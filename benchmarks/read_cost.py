@@ -1,9 +1,9 @@
 """What reads cost the model beside them: `io_uring` against a pool of threads.
 
-A matrix product on one and on two threads of torch, over and over, beside rows of 768 B staged without a pause from a
+A matrix product on one and on two threads of torch, over and over, beside rows of 768 B looked up without a pause in a
 table larger than its cache: uniform random ids, so nearly every one is a read. In turns: the product alone, beside the
 reads of threads, beside those of io_uring. io_uring stays the default as long as the model does at least 10 % more
-work with it. Then the reads alone: processor time of one, evictions and everything else of staging counted in.
+work with it. Then the reads alone: processor time of one, evictions and everything else of a lookup counted in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EDGE = 256
 
 
 class Reads:
-    """Stages batches one after another on a thread of its own."""
+    """Looks batches up, one after another, on a thread of its own."""
 
     def __init__(self, table: Any, size: int, seed: int) -> None:
         self.table = table
@@ -44,11 +44,11 @@ class Reads:
         """Reads go on inside."""
         stop = threading.Event()
 
-        def stage() -> None:
+        def look_up() -> None:
             while not stop.is_set():
-                self.table.stage(self.batch())
+                self.table.lookup(self.batch())
 
-        thread = threading.Thread(target=stage)
+        thread = threading.Thread(target=look_up)
         thread.start()
         try:
             yield
@@ -96,8 +96,7 @@ def alone(reads: Reads, seconds: float) -> tuple[float, float]:
     """Microseconds of processor time a read, and reads a second, with nothing beside them."""
     before, start, spent = reads.table.stats()["reads"], time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds:
-        reads.table.stage(reads.batch())
-    reads.table.stage(reads.batch()[:1])  # waits for those before it
+        reads.table.lookup(reads.batch())
     count = reads.table.stats()["reads"] - before
     return (time.process_time() - spent) / count * 1e6, count / (time.perf_counter() - start)
 
@@ -121,7 +120,7 @@ def read_cost(settings: Settings) -> list[Figure]:
                 table = stack.enter_context(bb.open(path, ram=settings.pick("8MiB", "64MiB", "256MiB"), mode="r"))
                 reads[name] = Reads(table, size, settings.seed)
                 while not settings.tiny and table.stats()["frames"] < 0.98 * table.stats()["frame_capacity"]:
-                    table.stage(reads[name].batch())
+                    table.lookup(reads[name].batch())
             return figures(reads, seconds, settings.pick(2, 5, 7))
 
 
