@@ -39,10 +39,12 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
       free_head_(kNoFrame),
       records_bytes_((max_frames_ * stride_ + kHugePage - 1) / kHugePage * kHugePage),
       infos_bytes_((max_frames_ * sizeof(FrameInfo) + 4095) / 4096 * 4096),
-      heats_bytes_((max_frames_ * sizeof(uint16_t) + 4095) / 4096 * 4096) {
+      heats_bytes_((max_frames_ * sizeof(uint16_t) + 4095) / 4096 * 4096),
+      dirty_bytes_((max_frames_ / 8 + sizeof(uint64_t) + 4095) / 4096 * 4096) {
   records_ = static_cast<std::byte*>(reserve(records_bytes_));
   infos_ = static_cast<FrameInfo*>(reserve(infos_bytes_));
   heats_ = static_cast<uint16_t*>(reserve(heats_bytes_));
+  dirty_ = static_cast<uint64_t*>(reserve(dirty_bytes_));
 #ifdef MADV_HUGEPAGE
   if (records_bytes_ >= kHugePagesFrom) ::madvise(records_, records_bytes_, MADV_HUGEPAGE);
 #endif
@@ -52,6 +54,7 @@ Cache::~Cache() {
   ::munmap(records_, records_bytes_);
   ::munmap(infos_, infos_bytes_);
   ::munmap(heats_, heats_bytes_);
+  ::munmap(dirty_, dirty_bytes_);
 }
 
 bool Cache::allocate(uint32_t* frame) {
@@ -68,7 +71,8 @@ bool Cache::allocate(uint32_t* frame) {
     *frame = high_water_++;
   }
   ++resident_;
-  infos_[*frame] = FrameInfo{-1, kNoPosition, kNoUse, 0, 1, 0};
+  infos_[*frame] = FrameInfo{-1, kNoPosition, kNoUse, 1, 0};
+  set_dirty(*frame, false);
   heats_[*frame] = static_cast<uint16_t>(step_ << kStepShift | 1);
   return true;
 }
@@ -168,7 +172,8 @@ size_t Cache::uses_bytes() const {
 
 void Cache::release(uint32_t frame) {
   forget_use(frame);
-  infos_[frame] = FrameInfo{-1, free_head_, kNoUse, 0, 0, 0};
+  infos_[frame] = FrameInfo{-1, free_head_, kNoUse, 0, 0};
+  set_dirty(frame, false);
   free_head_ = frame;
   --resident_;
 }

@@ -18,12 +18,11 @@
 
 namespace bunkbed {
 
-// What is known of the record in a frame; 24 bytes each, and two of heat beside it, inside the RAM budget.
+// What is known of the record in a frame; 24 bytes each, two of heat and a dirty bit beside it, inside the RAM budget.
 struct FrameInfo {
   int64_t row;        // -1: the frame is free
   uint64_t position;  // of the same bytes in the log; kNoPosition when dirty or never stored
   uint32_t next_use;  // the coming batch that wants the row next (Window's numbers); past ones mean none
-  uint8_t dirty;
   uint8_t pinned;
   uint8_t loading;  // its record is being read by staging
 };
@@ -39,7 +38,7 @@ class Cache {
   Cache& operator=(const Cache&) = delete;
 
   static constexpr uint8_t kMaxCount = 15;
-  // Bytes a frame costs: its record, padded for alignment, its FrameInfo and its heat.
+  // Bytes a frame costs: its record, padded for alignment, its FrameInfo, its heat and its dirty bit.
   static size_t frame_cost(size_t record_bytes) { return padded(record_bytes) + kInfoBytes; }
 
   std::byte* record(uint32_t frame) const { return records_ + size_t{frame} * stride_; }
@@ -86,6 +85,14 @@ class Cache {
     heats_[frame] = static_cast<uint16_t>((heats_[frame] & ~uint16_t{kMaxCount}) | count);
   }
 
+  // Whether the record in the frame is newer than the log's. A bit beside FrameInfo: an update of rows that are dirty
+  // already, as nearly all are in a warm step, touches nothing else of their frames.
+  bool is_dirty(uint32_t frame) const { return (dirty_[frame / 64] >> frame % 64 & 1) != 0; }
+  void set_dirty(uint32_t frame, bool dirty) {
+    const uint64_t bit = uint64_t{1} << frame % 64;
+    dirty_[frame / 64] = dirty ? dirty_[frame / 64] | bit : dirty_[frame / 64] & ~bit;
+  }
+
   // ---- Coming uses. Batches are numbered from 1 upwards; `first_batch` is the oldest that is not over: frames whose
   // next use lies before it are wanted by none.
   void set_first_batch(uint32_t batch);
@@ -100,7 +107,7 @@ class Cache {
   static constexpr uint16_t kStagedBit = 16;
   static constexpr unsigned kStepShift = 5;
   static constexpr uint32_t kStepMask = (1u << (16 - kStepShift)) - 1;
-  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t);
+  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*the dirty bit, rounded up*/;
   uint32_t stale_step() const { return (step_ - 1) & kStepMask; }
   bool lately_unwanted(uint32_t* frame);
   bool furthest(uint32_t* frame, uint32_t keep_until);
@@ -123,9 +130,11 @@ class Cache {
   std::byte* records_ = nullptr;
   FrameInfo* infos_ = nullptr;
   uint16_t* heats_ = nullptr;
+  uint64_t* dirty_ = nullptr;
   size_t records_bytes_;
   size_t infos_bytes_;
   size_t heats_bytes_;
+  size_t dirty_bytes_;
 
   uint32_t first_batch_ = 1;
   size_t num_wanted_ = 0;  // frames with a next use

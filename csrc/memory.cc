@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <cstdlib>
@@ -27,7 +28,10 @@ size_t rounded(size_t bytes) {
   return (bytes + unit - 1) / unit * unit;
 }
 
+std::atomic<size_t> mapped{0};
+
 void* map(size_t bytes) {
+  mapped.fetch_add(1, std::memory_order_relaxed);
   void* block = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (block == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
@@ -69,6 +73,8 @@ Kept& kept() {
 }
 
 }  // namespace
+
+size_t blocks_mapped() { return mapped.load(std::memory_order_relaxed); }
 
 void* allocate_block(size_t bytes) { return bytes < kLargeBlock ? from_heap(bytes) : map(whole_pages(bytes)); }
 

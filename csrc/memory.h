@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
 #include <vector>
 
 namespace bunkbed {
@@ -19,19 +20,38 @@ void free_block(void* block, size_t bytes) noexcept;
 void* allocate_array(size_t bytes);
 void free_array(void* block, size_t bytes) noexcept;
 
-// For the vectors that hold a table's scratch.
-template <typename T>
-struct BlockAllocator {
+// Allocators of vectors whose elements are not set when the vector is made or resized without a value.
+template <typename T, void* (*kAllocate)(size_t), void (*kFree)(void*, size_t) noexcept>
+struct UnsetAllocator {
   using value_type = T;
-  BlockAllocator() = default;
   template <typename U>
-  BlockAllocator(const BlockAllocator<U>&) {}  // NOLINT: the standard asks for a conversion
-  T* allocate(size_t n) { return static_cast<T*>(allocate_block(n * sizeof(T))); }
-  void deallocate(T* block, size_t n) noexcept { free_block(block, n * sizeof(T)); }
-  bool operator==(const BlockAllocator&) const { return true; }
+  struct rebind {
+    using other = UnsetAllocator<U, kAllocate, kFree>;
+  };
+  UnsetAllocator() = default;
+  template <typename U>
+  UnsetAllocator(const UnsetAllocator<U, kAllocate, kFree>&) {}  // NOLINT: the standard asks for a conversion
+  T* allocate(size_t n) { return static_cast<T*>(kAllocate(n * sizeof(T))); }
+  void deallocate(T* block, size_t n) noexcept { kFree(block, n * sizeof(T)); }
+  template <typename U>
+  void construct(U* at) {
+    ::new (static_cast<void*>(at)) U;
+  }
+  template <typename U, typename... Values>
+  void construct(U* at, Values&&... values) {
+    ::new (static_cast<void*>(at)) U(static_cast<Values&&>(values)...);
+  }
+  bool operator==(const UnsetAllocator&) const { return true; }
 };
 
+// A table's scratch, kept by the table.
 template <typename T>
-using BlockVector = std::vector<T, BlockAllocator<T>>;
+using BlockVector = std::vector<T, UnsetAllocator<T, allocate_block, free_block>>;
+// What comes and goes with each step.
+template <typename T>
+using ArrayVector = std::vector<T, UnsetAllocator<T, allocate_array, free_array>>;
+
+// Blocks taken from the system so far, process-wide; a warm step takes none.
+size_t blocks_mapped();
 
 }  // namespace bunkbed

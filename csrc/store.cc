@@ -1,10 +1,12 @@
 #include "store.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "error.h"
 #include "fault.h"
+#include "workers.h"
 
 namespace bunkbed {
 
@@ -83,7 +85,7 @@ void Store::check_budget() {
 
 void Store::evict(uint32_t frame) {
   FrameInfo& info = cache_.info(frame);
-  if (info.dirty) {
+  if (cache_.is_dirty(frame)) {
     if (log_ == nullptr) {
       const size_t needed = ram_bytes() + ram_bytes() / 4;
       throw Error(ErrorKind::kMemory, "table '" + name_ + "' lives in RAM only and its budget of " +
@@ -94,7 +96,7 @@ void Store::evict(uint32_t frame) {
     // Seeded bug for the exactness tests: the row's newest value is dropped.
     if (fault_is("lost_write_back")) initial_(info.row, frame_bytes_, cache_.record(frame));
     info.position = log_->append(info.row, cache_.record(frame));
-    info.dirty = 0;
+    cache_.set_dirty(frame, false);
     --dirty_rows_;
     ++stats_.written_back;
   }
@@ -178,20 +180,40 @@ std::vector<int64_t> Store::absent_of(const int64_t* rows, size_t n) const {
   return absent;
 }
 
+uint64_t Store::touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch) {
+  std::atomic<uint64_t> hits{0};
+  parallel_for(n, kBlockRows, [&](size_t from, size_t to) {
+    Entry entries[kBlockRows];
+    uint64_t block_hits = 0;
+    for (size_t begin = from; begin < to; begin += kBlockRows) {
+      const size_t count = std::min(kBlockRows, to - begin);
+      directory_->locate(rows + begin, count, entries);
+      constexpr size_t kAhead = 16;
+      for (size_t i = 0; i < count; ++i) {
+        if (touch && i + kAhead < count && is_frame(entries[i + kAhead])) cache_.prefetch_heat(frame_of(entries[i + kAhead]));
+        frames[begin + i] = is_frame(entries[i]) ? frame_of(entries[i]) : kNoFrame;
+        if (touch && is_frame(entries[i])) block_hits += cache_.touch(frame_of(entries[i]));
+      }
+    }
+    if (block_hits != 0) hits.fetch_add(block_hits, std::memory_order_relaxed);
+  });
+  return hits;
+}
+
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
+  const uint64_t hits = touch_resident(rows, n, frames);
+  if (std::find(frames, frames + n, kNoFrame) == frames + n) {
+    count_hits(hits);
+    return;  // nothing gives way before the next pin(): these need no pins
+  }
+  // Residents first: a row that this very batch wants must not be the victim of another.
+  has_pins_ = true;
+  std::vector<uint32_t> missing;
   std::vector<Entry> entries(n);
   directory_->locate(rows, n, entries.data());
-  // Residents first: a row that this very batch wants must not be the victim of another.
-  constexpr size_t kAhead = 16;
-  uint64_t hits = 0;
-  std::vector<uint32_t> missing;
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && is_frame(entries[i + kAhead])) cache_.prefetch(frame_of(entries[i + kAhead]));
-    frames[i] = kNoFrame;
-    if (is_frame(entries[i])) {
-      frames[i] = frame_of(entries[i]);
+    if (frames[i] != kNoFrame) {
       cache_.info(frames[i]).pinned = 1;
-      hits += cache_.touch(frames[i]);
     } else if (create || entries[i] != kAbsent) {
       missing.push_back(static_cast<uint32_t>(i));
     }
@@ -240,8 +262,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
   }
   for (const uint32_t i : missing) {
     if (entries[i] != kAbsent) continue;
-    FrameInfo& info = cache_.info(frames[i]);
-    info.dirty = 1;
+    cache_.set_dirty(frames[i], true);
     ++dirty_rows_;
     directory_->set(rows[i], entry_of_frame(frames[i]));
   }
@@ -369,6 +390,8 @@ void Store::forget_window() {
 }
 
 void Store::unpin(const uint32_t* frames, size_t n) {
+  if (!has_pins_) return;
+  has_pins_ = false;
   constexpr size_t kAhead = 16;
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n && frames[i + kAhead] != kNoFrame) cache_.prefetch(frames[i + kAhead]);
@@ -377,9 +400,9 @@ void Store::unpin(const uint32_t* frames, size_t n) {
 }
 
 void Store::mark_dirty(uint32_t frame) {
+  if (cache_.is_dirty(frame)) return;
+  cache_.set_dirty(frame, true);
   FrameInfo& info = cache_.info(frame);
-  if (info.dirty) return;
-  info.dirty = 1;
   ++dirty_rows_;
   if (info.position != kNoPosition) {
     --log_->segment_of(info.position).live;
@@ -420,9 +443,9 @@ void Store::flush() {
   if (log_ == nullptr) return;
   for (uint32_t frame = 0; frame < cache_.high_water(); ++frame) {
     FrameInfo& info = cache_.info(frame);
-    if (info.row < 0 || !info.dirty) continue;
+    if (info.row < 0 || !cache_.is_dirty(frame)) continue;
     info.position = log_->append(info.row, cache_.record(frame));
-    info.dirty = 0;
+    cache_.set_dirty(frame, false);
     --dirty_rows_;
     ++stats_.written_back;
   }

@@ -27,6 +27,7 @@
 namespace bunkbed {
 
 inline constexpr uint32_t kNoFrame = ~0u;
+inline constexpr size_t kBlockRows = 1024;  // rows of one block of a parallel walk over the directory
 
 struct StoreStats {
   uint64_t unique_rows = 0;  // rows wanted, each once a step; = hits + misses + first_touches
@@ -77,7 +78,11 @@ class Store {
   void reserve_rows(const int64_t* rows, size_t n);
   // Whether reserve_rows() of them takes frames away; nothing may be loading then.
   bool must_shrink_for(const int64_t* rows, size_t n) const;
+  // Gives the pins of the last pin() back; there are none when all its rows were in RAM already.
   void unpin(const uint32_t* frames, size_t n);
+  // The frames of those rows that are in RAM, kNoFrame for the others; with `touch` they count as wanted. Returns how
+  // many of them that is news for; the caller hands it to count_hits().
+  uint64_t touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch = true);
 
   // Staging: reads that go on without the table's lock.
   //   1. begin_staging(), under the lock: frames are taken, pinned and marked as loading, the directory points at them.
@@ -174,6 +179,7 @@ class Store {
   Compactor compactor_;
   InitialRecord initial_;
   size_t dirty_rows_ = 0;
+  bool has_pins_ = false;  // between a pin() that pinned and its unpin()
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   Window window_;
   size_t window_bytes_ = 0;  // set aside for the window and the cache's list of uses

@@ -102,11 +102,16 @@ class Table {
 
   // ---- Rows. ids: int64[n]; the errors name the first bad id and its place.
   void lookup(const int64_t* ids, size_t n, bool touch, float* out);  // out: (n, dim)
+  // Ids deduped once for all that a training step does with them: the overloads that take a Batch.
+  Batch batch(const int64_t* ids, size_t n) const;
+  void lookup(const Batch& batch, bool touch, float* out);
   // offsets: int64[num_bags], where each bag starts; weights: float32[n] or null; out: (num_bags, dim)
   void lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
                    const float* weights, bool touch, float* out);
   // grads: (n, dim). `lr` overrides the optimizer's for this step. `step` imposes the step number (a shard).
   void update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr, std::optional<int64_t> step);
+  // One step with sums that are known to be finite: (batch.num_unique(), dim), in the order of batch.unique().
+  void update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step);
   void stage(const int64_t* ids, size_t n);
   // ---- The window; see table_window.cc. expect() returns the batch's number, kNoUse when there is nothing to plan (every
   // row is in RAM), or kWindowFull. `most` batches at once; 0: as many as are of use. advance() takes those numbers,
@@ -194,7 +199,6 @@ class Table {
   void check_not_held(const int64_t* ids, size_t n) const;
   void ask_holder();
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
-  [[noreturn]] void overflowed(int64_t id) const;
   size_t piece_ids() const;
   bool is_staging() const { return batches_staging_ > 0; }
   void stage_ahead();
@@ -202,13 +206,25 @@ class Table {
 
   void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;
   void widen(const std::byte* record, float* out) const;
+  std::unique_lock<std::mutex> begin_lookup(const int64_t* ids, size_t n);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
+  void copy_resident(const uint32_t* frames, const uint32_t* index, size_t n, float* out) const;
+  void lookup_missing(const Batch& batch, const uint32_t* frames, bool touch, float* out);
   void pool_rows(const float* rows, size_t begin, size_t end, const int64_t* offsets, size_t num_bags, size_t n,
                  const float* weights, float* out) const;
-  void sum_gradients(const Batch& batch, const uint32_t* members, const float* grads, size_t u, float* out) const;
-  bool sums_are_finite(const Batch& batch, const uint32_t* members, const float* grads, float* sums) const;
-  void apply_update(const Batch& batch, const uint32_t* members, const float* grads, const float* sums,
-                    const StepConstants& constants, int64_t step, bool* wrote);
+  // One accepted update: its number and what is the same for all rows of it.
+  struct Step {
+    int64_t number;
+    StepConstants constants;
+  };
+  std::unique_lock<std::mutex> begin_update(const int64_t* ids, size_t n);
+  Step next_step(std::optional<double> lr, std::optional<int64_t> step) const;
+  template <typename Apply>
+  void take_step(const Step& step, const Apply& apply);
+  double sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
+  [[noreturn]] void not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const;
+  // `sums` or, where they are not kept, `grads` to make them of.
+  void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote);
 
   vfs::Vfs& vfs_;
   const std::string path_;
@@ -268,10 +284,6 @@ class Table {
   BlockVector<float> sums_;
   BlockVector<std::byte> records_;
 };
-
-// Sums the gradients of equal ids in batch order: unique ids in order of first occurrence and their sums.
-// sums must hold (batch.num_unique(), dim).
-void sum_duplicates(const Batch& batch, const float* grads, size_t dim, float* sums);
 
 // Walks every stored row once, in log order. Fails when the table is changed meanwhile.
 class Scan {

@@ -117,7 +117,6 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
       if (parts == 1 || (mix_id(ids[i]) >> 16) % parts == p) members_.push_back(static_cast<uint32_t>(i));
     }
     batch_.assign(ids, members_.size(), members_.data());
-    batch_.group();
   };
   for (size_t p = 0; p < parts; ++p) {
     select(p);
@@ -134,7 +133,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
         wrote = true;
         for (size_t i = 0; i < count; ++i) {
           const size_t u = begin + i;
-          const float* value = values + size_t{members_[batch_.order()[batch_.offsets()[u + 1] - 1]]} * f.length;
+          const float* value = values + size_t{batch_.order()[batch_.offsets()[u + 1] - 1]} * f.length;
           std::byte* record = store_->cache().record(frames_[i]);
           if (field == 0 && spec_.dtype != DType::kFloat32) {
             kernels().narrow_nearest(spec_.dtype, f.length, value, record);

@@ -379,16 +379,70 @@ def test_a_wrong_io_in_the_environment_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
-def test_sum_duplicates_is_the_reference() -> None:
+@pytest.mark.parametrize("size", [1000, 20_000])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_of_a_batch_are_the_reference(size: int, threads: int) -> None:
     from bunkbed.testing.arithmetic import sum_duplicates
 
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, 50, 1000)
-    grads = rng.standard_normal((1000, 7)).astype(np.float32)
-    unique, sums = _native.sum_duplicates(ids, grads)
+    ids = rng.integers(0, size // 3, size)
+    grads = rng.standard_normal((size, 7)).astype(np.float32)
+    before = bb.get_num_threads()
+    bb.set_num_threads(threads)
+    try:
+        with bb.create(None, dim=7, num_rows=size) as table:
+            batch = table.batch(ids)
+            sums, norm = batch.sum(grads)
+    finally:
+        bb.set_num_threads(before)
     expected, expected_sums = sum_duplicates(ids, grads)
-    assert unique.tolist() == expected.tolist()
+    assert batch.unique().tolist() == expected.tolist() and len(batch) == len(expected)
     assert_same_bits(sums, expected_sums)
+    assert norm == pytest.approx(float(np.linalg.norm(expected_sums.astype(np.float64))))
+    with pytest.raises(ValueError, match=rf"a batch of {size} ids got {size - 1} gradients"):
+        batch.sum(grads[1:])
+
+
+@pytest.mark.parametrize("ram", ["smallest", "64MiB"])
+@pytest.mark.parametrize("optimizer", [bb.Adam(lr=0.1), bb.RowwiseAdagrad(lr=0.1)])
+def test_a_batch_is_looked_up_and_updated_as_its_ids(tmp_path: Path, ram: Any, optimizer: Any) -> None:
+    """Rows in RAM, on disk and never trained; more rows in a batch than frames."""
+    kwargs = {**KWARGS, "optimizer": optimizer}
+    if ram == "smallest":
+        ram = smallest_ram(lambda n: bb.create(tmp_path / f"probe{n}", ram=n, **kwargs))
+    table = bb.create(tmp_path / "table", ram=ram, **kwargs)
+    oracle = ReferenceTable(**kwargs)
+    rng = np.random.default_rng(5)
+    for size in (1, 50, 3000, 9000):
+        ids = zipf_ids(rng, KWARGS["num_rows"], size)
+        grads = rng.standard_normal((size, KWARGS["dim"])).astype(np.float32)
+        for touch in (False, True):
+            batch = table.batch(ids)
+            assert_same_bits(table.lookup_batch(batch, size, touch=touch), oracle.lookup(ids))
+        sums, _ = batch.sum(grads)
+        table.update_batch(batch, sums, lr=0.05)
+        oracle.update(ids, grads, lr=0.05)
+        stats = table.stats()
+        assert stats["hits"] + stats["misses"] + stats["first_touches"] == stats["unique_rows"]
+    assert_same_rows(table, oracle, np.arange(KWARGS["num_rows"]))
+    with pytest.raises(ValueError, match="lr must be finite"):
+        table.update_batch(batch, sums, lr=-1.0)
+    table.close()
+    with pytest.raises(bb.TableClosedError, match="is closed"):
+        table.update_batch(batch, sums)
+
+
+def test_a_batch_names_the_first_bad_id() -> None:
+    with (
+        bb.create(None, dim=4, num_rows=10) as table,
+        pytest.raises(IndexError, match=r"id 10 at position 2 is outside"),
+    ):
+        table.batch(np.array([1, 9, 10, -1]))
+    with (
+        bb.create(None, dim=4, num_rows=10) as table,
+        pytest.raises(IndexError, match=r"id -1 at position 0 is outside"),
+    ):
+        table.batch(np.array([-1, -1, -1]))
 
 
 def test_budget_shared_by_tables(tmp_path: Path) -> None:

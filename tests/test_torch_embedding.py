@@ -257,6 +257,10 @@ class Spy:
         self.touched.append(touch)
         return self._table.lookup(ids, touch=touch, out=out)
 
+    def lookup_batch(self, batch: Any, size: int, *, touch: bool = True) -> Any:
+        self.touched.append(touch)
+        return self._table.lookup_batch(batch, size, touch=touch)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 

@@ -18,6 +18,9 @@ using RecordsIn = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::
 using RecordsOut = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 
 InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed);
+// A Python object that gives a block of allocate_array() back when the last array over it is gone.
+nanobind::object own_block(void* address, size_t bytes);
+void bind_batch(nanobind::module_& m);
 void bind_table(nanobind::module_& m);
 
 }  // namespace bunkbed

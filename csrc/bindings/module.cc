@@ -18,6 +18,7 @@
 #include "error.h"
 #include "fault.h"
 #include "float_mode.h"
+#include "gradients.h"
 #include "kernels/kernels.h"
 #include "losses.h"
 #include "manifests.h"
@@ -140,6 +141,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
   (void)kernels();  // a bad BUNKBED_SIMD is reported at import
 
+  bind_batch(m);
   bind_table(m);
 
   m.def("simd", [] { return simd_name(current_simd()); }, "The instruction set in use.");
@@ -180,35 +182,6 @@ NB_MODULE(_native, m) {
       "kind"_a, "a"_a, "b"_a, "seed"_a, "ids"_a, "out"_a, "Initial weights of rows: out float32[n, dim].");
 
   m.def(
-      "sum_duplicates",
-      [](const Ids& ids, const nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& grads) {
-        const size_t dim = grads.shape(1);
-        // Kept between calls: a step makes the same one again.
-        thread_local std::unique_ptr<Batch> batch;
-        if (batch == nullptr || batch->bytes() > (32u << 20)) batch = std::make_unique<Batch>();
-        int64_t* unique = nullptr;
-        float* sums = nullptr;
-        size_t n = 0;
-        {
-          const nb::gil_scoped_release release;
-          const DefaultFloatMode mode;
-          batch->assign(ids.data(), ids.shape(0));
-          batch->group();
-          n = batch->num_unique();
-          unique = static_cast<int64_t*>(allocate_array(n * sizeof(int64_t)));
-          sums = static_cast<float*>(allocate_array(n * dim * sizeof(float)));
-          std::copy(batch->unique().begin(), batch->unique().end(), unique);
-          sum_duplicates(*batch, grads.data(), dim, sums);
-        }
-        const nb::object owns_unique = own_block(unique, n * sizeof(int64_t));
-        const nb::object owns_sums = own_block(sums, n * dim * sizeof(float));
-        return nb::make_tuple(nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(unique, {n}, owns_unique),
-                              nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {n, dim}, owns_sums));
-      },
-      "ids"_a, "grads"_a,
-      "Sum the gradients of equal ids in batch order: (unique int64[U] in order of first occurrence, float32[U, dim]).");
-
-  m.def(
       "empty_rows",
       [](size_t rows, size_t dim) {
         auto* values = static_cast<float*>(allocate_array(std::max<size_t>(1, rows * dim) * sizeof(float)));
@@ -216,6 +189,16 @@ NB_MODULE(_native, m) {
             values, {rows, dim}, own_block(values, std::max<size_t>(1, rows * dim) * sizeof(float)));
       },
       "rows"_a, "dim"_a, "Uninitialised float32[rows, dim], 64-byte aligned, from memory that is used again when freed.");
+
+  m.def(
+      "scale",
+      [](const nb::ndarray<float, nb::c_contig, nb::device::cpu>& values, double factor) {
+        const nb::gil_scoped_release release;
+        const DefaultFloatMode mode;
+        return scale(values.size(), static_cast<float>(factor), values.data());
+      },
+      "values"_a, "factor"_a, "Multiply a float32 array in place; True when every result is finite.");
+  m.def("blocks_mapped", &blocks_mapped, "Large blocks taken from the system so far; a warm step takes none.");
 
   m.def(
       "norm",

@@ -205,6 +205,10 @@ void bind_table(nb::module_& m) {
       .def("lookup", [](Table& t, const Ids& ids, bool touch, const FloatsOut& out) {
         unlocked([&] { t.lookup(ids.data(), ids.shape(0), touch, out.data()); });
       })
+      .def("batch", [](Table& t, const Ids& ids) { return unlocked([&] { return t.batch(ids.data(), ids.shape(0)); }); })
+      .def("lookup_batch", [](Table& t, const Batch& batch, bool touch, const FloatsOut& out) {
+        unlocked([&] { t.lookup(batch, touch, out.data()); });
+      })
       .def(
           "lookup_bags",
           [](Table& t, const Ids& ids, const Ids& offsets, int pooling,
@@ -222,6 +226,12 @@ void bind_table(nb::module_& m) {
             unlocked([&] { t.update(ids.data(), ids.shape(0), grads.data(), lr, step); });
           },
           "ids"_a, "grads"_a, "lr"_a.none(), "step"_a.none())
+      .def(
+          "update_batch",
+          [](Table& t, const Batch& batch, const FloatsIn& sums, std::optional<double> lr, std::optional<int64_t> step) {
+            unlocked([&] { t.update(batch, sums.data(), lr, step); });
+          },
+          "batch"_a, "sums"_a, "lr"_a.none(), "step"_a.none())
       .def("stage", [](Table& t, const Ids& ids) { unlocked([&] { t.stage(ids.data(), ids.shape(0)); }); })
       .def("expect",
            [](Table& t, const Ids& ids, uint32_t most) {

@@ -55,6 +55,10 @@ struct Kernels {
   void (*add_row)(int64_t dim, const float* x, float* acc);
   // acc[i] = acc[i] + scale * x[i]  (product rounded, then sum rounded)
   void (*add_scaled_row)(int64_t dim, float scale, const float* x, float* acc);
+  // Rows u of n, each the sum of grads' rows (dim) order[starts[u]], ..., order[starts[u + 1] - 1], added in that order:
+  // sums[u * dim + i]. Returns the sum of the squares of all sums, in double over 16 virtual lanes, by column.
+  double (*sum_rows)(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
+                     float* sums);
   // x[i] = x[i] * scale
   void (*scale_row)(int64_t dim, float scale, float* x);
   // true when every value is finite

@@ -42,20 +42,88 @@ float dot(int64_t dim, const float* x, const float* y) {
   return sum_over_lanes(dim, [&](auto load, int64_t i) { return load(x + i) * load(y + i); });
 }
 
-double sum_of_squares(int64_t n, const float* x) {
-  alignas(64) double lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double value = x[i + lane];
-      lanes[lane] = lanes[lane] + value * value;
+typedef double Doubles __attribute__((vector_size(kVectorBytes)));
+typedef float HalfFloats __attribute__((vector_size(kVectorBytes / 2)));
+
+// A sum of squares in double over 16 lanes: column i of a row counts in lane i mod 16. As vectors, and not as an array
+// of lanes: the compiler would take that apart and put it together again for every row.
+struct Squares {
+  static constexpr int64_t kWidth = kVectorBytes / sizeof(double);
+  static constexpr int64_t kVectors = kLanes / kWidth;
+  Doubles acc[kVectors] = {};
+  alignas(64) double tail[kLanes] = {};  // of columns beyond the last multiple of 16
+
+  inline void add(int64_t n, const float* x) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      for (int64_t v = 0; v < kVectors; ++v) {
+        HalfFloats half;
+        __builtin_memcpy(&half, x + i + v * kWidth, sizeof half);
+        const Doubles value = __builtin_convertvector(half, Doubles);
+        acc[v] = acc[v] + value * value;
+      }
+    }
+    for (int64_t lane = 0; i < n; ++i, ++lane) {
+      const double value = x[i];
+      tail[lane] = tail[lane] + value * value;
     }
   }
-  for (int64_t lane = 0; i < n; ++i, ++lane) {
-    const double value = x[i];
-    lanes[lane] = lanes[lane] + value * value;
+  inline double total() const {
+    alignas(64) double lanes[kLanes];
+    __builtin_memcpy(lanes, acc, sizeof lanes);
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lanes[lane] + tail[lane];
+    return fold_lanes(lanes);
   }
-  return fold_lanes(lanes);
+};
+
+// Columns [0, kVectors vectors) of a sum, kept in registers; order[0..n) as rows of `grads`. Each row lies somewhere else
+// in the batch: those to come, of which `known` are known, are asked for.
+template <int64_t kVectors>
+inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uint32_t n, uint32_t known, float* out) {
+  constexpr int64_t kWidth = kVectorBytes / sizeof(float);
+  constexpr uint32_t kAhead = 8;
+  Floats acc[kVectors];
+  for (int64_t v = 0; v < kVectors; ++v) acc[v] = Floats{} - 0.0f;  // -0.0: x + -0.0 is x for every x
+  for (uint32_t o = 0; o < n; ++o) {
+    if (o + kAhead < known) {
+      const float* const ahead = grads + static_cast<int64_t>(order[o + kAhead]) * dim;
+      for (int64_t line = 0; line < kVectors * kWidth; line += 16) __builtin_prefetch(ahead + line);
+    }
+    const float* const row = grads + static_cast<int64_t>(order[o]) * dim;
+    for (int64_t v = 0; v < kVectors; ++v) {
+      acc[v] = acc[v] + load_floats(row + v * kWidth);
+    }
+  }
+  __builtin_memcpy(out, acc, sizeof acc);
+}
+
+double sum_rows(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
+                float* __restrict sums) {
+  constexpr int64_t kWidth = kVectorBytes / sizeof(float);
+  Squares squares;
+  for (size_t u = 0; u < n; ++u, sums += dim) {
+    const uint32_t* const places = order + starts[u];
+    const uint32_t count = starts[u + 1] - starts[u];
+    const uint32_t known = starts[n] - starts[u];
+    int64_t i = 0;
+    for (; i + 4 * kWidth <= dim; i += 4 * kWidth) sum_tile<4>(dim, grads + i, places, count, known, sums + i);
+    for (; i + kWidth <= dim; i += kWidth) sum_tile<1>(dim, grads + i, places, count, known, sums + i);
+    if (i < dim) {
+      for (int64_t c = i; c < dim; ++c) sums[c] = grads[static_cast<int64_t>(places[0]) * dim + c];
+      for (uint32_t o = 1; o < count; ++o) {
+        const float* const row = grads + static_cast<int64_t>(places[o]) * dim;
+        for (int64_t c = i; c < dim; ++c) sums[c] = sums[c] + row[c];
+      }
+    }
+    squares.add(dim, sums);
+  }
+  return squares.total();
+}
+
+double sum_of_squares(int64_t n, const float* x) {
+  Squares squares;
+  squares.add(n, x);
+  return squares.total();
 }
 
 void add_row(int64_t dim, const float* __restrict x, float* __restrict acc) {

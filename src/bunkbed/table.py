@@ -326,6 +326,26 @@ class Table:
         values = as_rows(grads, (*array.shape, self._dim), what="grads", table=label)
         self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
 
+    # What a framework's training step does, with its ids deduped once: lookup_batch, then Batch.sum, then update_batch.
+
+    def batch(self, ids: Any) -> Any:
+        """The ids of a training step, int64[N], deduped once: a `_native.Batch`.
+
+        Raises:
+            IndexError, TypeError: see `lookup`.
+        """
+        return self._native.batch(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
+
+    def lookup_batch(self, batch: Any, size: int, *, touch: bool = True) -> Floats:
+        """`lookup` of a `batch` of `size` ids: float32[N, dim] in the order of the ids."""
+        out: Floats = _native.empty_rows(size, self._dim)
+        self._native.lookup_batch(batch, touch, out)
+        return out
+
+    def update_batch(self, batch: Any, sums: Floats, *, lr: float | None = None, step: int | None = None) -> None:
+        """`update` with what ``batch.sum`` made, which the caller knows to be finite."""
+        self._native.update_batch(batch, sums, lr, step)
+
     def stage(self, ids: Any) -> None:
         """Start reading rows that a lookup will want; moves records, never values. ids: int64[...].
 

@@ -29,7 +29,10 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         ctx.pending = pending.ref
         ctx.order = next(pending.order)
         ctx.padding = layer.padding_idx
-        return layer._look_up(rows, touch=layer.training)
+        # Deduped once for this lookup, the sums of its gradients and the step.
+        ctx.batch = pending.table.batch(rows)
+        values = pending.table.lookup_batch(ctx.batch, rows.size, touch=layer.training)
+        return layer._output(torch.from_numpy(values.reshape(*rows.shape, layer.embedding_dim)))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -37,7 +40,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         pending.require_first_order()
         saved = ctx.saved_tensors
         rows = saved[0].numpy() if saved else ctx.rows
-        pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, pending.table.dim), ctx.padding)
+        pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, pending.table.dim), ctx.padding, ctx.batch)
         return pending.no_change(), None, None
 
 

@@ -54,6 +54,7 @@ class _Part:
     ids: IntArray  # int64[N]
     grads: FloatArray  # float32[N, dim]; may be autograd's own buffer, so never written to
     scale: float = 1.0  # still to be multiplied in
+    batch: Any = None  # the ids deduped, where the lookup did it
 
     def scaled(self) -> FloatArray:
         """The gradients with `scale` applied, float32[N, dim]."""
@@ -78,8 +79,9 @@ class Pending:
         self.ref = weakref.ref(self)
         # (table epoch, epoch it equals): after a rewind the newest commit has a new number but old contents.
         self.same_as: tuple[int, int] | None = None
-        self.ids: IntArray = np.empty(0, np.int64)  # unique, with their sums: what step applies
-        self.sums: FloatArray = np.empty((0, table.dim), np.float32)
+        self._nothing: tuple[Any, FloatArray] = table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32)
+        self.batch, self.sums = self._nothing  # rows, each once, and their sums: what step applies
+        self._is_finite = True  # every sum
         self._norm = 0.0  # what we wrote to anchor.grad
         self._written: Any = None  # the tensor we wrote it to
         self._parts: list[_Part] = []
@@ -175,8 +177,10 @@ class Pending:
                 "derivative; take torch.autograd.grad with respect to the layer's output instead"
             )
 
-    def hold(self, order: int, ids: IntArray, grads: FloatArray, padding: int | None) -> None:
+    def hold(self, order: int, ids: IntArray, grads: FloatArray, padding: int | None, batch: Any = None) -> None:
         """Takes the gradients of one lookup: int64[N], float32[N, dim]; rows of `padding` get none.
+
+        `batch` is ``table.batch(ids)`` where the lookup made it.
 
         Raises:
             RuntimeError: no `Optimizer` is attached, or more than one process.
@@ -196,8 +200,8 @@ class Pending:
         if padding is not None:
             kept = ids != padding
             if not kept.all():
-                ids, grads = ids[kept], grads[kept]
-        self._arrived.append(_Part(order, torch._C._current_graph_task_id(), ids, grads))
+                ids, grads, batch = ids[kept], grads[kept], None
+        self._arrived.append(_Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch))
 
     def no_change(self) -> Any:
         """What a backward returns for the anchor: -0.0; a new tensor, since autograd may keep it as ``.grad``."""
@@ -214,7 +218,7 @@ class Pending:
         if self._parts and new and new[0].order > self._parts[-1].order:
             # Later in the forward order than everything pending, as in plain accumulation: go on from the
             # sums so far, which is bit-identical and lets the earlier gradients go.
-            self._parts = [_Part(self._parts[-1].order, -1, self.ids, self.sums), *new]
+            self._parts = [_Part(self._parts[-1].order, -1, self.batch.unique(), self.sums), *new]
         else:
             self._parts = sorted([*self._parts, *new], key=lambda part: part.order)
         if not self._parts:
@@ -226,12 +230,15 @@ class Pending:
 
     def _sum(self) -> None:
         if len(self._parts) == 1:
-            ids, grads = self._parts[0].ids, self._parts[0].scaled()
+            part = self._parts[0]
+            batch, ids, grads = part.batch, part.ids, part.scaled()
         else:
+            batch = None
             ids = np.concatenate([part.ids for part in self._parts])
             grads = np.concatenate([part.scaled() for part in self._parts])
-        self.ids, self.sums = _native.sum_duplicates(ids, grads)
-        self._norm = _native.norm(self.sums)
+        self.batch = self.table.batch(ids) if batch is None else batch
+        self.sums, self._norm = self.batch.sum(grads)
+        self._is_finite = math.isfinite(self._norm)
 
     # ---- between backward and step
 
@@ -275,8 +282,7 @@ class Pending:
                 "the row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
             )
         ratio = value / norm
-        with np.errstate(invalid="ignore", over="ignore"):  # a ratio that is not finite is step's to report
-            self.sums *= np.float32(ratio)
+        self._is_finite = _native.scale(self.sums, ratio)  # what is not finite is step's to report
         for part in self._parts:
             part.scale *= ratio
         self._norm = value
@@ -284,11 +290,11 @@ class Pending:
 
     def require_finite(self) -> None:
         """Raises ValueError naming the first id whose gradient is not finite, before a step changes anything."""
-        if math.isfinite(self._norm):
+        if self._is_finite:
             return
         row, column = np.argwhere(~np.isfinite(self.sums))[0].tolist()
         raise ValueError(
-            f"table {self.name!r}: the gradient of id {self.ids[row]} is {self.sums[row, column]} at column "
+            f"table {self.name!r}: the gradient of id {self.batch.unique()[row]} is {self.sums[row, column]} at column "
             f"{column}; nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler "
             "skip such steps"
         )
@@ -301,11 +307,8 @@ class Pending:
 
     def update(self, lr: float) -> None:
         """One step of the table with the summed rows."""
-        if self.next_step is None:
-            self.table.update(self.ids, self.sums, lr=lr)
-        else:
-            self.table.update(self.ids, self.sums, lr=lr, step=self.next_step)
-            self.next_step = None
+        self.table.update_batch(self.batch, self.sums, lr=lr, step=self.next_step)
+        self.next_step = None
 
     @property
     def has_rows(self) -> bool:
@@ -316,8 +319,7 @@ class Pending:
         """Forgets every pending gradient."""
         if self._parts:
             self._parts = []
-            self.ids = self.ids[:0].copy()
-            self.sums = self.sums[:0].copy()
+            self.batch, self.sums = self._nothing
         self._norm = 0.0
 
     def forget_aborted(self) -> None:
