@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bunkbed as bb
+from bunkbed import _native
 from bunkbed.testing import ReferenceTable
 from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
 
@@ -487,3 +488,18 @@ def test_any_sequence_of_calls_does_what_it_does_to_a_dense_parameter(seed: int)
         if choice is backward:
             assert emb.anchor.grad.item() == pytest.approx(ref.weight.grad.double().norm().item(), rel=1e-4, abs=1e-6)
     assert stepped > 0
+
+
+def test_a_warm_step_takes_no_memory_from_the_system() -> None:
+    emb = Embedding(100_000, 32, optimizer=bb.Adam(), init=bb.Zeros(), seed=0)
+    opt = Optimizer(emb)
+    batches = [torch.randint(100_000, (70_000,), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    grad = torch.ones(70_000, 32)
+    mapped = []
+    for i in range(12):
+        opt.zero_grad()
+        emb(batches[i % 2]).backward(grad)
+        opt.step()
+        mapped.append(_native.blocks_mapped())
+    assert mapped[3] > 0
+    assert mapped[6] == mapped[-1]
