@@ -16,7 +16,7 @@ IOPS is measured on the run's own segments, 64 threads of 4 KiB O_DIRECT reads, 
 were chosen on held-out pairs of the training file, after a prototype whose test curves had been looked at; a run looks
 at the test items once, at the end.
 
-`ml1m-bf16` compares two recipes instead, both with room for every record: `ml1m-bce` as it is, and with bfloat16 rows
+`ml1m-bf16` compares two recipes instead, both with room for every record: `ml1m` as it is, and with bfloat16 rows
 and row-wise Adagrad. It prints what that costs in HR@10 and what it saves in bytes.
 """
 
@@ -226,7 +226,7 @@ def plan_runs(name: str, config: TrainConfig, data: Dataset, share: float) -> di
     records = record_bytes(config, data)
     roomy = replace(config, ram=4 * records + 64 * common.MIB)
     if name == "ml1m-bf16":
-        wide = RECIPES["ml1m-bce"]
+        wide = RECIPES["ml1m"]
         return {"wide": replace(roomy, optimizer=wide.optimizer, dtype=wide.dtype, lr=wide.lr), "narrow": roomy}
     tight = replace(config, ram=int(share * records) + OVERHEAD_BYTES)
     print(f"tight budget {tight.ram:,} B = {share:.0%} + {OVERHEAD_BYTES:,} B")

@@ -6,7 +6,7 @@ of each user, which chooses the epoch. What each reaches stands in ``benchmarks/
 `ML1M_BCE` and `ML1M` are for MovieLens-1M as the NCF authors split it (leave-one-out, 99 sampled negatives given):
 generalised matrix factorization (He et al. 2017), with eight negatives of its own for every pair and their
 cross-entropy, or with BPR. `GOWALLA` is for Gowalla as the LightGCN authors split it (full ranking): matrix
-factorization with BPR. `ML1M_BF16` is `ML1M_BCE` with bfloat16 rows and row-wise Adagrad, at 132 bytes a row rather
+factorization with BPR. `ML1M_BF16` is `ML1M` with bfloat16 rows and row-wise Adagrad, at 132 bytes a row rather
 than 768. With BPR the negatives are shared by the pairs of a step, so that there can be hundreds
 while a step touches few rows, and the harder ones weigh more. All need a strong L2.
 
@@ -55,7 +55,7 @@ ML1M_BCE = TrainConfig(
     ks="10",
 )
 
-ML1M_BF16 = replace(ML1M_BCE, dtype="bfloat16", optimizer="rowwise_adagrad", lr=0.07)
+ML1M_BF16 = replace(ML1M, dtype="bfloat16", optimizer="rowwise_adagrad", lr=0.15)
 
 GOWALLA = TrainConfig(
     model="mf",
