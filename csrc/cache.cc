@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint32_t kNoFrame = ~0u;
 constexpr size_t kHugePage = 2u << 20;
+constexpr size_t kHugeInfosFrom = 1u << 30;  // bytes of records beside which they lie
 constexpr size_t kHugePagesFrom = 64u << 20;  // below, a half-used huge page would be a visible part of the budget
 
 void* reserve(size_t bytes) {
@@ -47,6 +48,10 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
   dirty_ = static_cast<uint64_t*>(reserve(dirty_bytes_));
 #ifdef MADV_HUGEPAGE
   if (records_bytes_ >= kHugePagesFrom) ::madvise(records_, records_bytes_, MADV_HUGEPAGE);
+  if (records_bytes_ >= kHugeInfosFrom) {
+    ::madvise(infos_, infos_bytes_, MADV_HUGEPAGE);
+    ::madvise(heats_, heats_bytes_, MADV_HUGEPAGE);
+  }
 #endif
 }
 

@@ -24,6 +24,9 @@ Entry load_entry(const std::byte* at) {
 
 void store_entry(std::byte* at, Entry entry) { std::memcpy(at, &entry, kEntryBytes); }
 
+constexpr size_t kHugePagesFrom = 8u << 20;
+constexpr size_t kHugePagesTo = 256u << 20;
+
 // Five bytes a row in one lazily touched mapping: a page nobody touched costs nothing, though the budget counts it.
 class FlatDirectory final : public Directory {
  public:
@@ -71,6 +74,11 @@ class FlatDirectory final : public Directory {
       throw Error(ErrorKind::kMemory, "cannot map a directory of " + std::to_string(bytes_) + " bytes");
     }
     entries_ = static_cast<std::byte*>(memory);
+#ifdef MADV_HUGEPAGE
+    // A batch touches it all over, at one entry a page: with small pages each costs a walk through the page tables. Not
+    // where it is so large that a few rows must not touch all of it.
+    if (bytes_ >= kHugePagesFrom && bytes_ < kHugePagesTo) ::madvise(memory, bytes_, MADV_HUGEPAGE);
+#endif
   }
   std::byte* at(int64_t row) const { return entries_ + static_cast<uint64_t>(row) * kEntryBytes; }
 

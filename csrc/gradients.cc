@@ -11,6 +11,10 @@
 namespace bunkbed {
 
 double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums) {
+  return sum_gradients(batch, batch.order().data(), grads, dim, sums);
+}
+
+double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums) {
   const size_t num_unique = batch.num_unique();
   const size_t grain = row_grain(dim);
   // One partial sum a block, added up in the order of blocks.
@@ -19,7 +23,7 @@ double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* 
     ArrayVector<float> own(sums == nullptr ? std::min(grain, to - from) * dim : 0);
     for (size_t begin = from; begin < to; begin += grain) {
       const size_t end = std::min(to, begin + grain);
-      squares[begin / grain] = kernels().sum_rows(static_cast<int64_t>(dim), grads, batch.order().data(),
+      squares[begin / grain] = kernels().sum_rows(static_cast<int64_t>(dim), grads, rows,
                                                   batch.offsets().data() + begin, end - begin,
                                                   sums == nullptr ? own.data() : sums + begin * dim);
     }

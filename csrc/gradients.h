@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "batch.h"
 
@@ -11,6 +12,8 @@ namespace bunkbed {
 // with members; sums: (batch.num_unique(), dim), or null where only the result is wanted. Returns the sum of the sums' squares in float64, which is finite if and
 // only if all of them are; its order is fixed, whatever the threads.
 double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums);
+// The same where the gradient of place order()[o] is row rows[o] of grads.
+double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums);
 
 // x[i] = x[i] * scale; true when every result is finite.
 bool scale(size_t n, float scale, float* x);

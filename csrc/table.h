@@ -204,14 +204,21 @@ class Table {
   void stage_ahead();
   size_t stage_rows(const int64_t* rows, size_t n, uint32_t batch);
 
+  // Whether a row in RAM may ever have to leave. Where none may, a lookup need not say which rows it wanted.
+  bool may_evict() const {
+    const bool holds_all = spec_.num_rows >= 0 && store_->cache().capacity() >= static_cast<uint64_t>(spec_.num_rows);
+    return store_->log() != nullptr && !holds_all;
+  }
+
   void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;
   void widen(const std::byte* record, float* out) const;
   std::unique_lock<std::mutex> begin_lookup(const int64_t* ids, size_t n);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
   void copy_resident(const uint32_t* frames, const uint32_t* index, size_t n, float* out) const;
   void lookup_missing(const Batch& batch, const uint32_t* frames, bool touch, float* out);
-  void pool_rows(const float* rows, size_t begin, size_t end, const int64_t* offsets, size_t num_bags, size_t n,
-                 const float* weights, float* out) const;
+  struct Bags;
+  void pool_resident(const Bags& bags, size_t first, size_t count, float* out);
+  void pool_missing(const Bags& bags, size_t first, size_t count, float* out);
   // One accepted update: its number and what is the same for all rows of it.
   struct Step {
     int64_t number;
@@ -280,6 +287,8 @@ class Table {
   BlockVector<uint32_t> missing_;
   BlockVector<uint32_t> missing_counts_;
   BlockVector<uint32_t> frames_;
+  BlockVector<size_t> pooled_to_;   // per bag of a piece: the place its rows were added up to
+  BlockVector<int64_t> bag_ids_;
   BlockVector<uint32_t> members_;
   BlockVector<float> sums_;
   BlockVector<std::byte> records_;

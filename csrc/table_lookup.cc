@@ -1,7 +1,6 @@
-// Lookups and bags: rows read.
+// Lookups: rows read.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 
 #include "error.h"
@@ -146,69 +145,6 @@ void Table::lookup_missing(const Batch& batch, const uint32_t* frames, bool touc
     }
     if (touch) store_->unpin(frames_.data(), count);
   }
-}
-
-void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
-                        const float* weights, bool touch, float* out) {
-  const auto guard = lock();
-  require_usable();
-  check_ids(ids, n);
-  check_not_held(ids, n);
-  ++lookups_;
-  ids_seen_ += n;
-  const size_t dim = spec_.dim;
-  std::fill_n(out, num_bags * dim, 0.0f);
-
-  // Rows of one piece lie in scratch, then are added to their bags in batch order. A bag may span pieces.
-  const size_t by_rows = std::max<size_t>(1, store_->plan().scratch_bytes / 2 / (dim * sizeof(float)));
-  const size_t piece = std::min(piece_ids(), std::min<size_t>(by_rows, 1u << 16));
-  for (size_t begin = 0; begin < n; begin += piece) {
-    const size_t count = std::min(piece, n - begin);
-    sums_.resize(std::max(sums_.size(), count * dim));
-    lookup_piece(ids + begin, count, touch, sums_.data());
-    pool_rows(sums_.data(), begin, begin + count, offsets, num_bags, n, weights, out);
-  }
-  if (pooling == Pooling::kSum) return;
-  for (size_t bag = 0; bag < num_bags; ++bag) {
-    const auto from = static_cast<size_t>(offsets[bag]);
-    const size_t to = bag + 1 < num_bags ? static_cast<size_t>(offsets[bag + 1]) : n;
-    if (from == to) continue;
-    // With weights as TensorFlow's combiners: mean by the sum of weights, sqrtn by the root of their squares' sum.
-    float divisor = 0.0f;
-    if (weights == nullptr) {
-      divisor = static_cast<float>(to - from);
-    } else {
-      for (size_t i = from; i < to; ++i) divisor += pooling == Pooling::kMean ? weights[i] : weights[i] * weights[i];
-    }
-    if (pooling == Pooling::kSqrtN) divisor = std::sqrt(divisor);
-    for (size_t d = 0; d < dim; ++d) out[bag * dim + d] /= divisor;
-  }
-}
-
-// Adds rows [begin, end) of the batch, which lie at `rows`, to their bags.
-void Table::pool_rows(const float* rows, size_t begin, size_t end, const int64_t* offsets, size_t num_bags, size_t n,
-                      const float* weights, float* out) const {
-  const size_t dim = spec_.dim;
-  // The bags that this range meets.
-  const int64_t* const first = std::upper_bound(offsets, offsets + num_bags, static_cast<int64_t>(begin));
-  const size_t first_bag = first == offsets ? 0 : static_cast<size_t>(first - offsets) - 1;
-  const int64_t* const last = std::lower_bound(offsets, offsets + num_bags, static_cast<int64_t>(end));
-  const auto last_bag = static_cast<size_t>(last - offsets);
-  const Kernels& k = kernels();
-  parallel_for(last_bag - first_bag, 64, [&](size_t from_bag, size_t to_bag) {
-    for (size_t bag = first_bag + from_bag; bag < first_bag + to_bag; ++bag) {
-      const size_t from = std::max(begin, static_cast<size_t>(offsets[bag]));
-      const size_t to = std::min(end, bag + 1 < num_bags ? static_cast<size_t>(offsets[bag + 1]) : n);
-      for (size_t i = from; i < to; ++i) {
-        const float* row = rows + (i - begin) * dim;
-        if (weights == nullptr) {
-          k.add_row(static_cast<int64_t>(dim), row, out + bag * dim);
-        } else {
-          k.add_scaled_row(static_cast<int64_t>(dim), weights[i], row, out + bag * dim);
-        }
-      }
-    }
-  });
 }
 
 void Table::contains(const int64_t* ids, size_t n, bool* out) {

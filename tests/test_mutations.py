@@ -119,9 +119,9 @@ class StagingWrites(ReferenceTable):
 
 
 class MeanOfBagIsASum(ReferenceTable):
-    def lookup_bags(self, ids, offsets, *, pooling="mean", weights=None, touch=True):
+    def lookup_bags(self, ids, offsets, *, pooling="mean", weights=None, touch=True, out=None):
         pooling = "sum" if pooling == "mean" else pooling
-        return super().lookup_bags(ids, offsets, pooling=pooling, weights=weights, touch=touch)
+        return super().lookup_bags(ids, offsets, pooling=pooling, weights=weights, touch=touch, out=out)
 
 
 class ClosedStaysOpen(ReferenceTable):

@@ -10,6 +10,7 @@ import torch
 
 import bunkbed as bb
 from bunkbed.torch import EmbeddingBag, Optimizer
+from bunkbed.torch.bag import _Bags
 
 torch.set_num_threads(1)
 
@@ -109,12 +110,67 @@ def test_weights_may_change_between_forward_and_backward() -> None:
     opt = Optimizer(ours)
     before = rows(ours)
     ids, weights = torch.tensor([[1, 2]]), torch.tensor([[2.0, 3.0]])
-    loss = ours(ids, per_sample_weights=weights).sum()
-    ids.zero_()
+    offsets = torch.tensor([0])
+    loss = ours(ids.reshape(-1), offsets, per_sample_weights=weights.reshape(-1)).sum()
     weights.zero_()
+    offsets.fill_(1)
     loss.backward()
     opt.step()
     assert torch.equal((before - rows(ours))[[0, 1, 2], 0].round(), torch.tensor([0.0, 2.0, 3.0]))
+
+
+def test_ids_changed_between_forward_and_backward_are_an_error_or_no_concern() -> None:
+    """As for torch's layer, where the tensor's own memory is kept; a copy of ours stays what it was."""
+    ours = EmbeddingBag(20, 3, mode="sum", optimizer=bb.SGD(lr=1.0), padding_idx=7)
+    opt = Optimizer(ours)
+    before = rows(ours)
+    ids = torch.tensor([[1, 2]])
+    loss = ours(ids).sum()
+    ids.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    opt.zero_grad()
+    for ids in (torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([[1, 7, 2]]), torch.tensor([[1, 2], [2, 3]]).T):
+        loss = ours(ids).sum()
+        ids.zero_()
+        loss.backward()
+    opt.step()
+    assert torch.equal((before - rows(ours))[:4, 0].round(), torch.tensor([0.0, 3.0, 4.0, 1.0]))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_fused_gradients_are_the_spread_ones_summed(mode: str, weighted: bool) -> None:
+    """Bit for bit, over blocks of the fused sum, -0.0 too."""
+    rng = np.random.default_rng(0)
+    ids = (400 * rng.random(3000) ** 3).astype(np.int64)
+    offsets = np.sort(rng.integers(0, 3001, 300))
+    offsets[:3], offsets[-1] = 0, 3000
+    factors = rng.standard_normal(3000).astype(np.float32) if weighted else None
+    for dim in (5, 64):
+        bags = _Bags(ids, offsets, factors, None, mode == "mean")
+        grads = rng.standard_normal((300, dim)).astype(np.float32)
+        grads[::7] = -0.0
+        batch = bb.create(None, dim=dim, num_rows=400).batch(ids)
+        sums, norm = bags.sum_in(batch, grads)
+        expected, expected_norm = batch.sum(bags.spread(grads))
+        assert sums.tobytes() == expected.tobytes()
+        assert norm == pytest.approx(expected_norm, rel=1e-12)
+
+
+def test_two_lookups_of_bags_add_up_in_forward_order() -> None:
+    """Several lookups of one step take the other way than one does; the rows must not show it."""
+    found = []
+    for split in (False, True):
+        bag = EmbeddingBag(50, 4, mode="mean", optimizer=bb.SGD(lr=1.0), seed=1)
+        opt = Optimizer(bag)
+        ids = torch.randint(0, 50, (40, 5), generator=torch.Generator().manual_seed(0))
+        scale = torch.linspace(-1, 2, 160).reshape(40, 4)
+        parts = [(ids[:15], scale[:15]), (ids[15:], scale[15:])] if split else [(ids, scale)]
+        torch.stack([(bag(part) * factor).sum() for part, factor in parts]).sum().backward()
+        opt.step()
+        found.append(rows(bag))
+    assert torch.equal(found[0], found[1])
 
 
 def test_eval_and_no_grad() -> None:

@@ -1,6 +1,9 @@
 // Mirrors batch.h and gradients.h.
+#include <nanobind/stl/optional.h>
+
 #include <cmath>
 
+#include "bag_gradients.h"
 #include "bindings/bindings.h"
 #include "error.h"
 #include "float_mode.h"
@@ -11,6 +14,28 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace bunkbed {
+
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatsOfOne = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// (the sums of a batch of num_unique rows, their norm); `sum` fills the sums and returns their squares' sum.
+template <typename Sum>
+nb::tuple sums_and_norm(size_t num_unique, size_t dim, Sum&& sum) {
+  const size_t bytes = num_unique * dim * sizeof(float);
+  auto* sums = static_cast<float*>(allocate_array(bytes));
+  const nb::object owner = own_block(sums, bytes);
+  double squares = 0.0;
+  {
+    const nb::gil_scoped_release release;
+    const DefaultFloatMode mode;
+    squares = sum(sums);
+  }
+  return nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {num_unique, dim}, owner), std::sqrt(squares));
+}
+
+}  // namespace
 
 void bind_batch(nb::module_& m) {
   nb::class_<Batch>(m, "Batch", "Ids of a training step, deduped once; Table.batch makes it.")
@@ -27,27 +52,40 @@ void bind_batch(nb::module_& m) {
       .def(
           "sum",
           [](const Batch& batch, const FloatsIn& grads) {
-            const size_t n = batch.num_unique();
             const size_t dim = grads.shape(1);
             if (grads.shape(0) != batch.size()) {
               throw Error(ErrorKind::kInvalid, "a batch of " + std::to_string(batch.size()) + " ids got " +
                                                    std::to_string(grads.shape(0)) + " gradients");
             }
-            const size_t bytes = n * dim * sizeof(float);
-            auto* sums = static_cast<float*>(allocate_array(bytes));
-            const nb::object owner = own_block(sums, bytes);
-            double squares = 0.0;
-            {
-              const nb::gil_scoped_release release;
-              const DefaultFloatMode mode;
-              squares = sum_gradients(batch, grads.data(), dim, sums);
-            }
-            return nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {n, dim}, owner),
-                                  std::sqrt(squares));
+            return sums_and_norm(batch.num_unique(), dim,
+                                 [&](float* sums) { return sum_gradients(batch, grads.data(), dim, sums); });
           },
           "grads"_a,
           "Sum float32[N, dim] gradients of equal ids in batch order: (float32[U, dim] in the order of unique(), their "
-          "Euclidean norm in float64, which is finite only if all of them are).");
+          "Euclidean norm in float64, which is finite only if all of them are).")
+      .def(
+          "sum_bags",
+          [](const Batch& batch, const Ids& offsets, const FloatsIn& grads, const std::optional<Floats>& weights,
+             bool is_mean) {
+            const size_t dim = grads.shape(1);
+            const BagGradients bags{offsets.data(), offsets.shape(0),
+                                    is_mean,        weights.has_value() ? weights->data() : nullptr,
+                                    grads.data(),   dim};
+            return sums_and_norm(batch.num_unique(), dim,
+                                 [&](float* sums) { return sum_bag_gradients(batch, bags, sums); });
+          },
+          "offsets"_a, "grads"_a, "weights"_a.none(), "is_mean"_a,
+          "As sum(), of the gradients that bags with gradients float32[B, dim] give their ids.");
+  m.def(
+      "bag_dots",
+      [](const FloatsIn& rows, const Ids& offsets, const FloatsIn& grads, const FloatsOfOne& out) {
+        const nb::gil_scoped_release release;
+        const DefaultFloatMode mode;
+        bag_dots({offsets.data(), offsets.shape(0), false, nullptr, grads.data(), grads.shape(1)}, rows.shape(0),
+                 rows.data(), out.data());
+      },
+      "rows"_a, "offsets"_a, "grads"_a, "out"_a,
+      "Dot products float32[N] of rows float32[N, dim] with the gradients float32[B, dim] of their bags.");
 }
 
 }  // namespace bunkbed

@@ -182,6 +182,20 @@ NB_MODULE(_native, m) {
       "kind"_a, "a"_a, "b"_a, "seed"_a, "ids"_a, "out"_a, "Initial weights of rows: out float32[n, dim].");
 
   m.def(
+      "first_bad_offset",
+      [](const Ids& offsets, int64_t num_ids) {
+        int64_t before = 0;
+        for (size_t i = 0; i < offsets.shape(0); ++i) {
+          const int64_t offset = offsets.data()[i];
+          if (offset < before || offset > num_ids || (i == 0 && offset != 0)) return static_cast<int64_t>(i);
+          before = offset;
+        }
+        return int64_t{-1};
+      },
+      "offsets"_a, "num_ids"_a,
+      "Position of the first start of a bag that is wrong (the first must be 0, none decreases, none passes the ids), or -1.");
+
+  m.def(
       "empty_rows",
       [](size_t rows, size_t dim) {
         auto* values = static_cast<float*>(allocate_array(std::max<size_t>(1, rows * dim) * sizeof(float)));

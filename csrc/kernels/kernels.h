@@ -42,6 +42,20 @@ struct LossSums {
   float weight;
 };
 
+// What a sum of rows begins with: 0, what stands there already, or the first row as it is (not 0 plus it: -0).
+enum class PoolFrom : uint8_t { kZero, kOut, kFirst };
+
+// Rows to add up, each where it lies.
+struct PoolRun {
+  const void* const* rows;  // n pointers, and kPoolAhead more, which are prefetched and not read
+  const float* weights;     // (n) factors, or null
+  int64_t n;                // at least 1 with kFirst
+  PoolFrom from;
+  bool divides;             // the sum is divided by `divisor`
+  float divisor;
+};
+inline constexpr int64_t kPoolAhead = 48;
+
 struct Kernels {
   Simd level;
 
@@ -59,6 +73,8 @@ struct Kernels {
   // sums[u * dim + i]. Returns the sum of the squares of all sums, in double over 16 virtual lanes, by column.
   double (*sum_rows)(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
                      float* sums);
+  // out = the rows added up in rising order, as add_row and add_scaled_row do it; 16-bit rows are widened first
+  void (*pool_rows)(DType dtype, int64_t dim, const PoolRun& run, float* out);
   // x[i] = x[i] * scale
   void (*scale_row)(int64_t dim, float scale, float* x);
   // true when every value is finite

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bunkbed import _native
+
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
@@ -69,6 +71,24 @@ def as_rows(values: Any, shape: tuple[int, ...], *, what: str, table: str) -> Fl
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
+def as_out(out: Any, shape: tuple[int, ...], *narrow: str, table: str) -> npt.NDArray[Any]:
+    """A writable C-contiguous array of float32, or one of the `narrow` dtypes, of exactly `shape`.
+
+    Raises:
+        ValueError: another dtype, shape or layout.
+    """
+    allowed = ("float32", *narrow)
+    if not isinstance(out, np.ndarray) or out.dtype.name not in allowed:
+        got = describe(out) if isinstance(out, np.ndarray) else type(out).__name__
+        raise ValueError(f"{table}: out must be an array of {' or '.join(allowed)}, got {got}")
+    if out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+        expected = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{table}: out must be a writable C-contiguous array of shape [{expected}], got {describe(out)}"
+        )
+    return out
+
+
 def as_offsets(offsets: Any, num_ids: int, *, table: str) -> Ids:
     """Starts of bags, int64[B]: the first is 0, none decreases, none passes the ids' end.
 
@@ -82,16 +102,14 @@ def as_offsets(offsets: Any, num_ids: int, *, table: str) -> Ids:
         if num_ids:
             raise ValueError(f"{table}: there are {num_ids} ids and no offsets, so no bag to put them in")
         return array
-    if array[0] != 0:
+    position = _native.first_bad_offset(array, num_ids)
+    if position < 0:
+        return array
+    if position == 0:
         raise ValueError(f"{table}: offsets must begin with 0, got {array[0]} at position 0")
-    steps = np.diff(array)
-    if steps.size and steps.min() < 0:
-        position = int(np.flatnonzero(steps < 0)[0]) + 1
+    if array[position] < array[position - 1]:
         raise ValueError(
             f"{table}: offsets must not decrease, got {array[position]} at position {position} "
             f"after {array[position - 1]}"
         )
-    if array[-1] > num_ids:
-        position = int(np.flatnonzero(array > num_ids)[0])
-        raise ValueError(f"{table}: offset {array[position]} at position {position} passes the {num_ids} ids")
-    return array
+    raise ValueError(f"{table}: offset {array[position]} at position {position} passes the {num_ids} ids")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bunkbed import _native
 from bunkbed import init as _init
 from bunkbed import optim as _optim
-from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_rows, describe
+from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_out, as_rows, describe
 from bunkbed.budget import Budget
 from bunkbed.errors import BunkbedError
 from bunkbed.explain import Explanation, explain
@@ -242,7 +242,8 @@ class Table:
         if out is None:
             result: npt.NDArray[Any] = _native.empty_rows(array.size, self._dim).reshape(shape)
         else:
-            result = self._check_out(out, shape)
+            narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
+            result = as_out(out, shape, *narrow, table=f"table '{self._name}'")
         wide = result if result.dtype == np.float32 else np.empty(shape, np.float32)
         self._native.lookup(array.reshape(-1), touch, wide.reshape(-1, self._dim))
         if wide is not result:
@@ -252,22 +253,8 @@ class Table:
                 result.view(np.uint16)[...] = (wide.view(np.uint32) >> 16).astype(np.uint16)
         return result
 
-    def _check_out(self, out: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
-        allowed = ("float32", *narrow)
-        if not isinstance(out, np.ndarray) or out.dtype.name not in allowed:
-            got = describe(out) if isinstance(out, np.ndarray) else type(out).__name__
-            raise ValueError(f"table '{self._name}': out must be an array of {' or '.join(allowed)}, got {got}")
-        if out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
-            expected = ", ".join(map(str, shape))
-            raise ValueError(
-                f"table '{self._name}': out must be a writable C-contiguous array of shape [{expected}], "
-                f"got {describe(out)}"
-            )
-        return out
-
     def lookup_bags(
-        self, ids: Any, offsets: Any, *, pooling: str = "mean", weights: Any = None, touch: bool = True
+        self, ids: Any, offsets: Any, *, pooling: str = "mean", weights: Any = None, touch: bool = True, out: Any = None
     ) -> Floats:
         """Pooled rows of bags of ids, summed in batch order.
 
@@ -280,12 +267,13 @@ class Table:
             weights: float32[N] factors of the rows. With them mean divides by the sum of weights, sqrtn by the root of
                 the sum of their squares (TensorFlow's combiners).
             touch: see `lookup`.
+            out: C-contiguous float32[B, dim] (of "none": [N, dim]) to write into. Default: a new array, the caller's.
 
         Returns:
-            float32[B, dim].
+            float32[B, dim]; `out` when given; a new array is aligned to 64 bytes.
 
         Raises:
-            ValueError: an unknown pooling, offsets that decrease or pass the end, weights of another length.
+            ValueError: no such pooling, bad offsets, weights of another length, `out` of another shape or dtype.
             IndexError, TypeError, CorruptionError: see `lookup`.
         """
         label = f"table '{self._name}'"
@@ -296,12 +284,15 @@ class Table:
             raise ValueError(f"{label}: ids of bags must be int64[N], got {describe(array)}")
         starts = as_offsets(offsets, array.size, table=label)
         factors = None if weights is None else as_rows(weights, array.shape, what="weights", table=label)
+        shape = (array.size if pooling == "none" else starts.size, self._dim)
+        result: Floats = _native.empty_rows(*shape) if out is None else as_out(out, shape, table=label)
         if pooling == "none":
-            rows: Floats = self.lookup(array, touch=touch)
-            return rows if factors is None else rows * factors[:, None]
-        out = _native.empty_rows(starts.size, self._dim)
-        self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, out)
-        return out
+            self._native.lookup(array, touch, result)
+            if factors is not None:
+                result *= factors[:, None]
+        else:
+            self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, result)
+        return result
 
     def update(self, ids: Any, grads: Any, *, lr: float | None = None, step: int | None = None) -> None:
         """One optimizer step.

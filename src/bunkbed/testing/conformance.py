@@ -191,16 +191,28 @@ class TableTests:
         table, reference = pair
         self.train(table, reference, steps=3)
         rng = np.random.default_rng(1)
-        ids = zipf_ids(rng, self.num_rows, 200)
+        size = 1400
+        ids = zipf_ids(rng, self.num_rows, size)
         offsets = np.sort(rng.integers(0, 201, 30))
         offsets[:2] = 0  # an empty bag first
-        offsets[-1] = 200  # and last
-        weights = rng.random(200).astype(np.float32) if weighted else None
+        offsets[-2:] = 200, size  # and last, behind one of 1,200 ids
+        weights = rng.random(size).astype(np.float32) if weighted else None
         arguments: dict[str, Any] = {"pooling": pooling, "weights": weights, "touch": touch}
         found = table.lookup_bags(ids, offsets, **arguments)
-        assert found.shape == (200 if pooling == "none" else 30, self.dim)
+        assert found.shape == (size if pooling == "none" else 30, self.dim)
         assert_same_bits(found, reference.lookup_bags(ids, offsets, **arguments))
         assert pooling == "none" or not (found[0].any() or found[-1].any())
+
+    @pytest.mark.parametrize("pooling", ["sum", "none"])
+    def test_bags_fill_out(self, pair: tuple[Any, ReferenceTable], pooling: str) -> None:
+        table, reference = pair
+        rows = 3 if pooling == "none" else 2
+        out = np.full((rows, self.dim), 99, np.float32)
+        arguments: dict[str, Any] = {"pooling": pooling, "weights": np.float32([2, 3, 4])}
+        assert table.lookup_bags([4, 5, 4], [0, 1], **arguments, out=out) is out
+        assert_same_bits(out, reference.lookup_bags([4, 5, 4], [0, 1], **arguments))
+        with pytest.raises(ValueError, match="out"):
+            table.lookup_bags([4, 5], [0], pooling=pooling, out=np.zeros((3, self.dim + 1), np.float32))
 
     def test_no_bags(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, _ = pair

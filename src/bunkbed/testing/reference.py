@@ -107,12 +107,7 @@ class ReferenceTable:
         self._counts["lookups"] += 1
         self._counts["ids"] += wanted.size
         values = self._gather(wanted.ravel(), "weight").reshape(*wanted.shape, self.dim)
-        if out is None:
-            return values
-        if out.shape != values.shape:
-            raise ValueError(f"out must be float32{list(values.shape)}, got {out.dtype}{list(out.shape)}")
-        out[...] = values
-        return out
+        return _filled(out, values)
 
     def lookup_bags(
         self,
@@ -122,6 +117,7 @@ class ReferenceTable:
         pooling: str = "mean",
         weights: ArrayLike | None = None,
         touch: bool = True,
+        out: FloatArray | None = None,
     ) -> FloatArray:
         """Pooled rows, float32[B, dim]; bag b is ``ids[offsets[b]:offsets[b + 1]]``, an empty one zeros."""
         if pooling not in ("sum", "mean", "sqrtn", "none"):
@@ -137,12 +133,12 @@ class ReferenceTable:
             raise ValueError(f"weights must be float32[{wanted.size}], got float32{list(factors.shape)}")
         rows = self._gather(wanted, "weight")
         if pooling == "none":
-            return rows if factors is None else rows * factors[:, None]
+            return _filled(out, rows if factors is None else rows * factors[:, None])
         ends = np.append(starts[1:], wanted.size)[: starts.size]
         result = np.zeros((starts.size, self.dim), np.float32)
         for bag, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             result[bag] = arithmetic.pool(rows[start:end], pooling, None if factors is None else factors[start:end])
-        return result
+        return _filled(out, result)
 
     def get(self, ids: ArrayLike, slot: str = "weight") -> FloatArray:
         """The raw values of one slot, float32[..., width]."""
@@ -415,3 +411,13 @@ class ReferenceTable:
         self.step = state["step"]
         self.meta = copy.deepcopy(state["meta"])
         self.is_dirty = False
+
+
+def _filled(out: FloatArray | None, values: FloatArray) -> FloatArray:
+    """`values`, in `out` where one was given."""
+    if out is None:
+        return values
+    if out.shape != values.shape:
+        raise ValueError(f"out must be float32{list(values.shape)}, got {out.dtype}{list(out.shape)}")
+    out[...] = values
+    return out

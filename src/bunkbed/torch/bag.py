@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from bunkbed import _native
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
 from bunkbed.optim import Optimizer as UpdateRule
@@ -19,13 +20,15 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     """Pooled rows out; gradients of the rows into `Pending`, and of per_sample_weights back to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, weights: Any, bags: _Bags, layer: EmbeddingBag) -> Any:
+    def forward(ctx: Any, anchor: Any, weights: Any, ids: Any, bags: _Bags, layer: EmbeddingBag) -> Any:
         pending = layer._pending
         pending.require_anchor(anchor)
         ctx.pending, ctx.bags = pending.ref, bags
         ctx.order = next(pending.order)
-        ctx.is_mean = layer.mode == "mean"
-        bags.own()
+        if bags.borrows(ids):
+            ctx.save_for_backward(ids)  # the caller's memory: torch notices if it is changed before backward
+        else:
+            bags.own_ids()
         if weights is not None:
             ctx.like = weights  # shape, dtype and device only
             if weights.requires_grad:
@@ -37,22 +40,18 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     def backward(ctx: Any, grad: Any) -> Any:
         pending, bags = alive(ctx.pending), ctx.bags
         pending.require_first_order()
-        lengths = bags.lengths()
+        _ = ctx.saved_tensors  # raises where the ids were changed
         pooled = grad_array(grad, pending.table.dim)
         weights_grad = None
         if ctx.needs_input_grad[1]:
-            dots = np.einsum("nd,nd->n", ctx.rows, np.repeat(pooled, lengths, axis=0))
+            dots = np.empty(bags.ids.size, np.float32)
+            _native.bag_dots(ctx.rows, bags.offsets, pooled, dots)
             weights_grad = torch.from_numpy(bags.unfiltered(dots)).reshape(ctx.like.shape)
             weights_grad = weights_grad.to(ctx.like.device, ctx.like.dtype)
         if not ctx.needs_input_grad[0]:
-            return None, weights_grad, None, None
-        if ctx.is_mean:
-            pooled = pooled / np.maximum(lengths, 1).astype(np.float32)[:, None]
-        rows = np.repeat(pooled, lengths, axis=0)
-        if bags.weights is not None:
-            rows *= bags.weights[:, None]
-        pending.hold(ctx.order, bags.ids, rows, None)
-        return pending.no_change(), weights_grad, None, None
+            return None, weights_grad, None, None, None
+        pending.hold(ctx.order, bags.ids, pooled, bags=bags)
+        return pending.no_change(), weights_grad, None, None, None
 
 
 class _Bags:
@@ -62,27 +61,27 @@ class _Bags:
     None.
     """
 
-    __slots__ = ("ids", "kept", "offsets", "weights")
+    __slots__ = ("ids", "is_mean", "kept", "offsets", "weights")
 
-    def __init__(self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Any) -> None:
+    def __init__(self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Any, is_mean: bool) -> None:
         self.ids = ids
-        self.offsets = offsets
+        self.offsets = offsets  # our own, as are the weights
         self.weights = weights
+        self.is_mean = is_mean
         self.kept = kept  # bool[ids of the input]: which ones `ids` are; None for all
         if kept is not None:
             before = np.concatenate([[0], np.cumsum(kept)])  # kept ids ahead of each position
             self.ids, self.offsets = ids[kept], before[offsets]
             self.weights = None if weights is None else weights[kept]
 
-    def own(self) -> None:
-        """Stops sharing memory with the caller's tensors, which may change before backward unnoticed."""
-        self.ids, self.offsets = self.ids.copy(), self.offsets.copy()
-        if self.weights is not None:
-            self.weights = self.weights.copy()
+    def borrows(self, ids: Any) -> bool:
+        """Whether these ids are the memory of the tensor they came from."""
+        return self.kept is None and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous()
 
-    def lengths(self) -> IntArray:
-        """int64[B] ids per bag."""
-        return np.diff(self.offsets, append=self.ids.size)
+    def own_ids(self) -> None:
+        """Stops sharing ids with the caller's tensor, which may change before backward unnoticed."""
+        if self.kept is None:
+            self.ids = self.ids.copy()
 
     def lookup(self, layer: EmbeddingBag, *, touch: bool) -> Any:
         """Pooled rows as the layer gives them out, [B, dim]."""
@@ -92,6 +91,23 @@ class _Bags:
             )
         )
         return layer._output(pooled)
+
+    # ---- the gradients that bags give their ids; see `Pending.hold`
+
+    def spread(self, grads: FloatArray) -> FloatArray:
+        """float32[B, dim] gradients of bags to float32[N, dim] of their ids."""
+        lengths = np.diff(self.offsets, append=self.ids.size)
+        if self.is_mean:
+            grads = grads / np.maximum(lengths, 1).astype(np.float32)[:, None]
+        rows = np.repeat(grads, lengths, axis=0)
+        if self.weights is not None:
+            rows *= self.weights[:, None]
+        return rows
+
+    def sum_in(self, batch: Any, grads: FloatArray) -> tuple[FloatArray, float]:
+        """``batch.sum(self.spread(grads))``, the sums to the last bit, without spreading them."""
+        sums, norm = batch.sum_bags(self.offsets, grads, self.weights, self.is_mean)
+        return sums, norm
 
     def unfiltered(self, values: FloatArray) -> FloatArray:
         """float32 per kept id to float32 per id of the input, zero for the others."""
@@ -229,7 +245,7 @@ class EmbeddingBag(TableLayer):
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()
         if grad and (anchor.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)):
-            return _BagLookup.apply(anchor, per_sample_weights, bags, self)
+            return _BagLookup.apply(anchor, per_sample_weights, input, bags, self)
         return bags.lookup(self, touch=grad and self.training)
 
     def _bags(self, input: Any, offsets: Any, weights: Any) -> _Bags:
@@ -243,7 +259,8 @@ class EmbeddingBag(TableLayer):
                 )
             if not weights.is_floating_point():
                 raise TypeError(f"per_sample_weights must be floating point, got {weights.dtype}")
-            weights = weights.detach().reshape(-1).to("cpu", torch.float32).contiguous().numpy()
+            # A copy: what the caller does to them before backward is no concern of ours.
+            weights = weights.detach().reshape(-1).to("cpu", torch.float32, copy=True).contiguous().numpy()
         if ids.ndim == 2:
             if offsets is not None:
                 raise ValueError(f"offsets must be None for 2-dimensional input, got {_shape(offsets)}")
@@ -264,28 +281,28 @@ class EmbeddingBag(TableLayer):
         if end < ids.size:
             kept = np.ones(ids.size, np.bool_) if kept is None else kept
             kept[end:] = False
-        return _Bags(ids, starts, weights, None if kept is None or kept.all() else kept)
+        return _Bags(ids, starts, weights, None if kept is None or kept.all() else kept, self.mode == "mean")
 
     def _check_offsets(self, offsets: IntArray, num_ids: int) -> tuple[IntArray, int]:
         """int64[B] starts of the bags, and where the last one ends; ids after that are in no bag, as in torch."""
         if self.include_last_offset:
             if offsets.size == 0:
                 raise ValueError("offsets must end with the number of ids with include_last_offset=True, got no offset")
-            bounds = offsets
+            bounds = offsets.copy()
         else:
             bounds = np.append(offsets, num_ids if offsets.size else 0)
+        place = _native.first_bad_offset(bounds, num_ids)
+        if place < 0:
+            return bounds[:-1], int(bounds[-1])
         if bounds[0] != 0:
             raise ValueError(f"offsets must start with 0, got {bounds[0]}")
         if bounds[-1] > num_ids:
             raise ValueError(f"offsets must not pass the {num_ids} ids, got {bounds[-1]} at position {bounds.size - 1}")
-        falls = np.diff(bounds) < 0
-        if falls.any():
-            place = int(np.argmax(falls))
-            raise ValueError(
-                f"offsets must not decrease nor pass the {num_ids} ids, got {bounds[place]} at position {place}, "
-                f"then {bounds[place + 1]}"
-            )
-        return bounds[:-1], int(bounds[-1])
+        place = int(np.argmax(np.diff(bounds) < 0))
+        raise ValueError(
+            f"offsets must not decrease nor pass the {num_ids} ids, got {bounds[place]} at position {place}, "
+            f"then {bounds[place + 1]}"
+        )
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -40,7 +40,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         pending.require_first_order()
         saved = ctx.saved_tensors
         rows = saved[0].numpy() if saved else ctx.rows
-        pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, pending.table.dim), ctx.padding, ctx.batch)
+        pending.hold(ctx.order, rows.reshape(-1), grad_array(grad, pending.table.dim), ctx.padding, batch=ctx.batch)
         return pending.no_change(), None, None
 
 

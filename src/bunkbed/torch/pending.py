@@ -55,10 +55,20 @@ class _Part:
     grads: FloatArray  # float32[N, dim]; may be autograd's own buffer, so never written to
     scale: float = 1.0  # still to be multiplied in
     batch: Any = None  # the ids deduped, where the lookup did it
+    bags: Any = None  # where `grads` are those of bags, float32[B, dim]: what makes them gradients of ids
 
     def scaled(self) -> FloatArray:
         """The gradients with `scale` applied, float32[N, dim]."""
-        return self.grads if self.scale == 1.0 else self.grads * np.float32(self.scale)
+        grads = self.grads if self.bags is None else self.bags.spread(self.grads)
+        return grads if self.scale == 1.0 else grads * np.float32(self.scale)
+
+    def sum_in(self, batch: Any) -> tuple[FloatArray, float]:
+        """The sums of the gradients of equal ids, in the order of `batch`, and their norm."""
+        if self.bags is not None and self.scale == 1.0:
+            sums, norm = self.bags.sum_in(batch, self.grads)
+        else:
+            sums, norm = batch.sum(self.scaled())
+        return sums, norm
 
 
 class Pending:
@@ -177,10 +187,20 @@ class Pending:
                 "derivative; take torch.autograd.grad with respect to the layer's output instead"
             )
 
-    def hold(self, order: int, ids: IntArray, grads: FloatArray, padding: int | None, batch: Any = None) -> None:
+    def hold(
+        self,
+        order: int,
+        ids: IntArray,
+        grads: FloatArray,
+        padding: int | None = None,
+        *,
+        batch: Any = None,
+        bags: Any = None,
+    ) -> None:
         """Takes the gradients of one lookup: int64[N], float32[N, dim]; rows of `padding` get none.
 
-        `batch` is ``table.batch(ids)`` where the lookup made it.
+        `batch` is ``table.batch(ids)`` where the lookup made it. With `bags` (see bag.py) the gradients are those of
+        bags, float32[B, dim].
 
         Raises:
             RuntimeError: no `Optimizer` is attached, or more than one process.
@@ -201,7 +221,7 @@ class Pending:
             kept = ids != padding
             if not kept.all():
                 ids, grads, batch = ids[kept], grads[kept], None
-        self._arrived.append(_Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch))
+        self._arrived.append(_Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch, bags=bags))
 
     def no_change(self) -> Any:
         """What a backward returns for the anchor: -0.0; a new tensor, since autograd may keep it as ``.grad``."""
@@ -231,13 +251,13 @@ class Pending:
     def _sum(self) -> None:
         if len(self._parts) == 1:
             part = self._parts[0]
-            batch, ids, grads = part.batch, part.ids, part.scaled()
+            self.batch = self.table.batch(part.ids) if part.batch is None else part.batch
+            self.sums, self._norm = part.sum_in(self.batch)
         else:
-            batch = None
             ids = np.concatenate([part.ids for part in self._parts])
             grads = np.concatenate([part.scaled() for part in self._parts])
-        self.batch = self.table.batch(ids) if batch is None else batch
-        self.sums, self._norm = self.batch.sum(grads)
+            self.batch = self.table.batch(ids)
+            self.sums, self._norm = self.batch.sum(grads)
         self._is_finite = math.isfinite(self._norm)
 
     # ---- between backward and step
