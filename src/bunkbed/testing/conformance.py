@@ -208,7 +208,7 @@ class TableTests:
         table, reference = pair
         rows = 3 if pooling == "none" else 2
         out = np.full((rows, self.dim), 99, np.float32)
-        arguments: dict[str, Any] = {"pooling": pooling, "weights": np.float32([2, 3, 4])}
+        arguments: dict[str, Any] = {"pooling": pooling, "weights": np.array([2, 3, 4], np.float32)}
         assert table.lookup_bags([4, 5, 4], [0, 1], **arguments, out=out) is out
         assert_same_bits(out, reference.lookup_bags([4, 5, 4], [0, 1], **arguments))
         with pytest.raises(ValueError, match="out"):
