@@ -4,7 +4,8 @@
 spreads. Every lookup of every step, and at the end every weight, slot and stored flag, is compared with
 `bunkbed.testing.ReferenceTable`. In the first half the next batch is staged before the present one is
 updated, in the second a window of 12 batches plans and stages. Commits happen every 25 steps, the table is closed and
-opened again half-way. Then the seeded bugs: each must make the run fail.
+opened again half-way. Then the seeded bugs: each must make the run fail. All of it with float32 rows and state, then
+in bfloat16 (or what ``--dtype`` and ``--state-dtype`` say).
 
 The exponent is 0.6, flatter than the other benchmarks': a step must evict at least 30 % of its unique rows
 even with half of the table in RAM, and hotter ids would let the cache hide a bug.
@@ -32,6 +33,9 @@ from bunkbed.window import Window
 
 FAULTS = ("lost_write_back", "stale_read", "double_update")
 LEVELS = ("scalar", "avx2", "avx512")
+DTYPES = ("float32", "bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16")
+BOTH_WIDTHS = (("float32", "float32"), ("bfloat16", "bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +48,28 @@ class Plan:
     steps: int = 300
     exponent: float = 0.6
     seed: int = 0
+    dtype: str = "float32"
+    state_dtype: str = "float32"
 
     def table_arguments(self) -> dict[str, Any]:
         return {
             "dim": self.dim,
             "num_rows": self.num_rows,
-            "optimizer": bb.Adam(lr=0.01),
+            "optimizer": bb.Adam(lr=0.01, state_dtype=self.state_dtype),
             "init": bb.Normal(std=0.1),
             "seed": 42,
+            "dtype": self.dtype,
         }
 
     @property
     def table_bytes(self) -> int:
         """Weights and Adam state of every row."""
-        return self.num_rows * self.dim * 3 * 4
+        return self.num_rows * self.record_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one row."""
+        return self.dim * ((4 if self.dtype == "float32" else 2) + 2 * (4 if self.state_dtype == "float32" else 2))
 
     def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """ids int64[batch] and noise float32[batch, dim] of every step."""
@@ -220,60 +232,75 @@ def io_ways() -> list[str]:
     return found
 
 
-def exactness(settings: Settings) -> list[Figure]:
-    """Every budget, thread count and SIMD level, with the ways of reading in turns; then the seeded bugs."""
+def check_plan(plan: Plan, folder: Path, ways: list[tuple[int, str]]) -> tuple[int, int]:
+    """Every budget with each of `ways`, (threads, level), then the seeded bugs; prints a line each.
+
+    Returns:
+        How many runs differed from the reference, and how many bugs were not found.
+    """
+    bad = undetected = 0
+    print(
+        f"{plan.num_rows:,} rows x {plan.record_bytes} B ({plan.dtype} rows, {plan.state_dtype} Adam state), "
+        f"{plan.steps} steps of {plan.batch} Zipf({plan.exponent}) ids"
+    )
+    expected = reference(plan)
+    rams = budgets(plan, folder)
+    runs = itertools.count()
+    simd, threads, io = _native.simd(), bb.get_num_threads(), _native.io()
+    reading = io_ways()
+    try:
+        for done, ((name, ram), (count, level)) in enumerate(itertools.product(rams.items(), ways)):
+            bb.set_num_threads(count)
+            _native.set_simd(level)
+            # Turned once more with each budget, so that every level meets both ways.
+            _native.set_io(way := reading[(done + done // len(ways)) % len(reading)])
+            try:
+                totals = train(plan, expected, folder / f"run-{next(runs)}", ram=ram)
+            except Mismatch as error:
+                bad += 1
+                print(f"ram {name:>10}, {count} threads, {level:>6}, {way:>7}: DIFFERS: {error}", flush=True)
+                continue
+            print(
+                f"ram {name:>10} ({common.bb_bytes(ram)}), {count} threads, {level:>6}, {way:>7}: identical; "
+                f"evicted {totals['evicted_share']:.0%} of unique rows, "
+                f"{totals['compactions']:.0f} compactions, {totals['commits']:.0f} commits",
+                flush=True,
+            )
+    finally:
+        _native.set_simd(simd)
+        _native.set_io(io)
+        bb.set_num_threads(threads)
+    for fault in FAULTS:
+        try:
+            train(plan, expected, folder / f"run-{next(runs)}", ram=rams["smallest"], fault=fault)
+        except (Mismatch, bb.BunkbedError) as error:
+            print(f"seeded bug {fault}: found ({error})", flush=True)
+        else:
+            undetected += 1
+            print(f"seeded bug {fault}: NOT FOUND", flush=True)
+    return bad, undetected
+
+
+def exactness(settings: Settings, dtypes: tuple[tuple[str, str], ...] = BOTH_WIDTHS) -> list[Figure]:
+    """Every budget, thread count and SIMD level, with the ways of reading in turns; then the seeded bugs.
+
+    The whole for each of `dtypes`, (of the rows, of the state).
+    """
     plan = Plan(seed=settings.seed)
+    ways = [*itertools.product((1, 2), levels())]
     if settings.tiny:
         plan = dataclasses.replace(plan, num_rows=4000, batch=256, steps=40)
-    simd, threads, io = _native.simd(), bb.get_num_threads(), _native.io()
-    bad = done = undetected = 0
+        ways = [ways[0], ways[-1]]
+    bad = undetected = 0
     with common.workspace(settings.dir, 8 * plan.table_bytes) as folder:
         print(common.machine(folder))
-        print(
-            f"{plan.num_rows:,} rows x {plan.dim * 12} B, {plan.steps} steps of {plan.batch} Zipf({plan.exponent}) ids"
-        )
-        expected = reference(plan)
-        rams = budgets(plan, folder)
-        runs = itertools.count()
-        try:
-            reading = io_ways()
-            ways = [*itertools.product((1, 2), levels())]
-            if settings.tiny:
-                ways = [ways[0], ways[-1]]
-            for (name, ram), (count, level) in itertools.product(rams.items(), ways):
-                bb.set_num_threads(count)
-                _native.set_simd(level)
-                # Turned once more with each budget, so that every level meets both ways.
-                _native.set_io(way := reading[(done + done // len(ways)) % len(reading)])
-                done += 1
-                try:
-                    totals = train(plan, expected, folder / f"run-{next(runs)}", ram=ram)
-                except Mismatch as error:
-                    bad += 1
-                    print(f"ram {name:>10}, {count} threads, {level:>6}, {way:>7}: DIFFERS: {error}", flush=True)
-                    continue
-                print(
-                    f"ram {name:>10} ({common.bb_bytes(ram)}), {count} threads, {level:>6}, {way:>7}: identical; "
-                    f"evicted {totals['evicted_share']:.0%} of unique rows, "
-                    f"{totals['compactions']:.0f} compactions, {totals['commits']:.0f} commits",
-                    flush=True,
-                )
-            _native.set_simd(simd)
-            _native.set_io(io)
-            bb.set_num_threads(threads)
-            for fault in FAULTS:
-                try:
-                    train(plan, expected, folder / f"run-{next(runs)}", ram=rams["smallest"], fault=fault)
-                except (Mismatch, bb.BunkbedError) as error:
-                    print(f"seeded bug {fault}: found ({error})", flush=True)
-                else:
-                    undetected += 1
-                    print(f"seeded bug {fault}: NOT FOUND", flush=True)
-        finally:
-            _native.set_simd(simd)
-            _native.set_io(io)
-            bb.set_num_threads(threads)
-    note = f"of {done}: {len(rams)} budgets, thread counts, SIMD levels; {' and '.join(reading)} in turns"
+        for dtype, state_dtype in dtypes:
+            own = folder / f"{dtype}-{state_dtype}"
+            own.mkdir()
+            found = check_plan(dataclasses.replace(plan, dtype=dtype, state_dtype=state_dtype), own, ways)
+            bad, undetected = bad + found[0], undetected + found[1]
+    names = ", ".join(f"{dtype} rows with {state_dtype} state" for dtype, state_dtype in dtypes)
+    note = f"of {4 * len(ways) * len(dtypes)}: budgets, thread counts, SIMD levels, ways of reading; {names}"
     return [
         Figure("runs that differ from the reference", bad, at_most=0, note=note),
         Figure("seeded bugs not found", undetected, at_most=0, note=", ".join(FAULTS)),
@@ -281,8 +308,14 @@ def exactness(settings: Settings) -> list[Figure]:
 
 
 def main() -> None:
-    options = common.parser(__doc__).parse_args()
-    figures = exactness(Settings("tiny" if options.tiny else "full", options.dir, options.seed))
+    parser = common.parser(__doc__)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the rows; default: float32, and then bfloat16")
+    parser.add_argument("--state-dtype", choices=STATE_DTYPES, help="of Adam's state; default: the same two")
+    options = parser.parse_args()
+    dtypes = BOTH_WIDTHS
+    if options.dtype or options.state_dtype:
+        dtypes = ((options.dtype or "float32", options.state_dtype or "float32"),)
+    figures = exactness(Settings("tiny" if options.tiny else "full", options.dir, options.seed), dtypes)
     if failed := [figure.line() for figure in figures if not figure.reached]:
         sys.exit("\n".join(failed))
 

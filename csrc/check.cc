@@ -9,6 +9,7 @@
 #include "log.h"
 #include "manifests.h"
 #include "rebuild.h"
+#include "record.h"
 
 namespace bunkbed {
 
@@ -56,6 +57,10 @@ std::vector<std::string> check_table(vfs::Vfs& vfs, const std::string& path) {
       continue;
     }
     const std::string commit = "commit " + std::to_string(epoch) + ": ";
+    if (manifest.fields != record_fields(manifest.dim, manifest.dtype(), manifest.optimizer) ||
+        manifest.payload_bytes != record_payload(manifest.fields)) {
+      problems.push_back(commit + "its record holds fields this release does not know");
+    }
     LogMemory memory;
     Log log(vfs, path, manifest.uuid, manifest.payload_bytes, manifest.slots_per_segment, memory);
     bool all_open = true;

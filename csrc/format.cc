@@ -205,8 +205,13 @@ ChunkTrailer decode_chunk_trailer(std::span<const std::byte> bytes, const Uuid& 
 
 // ---- Manifest ------------------------------------------------------------------------------------------------
 
+bool has_narrow_slots(const std::vector<Field>& fields) {
+  return fields.size() > 1 && fields[1].dtype != static_cast<uint8_t>(DType::kFloat32);
+}
+
 Bytes encode_manifest(const Manifest& m) {
   Bytes out;
+  out.reserve(1024);
   Writer w(&out);
   w.raw(kManifestMagic, 8);
   w.put<uint32_t>(kFormatVersion);
@@ -365,10 +370,14 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
   if (m.fields.empty() || m.fields[0].name != "weight" || m.fields[0].length != m.dim || m.fields[0].offset != 0) {
     r.malformed("its first field is not the weights");
   }
-  for (const Field& field : m.fields) {
-    if (&field != &m.fields[0] && field.dtype != static_cast<uint8_t>(DType::kFloat32)) {
-      r.malformed("slot '" + field.name + "' is not float32");
-    }
+  for (size_t f = 1; f < m.fields.size(); ++f) {
+    const auto dtype = static_cast<DType>(m.fields[f].dtype);
+    if (dtype == DType::kFloat16) r.malformed("slot '" + m.fields[f].name + "' is float16");
+    if (f > 1 && dtype != m.optimizer.state_dtype) r.malformed("its slots are of several dtypes");
+    m.optimizer.state_dtype = dtype;
+  }
+  if (has_narrow_slots(m.fields) != ((m.reader_flags & kReaderFlagNarrowSlots) != 0)) {
+    r.malformed("its slots are not what its flags say");
   }
   if (m.dim == 0 || m.payload_bytes == 0 || m.payload_bytes > (1u << 30) || m.num_rows < -1 || m.step < 0 ||
       m.shard_index >= m.shard_count ||

@@ -68,7 +68,7 @@ constexpr size_t chunk_index_bytes(size_t count) { return count * 16; }
 
 struct Field {
   std::string name;     // "weight", then the slots; reserved: last_step, count, scale
-  uint8_t dtype = 0;    // DType; slots are float32
+  uint8_t dtype = 0;    // DType; slots are all float32 or all bfloat16
   uint32_t length = 0;  // elements
   uint32_t offset = 0;  // bytes from the start of the payload
   bool operator==(const Field&) const = default;
@@ -113,10 +113,14 @@ struct Manifest {
   DType dtype() const { return static_cast<DType>(fields.at(0).dtype); }
 };
 
+// Reader flag: the slots are bfloat16.
+inline constexpr uint64_t kReaderFlagNarrowSlots = 1;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
-inline constexpr uint64_t kKnownReaderFlags = 0;
+inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots;
 inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun;
+
+bool has_narrow_slots(const std::vector<Field>& fields);
 
 Bytes encode_manifest(const Manifest& manifest);
 Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& path);

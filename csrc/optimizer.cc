@@ -3,14 +3,10 @@
 #include <algorithm>
 
 namespace bunkbed {
-namespace {
 
-// Only Adagrad's accumulator can begin above zero; the other slots begin at zero.
 float initial_value(const OptimizerSpec& spec) {
   return spec.kind == OptimizerKind::kAdagrad ? static_cast<float>(spec.initial_accumulator) : 0.0f;
 }
-
-}  // namespace
 
 std::vector<Slot> optimizer_slots(const OptimizerSpec& spec, int64_t dim) {
   switch (spec.kind) {

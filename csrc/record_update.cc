@@ -1,27 +1,15 @@
 #include "record_update.h"
 
+#include "record.h"
+
 namespace bunkbed {
 
 RecordUpdate::RecordUpdate(const std::vector<Field>& fields, const StepConstants& constants, uint64_t seed, int64_t step)
-    : kernels_(kernels()),
-      constants_(constants),
-      seed_(seed),
-      step_(step),
-      dim_(fields.at(0).length),
-      dtype_(static_cast<DType>(fields.at(0).dtype)),
-      slots_offset_(fields.size() > 1 ? fields[1].offset : 0) {}
-
-void RecordUpdate::operator()(int64_t row, const float* grad, std::byte* record) const {
-  auto* const slots = reinterpret_cast<float*>(record + slots_offset_);
-  if (dtype_ == DType::kFloat32) {
-    kernels_.update_row(constants_, dim_, grad, reinterpret_cast<float*>(record), slots);
-    return;
-  }
-  thread_local std::vector<float> wide;  // a row's weights, kept between calls
-  wide.resize(static_cast<size_t>(dim_));
-  kernels_.widen(dtype_, dim_, record, wide.data());
-  kernels_.update_row(constants_, dim_, grad, wide.data(), slots);
-  kernels_.narrow_stochastic(dtype_, dim_, wide.data(), seed_, row, step_, record);
+    : kernels_(kernels()), constants_(constants), seed_(seed), step_(step), dim_(fields.at(0).length) {
+  layout_.dtype = field_dtype(fields[0]);
+  layout_.state_dtype = fields.size() > 1 ? field_dtype(fields[1]) : DType::kFloat32;
+  for (size_t f = 0; f < 3; ++f) layout_.offsets[f] = f < fields.size() ? fields[f].offset : 0;
+  is_narrow_ = layout_.dtype != DType::kFloat32 || layout_.state_dtype != DType::kFloat32;
 }
 
 }  // namespace bunkbed

@@ -13,23 +13,30 @@
 namespace bunkbed {
 
 // Everything that is the same for all records of a step. Made once per step; used from any number of threads, each
-// on records of its own. Allocates nothing once a thread is warm.
+// on records of its own. Allocates nothing.
 class RecordUpdate {
  public:
   // `fields` as in the manifest: the weights, then the optimizer's slots. `seed` and `step` key the rounding.
   RecordUpdate(const std::vector<Field>& fields, const StepConstants& constants, uint64_t seed, int64_t step);
 
   // grad: float32[dim], summed over the row's places in the batch; record: the row's payload.
-  void operator()(int64_t row, const float* grad, std::byte* record) const;
+  void operator()(int64_t row, const float* grad, std::byte* record) const {
+    if (is_narrow_) {
+      kernels_.update_narrow(constants_, layout_, dim_, grad, {seed_, row, step_}, record);
+    } else {
+      kernels_.update_row(constants_, dim_, grad, reinterpret_cast<float*>(record),
+                          reinterpret_cast<float*>(record + layout_.offsets[1]));
+    }
+  }
 
  private:
   const Kernels& kernels_;
   const StepConstants constants_;
-  const uint64_t seed_;
+  const RoundKeys seed_;
   const int64_t step_;
   const int64_t dim_;
-  const DType dtype_;
-  const size_t slots_offset_;
+  NarrowRecord layout_;
+  bool is_narrow_;  // any field of it
 };
 
 }  // namespace bunkbed

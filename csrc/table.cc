@@ -7,12 +7,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <random>
 
 #include "error.h"
-#include "optimizer.h"
 #include "rebuild.h"
+#include "record.h"
 
 namespace bunkbed {
 
@@ -39,22 +40,7 @@ void check_record_size(uint32_t dim) {
   }
 }
 
-std::vector<Field> fields_of(const TableSpec& spec) {
-  std::vector<Field> fields;
-  fields.push_back({"weight", static_cast<uint8_t>(spec.dtype), spec.dim, 0});
-  size_t offset = (size_t{spec.dim} * dtype_bytes(spec.dtype) + 3) / 4 * 4;
-  for (const Slot& slot : optimizer_slots(spec.optimizer, spec.dim)) {
-    fields.push_back({std::string(slot.name), static_cast<uint8_t>(DType::kFloat32), static_cast<uint32_t>(slot.length),
-                      static_cast<uint32_t>(offset)});
-    offset += static_cast<size_t>(slot.length) * 4;
-  }
-  return fields;
-}
-
-size_t payload_of(const std::vector<Field>& fields) {
-  const Field& last = fields.back();
-  return (last.offset + last.length * dtype_bytes(static_cast<DType>(last.dtype)) + 3) / 4 * 4;
-}
+std::vector<Field> fields_of(const TableSpec& spec) { return record_fields(spec.dim, spec.dtype, spec.optimizer); }
 
 // Segment bytes = table bytes / 64 within 1 MiB and 256 MiB, so small tables compact too; a table of unknown size
 // takes the middle.
@@ -104,7 +90,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
   options.through_run = spec.belongs_to_run;
   check_record_size(spec.dim);
   const std::vector<Field> fields = fields_of(spec);
-  const size_t payload = payload_of(fields);
+  const size_t payload = record_payload(fields);
   const size_t needed = minimum_ram(spec, 0, !path.empty());
   if (ram_bytes != 0 && ram_bytes < needed) {
     throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(ram_bytes) +
@@ -140,6 +126,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     const auto lock = vfs.lock(path + "/" + kLockName);
     Manifest manifest;
     manifest.uuid = new_uuid();
+    manifest.reader_flags = has_narrow_slots(fields) ? kReaderFlagNarrowSlots : 0;
     manifest.writer_flags = spec.belongs_to_run ? kWriterFlagRun : 0;
     manifest.num_rows = spec.num_rows;
     manifest.dim = spec.dim;
@@ -234,7 +221,7 @@ uint64_t rows_to_hold(const TableSpec& spec, uint64_t stored_rows) {
 }  // namespace
 
 size_t Table::minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
-  const size_t payload = payload_of(fields_of(spec));
+  const size_t payload = record_payload(fields_of(spec));
   const uint64_t slots = slots_per_segment(spec, payload);
   // The plan grows with the budget in places: the smallest budget that holds a directory is a fixed point.
   const auto smallest = [&](size_t directory, size_t at_least) {
@@ -255,7 +242,7 @@ size_t Table::minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_d
 
 size_t Table::wanted_ram(const TableSpec& spec, bool on_disk) {
   if (spec.num_rows < 0) return 0;
-  const size_t payload = payload_of(fields_of(spec));
+  const size_t payload = record_payload(fields_of(spec));
   const auto rows = static_cast<size_t>(spec.num_rows);
   const long double base = static_cast<long double>(rows) * (Cache::frame_cost(payload) + 5) + (1u << 20);
   if (base > 1e15L) return 0;
@@ -272,7 +259,7 @@ size_t Table::wanted_ram(const TableSpec& spec, bool on_disk) {
 
 MemoryUse Table::memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit,
                             bool on_disk) {
-  const size_t payload = payload_of(fields_of(spec));
+  const size_t payload = record_payload(fields_of(spec));
   const MemoryPlan plan = plan_memory(ram_bytes, payload, slots_per_segment(spec, payload), read_unit, on_disk);
   MemoryUse use;
   use.record_bytes = payload;
@@ -309,8 +296,8 @@ void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
 void Table::start_in_ram() {
   uuid_ = new_uuid();
   fields_ = fields_of(spec_);
-  payload_bytes_ = payload_of(fields_);
-  weight_bytes_ = (spec_.dim * dtype_bytes(spec_.dtype) + 3) / 4 * 4;
+  payload_bytes_ = record_payload(fields_);
+  weight_bytes_ = field_bytes(fields_[0]);
   committed_.epoch = 0;
   make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, kAssumedReadUnit, false), nullptr);
 }
@@ -319,10 +306,10 @@ void Table::load(const Manifest& manifest) {
   uuid_ = manifest.uuid;
   fields_ = manifest.fields;
   payload_bytes_ = manifest.payload_bytes;
-  weight_bytes_ = (spec_.dim * dtype_bytes(spec_.dtype) + 3) / 4 * 4;
+  weight_bytes_ = field_bytes(fields_[0]);
   // What the fields say must be what this release's optimizer would lay out: otherwise an update would write
   // somewhere else.
-  if (fields_ != fields_of(spec_) || payload_bytes_ != payload_of(fields_)) {
+  if (fields_ != fields_of(spec_) || payload_bytes_ != record_payload(fields_)) {
     throw Error(ErrorKind::kFormat, "table '" + name_ + "': its record holds fields this release does not know");
   }
   const size_t unit =
@@ -424,26 +411,40 @@ void Table::check_finite(const int64_t* ids, size_t n, const float* values, size
   }
 }
 
+// A finite value beyond the field's type would be stored as infinity.
+void Table::check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const {
+  const double limit = field_limit(field);
+  if (field_dtype(field) == DType::kFloat32) return;
+  float largest = 0.0f;
+  for (size_t i = 0; i < n * field.length; ++i) largest = std::max(largest, std::fabs(values[i]));
+  if (largest < limit) return;
+  for (size_t i = 0; i < n * field.length; ++i) {
+    if (std::fabs(values[i]) < limit) continue;
+    char shown[32];
+    std::snprintf(shown, sizeof(shown), "%.9g", static_cast<double>(values[i]));
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': value at position " + std::to_string(i / field.length) +
+                                         " (id " + std::to_string(ids[i / field.length]) + "), element " +
+                                         std::to_string(i % field.length) + ", is " + shown + ", beyond what " +
+                                         dtype_name(field_dtype(field)) + " holds; nothing was changed");
+  }
+}
+
 void Table::initial_record(int64_t row, size_t record_bytes, std::byte* record) const {
   if (spec_.dtype == DType::kFloat32) {
     kernels().init_row(spec_.init, row, spec_.dim, reinterpret_cast<float*>(record));
   } else {
-    std::vector<float> wide(spec_.dim);
+    thread_local std::vector<float> wide;  // a row's weights, kept between calls
+    wide.resize(spec_.dim);
     kernels().init_row(spec_.init, row, spec_.dim, wide.data());
-    kernels().narrow_nearest(spec_.dtype, spec_.dim, wide.data(), record);
-    std::memset(record + spec_.dim * dtype_bytes(spec_.dtype), 0, weight_bytes_ - spec_.dim * dtype_bytes(spec_.dtype));
+    write_field(fields_[0], wide.data(), record);
+    const size_t used = spec_.dim * dtype_bytes(spec_.dtype);
+    std::memset(record + used, 0, weight_bytes_ - used);
   }
-  if (record_bytes < payload_bytes_ || fields_.size() == 1) return;  // weights only
-  init_slots(spec_.optimizer, spec_.dim, reinterpret_cast<float*>(record + fields_[1].offset));
+  if (record_bytes < payload_bytes_) return;  // weights only
+  write_initial_slots(fields_, spec_.optimizer, record);
 }
 
-void Table::widen(const std::byte* record, float* out) const {
-  if (spec_.dtype == DType::kFloat32) {
-    std::memcpy(out, record, spec_.dim * sizeof(float));
-  } else {
-    kernels().widen(spec_.dtype, spec_.dim, record, out);
-  }
-}
+void Table::widen(const std::byte* record, float* out) const { read_field(fields_[0], record, out); }
 
 // ---- Facts ---------------------------------------------------------------------------------------------------
 
@@ -468,7 +469,8 @@ void Table::set_ram(size_t bytes) {
 void Table::set_optimizer(const OptimizerSpec& optimizer) {
   const auto guard = lock();
   require_usable();
-  if (optimizer.kind != spec_.optimizer.kind || optimizer.initial_accumulator != spec_.optimizer.initial_accumulator) {
+  if (optimizer.kind != spec_.optimizer.kind || optimizer.initial_accumulator != spec_.optimizer.initial_accumulator ||
+      optimizer.state_dtype != spec_.optimizer.state_dtype) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': its slots cannot change");
   }
   spec_.optimizer = optimizer;

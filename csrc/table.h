@@ -199,6 +199,7 @@ class Table {
   void check_not_held(const int64_t* ids, size_t n) const;
   void ask_holder();
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
+  void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;
   size_t piece_ids() const;
   bool is_staging() const { return batches_staging_ > 0; }
   void stage_ahead();

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "record.h"
 #include "table.h"
 #include "table_rows.h"
 
@@ -94,11 +95,7 @@ void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
     store_->fetch(batch_.unique().data(), batch_.num_unique(), record_bytes, records_.data());
     for (size_t i = 0; i < count; ++i) {
       const std::byte* record = records_.data() + batch_.inverse()[i] * record_bytes;
-      if (field == 0) {
-        widen(record, out + (begin + i) * f.length);
-      } else {
-        std::memcpy(out + (begin + i) * f.length, record + f.offset, f.length * sizeof(float));
-      }
+      read_field(f, record, out + (begin + i) * f.length);
     }
   }
 }
@@ -110,6 +107,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
   check_not_held(ids, n);
   const Field& f = fields_.at(field);
   check_finite(ids, n, values, f.length, "value");
+  check_fits(ids, n, values, f);
   const size_t parts = std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids());
   const auto select = [&](size_t p) {
     members_.clear();
@@ -135,11 +133,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
           const size_t u = begin + i;
           const float* value = values + size_t{batch_.order()[batch_.offsets()[u + 1] - 1]} * f.length;
           std::byte* record = store_->cache().record(frames_[i]);
-          if (field == 0 && spec_.dtype != DType::kFloat32) {
-            kernels().narrow_nearest(spec_.dtype, f.length, value, record);
-          } else {
-            std::memcpy(record + f.offset, value, f.length * sizeof(float));
-          }
+          write_field(f, value, record);
           store_->mark_dirty(frames_[i]);
         }
         store_->unpin(frames_.data(), count);

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "record.h"
 #include "table.h"
 
 namespace bunkbed {
@@ -25,12 +26,7 @@ Scan::Scan(Table* table, size_t field) : table_(table), field_(field) {
 }
 
 void Scan::copy(const std::byte* record, float* out) const {
-  const Field& field = table_->fields_[field_];
-  if (field_ == 0) {
-    table_->widen(record, out);
-  } else {
-    std::memcpy(out, record + field.offset, field.length * sizeof(float));
-  }
+  read_field(table_->fields_[field_], record, out);
 }
 
 size_t Scan::next(size_t n, int64_t* ids, float* values) {

@@ -6,10 +6,13 @@
 
 namespace bunkbed {
 
-// Storage type of a row's weights. Optimizer slots are always float32. Values are file format.
+// Storage type of a row's weights, and of its optimizer slots (float32 or bfloat16). Values are file format.
 enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 constexpr size_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+constexpr const char* dtype_name(DType dtype) {
+  return dtype == DType::kFloat32 ? "float32" : dtype == DType::kBFloat16 ? "bfloat16" : "float16";
+}
 
 // How an untouched row looks: a pure function of (kind, a, b, seed, id). Values are file format.
 enum class InitKind : uint8_t { kZeros = 0, kNormal = 1, kUniform = 2 };
@@ -33,6 +36,7 @@ struct OptimizerSpec {
   double weight_decay = 0.0;
   double initial_accumulator = 0.0;
   bool decoupled = false;  // weight decay applied to the weight, not added to the gradient
+  DType state_dtype = DType::kFloat32;  // of every slot; the update itself is float32
 };
 
 }  // namespace bunkbed

@@ -5,6 +5,7 @@ Ids and gradients are in `TableTests`, the training command's files in the tests
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import multiprocessing
 import os
@@ -172,6 +173,10 @@ def test_open_a_file(tmp_path: Path) -> None:
         ({"init": bb.Normal(std=0.5)}, r"init.*0\.5"),
         ({"optimizer": bb.SGD()}, r"(slot|optimizer).*"),
         ({"optimizer": bb.RowwiseAdagrad()}, r"(slot|optimizer).*"),
+        (
+            {"optimizer": bb.Adam(state_dtype="bfloat16")},
+            r"state_dtype is 'float32' in the table, 'bfloat16' was asked for",
+        ),
     ],
     ids=repr,
 )
@@ -192,6 +197,43 @@ def test_open_or_create_creates(tmp_path: Path) -> None:
         assert table.dim == 8 and len(table) == 0
     with bb.open(tmp_path / "new", create={"dim": 8}) as table:
         assert table.num_rows == 1000
+
+
+def test_the_states_dtype_is_the_tables(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"dim": 4, "num_rows": 10, "ram": "4MiB"}
+    narrow = bb.Adam(lr=0.1, state_dtype="bfloat16")
+    with bb.create(tmp_path / "user", optimizer=narrow, **kwargs) as table:
+        table.update([3], np.ones((1, 4), np.float32))
+        with pytest.raises(ValueError, match=r"'bfloat16' in the table, 'float32' was asked for"):
+            table.optimizer = bb.Adam(lr=0.2)
+        table.optimizer = dataclasses.replace(narrow, lr=0.2)
+    with pytest.raises(ValueError, match=r"'bfloat16' in the table, 'float32' was asked for"):
+        bb.open(tmp_path / "user", optimizer=bb.Adam(lr=0.1))
+    with bb.open(tmp_path / "user") as table:
+        assert table.optimizer == bb.Adam(lr=0.2, state_dtype="bfloat16") and table.step == 1
+
+
+@pytest.mark.parametrize("make", [bb.Adam, bb.Adagrad, bb.RowwiseAdagrad])
+@pytest.mark.parametrize("wrong", ["float16", "bf16", 2, None])
+def test_an_unknown_state_dtype_lists_the_choices(make: Any, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"state_dtype must be one of float32, bfloat16, got"):
+        make(state_dtype=wrong)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "init"),
+    [
+        ("float16", bb.Normal(std=12_000.0)),
+        ("float16", bb.Uniform(-70_000.0, 0.0)),
+        ("bfloat16", bb.Normal(std=1e38)),
+        ("float32", bb.Uniform(0.0, 1e39)),
+    ],
+    ids=repr,
+)
+def test_initial_values_beyond_the_dtype_are_refused(tmp_path: Path, dtype: str, init: Any) -> None:
+    with pytest.raises(ValueError, match=rf"init=.*beyond the largest {dtype}"):
+        bb.create(tmp_path / "user", dim=4, num_rows=10, dtype=dtype, init=init)
+    assert not (tmp_path / "user").exists()
 
 
 def test_hyperparameters_may_change_on_opening(stored: tuple[Path, ReferenceTable]) -> None:

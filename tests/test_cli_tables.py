@@ -49,6 +49,23 @@ def run_folder(tmp_path: Path) -> Path:
     return path
 
 
+def test_info_says_how_state_is_stored(cli: Run, tmp_path: Path) -> None:
+    kwargs = {"dim": 8, "num_rows": 100, "ram": "4MiB"}
+    bb.create(tmp_path / "wide", optimizer=bb.Adam(), **kwargs).close()
+    bb.create(tmp_path / "narrow", optimizer=bb.Adam(state_dtype="bfloat16"), dtype="bfloat16", **kwargs).close()
+    bb.create(tmp_path / "none", optimizer=bb.SGD(), **kwargs).close()
+    for name, line, size in (
+        ("wide", "exp_avg, exp_avg_sq in float32", 96),
+        ("narrow", "exp_avg, exp_avg_sq in bfloat16", 48),
+        ("none", "slots       none", 32),
+    ):
+        code, out, _ = cli("info", str(tmp_path / name))
+        assert code == 0 and line in out and f"{size} bytes with its state" in out
+    about = json.loads(cli("info", str(tmp_path / "narrow"), "--json")[1])
+    assert (about["dtype"], about["state_dtype"], about["record_bytes"]) == ("bfloat16", "bfloat16", 48)
+    assert json.loads(cli("info", str(tmp_path / "none"), "--json")[1])["state_dtype"] is None
+
+
 def test_info_of_a_table(cli: Run, table: Path) -> None:
     code, out, err = cli("info", str(table))
     assert (code, err) == (0, "")

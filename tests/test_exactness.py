@@ -18,6 +18,8 @@ from bunkbed import _native
 pytestmark = pytest.mark.usefixtures("native_defaults")
 
 PLAN = exactness.Plan(num_rows=6_000, dim=64, batch=256, steps=300)
+# More rows in their half of the bytes: as many segments, so that as much is compacted.
+NARROW = dataclasses.replace(PLAN, num_rows=12_000, batch=512, dtype="bfloat16", state_dtype="bfloat16")
 
 # Every budget with every thread count, level and way of reading at least once, a quarter of the product.
 COMBINATIONS = [
@@ -65,6 +67,41 @@ def test_rows_are_bit_identical(
         assert totals["evicted_share"] < 0.1
     else:
         assert totals["evicted_share"] >= 0.3
+
+
+@pytest.fixture(scope="module")
+def narrow_expected() -> exactness.Expected:
+    return exactness.reference(NARROW)
+
+
+@pytest.fixture(scope="module")
+def narrow_budgets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    return exactness.budgets(NARROW, tmp_path_factory.mktemp("probe"))
+
+
+@pytest.mark.parametrize(
+    ("name", "threads", "level"),
+    [("smallest", 1, "avx512"), ("10 %", 2, "scalar"), ("50 %", 2, "avx2"), ("everything", 2, "avx512")],
+)
+def test_rows_and_state_in_bfloat16_are_bit_identical(
+    tmp_path: Path, narrow_expected: Any, narrow_budgets: dict[str, int], name: str, threads: int, level: str
+) -> None:
+    if level not in exactness.levels():
+        pytest.skip(f"this processor has no {level}")
+    bb.set_num_threads(threads)
+    _native.set_simd(level)
+    totals = exactness.train(NARROW, narrow_expected, tmp_path / "table", ram=narrow_budgets[name])
+    assert totals["compactions"] >= 3
+    assert (totals["evicted_share"] < 0.1) == (name == "everything")
+    assert name == "everything" or totals["evicted_share"] >= 0.3
+
+
+@pytest.mark.parametrize("fault", exactness.FAULTS)
+def test_a_seeded_bug_is_found_in_bfloat16(
+    tmp_path: Path, narrow_expected: Any, narrow_budgets: dict[str, int], fault: str
+) -> None:
+    with pytest.raises((exactness.Mismatch, bb.BunkbedError)):
+        exactness.train(NARROW, narrow_expected, tmp_path / "table", ram=narrow_budgets["smallest"], fault=fault)
 
 
 @pytest.mark.parametrize("fault", exactness.FAULTS)

@@ -38,6 +38,23 @@ def test_records_come_back_bit_for_bit(table: bb.Table, tmp_path: Path, suffix: 
         np.testing.assert_array_equal(other.get(everything, slot), table.get(everything, slot))
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".safetensors"])
+def test_16_bit_records_come_back_bit_for_bit(tmp_path: Path, suffix: str) -> None:
+    narrow = {"dtype": "bfloat16", "optimizer": bb.Adam(state_dtype="bfloat16")}
+    rng = np.random.default_rng(0)
+    table, slots = bb.create(tmp_path / "from", dim=5, num_rows=90, **narrow), ("weight", "exp_avg", "exp_avg_sq")
+    for _ in range(3):
+        table.update(np.arange(50), rng.standard_normal((50, 5)).astype(np.float32))
+    bb.export_rows(table, tmp_path / f"rows{suffix}", slots=slots)
+    other = bb.create(None, dim=5, num_rows=90, **narrow)
+    bb.import_rows(other, tmp_path / f"rows{suffix}")
+    wide = bb.create(None, dim=5, num_rows=90)
+    bb.import_rows(wide, tmp_path / f"rows{suffix}")
+    for slot in slots:
+        for copy in (other, wide):
+            np.testing.assert_array_equal(copy.get(np.arange(50), slot), table.get(np.arange(50), slot))
+
+
 def test_npy_holds_every_id(table: bb.Table, tmp_path: Path) -> None:
     file = tmp_path / "rows.npy"
     assert bb.export_rows(table, file, chunk=77) == 500

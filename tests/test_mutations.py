@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bunkbed.testing import ReferenceTable
+from bunkbed.testing import ReferenceTable, philox
 
 
 class LookupIsAView(ReferenceTable):
@@ -124,6 +124,65 @@ class MeanOfBagIsASum(ReferenceTable):
         return super().lookup_bags(ids, offsets, pooling=pooling, weights=weights, touch=touch, out=out)
 
 
+class _Rounding(ReferenceTable):
+    """With another rounding of what an update stores."""
+
+    def update(self, ids, grads, *, lr=None):
+        right = philox.narrow_stochastic
+        philox.narrow_stochastic = self.rounded
+        try:
+            super().update(ids, grads, lr=lr)
+        finally:
+            philox.narrow_stochastic = right
+
+
+class StateRoundsToNearest(_Rounding):
+    """Slots in 16 bits that stall where a step changes less than half a unit."""
+
+    @staticmethod
+    def rounded(dtype, values, *, field, right=philox.narrow_stochastic, **key):
+        return right(dtype, values, field=field, **key) if field == 0 else philox.narrow_nearest(dtype, values)
+
+
+class SlotsRoundLikeWeights(_Rounding):
+    """One random number for a weight and its state: their errors are not independent."""
+
+    @staticmethod
+    def rounded(dtype, values, *, field, right=philox.narrow_stochastic, **key):
+        return right(dtype, values, field=0, **key)
+
+
+class ImportsAreCutOff(ReferenceTable):
+    """`set` drops the bits that do not fit instead of rounding to nearest."""
+
+    def set(self, ids, values, slot="weight"):
+        if self._dtype_of(slot) == "bfloat16":
+            values = (np.asarray(values).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        super().set(ids, values, slot=slot)
+
+
+class ImportsOverflow(ReferenceTable):
+    """A value beyond a 16-bit dtype becomes the largest one in silence."""
+
+    def set(self, ids, values, slot="weight"):
+        limit = {"float16": 65504.0, "bfloat16": 3.3895314e38}.get(self._dtype_of(slot), 3.4e38)
+        super().set(ids, np.clip(values, -limit, limit), slot=slot)
+
+
+class OutIsRoundedAgain(ReferenceTable):
+    """A 16-bit `out` holds the upper half of the float32 bits, whatever the dtype."""
+
+    def lookup(self, ids, *, touch=True, out=None):
+        found = super().lookup(ids, touch=touch)
+        if out is None:
+            return found
+        if out.dtype.itemsize == 2:
+            out.view(np.uint16)[...] = found.view(np.uint32) >> np.uint32(16)
+        else:
+            out[...] = found
+        return out
+
+
 class ClosedStaysOpen(ReferenceTable):
     def _check_open(self):
         pass
@@ -144,6 +203,11 @@ MUTANTS: dict[type[ReferenceTable], str] = {
     ScanMissesTheLast: "test_scan_yields_every_stored_row_once",
     StagingWrites: "test_staging_moves_no_value",
     MeanOfBagIsASum: "test_bags",
+    StateRoundsToNearest: "test_16_bit_rows_are_the_reference_to_the_last_bit",
+    SlotsRoundLikeWeights: "test_16_bit_rows_are_the_reference_to_the_last_bit",
+    ImportsAreCutOff: "test_set_rounds_to_nearest_and_get_gives_what_is_stored",
+    ImportsOverflow: "test_a_value_beyond_the_rows_dtype_changes_nothing",
+    OutIsRoundedAgain: "test_lookup_fills_out_in_16_bits",
     ClosedStaysOpen: "test_a_closed_table_refuses_use",
 }
 

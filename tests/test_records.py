@@ -34,6 +34,20 @@ def test_records_move_bit_for_bit(tmp_path: Path) -> None:
         other._native.scatter_records(np.array([1, 1]), records[:2])
 
 
+def test_16_bit_records_move_as_they_are(tmp_path: Path) -> None:
+    kwargs = {"dim": 5, "num_rows": 20, "optimizer": bb.Adam(state_dtype="bfloat16"), "dtype": "bfloat16"}
+    table, other = bb.create(tmp_path / "user", **kwargs), bb.create(None, **kwargs)
+    table.update([3, 4], np.full((2, 5), 0.3, np.float32))
+    records = np.full((2, table.record_bytes), 0xEE, np.uint8)
+    table._native.gather_records(np.array([3, 9]), records)
+    assert records.shape == (2, 3 * 12)
+    words = (table.get([3], slot="exp_avg_sq").view(np.uint32) >> 16).astype(np.uint16)
+    assert records[0, 24:34].tobytes() == words.tobytes() and not records[:, [10, 11, 22, 23, 34, 35]].any()
+    other._native.scatter_records(np.array([3, 9]), records)
+    for slot in ("weight", *table.slots):
+        np.testing.assert_array_equal(other.get([3, 9], slot), table.get([3, 9], slot))
+
+
 def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
     table = make(tmp_path / "user")
     records = np.empty((3, table._native.payload_bytes()), np.uint8)

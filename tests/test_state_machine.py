@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -42,9 +43,12 @@ class TableMachine(RuleBasedStateMachine):
         optimizer=st.sampled_from(OPTIMIZERS),
         bounded=st.booleans(),
         dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]),
+        narrow_state=st.booleans(),
         tight=st.sampled_from([True, True, False]),
     )
-    def make(self, optimizer: Any, bounded: bool, dtype: str, tight: bool) -> None:
+    def make(self, optimizer: Any, bounded: bool, dtype: str, narrow_state: bool, tight: bool) -> None:
+        if narrow_state and optimizer.slots:
+            optimizer = dataclasses.replace(optimizer, state_dtype="bfloat16")
         self.folder = Path(tempfile.mkdtemp(prefix="bunkbed-"))
         kwargs: dict[str, Any] = {
             "dim": DIM,

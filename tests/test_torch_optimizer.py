@@ -75,7 +75,15 @@ def test_200_steps_equal_torch_on_sparse_gradients(ours: Any, theirs: Any) -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "optimizer",
-    [bb.SGD(lr=0.1), bb.Adagrad(lr=0.1), bb.RowwiseAdagrad(lr=0.1), bb.Adam(lr=0.1, weight_decay=0.01)],
+    [
+        bb.SGD(lr=0.1),
+        bb.Adagrad(lr=0.1),
+        bb.RowwiseAdagrad(lr=0.1),
+        bb.Adam(lr=0.1, weight_decay=0.01),
+        bb.Adagrad(lr=0.1, state_dtype="bfloat16"),
+        bb.RowwiseAdagrad(lr=0.1, state_dtype="bfloat16"),
+        bb.Adam(lr=0.1, weight_decay=0.01, state_dtype="bfloat16"),
+    ],
 )
 def test_every_optimizer_and_dtype_equals_the_reference_bit_for_bit(optimizer: Any, dtype: str) -> None:
     emb = Embedding(50, 5, optimizer=optimizer, init=bb.Normal(0.1), seed=3, dtype=dtype)
@@ -91,6 +99,19 @@ def test_every_optimizer_and_dtype_equals_the_reference_bit_for_bit(optimizer: A
     everything = np.arange(50)
     for slot in ("weight", *reference.slots):
         assert emb.table.get(everything, slot=slot).tobytes() == reference.get(everything, slot).tobytes()
+
+
+def test_the_states_dtype_stands_in_the_group_and_cannot_change() -> None:
+    emb = Embedding(20, 4, optimizer=bb.Adam(lr=0.1, state_dtype="bfloat16"))
+    opt = Optimizer(emb)
+    assert opt.param_groups[0]["state_dtype"] == "bfloat16"
+    opt.param_groups[0]["lr"] = 0.5
+    emb(torch.tensor([1])).sum().backward()
+    opt.step()
+    opt.param_groups[0]["state_dtype"] = "float32"
+    emb(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"state_dtype is 'bfloat16' in the table, 'float32' was asked for"):
+        opt.step()
 
 
 def test_a_closure_is_evaluated_once_with_gradients_on() -> None:

@@ -213,6 +213,18 @@ NB_MODULE(_native, m) {
       },
       "values"_a, "factor"_a, "Multiply a float32 array in place; True when every result is finite.");
   m.def("blocks_mapped", &blocks_mapped, "Large blocks taken from the system so far; a warm step takes none.");
+  m.def(
+      "narrow",
+      [](const nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& values, int dtype,
+         const nb::ndarray<uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
+        const nb::gil_scoped_release release;
+        const DefaultFloatMode mode;
+        parallel_for(values.size(), 16384, [&](size_t from, size_t to) {
+          kernels().narrow_nearest(static_cast<DType>(dtype), static_cast<int64_t>(to - from), values.data() + from,
+                                   out.data() + from);
+        });
+      },
+      "values"_a, "dtype"_a, "out"_a, "Values of a 16-bit dtype (1 bfloat16, 2 float16), rounded to nearest.");
 
   m.def(
       "norm",

@@ -34,6 +34,9 @@ OptimizerSpec optimizer_spec(const nb::dict& values) {
   spec.weight_decay = number("weight_decay", 0.0);
   spec.initial_accumulator = number("initial_accumulator", 0.0);
   spec.decoupled = nb::cast<bool>(values["decoupled"]);
+  if (values.contains("state_dtype") && nb::cast<std::string>(values["state_dtype"]) == "bfloat16") {
+    spec.state_dtype = DType::kBFloat16;
+  }
   return spec;
 }
 
@@ -42,6 +45,7 @@ nb::dict optimizer_values(const OptimizerSpec& spec) {
   values["lr"] = spec.lr;
   values["weight_decay"] = spec.weight_decay;
   values["decoupled"] = spec.decoupled;
+  if (spec.kind != OptimizerKind::kSgd) values["state_dtype"] = dtype_name(spec.state_dtype);
   switch (spec.kind) {
     case OptimizerKind::kSgd:
       values["kind"] = "sgd";

@@ -105,6 +105,17 @@ double integer_power(double base, int64_t exponent) {
   return result;
 }
 
+RoundKeys::RoundKeys(uint64_t seed) {
+  auto key0 = static_cast<uint32_t>(seed);
+  auto key1 = static_cast<uint32_t>(seed >> 32);
+  for (size_t round = 0; round < 10; ++round) {
+    low[round] = key0;
+    high[round] = key1;
+    key0 += 0x9e3779b9u;
+    key1 += 0xbb67ae85u;
+  }
+}
+
 StepConstants make_step(const OptimizerSpec& spec, double lr, int64_t step) {
   StepConstants constants{};
   constants.kind = spec.kind;

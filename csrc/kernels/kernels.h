@@ -56,6 +56,29 @@ struct PoolRun {
 };
 inline constexpr int64_t kPoolAhead = 48;
 
+// The generator's keys of each round for a seed, made once for many rows.
+struct RoundKeys {
+  explicit RoundKeys(uint64_t seed);
+  uint64_t low[10];   // 32-bit numbers, in lanes as wide as they are wanted
+  uint64_t high[10];
+};
+
+// Which random numbers a stochastic rounding takes: a pure function of these. `field` is 0 for the weights, then the
+// slots in record order, so that no two fields of a row round alike.
+struct RoundingKey {
+  const RoundKeys& seed;
+  int64_t id;
+  int64_t step;
+  uint32_t field = 0;
+};
+
+// A record of which a field is stored in 16 bits. Fields: the weights, then the optimizer's slots.
+struct NarrowRecord {
+  DType dtype;            // of the weights
+  DType state_dtype;      // of every slot
+  uint32_t offsets[3];    // of each field in the record, in bytes
+};
+
 struct Kernels {
   Simd level;
 
@@ -64,6 +87,10 @@ struct Kernels {
 
   // One optimizer step on one row in place. `slots` is laid out as optimizer.h says (slots follow each other).
   void (*update_row)(const StepConstants& step, int64_t dim, const float* grad, float* weight, float* slots);
+  // The same on a record with 16-bit fields: they widen exactly, the update is update_row's bit for bit, and they are
+  // rounded stochastically when they are stored. `key.field` is not looked at.
+  void (*update_narrow)(const StepConstants& step, const NarrowRecord& layout, int64_t dim, const float* grad,
+                        const RoundingKey& key, std::byte* record);
 
   // acc[i] = acc[i] + x[i]
   void (*add_row)(int64_t dim, const float* x, float* acc);
@@ -84,14 +111,13 @@ struct Kernels {
   // sum of x[i]^2 in double over 16 virtual lanes
   double (*sum_of_squares)(int64_t n, const float* x);
 
-  // Exact widening of 16-bit weights to float32 (float16 subnormals included).
+  // Exact widening of 16-bit values to float32 (float16 subnormals included).
   void (*widen)(DType dtype, int64_t n, const void* x, float* out);
   // Round to nearest even; used for initial values and for set().
   void (*narrow_nearest)(DType dtype, int64_t n, const float* x, void* out);
-  // Stochastic rounding keyed by (seed, id, step), element by element (Philox). Unbiased; values that the narrow type
-  // has stay as they are; a finite value never becomes infinite. precision_impl.h has the details.
-  void (*narrow_stochastic)(DType dtype, int64_t n, const float* x, uint64_t seed, int64_t id, int64_t step,
-                            void* out);
+  // Stochastic rounding, element by element. Unbiased; values that the narrow type has stay as they are; a finite value
+  // never becomes infinite. precision_impl.h has the details.
+  void (*narrow_stochastic)(DType dtype, int64_t n, const float* x, const RoundingKey& key, void* out);
 
   // Sums of w softplus(score - positive) and of its slopes, which replace the scores; see losses.h.
   LossSums (*bpr_row)(int64_t n, float hardness, float positive, float* scores);

@@ -19,14 +19,15 @@ namespace {
 #include "kernels/rows_impl.h"
 #include "kernels/optimizer_impl.h"
 #include "kernels/precision_impl.h"
+#include "kernels/narrow_update_impl.h"
 #include "kernels/losses_impl.h"
 #include "kernels/pool_impl.h"
 
 // The checksum does not depend on the level; kernels.cc fills it in.
 constexpr Kernels make_kernels(Simd level) {
-  return Kernels{level,     init_row,       update_row, add_row, add_scaled_row,    sum_rows, pool_rows, scale_row,
-                 all_finite, dot, sum_of_squares, widen, narrow_nearest, narrow_stochastic, bpr_row, pair_grad_row,
-                 nullptr};
+  return Kernels{level,     init_row,  update_row, update_narrow, add_row,        add_scaled_row, sum_rows,
+                 pool_rows, scale_row, all_finite, dot,           sum_of_squares, widen,          narrow_nearest,
+                 narrow_stochastic, bpr_row, pair_grad_row, nullptr};
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ inline float kept_weight(const StepConstants& step, float weight) {
 }
 
 template <bool kCoupled, bool kDecoupled>
-void update_sgd(const StepConstants& step, int64_t dim, const float* __restrict grad, float* __restrict weight) {
+inline void update_sgd(const StepConstants& step, int64_t dim, const float* __restrict grad, float* __restrict weight) {
   for (int64_t i = 0; i < dim; ++i) {
     const float w = kept_weight<kDecoupled>(step, weight[i]);
     const float g = decayed_grad<kCoupled>(step, grad[i], w);
@@ -29,7 +29,7 @@ void update_sgd(const StepConstants& step, int64_t dim, const float* __restrict 
 }
 
 template <bool kCoupled, bool kDecoupled>
-void update_adagrad(const StepConstants& step, int64_t dim, const float* __restrict grad,
+inline void update_adagrad(const StepConstants& step, int64_t dim, const float* __restrict grad,
                     float* __restrict weight, float* __restrict sum) {
   for (int64_t i = 0; i < dim; ++i) {
     const float w = kept_weight<kDecoupled>(step, weight[i]);
@@ -40,18 +40,30 @@ void update_adagrad(const StepConstants& step, int64_t dim, const float* __restr
   }
 }
 
-template <bool kCoupled, bool kDecoupled>
-void update_rowwise_adagrad(const StepConstants& step, int64_t dim, const float* __restrict grad,
-                            float* __restrict weight, float* __restrict sum) {
-  const float squares = sum_over_lanes(dim, [&](auto load, int64_t i) {
-    const auto w = load(weight + i);
-    auto g = load(grad + i);
-    if constexpr (kCoupled) g = g + w * step.weight_decay;
-    return g * g;
-  });
+// Adds the squares of the gradient to 16 lanes. `weight` is looked at for coupled decay only.
+template <bool kCoupled>
+inline void add_squares(const StepConstants& step, int64_t dim, const float* __restrict grad,
+                        const float* __restrict weight, LaneSums* lanes) {
+  add_to_lanes(
+      dim,
+      [&](auto load, int64_t i) {
+        auto g = load(grad + i);
+        if constexpr (kCoupled) g = g + load(weight + i) * step.weight_decay;
+        return g * g;
+      },
+      lanes);
+}
+
+// The row's accumulator with its squares' sum, and the factor of its gradient.
+inline float add_mean_square(const StepConstants& step, int64_t dim, float squares, float* sum) {
   const float s = sum[0] + squares / static_cast<float>(dim);
   sum[0] = s;
-  const float multiplier = step.step_size / (__builtin_sqrtf(s) + step.eps);
+  return step.step_size / (__builtin_sqrtf(s) + step.eps);
+}
+
+template <bool kCoupled, bool kDecoupled>
+inline void scale_and_step(const StepConstants& step, int64_t dim, float multiplier, const float* __restrict grad,
+                    float* __restrict weight) {
   for (int64_t i = 0; i < dim; ++i) {
     const float w = kept_weight<kDecoupled>(step, weight[i]);
     const float g = decayed_grad<kCoupled>(step, grad[i], w);
@@ -60,7 +72,16 @@ void update_rowwise_adagrad(const StepConstants& step, int64_t dim, const float*
 }
 
 template <bool kCoupled, bool kDecoupled>
-void update_adam(const StepConstants& step, int64_t dim, const float* __restrict grad, float* __restrict weight,
+void update_rowwise_adagrad(const StepConstants& step, int64_t dim, const float* __restrict grad,
+                            float* __restrict weight, float* __restrict sum) {
+  LaneSums lanes{};
+  add_squares<kCoupled>(step, dim, grad, weight, &lanes);
+  const float multiplier = add_mean_square(step, dim, fold_lanes(lanes.at), sum);
+  scale_and_step<kCoupled, kDecoupled>(step, dim, multiplier, grad, weight);
+}
+
+template <bool kCoupled, bool kDecoupled>
+inline void update_adam(const StepConstants& step, int64_t dim, const float* __restrict grad, float* __restrict weight,
                  float* __restrict exp_avg, float* __restrict exp_avg_sq) {
   for (int64_t i = 0; i < dim; ++i) {
     const float w = kept_weight<kDecoupled>(step, weight[i]);

@@ -2,12 +2,14 @@
 // Included once by each translation unit of the kernels; see kernels_impl.h.
 //
 // key = (seed bits 0..31, seed bits 32..63); counter = (id bits 0..31, id bits 32..63, block, extra).
-// The streams of one table never meet: initial values count blocks from 0 with extra = 0, stochastic rounding
-// from kRoundingStream with extra = step mod 2^32.
+// The streams of one table never meet: initial values count blocks from 0 with extra = 0, stochastic rounding of
+// field f from kRoundingStream + f * kFieldStream with extra = step mod 2^32. (A row of 2^27 elements, more than any
+// record holds, would reach the next field's.)
 
 constexpr int64_t kGroupBlocks = 8;
 constexpr int64_t kGroupPairs = 2 * kGroupBlocks;
 constexpr uint32_t kRoundingStream = 0x80000000u;
+constexpr uint32_t kFieldStream = 0x01000000u;
 
 // A block's four words w0 w1 w2 w3 are two pairs: (w0, w1) and (w2, w3). even[p] and odd[p] are the two words of
 // pair p, block by block, which is the order in which the initialisers want them.
@@ -41,42 +43,68 @@ inline Words64 multiply_low(Words64 a, uint32_t factor) {
 #endif
 }
 
-// Each 32-bit word of the state sits in a 64-bit lane whose upper half may hold rubbish: the multiplication reads
-// the lower half only, exclusive or does not carry, and the end masks it off.
-inline void philox_group(uint64_t seed, int64_t id, uint32_t first_block, uint32_t extra, PhiloxWords* words) {
-  static constexpr uint64_t kIota[kGroupBlocks] = {0, 1, 2, 3, 4, 5, 6, 7};
-  constexpr size_t kLanes = kVectorBytes / 8;
-  constexpr size_t kVectors = kGroupBlocks / kLanes;
-  const auto id_bits = static_cast<uint64_t>(id);
+// Eight blocks as vectors of 64-bit lanes, one word of a block in each lane's lower half.
+struct PhiloxState {
+  static constexpr size_t kWords = kVectorBytes / 8;
+  static constexpr size_t kVectors = kGroupBlocks / kWords;
   Words64 c0[kVectors];
   Words64 c1[kVectors];
   Words64 c2[kVectors];
   Words64 c3[kVectors];
-  for (size_t v = 0; v < kVectors; ++v) {
-    c0[v] = Words64{} + (id_bits & 0xffffffffu);
-    c1[v] = Words64{} + (id_bits >> 32);
-    __builtin_memcpy(&c2[v], kIota + v * kLanes, sizeof c2[v]);
-    c2[v] = c2[v] + uint64_t{first_block};
-    c3[v] = Words64{} + extra;
-  }
-  auto key0 = static_cast<uint32_t>(seed);
-  auto key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
+};
+
+// Each 32-bit word of the state sits in a 64-bit lane whose upper half may hold rubbish: the multiplication reads
+// the lower half only, exclusive or does not carry, and whoever takes the words masks it off. Groups that are worked on
+// together differ in their first block only; one after the other they would wait for the multiplier, as each round needs
+// the one before.
+template <size_t kGroups, typename KeyOfRound>
+inline void philox_rounds(KeyOfRound key_of, int64_t id, const uint32_t* first_blocks, uint32_t extra, PhiloxState* groups) {
+  static constexpr uint64_t kIota[kGroupBlocks] = {0, 1, 2, 3, 4, 5, 6, 7};
+  constexpr size_t kVectors = PhiloxState::kVectors;
+  const auto id_bits = static_cast<uint64_t>(id);
+  PhiloxState s[kGroups];
+  for (size_t g = 0; g < kGroups; ++g) {
     for (size_t v = 0; v < kVectors; ++v) {
-      const Words64 product0 = multiply_low(c0[v], 0xd2511f53u);
-      const Words64 product1 = multiply_low(c2[v], 0xcd9e8d57u);
-      c0[v] = (product1 >> 32) ^ c1[v] ^ uint64_t{key0};
-      c1[v] = product1;
-      c2[v] = (product0 >> 32) ^ c3[v] ^ uint64_t{key1};
-      c3[v] = product0;
+      s[g].c0[v] = Words64{} + (id_bits & 0xffffffffu);
+      s[g].c1[v] = Words64{} + (id_bits >> 32);
+      __builtin_memcpy(&s[g].c2[v], kIota + v * PhiloxState::kWords, sizeof(Words64));
+      s[g].c2[v] = s[g].c2[v] + uint64_t{first_blocks[g]};
+      s[g].c3[v] = Words64{} + extra;
     }
-    key0 += 0x9e3779b9u;
-    key1 += 0xbb67ae85u;
   }
-  for (size_t v = 0; v < kVectors; ++v) {
-    const Words64 even = (c0[v] & 0xffffffffu) | (c2[v] << 32);
-    const Words64 odd = (c1[v] & 0xffffffffu) | (c3[v] << 32);
-    __builtin_memcpy(words->even + 2 * kLanes * v, &even, sizeof even);
-    __builtin_memcpy(words->odd + 2 * kLanes * v, &odd, sizeof odd);
+  for (int round = 0; round < 10; ++round) {
+    uint64_t key0;
+    uint64_t key1;
+    key_of(round, &key0, &key1);
+    for (size_t g = 0; g < kGroups; ++g) {
+      for (size_t v = 0; v < kVectors; ++v) {
+        const Words64 product0 = multiply_low(s[g].c0[v], 0xd2511f53u);
+        const Words64 product1 = multiply_low(s[g].c2[v], 0xcd9e8d57u);
+        s[g].c0[v] = (product1 >> 32) ^ s[g].c1[v] ^ key0;
+        s[g].c1[v] = product1;
+        s[g].c2[v] = (product0 >> 32) ^ s[g].c3[v] ^ key1;
+        s[g].c3[v] = product0;
+      }
+    }
+  }
+  for (size_t g = 0; g < kGroups; ++g) groups[g] = s[g];
+}
+
+inline void philox_group(uint64_t seed, int64_t id, uint32_t first_block, uint32_t extra, PhiloxWords* words) {
+  PhiloxState s;
+  auto low = static_cast<uint32_t>(seed);
+  auto high = static_cast<uint32_t>(seed >> 32);
+  const auto next_keys = [&](int, uint64_t* key0, uint64_t* key1) {
+    *key0 = low;
+    *key1 = high;
+    low += 0x9e3779b9u;
+    high += 0xbb67ae85u;
+  };
+  philox_rounds<1>(next_keys, id, &first_block, extra, &s);
+  for (size_t v = 0; v < PhiloxState::kVectors; ++v) {
+    const Words64 even = (s.c0[v] & 0xffffffffu) | (s.c2[v] << 32);
+    const Words64 odd = (s.c1[v] & 0xffffffffu) | (s.c3[v] << 32);
+    __builtin_memcpy(words->even + 2 * PhiloxState::kWords * v, &even, sizeof even);
+    __builtin_memcpy(words->odd + 2 * PhiloxState::kWords * v, &odd, sizeof odd);
   }
 }

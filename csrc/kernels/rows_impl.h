@@ -21,21 +21,33 @@ inline T fold_lanes(T* lanes) {
   return lanes[0];
 }
 
-// Sum over i of term(i). Lane i mod 16 adds its terms in rising i; then lanes fold 8, 4, 2, 1. `term(load, i)`
-// returns what load(pointer + i) makes of it: one value, or a vector of them from i onwards.
+struct alignas(64) LaneSums {
+  float at[kLanes];
+};
+
+// Adds term(i) for i below n to lane i mod 16, in rising i. `term(load, i)` returns what load(pointer + i) makes of it:
+// one value, or a vector of them from i onwards. A sum may be made of several calls, if n is a multiple of 16 in all but
+// the last.
 template <typename Term>
-inline float sum_over_lanes(int64_t n, Term term) {
+inline void add_to_lanes(int64_t n, Term term, LaneSums* lanes) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
   constexpr int64_t kVectors = kLanes / kWidth;
-  Floats acc[kVectors] = {};
+  Floats acc[kVectors];
+  __builtin_memcpy(acc, lanes->at, sizeof acc);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (int64_t v = 0; v < kVectors; ++v) acc[v] = acc[v] + term(load_floats, i + v * kWidth);
   }
-  alignas(64) float lanes[kLanes];
-  __builtin_memcpy(lanes, acc, sizeof lanes);
-  for (int64_t lane = 0; i < n; ++i, ++lane) lanes[lane] = lanes[lane] + term(load_one, i);
-  return fold_lanes(lanes);
+  __builtin_memcpy(lanes->at, acc, sizeof acc);
+  for (int64_t lane = 0; i < n; ++i, ++lane) lanes->at[lane] = lanes->at[lane] + term(load_one, i);
+}
+
+// Sum over i of term(i), over 16 lanes, which then fold 8, 4, 2, 1.
+template <typename Term>
+inline float sum_over_lanes(int64_t n, Term term) {
+  LaneSums lanes{};
+  add_to_lanes(n, term, &lanes);
+  return fold_lanes(lanes.at);
 }
 
 float dot(int64_t dim, const float* x, const float* y) {

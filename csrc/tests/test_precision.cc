@@ -70,8 +70,9 @@ uint16_t stochastic(DType dtype, float x, uint32_t random16) {
   return static_cast<uint16_t>(sign | (below + (is_up ? 1 : 0)));
 }
 
-uint32_t random16_of(uint64_t seed, int64_t id, int64_t step, size_t i) {
-  const auto words = test::row_block(seed, id, 0x80000000u + static_cast<uint32_t>(i / 8), static_cast<uint32_t>(step));
+uint32_t random16_of(uint64_t seed, int64_t id, int64_t step, uint32_t field, size_t i) {
+  const uint32_t block = 0x80000000u + field * 0x01000000u + static_cast<uint32_t>(i / 8);
+  const auto words = test::row_block(seed, id, block, static_cast<uint32_t>(step));
   return (words[i % 8 / 2] >> (16 * (i % 2))) & 0xffffu;
 }
 
@@ -102,9 +103,9 @@ std::vector<float> test_values(Sampler& sampler) {
 }
 
 std::vector<uint16_t> round_row(const Kernels& kernels, DType dtype, const std::vector<float>& x, int64_t id,
-                                int64_t step) {
+                                int64_t step, uint32_t field = 0, uint64_t seed = 99) {
   std::vector<uint16_t> out(x.size());
-  kernels.narrow_stochastic(dtype, static_cast<int64_t>(x.size()), x.data(), 99, id, step, out.data());
+  kernels.narrow_stochastic(dtype, static_cast<int64_t>(x.size()), x.data(), {RoundKeys(seed), id, step, field}, out.data());
   return out;
 }
 
@@ -157,9 +158,11 @@ TEST(precision_stochastic_follows_its_formula_at_every_level) {
     for (DType dtype : kNarrow) {
       const int64_t id = 0x123456789a;
       const int64_t step = 0x700000005;
-      const std::vector<uint16_t> got = round_row(kernels_for(level), dtype, x, id, step);
-      for (size_t i = 0; i < x.size(); ++i) {
-        CHECK_EQ(got[i], stochastic(dtype, x[i], random16_of(99, id, step, i)));
+      for (uint32_t field : {0u, 1u, 2u}) {
+        const std::vector<uint16_t> got = round_row(kernels_for(level), dtype, x, id, step, field);
+        for (size_t i = 0; i < x.size(); ++i) {
+          CHECK_EQ(got[i], stochastic(dtype, x[i], random16_of(99, id, step, field, i)));
+        }
       }
     }
   }
@@ -236,7 +239,7 @@ TEST(precision_stochastic_never_makes_a_finite_value_infinite) {
   for (int64_t id = 0; id < 100; ++id) CHECK_EQ(round_row(kernels(), DType::kFloat16, {65519.0f}, id, 1)[0], 0x7bff);
 }
 
-TEST(precision_stochastic_is_a_function_of_seed_id_and_step) {
+TEST(precision_stochastic_is_a_function_of_seed_id_step_and_field) {
   Sampler sampler(24);
   std::vector<float> x(64);
   for (float& value : x) value = sampler.uniform(-1.0f, 1.0f);
@@ -245,9 +248,8 @@ TEST(precision_stochastic_is_a_function_of_seed_id_and_step) {
     CHECK(first == round_row(kernels(), dtype, x, 5, 6));
     CHECK(first != round_row(kernels(), dtype, x, 5, 7));
     CHECK(first != round_row(kernels(), dtype, x, 6, 6));
-    std::vector<uint16_t> other_seed(x.size());
-    kernels().narrow_stochastic(dtype, 64, x.data(), 100, 5, 6, other_seed.data());
-    CHECK(first != other_seed);
+    CHECK(first != round_row(kernels(), dtype, x, 5, 6, 1));
+    CHECK(first != round_row(kernels(), dtype, x, 5, 6, 0, 100));
   }
 }
 

@@ -15,10 +15,11 @@ from bunkbed import init as _init
 from bunkbed import optim as _optim
 from bunkbed.budget import Budget, parse_bytes
 from bunkbed.errors import FormatError, ReadOnlyError
-from bunkbed.table import DTYPES, Table, check_same_slots
+from bunkbed.table import DTYPES, Table
 
 DEFAULT_RAM = "1GiB"
 _MAX_DIM = 1 << 24
+_LARGEST = {"float32": 3.4028e38, "bfloat16": 3.3895e38, "float16": 65504.0}
 
 #: The tables this process writes, by resolved path: opening one again gives the same object.
 _writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValueDictionary()
@@ -46,6 +47,12 @@ def make_spec(
     definition = _optim.require_optimizer(_optim.Adam() if optimizer is None else optimizer)
     initializer = _init.require_initializer(_init.Normal(std=0.01) if init is None else init)
     kind, a, b = initializer.native()
+    # Largest magnitudes that the initialiser gives, and that the dtype takes; Normal's is 5.77 std.
+    largest = 5.77 * a if kind == "normal" else max(abs(a), abs(b))
+    if largest >= _LARGEST[dtype]:
+        raise ValueError(
+            f"init={initializer!r} gives values up to {largest:.6g}, beyond the largest {dtype}, {_LARGEST[dtype]:.6g}"
+        )
     return _native.TableSpec(
         num_rows=-1 if num_rows is None else whole("num_rows", num_rows, 1, 2**63 - 1),
         dim=whole("dim", dim, 1, _MAX_DIM),
@@ -231,7 +238,7 @@ def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.
     definition = wanted.get("optimizer")
     if definition is None:
         return
-    check_same_slots(table.name, table.optimizer, _optim.require_optimizer(definition))
+    _optim.check_same_slots(table.name, table.optimizer, _optim.require_optimizer(definition))
     if definition != table.optimizer:
         if table.mode == "r":
             raise ReadOnlyError(f"table '{table.name}' is open for reading; its hyperparameters cannot change")

@@ -8,6 +8,10 @@
 | `Adam`           | `exp_avg[dim]`, `exp_avg_sq[dim]` | `torch.optim.SparseAdam` (not dense Adam)    |
 
 The equality with a dense optimizer holds for `weight_decay=0`: decay touches only the rows of the step.
+
+State is float32, or with ``state_dtype="bfloat16"`` stored in half the bytes. The step itself is computed in float32
+from the stored values; what is stored of its outcome is rounded at random and without bias, keyed by (seed, row, step,
+slot), so that averages of which a step changes less than bfloat16 can tell still arrive where they should.
 """
 
 from __future__ import annotations
@@ -25,6 +29,15 @@ def _require(owner: object, name: str, value: float, *, positive: bool = False, 
         bound = "above 0" if positive else "at least 0"
         limit = "" if below == math.inf else f" and below {below:g}"
         raise ValueError(f"{type(owner).__name__}: {name} must be finite, {bound}{limit}, got {value!r}")
+
+
+_LARGEST = 3e38  # whatever the state's dtype, no finite value below it becomes infinite
+STATE_DTYPES = ("float32", "bfloat16")
+
+
+def _require_state_dtype(owner: object, value: object) -> None:
+    if not isinstance(value, str) or value not in STATE_DTYPES:
+        raise ValueError(f"{type(owner).__name__}: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -78,9 +91,10 @@ class Adagrad(Optimizer):
     Args:
         lr: learning rate, at least 0.
         eps: added to the denominator, at least 0.
-        initial_accumulator: initial value of ``sum``, at least 0.
+        initial_accumulator: initial value of ``sum``, at least 0; rounded to the nearest value of `state_dtype`.
         weight_decay: see `SGD`.
         decoupled: see `SGD`.
+        state_dtype: of the stored slots: ``"float32"`` or ``"bfloat16"``.
 
     Raises:
         ValueError, TypeError: a hyperparameter out of range or not a number.
@@ -91,14 +105,16 @@ class Adagrad(Optimizer):
     initial_accumulator: float = 0.0
     weight_decay: float = 0.0
     decoupled: bool = False
+    state_dtype: str = "float32"
     slots: ClassVar[tuple[str, ...]] = ("sum",)
     kind: ClassVar[str] = "adagrad"
 
     def __post_init__(self) -> None:
         _require(self, "lr", self.lr)
         _require(self, "eps", self.eps)
-        _require(self, "initial_accumulator", self.initial_accumulator)
+        _require(self, "initial_accumulator", self.initial_accumulator, below=_LARGEST)
         _require(self, "weight_decay", self.weight_decay)
+        _require_state_dtype(self, self.state_dtype)
 
     def native(self) -> dict[str, Any]:
         return {
@@ -108,6 +124,7 @@ class Adagrad(Optimizer):
             "initial_accumulator": self.initial_accumulator,
             "weight_decay": self.weight_decay,
             "decoupled": self.decoupled,
+            "state_dtype": self.state_dtype,
         }
 
 
@@ -120,6 +137,8 @@ class RowwiseAdagrad(Optimizer):
         eps: added to the denominator, at least 0.
         weight_decay: see `SGD`.
         decoupled: see `SGD`.
+        state_dtype: of the stored accumulator: ``"float32"``, or ``"bfloat16"``, which saves nothing here: a record's
+            fields begin at multiples of 4 bytes.
 
     Raises:
         ValueError, TypeError: a hyperparameter out of range or not a number.
@@ -129,6 +148,7 @@ class RowwiseAdagrad(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = False
+    state_dtype: str = "float32"
     slots: ClassVar[tuple[str, ...]] = ("sum",)
     kind: ClassVar[str] = "rowwise_adagrad"
 
@@ -136,6 +156,7 @@ class RowwiseAdagrad(Optimizer):
         _require(self, "lr", self.lr)
         _require(self, "eps", self.eps)
         _require(self, "weight_decay", self.weight_decay)
+        _require_state_dtype(self, self.state_dtype)
 
     def slot_dim(self, dim: int) -> int:
         return 1
@@ -147,6 +168,7 @@ class RowwiseAdagrad(Optimizer):
             "eps": self.eps,
             "weight_decay": self.weight_decay,
             "decoupled": self.decoupled,
+            "state_dtype": self.state_dtype,
         }
 
 
@@ -162,6 +184,7 @@ class Adam(Optimizer):
         eps: added to the denominator, at least 0.
         weight_decay: see `SGD`.
         decoupled: see `SGD`; with it this is a lazy AdamW.
+        state_dtype: of the stored slots: ``"float32"`` or ``"bfloat16"``.
 
     Raises:
         ValueError, TypeError: a hyperparameter out of range or not a number.
@@ -172,6 +195,7 @@ class Adam(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = False
+    state_dtype: str = "float32"
     slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     kind: ClassVar[str] = "adam"
 
@@ -184,6 +208,7 @@ class Adam(Optimizer):
         _require(self, "betas[1]", self.betas[1], below=1.0)
         _require(self, "eps", self.eps)
         _require(self, "weight_decay", self.weight_decay)
+        _require_state_dtype(self, self.state_dtype)
 
     def native(self) -> dict[str, Any]:
         return {
@@ -194,6 +219,7 @@ class Adam(Optimizer):
             "eps": self.eps,
             "weight_decay": self.weight_decay,
             "decoupled": self.decoupled,
+            "state_dtype": self.state_dtype,
         }
 
 
@@ -220,3 +246,33 @@ def require_optimizer(value: object) -> Optimizer:
         choices = ", ".join(f"bb.{cls.__name__}" for cls in OPTIMIZERS.values())
         raise TypeError(f"optimizer must be one of {choices}, got {value!r}")
     return value
+
+
+def check_same_slots(name: str, present: Optimizer, wanted: Optimizer) -> None:
+    """Raises where records with the slots of one cannot hold those of the other.
+
+    Raises:
+        ValueError: another class, or other initial values or dtype of the slots; names both.
+    """
+    if type(present) is not type(wanted):
+
+        def slots(optimizer: Optimizer) -> str:
+            return f"{type(optimizer).__name__} ({', '.join(optimizer.slots) or 'no slots'})"
+
+        raise ValueError(
+            f"table '{name}': its records hold the state of {slots(present)}, {slots(wanted)} was asked for; "
+            "hyperparameters may change on opening, the optimizer's class may not"
+        )
+    stored, asked = (getattr(optimizer, "state_dtype", "float32") for optimizer in (present, wanted))
+    if stored != asked:
+        raise ValueError(
+            f"table '{name}': state_dtype is {stored!r} in the table, {asked!r} was asked for; it is how the slots are "
+            "stored; to convert a table, export it with its slots and import it into a new one"
+        )
+    before = getattr(present, "initial_accumulator", 0.0)
+    after = getattr(wanted, "initial_accumulator", 0.0)
+    if before != after:
+        raise ValueError(
+            f"table '{name}': initial_accumulator is {before} in the table, {after} was asked for; "
+            "it is part of what an untouched row is and cannot change"
+        )

@@ -94,7 +94,7 @@ class Table:
 
     @property
     def dtype(self) -> str:
-        """Storage type of the weights: float32, bfloat16 or float16. Optimizer state is float32."""
+        """Storage type of the weights: float32, bfloat16 or float16; of the state: `optimizer.state_dtype`."""
         return DTYPES[self._spec.dtype]
 
     @property
@@ -112,13 +112,13 @@ class Table:
         """The optimizer. Assigning one of the same class changes lr, betas, eps and weight decay from now on.
 
         Raises:
-            ValueError: on assignment, an optimizer with other slots.
+            ValueError: on assignment, an optimizer with other slots or state dtype.
         """
         return _optim.from_native(self._native.optimizer())
 
     @optimizer.setter
     def optimizer(self, value: _optim.Optimizer) -> None:
-        check_same_slots(self._name, self.optimizer, _optim.require_optimizer(value))
+        _optim.check_same_slots(self._name, self.optimizer, _optim.require_optimizer(value))
         self._native.set_optimizer(value.native())
 
     @property
@@ -171,7 +171,12 @@ class Table:
     def nbytes(self) -> int:
         """Bytes of all records (weights and optimizer state): of `num_rows` rows, or of the stored ones."""
         rows = self.num_rows
-        return int(self._native.payload_bytes()) * (len(self) if rows is None else rows)
+        return self.record_bytes * (len(self) if rows is None else rows)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a row's weights and optimizer state, as they are stored."""
+        return int(self._native.payload_bytes())
 
     def __len__(self) -> int:
         """Rows stored: those updated or set at least once."""
@@ -244,13 +249,12 @@ class Table:
         else:
             narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
             result = as_out(out, shape, *narrow, table=f"table '{self._name}'")
-        wide = result if result.dtype == np.float32 else np.empty(shape, np.float32)
-        self._native.lookup(array.reshape(-1), touch, wide.reshape(-1, self._dim))
-        if wide is not result:
-            if result.dtype == np.float16:
-                result[...] = wide  # exact: the rows are float16
-            else:
-                result.view(np.uint16)[...] = (wide.view(np.uint32) >> 16).astype(np.uint16)
+        if result.dtype == np.float32:
+            self._native.lookup(array.reshape(-1), touch, result.reshape(-1, self._dim))
+            return result
+        wide = _native.empty_rows(array.size, self._dim)
+        self._native.lookup(array.reshape(-1), touch, wide)
+        _native.narrow(wide.reshape(-1), self._spec.dtype, result.view(np.uint16).reshape(-1))  # exact
         return result
 
     def lookup_bags(
@@ -374,16 +378,17 @@ class Table:
     def set(self, ids: Any, values: Any, slot: str = "weight") -> None:
         """Write a raw slot of rows, for imports; not an optimizer step. Of equal ids the last wins.
 
-        A row not yet stored gets its other slots' initial values.
+        A row not yet stored gets its other slots' initial values. In 16 bits: rounded to nearest, ties to even.
+
 
         Args:
             ids: int64[...].
-            values: float32[..., length of the slot], finite.
+            values: float32[..., length of the slot], finite, and finite when rounded.
             slot: ``"weight"`` or one of `slots`.
 
         Raises:
-            ValueError: no such slot, another shape, a NaN or Inf. IndexError, TypeError, ReadOnlyError, MemoryError,
-            OSError: see `update`.
+            ValueError: no such slot, another shape, a NaN or Inf, a value beyond the slot's dtype. IndexError,
+            TypeError, ReadOnlyError, MemoryError, OSError: see `update`.
         """
         index, length = self._field(slot)
         label = f"table '{self._name}'"
@@ -578,22 +583,3 @@ class Table:
         """Live within `num_bytes` from now on."""
         self._ram_bytes = num_bytes
         self._native.set_ram(num_bytes)
-
-
-def check_same_slots(name: str, present: _optim.Optimizer, wanted: _optim.Optimizer) -> None:
-    if type(present) is not type(wanted):
-
-        def slots(optimizer: _optim.Optimizer) -> str:
-            return f"{type(optimizer).__name__} ({', '.join(optimizer.slots) or 'no slots'})"
-
-        raise ValueError(
-            f"table '{name}': its records hold the state of {slots(present)}, {slots(wanted)} was asked for; "
-            "hyperparameters may change on opening, the optimizer's class may not"
-        )
-    before = getattr(present, "initial_accumulator", 0.0)
-    after = getattr(wanted, "initial_accumulator", 0.0)
-    if before != after:
-        raise ValueError(
-            f"table '{name}': initial_accumulator is {before} in the table, {after} was asked for; "
-            "it is part of what an untouched row is and cannot change"
-        )

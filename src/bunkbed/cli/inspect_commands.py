@@ -98,6 +98,8 @@ def _about(table: Any) -> dict[str, Any]:
         "init": repr(table.init),
         "seed": table.seed,
         "slots": list(table.slots),
+        "state_dtype": getattr(table.optimizer, "state_dtype", None),
+        "record_bytes": table.record_bytes,
         "stored_rows": int(stats["stored_rows"]),
         "ram_bytes": int(stats["ram_bytes"]),
         "disk_bytes": int(stats["disk_bytes"]),
@@ -113,9 +115,10 @@ def _print_table(console: Console, about: dict[str, Any]) -> None:
     console.print(f"table [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
     grid = _grid()
     grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
-    grid.add_row("row", f"{about['dim']} x {about['dtype']}")
+    grid.add_row("row", f"{about['dim']} x {about['dtype']}, {about['record_bytes']:,} bytes with its state")
     grid.add_row("initially", f"{escape(about['init'])}, seed {about['seed']}")
-    grid.add_row("optimizer", f"{escape(about['optimizer'])}; slots {', '.join(about['slots']) or 'none'}")
+    grid.add_row("optimizer", escape(about["optimizer"]))
+    grid.add_row("slots", f"{', '.join(about['slots'])} in {about['state_dtype']}" if about["slots"] else "none")
     grid.add_row("disk", _disk(about))
     grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this reader")
     grid.add_row("epoch", f"{about['epoch']}, after step {about['step']:,}")

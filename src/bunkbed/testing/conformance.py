@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.testing.arithmetic import FloatArray, IntArray
+from bunkbed.testing.arithmetic import IntArray
+from bunkbed.testing.compare import assert_same_bits, assert_same_rows, zipf_ids
+from bunkbed.testing.narrow import ALL_NARROW, NARROW, NarrowTests, both_widths
 from bunkbed.testing.reference import ReferenceTable
 from bunkbed.window import Window
 
@@ -30,37 +32,7 @@ OPTIMIZERS = [
 ]
 
 
-def zipf_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float = 1.05) -> IntArray:
-    """int64[size] ids in [0, num_rows), Zipf-skewed and scattered, so that neighbours are not equally hot."""
-    weight = 1.0 / np.arange(1, num_rows + 1) ** exponent
-    ranks = np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(size))
-    scatter = np.random.default_rng(12345).permutation(num_rows)
-    return scatter[np.minimum(ranks, num_rows - 1)].astype(np.int64)
-
-
-def assert_same_bits(ours: FloatArray, expected: FloatArray, what: str = "values") -> None:
-    """Fails unless both arrays have one shape and the same bytes; names the first difference."""
-    assert ours.dtype == expected.dtype, f"{what}: {ours.dtype} is not {expected.dtype}"
-    assert ours.shape == expected.shape, f"{what}: {ours.shape} is not {expected.shape}"
-    if ours.tobytes() == expected.tobytes():
-        return
-    differ = np.ascontiguousarray(ours).view(np.uint32) != np.ascontiguousarray(expected).view(np.uint32)
-    first = tuple(np.argwhere(differ)[0].tolist())
-    raise AssertionError(
-        f"{what}: {int(differ.sum())} of {differ.size} differ, first at {first}: "
-        f"{ours[first]!r} is not {expected[first]!r}"
-    )
-
-
-def assert_same_rows(table: Any, reference: ReferenceTable, ids: IntArray) -> None:
-    """Fails unless the rows `ids` agree in the weight, every slot and whether they are stored."""
-    for slot in ("weight", *reference.slots):
-        assert_same_bits(table.get(ids, slot=slot), reference.get(ids, slot=slot), slot)
-    assert table.contains(ids).tolist() == reference.contains(ids).tolist()
-    assert table.step == reference.step
-
-
-class TableTests:
+class TableTests(NarrowTests):
     """A conformance suite for tables; subclass it as ``TestSomething`` and override `make_table`.
 
     `make_table` is the only thing to give. Tests that need files skip where `table.path` is None; a subclass
@@ -219,6 +191,7 @@ class TableTests:
         none = np.zeros(0, np.int64)
         assert table.lookup_bags(none, none).shape == (0, self.dim)
 
+    @both_widths
     @pytest.mark.parametrize("k", [1, 10])
     def test_topk_is_exact(self, pair: tuple[Any, ReferenceTable], k: int) -> None:
         table, reference = pair
@@ -240,6 +213,7 @@ class TableTests:
         best, _ = table.topk(queries[0], k)
         assert best.tolist() == reference.topk(queries, k)[0][0].tolist()
 
+    @both_widths
     @pytest.mark.parametrize("chunk", [7, 65_536])
     def test_scan_yields_every_stored_row_once(self, pair: tuple[Any, ReferenceTable], chunk: int) -> None:
         table, reference = pair
@@ -262,21 +236,6 @@ class TableTests:
         self.train(table, reference)
         assert_same_rows(table, reference, self.all_ids())
         assert len(table) == len(reference)
-
-    @pytest.mark.parametrize(
-        "pair",
-        [
-            {"dtype": dtype, "optimizer": optimizer}
-            for dtype in ("bfloat16", "float16")
-            for optimizer in (bb.SGD(lr=0.1), bb.Adam(lr=0.01))
-        ],
-        indirect=True,
-        ids=repr,
-    )
-    def test_16_bit_rows_are_the_reference_to_the_last_bit(self, pair: tuple[Any, ReferenceTable]) -> None:
-        table, reference = pair
-        self.train(table, reference)
-        assert_same_rows(table, reference, self.all_ids())
 
     def test_one_update_of_duplicates_is_one_step_of_their_sum(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
@@ -395,7 +354,12 @@ class TableTests:
         assert_same_rows(table, reference, np.append(ids, 5))
         assert table.num_rows is None and len(table) == 5
 
-    @pytest.mark.parametrize("pair", [{"dim": 1}, {"dim": 3}, {"dim": 17}, {"dim": 500}], indirect=True, ids=repr)
+    @pytest.mark.parametrize(
+        "pair",
+        [{"dim": dim, **more} for more in ({}, *NARROW[-3:], ALL_NARROW) for dim in (1, 3, 17, 500)],
+        indirect=True,
+        ids=repr,
+    )
     def test_any_dim(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
         rng = np.random.default_rng(7)
@@ -510,6 +474,7 @@ class TableTests:
         assert table.meta["step"] == 1, "commit() without meta keeps the last"
         assert_same_rows(table, reference, self.all_ids())
 
+    @both_widths
     def test_rewind_returns_everything(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
         self.train(table, reference, steps=3)
@@ -539,6 +504,7 @@ class TableTests:
         with pytest.raises(ValueError, match=r"good"):
             table.rewind("good")
 
+    @both_widths
     def test_a_commit_survives_reopening(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
         for round_ in range(3):
@@ -561,6 +527,7 @@ class TableTests:
         assert_same_rows(table, reference, self.all_ids())
         table.close(commit=False)
 
+    @both_widths
     def test_a_reader_sees_the_last_commit_and_may_not_write(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair
         self.train(table, reference, steps=3)

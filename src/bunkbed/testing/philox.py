@@ -14,8 +14,10 @@ from bunkbed.testing.arithmetic import FloatArray, IntArray
 
 WordArray = NDArray[np.uint32]
 
-# Initial values count blocks from 0, stochastic rounding from here: the streams never meet.
+# Initial values count blocks from 0, the stochastic rounding of each field from a place of its own: the streams never
+# meet.
 _ROUNDING_STREAM = 0x80000000
+_FIELD_STREAM = 0x01000000
 
 _Q = (
     "-0x1.fffffep+0 0x1.00007ap+0 -0x1.5559dcp-1 0x1.ff623cp-2 "
@@ -124,11 +126,13 @@ def narrow_nearest(dtype: str, values: FloatArray) -> FloatArray:
     return np.where(np.isnan(values), values, rounded.view(np.float32))
 
 
-def narrow_stochastic(dtype: str, values: FloatArray, *, seed: int, ids: IntArray, step: int) -> FloatArray:
-    """Finite updated rows as stored in `dtype`: rounded up or down at random, keyed by (seed, id, step).
+def narrow_stochastic(
+    dtype: str, values: FloatArray, *, seed: int, ids: IntArray, step: int, field: int = 0
+) -> FloatArray:
+    """A field of updated rows as stored in `dtype`: rounded up or down at random, keyed by (seed, id, step, field).
 
     A value between two neighbours of the narrow type becomes the outer one with a probability equal to
-    its place between them; one beyond the largest finite value becomes that.
+    its place between them; one beyond the largest finite value becomes that. Infinities and NaNs stay.
 
     Args:
         dtype: ``"float32"`` (returned as it is), ``"bfloat16"`` or ``"float16"``.
@@ -136,16 +140,18 @@ def narrow_stochastic(dtype: str, values: FloatArray, *, seed: int, ids: IntArra
         seed: the table's seed.
         ids: int64[U].
         step: the table's step number.
+        field: 0 for the weights, then the optimizer's slots in record order.
     """
     if dtype == "float32":
         return values
     dim = values.shape[1]
-    blocks = _ROUNDING_STREAM + np.arange((dim + 7) // 8, dtype=np.int64)
+    blocks = _ROUNDING_STREAM + field * _FIELD_STREAM + np.arange((dim + 7) // 8, dtype=np.int64)
     words = philox(seed, ids, blocks, step)
     halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)
     random16 = halves.reshape(ids.size, -1)[:, :dim].astype(np.int64)
 
-    magnitude = np.abs(values).astype(np.float64)
+    is_finite = np.isfinite(values)
+    magnitude = np.abs(np.where(is_finite, values, np.float32(0))).astype(np.float64)
     if dtype == "bfloat16":
         unit_exponent = np.maximum(np.frexp(magnitude)[1] - 8, -133)
         largest, resolution = float.fromhex("0x1.fep127"), np.full(magnitude.shape, 16)
@@ -159,5 +165,6 @@ def narrow_stochastic(dtype: str, values: FloatArray, *, seed: int, ids: IntArra
     part = np.floor((magnitude / unit - whole) * 2.0**resolution).astype(np.int64)
     drawn = random16 & ((1 << resolution) - 1)
     raised = (whole + ((part + drawn) >> resolution)) * unit
-    rounded: FloatArray = np.copysign(np.minimum(raised, largest), values).astype(np.float32)
-    return rounded
+    rounded = np.copysign(np.minimum(raised, largest), values).astype(np.float32)
+    stored: FloatArray = np.where(is_finite, rounded, values)
+    return stored

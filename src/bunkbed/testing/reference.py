@@ -63,6 +63,7 @@ class ReferenceTable:
         self.init = init if init is not None else Normal(std=0.01)
         self.seed = seed
         self.dtype = dtype
+        self.state_dtype: str = getattr(self.optimizer, "state_dtype", "float32")
         self.name = name
         self.meta: dict[str, Any] = {}
         self.step = 0
@@ -74,7 +75,11 @@ class ReferenceTable:
         self.closed = False
         self.is_dirty = False
         self._initial = initial
-        self._slots = arithmetic.optimizer_slots(self.optimizer, dim)
+        # An untouched slot is the optimizer's initial value, rounded to nearest.
+        self._slots = {
+            slot: (width, philox.narrow_nearest(self.state_dtype, np.array([initial], np.float32))[0])
+            for slot, (width, initial) in arithmetic.optimizer_slots(self.optimizer, dim).items()
+        }
         self._widths = {"weight": dim, **{slot: width for slot, (width, _) in self._slots.items()}}
         # Row -> place in the arrays below; a row is here only once updated or set.
         self._places: dict[int, int] = {}
@@ -89,8 +94,9 @@ class ReferenceTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all records: of `num_rows` rows, or of the stored ones."""
-        width = self.dim * (4 if self.dtype == "float32" else 2) + 4 * sum(w for w, _ in self._slots.values())
-        return width * (len(self) if self.num_rows is None else self.num_rows)
+        widths = [(self._dtype_of(slot), width) for slot, width in self._widths.items()]
+        record = sum(-(-width * (4 if dtype == "float32" else 2) // 4) * 4 for dtype, width in widths)
+        return record * (len(self) if self.num_rows is None else self.num_rows)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -101,8 +107,11 @@ class ReferenceTable:
         """Number of stored rows."""
         return len(self._places)
 
-    def lookup(self, ids: ArrayLike, *, touch: bool = True, out: FloatArray | None = None) -> FloatArray:
-        """int64[...] ids to float32[..., dim] weights, a copy; `touch` changes nothing here."""
+    def lookup(self, ids: ArrayLike, *, touch: bool = True, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """int64[...] ids to float32[..., dim] weights, a copy; `touch` changes nothing here.
+
+        `out` may have the rows' own 16 bits: float16, or uint16 for bfloat16.
+        """
         wanted = self._check_ids(ids)
         self._counts["lookups"] += 1
         self._counts["ids"] += wanted.size
@@ -230,11 +239,10 @@ class ReferenceTable:
         rows = {slot: array[places] for slot, array in self._arrays.items()}
         weight = rows.pop("weight")
         arithmetic.apply_optimizer(self.optimizer, lr=rate, step=self.step, grad=sums, weight=weight, slots=rows)
-        self._arrays["weight"][places] = philox.narrow_stochastic(
-            self.dtype, weight, seed=self.seed, ids=unique, step=self.step
-        )
-        for slot, array in rows.items():
-            self._arrays[slot][places] = array
+        for field, (slot, array) in enumerate({"weight": weight, **rows}.items()):
+            self._arrays[slot][places] = philox.narrow_stochastic(
+                self._dtype_of(slot), array, seed=self.seed, ids=unique, step=self.step, field=field
+            )
 
     def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
         """Overwrites one slot of int64[N] rows with float32[N, width]; the last of duplicate ids wins."""
@@ -243,10 +251,15 @@ class ReferenceTable:
         fresh = self._check_values(values, (*wanted.shape, width), "values").reshape(-1, width)
         if not np.isfinite(fresh).all():
             raise ValueError(f"table {self.name!r}: values must be finite; nothing was changed")
+        fresh = philox.narrow_nearest(self._dtype_of(slot), fresh)
+        bad = np.argwhere(np.isinf(fresh))
+        if bad.size:
+            raise ValueError(
+                f"table {self.name!r}: value at position {bad[0][0]} is beyond what {self._dtype_of(slot)} holds; "
+                "nothing was changed"
+            )
         places = self._store(wanted.ravel())
         self.is_dirty = self.is_dirty or wanted.size > 0
-        if slot == "weight":
-            fresh = philox.narrow_nearest(self.dtype, fresh)
         self._arrays[slot][places] = fresh  # NumPy assigns in order: the last of duplicates stays
 
     def stage(self, ids: ArrayLike) -> None:
@@ -348,6 +361,9 @@ class ReferenceTable:
             raise ValueError(f"table {self.name!r} has no slot {slot!r}; it has {sorted(self._widths)}")
         return self._widths[slot]
 
+    def _dtype_of(self, slot: str) -> str:
+        return self.dtype if slot == "weight" else self.state_dtype
+
     def _check_values(self, values: ArrayLike, shape: tuple[int, ...], what: str) -> FloatArray:
         array = np.asarray(values)
         if array.dtype != np.float32:
@@ -369,7 +385,7 @@ class ReferenceTable:
         stored = places >= 0
         values[stored] = self._arrays[slot][places[stored]]
         if not stored.all():
-            values[~stored] = self._initial_rows(ids[~stored]) if slot == "weight" else np.float32(self._slots[slot][1])
+            values[~stored] = self._initial_rows(ids[~stored]) if slot == "weight" else self._slots[slot][1]
         return values
 
     def _store(self, ids: IntArray) -> IntArray:
@@ -387,7 +403,7 @@ class ReferenceTable:
                 if slot == "weight":
                     array[start:needed] = self._initial_rows(np.array(fresh, np.int64))
                 else:
-                    array[start:needed] = np.float32(self._slots[slot][1])
+                    array[start:needed] = self._slots[slot][1]
         return np.array([self._places[row] for row in ids.tolist()], np.int64)
 
     def _keep_state(self) -> None:
@@ -413,11 +429,11 @@ class ReferenceTable:
         self.is_dirty = False
 
 
-def _filled(out: FloatArray | None, values: FloatArray) -> FloatArray:
-    """`values`, in `out` where one was given."""
+def _filled(out: NDArray[Any] | None, values: FloatArray) -> NDArray[Any]:
+    """`values`, in `out` where one was given; uint16 takes bfloat16 values' upper halves."""
     if out is None:
         return values
     if out.shape != values.shape:
         raise ValueError(f"out must be float32{list(values.shape)}, got {out.dtype}{list(out.shape)}")
-    out[...] = values
+    out[...] = values.view(np.uint32) >> np.uint32(16) if out.dtype == np.uint16 else values
     return out

@@ -1,0 +1,40 @@
+"""Comparisons to the last bit, and skewed ids, for the conformance suite and whoever tests beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bunkbed.testing.arithmetic import FloatArray, IntArray
+from bunkbed.testing.reference import ReferenceTable
+
+
+def zipf_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float = 1.05) -> IntArray:
+    """int64[size] ids in [0, num_rows), Zipf-skewed and scattered, so that neighbours are not equally hot."""
+    weight = 1.0 / np.arange(1, num_rows + 1) ** exponent
+    ranks = np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(size))
+    scatter = np.random.default_rng(12345).permutation(num_rows)
+    return scatter[np.minimum(ranks, num_rows - 1)].astype(np.int64)
+
+
+def assert_same_bits(ours: FloatArray, expected: FloatArray, what: str = "values") -> None:
+    """Fails unless both arrays have one shape and the same bytes; names the first difference."""
+    assert ours.dtype == expected.dtype, f"{what}: {ours.dtype} is not {expected.dtype}"
+    assert ours.shape == expected.shape, f"{what}: {ours.shape} is not {expected.shape}"
+    if ours.tobytes() == expected.tobytes():
+        return
+    differ = np.ascontiguousarray(ours).view(np.uint32) != np.ascontiguousarray(expected).view(np.uint32)
+    first = tuple(np.argwhere(differ)[0].tolist())
+    raise AssertionError(
+        f"{what}: {int(differ.sum())} of {differ.size} differ, first at {first}: "
+        f"{ours[first]!r} is not {expected[first]!r}"
+    )
+
+
+def assert_same_rows(table: Any, reference: ReferenceTable, ids: IntArray) -> None:
+    """Fails unless the rows `ids` agree in the weight, every slot and whether they are stored."""
+    for slot in ("weight", *reference.slots):
+        assert_same_bits(table.get(ids, slot=slot), reference.get(ids, slot=slot), slot)
+    assert table.contains(ids).tolist() == reference.contains(ids).tolist()
+    assert table.step == reference.step
