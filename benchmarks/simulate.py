@@ -110,8 +110,9 @@ def expected_static_misses(probabilities: np.ndarray, batch: int, frames: int) -
 
 def zipf_probabilities(num_rows: int, exponent: float) -> np.ndarray:
     """`float64[num_rows]`: of each rank, as `common.zipf` draws them (exactly so up to ten million rows)."""
-    weight = np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent
-    return weight / weight.sum()
+    weight: np.ndarray = np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent
+    weight /= weight.sum()
+    return weight
 
 
 def _steps(batches: Sequence[np.ndarray], frames: int) -> tuple[list[np.ndarray], int]:

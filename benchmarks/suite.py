@@ -113,6 +113,15 @@ CASES = (
         "<= 0.75 of LRU's and within 5 % of Belady's at staging depth 1",
     ),
     Case(
+        "policy",
+        "policy:policy",
+        "rows missed without lookahead on ids that stay, move and scan, caches of 1, 8 and 30 % of the rows",
+        "<= 1.1x the best static cache's on Zipf(1.05), 8 %",
+        (),
+        limit_s=900,
+        quick=False,
+    ),
+    Case(
         "growth",
         "growth:growth",
         "Adam step by table size, 10^6 to 10^9 rows, the same unique rows a step, all touched rows in RAM",

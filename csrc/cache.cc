@@ -40,12 +40,14 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
       free_head_(kNoFrame),
       records_bytes_((max_frames_ * stride_ + kHugePage - 1) / kHugePage * kHugePage),
       infos_bytes_((max_frames_ * sizeof(FrameInfo) + 4095) / 4096 * 4096),
-      heats_bytes_((max_frames_ * sizeof(uint16_t) + 4095) / 4096 * 4096),
-      dirty_bytes_((max_frames_ / 8 + sizeof(uint64_t) + 4095) / 4096 * 4096) {
+      heats_bytes_(((max_frames_ + kBlock) * sizeof(uint16_t) + 4095) / 4096 * 4096),
+      dirty_bytes_((max_frames_ / 8 + sizeof(uint64_t) + 4095) / 4096 * 4096),
+      ghosts_bytes_((max_frames_ + 4095) / 4096 * 4096) {
   records_ = static_cast<std::byte*>(reserve(records_bytes_));
   infos_ = static_cast<FrameInfo*>(reserve(infos_bytes_));
   heats_ = static_cast<uint16_t*>(reserve(heats_bytes_));
   dirty_ = static_cast<uint64_t*>(reserve(dirty_bytes_));
+  ghosts_ = static_cast<uint8_t*>(reserve(ghosts_bytes_));
 #ifdef MADV_HUGEPAGE
   if (records_bytes_ >= kHugePagesFrom) ::madvise(records_, records_bytes_, MADV_HUGEPAGE);
   if (records_bytes_ >= kHugeInfosFrom) {
@@ -60,6 +62,7 @@ Cache::~Cache() {
   ::munmap(infos_, infos_bytes_);
   ::munmap(heats_, heats_bytes_);
   ::munmap(dirty_, dirty_bytes_);
+  ::munmap(ghosts_, ghosts_bytes_);
 }
 
 bool Cache::allocate(uint32_t* frame) {
@@ -78,33 +81,104 @@ bool Cache::allocate(uint32_t* frame) {
   ++resident_;
   infos_[*frame] = FrameInfo{-1, kNoPosition, kNoUse, 1, 0};
   set_dirty(*frame, false);
-  heats_[*frame] = static_cast<uint16_t>(step_ << kStepShift | 1);
+  heats_[*frame] = static_cast<uint16_t>(step_ << kStepShift);
   return true;
+}
+
+void Cache::admit(uint32_t frame, int64_t row) {
+  infos_[frame].row = row;
+  const Ghost ghost = ghost_of(row);
+  if (*ghost.place == ghost.print) set_count(frame, kReturn);
+}
+
+// One place per row: what is evicted later takes it over, so that ghosts fade as about one cache's worth of rows goes.
+// One row in 255 is taken for another, which costs nothing but a little room.
+Cache::Ghost Cache::ghost_of(int64_t row) const {
+  const uint64_t mixed = static_cast<uint64_t>(row) * 0x9e3779b97f4a7c15ull;
+  return {&ghosts_[static_cast<uint64_t>((static_cast<unsigned __int128>(mixed) * high_water_) >> 64)],
+          static_cast<uint8_t>(1 + (mixed >> 16) % 255)};
+}
+
+void Cache::begin_step() {
+  step_ = step_ % kSteps + 1;
+  // Steps are numbered in turn: a frame must have lost its number when that comes round again. Nothing was wanted in
+  // the step that begins, so all numbers are old ones.
+  for (uint32_t left = high_water_ / (kSteps - 5) + 1; left > 0 && high_water_ > 0;) {
+    if (sweep_ >= high_water_) sweep_ = 0;
+    const uint32_t end = sweep_ + std::min(left, high_water_ - sweep_);
+    left -= end - sweep_;
+    for (; sweep_ < end; ++sweep_) heats_[sweep_] &= kStagedBit | kMaxCount;
+  }
 }
 
 bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
   // Where nearly every frame is wanted, the hand would walk far for each that is not.
   const bool has_unwanted = (resident_ - num_wanted_) * 16 >= resident_;
-  if (num_wanted_ > 0) {
-    if (!has_unwanted && (lately_unwanted(frame) || furthest(frame, keep_until))) return true;
-    // Staging gives up: what is left is for those who cannot wait.
-    if (!has_unwanted && keep_until != kNoUse) return false;
+  bool found = false;
+  if (num_wanted_ > 0 && !has_unwanted) {
+    found = lately_unwanted(frame) || furthest(frame, keep_until);
+    if (!found && keep_until != kNoUse) return false;  // staging gives up: the rest is for those who cannot wait
   }
-  // At most kMaxCount + 1 rounds lower every unpinned frame to zero; one more means that there is none.
-  const size_t limit = (size_t{kMaxCount} + 2) * high_water_;
-  for (size_t looked = 0; looked < limit; ++looked) {
-    if (hand_ >= high_water_) hand_ = 0;
-    const FrameInfo& info = infos_[hand_];
-    if (info.row >= 0 && !info.pinned && !is_wanted(hand_)) {
-      if (count(hand_) == 0) {
-        *frame = hand_++;
-        return true;
+  found = found || take_by_hand(frame) || (num_wanted_ > 0 && furthest(frame, keep_until));
+  if (!found) return false;
+  const Ghost ghost = ghost_of(infos_[*frame].row);
+  *ghost.place = ghost.print;
+  return true;
+}
+
+// Takes the first frame at zero that is neither pinned nor wanted; false after a round in which all were at zero and
+// none would do.
+bool Cache::take_by_hand(uint32_t* frame) {
+  constexpr size_t kAhead = 4;
+  for (size_t in_vain = 0;; walk(&in_vain)) {
+    while (next_candidate_ < num_candidates_) {
+      // A victim's record is copied if it is dirty, and lies anywhere. (Its info was asked for when it was found.)
+      if (const size_t ahead = next_candidate_ + kAhead; ahead < num_candidates_ && is_dirty(candidates_[ahead])) {
+        const std::byte* record = this->record(candidates_[ahead]);
+        for (size_t line = 0; line < stride_ && line < 1024; line += 64) __builtin_prefetch(record + line);
       }
-      --heats_[hand_];
+      const uint32_t here = candidates_[next_candidate_++];
+      // Much may have happened since it was found.
+      if (here >= high_water_ || count(here) > 0) continue;
+      const FrameInfo& info = infos_[here];
+      if (info.row < 0 || info.pinned || is_wanted(here)) continue;
+      if (++taken_ * 128 > high_water_) walked_ = taken_ = 0;
+      *frame = here;
+      return true;
     }
-    ++hand_;
+    if (in_vain >= high_water_) return false;
   }
-  return num_wanted_ > 0 && furthest(frame, keep_until);
+}
+
+// Moves the hand until it has passed some frames at zero, or a full round; lowers the others. `in_vain` counts the
+// frames passed since the last that was not at zero.
+void Cache::walk(size_t* in_vain) {
+  num_candidates_ = next_candidate_ = 0;
+  // Counts may be far too high for the few frames that are needed, when the hot rows change or nearly all are hot. So
+  // each round that found less than a hundredth of the frames takes twice as much as the one before.
+  const auto less = static_cast<uint16_t>(1u << std::min<size_t>(walked_ / high_water_, 6));
+  size_t passed = 0;
+  while (num_candidates_ + kBlock <= kCandidates && passed < high_water_ && *in_vain < high_water_) {
+    if (hand_ >= high_water_) hand_ = 0;
+    // Whole blocks, without a branch: frames above the highest one are sorted out with the candidates.
+    uint16_t* heats = heats_ + hand_;
+    uint32_t found = num_candidates_;
+    for (uint32_t i = 0; i < kBlock; ++i) {
+      candidates_[found] = hand_ + i;
+      found += (heats[i] & kMaxCount) == 0;
+    }
+    for (uint32_t i = 0; i < kBlock; ++i) {
+      const auto now = static_cast<uint16_t>(heats[i] & kMaxCount);
+      heats[i] = static_cast<uint16_t>(heats[i] - (now < less ? now : less));
+    }
+    for (uint32_t i = num_candidates_; i < found; ++i) prefetch(candidates_[i]);
+    *in_vain = found - num_candidates_ < kBlock ? 0 : *in_vain + kBlock;
+    num_candidates_ = found;
+    hand_ += kBlock;
+    passed += kBlock;
+  }
+  walked_ += passed;
+  frames_passed_ += passed;
 }
 
 bool Cache::lately_unwanted(uint32_t* frame) {
@@ -196,6 +270,7 @@ void Cache::trim() {
   give_back(record(static_cast<uint32_t>(capacity_)), record(high_water_));
   give_back(reinterpret_cast<std::byte*>(infos_ + capacity_), reinterpret_cast<std::byte*>(infos_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(heats_ + capacity_), reinterpret_cast<std::byte*>(heats_ + high_water_));
+  give_back(reinterpret_cast<std::byte*>(ghosts_ + capacity_), reinterpret_cast<std::byte*>(ghosts_ + high_water_));
   high_water_ = static_cast<uint32_t>(capacity_);
   hand_ = 0;
 }
@@ -204,8 +279,10 @@ void Cache::clear() {
   give_back(records_, record(high_water_));
   give_back(reinterpret_cast<std::byte*>(infos_), reinterpret_cast<std::byte*>(infos_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(heats_), reinterpret_cast<std::byte*>(heats_ + high_water_));
+  give_back(reinterpret_cast<std::byte*>(ghosts_), reinterpret_cast<std::byte*>(ghosts_ + high_water_));
   high_water_ = 0;
   hand_ = 0;
+  num_candidates_ = next_candidate_ = 0;
   resident_ = 0;
   free_head_ = kNoFrame;
   num_wanted_ = 0;

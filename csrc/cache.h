@@ -1,12 +1,17 @@
 // Frames: records in RAM. Residency, dirty bits, pins and the choice of a victim; knows no disk and no directory.
 //
 // The victim (DESIGN section 5, "Plan, then execute"):
-//   1. A frame no coming batch wants, by GCLOCK: each frame carries a small count, raised once per step in which its
-//      row is wanted and lowered as the hand passes; the hand takes the first unpinned frame at zero. (Plain CLOCK
-//      missed 13 % more on Zipf ids; fast ageing loses the tail rows, which recur every few hundred steps: see
-//      ENGINE's last section.)
-//   2. Where there are few of those and the hand would walk far to each: one that lost its last use not long ago, else the
-//      frame whose next use is furthest (Belady's choice, within the window).
+//   1. A frame no coming batch wants, by GCLOCK with fine counts: a row wanted in a step gains kHit, each pass of the
+//      hand takes 1, and the hand takes the first unpinned frame at zero. A row that was just loaded starts at zero:
+//      the rows of the tail, most of what is loaded, are gone after one pass, a thirty-second of what a single hit is
+//      worth, and leave their frames to rows that do come back. So the cache stays within a few per cent of the best
+//      static one. (The same with kHit 1 missed 34 % more than that, LRU 38 %, for a row of the tail was kept about as
+//      long as its next use was away; see benchmarks/policy.py.)
+//   2. What was evicted lately leaves a ghost: a byte in a table as long as the cache. A row that comes back while its
+//      ghost is there was wanted twice in short order and starts with kReturn; without, a hot set that moves would
+//      take several times as long to settle.
+//   3. Where few frames are unwanted and the hand would walk far to each: one that lost its last use not long ago, else
+//      the frame whose next use is furthest (Belady's choice, within the window).
 #pragma once
 
 #include <atomic>
@@ -18,7 +23,7 @@
 
 namespace bunkbed {
 
-// What is known of the record in a frame; 24 bytes each, two of heat and a dirty bit beside it, inside the RAM budget.
+// What is known of the record in a frame; 24 bytes each, two of heat, a dirty bit and a ghost, inside the RAM budget.
 struct FrameInfo {
   int64_t row;        // -1: the frame is free
   uint64_t position;  // of the same bytes in the log; kNoPosition when dirty or never stored
@@ -37,13 +42,16 @@ class Cache {
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
-  static constexpr uint8_t kMaxCount = 15;
-  // Bytes a frame costs: its record, padded for alignment, its FrameInfo, its heat and its dirty bit.
+  static constexpr uint8_t kHit = 32;       // passes of the hand that a use is worth
+  static constexpr uint8_t kReturn = 16;    // what a row starts with that was evicted lately
+  static constexpr uint8_t kMaxCount = 127;  // about four uses: a hot set that has passed is forgotten in four rounds
+  // Bytes a frame costs: its record, padded for alignment, its FrameInfo, heat, dirty bit and ghost.
   static size_t frame_cost(size_t record_bytes) { return padded(record_bytes) + kInfoBytes; }
 
   std::byte* record(uint32_t frame) const { return records_ + size_t{frame} * stride_; }
   FrameInfo& info(uint32_t frame) const { return infos_[frame]; }
   void prefetch(uint32_t frame) const { __builtin_prefetch(&infos_[frame]); }
+  void prefetch_ghost(int64_t row) const { __builtin_prefetch(ghost_of(row).place); }
   void prefetch_heat(uint32_t frame) const { __builtin_prefetch(&heats_[frame]); }
 
   size_t max_frames() const { return max_frames_; }
@@ -55,31 +63,37 @@ class Cache {
   // One past the highest frame ever used since the last trim().
   uint32_t high_water() const { return high_water_; }
 
-  // A free frame, or false when capacity is reached: then evict a victim first.
+  // A free frame, or false when capacity is reached: then evict a victim first. It is pinned, and nobody's until
+  // admit().
   bool allocate(uint32_t* frame);
+  // The row whose record the frame is to hold; wanted in this step.
+  void admit(uint32_t frame, int64_t row);
   // The next frame to give up, or false when there is none: pinned frames stay, and so do those that a batch up to
   // `keep_until` wants. The caller writes it back if dirty, tells the directory, and release()s it.
   bool victim(uint32_t* frame, uint32_t keep_until = kNoUse);
+  // Frames the hand has passed on its way to victims so far.
+  uint64_t frames_passed() const { return frames_passed_; }
   void release(uint32_t frame);
   // Gives memory above the capacity back to the system; the frames there must have been released.
   void trim();
   void clear();
 
   // A step ends with an update; within one step a row counts as wanted once.
-  void begin_step() { step_ = (step_ + 1) & kStepMask; }
+  void begin_step();
   // The row is wanted now. Returns whether that is news: not in this step yet, and not since mark_staged(), which
   // counted it. Safe from several threads at once.
   bool touch(uint32_t frame) {
     std::atomic_ref<uint16_t> heat(heats_[frame]);
     uint16_t seen = heat.load(std::memory_order_relaxed);
     if (seen >> kStepShift == step_) return false;
-    const auto count = static_cast<uint16_t>(seen & kMaxCount);
-    const auto raised = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count + 1 : count));
+    // The first use of a staged row is the one it was loaded for.
+    const uint32_t count = (seen & kMaxCount) + ((seen & kStagedBit) != 0 ? 0 : kHit);
+    const auto raised = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count : kMaxCount));
     // Who loses the exchange lost it to another touch of this step.
     return heat.compare_exchange_strong(seen, raised, std::memory_order_relaxed) && (seen & kStagedBit) == 0;
   }
   // The row was brought in for a step to come, and counted.
-  void mark_staged(uint32_t frame) { heats_[frame] = static_cast<uint16_t>(stale_step() << kStepShift | kStagedBit | 1); }
+  void mark_staged(uint32_t frame) { heats_[frame] = static_cast<uint16_t>(kStagedBit | count(frame)); }
   uint8_t count(uint32_t frame) const { return heats_[frame] & kMaxCount; }
   void set_count(uint32_t frame, uint8_t count) {
     heats_[frame] = static_cast<uint16_t>((heats_[frame] & ~uint16_t{kMaxCount}) | count);
@@ -101,15 +115,24 @@ class Cache {
   size_t uses_bytes() const;  // of memory the coming uses take, beside the frames
 
  private:
-  // A frame's heat: the step in which its row was last wanted (11 bits, enough to tell steps apart that follow each
-  // other), whether it waits for its first use since it was staged, GCLOCK's count. Two bytes instead of a part of
-  // FrameInfo: lookups touch nothing else of a frame, and 8 MB for 4M frames stay in the processor's cache.
-  static constexpr uint16_t kStagedBit = 16;
-  static constexpr unsigned kStepShift = 5;
-  static constexpr uint32_t kStepMask = (1u << (16 - kStepShift)) - 1;
-  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*the dirty bit, rounded up*/;
-  uint32_t stale_step() const { return (step_ - 1) & kStepMask; }
+  // A frame's heat: the step in which its row was last wanted (1 to kSteps in turn; 0 when that is long ago, see
+  // begin_step), whether it waits for its first use since it was staged, its count. Two bytes instead of a part of
+  // FrameInfo: lookups and the hand touch nothing else of most frames, and 8 MB for 4M frames stay in the processor's
+  // cache.
+  static constexpr uint16_t kStagedBit = 128;
+  static constexpr unsigned kStepShift = 8;
+  static constexpr uint32_t kSteps = 255;
+  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*ghost*/ + 1 /*dirty bit, rounded up*/;
+  static constexpr uint32_t kBlock = 32;       // frames the hand passes at once
+  static constexpr uint32_t kCandidates = 96;  // at zero when the hand passed them; room for one more than are used
   bool lately_unwanted(uint32_t* frame);
+  bool take_by_hand(uint32_t* frame);
+  void walk(size_t* in_vain);
+  struct Ghost {
+    uint8_t* place;  // in ghosts_
+    uint8_t print;   // what stands there when this row has a ghost; never 0
+  };
+  Ghost ghost_of(int64_t row) const;
   bool furthest(uint32_t* frame, uint32_t keep_until);
   void forget_use(uint32_t frame);
 
@@ -125,16 +148,24 @@ class Cache {
   size_t resident_ = 0;
   uint32_t high_water_ = 0;
   uint32_t hand_ = 0;
+  uint64_t frames_passed_ = 0;
+  size_t walked_ = 0;   // frames the hand has passed, and
+  size_t taken_ = 0;    // taken, since it last had taken enough of them
+  uint32_t num_candidates_ = 0, next_candidate_ = 0;
+  uint32_t candidates_[kCandidates + 1];
+  uint32_t sweep_ = 0;  // where begin_step() goes on
   uint32_t free_head_;  // released frames form a list through FrameInfo::position
   uint32_t step_ = 1;
   std::byte* records_ = nullptr;
   FrameInfo* infos_ = nullptr;
   uint16_t* heats_ = nullptr;
   uint64_t* dirty_ = nullptr;
+  uint8_t* ghosts_ = nullptr;  // fingerprints of evicted rows, 0: none
   size_t records_bytes_;
   size_t infos_bytes_;
   size_t heats_bytes_;
   size_t dirty_bytes_;
+  size_t ghosts_bytes_;
 
   uint32_t first_batch_ = 1;
   size_t num_wanted_ = 0;  // frames with a next use

@@ -124,7 +124,7 @@ uint32_t Store::take_frame_for(uint32_t batch) {
 
 // The frame holds the row from now on; its record comes later.
 void Store::hold_row(uint32_t frame, int64_t row) {
-  cache_.info(frame).row = row;
+  cache_.admit(frame, row);
   if (!window_.is_empty()) cache_.set_next_use(frame, window_.next_use(row));
 }
 
@@ -225,6 +225,8 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
   uint64_t misses = 0;
   try {
     for (; taken < missing.size(); ++taken) {
+      constexpr size_t kAhead = 16;
+      if (taken + kAhead < missing.size()) cache_.prefetch_ghost(rows[missing[taken + kAhead]]);
       const uint32_t i = missing[taken];
       const uint32_t frame = take_frame();
       frames[i] = frame;

@@ -213,7 +213,7 @@ class Table {
 
   void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;
   void widen(const std::byte* record, float* out) const;
-  std::unique_lock<std::mutex> begin_lookup(const int64_t* ids, size_t n);
+  std::unique_lock<std::mutex> begin_lookup(const int64_t* ids, size_t n, bool touch);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
   void copy_resident(const uint32_t* frames, const uint32_t* index, size_t n, float* out) const;
   void lookup_missing(const Batch& batch, const uint32_t* frames, bool touch, float* out);

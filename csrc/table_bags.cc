@@ -53,7 +53,7 @@ struct Table::Bags {
 
 void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
                         const float* weights, bool touch, float* out) {
-  const auto guard = begin_lookup(ids, n);
+  const auto guard = begin_lookup(ids, n, touch);
   ids_seen_ += n;
   const Bags bags{ids, n, offsets, num_bags, pooling, weights, touch, touch && may_evict()};
   const size_t piece = piece_ids();

@@ -13,7 +13,7 @@ namespace bunkbed {
 size_t Table::piece_ids() const { return std::max<size_t>(64, store_->plan().scratch_bytes / kScratchPerId); }
 
 void Table::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
-  auto guard = begin_lookup(ids, n);
+  auto guard = begin_lookup(ids, n, touch);
   ids_seen_ += n;
   const size_t piece = piece_ids();
   for (size_t begin = 0; begin < n; begin += piece) {
@@ -32,7 +32,7 @@ Batch Table::batch(const int64_t* ids, size_t n) const {
 void Table::lookup(const Batch& batch, bool touch, float* out) {
   const int64_t* const rows = batch.unique().data();
   const size_t num_unique = batch.num_unique();
-  auto guard = begin_lookup(rows, num_unique);
+  auto guard = begin_lookup(rows, num_unique, touch);
   ids_seen_ += batch.size();
   ArrayVector<uint32_t> frames(num_unique);
   const uint64_t hits = store_->touch_resident(rows, num_unique, frames.data(), touch);
@@ -45,13 +45,15 @@ void Table::lookup(const Batch& batch, bool touch, float* out) {
   }
 }
 
-std::unique_lock<std::mutex> Table::begin_lookup(const int64_t* ids, size_t n) {
+std::unique_lock<std::mutex> Table::begin_lookup(const int64_t* ids, size_t n, bool touch) {
   auto guard = lock_beside_staging();
   require_usable();
   check_ids(ids, n);
   check_not_held(ids, n);
   settle_for(guard, ids, n);
   ++lookups_;
+  // Nothing else ends a reader's steps, and a row counts once in each.
+  if (touch && !options_.writable) store_->begin_step();
   return guard;
 }
 

@@ -72,21 +72,24 @@ def test_caches_against_simulated_ones(exponent: float, frames: int) -> None:
 
 
 def test_gclock_counts_as_the_core_does() -> None:
-    assert limits.GCLOCK_MAX == _native.GCLOCK_MAX_COUNT
-    # Against the chain walked by hand: enters with 1; each round some uses, then the visit.
+    core = (_native.GCLOCK_MAX_COUNT, _native.GCLOCK_HIT, _native.GCLOCK_RETURN)
+    assert core == (limits.GCLOCK_MAX, limits.GCLOCK_HIT, limits.GCLOCK_RETURN)
+    # Against the chain walked by hand: each round some uses, then the visit. `uses` in as many rounds as one is worth.
     rng = np.random.default_rng(0)
-    for uses in (0.05, 0.3, 0.6):
-        rounds = []
-        for _ in range(4000):
-            count, stayed = 1, 0
-            while True:
-                stayed += 1
-                count = min(15, count + rng.poisson(uses))
-                if count == 0:
-                    break
-                count -= 1
-            rounds.append(stayed)
-        assert float(limits.rounds_stayed(np.array([uses]))[0]) == pytest.approx(np.mean(rounds), rel=0.05)
+    for uses in (0.3, 0.6):
+        predicted = limits.rounds_stayed(np.array([uses / limits.GCLOCK_HIT]))
+        for start, stay in zip((0, limits.GCLOCK_RETURN), predicted, strict=True):
+            rounds = []
+            for _ in range(60_000 if start == 0 else 2000):
+                count, stayed = start, 0
+                while True:
+                    stayed += 1
+                    count = min(127, count + 32 * rng.poisson(uses / 32))
+                    if count == 0:
+                        break
+                    count -= 1
+                rounds.append(stayed)
+            assert float(stay[0]) == pytest.approx(np.mean(rounds), rel=0.1)
 
 
 @pytest.mark.parametrize(("exponent", "batches"), [(0.0, 0), (1.05, 0), (1.05, 24)])
@@ -113,7 +116,7 @@ def test_the_core_misses_and_writes_what_is_predicted(exponent: float, batches: 
         Window(table, depth=2, batches=max(1, batches)) as window,
     ):
         coming: deque[np.ndarray] = deque()
-        for _ in range(400):
+        for _ in range(3000 if exponent else 400):  # until it knows the rows at the border of what it can hold
             step(table, window, coming)
         before = table.stats()
         for _ in range(400):

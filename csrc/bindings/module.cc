@@ -255,6 +255,8 @@ NB_MODULE(_native, m) {
   // What predictions need to know of the core.
   m.attr("TARGET_LIVE") = kTargetLive;
   m.attr("GCLOCK_MAX_COUNT") = int{Cache::kMaxCount};
+  m.attr("GCLOCK_HIT") = int{Cache::kHit};
+  m.attr("GCLOCK_RETURN") = int{Cache::kReturn};
 
   m.def(
       "probe_memory",

@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <set>
+#include <vector>
 
 #include "cache.h"
 #include "check.h"
@@ -20,10 +22,81 @@ uint32_t take(Cache* cache, int64_t row) {
     cache->release(frame);
   }
   CHECK_EQ(cache->info(frame).row, int64_t{-1});
-  cache->info(frame).row = row;
+  cache->admit(frame, row);
   cache->info(frame).pinned = 0;
   return frame;
 }
+
+// Steps of skewed rows against a cache of 300 frames: every row of a step is loaded, as a table does it.
+class Steps {
+ public:
+  static constexpr uint32_t kFrames = 300;
+  static constexpr uint32_t kRows = 4000;
+
+  Steps() : cache(16, kFrames), frame_of_(kRows, kNone) {
+    double sum = 0;
+    for (uint32_t rank = 1; rank <= kRows; ++rank) cumulative_.push_back(sum += 1.0 / rank);
+  }
+
+  // Rows missed; the hottest row is `shift`.
+  uint32_t step(uint32_t draws, uint32_t shift = 0) {
+    std::set<uint32_t> rows;
+    for (uint32_t i = 0; i < draws; ++i) {
+      const double at = static_cast<double>(sampler_.bits() >> 11) * 0x1p-53 * cumulative_.back();
+      const auto rank = std::upper_bound(cumulative_.begin(), cumulative_.end(), at) - cumulative_.begin();
+      rows.insert((static_cast<uint32_t>(rank) + shift) % kRows);
+    }
+    return step(rows);
+  }
+
+  uint32_t step(const std::set<uint32_t>& rows) {
+    std::vector<uint32_t> pinned;
+    uint32_t misses = 0;
+    for (const uint32_t row : rows) {
+      if (frame_of_[row] == kNone) continue;
+      CHECK(cache.touch(frame_of_[row]));
+      CHECK(!cache.touch(frame_of_[row]));
+      cache.info(frame_of_[row]).pinned = 1;
+      pinned.push_back(frame_of_[row]);
+    }
+    for (const uint32_t row : rows) {
+      if (frame_of_[row] != kNone) continue;
+      ++misses;
+      uint32_t frame;
+      while (!cache.allocate(&frame)) {
+        CHECK(cache.victim(&frame));
+        ++victims;
+        frame_of_[static_cast<size_t>(cache.info(frame).row)] = kNone;
+        cache.release(frame);
+      }
+      cache.admit(frame, row);
+      CHECK(!cache.touch(frame));
+      frame_of_[row] = frame;
+      pinned.push_back(frame);
+    }
+    for (const uint32_t frame : pinned) cache.info(frame).pinned = 0;
+    cache.begin_step();
+    return misses;
+  }
+
+  // What a cache that always holds the most probable rows would miss in a step.
+  double best(uint32_t draws) const {
+    double misses = 0;
+    for (uint32_t rank = kFrames + 1; rank <= kRows; ++rank) {
+      misses += 1 - std::pow(1 - 1.0 / rank / cumulative_.back(), draws);
+    }
+    return misses;
+  }
+
+  Cache cache;
+  uint64_t victims = 0;
+
+ private:
+  static constexpr uint32_t kNone = ~0u;
+  std::vector<uint32_t> frame_of_;
+  std::vector<double> cumulative_;
+  Sampler sampler_{11};
+};
 
 }  // namespace
 
@@ -153,4 +226,94 @@ TEST(cache_shrinks_and_grows) {
   cache.clear();
   CHECK_EQ(cache.resident(), size_t{0});
   CHECK(take(&cache, 1) == 0);
+}
+
+TEST(cache_stays_near_the_best_static_one_and_the_hand_walks_little) {
+  Steps steps;
+  for (int i = 0; i < 3000; ++i) steps.step(60);
+  uint64_t misses = 0;
+  for (int i = 0; i < 3000; ++i) misses += steps.step(60);
+  CHECK(static_cast<double>(misses) / 3000 < 1.08 * steps.best(60));
+  CHECK(steps.cache.frames_passed() < 32 * steps.victims);
+}
+
+TEST(cache_follows_hot_rows_that_move) {
+  Steps steps;
+  for (int i = 0; i < 2000; ++i) steps.step(60);
+  for (int i = 0; i < 300; ++i) steps.step(60, 2000);
+  uint64_t misses = 0;
+  for (int i = 0; i < 300; ++i) misses += steps.step(60, 2000);
+  CHECK(static_cast<double>(misses) / 300 < 1.2 * steps.best(60));
+}
+
+TEST(cache_keeps_its_rows_through_a_pass_over_the_table) {
+  Steps steps;
+  for (int i = 0; i < 2000; ++i) steps.step(60);
+  for (uint32_t row = 0; row < Steps::kRows; row += 100) {
+    std::set<uint32_t> rows;
+    for (uint32_t i = 0; i < 100; ++i) rows.insert(row + i);
+    steps.step(rows);
+  }
+  uint64_t misses = 0;
+  for (int i = 0; i < 5; ++i) misses += steps.step(60);
+  CHECK(static_cast<double>(misses) / 5 < 1.4 * steps.best(60));
+}
+
+TEST(cache_remembers_for_a_while_what_it_gave_up) {
+  Cache cache(16, 64);
+  const auto evict = [&] {
+    uint32_t frame;
+    CHECK(cache.victim(&frame));
+    const int64_t row = cache.info(frame).row;
+    cache.release(frame);
+    return row;
+  };
+  for (int64_t row = 0; row < 64; ++row) CHECK_EQ(int{cache.count(take(&cache, row))}, 0);
+  const int64_t early = evict();
+  CHECK_EQ(int{cache.count(take(&cache, early))}, int{Cache::kReturn});
+  cache.set_count(0, 0);
+  const int64_t second = evict();
+  for (int64_t row = 100; row < 1000; ++row) take(&cache, row);  // each takes over the place of another ghost
+  CHECK_EQ(int{cache.count(take(&cache, second))}, 0);
+}
+
+TEST(cache_takes_few_rounds_where_every_row_is_hot) {
+  Cache cache(16, 1000);
+  for (int64_t row = 0; row < 1000; ++row) cache.set_count(take(&cache, row), Cache::kMaxCount);
+  uint32_t frame;
+  CHECK(cache.victim(&frame));
+  CHECK(cache.frames_passed() <= 8 * 1000);
+  for (uint32_t i = 0; i < 1000; ++i) cache.info(i).pinned = 1;
+  CHECK(!cache.victim(&frame));
+  CHECK(cache.frames_passed() <= 10 * 1000);
+}
+
+TEST(cache_counts_a_row_once_a_step_however_many_steps_pass) {
+  Cache cache(16, 7000);
+  for (int64_t row = 0; row < 7000; ++row) take(&cache, row);
+  for (uint32_t frame = 0; frame < 7000; ++frame) CHECK(!cache.touch(frame));  // allocated in this step
+  for (const uint32_t pause : {1u, 254u, 255u, 256u, 510u}) {
+    for (uint32_t i = 0; i < pause; ++i) cache.begin_step();
+    for (uint32_t frame = 0; frame < 7000; ++frame) {
+      CHECK(cache.touch(frame));
+      CHECK(!cache.touch(frame));
+    }
+  }
+}
+
+TEST(cache_counts_a_staged_row_when_it_is_wanted_again) {
+  Cache cache(16, 4);
+  const uint32_t frame = take(&cache, 7);
+  cache.mark_staged(frame);
+  cache.begin_step();
+  CHECK(!cache.touch(frame));  // counted when it was staged
+  CHECK_EQ(int{cache.count(frame)}, 0);
+  cache.begin_step();
+  CHECK(cache.touch(frame));
+  CHECK_EQ(int{cache.count(frame)}, int{Cache::kHit});
+  for (int i = 0; i < 10; ++i) {
+    cache.begin_step();
+    cache.touch(frame);
+  }
+  CHECK_EQ(int{cache.count(frame)}, int{Cache::kMaxCount});
 }

@@ -27,7 +27,8 @@ Numbers = npt.NDArray[np.float64]
 
 _HEAD = 256  # ranks that have a bucket of their own
 _GROWTH = 1.04  # of the buckets after them; their width costs about 1e-4 of a figure
-GCLOCK_MAX = 15  # the core's largest count
+# The core's largest count, what a use adds, what a row starts with that was evicted lately.
+GCLOCK_MAX, GCLOCK_HIT, GCLOCK_RETURN = 127, 32, 16
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,9 @@ def cache(popularity: Popularity, ids: int, frames: float, *, policy: str = "gcl
         policy: who goes when room is needed.
             ``"static"``: nobody: the hottest rows stay for ever. The best that can be done without knowing what comes.
             ``"lru"``: the row that was not wanted for longest (Che's approximation).
-            ``"gclock"``: the core's: a hand goes round, lowers each row's count (raised by each step that wants the
-            row, to at most 15) and takes the first at zero. A row's stay is a Markov chain over rounds of the hand.
+            ``"gclock"``: the core's: a hand goes round, lowers each row's count by 1 (raised by 32 by each step that
+            wants the row after the first, to at most 127) and takes the first at zero; a row that was evicted lately
+            starts with 16. A row's stay is a Markov chain over rounds of the hand.
             ``"window"``: the ids of the next `window` steps are known: rows they need stay, the one needed last
             goes first, and beyond the window the hottest stay. The best that can be done with a window.
             ``"planner"``: the core's with a window: rows the window needs stay, among the rest ``"gclock"``.
@@ -167,9 +169,9 @@ def cache(popularity: Popularity, ids: int, frames: float, *, policy: str = "gcl
 
     >>> hot = zipf(10_000_000, 1.05)
     >>> [round(cache(hot, 65_536, 700_000, policy=name).misses) for name in ("lru", "gclock", "static")]
-    [9840, 9570, 7144]
+    [9840, 7605, 7144]
     >>> [round(cache(hot, 65_536, 700_000, policy=name, window=32).misses) for name in ("planner", "window")]
-    [8419, 6849]
+    [7262, 6849]
 
     Raises:
         ValueError: no such policy.
@@ -205,9 +207,23 @@ def _gclock(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbe
 
     def missed(round_steps: float) -> Numbers:
         # It stays for so many steps, then waits 1 / wanted of them to be wanted again.
-        return np.asarray(1 / (1 + wanted * round_steps * rounds_stayed(rate * round_steps)))
+        new, back = (wanted * round_steps * stay for stay in rounds_stayed(rate * round_steps))
+        return _missed(rows, wanted, new, back, frames)
 
     return missed(_solve(lambda s: float(rows @ (1 - missed(s))), frames))
+
+
+def _missed(rows: Numbers, wanted: Numbers, new: Numbers, back: Numbers, frames: float) -> Numbers:
+    """The part of the uses that find a row gone, which had `new` uses beside the first, or `back` where it had a ghost.
+
+    A ghost stands until another takes its place: there are as many places as frames and as many evictions as misses.
+    """
+    missed = np.asarray(1 / (1 + new))
+    for _ in range(6):
+        evicted = float(rows @ (wanted * missed)) / frames  # a step, for each place
+        ghost = wanted / (wanted + evicted)
+        missed = np.asarray(1 / (1 + new + ghost * (back - new)))
+    return missed
 
 
 def _window(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbers:
@@ -235,16 +251,18 @@ def _planner(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numb
         return _window(rows, wanted, frames, window)
     alone = np.exp(window * log_rest)  # no use follows within the window: the row is exposed to the hand
 
-    def uses_while_exposed(round_steps: float) -> Numbers:
-        return np.asarray(-log_rest * round_steps * rounds_stayed(-log_rest * round_steps, alone, entering=1))
+    def missed_and_uses(round_steps: float) -> tuple[Numbers, Numbers]:
+        rate = -log_rest * round_steps
+        new, back = (rate * stay for stay in rounds_stayed(rate, alone))
+        found = _missed(rows, wanted * alone, new, back, frames)
+        return alone * found, 1 / found - 1
 
     def resident(round_steps: float) -> float:
-        uses = uses_while_exposed(round_steps)
         # Exposed until the hand takes it; a use that comes before is known `window` steps earlier.
-        missed = alone / (1 + uses)
+        missed, uses = missed_and_uses(round_steps)
         return float(rows @ (short + missed * uses * (1 + wanted * window)))
 
-    return np.asarray(alone / (1 + uses_while_exposed(_solve(resident, frames))))
+    return np.asarray(missed_and_uses(_solve(resident, frames))[0])
 
 
 _POLICIES: dict[str, Callable[[Numbers, Numbers, float, int], Numbers]] = {
@@ -274,40 +292,53 @@ def _solve(grows: Callable[[float], float], value: float) -> float:
     return (low + high) / 2
 
 
-def rounds_stayed(uses: Numbers, alone: Numbers | float = 1.0, entering: int = 0) -> Numbers:
+def rounds_stayed(uses: Numbers, alone: Numbers | float = 1.0) -> tuple[Numbers, Numbers]:
     """Rounds of the hand for which GCLOCK keeps a row, counting only the time in which the hand may lower its count.
 
     Args:
         uses: float64[B], how often in such a round a use comes, on average.
         alone: float64[B], the probability that no further use follows each one under the protection of a window;
             1 without a window: uses come in runs of a geometric length.
-        entering: count with which a row enters, beside its first run of uses.
+
+    Returns:
+        For rows that start with 0, and for those that start with `GCLOCK_RETURN`, for they were evicted lately. The
+        use that brings a row in adds nothing; each later one adds `GCLOCK_HIT`.
 
     Let D(c) be the rounds until a row whose count is c after a visit of the hand first has c - 1 (for c = 0: goes).
-    With k uses until the next visit, compound Poisson, the count becomes min(15, c + k) - 1. So
-    ``D(c) P(0) = 1 + sum over j > c of P(at least j - c + 1) D(j)``: from the top down, all terms positive.
+    With k uses until the next visit, compound Poisson, the count becomes min(max, c + k hit) - 1. So
+    ``D(c) P(0) = 1 + sum over j > c of P(at least (j - c + 1) / hit) D(j)``: from the top down, all terms positive.
 
-    >>> rounds_stayed(np.array([0.0, 0.5, 1.0])).round(1)  # one that is never wanted again stays for two
-    array([ 2. ,  4. , 59.3])
+    >>> rounds_stayed(np.array([0.0, 0.5 / GCLOCK_HIT, 1.0 / GCLOCK_HIT]))[0].round(1)  # never wanted: one round
+    array([1. , 2. , 8.6])
     """
-    uses = np.minimum(uses, 30.0)  # beyond, for ever
+    uses = np.minimum(uses, 5.0)  # beyond, for ever
     alone = np.clip(np.broadcast_to(np.asarray(alone, np.float64), uses.shape), 1e-12, 1.0)
-    run = [alone * (1 - alone) ** k for k in range(GCLOCK_MAX + 1)]  # [k]: k + 1 uses in a run
+    most = -(-GCLOCK_MAX // GCLOCK_HIT)
+    run = [alone * (1 - alone) ** k for k in range(most + 1)]  # [k]: k + 1 uses in a run
     chance = [np.exp(-uses)]  # of k uses in a round (Panjer 1981)
-    for k in range(1, GCLOCK_MAX + 1):
+    for k in range(1, most + 1):
         chance.append(uses / k * sum((j * run[j - 1] * chance[k - j] for j in range(1, k + 1)), np.zeros_like(uses)))
     at_least = [np.ones_like(uses)]
-    for k in range(GCLOCK_MAX):
+    for k in range(most):
         at_least.append(np.maximum(0.0, at_least[-1] - chance[k]))
-    down = [np.zeros_like(uses)] * GCLOCK_MAX
+    # above[c]: D(c) + D(c + 1) + ... up to the top.
+    above = [np.zeros_like(uses)] * (GCLOCK_MAX + 1)
     for count in range(GCLOCK_MAX - 1, -1, -1):
-        further = sum((at_least[j - count + 1] * down[j] for j in range(count + 1, GCLOCK_MAX)), np.zeros_like(uses))
-        down[count] = (1 + further) / chance[0]
-    # It enters with `entering` and the uses of its first run: D(c) is passed where that is c or more.
-    rounds = np.zeros_like(uses)
-    for count in range(GCLOCK_MAX):
-        rounds = rounds + down[count] * (1 - alone) ** max(0, count - entering - 1)
-    return np.asarray(rounds)
+        ends = [min(GCLOCK_MAX, count + 1)] + [min(GCLOCK_MAX, count + k * GCLOCK_HIT) for k in range(1, most + 1)]
+        further = sum(
+            (at_least[k] * (above[ends[k - 1]] - above[ends[k]]) for k in range(1, most + 1)), np.zeros_like(uses)
+        )
+        above[count] = above[count + 1] + (1 + further) / chance[0]
+
+    def stayed(start: int) -> Numbers:
+        # It starts with this and the further uses of its first run: D(c) is passed where that is c or more.
+        rounds = above[0] - above[start + 1]
+        for k in range(1, most + 1):
+            low, high = (min(GCLOCK_MAX, start + 1 + (k - less) * GCLOCK_HIT) for less in (1, 0))
+            rounds = rounds + (above[low] - above[high]) * (1 - alone) ** k
+        return np.asarray(rounds)
+
+    return stayed(0), stayed(GCLOCK_RETURN)
 
 
 # ---- Costs
