@@ -95,7 +95,7 @@ inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uin
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
   constexpr uint32_t kAhead = 8;
   Floats acc[kVectors];
-  for (int64_t v = 0; v < kVectors; ++v) acc[v] = Floats{} - 0.0f;  // -0.0: x + -0.0 is x for every x
+  for (int64_t v = 0; v < kVectors; ++v) acc[v] = -Floats{};  // -0.0: x + -0.0 is x for every x (0 - 0.0 would be 0)
   for (uint32_t o = 0; o < n; ++o) {
     if (o + kAhead < known) {
       const float* const ahead = grads + static_cast<int64_t>(order[o + kAhead]) * dim;
