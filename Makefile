@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch is pinned: a bare `torch` pulls gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint cpp-test bench clean
+.PHONY: demo test lint cpp-test bench torture clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,12 @@ test: lint cpp-test
 BENCH ?=
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# Power loss, kill -9, failing disks, corruption, fuzzing: the long form, some tens of minutes on two cores.
+# `make torture TORTURE="powerloss --size 0.1"` runs one part, smaller.
+TORTURE ?=
+torture: $(VENV)/.test
+	$(BIN)/python -m torture $(TORTURE)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

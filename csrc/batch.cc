@@ -94,6 +94,7 @@ void group(const uint32_t* index, const uint32_t* places, size_t n, size_t num_u
 }  // namespace
 
 void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
+  placement_.version = 0;
   if (n >= ~uint32_t{0}) {
     throw Error(ErrorKind::kInvalid, "a batch holds less than 2**32 - 1 ids, got " + std::to_string(n));
   }

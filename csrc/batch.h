@@ -28,11 +28,21 @@ class Batch {
   const ArrayVector<uint32_t>& order() const { return order_; }      // places grouped by unique row, ascending in each
   const ArrayVector<uint32_t>& offsets() const { return offsets_; }  // (num_unique + 1) starts into order()
 
+  // Where the rows were when they were last wanted: the store's to fill, so that the next operation on the batch need
+  // not look for them again. One table at a time may be given a batch.
+  struct Placement {
+    ArrayVector<uint32_t> frames;  // of unique()
+    uint64_t version = 0;          // of the directory that said so
+    uint64_t step = 0;             // in which they were counted as wanted; 0: none
+  };
+  Placement& placement() const { return placement_; }
+
  private:
   ArrayVector<int64_t> unique_;
   ArrayVector<uint32_t> inverse_;
   ArrayVector<uint32_t> order_;
   ArrayVector<uint32_t> offsets_;
+  mutable Placement placement_;
 };
 
 }  // namespace bunkbed

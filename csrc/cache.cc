@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <bit>
 #include <string>
+#include <utility>
 
 #include "error.h"
 
@@ -47,6 +49,7 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
   infos_ = static_cast<FrameInfo*>(reserve(infos_bytes_));
   heats_ = static_cast<uint16_t*>(reserve(heats_bytes_));
   dirty_ = static_cast<uint64_t*>(reserve(dirty_bytes_));
+  frozen_ = static_cast<uint64_t*>(reserve(dirty_bytes_));
   ghosts_ = static_cast<uint8_t*>(reserve(ghosts_bytes_));
 #ifdef MADV_HUGEPAGE
   if (records_bytes_ >= kHugePagesFrom) ::madvise(records_, records_bytes_, MADV_HUGEPAGE);
@@ -62,6 +65,7 @@ Cache::~Cache() {
   ::munmap(infos_, infos_bytes_);
   ::munmap(heats_, heats_bytes_);
   ::munmap(dirty_, dirty_bytes_);
+  ::munmap(frozen_, dirty_bytes_);
   ::munmap(ghosts_, ghosts_bytes_);
 }
 
@@ -101,6 +105,7 @@ Cache::Ghost Cache::ghost_of(int64_t row) const {
 
 void Cache::begin_step() {
   step_ = step_ % kSteps + 1;
+  ++steps_;
   // Steps are numbered in turn: a frame must have lost its number when that comes round again. Nothing was wanted in
   // the step that begins, so all numbers are old ones.
   for (uint32_t left = high_water_ / (kSteps - 5) + 1; left > 0 && high_water_ > 0;) {
@@ -249,6 +254,28 @@ size_t Cache::uses_bytes() const {
   return bytes;
 }
 
+size_t Cache::freeze() {
+  size_t count = 0;
+  for (uint32_t word = 0; word * 64 < high_water_; ++word) {
+    frozen_[word] = std::exchange(dirty_[word], 0);
+    count += static_cast<size_t>(std::popcount(frozen_[word]));
+  }
+  return count;
+}
+
+uint32_t Cache::next_frozen(uint32_t frame) const {
+  if (frame >= high_water_) return high_water_;
+  uint32_t word = frame / 64;
+  for (uint64_t bits = frozen_[word] >> frame % 64 << frame % 64;; bits = frozen_[word]) {
+    if (bits != 0) return std::min(high_water_, word * 64 + static_cast<uint32_t>(std::countr_zero(bits)));
+    if (++word * 64 >= high_water_) return high_water_;
+  }
+}
+
+void Cache::thaw() {
+  for (uint32_t word = 0; word * 64 < high_water_; ++word) dirty_[word] |= std::exchange(frozen_[word], 0);
+}
+
 void Cache::release(uint32_t frame) {
   forget_use(frame);
   infos_[frame] = FrameInfo{-1, free_head_, kNoUse, 0, 0};
@@ -280,6 +307,7 @@ void Cache::clear() {
   give_back(reinterpret_cast<std::byte*>(infos_), reinterpret_cast<std::byte*>(infos_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(heats_), reinterpret_cast<std::byte*>(heats_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(ghosts_), reinterpret_cast<std::byte*>(ghosts_ + high_water_));
+  give_back(reinterpret_cast<std::byte*>(dirty_), reinterpret_cast<std::byte*>(dirty_) + dirty_bytes_);
   high_water_ = 0;
   hand_ = 0;
   num_candidates_ = next_candidate_ = 0;

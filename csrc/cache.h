@@ -23,7 +23,7 @@
 
 namespace bunkbed {
 
-// What is known of the record in a frame; 24 bytes each, two of heat, a dirty bit and a ghost, inside the RAM budget.
+// What is known of the record in a frame; 24 bytes each, two of heat, two bits and a ghost, inside the RAM budget.
 struct FrameInfo {
   int64_t row;        // -1: the frame is free
   uint64_t position;  // of the same bytes in the log; kNoPosition when dirty or never stored
@@ -49,6 +49,7 @@ class Cache {
   static size_t frame_cost(size_t record_bytes) { return padded(record_bytes) + kInfoBytes; }
 
   std::byte* record(uint32_t frame) const { return records_ + size_t{frame} * stride_; }
+  size_t stride() const { return stride_; }  // bytes from one frame's record to the next
   FrameInfo& info(uint32_t frame) const { return infos_[frame]; }
   void prefetch(uint32_t frame) const { __builtin_prefetch(&infos_[frame]); }
   void prefetch_ghost(int64_t row) const { __builtin_prefetch(ghost_of(row).place); }
@@ -80,6 +81,8 @@ class Cache {
 
   // A step ends with an update; within one step a row counts as wanted once.
   void begin_step();
+  // Counts steps, from 1 on.
+  uint64_t step() const { return steps_; }
   // The row is wanted now. Returns whether that is news: not in this step yet, and not since mark_staged(), which
   // counted it. Safe from several threads at once.
   bool touch(uint32_t frame) {
@@ -91,6 +94,15 @@ class Cache {
     const auto raised = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count : kMaxCount));
     // Who loses the exchange lost it to another touch of this step.
     return heat.compare_exchange_strong(seen, raised, std::memory_order_relaxed) && (seen & kStagedBit) == 0;
+  }
+  // The same of frames that no other thread touches meanwhile: an exchange waits for every load and store before it.
+  bool touch_alone(uint32_t frame) {
+    uint16_t& heat = heats_[frame];
+    const uint16_t seen = heat;
+    if (seen >> kStepShift == step_) return false;
+    const uint32_t count = (seen & kMaxCount) + ((seen & kStagedBit) != 0 ? 0 : kHit);
+    heat = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count : kMaxCount));
+    return (seen & kStagedBit) == 0;
   }
   // The row was brought in for a step to come, and counted.
   void mark_staged(uint32_t frame) { heats_[frame] = static_cast<uint16_t>(kStagedBit | count(frame)); }
@@ -107,6 +119,16 @@ class Cache {
     dirty_[frame / 64] = dirty ? dirty_[frame / 64] | bit : dirty_[frame / 64] & ~bit;
   }
 
+  // ---- A commit. freeze() turns every dirty frame into a frozen one, whose record the commit owes to the log: it must
+  // get there before the record changes or the frame is given up. Returns how many there are; none may be frozen before.
+  size_t freeze();
+  bool is_frozen(uint32_t frame) const { return (frozen_[frame / 64] >> frame % 64 & 1) != 0; }
+  void set_written(uint32_t frame) { frozen_[frame / 64] &= ~(uint64_t{1} << frame % 64); }
+  // The first frozen frame from this one on, or high_water().
+  uint32_t next_frozen(uint32_t frame) const;
+  // The commit failed: frozen frames are dirty ones again.
+  void thaw();
+
   // ---- Coming uses. Batches are numbered from 1 upwards; `first_batch` is the oldest that is not over: frames whose
   // next use lies before it are wanted by none.
   void set_first_batch(uint32_t batch);
@@ -122,7 +144,7 @@ class Cache {
   static constexpr uint16_t kStagedBit = 128;
   static constexpr unsigned kStepShift = 8;
   static constexpr uint32_t kSteps = 255;
-  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*ghost*/ + 1 /*dirty bit, rounded up*/;
+  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*ghost*/ + 1 /*dirty and frozen bits, rounded up*/;
   static constexpr uint32_t kBlock = 32;       // frames the hand passes at once
   static constexpr uint32_t kCandidates = 96;  // at zero when the hand passed them; room for one more than are used
   bool lately_unwanted(uint32_t* frame);
@@ -156,10 +178,12 @@ class Cache {
   uint32_t sweep_ = 0;  // where begin_step() goes on
   uint32_t free_head_;  // released frames form a list through FrameInfo::position
   uint32_t step_ = 1;
+  uint64_t steps_ = 1;
   std::byte* records_ = nullptr;
   FrameInfo* infos_ = nullptr;
   uint16_t* heats_ = nullptr;
   uint64_t* dirty_ = nullptr;
+  uint64_t* frozen_ = nullptr;
   uint8_t* ghosts_ = nullptr;  // fingerprints of evicted rows, 0: none
   size_t records_bytes_;
   size_t infos_bytes_;

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
-#include "directory.h"
+#include "count_rows.h"
 #include "error.h"
 #include "format.h"
 #include "log.h"
 #include "manifests.h"
-#include "rebuild.h"
 #include "record.h"
 
 namespace bunkbed {
@@ -16,89 +16,334 @@ namespace bunkbed {
 namespace {
 
 constexpr size_t kPieceBytes = 1u << 20;
+constexpr size_t kMaxRecordProblems = 20;  // of one segment; the rest is counted
 
-// Every record of a segment, not only the live ones: a snapshot may need any of them.
-void check_segment(Log* log, Segment* segment, std::vector<std::string>* problems) {
-  std::vector<int64_t> ids;
-  std::vector<uint64_t> versions;
-  Span span;
-  for (const ChunkTrailer& chunk : log->chunks(*segment)) {
-    try {
-      log->read_index(*segment, chunk, &span, &ids, &versions);
-    } catch (const Error& error) {
-      problems->push_back(error.what());
-      continue;
+// One segment's verification.
+class SegmentCheck {
+ public:
+  SegmentCheck(Log* log, Segment* segment, const std::vector<uint64_t>& epochs, std::vector<Problem>* problems)
+      : log_(log), segment_(segment), epochs_(epochs), problems_(problems) {}
+
+  void run(const std::function<void(uint64_t)>& at) {
+    check_header();
+    std::vector<ChunkTrailer> chunks;
+    find_chunks(&chunks);
+    uint64_t done = kSegmentHeaderBytes;
+    for (const ChunkTrailer& chunk : chunks) {
+      check_chunk(chunk, [&](uint64_t to) {
+        at(to - done);
+        done = to;
+      });
+      at(chunk.end - done);
+      done = chunk.end;
     }
-    if (chunk.kind != ChunkKind::kData) continue;
-    const size_t piece = std::max<size_t>(1, kPieceBytes / log->stride());
-    for (size_t from = 0; from < ids.size(); from += piece) {
-      const size_t count = std::min(piece, ids.size() - from);
+    at(segment_->bytes - done);
+    if (damaged_records_ > kMaxRecordProblems) {
+      report("record", -1, "segment " + segment_->file->path() + ": " +
+                               std::to_string(damaged_records_ - kMaxRecordProblems) +
+                               " more records fail their checksums");
+    }
+  }
+
+ private:
+  void report(const char* kind, int64_t offset, const std::string& what) {
+    problems_->push_back({kind, segment_name(segment_->id), offset, what,
+                          std::string(kind) == "padding" ? std::vector<uint64_t>{} : epochs_});
+  }
+
+  // Bytes [begin, end) mean nothing and are written as zeros: another value is the disk's doing.
+  void check_zeros(uint64_t begin, uint64_t end) {
+    if (begin >= end || has_padding_) return;
+    log_->read_span(*segment_, begin, end - begin, &span_);
+    const std::byte* const bytes = span_.memory.data() - span_.begin;
+    const auto* const found = std::find_if(bytes + begin, bytes + end, [](std::byte b) { return b != std::byte{0}; });
+    if (found == bytes + end) return;
+    has_padding_ = true;  // one is enough
+    report("padding", found - bytes,
+           "segment " + segment_->file->path() + ": byte " + std::to_string(found - bytes) +
+               ", which means nothing, is not zero as it was written");
+  }
+
+  // Log::adopt() verified it already, except for what is behind it.
+  void check_header() {
+    try {
+      check_zeros(60, kSegmentHeaderBytes);
+    } catch (const Error& error) {
+      report("segment", 0, error.what());
+    }
+  }
+
+  // Backwards, as a reader does; those before a damaged trailer are out of reach.
+  void find_chunks(std::vector<ChunkTrailer>* chunks) {
+    for (uint64_t end = segment_->bytes; end > kSegmentHeaderBytes;) {
+      const uint64_t at = end - kChunkTrailerBytes;
       try {
-        log->read_records(*segment, chunk, from, count, ids.data(), &span);
+        log_->read_span(*segment_, at, kChunkTrailerBytes, &span_);
+        chunks->push_back(decode_chunk_trailer({span_.memory.data() + (at - span_.begin), kChunkTrailerBytes},
+                                               log_->uuid(), segment_->id, end, log_->stride(),
+                                               log_->slots_per_segment(), segment_->file->path()));
+        if (chunks->back().epoch != segment_->epoch) {
+          report("chunk", static_cast<int64_t>(at),
+                 "segment " + segment_->file->path() + ": a chunk of epoch " + std::to_string(chunks->back().epoch) +
+                     " in a segment of epoch " + std::to_string(segment_->epoch));
+        }
       } catch (const Error& error) {
-        problems->push_back(error.what());
+        report("chunk", static_cast<int64_t>(at), error.what());
+        break;
+      }
+      end = chunks->back().begin;
+    }
+    std::reverse(chunks->begin(), chunks->end());
+  }
+
+  template <typename At>
+  void check_chunk(const ChunkTrailer& chunk, const At& at) {
+    try {
+      log_->read_index(*segment_, chunk, &span_, &ids_, &versions_);
+      check_zeros(chunk.index_offset + chunk_index_bytes(chunk.count), chunk.end - kChunkTrailerBytes);
+    } catch (const Error& error) {
+      report("chunk", static_cast<int64_t>(chunk.index_offset), error.what());
+      return;
+    }
+    if (chunk.kind != ChunkKind::kData) return;
+    const size_t piece = std::max<size_t>(1, kPieceBytes / log_->stride());
+    for (size_t from = 0; from < ids_.size(); from += piece) {
+      const size_t count = std::min(piece, ids_.size() - from);
+      try {
+        const std::byte* const records =
+            log_->read_records(*segment_, chunk, from, count, ids_.data(), &span_);
+        check_record_padding(chunk, from, count, records);
+      } catch (const Error&) {
+        check_one_by_one(chunk, from, count);
+      }
+      at(std::min(chunk.end, (chunk.first_slot + from + count) * log_->stride()));
+    }
+    try {
+      check_zeros(chunk.begin, chunk.first_slot * log_->stride());
+    } catch (const Error& error) {
+      report("chunk", static_cast<int64_t>(chunk.begin), error.what());
+    }
+  }
+
+  void check_record_padding(const ChunkTrailer& chunk, size_t from, size_t count, const std::byte* records) {
+    const size_t used = log_->payload_bytes() + 4;
+    for (size_t i = 0; i < count && !has_padding_; ++i) {
+      for (size_t byte = used; byte < log_->stride(); ++byte) {
+        if (records[i * log_->stride() + byte] == std::byte{0}) continue;
+        const uint64_t offset = (chunk.first_slot + from + i) * log_->stride() + byte;
+        check_zeros(offset, offset + 1);
       }
     }
   }
+
+  void check_one_by_one(const ChunkTrailer& chunk, size_t from, size_t count) {
+    for (size_t i = from; i < from + count; ++i) {
+      try {
+        log_->read_records(*segment_, chunk, i, 1, ids_.data(), &span_);
+      } catch (const Error& error) {
+        if (++damaged_records_ > kMaxRecordProblems) continue;
+        report("record", static_cast<int64_t>((chunk.first_slot + i) * log_->stride()), error.what());
+      }
+    }
+  }
+
+  Log* log_;
+  Segment* segment_;
+  const std::vector<uint64_t>& epochs_;
+  std::vector<Problem>* problems_;
+  Span span_;
+  std::vector<int64_t> ids_;
+  std::vector<uint64_t> versions_;
+  size_t damaged_records_ = 0;
+  bool has_padding_ = false;
+};
+
+LogMemory small_memory() {
+  LogMemory memory;
+  memory.num_read_slices = 1;  // nothing here reads record by record
+  return memory;
 }
+
+class TableCheck {
+ public:
+  TableCheck(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes, const CheckProgress& progress)
+      : vfs_(vfs), path_(path), ram_bytes_(ram_bytes), progress_(progress), manifests_(vfs, path) {}
+
+  CheckedTable run() {
+    load_manifests();
+    check_segments();
+    count_rows();
+    list_directory();
+    for (const uint64_t epoch : result_.epochs) {
+      if (!damaged_.contains(epoch)) result_.sound.push_back(epoch);
+    }
+    return std::move(result_);
+  }
+
+ private:
+  void report(Problem problem) {
+    damaged_.insert(problem.epochs.begin(), problem.epochs.end());
+    result_.problems.push_back(std::move(problem));
+  }
+
+  // A writer at work collects old commits: what is gone with its manifest is no damage.
+  bool is_gone(uint64_t epoch) { return !vfs_.exists(path_ + "/" + manifest_name(epoch)); }
+
+  void load_manifests() {
+    for (const uint64_t epoch : manifests_.epochs()) {
+      try {
+        loaded_.emplace(epoch, manifests_.load(epoch));
+      } catch (const Error& error) {
+        if (is_gone(epoch)) continue;
+        report({"manifest", manifest_name(epoch), -1, error.what(), {epoch}});
+      }
+      result_.epochs.push_back(epoch);
+    }
+    if (loaded_.empty()) return;
+    const Manifest& newest = loaded_.rbegin()->second;
+    result_.belongs_to_run = (newest.writer_flags & kWriterFlagRun) != 0;
+    for (auto entry = loaded_.begin(); entry != loaded_.end();) {
+      const auto& [epoch, manifest] = *entry;
+      const std::string commit = "commit " + std::to_string(epoch);
+      if (manifest.uuid != newest.uuid || manifest.payload_bytes != newest.payload_bytes ||
+          manifest.slots_per_segment != newest.slots_per_segment) {
+        report({"foreign", manifest_name(epoch), -1,
+                commit + " belongs to another table than commit " + std::to_string(newest.epoch), {epoch}});
+        entry = loaded_.erase(entry);
+        continue;
+      }
+      if (manifest.fields != record_fields(manifest.dim, manifest.dtype(), manifest.optimizer) ||
+          manifest.payload_bytes != record_payload(manifest.fields)) {
+        report({"fields", manifest_name(epoch), -1, commit + ": its record holds fields this release does not know",
+                {epoch}});
+      }
+      ++entry;
+    }
+  }
+
+  struct Wanted {
+    SegmentEntry entry;  // with the largest length that any commit names
+    std::vector<uint64_t> epochs;
+  };
+
+  void check_segments() {
+    for (const auto& [epoch, manifest] : loaded_) {
+      for (const SegmentEntry& entry : manifest.segments) {
+        const auto [found, is_new] = wanted_.try_emplace(entry.segment, Wanted{entry, {}});
+        Wanted& wanted = found->second;
+        wanted.epochs.push_back(epoch);
+        wanted.entry.bytes = std::max(wanted.entry.bytes, entry.bytes);
+        total_ += is_new ? entry.bytes : 0;
+      }
+    }
+    if (loaded_.empty()) return;
+    const Manifest& newest = loaded_.rbegin()->second;
+    Log log(vfs_, path_, newest.uuid, newest.payload_bytes, newest.slots_per_segment, small_memory());
+    for (const auto& [number, wanted] : wanted_) {
+      const uint64_t before = result_.bytes;
+      try {
+        log.adopt({wanted.entry});
+      } catch (const Error& error) {
+        std::vector<uint64_t> epochs;
+        for (const uint64_t epoch : wanted.epochs) {
+          if (!is_gone(epoch)) epochs.push_back(epoch);
+        }
+        if (!epochs.empty()) report({"segment", segment_name(number), -1, error.what(), std::move(epochs)});
+        advance(wanted.entry.bytes);
+        continue;
+      }
+      std::vector<Problem> problems;
+      check_segment(&log, log.find_segment(number), wanted.epochs, &problems,
+                    [this](uint64_t bytes) { advance(bytes); });
+      for (Problem& problem : problems) report(std::move(problem));
+      log.forget_segment(number, false);
+      advance(before + wanted.entry.bytes - std::min(result_.bytes, before + wanted.entry.bytes));
+    }
+  }
+
+  void advance(uint64_t bytes) {
+    result_.bytes += bytes;
+    if (progress_) progress_(result_.bytes, total_);
+  }
+
+  void count_rows() {
+    for (const auto& [epoch, manifest] : loaded_) {
+      if (damaged_.contains(epoch)) continue;
+      try {
+        Log log(vfs_, path_, manifest.uuid, manifest.payload_bytes, manifest.slots_per_segment, small_memory());
+        log.adopt(manifest.segments);
+        const uint64_t rows = bunkbed::count_rows(&log, manifest.num_rows, manifest.next_version, ram_bytes_,
+                                                  [this] { advance(0); });
+        if (rows != manifest.stored_rows) {
+          report({"rows", manifest_name(epoch), -1,
+                  "commit " + std::to_string(epoch) + ": its segments hold " + std::to_string(rows) +
+                      " rows, it names " + std::to_string(manifest.stored_rows), {epoch}});
+        }
+      } catch (const Error& error) {
+        if (is_gone(epoch)) continue;
+        report({"rows", manifest_name(epoch), -1, "commit " + std::to_string(epoch) + ": " + error.what(), {epoch}});
+      }
+    }
+  }
+
+  void list_directory() {
+    // What an unreadable commit names is unknown: then no segment is a leftover.
+    const bool all_known = loaded_.size() == result_.epochs.size();
+    for (const std::string& name : vfs_.list(path_)) {
+      uint64_t number;
+      if (name == kLockName || parse_name(name, "manifest-", &number)) continue;
+      const bool is_temporary = name.rfind(kTemporaryPrefix, 0) == 0;
+      const bool is_segment = parse_name(name, "segment-", &number);
+      if (!is_temporary && !is_segment) {
+        result_.problems.push_back({"stranger", name, -1, "a file that is none of the table's: " + name, {}});
+        continue;
+      }
+      uint64_t bytes = 0;
+      try {
+        bytes = vfs_.open(path_ + "/" + name, false)->size();
+      } catch (const Error&) {
+        continue;  // gone meanwhile, or reported above
+      }
+      if (is_temporary) {
+        result_.leftovers.push_back({"temporary", name, bytes});
+        continue;
+      }
+      const auto wanted = wanted_.find(number);
+      if (wanted == wanted_.end()) {
+        if (all_known) result_.leftovers.push_back({"segment", name, bytes});
+      } else if (bytes > wanted->second.entry.bytes) {
+        result_.leftovers.push_back({"tail", name, bytes - wanted->second.entry.bytes});
+      }
+    }
+  }
+
+  vfs::Vfs& vfs_;
+  const std::string path_;
+  const size_t ram_bytes_;
+  const CheckProgress& progress_;
+  const Manifests manifests_;
+  std::map<uint64_t, Manifest> loaded_;
+  std::map<uint64_t, Wanted> wanted_;
+  std::set<uint64_t> damaged_;
+  uint64_t total_ = 0;
+  CheckedTable result_;
+};
 
 }  // namespace
 
+void check_segment(Log* log, Segment* segment, const std::vector<uint64_t>& epochs, std::vector<Problem>* problems,
+                   const std::function<void(uint64_t bytes)>& at) {
+  SegmentCheck(log, segment, epochs, problems).run(at);
+}
+
+CheckedTable inspect_table(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes, const CheckProgress& progress) {
+  return TableCheck(vfs, path, ram_bytes, progress).run();
+}
+
 std::vector<std::string> check_table(vfs::Vfs& vfs, const std::string& path) {
-  const Manifests manifests(vfs, path);
-  std::vector<std::string> problems;
-  std::map<uint64_t, uint64_t> checked;  // segment -> length already read
-  for (const uint64_t epoch : manifests.epochs()) {
-    Manifest manifest;
-    try {
-      manifest = manifests.load(epoch);
-    } catch (const Error& error) {
-      problems.push_back(error.what());
-      continue;
-    }
-    const std::string commit = "commit " + std::to_string(epoch) + ": ";
-    if (manifest.fields != record_fields(manifest.dim, manifest.dtype(), manifest.optimizer) ||
-        manifest.payload_bytes != record_payload(manifest.fields)) {
-      problems.push_back(commit + "its record holds fields this release does not know");
-    }
-    LogMemory memory;
-    Log log(vfs, path, manifest.uuid, manifest.payload_bytes, manifest.slots_per_segment, memory);
-    bool all_open = true;
-    for (const SegmentEntry& entry : manifest.segments) {
-      try {
-        log.adopt({entry});
-      } catch (const Error& error) {
-        problems.push_back(commit + error.what());
-        all_open = false;
-        continue;
-      }
-      if (checked[entry.segment] >= entry.bytes) continue;
-      checked[entry.segment] = entry.bytes;
-      try {
-        check_segment(&log, log.find_segment(entry.segment), &problems);
-      } catch (const Error& error) {
-        problems.push_back(commit + error.what());
-      }
-    }
-    if (!all_open || !problems.empty()) continue;
-    try {
-      const auto directory = make_hashed_directory();
-      rebuild_directory(&log, directory.get(), manifest.num_rows, manifest.next_version, 256u << 20);
-      if (directory->stored_rows() != manifest.stored_rows) {
-        problems.push_back(commit + "its segments hold " + std::to_string(directory->stored_rows()) +
-                           " rows, it names " + std::to_string(manifest.stored_rows));
-      }
-    } catch (const Error& error) {
-      problems.push_back(commit + error.what());
-    }
-  }
-  for (const std::string& name : vfs.list(path)) {
-    uint64_t number;
-    const bool known = name == kLockName || name.rfind(kTemporaryPrefix, 0) == 0 ||
-                       parse_name(name, "manifest-", &number) || parse_name(name, "segment-", &number);
-    if (!known) problems.push_back("a file that is none of the table's: " + name);
-  }
-  return problems;
+  std::vector<std::string> lines;
+  for (const Problem& problem : inspect_table(vfs, path).problems) lines.push_back(problem.what);
+  return lines;
 }
 
 }  // namespace bunkbed

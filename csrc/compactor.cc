@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "error.h"
+#include "failpoints.h"
+#include "fault.h"
 
 namespace bunkbed {
 
@@ -10,7 +12,6 @@ namespace {
 
 constexpr double kWorthMoving = 0.9;  // a fuller segment gives back too little for the copying
 constexpr size_t kSpareSegments = 128;  // beyond what their bytes explain: many small commits leave many small ones
-constexpr uint64_t kSlackBytes = 256u << 10;
 
 }  // namespace
 
@@ -33,16 +34,16 @@ bool Compactor::has_too_many_segments() const {
 bool Compactor::is_needed() const {
   if (log_ == nullptr) return false;
   const auto live = static_cast<double>(live_bytes());
-  return segment_ != 0 || static_cast<double>(total_bytes()) > live / kTargetLive + static_cast<double>(kSlackBytes) ||
+  return segment_ != 0 || static_cast<double>(total_bytes()) > live / kTargetLive + static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed)) ||
          has_too_many_segments();
 }
 
 // Runs a read of the chosen segment. When it fails the segment is left alone from now on: nobody asked for these
 // records; whoever does gets the error, and check() lists it.
-template <typename Read>
-bool Compactor::read_or_set_aside(Read&& read) {
+template <typename Call>
+bool Compactor::read_or_set_aside(Call&& call) {
   try {
-    read();
+    call();
     return true;
   } catch (const Error&) {
     damaged_.insert(segment_);
@@ -51,7 +52,8 @@ bool Compactor::read_or_set_aside(Read&& read) {
   }
 }
 
-bool Compactor::choose() {
+// Chooses the emptiest segment.
+bool Compactor::pick() {
   const bool too_many = has_too_many_segments();
   Segment* best = nullptr;
   double best_part = too_many ? 2.0 : kWorthMoving;
@@ -72,8 +74,63 @@ bool Compactor::choose() {
   record_ = 0;
   ids_.clear();
   segment_ = best->id;
-  if (best->live > 0) read_or_set_aside([&] { chunks_ = log_->chunks(*best); });
+  failpoint("compact.chosen");
   return true;
+}
+
+bool Compactor::choose() {
+  if (!pick()) return false;
+  Segment* segment = log_->find_segment(segment_);
+  if (segment->live > 0) read_or_set_aside([&] { chunks_ = log_->chunks(*segment); });
+  return true;
+}
+
+bool Compactor::plan_read(size_t buffer_bytes, Read* read) {
+  *read = Read();
+  if (segment_ == 0 && (!is_needed() || !pick())) return false;
+  Segment* segment = log_->find_segment(segment_);
+  if (segment == nullptr || segment->live == 0) return true;  // run() goes on to the next
+  if (chunks_.empty() && chunk_ == 0) {
+    chunks_ = segment->chunks;
+    read->wants_chunks = chunks_.empty();
+  }
+  if (!read->wants_chunks) {
+    if (chunk_ >= chunks_.size() || !ids_.empty()) return true;
+    const ChunkTrailer& chunk = chunks_[chunk_];
+    const bool is_there = span_.segment == segment_ && span_.begin <= chunk.begin && chunk.end <= span_.end;
+    if (is_there || chunk.end - chunk.begin > buffer_bytes) return true;
+    read->begin = chunk.begin;
+    read->bytes = buffer_bytes;
+    read->span = std::move(span_);
+    span_ = Span();
+  }
+  read->segment = segment;
+  return true;
+}
+
+void Compactor::execute(Read* read) const {
+  if (read->segment == nullptr) return;
+  try {
+    read->read_bytes = read->wants_chunks ? log_->find_chunks(*read->segment, &read->chunks)
+                                          : log_->fetch_span(*read->segment, read->begin, read->bytes, &read->span);
+  } catch (const std::exception&) {
+    read->failed = true;
+  }
+}
+
+void Compactor::take_read(Read read) {
+  if (read.segment == nullptr) return;
+  log_->count_read_bytes(read.read_bytes);
+  if (read.failed) {
+    read_or_set_aside([] { throw Error(ErrorKind::kSystem, "read beside other calls"); });
+    return;
+  }
+  if (!read.wants_chunks) {
+    span_ = std::move(read.span);
+    return;
+  }
+  log_->find_segment(segment_)->chunks = read.chunks;
+  chunks_ = std::move(read.chunks);
 }
 
 // Looks at up to `n` records of the chosen segment; returns how many it was, at least 1.
@@ -101,6 +158,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
       const uint64_t place = log_->position(segment_, chunk.first_slot + i);
       const Entry entry = directory_->find(ids_[i]);
       *frame = ~0u;
+      if (fault_is("move_dead_records") && is_position(entry)) return true;
       if (is_position(entry)) return position_of(entry) == place;
       if (!is_frame(entry)) return false;
       *frame = frame_of(entry);
@@ -120,9 +178,15 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
           })) {
         return count;
       }
+      failpoint("compact.read");
+      const bool outranks = fault_is("move_outranks");
       for (size_t i = first; i < last; ++i) {
-        if (!is_live(i, &frame)) continue;  // asked again: the answer may have changed while reading
-        const uint64_t moved = log_->append(ids_[i], records + (i - first) * log_->stride(), versions_[i]);
+        const std::byte* const record = records + (i - first) * log_->stride();
+        if (!is_live(i, &frame)) {  // asked again: the answer may have changed while reading
+          if (outranks) (void)log_->append(ids_[i], record);
+          continue;
+        }
+        const uint64_t moved = log_->append(ids_[i], record, versions_[i]);
         --segment->live;
         ++records_moved_;
         if (frame == ~0u) {
@@ -131,6 +195,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
           cache_->info(frame).position = moved;
         }
       }
+      failpoint("compact.moved");
     }
     looked = count;
     record_ += count;
@@ -159,9 +224,13 @@ void Compactor::run(size_t records, size_t buffer_bytes) {
 void Compactor::drop_dead_segments() {
   std::vector<uint64_t> dead;
   for (const auto& [id, segment] : log_->segments()) {
-    if (segment->is_sealed && segment->live == 0 && segment->tombstones == 0 && id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
+    if (!segment->is_sealed || segment->is_ending || segment->live > 0 || segment->tombstones > 0) continue;
+    if (id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
   }
-  for (const uint64_t id : dead) log_->forget_segment(id, !named_.contains(id));
+  for (const uint64_t id : dead) {
+    log_->forget_segment(id, !named_.contains(id));
+    failpoint("compact.dropped");
+  }
 }
 
 }  // namespace bunkbed

@@ -10,6 +10,7 @@
 // version, so a move can never outrank a newer record that was appended before it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <set>
@@ -23,6 +24,8 @@ namespace bunkbed {
 
 // Below this part of the log live, compaction begins.
 inline constexpr double kTargetLive = 0.65;
+// Dead bytes that are left alone however small the table; tests of small tables lower it.
+inline std::atomic<uint64_t> compaction_slack_bytes{256u << 10};
 
 class Compactor {
  public:
@@ -30,6 +33,27 @@ class Compactor {
 
   // Does at least `records` records' worth of looking when there is need; less when there is none.
   void run(size_t records, size_t buffer_bytes);
+
+  // The same beside other calls, without the table's lock while it reads:
+  //   1. plan_read(), under the lock: what must be read before the next run() goes on without reading; false when there
+  //      is nothing to compact. The compactor's buffer goes with it, so run() waits for step 3.
+  //   2. execute(), anywhere. The chosen segment is sealed, and stays: only compaction lets go of it.
+  //   3. take_read(), under the lock.
+  struct Read {
+    const Segment* segment = nullptr;  // null: nothing to read
+    bool wants_chunks = false;
+    uint64_t begin = 0;
+    size_t bytes = 0;
+    std::vector<ChunkTrailer> chunks;
+    Span span;
+    uint64_t read_bytes = 0;
+    bool failed = false;
+  };
+  bool plan_read(size_t buffer_bytes, Read* read);
+  void execute(Read* read) const;
+  void take_read(Read read);
+  // Looks at up to `records` of them without reading any more, if that was all; returns how many.
+  size_t look_on(size_t records, size_t buffer_bytes) { return segment_ == 0 ? 0 : look(records, buffer_bytes); }
   bool is_needed() const;
   // Segments that durable commits name; their files stay when their last record is dead.
   void set_named_segments(std::set<uint64_t> named) { named_ = std::move(named); }
@@ -43,9 +67,10 @@ class Compactor {
 
  private:
   bool has_too_many_segments() const;
+  bool pick();
   bool choose();
-  template <typename Read>
-  bool read_or_set_aside(Read&& read);
+  template <typename Call>
+  bool read_or_set_aside(Call&& call);
   size_t look(size_t n, size_t buffer_bytes);
 
   Directory* directory_;

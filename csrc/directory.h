@@ -1,6 +1,6 @@
 // Row -> where its record lives: nowhere (absent: the row has its initial value), a frame of the cache, or a
-// position in the log. Two forms (ENGINE rule 8): flat, five bytes a row of the table, and hashed, about seventeen
-// bytes a stored row, grown one partition at a time so that no step pays for a big rehash.
+// position in the log. Two forms (ENGINE rule 8): flat, about five bytes a row of the table, and hashed, about
+// seventeen bytes a stored row, grown one partition at a time so that no step pays for a big rehash.
 //
 // Not thread-safe for writes; concurrent locate() calls are fine while nobody writes.
 #pragma once
@@ -46,13 +46,21 @@ class Directory {
   virtual size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const = 0;
   virtual void clear() = 0;
   size_t stored_rows() const { return stored_rows_; }
+  // While it is the same, every entry is; no two directories of the process share one.
+  uint64_t version() const { return version_; }
 
  protected:
+  Directory();
+  void changed() { ++version_; }
   size_t stored_rows_ = 0;
+
+ private:
+  uint64_t version_;
 };
 
+inline constexpr uint64_t kFlatGroupRows = 128;  // rows for which a flat directory has one byte more
 constexpr size_t flat_directory_bytes(uint64_t num_rows) {
-  return num_rows > (uint64_t{1} << 60) / 5 ? uint64_t{1} << 60 : num_rows * 5 + 8;
+  return num_rows > (uint64_t{1} << 60) / 6 ? uint64_t{1} << 60 : num_rows * 5 + 8 + num_rows / kFlatGroupRows + 1;
 }
 size_t hashed_directory_bytes(uint64_t stored_rows);  // an upper estimate
 

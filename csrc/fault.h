@@ -18,9 +18,19 @@ inline bool fault_is(const char* name) {
   return active != nullptr && std::strcmp(active, name) == 0;
 }
 
-// One of: lost_write_back, stale_read, double_update; nullptr switches all off. False when unknown.
+// nullptr switches all off. False when unknown.
 inline bool set_fault(const char* name) {
-  static constexpr const char* kKnown[] = {"lost_write_back", "stale_read", "double_update"};
+  static constexpr const char* kKnown[] = {
+      // Of values.
+      "lost_write_back", "stale_read", "double_update",
+      // Of commits and compaction.
+      "collect_before_commit",  // what the new commit does not name goes before it is durable
+      "length_too_long",        // the manifest names a block more than was written
+      "move_dead_records",      // compaction does not ask whether a record is still its row's newest
+      "move_outranks",          // compaction moves dead records too and gives them new versions
+      "update_before_copy",     // a record that a commit has yet to write is changed first
+      "evict_into_old_epoch",   // what was changed since a commit began and evicted counts into it
+  };
   if (name == nullptr) {
     fault_slot().store(nullptr);
     return true;

@@ -117,8 +117,10 @@ struct Manifest {
 inline constexpr uint64_t kReaderFlagNarrowSlots = 1;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
+// Writer flag: a copy put this commit here (copy.h). A writer's own commits do not have it.
+inline constexpr uint64_t kWriterFlagCopy = 2;
 inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots;
-inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun;
+inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun | kWriterFlagCopy;
 
 bool has_narrow_slots(const std::vector<Field>& fields);
 

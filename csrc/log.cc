@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "failpoints.h"
 #include "kernels/kernels.h"
 #include "workers.h"
 
@@ -32,8 +33,8 @@ Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_
 void Log::resize_lanes() {
   lane_.resize(memory_.read_slice_bytes, memory_.num_read_slices);
   // Staging has always more to read: it leaves some threads to those who wait for their reads.
-  const size_t slices = std::max<size_t>(std::min<size_t>(2, memory_.num_read_slices), memory_.num_read_slices * 3 / 4);
-  staging_lane_.resize(memory_.read_slice_bytes, slices);
+  staging_lane_.resize(memory_.read_slice_bytes, memory_.num_read_slices,
+                       std::max<size_t>(1, std::min(memory_.num_read_slices, kIoThreads) * 3 / 4));
 }
 
 Log::~Log() {
@@ -69,14 +70,13 @@ void Log::adopt(const std::vector<SegmentEntry>& entries) {
 }
 
 void Log::begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_version) {
-  epoch_ = epoch;
+  running_ = {epoch, next_version, nullptr, nullptr};
   next_segment_ = next_segment;
-  next_version_ = next_version;
 }
 
 void Log::set_memory(const LogMemory& memory) {
   drain();
-  open_ = nullptr;  // opened and never filled, if at all
+  running_.chunk = nullptr;  // opened and never filled, if at all
   chunks_.clear();
   memory_ = memory;
   resize_lanes();
@@ -92,20 +92,22 @@ size_t Log::chunk_capacity(uint64_t begin) const {
   return (limit - overhead) / (stride_ + 16);
 }
 
-void Log::open_segment() {
+void Log::open_segment(Stream* stream) {
   // A file of that number may be left of a session that died: nothing names it, and it is not ours to remove here.
   while (vfs_.exists(directory_ + "/" + segment_name(next_segment_))) ++next_segment_;
   auto segment = std::make_unique<Segment>();
   segment->id = next_segment_;
-  segment->epoch = epoch_;
+  segment->epoch = stream->epoch;
+  segment->is_ending = stream == &ending_;
   segment->is_sealed = false;
   segment->is_new = true;
   segment->needs_sync = true;
   segment->bytes = kSegmentHeaderBytes;
   const std::string path = directory_ + "/" + segment_name(segment->id);
   segment->file = vfs_.create(path);
+  failpoint("log.segment");
   vfs::Buffer header(kSegmentHeaderBytes);
-  encode_segment_header({uuid_, segment->id, epoch_, stride_}, header.data());
+  encode_segment_header({uuid_, segment->id, stream->epoch, stride_}, header.data());
   try {
     segment->file->write(header.data(), kSegmentHeaderBytes, 0);
   } catch (...) {
@@ -115,22 +117,24 @@ void Log::open_segment() {
   }
   stats_.written_bytes += kSegmentHeaderBytes;
   ++next_segment_;
-  current_ = segment.get();
+  stream->segment = segment.get();
   by_id_[segment->id] = segment.get();
   segments_[segment->id] = std::move(segment);
 }
 
-void Log::open_chunk() {
+void Log::open_chunk(Stream* stream) {
   Chunk* chunk = free_chunk();
   const size_t enough = std::max<size_t>(1, chunk_capacity(kSegmentHeaderBytes) / 8);
-  if (current_ != nullptr && chunk_capacity(current_->bytes) < enough) {
-    current_->is_sealed = true;
-    current_ = nullptr;
+  if (stream->segment != nullptr && chunk_capacity(stream->segment->bytes) < enough) {
+    stream->segment->is_sealed = true;
+    stream->segment = nullptr;
   }
-  if (current_ == nullptr) open_segment();
+  if (stream->segment == nullptr) open_segment(stream);
+  Segment* const segment = stream->segment;
   if (chunk->memory.size() == 0) chunk->memory = vfs::Buffer(memory_.chunk_bytes);
-  chunk->segment = current_;
-  chunk->begin = current_->bytes;
+  chunk->segment = segment;
+  chunk->epoch = stream->epoch;
+  chunk->begin = segment->bytes;
   chunk->first_slot = (chunk->begin + stride_ - 1) / stride_;
   chunk->capacity = chunk_capacity(chunk->begin);
   chunk->ids.clear();
@@ -139,14 +143,28 @@ void Log::open_chunk() {
   chunk->versions.reserve(chunk->capacity);
   // The gap before the first record: stale bytes of an earlier chunk must not reach the disk.
   std::memset(chunk->memory.data(), 0, chunk->first_slot * stride_ - chunk->begin);
-  chunk->state = Chunk::State::kOpen;
-  open_ = chunk;
+  {
+    const std::lock_guard guard(mutex_);
+    chunk->state = Chunk::State::kOpen;
+  }
+  stream->chunk = chunk;
 }
 
 uint64_t Log::append(int64_t id, const std::byte* payload, uint64_t version) {
-  if (open_ != nullptr && open_->ids.size() == open_->capacity) close_chunk();
-  if (open_ == nullptr) open_chunk();
-  Chunk& chunk = *open_;
+  return append_to(&running_, id, payload, version);
+}
+
+uint64_t Log::append_ending(int64_t id, const std::byte* payload) {
+  if (!is_ending_ || ending_.next_version == ending_versions_end_) {
+    throw Error(ErrorKind::kBroken, "in " + directory_ + ": more records for a commit than were dirty when it began");
+  }
+  return append_to(&ending_, id, payload, 0);
+}
+
+uint64_t Log::append_to(Stream* stream, int64_t id, const std::byte* payload, uint64_t version) {
+  if (stream->chunk != nullptr && stream->chunk->ids.size() == stream->chunk->capacity) close_chunk(stream);
+  if (stream->chunk == nullptr) open_chunk(stream);
+  Chunk& chunk = *stream->chunk;
   const uint64_t slot = chunk.first_slot + chunk.ids.size();
   const uint64_t place = position(chunk.segment->id, slot);
   if (place > (1ull << 40) - (1ull << 32) - 2) {
@@ -157,19 +175,19 @@ uint64_t Log::append(int64_t id, const std::byte* payload, uint64_t version) {
   std::memset(record + payload_bytes_, 0, stride_ - payload_bytes_);
   put_record_crc(record_crc(crc_seed_, id, payload, payload_bytes_), record + payload_bytes_);
   chunk.ids.push_back(id);
-  chunk.versions.push_back(version != 0 ? version : next_version_++);
+  chunk.versions.push_back(version != 0 ? version : stream->next_version++);
   ++chunk.segment->records;
   ++chunk.segment->live;
   ++stats_.written_records;
   return place;
 }
 
-void Log::close_chunk() {
-  Chunk& chunk = *open_;
+void Log::close_chunk(Stream* stream) {
+  Chunk& chunk = *stream->chunk;
   const size_t n = chunk.ids.size();
   ChunkTrailer trailer;
   trailer.kind = ChunkKind::kData;
-  trailer.epoch = epoch_;
+  trailer.epoch = stream->epoch;
   trailer.begin = chunk.begin;
   trailer.first_slot = chunk.first_slot;
   trailer.index_offset = (chunk.first_slot + n) * stride_;
@@ -186,7 +204,7 @@ void Log::close_chunk() {
   chunk.segment->bytes = trailer.end;
   chunk.segment->chunks.push_back(trailer);
   chunk.segment->needs_sync = true;
-  open_ = nullptr;
+  stream->chunk = nullptr;
   stats_.written_bytes += chunk.end - chunk.begin;
   start_write(&chunk);
 }
@@ -199,7 +217,9 @@ void Log::start_write(Chunk* chunk) {
   write_pool().submit([this, chunk, file = chunk->segment->file] {
     std::exception_ptr error;
     try {
+      failpoint("log.chunk");
       file->write(chunk->memory.data(), chunk->end - chunk->begin, chunk->begin);
+      failpoint("log.chunk_written");
     } catch (...) {
       error = std::current_exception();
     }
@@ -207,6 +227,7 @@ void Log::start_write(Chunk* chunk) {
     const std::lock_guard guard(mutex_);
     chunk->error = error;
     chunk->state = error ? Chunk::State::kFailed : Chunk::State::kFree;
+    ++writes_ended_;
     written_.notify_all();
   });
 }
@@ -257,44 +278,31 @@ void Log::wait_all() {
 }
 
 void Log::drain() {
-  if (open_ != nullptr && !open_->ids.empty()) close_chunk();
+  if (running_.chunk != nullptr && !running_.chunk->ids.empty()) close_chunk(&running_);
   wait_all();
   retry_failed();
 }
 
-void Log::sync_and_seal() {
-  bool names_changed = false;
-  for (const auto& [id, segment] : segments_) {
-    names_changed |= segment->is_new;
-    if (!segment->needs_sync) continue;
-    segment->file->sync();
-    segment->needs_sync = false;
-  }
-  if (names_changed) {
-    vfs_.sync_directory(directory_);
-    for (const auto& [id, segment] : segments_) segment->is_new = false;
-  }
-  seal_current();
-}
-
 void Log::rotate() {
   drain();
-  seal_current();
+  seal(&running_);
 }
 
-void Log::seal_current() {
-  if (open_ != nullptr) {
-    open_->state = Chunk::State::kFree;  // opened and never filled
-    open_ = nullptr;
+void Log::seal(Stream* stream) {
+  if (stream->chunk != nullptr) {  // opened and never filled
+    const std::lock_guard guard(mutex_);
+    stream->chunk->state = Chunk::State::kFree;
   }
-  if (current_ != nullptr) current_->is_sealed = true;
-  current_ = nullptr;
+  stream->chunk = nullptr;
+  if (stream->segment != nullptr) stream->segment->is_sealed = true;
+  stream->segment = nullptr;
 }
 
 void Log::abandon() {
   wait_all();
-  open_ = nullptr;
-  current_ = nullptr;
+  running_.chunk = ending_.chunk = nullptr;
+  running_.segment = ending_.segment = nullptr;
+  is_ending_ = false;
   chunks_.clear();
   segments_.clear();
   by_id_.clear();
@@ -307,7 +315,7 @@ const std::byte* Log::pending(uint64_t place) {
     if (chunk->segment == nullptr || chunk->segment->id != segment) continue;
     if (slot < chunk->first_slot || slot >= chunk->first_slot + chunk->ids.size()) continue;
     // Whether its write has finished meanwhile does not matter: the bytes stay until the next append needs the buffer.
-    if (chunk.get() != open_) {
+    if (chunk.get() != running_.chunk && chunk.get() != ending_.chunk) {
       const std::lock_guard guard(mutex_);
       if (chunk->state == Chunk::State::kFree) return nullptr;
     }
@@ -462,7 +470,9 @@ void Log::forget_segment(uint64_t id, bool remove_file) {
   const auto found = segments_.find(id);
   if (found == segments_.end()) return;
   const std::string path = found->second->file->path();
-  if (current_ == found->second.get()) current_ = nullptr;
+  for (Stream* stream : {&running_, &ending_}) {
+    if (stream->segment == found->second.get()) stream->segment = nullptr;
+  }
   for (const auto& chunk : chunks_) {
     if (chunk->segment == found->second.get()) chunk->segment = nullptr;
   }
@@ -472,27 +482,39 @@ void Log::forget_segment(uint64_t id, bool remove_file) {
 }
 
 void Log::read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span) {
+  count_read_bytes(fetch_span(segment, begin, bytes, span));
+}
+
+uint64_t Log::fetch_span(const Segment& segment, uint64_t begin, size_t bytes, Span* span) const {
   const uint64_t from = round_down(begin, kBlockBytes);
   const uint64_t to = std::min<uint64_t>(round_up(begin + bytes, kBlockBytes), segment.bytes);
-  if (span->segment == segment.id && span->begin <= from && to <= span->end) return;
+  if (span->segment == segment.id && span->begin <= from && to <= span->end) return 0;
   if (to <= from) {
     throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + " ends before byte " + std::to_string(begin));
   }
   span->segment = 0;
   if (span->memory.size() < to - from) span->memory = vfs::Buffer(to - from);
   segment.file->read(span->memory.data(), to - from, from);
-  stats_.read_bytes += to - from;
   span->segment = segment.id;
   span->begin = from;
   span->end = to;
+  return to - from;
 }
 
 const std::vector<ChunkTrailer>& Log::chunks(Segment& segment) {
   if (!segment.chunks.empty() || segment.bytes == kSegmentHeaderBytes) return segment.chunks;
   std::vector<ChunkTrailer> found;
+  count_read_bytes(find_chunks(segment, &found));
+  segment.chunks = std::move(found);
+  return segment.chunks;
+}
+
+uint64_t Log::find_chunks(const Segment& segment, std::vector<ChunkTrailer>* chunks) const {
+  std::vector<ChunkTrailer>& found = *chunks;
+  uint64_t read = 0;
   Span span;
   for (uint64_t end = segment.bytes; end > kSegmentHeaderBytes;) {
-    read_span(segment, end - kChunkTrailerBytes, kChunkTrailerBytes, &span);
+    read += fetch_span(segment, end - kChunkTrailerBytes, kChunkTrailerBytes, &span);
     const std::byte* bytes = span.memory.data() + (end - kChunkTrailerBytes - span.begin);
     found.push_back(decode_chunk_trailer({bytes, kChunkTrailerBytes}, uuid_, segment.id, end, stride_,
                                          slots_per_segment_, segment.file->path()));
@@ -504,8 +526,7 @@ const std::vector<ChunkTrailer>& Log::chunks(Segment& segment) {
     end = found.back().begin;
   }
   std::reverse(found.begin(), found.end());
-  segment.chunks = std::move(found);
-  return segment.chunks;
+  return read;
 }
 
 void Log::read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, std::vector<int64_t>* ids,

@@ -7,10 +7,14 @@
 //      one write and never rewritten once its epoch is committed, so a torn tail is never confused with bit rot.
 //   2. A record on its way to disk stays readable from its chunk's buffer until the write has finished. A write
 //      that fails keeps its buffer and is tried again by the next call that needs room; the call reports the error.
-//   3. A segment belongs to one epoch: sync_and_seal() ends it, and the next append opens a new one.
+//   3. A segment belongs to one epoch. At a commit the running epoch ends and the next one begins: append() goes to the
+//      new one at once, append_ending() adds what the old one still lacks, in segments of its own. Versions for those
+//      records are set aside when the epoch ends, below every version of the next one: wherever the records of a row
+//      come to lie, and in whatever order they get there, the newest has the highest version.
 //   4. Every record read from disk is checked against its CRC-32C before anyone sees it.
 //
-// The table's lock covers every call; only the chunk writes and the reads' helpers run on other threads.
+// The table's lock covers every call, except where one says otherwise; only the chunk writes and the reads' helpers run
+// on other threads.
 #pragma once
 
 #include <condition_variable>
@@ -48,6 +52,7 @@ struct Segment {
   bool is_sealed = true;
   bool needs_sync = false;   // has writes that no fdatasync covered
   bool is_new = false;       // its directory entry is not known to be durable
+  bool is_ending = false;    // holds records of the epoch being committed: its manifest will name it, live or not
   std::vector<ChunkTrailer> chunks;  // first to last, once known; 80 bytes for each chunk
   std::shared_ptr<vfs::File> file;
 };
@@ -129,12 +134,36 @@ class Log {
   void count_reads(const ReadPlan& plan, double waited_s);
   vfs::ReadLane* staging_lane() { return &staging_lane_; }
 
-  // Closes the open chunk and waits until every chunk is in its file (not yet durable).
+  // Closes the open chunk and waits until every chunk is in its file (not yet durable). No epoch may be ending.
   void drain();
-  // After drain(): makes every byte and name durable and seals the open segment. Error(kSync) when that fails.
-  void sync_and_seal();
-  // Seals the open segment without making it durable: the next append begins another, of the epoch then current.
+  // drain(), and the next append begins another segment, of the epoch then current.
   void rotate();
+
+  // ---- The end of an epoch, in order:
+  // The next epoch begins. `records` may be added to the one that ends.
+  void begin_next_epoch(uint64_t records);
+  uint64_t append_ending(int64_t id, const std::byte* payload);
+  // Whether append_ending() finds a buffer without waiting and leaves others one.
+  bool has_free_buffers();
+  // Nothing will be added: hands the last chunk to its writer and seals the segment. Also when the commit failed.
+  void finish_ending();
+  // Whether all chunks of the epochs up to this one are in their files; tries failed ones again and throws what they do.
+  bool is_written(uint64_t epoch);
+  // Chunk writes that came to an end so far; waits for another one. Without the table's lock.
+  uint64_t writes_ended();
+  void wait_for_write(uint64_t seen);
+  // What makes the epochs up to this one durable, once is_written(): sync() without the table's lock, Error(kSync) when
+  // it fails, then mark_synced().
+  struct Unsynced {
+    std::vector<uint64_t> segments;
+    std::vector<std::shared_ptr<vfs::File>> files;
+    bool has_new_names = false;
+  };
+  Unsynced unsynced(uint64_t epoch) const;
+  void sync(const Unsynced& unsynced) const;
+  void mark_synced(const Unsynced& unsynced);
+  uint64_t epoch() const { return running_.epoch; }
+
   // Forgets everything not yet written, waits for what is being written, closes all files.
   void abandon();
 
@@ -150,6 +179,11 @@ class Log {
 
   // The chunks of a segment, first to last; their trailers are verified. Only what drain() has seen written.
   const std::vector<ChunkTrailer>& chunks(Segment& segment);
+  // The reading parts of chunks() and of read_span(), which may go on without the table's lock as long as the sealed
+  // segment stays: what they find is put in place, and the bytes they return are counted, under it.
+  uint64_t find_chunks(const Segment& segment, std::vector<ChunkTrailer>* found) const;
+  uint64_t fetch_span(const Segment& segment, uint64_t begin, size_t bytes, Span* span) const;
+  void count_read_bytes(uint64_t bytes) { stats_.read_bytes += bytes; }
   // Reads [begin, begin + bytes) of a segment, as far as it goes, unless `span` holds it already: what the next two
   // calls need of it then costs no read of its own.
   void read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span);
@@ -163,8 +197,10 @@ class Log {
   uint64_t segment_bytes() const { return slots_per_segment_ * stride_; }
   size_t stride() const { return stride_; }
   size_t payload_bytes() const { return payload_bytes_; }
+  uint64_t slots_per_segment() const { return slots_per_segment_; }
+  const Uuid& uuid() const { return uuid_; }
   uint64_t next_segment() const { return next_segment_; }
-  uint64_t next_version() const { return next_version_; }
+  uint64_t next_version() const { return running_.next_version; }
   const LogStats& stats() const { return stats_; }
 
  private:
@@ -177,18 +213,28 @@ class Log {
     Segment* segment = nullptr;
     uint64_t begin = 0;
     uint64_t first_slot = 0;
+    uint64_t epoch = 0;
     size_t capacity = 0;  // records
     enum class State { kFree, kOpen, kWriting, kFailed } state = State::kFree;
     uint64_t end = 0;
     std::exception_ptr error;
   };
 
-  void seal_current();
-  void open_segment();
-  void open_chunk();
+  // Where the records of one epoch go.
+  struct Stream {
+    uint64_t epoch = 0;
+    uint64_t next_version = 1;
+    Segment* segment = nullptr;
+    Chunk* chunk = nullptr;
+  };
+
+  uint64_t append_to(Stream* stream, int64_t id, const std::byte* payload, uint64_t version);
+  void seal(Stream* stream);
+  void open_segment(Stream* stream);
+  void open_chunk(Stream* stream);
   void resize_lanes();
   size_t chunk_capacity(uint64_t begin) const;
-  void close_chunk();
+  void close_chunk(Stream* stream);
   void start_write(Chunk* chunk);
   Chunk* free_chunk();
   void retry_failed();
@@ -202,19 +248,20 @@ class Log {
   const size_t stride_;
   const uint64_t slots_per_segment_;
   LogMemory memory_;
-  uint64_t epoch_ = 0;
   uint64_t next_segment_ = 1;
-  uint64_t next_version_ = 1;
+  Stream running_;
+  Stream ending_;
+  bool is_ending_ = false;
+  uint64_t ending_versions_end_ = 0;
   std::map<uint64_t, std::unique_ptr<Segment>> segments_;
   std::unordered_map<uint64_t, Segment*> by_id_;
-  Segment* current_ = nullptr;
   std::vector<std::unique_ptr<Chunk>> chunks_;
-  Chunk* open_ = nullptr;
   vfs::ReadLane lane_;          // of the calls that wait for their reads
   vfs::ReadLane staging_lane_;  // of staging, which goes on beside them
   LogStats stats_;
 
-  std::mutex mutex_;  // guards the state and error of every Chunk
+  std::mutex mutex_;  // guards the state and error of every Chunk, and writes_ended_
+  uint64_t writes_ended_ = 0;
   std::condition_variable written_;
 };
 

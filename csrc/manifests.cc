@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "error.h"
+#include "failpoints.h"
 
 namespace bunkbed {
 
@@ -62,7 +63,8 @@ Manifest Manifests::load_newest() const {
                 std::string(error.what()) + "; " +
                     (older.empty() ? "no older commit remains"
                                    : "older commits remain: epoch " + join(older) +
-                                         "; to go back to one, remove the damaged file yourself"));
+                                         "; to go back to one: bunkbed check '" + directory_ +
+                                         "' --repair --fall-back-to EPOCH"));
   }
 }
 
@@ -102,15 +104,19 @@ void Manifests::write(const Manifest& manifest) const {
   {
     const auto file = vfs_.create_small(temporary);
     file->write(bytes.data(), bytes.size(), 0);
+    failpoint("manifest.written");
     file->sync();
   }
+  failpoint("manifest.synced");
   vfs_.link(temporary, directory_ + "/" + name);
+  failpoint("manifest.linked");
   try {
     vfs_.sync_directory(directory_);
   } catch (const Error& error) {
     // The name is there and may or may not survive: only a new opening can tell.
     throw Error(ErrorKind::kSync, error.what(), error.error_number(), error.path());
   }
+  failpoint("manifest.durable");
   try {
     vfs_.remove(temporary);
   } catch (const Error&) {  // the commit is durable; the next writer removes the temporary
@@ -120,7 +126,9 @@ void Manifests::write(const Manifest& manifest) const {
 void Manifests::remove(const std::vector<uint64_t>& epochs) const {
   if (epochs.empty()) return;
   for (const uint64_t epoch : epochs) vfs_.remove(directory_ + "/" + manifest_name(epoch));
+  failpoint("collect.manifests");
   vfs_.sync_directory(directory_);
+  failpoint("collect.durable");
 }
 
 std::set<uint64_t> Manifests::every_segment() const {
@@ -132,7 +140,8 @@ std::set<uint64_t> Manifests::every_segment() const {
   return found;
 }
 
-std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const std::set<uint64_t>& in_use) const {
+std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const std::set<uint64_t>& in_use,
+                                      uint64_t segments_end) const {
   const auto all = epochs();
   std::map<std::string, uint64_t> newest_of_name;
   std::map<uint64_t, Manifest> manifests;
@@ -162,11 +171,21 @@ std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const st
   remove(dropped);
   for (const std::string& name : vfs_.list(directory_)) {
     uint64_t segment;
-    if (parse_name(name, "segment-", &segment) && !named.contains(segment) && !in_use.contains(segment)) {
+    if (parse_name(name, "segment-", &segment) && segment < segments_end && !named.contains(segment) &&
+        !in_use.contains(segment)) {
       vfs_.remove(directory_ + "/" + name);
+      failpoint("collect.segment");
     }
   }
   return named;
+}
+
+void Manifests::remove_segments_unnamed_by(const Manifest& manifest) const {
+  std::set<uint64_t> named;
+  for (const SegmentEntry& segment : manifest.segments) named.insert(segment.segment);
+  for (const uint64_t segment : every_segment()) {
+    if (!named.contains(segment)) vfs_.remove(directory_ + "/" + segment_name(segment));
+  }
 }
 
 void Manifests::remove_temporaries() const {

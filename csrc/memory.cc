@@ -15,9 +15,9 @@ namespace bunkbed {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kHugePagesFrom = 8u << 20;
+constexpr size_t kHugePagesFrom = 4u << 20;
 constexpr size_t kKeptBytes = 64u << 20;  // freed arrays kept, process-wide
-constexpr uint64_t kKeptFor = 32;         // arrays handed out since, after which a kept one goes
+constexpr uint64_t kKeptFor = 512;        // arrays handed out since, after which a kept one goes
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 

@@ -1,12 +1,12 @@
 #include "store.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
+#include "failpoints.h"
 #include "fault.h"
-#include "workers.h"
 
 namespace bunkbed {
 
@@ -14,6 +14,7 @@ namespace {
 
 // Looking at this many records for each one appended keeps pace with segments that are up to 75 % live.
 constexpr size_t kCompactionPace = 4;
+constexpr size_t kCompactionSlice = 512;  // records looked at before another call may have the lock: a fraction of a ms
 
 }  // namespace
 
@@ -24,8 +25,10 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   MemoryPlan plan;
   plan.total_bytes = total_bytes;
   const size_t stride = record_stride(payload_bytes);
-  plan.scratch_bytes =
-      std::max({std::min<size_t>(total / 8, 256u << 20), size_t{48} << 10, 8 * payload_bytes});
+  // An eighth of a small budget. 32 MiB take 350,000 ids at once, or the sums of 65,536 distinct rows of 64: beyond
+  // them frames are worth more, until the budget is so large that they are not missed.
+  const size_t enough = std::clamp<size_t>(total / 32, 32u << 20, 256u << 20);
+  plan.scratch_bytes = std::max({std::min<size_t>(total / 8, enough), size_t{48} << 10, 8 * payload_bytes});
   if (!has_log) {
     plan.log.chunk_bytes = plan.log.num_chunks = plan.log.num_read_slices = 0;
     plan.fixed_bytes = total_bytes == 0 ? 0 : plan.scratch_bytes;
@@ -40,7 +43,10 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   // A slice must hold one record wherever it lies; a larger one lets neighbours share a read.
   const size_t shared = total >= (256u << 20) ? 16u << 10 : 0;
   plan.log.read_slice_bytes = vfs::round_up(std::max(stride + read_unit, shared), std::max<size_t>(read_unit, 512));
-  plan.log.num_read_slices = std::clamp<size_t>(total / 16 / plan.log.read_slice_bytes, 4, 64);
+  // 128 reads under way make a sixth more of them a second than 48, and each costs less: more are done between two looks.
+  // A small budget has half of that at most.
+  plan.log.num_read_slices = std::max(std::clamp<size_t>(total / 16 / plan.log.read_slice_bytes, 4, 64),
+                                      std::min<size_t>(total / 64 / plan.log.read_slice_bytes, 128));
   plan.compaction_bytes = std::max(plan.log.chunk_bytes, std::min<size_t>(total / 24, 1u << 20)) + 2 * vfs::kBlockBytes;
   // Stacks of the threads that read, and what the allocator holds back: measured about 1.5 MiB. Small budgets, which
   // read with fewer threads, state it as an overhead instead.
@@ -85,7 +91,9 @@ void Store::check_budget() {
 
 void Store::evict(uint32_t frame) {
   FrameInfo& info = cache_.info(frame);
-  if (cache_.is_dirty(frame)) {
+  if (cache_.is_frozen(frame)) {
+    write_frozen_frame(frame);
+  } else if (cache_.is_dirty(frame)) {
     if (log_ == nullptr) {
       const size_t needed = ram_bytes() + ram_bytes() / 4;
       throw Error(ErrorKind::kMemory, "table '" + name_ + "' lives in RAM only and its budget of " +
@@ -95,7 +103,10 @@ void Store::evict(uint32_t frame) {
     }
     // Seeded bug for the exactness tests: the row's newest value is dropped.
     if (fault_is("lost_write_back")) initial_(info.row, frame_bytes_, cache_.record(frame));
-    info.position = log_->append(info.row, cache_.record(frame));
+    failpoint("evict");
+    info.position = fault_is("evict_into_old_epoch") && frozen_rows_ > 0
+                        ? log_->append_ending(info.row, cache_.record(frame))
+                        : log_->append(info.row, cache_.record(frame));
     cache_.set_dirty(frame, false);
     --dirty_rows_;
     ++stats_.written_back;
@@ -180,29 +191,10 @@ std::vector<int64_t> Store::absent_of(const int64_t* rows, size_t n) const {
   return absent;
 }
 
-uint64_t Store::touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch) {
-  std::atomic<uint64_t> hits{0};
-  parallel_for(n, kBlockRows, [&](size_t from, size_t to) {
-    Entry entries[kBlockRows];
-    uint64_t block_hits = 0;
-    for (size_t begin = from; begin < to; begin += kBlockRows) {
-      const size_t count = std::min(kBlockRows, to - begin);
-      directory_->locate(rows + begin, count, entries);
-      constexpr size_t kAhead = 16;
-      for (size_t i = 0; i < count; ++i) {
-        if (touch && i + kAhead < count && is_frame(entries[i + kAhead])) cache_.prefetch_heat(frame_of(entries[i + kAhead]));
-        frames[begin + i] = is_frame(entries[i]) ? frame_of(entries[i]) : kNoFrame;
-        if (touch && is_frame(entries[i])) block_hits += cache_.touch(frame_of(entries[i]));
-      }
-    }
-    if (block_hits != 0) hits.fetch_add(block_hits, std::memory_order_relaxed);
-  });
-  return hits;
-}
-
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
-  const uint64_t hits = touch_resident(rows, n, frames);
+  const uint64_t hits = touch_distinct(rows, n, frames, true);
   if (std::find(frames, frames + n, kNoFrame) == frames + n) {
+    if (create) write_frozen_frames(frames, n);
     count_hits(hits);
     return;  // nothing gives way before the next pin(): these need no pins
   }
@@ -249,6 +241,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
     if (log_ != nullptr && (!requests.empty() || misses > 0)) {
       log_->read(std::move(requests), frame_bytes_, [this] { compact_some(); });
     }
+    if (create) write_frozen_frames(frames, n);
   } catch (...) {
     // Put everything back: rows that were to be read are on disk still, new rows never were.
     for (size_t m = 0; m <= taken && m < missing.size(); ++m) {
@@ -453,6 +446,44 @@ void Store::flush() {
   }
 }
 
+void Store::freeze() {
+  frozen_rows_ = cache_.freeze();
+  dirty_rows_ = 0;
+  next_to_write_ = 0;
+  log_->begin_next_epoch(frozen_rows_);
+}
+
+void Store::write_frozen_frame(uint32_t frame) {
+  FrameInfo& info = cache_.info(frame);
+  info.position = log_->append_ending(info.row, cache_.record(frame));
+  cache_.set_written(frame);
+  --frozen_rows_;
+  ++stats_.written_back;
+  ++appended_seen_;
+  commit_debt_ += kCompactionPace;
+}
+
+// Before the caller writes into these frames.
+void Store::write_frozen_frames(const uint32_t* frames, size_t n) {
+  if (frozen_rows_ == 0 || fault_is("update_before_copy")) return;
+  for (size_t i = 0; i < n; ++i) {
+    if (frames[i] != kNoFrame && cache_.is_frozen(frames[i])) write_frozen_frame(frames[i]);
+  }
+}
+
+bool Store::write_frozen(size_t most_bytes) {
+  for (size_t bytes = 0; frozen_rows_ > 0 && bytes < most_bytes; bytes += frame_bytes_) {
+    next_to_write_ = cache_.next_frozen(next_to_write_);
+    write_frozen_frame(next_to_write_);
+  }
+  return frozen_rows_ > 0;
+}
+
+void Store::thaw() {
+  cache_.thaw();
+  dirty_rows_ += std::exchange(frozen_rows_, 0);
+}
+
 void Store::apply(const MemoryPlan& plan) {
   forget_window();  // it was measured by the old budget
   const MemoryPlan before = plan_;
@@ -472,13 +503,45 @@ void Store::apply(const MemoryPlan& plan) {
   }
 }
 
-void Store::compact_some() {
-  if (log_ == nullptr) return;
+void Store::count_compaction_debt() {
   const uint64_t appended = log_->stats().written_records;
-  const uint64_t since = appended - appended_seen_;
+  compaction_debt_ += (appended - appended_seen_) * kCompactionPace;
   appended_seen_ = appended;
-  if (since > 0) compactor_.run(since * kCompactionPace, plan_.compaction_bytes);
+}
+
+void Store::compact_some() {
+  if (log_ == nullptr || is_compacting_beside_) return;
+  count_compaction_debt();
+  if (const uint64_t debt = std::exchange(compaction_debt_, 0); debt > 0) compactor_.run(debt, plan_.compaction_bytes);
   appended_seen_ = log_->stats().written_records;  // its own appends create no debt
+}
+
+bool Store::is_compaction_behind() {
+  count_compaction_debt();
+  return compaction_debt_ > 4 * kCompactionPace * (log_->segment_bytes() / log_->stride());
+}
+
+bool Store::begin_compaction() {
+  if (log_ == nullptr || is_compacting_beside_) return false;
+  count_compaction_debt();
+  if (!compactor_.is_needed()) compaction_debt_ = 0;
+  return is_compacting_beside_ = compaction_debt_ > 0;
+}
+
+bool Store::plan_compaction(Compactor::Read* read) {
+  if (compaction_debt_ > 0 && compactor_.plan_read(plan_.compaction_bytes, read)) return true;
+  compaction_debt_ = 0;
+  return false;
+}
+
+void Store::compact_slice(Compactor::Read read) {
+  const bool has_chunks_only = read.wants_chunks;
+  compactor_.take_read(std::move(read));
+  if (has_chunks_only) return;  // the first of them is still to be read
+  count_compaction_debt();
+  const size_t looked = compactor_.look_on(std::min<uint64_t>(compaction_debt_, kCompactionSlice), plan_.compaction_bytes);
+  compaction_debt_ -= std::min<uint64_t>(compaction_debt_, looked);
+  appended_seen_ = log_->stats().written_records;
 }
 
 uint64_t Store::compact_all() {

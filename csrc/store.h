@@ -3,7 +3,11 @@
 //
 // Invariants:
 //   - A row is stored once it was updated or set. Its directory entry is then a frame or a position, never absent.
-//   - A frame is dirty when its bytes are not in the log; a clean frame knows its position there.
+//   - A frame is dirty or frozen when its bytes are not in the log; a clean frame knows its position there. Frozen: they
+//     belong to the commit under way. Whatever wants to change or give up such a frame first appends its record to the
+//     epoch that ends (evict(), and pin() for whoever means to write), so the commit holds exactly what was there when
+//     it began, and a row that changes meanwhile costs one append and no memory but the log's buffers. Where those are
+//     all on their way to the disk, the change waits for one.
 //   - Segment::live counts the records of a segment that a directory entry or a clean frame points to.
 //   - While a record is being read its frame is already in the directory, so that compaction, which runs in the
 //     shadow of reads, finds and moves the frame's position instead of missing the record.
@@ -15,8 +19,10 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "batch.h"
 #include "cache.h"
 #include "compactor.h"
 #include "directory.h"
@@ -69,7 +75,7 @@ class Store {
     return std::max<size_t>(1, free - std::min<size_t>(free / 8, 8));
   }
 
-  // Makes distinct rows resident and pins them. Absent rows: with `create` they get a dirty frame with their
+  // Makes distinct rows resident and pins them. `create`: the caller means to write them. Absent rows: with `create` they get a dirty frame with their
   // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames);
   // Makes sure that the directory can take those of these distinct rows that are new, shrinking the cache if it must;
@@ -83,6 +89,17 @@ class Store {
   // The frames of those rows that are in RAM, kNoFrame for the others; with `touch` they count as wanted. Returns how
   // many of them that is news for; the caller hands it to count_hits().
   uint64_t touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch = true);
+  // The same for the batch's unique rows, into its placement, which is looked for only where something moved since; the
+  // hits are counted. True when all are in RAM.
+  bool place(const Batch& batch, bool touch);
+
+  // What pin(create) is for others, for a batch whose rows place() found in RAM and of which none has moved since; they
+  // need no pins. False, and nothing done, where that is not so.
+  bool place_for_update(const Batch& batch);
+  // Whether place() found all of them in RAM and nothing has moved since.
+  bool is_placed(const Batch& batch) const {
+    return batch.placement().version == directory_->version() && batch.placement().frames.size() == batch.num_unique();
+  }
 
   // Staging: reads that go on without the table's lock.
   //   1. begin_staging(), under the lock: frames are taken, pinned and marked as loading, the directory points at them.
@@ -125,8 +142,18 @@ class Store {
   }
   void begin_step() { cache_.begin_step(); }
 
-  // Copies every dirty record into the log; frames stay, clean.
+  // Copies every dirty record into the log; frames stay, clean. Not during a commit.
   void flush();
+
+  // ---- A commit: the epoch ends (see Log). From freeze() on, what is dirtied belongs to the next epoch.
+  void freeze();
+  // Appends frozen records, about `most_bytes` of them, from where the last call stopped; false when none is left.
+  bool write_frozen(size_t most_bytes);
+  // The commit failed: what is frozen still is dirty again.
+  void thaw();
+  // What the commit appended calls for compaction from now on: beside other calls, in slices. Until then compact_some(),
+  // which runs within somebody's step, leaves it alone.
+  void count_commit_debt() { compaction_debt_ += std::exchange(commit_debt_, 0); }
   // Lives within `plan` from now on: evicts what is above.
   void apply(const MemoryPlan& plan);
   // Bytes below which this store cannot work now, beside its plan's fixed part.
@@ -136,7 +163,18 @@ class Store {
   // Compaction: a little of it, in proportion to what was appended since the last call.
   void compact_some();
   // What was appended so far is no reason to compact: nothing moves until something else is appended.
-  void forgive_compaction() { appended_seen_ = log_ == nullptr ? 0 : log_->stats().written_records; }
+  void forgive_compaction() {
+    compaction_debt_ = commit_debt_ = 0;
+    appended_seen_ = log_ == nullptr ? 0 : log_->stats().written_records;
+  }
+  // The same little of it in slices, by whoever reads for it without the table's lock; see Compactor::plan_read().
+  // Between begin_compaction(), false when there is nothing to do, and end_compaction() compact_some() leaves it alone.
+  bool begin_compaction();
+  // Appends are several segments ahead of it.
+  bool is_compaction_behind();
+  bool plan_compaction(Compactor::Read* read);
+  void compact_slice(Compactor::Read read);
+  void end_compaction() { is_compacting_beside_ = false; }
   // All of it that pays; returns records moved.
   uint64_t compact_all();
 
@@ -150,7 +188,7 @@ class Store {
   void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
 
   size_t frame_bytes() const { return frame_bytes_; }
-  size_t dirty_rows() const { return dirty_rows_; }
+  size_t dirty_rows() const { return dirty_rows_ + frozen_rows_; }  // not in the log
   size_t ram_bytes() const;
   const MemoryPlan& plan() const { return plan_; }
   const StoreStats& stats() const { return stats_; }
@@ -160,7 +198,10 @@ class Store {
   Log* log() { return log_.get(); }
 
  private:
+  uint64_t touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch);
   void evict(uint32_t frame);
+  void write_frozen_frame(uint32_t frame);
+  void write_frozen_frames(const uint32_t* frames, size_t n);
   uint32_t take_frame();
   uint32_t take_frame_for(uint32_t batch);
   void hold_row(uint32_t frame, int64_t row);
@@ -179,13 +220,19 @@ class Store {
   Compactor compactor_;
   InitialRecord initial_;
   size_t dirty_rows_ = 0;
+  size_t frozen_rows_ = 0;
+  uint32_t next_to_write_ = 0;  // the frame where write_frozen() goes on
+  uint64_t commit_debt_ = 0;    // as compaction_debt_, for what the commit under way appended
   bool has_pins_ = false;  // between a pin() that pinned and its unpin()
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   Window window_;
   size_t window_bytes_ = 0;  // set aside for the window and the cache's list of uses
   std::vector<int64_t> rows_;   // scratch of finish()
   std::vector<Entry> entries_;  // and of expect()
-  uint64_t appended_seen_ = 0;  // records in the log when compact_some() last ran
+  void count_compaction_debt();
+  uint64_t appended_seen_ = 0;  // records in the log when compaction last ran
+  uint64_t compaction_debt_ = 0;  // records to look at for what was appended since
+  bool is_compacting_beside_ = false;
   StoreStats stats_;
 };
 

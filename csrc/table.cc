@@ -12,6 +12,7 @@
 #include <random>
 
 #include "error.h"
+#include "failpoints.h"
 #include "rebuild.h"
 #include "record.h"
 
@@ -76,6 +77,7 @@ Table::~Table() {
   if (::getpid() != owner_pid_) {
     // A forked child: the writer threads do not exist here and the lock is the parent's. Leak on purpose.
     (void)staging_.release();
+    (void)commit_thread_.release();
     (void)store_.release();
     (void)file_lock_.release();
     return;
@@ -318,12 +320,14 @@ void Table::load(const Manifest& manifest) {
       plan_memory(options_.ram_bytes, payload_bytes_, manifest.slots_per_segment, unit, true);
   auto log = std::make_unique<Log>(vfs_, path_, uuid_, payload_bytes_, manifest.slots_per_segment, plan.log);
   log->adopt(manifest.segments);
+  failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   Log* const log_pointer = log.get();
   make_store(plan, std::move(log));
   // The frames are empty while the directory is rebuilt: their room serves as scratch.
   const size_t scratch = plan.scratch_bytes + store_->cache().capacity() * Cache::frame_cost(store_->frame_bytes()) / 2;
   rebuild_directory(log_pointer, &store_->directory(), spec_.num_rows, manifest.next_version, scratch);
+  failpoint("open.rebuilt");
   if (store_->directory().stored_rows() != manifest.stored_rows) {
     throw Error(ErrorKind::kCorruption, "table '" + name_ + "': its segments hold " +
                                             std::to_string(store_->directory().stored_rows()) +
@@ -345,13 +349,15 @@ void Table::drop_store() {
 
 void Table::close() {
   require_own_process();
-  const auto guard = lock();
+  const auto guard = lock_alone();
+  if (commit_thread_ != nullptr) commit_thread_->join();
+  commit_thread_.reset();
   if (closed_) return;
   closed_ = true;
   drop_store();
   if (file_lock_ != nullptr && !(spec_.belongs_to_run && pinned_epochs_.empty())) {
     try {
-      manifests_.collect(pinned_epochs_, {});  // segments that no commit came to name
+      manifests_.collect(pinned_epochs_, {}, ~0ull);  // segments that no commit came to name
     } catch (const Error&) {  // the next opening tries again
     }
   }
@@ -388,10 +394,11 @@ void Table::require_writable() const {
 
 void Table::check_ids(const int64_t* ids, size_t n) const {
   const uint64_t end = spec_.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec_.num_rows);
-  // As unsigned numbers, negative ids are beyond every end: one comparison finds both mistakes.
-  bool is_bad = false;
-  for (size_t i = 0; i < n; ++i) is_bad |= static_cast<uint64_t>(ids[i]) >= end;
-  if (!is_bad) return;
+  // The highest bit of one of these is set by a negative id, that of the other by one at or past the end: a loop that
+  // every compiler makes vectors of.
+  uint64_t bad_bits = 0;
+  for (size_t i = 0; i < n; ++i) bad_bits |= static_cast<uint64_t>(ids[i]) | (end - 1 - static_cast<uint64_t>(ids[i]));
+  if (bad_bits >> 63 == 0) return;
   for (size_t i = 0; i < n; ++i) {
     if (static_cast<uint64_t>(ids[i]) < end) continue;
     throw Error(ErrorKind::kIndex, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
@@ -449,7 +456,7 @@ void Table::widen(const std::byte* record, float* out) const { read_field(fields
 // ---- Facts ---------------------------------------------------------------------------------------------------
 
 void Table::set_ram(size_t bytes) {
-  const auto guard = lock();
+  const auto guard = lock_alone();
   require_usable();
   const bool has_log = store_->log() != nullptr;
   const size_t unit = has_log ? vfs_.open(path_ + "/" + manifest_name(committed_.epoch), true)->read_alignment() : 1;
@@ -518,14 +525,24 @@ uint64_t Table::epoch() {
   return committed_.epoch;
 }
 
-uint64_t Table::uncommitted_rows() {
+Table::Uncommitted Table::uncommitted() {
   const auto guard = lock_beside_staging();
-  return closed_ ? 0 : store_->dirty_rows();
+  if (closed_ || (!changed_ && is_durable_) || store_ == nullptr) return {};
+  Uncommitted found{store_->dirty_rows(), true, std::max<int64_t>(0, step_ - committed_.step)};
+  if (Log* log = store_->log()) {
+    for (const auto& [id, segment] : log->segments()) {
+      if (segment->epoch <= committed_.epoch || segment->live == 0) continue;
+      found.rows += segment->live;
+      found.is_exact = false;
+    }
+  }
+  found.rows = std::min<uint64_t>(found.rows, store_->directory().stored_rows());
+  return found;
 }
 
 bool Table::is_changed() {
   const auto guard = lock_beside_staging();
-  return changed_;
+  return changed_ || !is_durable_;
 }
 
 std::string Table::meta() {

@@ -1,10 +1,11 @@
 // One embedding table: what users call, in terms of the parts. Owns the lock: every public method takes it, so a
-// table may be used from any number of threads, one call at a time.
+// table may be used from any number of threads, one call at a time. A commit holds it for moments only.
 //
 // Values: a lookup copies, after all earlier updates. An update sums the gradients of each row in batch order and
 // applies the optimizer once per row; it validates everything and makes every row resident before its first write.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -13,6 +14,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -21,6 +23,7 @@
 #include "kernels/kernels.h"
 #include "manifests.h"
 #include "memory.h"
+#include "pending_commit.h"
 #include "staging.h"
 #include "store.h"
 #include "types.h"
@@ -134,7 +137,11 @@ class Table {
   void set_holder(std::function<void()> write_back) { holder_ = std::move(write_back); }
 
   // ---- Durability
+  // Durable when it returns; other threads' calls go on meanwhile. See table_commit.cc.
   uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
+  // The same, and returns as soon as it is settled what the commit holds: everything before this call, nothing after
+  // it. A thread does the rest. A failure that nobody waited for is thrown by the next commit.
+  std::shared_ptr<PendingCommit> begin_commit(const std::optional<std::string>& meta, const std::string& keep);
   std::vector<Manifests::Snapshot> snapshots();
   void drop(const std::string& name);
   void rewind(const std::string& name, std::optional<uint64_t> epoch);
@@ -151,7 +158,14 @@ class Table {
   TableStats stats();
   int64_t step();
   uint64_t epoch();
-  uint64_t uncommitted_rows();
+  // What would be lost without a commit. Rows are counted to the row while none of them has left RAM, and at most that
+  // many afterwards: what compaction moved counts too then.
+  struct Uncommitted {
+    uint64_t rows = 0;
+    bool is_exact = true;
+    int64_t steps = 0;
+  };
+  Uncommitted uncommitted();
   bool is_changed();  // anything updated or set since the last commit
   std::string meta();
   const TableSpec& spec() const { return spec_; }
@@ -171,9 +185,26 @@ class Table {
   void drop_store();
   void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log);
   Manifest manifest_now(uint64_t epoch) const;
-  void publish(const Manifest& manifest);
+  void publish(Manifest manifest);
+  std::set<uint64_t> pinned_now() const;
   void collect_locked();
   void collect_after_commit();
+  // A commit under way: what the manifest will say, and what undoing it takes.
+  struct CommitJob {
+    Manifest manifest;
+    bool was_changed = false;
+    std::shared_ptr<PendingCommit> pending = std::make_shared<PendingCommit>();
+  };
+  std::unique_ptr<CommitJob> start_commit(const std::optional<std::string>& meta, const std::string& keep,
+                                          std::shared_ptr<PendingCommit>* pending);
+  template <typename Work>
+  void in_slices(const Work& work);
+  void finish_commit(CommitJob* job);
+  void make_durable(CommitJob* job);
+  void give_up_commit(CommitJob* job, const std::exception_ptr& error);
+  void tidy_up_after_commit();
+  void collect_beside_calls();
+  void end_committing();
   void keep_in_ram(const std::string& name);
   void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);
 
@@ -187,9 +218,20 @@ class Table {
   }
   std::unique_lock<std::mutex> lock_beside_staging() const {
     require_own_process();
-    return std::unique_lock(mutex_);
+    waiting_.fetch_add(1, std::memory_order_relaxed);
+    std::unique_lock guard(mutex_);
+    waiting_.fetch_sub(1, std::memory_order_relaxed);
+    return guard;
   }
-  // Waits until staging has finished; the lock is given up meanwhile.
+  // The lock, once neither staging nor compaction beside nor a commit is under way.
+  std::unique_lock<std::mutex> lock_alone();
+  // The lock for a moment's work on a commit: calls that wait for it come first. A mutex alone would not do: whoever
+  // gives it up and takes it at once gets it before a thread that has to be woken.
+  std::unique_lock<std::mutex> lock_behind_others() const;
+  // Compaction on a thread of its own, while the caller goes on.
+  void compact_beside(std::unique_lock<std::mutex>& guard);
+  void compact_in_slices();
+  // Waits until staging and compaction beside have finished; the lock is given up meanwhile.
   void settle(std::unique_lock<std::mutex>& guard);
   // Waits until none of these rows is being read by staging.
   void settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n);
@@ -245,6 +287,7 @@ class Table {
   size_t weight_bytes_ = 0;
   const int owner_pid_;
 
+  mutable std::atomic<int> waiting_{0};  // calls that want the lock: compaction and commits beside them let them go first
   mutable std::mutex mutex_;  // guards everything below
   std::unique_ptr<vfs::Lock> file_lock_;
   Manifests manifests_;
@@ -258,7 +301,9 @@ class Table {
   std::unique_ptr<StagingQueue> staging_;  // made when first needed; goes before the store it reads into
   size_t batches_staging_ = 0;
   uint64_t batches_staged_ = 0;
-  std::condition_variable staged_;  // with mutex_: batches_staged_ changed
+  std::condition_variable staged_;  // with mutex_: batches_staged_ or is_compacting_ changed
+  bool is_compacting_ = false;  // beside
+  size_t settling_ = 0;         // calls that wait for it to end
   // How far the window has been staged, and the times the depth follows from.
   struct Ahead {
     uint32_t begun = 0;
@@ -275,6 +320,11 @@ class Table {
   double stall_s_ = 0.0;
   uint64_t staged_rows_ = 0;
   std::function<void()> holder_;  // called without the lock
+  bool is_committing_ = false;           // from start_commit() until finish_commit() has tidied up, or collecting
+  bool is_durable_ = true;               // what the last commit that began holds
+  std::condition_variable commit_over_;  // with mutex_: is_committing_ became false
+  std::unique_ptr<std::thread> commit_thread_;       // of the last begin_commit(); done with the table once that is so
+  std::shared_ptr<PendingCommit> last_commit_;       // of begin_commit()
   bool closed_ = false;
   bool changed_ = false;
   uint64_t changes_ = 0;          // counts updates, sets and reloads; a running scan must see none

@@ -65,13 +65,16 @@ void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, si
 }
 
 void Table::pool_resident(const Bags& bags, size_t first, size_t count, float* out) {
-  constexpr size_t kBlock = 512;
+  constexpr size_t kBlock = 1024;
   const auto dim = static_cast<int64_t>(spec_.dim);
   Cache& cache = store_->cache();
   const Directory& directory = store_->directory();
   const Kernels& k = kernels();
+  const auto prefetch_weights = [bytes = std::min<size_t>(weight_bytes_, 512)](const void* row) {
+    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const std::byte*>(row) + line, 0, 2);
+  };
   const size_t num_ids = bags.end(first + count - 1) - bags.begin(first);
-  const size_t grain = std::max<size_t>(1, kBlockIds * count / std::max<size_t>(1, num_ids));
+  const size_t grain = std::max<size_t>(1, 2 * kBlock * count / std::max<size_t>(1, num_ids));
   pooled_to_.resize(std::max(pooled_to_.size(), count));
   std::atomic<uint64_t> hits{0};
   parallel_for(count, grain, [&](size_t from_bag, size_t to_bag) {
@@ -90,14 +93,12 @@ void Table::pool_resident(const Bags& bags, size_t first, size_t count, float* o
           const size_t size = block_end - block;
           directory.locate(bags.ids + block, size, entries);
           for (size_t i = 0; i < size; ++i) {
-            rows[i] = nullptr;
-            if (!is_frame(entries[i])) continue;
-            const uint32_t frame = frame_of(entries[i]);
-            rows[i] = cache.record(frame);
-            if (bags.counts_touches) cache.prefetch_heat(frame);
-            if (i >= kPoolAhead) continue;
-            for (size_t line = 0; line < weight_bytes_ && line < 512; line += 64) {
-              __builtin_prefetch(static_cast<const std::byte*>(rows[i]) + line, 0, 2);
+            rows[i] = is_frame(entries[i]) ? cache.record(frame_of(entries[i])) : nullptr;
+          }
+          for (size_t i = 0; i < std::min<size_t>(size, kPoolAhead); ++i) prefetch_weights(rows[i]);
+          if (bags.counts_touches) {
+            for (size_t i = 0; i < size; ++i) {
+              if (rows[i] != nullptr) cache.prefetch_heat(frame_of(entries[i]));
             }
           }
           for (size_t i = size; i < size + kPoolAhead; ++i) rows[i] = entries;  // something that is near anyway

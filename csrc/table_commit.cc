@@ -1,20 +1,42 @@
-// Commits, snapshots, rewinds, readers. A commit, in order (ENGINE rule 14):
+// Commits. One, in order (ENGINE rule 14):
 //
-//   1. every dirty record is appended to the log and every chunk is in its file;
-//   2. the touched segments are synced, and the directory when a segment is new; the segments are sealed, so bytes
-//      below a committed length never change again;
-//   3. the manifest is written under a temporary name, synced, linked under its epoch, the directory synced: from
-//      here on the commit is durable;
-//   4. what no remaining manifest names is removed.
+//   1. Under the lock, at once: the next epoch begins. What the commit holds is settled: every record in the log, and
+//      every dirty one in RAM, which is frozen from now on (Store::freeze). Manifest facts are noted.
+//   2. The frozen records are appended to the epoch that ends, some at a time; between them lookups and updates go on.
+//      One that wants to change a frozen record appends it first. Then every chunk is seen into its file.
+//   3. Without the lock: the segments of that epoch are synced, and the directory when one is new. They are sealed, so
+//      bytes below a committed length never change again.
+//   4. Without the lock: the manifest is written under a temporary name, synced, linked under its epoch, the directory
+//      synced. From here on the commit is durable and whoever waits for it is told.
+//   5. Some compaction for what was appended, and what no remaining manifest names is removed.
 //
-// A failure before 3 leaves the last commit as it was and the rows in memory as they are. A failed sync leaves the
-// kernel's idea of what is clean unknown: the table then refuses writes until it is reopened.
+// Why the manifest of an epoch E is right although rows change, leave RAM and are moved by compaction meanwhile:
+//   - What is appended from 1 on, by evictions of rows dirtied since and by compaction, goes to segments of E + 1, which
+//     E does not name. So E's segments hold the state at 1 and nothing else.
+//   - Compaction may empty a segment that E must name. E names all that were live at 1, and their files stay until E is
+//     durable and collected, for they count as named from 1 on.
+//   - A row may have several records in E's segments; the highest version wins, and the versions set aside for the
+//     frozen records lie above all others of E.
+//
+// A failure before 4 leaves the last commit as it was and the rows in memory as they are: frozen ones are dirty again,
+// those that reached the log stay there, in segments that the next commit names. Its epoch's number is not used again: a
+// manifest whose link was reported to have failed may be there all the same. A failed sync leaves the kernel's idea of
+// what is clean unknown: the table then refuses writes until it is reopened.
 #include <algorithm>
+#include <utility>
 
 #include "error.h"
+#include "failpoints.h"
+#include "fault.h"
 #include "table.h"
 
 namespace bunkbed {
+
+namespace {
+
+constexpr size_t kSliceBytes = 1u << 20;  // of records appended at once, under the lock: half a millisecond
+
+}  // namespace
 
 Manifest Table::manifest_now(uint64_t epoch) const {
   Manifest manifest = committed_;
@@ -30,12 +52,14 @@ Manifest Table::manifest_now(uint64_t epoch) const {
   manifest.meta = meta_;
   manifest.segments.clear();
   for (const auto& [id, segment] : log->segments()) {
+    if (segment->is_ending) continue;  // not complete yet
     if (segment->live > 0 || segment->tombstones > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
   }
   return manifest;
 }
 
-void Table::publish(const Manifest& manifest) {
+void Table::publish(Manifest manifest) {
+  manifest.writer_flags &= ~kWriterFlagCopy;  // from here on it goes its own way
   try {
     manifests_.write(manifest);
   } catch (const Error& error) {
@@ -64,62 +88,262 @@ void Table::ask_holder() {
   }
 }
 
-uint64_t Table::commit(const std::optional<std::string>& meta, const std::string& keep) {
+std::unique_lock<std::mutex> Table::lock_behind_others() const {
+  // Not for ever: a commit must come to its end beside any number of threads.
+  for (int naps = 0; naps < 20 && waiting_.load(std::memory_order_relaxed) > 0; ++naps) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return std::unique_lock(mutex_);
+}
+
+std::unique_lock<std::mutex> Table::lock_alone() {
+  auto guard = lock_beside_staging();
+  while (is_committing_ || is_staging() || is_compacting_) {
+    commit_over_.wait(guard, [this] { return !is_committing_; });
+    settle(guard);
+  }
+  return guard;
+}
+
+// ---- Steps of a commit -----------------------------------------------------------------------------------------
+
+// Step 1. Null where there is nothing to do, or nothing left: then `pending` is over.
+std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::string>& meta, const std::string& keep,
+                                                      std::shared_ptr<PendingCommit>* pending) {
   ask_holder();
-  const auto guard = lock();
+  auto guard = lock_beside_staging();
+  commit_over_.wait(guard, [this] { return !is_committing_; });
   require_writable();
-  Log* log = store_->log();
+  if (last_commit_ != nullptr && last_commit_->is_unreported_failure()) last_commit_->wait();
+  auto job = std::make_unique<CommitJob>();
+  *pending = job->pending;
+  Log* const log = store_->log();
+  const bool is_same = !changed_ && (!meta.has_value() || *meta == meta_) && keep.empty();
+  if (is_same && committed_.epoch > 0) {
+    job->pending->succeed(committed_.epoch);
+    return nullptr;
+  }
   if (log == nullptr) {
-    const bool is_same = !changed_ && (!meta.has_value() || *meta == meta_) && keep.empty();
-    if (is_same && committed_.epoch > 0) return committed_.epoch;
     if (meta.has_value()) meta_ = *meta;
     ++committed_.epoch;
     if (!keep.empty()) keep_in_ram(keep);
     changed_ = false;
     ++commits_;
-    return committed_.epoch;
+    job->pending->succeed(committed_.epoch);
+    return nullptr;
   }
-  const bool same_meta = !meta.has_value() || *meta == meta_;
-  if (!changed_ && same_meta && keep.empty() && committed_.epoch > 0) return committed_.epoch;
-
-  store_->flush();
-  store_->compact_some();
-  log->drain();
-  try {
-    log->sync_and_seal();
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kSync) read_only_reason_ = error.what();
-    throw;
-  }
-  const std::string old_meta = meta_;
-  if (meta.has_value()) meta_ = *meta;
-  Manifest manifest = manifest_now(committed_.epoch + 1);
-  manifest.keep = keep;
-  try {
-    publish(manifest);
-  } catch (...) {
-    meta_ = old_meta;
-    throw;
-  }
-  log->begin_epoch(committed_.epoch + 1, log->next_segment(), log->next_version());
-  changed_ = false;
-  ++commits_;
-  collect_after_commit();
-  return committed_.epoch;
+  failpoint("commit.begin");
+  const uint64_t epoch = log->epoch();
+  store_->freeze();
+  job->manifest = manifest_now(epoch);
+  job->manifest.keep = keep;
+  job->manifest.writer_flags &= ~kWriterFlagCopy;
+  if (meta.has_value()) job->manifest.meta = *meta;
+  std::set<uint64_t> named;
+  for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
+  store_->keep_segments(named);
+  job->was_changed = std::exchange(changed_, false);
+  is_committing_ = true;
+  is_durable_ = false;
+  return job;
 }
 
-void Table::collect_locked() {
-  // A run collects after its own manifest is durable: until it has said which commits it names, all of them stay.
+// Repeats a piece of work under the lock until it returns false; waits for the log's buffers without it.
+template <typename Work>
+void Table::in_slices(const Work& work) {
+  Log* const log = store_->log();
+  for (;;) {
+    uint64_t seen;
+    {
+      const auto guard = lock_behind_others();
+      seen = log->writes_ended();
+      if (log->has_free_buffers()) {
+        if (!work()) return;
+        continue;
+      }
+    }
+    log->wait_for_write(seen);
+  }
+}
+
+// Steps 2 to 4.
+void Table::make_durable(CommitJob* job) {
+  Log* const log = store_->log();
+  Manifest& manifest = job->manifest;
+  failpoint("commit.frozen");
+  in_slices([this] { return store_->write_frozen(kSliceBytes); });
+  failpoint("commit.flushed");
+  {
+    const auto guard = lock_behind_others();
+    log->finish_ending();
+  }
+  for (;;) {
+    uint64_t seen;
+    {
+      const auto guard = lock_behind_others();
+      seen = log->writes_ended();
+      if (log->is_written(manifest.epoch)) break;
+    }
+    log->wait_for_write(seen);
+  }
+  failpoint("commit.drained");
+  Log::Unsynced unsynced;
+  {
+    const auto guard = lock_behind_others();
+    unsynced = log->unsynced(manifest.epoch);
+  }
+  log->sync(unsynced);
+  {
+    const auto guard = lock_behind_others();
+    log->mark_synced(unsynced);
+    for (const auto& [id, segment] : log->segments()) {
+      if (segment->is_ending && segment->records > 0) manifest.segments.push_back({id, segment->epoch, segment->bytes});
+    }
+    manifest.next_segment = log->next_segment();
+  }
+  std::sort(manifest.segments.begin(), manifest.segments.end(),
+            [](const SegmentEntry& a, const SegmentEntry& b) { return a.segment < b.segment; });
+  failpoint("commit.sealed");
+  if (fault_is("length_too_long") && !manifest.segments.empty()) manifest.segments.back().bytes += vfs::kBlockBytes;
+  if (fault_is("collect_before_commit")) manifests_.remove_segments_unnamed_by(manifest);
+  manifests_.write(manifest);
+}
+
+void Table::finish_commit(CommitJob* job) {
+  std::exception_ptr error;
+  try {
+    make_durable(job);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (error) {
+    give_up_commit(job, error);
+  } else {
+    {
+      const auto guard = lock_behind_others();
+      committed_ = job->manifest;
+      meta_ = committed_.meta;
+      ++commits_;
+      is_durable_ = true;
+    }
+    job->pending->succeed(job->manifest.epoch);
+    failpoint("commit.published");
+    tidy_up_after_commit();
+  }
+  end_committing();
+}
+
+void Table::end_committing() {
+  const auto guard = lock_behind_others();
+  is_committing_ = false;
+  commit_over_.notify_all();  // under the lock: the table may go as soon as it is seen
+}
+
+void Table::give_up_commit(CommitJob* job, const std::exception_ptr& error) {
+  const auto guard = lock_behind_others();
+  Log* const log = store_->log();
+  log->finish_ending();
+  store_->thaw();
+  // Should its manifest be there after all, whatever it names must stay.
+  std::set<uint64_t> named;
+  for (const auto& [id, segment] : log->segments()) {
+    named.insert(id);
+    segment->is_ending = false;
+  }
+  store_->keep_segments(named);
+  changed_ |= job->was_changed;
+  is_durable_ = true;  // nothing is on its way
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& reason) {
+    if (reason.kind() == ErrorKind::kSync) read_only_reason_ = reason.what();
+  } catch (const std::exception&) {
+  }
+  job->pending->fail(error);
+}
+
+// Step 5. The commit is durable and acknowledged: what cannot be done now is done after the next one.
+void Table::tidy_up_after_commit() {
+  bool may_compact;
+  {
+    const auto guard = lock_behind_others();
+    store_->count_commit_debt();
+    may_compact = !is_compacting_ && store_->begin_compaction();  // else whoever does it goes on with this
+    is_compacting_ |= may_compact;
+  }
+  if (may_compact) compact_in_slices();
+  {
+    const auto guard = lock_behind_others();
+    std::set<uint64_t> named;
+    for (const SegmentEntry& entry : committed_.segments) named.insert(entry.segment);
+    store_->keep_segments(named);
+    for (const auto& [id, segment] : store_->log()->segments()) segment->is_ending = false;
+  }
+  try {
+    collect_beside_calls();
+  } catch (const Error&) {
+  }
+}
+
+// Files are many and slow to remove: without the lock, while nothing else commits or collects.
+void Table::collect_beside_calls() {
+  std::set<uint64_t> pinned, in_use;
+  uint64_t segments_end;
+  {
+    const auto guard = lock_behind_others();
+    pinned = pinned_now();
+    for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
+    segments_end = store_->log()->next_segment();
+  }
+  std::set<uint64_t> named = manifests_.collect(pinned, in_use, segments_end);
+  const auto guard = lock_behind_others();
+  store_->set_named_segments(std::move(named));
+}
+
+// ---- The calls ----------------------------------------------------------------------------------------------------
+
+uint64_t Table::commit(const std::optional<std::string>& meta, const std::string& keep) {
+  std::shared_ptr<PendingCommit> pending;
+  if (const auto job = start_commit(meta, keep, &pending)) finish_commit(job.get());
+  return pending->wait();
+}
+
+std::shared_ptr<PendingCommit> Table::begin_commit(const std::optional<std::string>& meta, const std::string& keep) {
+  std::shared_ptr<PendingCommit> pending;
+  std::shared_ptr<CommitJob> job = start_commit(meta, keep, &pending);
+  if (job == nullptr) return pending;
+  std::unique_ptr<std::thread> before;
+  {
+    // The job is given to its thread under the lock, which that needs before it can come to an end.
+    const auto guard = lock_beside_staging();
+    before = std::move(commit_thread_);
+    last_commit_ = pending;
+    try {
+      commit_thread_ = std::make_unique<std::thread>([this, job] { finish_commit(job.get()); });
+      job = nullptr;
+    } catch (const std::exception&) {  // no thread to be had: then here
+    }
+  }
+  if (before != nullptr) before->join();  // done with the table, else this commit could not have begun
+  if (job != nullptr) finish_commit(job.get());
+  return pending;
+}
+
+std::set<uint64_t> Table::pinned_now() const {
   std::set<uint64_t> pinned = pinned_epochs_;
+  // A run collects after its own manifest is durable: until it has said which commits it names, all of them stay.
   if (spec_.belongs_to_run && pinned.empty()) {
     for (const uint64_t epoch : manifests_.epochs()) pinned.insert(epoch);
   }
-  std::set<uint64_t> in_use;
-  for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
-  store_->set_named_segments(manifests_.collect(pinned, in_use));
+  return pinned;
 }
 
-// The commit is durable and acknowledged: what could not be removed now goes with the next one.
+void Table::collect_locked() {
+  std::set<uint64_t> in_use;
+  for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
+  store_->set_named_segments(manifests_.collect(pinned_now(), in_use, store_->log()->next_segment()));
+}
+
 void Table::collect_after_commit() {
   try {
     collect_locked();
@@ -133,178 +357,27 @@ void Table::set_pinned_epochs(std::set<uint64_t> epochs) {
 }
 
 void Table::collect() {
-  const auto guard = lock();
-  require_writable();
-  if (store_->log() != nullptr) collect_locked();
+  {
+    auto guard = lock_beside_staging();
+    commit_over_.wait(guard, [this] { return !is_committing_; });
+    require_writable();
+    if (store_->log() == nullptr) return;
+    is_committing_ = true;
+  }
+  try {
+    collect_beside_calls();
+  } catch (...) {
+    end_committing();
+    throw;
+  }
+  end_committing();
 }
 
 uint64_t Table::compact() {
-  const auto guard = lock();
+  const auto guard = lock_alone();
   require_writable();
   ++changes_;
   return store_->compact_all();
-}
-
-std::vector<Manifests::Snapshot> Table::snapshots() {
-  const auto guard = lock();
-  require_usable();
-  if (store_->log() != nullptr) return manifests_.snapshots();
-  std::vector<Manifests::Snapshot> found;
-  for (const RamSnapshot& snapshot : ram_snapshots_) found.push_back({snapshot.name, snapshot.epoch});
-  return found;
-}
-
-void Table::drop(const std::string& name) {
-  const auto guard = lock();
-  require_writable();
-  if (store_->log() == nullptr) {
-    const size_t before = ram_snapshots_.size();
-    std::erase_if(ram_snapshots_, [&name](const RamSnapshot& snapshot) { return snapshot.name == name; });
-    if (ram_snapshots_.size() == before) {
-      throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has no snapshot '" + name + "'");
-    }
-    return;
-  }
-  (void)manifests_.load_snapshot(name);  // an unknown name is an error that lists the known ones
-  if (committed_.keep == name) {
-    // The newest commit itself carries the name: commit the same state again without it. What was evicted since then
-    // lies in segments of an epoch that this commit ends; later commits name them.
-    store_->log()->rotate();
-    Manifest manifest = committed_;
-    manifest.epoch = committed_.epoch + 1;
-    manifest.parent_epoch = committed_.epoch;
-    manifest.keep.clear();
-    manifest.next_segment = store_->log()->next_segment();
-    manifest.next_version = store_->log()->next_version();
-    publish(manifest);
-    store_->log()->begin_epoch(committed_.epoch + 1, store_->log()->next_segment(), store_->log()->next_version());
-  }
-  std::vector<uint64_t> dropped;
-  for (const uint64_t epoch : manifests_.epochs()) {
-    if (epoch != committed_.epoch && !pinned_epochs_.contains(epoch) && manifests_.load(epoch).keep == name) {
-      dropped.push_back(epoch);
-    }
-  }
-  manifests_.remove(dropped);
-  collect_after_commit();
-}
-
-// A name used before moves to the new commit.
-void Table::keep_in_ram(const std::string& name) {
-  RamSnapshot snapshot{name, committed_.epoch, step_, meta_, {}, {}};
-  Cache& cache = store_->cache();
-  for (uint32_t frame = 0; frame < cache.high_water(); ++frame) {
-    if (cache.info(frame).row < 0) continue;
-    snapshot.rows.push_back(cache.info(frame).row);
-    snapshot.records.insert(snapshot.records.end(), cache.record(frame), cache.record(frame) + payload_bytes_);
-  }
-  std::erase_if(ram_snapshots_, [&name](const RamSnapshot& old) { return old.name == name; });
-  ram_snapshots_.push_back(std::move(snapshot));
-}
-
-void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch) {
-  const auto found = std::find_if(ram_snapshots_.begin(), ram_snapshots_.end(), [&](const RamSnapshot& snapshot) {
-    return epoch.has_value() ? snapshot.epoch == *epoch : snapshot.name == name;
-  });
-  if (found == ram_snapshots_.end()) {
-    std::string known;
-    for (const RamSnapshot& snapshot : ram_snapshots_) {
-      known += (known.empty() ? "'" : ", '") + snapshot.name + "' (epoch " + std::to_string(snapshot.epoch) + ")";
-    }
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has no snapshot " +
-                                         (epoch.has_value() ? "of epoch " + std::to_string(*epoch) : "'" + name + "'") +
-                                         "; it lives in RAM only, where " +
-                                         (known.empty() ? "none is kept" : "these are kept: " + known));
-  }
-  const uint64_t next = committed_.epoch + 1;
-  broken_ = "going back to an earlier commit failed";  // unless it succeeds
-  drop_store();
-  make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, 1, false), nullptr);
-  store_->reserve_rows(found->rows.data(), found->rows.size());
-  constexpr size_t kRows = 1024;
-  for (size_t begin = 0; begin < found->rows.size(); begin += kRows) {
-    const size_t count = std::min(kRows, found->rows.size() - begin);
-    frames_.resize(count);
-    store_->pin(found->rows.data() + begin, count, true, frames_.data());
-    for (size_t i = 0; i < count; ++i) {
-      const std::byte* record = found->records.data() + (begin + i) * payload_bytes_;
-      std::copy(record, record + payload_bytes_, store_->cache().record(frames_[i]));
-    }
-    store_->unpin(frames_.data(), count);
-  }
-  broken_.clear();
-  committed_.epoch = next;
-  step_ = found->step;
-  meta_ = found->meta;
-  changed_ = false;
-  ++changes_;
-}
-
-void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
-  ask_holder();
-  const auto guard = lock();
-  require_writable();
-  if (store_->log() == nullptr) {
-    rewind_in_ram(name, epoch);
-    return;
-  }
-  Manifest target;
-  if (epoch.has_value()) {
-    const auto all = manifests_.epochs();
-    if (std::find(all.begin(), all.end(), *epoch) == all.end()) {
-      std::string known;
-      for (const uint64_t e : all) known += (known.empty() ? "" : ", ") + std::to_string(e);
-      throw Error(ErrorKind::kInvalid, "table '" + name_ + "': epoch " + std::to_string(*epoch) +
-                                           " is gone; epochs that remain: " + known);
-    }
-    target = manifests_.load(*epoch);
-  } else {
-    target = manifests_.load_snapshot(name);
-  }
-  // The old state becomes the newest commit; numbers of segments, versions and epochs never go back. It is loaded
-  // before it is published: a damaged one must not become the newest.
-  Manifest manifest = target;
-  manifest.epoch = committed_.epoch + 1;
-  manifest.parent_epoch = target.epoch;
-  manifest.keep.clear();
-  manifest.optimizer = spec_.optimizer;
-  manifest.next_segment = store_->log()->next_segment();
-  manifest.next_version = store_->log()->next_version();
-  drop_store();
-  try {
-    load(target);
-    publish(manifest);
-  } catch (const std::exception& error) {
-    broken_ = std::string("going back to an earlier commit failed (") + error.what() + ")";
-    throw;
-  }
-  store_->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
-  collect_after_commit();
-}
-
-uint64_t Table::refresh() {
-  const auto guard = lock();
-  require_usable();
-  if (options_.writable) {
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is open for writing and always up to date; refresh() is for readers");
-  }
-  if (!options_.snapshot.empty()) return committed_.epoch;  // a snapshot stands still
-  for (int attempt = 0;; ++attempt) {
-    try {
-      const Manifest newest = manifests_.load_newest();
-      if (newest.uuid != uuid_) {
-        throw Error(ErrorKind::kFormat, "table '" + name_ + "': another table has taken its place; open it again");
-      }
-      if (newest.epoch == committed_.epoch && store_ != nullptr) return committed_.epoch;
-      drop_store();  // both at once would be twice the budget
-      load(newest);
-      return committed_.epoch;
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // collected meanwhile: look again
-      if (store_ == nullptr) broken_ = std::string("moving to a newer commit failed (") + error.what() + ")";
-      throw;
-    }
-  }
 }
 
 }  // namespace bunkbed

@@ -23,6 +23,7 @@ void Table::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
 }
 
 Batch Table::batch(const int64_t* ids, size_t n) const {
+  require_own_process();
   check_ids(ids, n);
   Batch batch;
   batch.assign(ids, n);
@@ -34,15 +35,12 @@ void Table::lookup(const Batch& batch, bool touch, float* out) {
   const size_t num_unique = batch.num_unique();
   auto guard = begin_lookup(rows, num_unique, touch);
   ids_seen_ += batch.size();
-  ArrayVector<uint32_t> frames(num_unique);
-  const uint64_t hits = store_->touch_resident(rows, num_unique, frames.data(), touch);
-  if (touch) store_->count_hits(hits);
+  const bool all_resident = store_->place(batch, touch);
+  const uint32_t* const frames = batch.placement().frames.data();
   parallel_for(batch.size(), kBlockIds, [&](size_t from, size_t to) {
-    copy_resident(frames.data(), batch.inverse().data() + from, to - from, out + from * spec_.dim);
+    copy_resident(frames, batch.inverse().data() + from, to - from, out + from * spec_.dim);
   });
-  if (std::find(frames.begin(), frames.end(), kNoFrame) != frames.end()) {
-    lookup_missing(batch, frames.data(), touch, out);
-  }
+  if (!all_resident) lookup_missing(batch, frames, touch, out);
 }
 
 std::unique_lock<std::mutex> Table::begin_lookup(const int64_t* ids, size_t n, bool touch) {
@@ -92,17 +90,10 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
 //
 // Ordinary stores: streaming ones were 7 % faster here and cost whoever reads the rows next twice that.
 void Table::copy_resident(const uint32_t* frames, const uint32_t* index, size_t n, float* out) const {
-  constexpr size_t kAhead = 16;
+  static_assert(kNoFrame == RowPlaces::kNowhere);
   const Cache& cache = store_->cache();
-  const size_t dim = spec_.dim;
-  const auto frame_at = [&](size_t i) { return frames[index == nullptr ? i : index[i]]; };
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && frame_at(i + kAhead) != kNoFrame) {
-      const std::byte* const record = cache.record(frame_at(i + kAhead));
-      for (size_t line = 0; line < weight_bytes_ && line < 512; line += 64) __builtin_prefetch(record + line);
-    }
-    if (frame_at(i) != kNoFrame) widen(cache.record(frame_at(i)), out + i * dim);
-  }
+  const std::byte* const weights = cache.record(0) + fields_[0].offset;
+  kernels().gather_rows(spec_.dtype, spec_.dim, {weights, cache.stride(), frames, index, static_cast<int64_t>(n)}, out);
 }
 
 // The batch's rows that are not in RAM (those with kNoFrame; all when `frames` is null), once each: initial rows are

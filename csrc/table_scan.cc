@@ -10,7 +10,7 @@ namespace bunkbed {
 
 Scan::Scan(Table* table, size_t field) : table_(table), field_(field) {
   table->ask_holder();
-  const auto guard = table->lock();
+  const auto guard = table->lock_alone();
   table->require_usable();
   changes_ = table->changes_;
   Log* log = table->store_->log();

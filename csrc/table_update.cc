@@ -74,7 +74,7 @@ void Table::take_step(const Step& step, const Apply& apply) {
 void Table::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
   const auto guard = begin_update(batch.unique().data(), batch.num_unique());
   const Step next = next_step(lr, step);
-  store_->reserve_rows(batch.unique().data(), batch.num_unique());
+  if (!store_->is_placed(batch)) store_->reserve_rows(batch.unique().data(), batch.num_unique());
   take_step(next, [&](bool* wrote) { apply_update(batch, nullptr, sums, next, wrote); });
 }
 
@@ -132,25 +132,37 @@ void Table::apply_update(const Batch& batch, const float* grads, const float* su
   const RecordUpdate step_record(fields_, step.constants, spec_.init.seed, step.number);
   const size_t num_unique = batch.num_unique();
   for (size_t begin = 0; begin < num_unique;) {
-    const size_t count = std::min(store_->max_pinned(), num_unique - begin);
-    frames_.resize(count);
-    store_->pin(batch.unique().data() + begin, count, true, frames_.data());
+    // All of them where they are known to be in RAM: nothing gives way before the next pin(), so they need no pins.
+    const bool is_placed = begin == 0 && store_->place_for_update(batch);
+    const size_t count = is_placed ? num_unique : std::min(store_->max_pinned(), num_unique - begin);
+    if (!is_placed) {
+      frames_.resize(count);
+      store_->pin(batch.unique().data() + begin, count, true, frames_.data());
+    }
+    const uint32_t* const frames = is_placed ? batch.placement().frames.data() : frames_.data();
     *wrote = true;
     std::atomic<bool> has_clean{false};
+    // Records lie anywhere, sums one after another, but too far apart for the processor to guess across pages. Both are
+    // asked for into the second level, well ahead: the first has too few places for lines under way.
+    constexpr size_t kAheadBytes = 8192;
+    const size_t ahead = std::clamp<size_t>(kAheadBytes / payload_bytes_, 4, 32);
+    const auto ask_for = [](const void* row, size_t bytes) {
+      const auto* line = static_cast<const std::byte*>(row);
+      for (size_t at = 0; at < bytes && at < 1024; at += 64) __builtin_prefetch(line + at, 0, 2);
+    };
     parallel_for(count, row_grain(dim), [&](size_t from, size_t to) {
       bool clean = false;
       std::vector<float> sum(sums == nullptr ? dim : 0);
       for (size_t i = from; i < to; ++i) {
-        constexpr size_t kAhead = 3;
-        if (i + kAhead < to) {
-          const std::byte* ahead = cache.record(frames_[i + kAhead]);
-          for (size_t line = 0; line < payload_bytes_ && line < 1024; line += 64) __builtin_prefetch(ahead + line, 1);
-        }
         const size_t u = begin + i;
+        if (i + ahead < count) {  // beyond the block at its end: the next block is often this thread's too
+          ask_for(cache.record(frames[i + ahead]), payload_bytes_);
+          if (sums != nullptr) ask_for(sums + (u + ahead) * dim, dim * sizeof(float));
+        }
         if (sums == nullptr) sum_row(batch, u, grads, sum.data());
         const float* grad = sums == nullptr ? sum.data() : sums + u * dim;
-        std::byte* record = cache.record(frames_[i]);
-        clean |= !cache.is_dirty(frames_[i]);
+        std::byte* record = cache.record(frames[i]);
+        clean |= !cache.is_dirty(frames[i]);
         step_record(batch.unique()[u], grad, record);
         // Seeded bug for the exactness tests: one row of the step is applied twice.
         if (u == 0 && fault_is("double_update")) step_record(batch.unique()[u], grad, record);
@@ -158,9 +170,9 @@ void Table::apply_update(const Batch& batch, const float* grads, const float* su
       if (clean) has_clean.store(true, std::memory_order_relaxed);
     });
     if (has_clean) {
-      for (size_t i = 0; i < count; ++i) store_->mark_dirty(frames_[i]);
+      for (size_t i = 0; i < count; ++i) store_->mark_dirty(frames[i]);
     }
-    store_->unpin(frames_.data(), count);
+    if (!is_placed) store_->unpin(frames, count);
     begin += count;
   }
 }

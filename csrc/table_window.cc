@@ -12,10 +12,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <thread>
 
 #include "error.h"
 #include "table.h"
 #include "table_rows.h"
+#include "workers.h"
 
 namespace bunkbed {
 
@@ -67,7 +69,7 @@ void Table::forget(uint32_t batch) {
 }
 
 void Table::advance(uint32_t over, uint32_t begun, uint32_t depth) {
-  const auto guard = lock_beside_staging();
+  auto guard = lock_beside_staging();
   require_usable();
   if (over != kNoUse) store_->finish(over);
   const double now_s = seconds_since(created_);
@@ -79,7 +81,7 @@ void Table::advance(uint32_t over, uint32_t begun, uint32_t depth) {
   ahead_.depth = depth == 0 ? ahead_.wished_depth() : depth;
   if (store_->log() == nullptr) return;
   stage_ahead();
-  store_->compact_some();  // beside the reads
+  compact_beside(guard);
 }
 
 // As deep as the reads of a batch are slow: one batch ahead hides reads that are faster than a step; where they are
@@ -112,13 +114,13 @@ void Table::stage_ahead() {
 
 // A batch larger than half of the cache, or than the scratch, is staged in part.
 void Table::stage(const int64_t* ids, size_t n) {
-  const auto guard = lock_beside_staging();
+  auto guard = lock_beside_staging();
   require_usable();
   check_ids(ids, n);
   if (store_->log() == nullptr) return;
   batch_.assign(ids, std::min(piece_ids(), n));
   stage_rows(batch_.unique().data(), batch_.num_unique(), kNoUse);
-  store_->compact_some();  // beside the reads
+  compact_beside(guard);
 }
 
 // Queues the reads of distinct rows; returns how many of them were dealt with.
@@ -149,7 +151,47 @@ size_t Table::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
 }
 
 void Table::settle(std::unique_lock<std::mutex>& guard) {
-  staged_.wait(guard, [this] { return batches_staging_ == 0; });
+  ++settling_;
+  staged_.wait(guard, [this] { return batches_staging_ == 0 && !is_compacting_; });
+  --settling_;
+}
+
+// ---- Compaction beside
+
+// Its large reads wait behind those of staging, for longer than a small model computes: so not on the caller's thread.
+void Table::compact_beside(std::unique_lock<std::mutex>& guard) {
+  if (is_compacting_ && store_->is_compaction_behind()) {
+    staged_.wait(guard, [this] { return !is_compacting_; });  // the log must not outgrow it
+    return;
+  }
+  if (!store_->begin_compaction()) return;
+  is_compacting_ = true;
+  try {
+    io_pool().submit([this] { compact_in_slices(); });
+  } catch (...) {
+    is_compacting_ = false;
+    store_->end_compaction();
+    throw;
+  }
+}
+
+void Table::compact_in_slices() {
+  std::unique_lock guard(mutex_);
+  // A write that fails keeps its bytes: the next append tries again and reports it.
+  try {
+    for (Compactor::Read read; settling_ == 0 && store_->plan_compaction(&read);) {
+      guard.unlock();
+      store_->compactor().execute(&read);
+      while (waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+      guard.lock();
+      store_->compact_slice(std::move(read));
+    }
+  } catch (const std::exception&) {
+    if (!guard.owns_lock()) guard.lock();
+  }
+  store_->end_compaction();
+  is_compacting_ = false;
+  staged_.notify_all();  // under the lock: the table may go as soon as this is seen
 }
 
 void Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n) {

@@ -6,12 +6,34 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <system_error>
 
 #include "error.h"
 
 namespace bunkbed {
+
+namespace {
+
+// Until done() or the time is up.
+template <typename Done>
+void spin_until(const Done& done) {
+  constexpr auto kTime = std::chrono::microseconds(60);
+  const auto start = std::chrono::steady_clock::now();
+  while (!done()) {
+    for (int i = 0; i < 16; ++i) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
+    }
+    if (std::chrono::steady_clock::now() - start > kTime) return;
+  }
+}
+
+}  // namespace
 
 void Loop::work() {
   const DefaultFloatMode mode;
@@ -32,7 +54,7 @@ void Loop::rethrow() {
   if (error_) std::rethrow_exception(error_);
 }
 
-Pool::Pool(size_t num_threads) {
+Pool::Pool(size_t num_threads, bool spins) : spins_(spins) {
   threads_.reserve(num_threads);
   for (size_t i = 0; i < num_threads; ++i) {
     try {
@@ -79,10 +101,16 @@ void Pool::main() {
       const std::shared_ptr<Loop> loop = loops_.front();
       ++loop->helpers_;
       if (--loop->wanted_ == 0 || loop->exhausted()) loops_.pop_front();
+      num_loops_.store(loops_.size(), std::memory_order_relaxed);
       lock.unlock();
       loop->work();
       lock.lock();
       if (--loop->helpers_ == 0) done_.notify_all();
+      if (spins_ && loops_.empty() && jobs_.empty() && !stopping_) {
+        lock.unlock();
+        spin_until([this] { return num_loops_.load(std::memory_order_relaxed) != 0; });
+        lock.lock();
+      }
       continue;
     }
     if (stopping_) return;
@@ -95,6 +123,7 @@ void Pool::start(const std::shared_ptr<Loop>& loop, size_t helpers) {
     const std::lock_guard guard(mutex_);
     loop->wanted_ = helpers;
     loops_.push_back(loop);
+    num_loops_.store(loops_.size(), std::memory_order_relaxed);
   }
   if (helpers == 1) {
     wake_.notify_one();
@@ -108,6 +137,12 @@ void Pool::join(Loop& loop) {
   std::unique_lock lock(mutex_);
   loop.wanted_ = 0;
   std::erase_if(loops_, [&loop](const auto& queued) { return queued.get() == &loop; });
+  num_loops_.store(loops_.size(), std::memory_order_relaxed);
+  if (spins_ && loop.helpers_ != 0) {
+    lock.unlock();
+    spin_until([&loop] { return loop.helpers_.load(std::memory_order_relaxed) == 0; });
+    lock.lock();  // what the helpers wrote is seen from here on, whichever way this went
+  }
   done_.wait(lock, [&loop] { return loop.helpers_ == 0; });
 }
 
@@ -155,11 +190,11 @@ std::atomic<size_t>& thread_setting() {
 // exist in the child, so it can be neither used nor joined).
 class PoolOfProcess {
  public:
-  Pool& get(size_t size) {
+  Pool& get(size_t size, bool spins = false) {
     const std::lock_guard guard(mutex_);
     if (pool_ == nullptr || owner_ != ::getpid() || size > size_) {
       if (pool_ != nullptr && owner_ == ::getpid()) retired_.push_back(pool_);  // others may be inside it
-      pool_ = new Pool(size);
+      pool_ = new Pool(size, spins);
       size_ = size;
       owner_ = ::getpid();
     }
@@ -187,7 +222,7 @@ void parallel_for(size_t n, size_t grain, const Loop::Body& body) {
   }
   // Leaked on purpose: threads must not be joined while the interpreter unloads.
   static auto* pool = new PoolOfProcess;
-  pool->get(threads - 1).run(n, grain, threads - 1, body);
+  pool->get(threads - 1, true).run(n, grain, threads - 1, body);
 }
 
 Pool& io_pool() {

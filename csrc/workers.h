@@ -32,13 +32,15 @@ class Loop {
   std::atomic<size_t> next_{0};
   std::mutex error_mutex_;
   std::exception_ptr error_;
-  size_t helpers_ = 0;  // guarded by the pool's mutex: threads inside work()
+  std::atomic<size_t> helpers_{0};  // threads inside work(); changed under the pool's mutex, looked at without it
   size_t wanted_ = 0;   // guarded by the pool's mutex: threads still invited
 };
 
 class Pool {
  public:
-  explicit Pool(size_t num_threads);
+  // With `spins`, threads that have finished a loop look out for the next one for a moment before they sleep: the loops
+  // of one operation follow each other within microseconds, and waking a thread takes tens of them.
+  explicit Pool(size_t num_threads, bool spins = false);
   ~Pool();
   // Runs body over [0, n) in blocks of `grain` on the caller and at most `helpers` threads.
   void run(size_t n, size_t grain, size_t helpers, const Loop::Body& body);
@@ -53,6 +55,8 @@ class Pool {
   void main();
   void start(const std::shared_ptr<Loop>& loop, size_t helpers);
   void join(Loop& loop);
+  const bool spins_;
+  std::atomic<size_t> num_loops_{0};  // loops_.size(), for those who look without the mutex
   std::mutex mutex_;  // guards loops_, jobs_, stopping_ and the counters of every Loop
   std::condition_variable wake_;
   std::condition_variable done_;

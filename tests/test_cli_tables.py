@@ -95,20 +95,32 @@ def test_info_of_a_run(cli: Run, run_folder: Path) -> None:
 def test_snapshots(cli: Run, table: Path, run_folder: Path) -> None:
     assert json.loads(cli("snapshots", str(table), "--json")[1])["snapshots"] == {"first": 1}
     assert json.loads(cli("snapshots", str(run_folder), "--json")[1])["snapshots"] == {"best": 1}
-    assert "first" in cli("snapshots", str(table))[1]
+    out = cli("snapshots", str(table))[1]
+    assert "first" in out and "only it holds" in out
+    (detail,) = json.loads(cli("snapshots", str(table), "--json")[1])["details"]
+    assert (detail["name"], detail["epoch"], detail["step"], detail["stored_rows"]) == ("first", 1, 1, 10)
+    assert detail["own_bytes"] <= detail["bytes"] and detail["time"].startswith("20")
     with bb.open(table, ram="4MiB") as writer:
         writer.drop("first")
     assert cli("snapshots", str(table))[1] == f"{table} keeps no snapshots\n"
 
 
+def test_snapshots_are_dropped(cli: Run, table: Path, run_folder: Path) -> None:
+    code, out, err = cli("snapshots", str(table), "--drop", "last")
+    assert code == 1 and out == "" and "has no snapshot 'last'; there are: 'first'" in err
+    code, out, _ = cli("snapshots", str(table), "--drop", "first")
+    assert code == 0 and out.startswith("dropped first (epoch 1, ") and "keeps no snapshots" in out
+    found = json.loads(cli("snapshots", str(run_folder), "--drop", "best", "--json")[1])
+    assert (found["snapshots"], found["dropped"]) == ({}, ["best"])
+    assert cli("check", str(table))[0] == cli("check", str(run_folder))[0] == 0
+
+
 def test_check_of_what_is_sound(cli: Run, table: Path, run_folder: Path) -> None:
     assert cli("check", str(table))[:2] == (0, f"sound  table {table}\n")
     assert cli("check", str(run_folder))[:2] == (0, f"sound  run {run_folder}\n")
-    assert json.loads(cli("check", str(table), "--json")[1]) == {
-        "path": str(table),
-        "sound": True,
-        "problems": [],
-    }
+    found = json.loads(cli("check", str(table), "--json")[1])
+    assert (found["path"], found["sound"], found["problems"]) == (str(table), True, [])
+    assert found["epochs"] == found["sound_epochs"] == [1, 2] and found["bytes_read"] > 0
 
 
 def test_check_of_what_is_damaged(cli: Run, table: Path) -> None:
@@ -121,8 +133,53 @@ def test_check_of_what_is_damaged(cli: Run, table: Path) -> None:
     assert (code, err) == (1, "")
     found = json.loads(out)
     assert not found["sound"] and found["problems"]
+    assert Path(found["problems"][0]["file"]).name == largest.name and found["problems"][0]["remedy"]
     code, out, _ = cli("check", str(table))
     assert code == 1 and out.startswith("problem  ")
+    assert cli("check", "nowhere")[:2] == (1, "")
+    code, _, err = cli("check", str(table), "--fall-back-to", "1")
+    assert code == 2 and "--repair" in err
+
+
+def test_check_repairs_and_goes_back_only_when_told(cli: Run, table: Path) -> None:
+    manifest = table / "manifest-0000000000000002"
+    manifest.write_bytes(manifest.read_bytes()[:-1] + b"?")
+    code, out, _ = cli("check", str(table), "--repair")
+    assert code == 1 and "--repair --fall-back-to 1" in out and manifest.exists()
+    code, _, err = cli("check", str(table), "--repair", "--fall-back-to", "7")
+    assert code == 1 and "commit 7 is not there; sound ones: 1" in err
+    code, out, err = cli("check", str(table), "--repair", "--fall-back-to", "1")
+    assert (code, err) == (0, "") and "repaired" in out and "went back to commit 1 (step 1)" in out
+    assert not manifest.exists()
+    with bb.open(table, ram="4MiB") as again:
+        assert (again.step, len(again)) == (1, 10)
+
+
+def test_copy(cli: Run, table: Path, run_folder: Path) -> None:
+    code, out, err = cli("copy", str(table), "backup", "--snapshot", "first")
+    assert (code, err) == (0, "") and out.startswith(f"copied commit 1 of table {table} to backup: ")
+    assert " linked; verified" in out
+    code, out, _ = cli("copy", str(table), "backup", "--no-link", "--json")
+    done = json.loads(out)
+    assert (done["epoch"], done["linked_bytes"]) == (2, 0) and done["copied_bytes"] > 0
+    assert json.loads(cli("snapshots", "backup", "--json")[1])["snapshots"] == {"first": 1}
+    code, out, _ = cli("copy", str(table), "serving", "--dtype", "bfloat16", "--optimizer", "sgd")
+    assert code == 0 and "20 rows rewritten" in out
+    assert json.loads(cli("info", "serving", "--json")[1])["slots"] == []
+    code, _, err = cli("copy", str(table), "serving", "--dtype", "bfloat16")
+    assert code == 1 and "give another one" in err and err.count("\n") == 1
+    assert cli("copy", str(run_folder), "run-backup")[0] == 0
+    assert cli("check", "run-backup")[0] == cli("check", "backup")[0] == cli("check", "serving")[0] == 0
+
+
+def test_ctrl_c(cli: Run, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bb, "copy", interrupted)
+    monkeypatch.setattr(bb, "check", interrupted)
+    assert cli("copy", str(table), "backup") == (130, "", "error: interrupted; backup is as it was\n")
+    assert cli("check", str(table)) == (130, "", "error: interrupted before everything was looked at\n")
 
 
 def test_not_a_table(cli: Run, tmp_path: Path) -> None:

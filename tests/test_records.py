@@ -32,6 +32,7 @@ def test_records_move_bit_for_bit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(other.get(IDS, slot), table.get(IDS, slot))
     with pytest.raises(ValueError, match="records to scatter name an id twice"):
         other._native.scatter_records(np.array([1, 1]), records[:2])
+    table.close(commit=False)
 
 
 def test_16_bit_records_move_as_they_are(tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ def test_16_bit_records_move_as_they_are(tmp_path: Path) -> None:
     other._native.scatter_records(np.array([3, 9]), records)
     for slot in ("weight", *table.slots):
         np.testing.assert_array_equal(other.get([3, 9], slot), table.get([3, 9], slot))
+    table.close(commit=False)
 
 
 def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:

@@ -73,6 +73,47 @@ def test_tables_and_files_commit_together(tmp_path: Path) -> None:
     again.close()
 
 
+def test_training_goes_on_while_a_run_commits(tmp_path: Path) -> None:
+    trial = Trial(tmp_path / "run")
+    for seed in range(3):
+        trial.train(seed)
+        contents = bytearray(b"weights")
+        pending = trial.run.begin_commit(files={"dense.pt": contents}, meta={"seed": seed}, keep="begun")
+        contents[:] = b"changed"
+        trial.each("commit", None, "begun")
+        trial.train(seed + 10)
+        trial.check()
+    assert pending.wait() == trial.run.epoch == 3 and pending.done
+    assert trial.run.meta == {"seed": 2} and trial.run.read("dense.pt") == b"weights"
+    trial.run.rewind("begun")
+    trial.each("rewind", "begun")
+    trial.check()
+    trial.run.close()
+
+
+def test_a_commit_in_the_background_that_fails_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(tmp_path / "run")
+    trial.train(1)
+    trial.run.commit()
+    trial.train(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(trial.run._files, "publish", lambda manifest: (_ for _ in ()).throw(OSError("disk full")))
+        pending = trial.run.begin_commit()
+        with pytest.raises(OSError, match="disk full"):
+            pending.wait()
+        trial.run.begin_commit()  # nobody waits for this one
+        with pytest.raises(OSError, match="disk full"):
+            trial.run.close()
+    assert trial.run.epoch == 1 and not trial.run.closed
+    trial.run.close()  # the tables' own commits are durable: the run's must still be made
+    trial.each("commit")
+    again = bb.Run(tmp_path / "run", ram="48MiB")
+    assert again.epoch == 2
+    trial.run, trial.tables = again, [again.table("user"), again.table("item")]
+    trial.check()
+    again.close()
+
+
 def test_files_not_named_again_carry_over(tmp_path: Path) -> None:
     with bb.Run(tmp_path / "run") as run:
         run.commit(files={"a": b"1", "b": b"2"})

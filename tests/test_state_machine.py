@@ -74,6 +74,7 @@ class TableMachine(RuleBasedStateMachine):
         self.oracle = ReferenceTable(**kwargs)
         self.committed = copy.deepcopy(self.oracle)
         self.commits = 0
+        self.pending: Any = None
         self.reader: Any = None
         self.seen: ReferenceTable | None = None
 
@@ -195,6 +196,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(keep=st.sampled_from([None, None, *NAMES]))
     def commit(self, keep: str | None) -> None:
+        self.settle()
         before = self.table.epoch
         self.commits += 1
         meta = {"step": self.oracle.step, "commits": self.commits}
@@ -204,9 +206,24 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.meta == meta
         assert set(bb.snapshots(self.path)) == set(self.oracle.snapshots())
 
+    @rule(keep=st.sampled_from([None, None, *NAMES]))
+    def begin_commit(self, keep: str | None) -> None:
+        """What follows goes on beside it, until something asks for the commit."""
+        self.commits += 1
+        meta = {"step": self.oracle.step, "commits": self.commits}
+        self.pending = self.table.begin_commit(meta=meta, keep=keep)
+        self.oracle.commit(meta=meta, keep=keep)
+        self.committed = copy.deepcopy(self.oracle)
+
+    def settle(self) -> None:
+        if self.pending is not None:
+            assert self.pending.wait() > 0
+        self.pending = None
+
     @rule()
     def commit_without_words(self) -> None:
         """Without changes it is no new epoch."""
+        self.settle()
         before, changed = self.table.epoch, self.oracle.is_dirty
         assert (self.table.commit() > before) == (changed or not before)
         self.oracle.commit()
@@ -231,6 +248,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.snapshots())
     @rule(data=st.data())
     def open_a_snapshot(self, data: Any) -> None:
+        self.settle()
         name = data.draw(st.sampled_from(sorted(self.oracle.snapshots())))
         old = copy.deepcopy(self.oracle)
         old.rewind(name)
@@ -252,6 +270,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reader is None)
     @rule()
     def open_reader(self) -> None:
+        self.settle()
         self.reader = bb.open(self.path, mode="r", ram=64 << 20)
         self.seen = copy.deepcopy(self.committed)
 
@@ -266,6 +285,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reader is not None)
     @rule()
     def reader_refresh(self) -> None:
+        self.settle()
         self.reader.refresh()
         self.seen = copy.deepcopy(self.committed)
         assert self.reader.step == self.seen.step

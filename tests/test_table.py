@@ -367,6 +367,22 @@ def test_io_by_name() -> None:
     assert _native.io() in ("uring", "threads")
 
 
+@pytest.mark.usefixtures("native_defaults")
+@pytest.mark.parametrize("rows_at_once", [40, 3000])
+def test_io_set_later_serves_a_table_that_is_open(tmp_path: Path, rows_at_once: int) -> None:
+    with bb.create(tmp_path / "t", dim=64, num_rows=40_000, ram="2MiB") as table:
+        table.set(np.arange(table.num_rows), np.ones((table.num_rows, 64), np.float32))
+        table.commit()
+        ways = ["threads", *(["uring"] if _native.io() == "uring" else [])]
+        for turn, way in enumerate([*ways, *ways]):
+            _native.set_io(way)
+            before = _native.io_counts()
+            table.lookup(np.arange(rows_at_once) + turn * 5000)
+            made = {name: count - before[name] for name, count in _native.io_counts().items()}
+            assert made.pop(way) > 0
+            assert not any(made.values())
+
+
 def test_a_wrong_io_in_the_environment_is_an_error(tmp_path: Path) -> None:
     code = "import sys, bunkbed as bb; bb.create(sys.argv[1], dim=4, num_rows=9)"
     done = subprocess.run(

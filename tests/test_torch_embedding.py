@@ -125,6 +125,28 @@ def test_a_plain_loop_equals_nn_embedding() -> None:
     assert torch.equal(rows(emb)[29], torch.zeros(4))
 
 
+@pytest.mark.parametrize("padding", [None, 0])
+def test_small_lookups_train_the_same_deduped_before_backward_or_in_it(padding: int | None, monkeypatch: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randint(0, 30, shape, generator=generator) for shape in [(40,), (5, 8), (0,), (200,)]]
+    grads = [torch.randn(*ids.shape, 4, generator=generator) for ids in batches]
+    trained = []
+    for few in (0, 1000):
+        monkeypatch.setattr("bunkbed.torch.embedding.FEW_IDS", few)
+        emb = Embedding(30, 4, padding_idx=padding, seed=1)
+        opt = Optimizer(emb)
+        outputs = []
+        for ids, grad in zip(batches, grads, strict=True):
+            opt.zero_grad()
+            first, second = emb(ids), emb(ids.flatten())
+            torch.autograd.backward([first, second], [grad, grad.flatten(0, -2)])
+            opt.step()
+            outputs += [first.detach(), second.detach()]
+        trained.append([*outputs, rows(emb)])
+    for eager, lazy in zip(*trained, strict=True):
+        assert torch.equal(eager, lazy)
+
+
 def test_padding_row_is_zeros_and_gets_no_gradient() -> None:
     emb = Embedding(10, 3, padding_idx=2, optimizer=bb.SGD(lr=1.0))
     opt = Optimizer(emb)
@@ -329,6 +351,7 @@ def test_from_pretrained(tmp_path: Any) -> None:
         Embedding.from_pretrained(weight, path=tmp_path / "t")
     with pytest.raises(ValueError, match=r"embeddings must be \[rows, dim\], got \[7\]"):
         Embedding.from_pretrained(weight[:, 0])
+    emb.table.close()
 
 
 def test_a_path_is_created_then_opened(tmp_path: Any) -> None:

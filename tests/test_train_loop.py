@@ -76,8 +76,10 @@ def train(path, config, *, data=DATA, stop_after=None, commit=True, on_event=Non
             return result
 
         trainer.optimizer.step = step
-    outcome = trainer.fit(on_event)
-    run.close(commit=False)
+    try:
+        outcome = trainer.fit(on_event)
+    finally:
+        run.close(commit=False)
     return trainer, outcome
 
 

@@ -21,6 +21,10 @@ InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed);
 // A Python object that gives a block of allocate_array() back when the last array over it is gone.
 nanobind::object own_block(void* address, size_t bytes);
 void bind_batch(nanobind::module_& m);
+void bind_losses(nanobind::module_& m);
 void bind_table(nanobind::module_& m);
+void bind_maintenance(nanobind::module_& m);
+void bind_files(nanobind::module_& m);
+void bind_testing(nanobind::module_& m);
 
 }  // namespace bunkbed

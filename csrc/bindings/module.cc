@@ -13,14 +13,12 @@
 #include <cmath>
 
 #include "bindings/bindings.h"
-#include "check.h"
 #include "compactor.h"
 #include "error.h"
 #include "fault.h"
 #include "float_mode.h"
 #include "gradients.h"
 #include "kernels/kernels.h"
-#include "losses.h"
 #include "manifests.h"
 #include "memory.h"
 #include "optimizer.h"
@@ -142,7 +140,11 @@ NB_MODULE(_native, m) {
   (void)kernels();  // a bad BUNKBED_SIMD is reported at import
 
   bind_batch(m);
+  bind_losses(m);
   bind_table(m);
+  bind_maintenance(m);
+  bind_files(m);
+  bind_testing(m);
 
   m.def("simd", [] { return simd_name(current_simd()); }, "The instruction set in use.");
   m.def(
@@ -154,6 +156,16 @@ NB_MODULE(_native, m) {
   m.def(
       "set_io", &vfs::set_io, "name"_a,
       "Use 'uring', 'threads' or 'auto' for reads to come, process-wide; both give the same bits.");
+  m.def(
+      "io_counts",
+      [] {
+        const vfs::IoCounts counts = vfs::io_counts();
+        nb::dict found;
+        found["uring"] = counts.uring;
+        found["threads"] = counts.threads;
+        return found;
+      },
+      "Reads of tables carried out by 'uring' and by 'threads' so far, process-wide: who really served.");
   m.def(
       "simd_supported", [](const std::string& name) { return simd_supported(simd_of(name)); }, "name"_a,
       "Whether this processor has the instruction set.");
@@ -269,7 +281,7 @@ NB_MODULE(_native, m) {
       "probe_writes",
       [](const std::string& path, size_t max_bytes, double seconds) {
         const nb::gil_scoped_release release;
-        return probe_writes(vfs::posix(), path, max_bytes, seconds);
+        return probe_writes(vfs::current(), path, max_bytes, seconds);
       },
       "path"_a, "max_bytes"_a, "seconds"_a,
       "Writes a new file from end to end, past the page cache, and syncs it: (bytes a second, bytes written).");
@@ -277,80 +289,17 @@ NB_MODULE(_native, m) {
       "probe_reads",
       [](const std::vector<std::string>& paths, size_t threads, double seconds) {
         const nb::gil_scoped_release release;
-        return probe_reads(vfs::posix(), paths, threads, seconds);
+        return probe_reads(vfs::current(), paths, threads, seconds);
       },
       "paths"_a, "threads"_a, "seconds"_a,
       "Random reads of 4 KiB blocks of these files: (reads a second, the unit reads need here; 1: not past the page cache).");
 
   m.def(
-      "bpr_slopes",
-      [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& positive, const FloatsOut& negative,
-         float hardness) {
-        if (positive.shape(0) != negative.shape(0)) {
-          throw Error(ErrorKind::kInvalid, "positive has " + std::to_string(positive.shape(0)) +
-                                               " scores and negative " + std::to_string(negative.shape(0)) + " rows");
-        }
-        const nb::gil_scoped_release release;
-        return bpr_slopes(negative.shape(0), negative.shape(1), hardness, positive.data(), negative.data());
-      },
-      "positive"_a, "negative"_a, "hardness"_a,
-      "Sum of w softplus(negative - positive) of scores float32[B] and float32[B, K], which become its derivatives.");
-  m.def(
-      "logistic_slopes",
-      [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& x) {
-        const nb::gil_scoped_release release;
-        return logistic_slopes(x.shape(0), x.data());
-      },
-      "x"_a, "Sum of softplus(x) of float32[N], which becomes sigmoid(x).");
-
-  using Items = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-  using ItemsOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-  m.def(
-      "pair_scores",
-      [](const FloatsIn& queries, const Items& items, const FloatsOut& scores) {
-        if (queries.shape(0) != items.shape(0) || scores.shape(0) != items.shape(0) ||
-            queries.shape(1) != items.shape(2) || scores.shape(1) != items.shape(1) || items.shape(1) == 0) {
-          throw Error(ErrorKind::kInvalid, "queries, items and scores must be [B, D], [B, K, D] and [B, K]");
-        }
-        const nb::gil_scoped_release release;
-        const PairSquares squares = pair_scores(items.shape(0), items.shape(1), items.shape(2), queries.data(),
-                                                items.data(), scores.data());
-        return std::pair(squares.first, squares.others);
-      },
-      "queries"_a, "items"_a, "scores"_a,
-      "Scores of queries float32[B, D] with their own items float32[B, K, D]; sums of squares of the first items and of "
-      "the others.");
-  m.def(
-      "pair_grads",
-      [](const FloatsIn& slopes, const FloatsIn& queries, const Items& items, float first_decay, float other_decay,
-         const FloatsOut& query_grads, const ItemsOut& item_grads) {
-        if (slopes.shape(0) != items.shape(0) || slopes.shape(1) != items.shape(1) || items.shape(1) == 0 ||
-            queries.shape(0) != items.shape(0) || queries.shape(1) != items.shape(2) ||
-            query_grads.shape(0) != queries.shape(0) || query_grads.shape(1) != queries.shape(1) ||
-            item_grads.shape(0) != items.shape(0) || item_grads.shape(1) != items.shape(1) ||
-            item_grads.shape(2) != items.shape(2)) {
-          throw Error(ErrorKind::kInvalid, "slopes, queries and items must be [B, K], [B, D] and [B, K, D]");
-        }
-        const nb::gil_scoped_release release;
-        pair_grads(items.shape(0), items.shape(1), items.shape(2), {first_decay, other_decay}, slopes.data(),
-                   queries.data(), items.data(), query_grads.data(), item_grads.data());
-      },
-      "slopes"_a, "queries"_a, "items"_a, "first_decay"_a, "other_decay"_a, "query_grads"_a, "item_grads"_a,
-      "Gradients of queries and items from the slopes of their scores and a decay of the items.");
-
-  m.def(
-      "check_table",
-      [](const std::string& path) {
-        const nb::gil_scoped_release release;
-        return check_table(vfs::posix(), path);
-      },
-      "path"_a, "Problems of a table's files, one line each.");
-  m.def(
       "snapshots",
       [](const std::string& path) {
         const nb::gil_scoped_release release;
         std::vector<std::pair<std::string, uint64_t>> found;
-        for (const auto& snapshot : Manifests(vfs::posix(), path).snapshots()) {
+        for (const auto& snapshot : Manifests(vfs::current(), path).snapshots()) {
           found.emplace_back(snapshot.name, snapshot.epoch);
         }
         return found;

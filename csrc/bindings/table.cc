@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -171,7 +172,7 @@ void bind_table(nb::module_& m) {
   m.def(
       "create",
       [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes) {
-        return unlocked([&] { return Table::create(vfs::posix(), path, name, spec, ram_bytes); });
+        return unlocked([&] { return Table::create(vfs::current(), path, name, spec, ram_bytes); });
       },
       "path"_a, "name"_a, "spec"_a, "ram_bytes"_a);
   m.def(
@@ -184,13 +185,13 @@ void bind_table(nb::module_& m) {
         options.snapshot = snapshot;
         options.epoch = epoch;
         options.through_run = through_run;
-        return unlocked([&] { return Table::open(vfs::posix(), path, name, options); });
+        return unlocked([&] { return Table::open(vfs::current(), path, name, options); });
       },
       "path"_a, "name"_a, "writable"_a, "ram_bytes"_a, "snapshot"_a, "epoch"_a.none(), "through_run"_a);
   m.def(
       "read_spec",
       [](const std::string& path, const std::string& snapshot, std::optional<uint64_t> epoch) {
-        const Manifests manifests(vfs::posix(), path);
+        const Manifests manifests(vfs::current(), path);
         const Manifest manifest = !snapshot.empty()   ? manifests.load_snapshot(snapshot)
                                   : epoch.has_value() ? manifests.load(*epoch)
                                                       : manifests.load_newest();
@@ -204,6 +205,10 @@ void bind_table(nb::module_& m) {
         return std::make_pair(spec, manifest.stored_rows);
       },
       "path"_a, "snapshot"_a, "epoch"_a.none(), "(what the table is, rows stored) by a commit; default the newest.");
+
+  nb::class_<PendingCommit>(m, "PendingCommit", "A commit that was begun.")
+      .def("wait", [](PendingCommit& commit) { return unlocked([&] { return commit.wait(); }); })
+      .def("is_over", &PendingCommit::is_over);
 
   nb::class_<Table>(m, "Table", "One table; see bunkbed.Table.")
       .def("lookup", [](Table& t, const Ids& ids, bool touch, const FloatsOut& out) {
@@ -288,6 +293,12 @@ void bind_table(nb::module_& m) {
             return unlocked([&] { return t.commit(meta, keep); });
           },
           "meta"_a.none(), "keep"_a)
+      .def(
+          "begin_commit",
+          [](Table& t, const std::optional<std::string>& meta, const std::string& keep) {
+            return unlocked([&] { return t.begin_commit(meta, keep); });
+          },
+          "meta"_a.none(), "keep"_a)
       .def("snapshots",
            [](Table& t) {
              std::vector<std::pair<std::string, uint64_t>> found;
@@ -319,7 +330,13 @@ void bind_table(nb::module_& m) {
       .def("step", [](Table& t) { return unlocked([&] { return t.step(); }); })
       .def("epoch", [](Table& t) { return unlocked([&] { return t.epoch(); }); })
       .def("is_changed", [](Table& t) { return unlocked([&] { return t.is_changed(); }); })
-      .def("uncommitted_rows", [](Table& t) { return unlocked([&] { return t.uncommitted_rows(); }); })
+      .def(
+          "uncommitted",
+          [](Table& t) {
+            const Table::Uncommitted found = unlocked([&] { return t.uncommitted(); });
+            return nb::make_tuple(found.rows, found.is_exact, found.steps);
+          },
+          "What would be lost without a commit: (rows, whether that is exact or an upper bound, steps).")
       .def("meta", [](Table& t) { return unlocked([&] { return t.meta(); }); })
       .def("uuid", [](Table& t) { return nb::bytes(t.uuid().data(), t.uuid().size()); })
       .def("payload_bytes", &Table::payload_bytes)

@@ -56,6 +56,17 @@ struct PoolRun {
 };
 inline constexpr int64_t kPoolAhead = 48;
 
+// Rows that lie in frames: row i is that of frames[index[i]], or of frames[i] without an index.
+struct RowPlaces {
+  // In `frames`: the row lies elsewhere, and its place in the output is left alone.
+  static constexpr uint32_t kNowhere = ~0u;
+  const std::byte* records;  // of frame 0
+  size_t stride;             // bytes from one frame's record to the next
+  const uint32_t* frames;
+  const uint32_t* index;     // (n) or null
+  int64_t n;
+};
+
 // The generator's keys of each round for a seed, made once for many rows.
 struct RoundKeys {
   explicit RoundKeys(uint64_t seed);
@@ -102,6 +113,8 @@ struct Kernels {
                      float* sums);
   // out = the rows added up in rising order, as add_row and add_scaled_row do it; 16-bit rows are widened first
   void (*pool_rows)(DType dtype, int64_t dim, const PoolRun& run, float* out);
+  // out (n, dim): copies of float32[dim] rows, or 16-bit ones widened
+  void (*gather_rows)(DType dtype, int64_t dim, const RowPlaces& from, float* out);
   // x[i] = x[i] * scale
   void (*scale_row)(int64_t dim, float scale, float* x);
   // true when every value is finite

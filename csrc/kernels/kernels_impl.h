@@ -22,11 +22,12 @@ namespace {
 #include "kernels/narrow_update_impl.h"
 #include "kernels/losses_impl.h"
 #include "kernels/pool_impl.h"
+#include "kernels/gather_impl.h"
 
 // The checksum does not depend on the level; kernels.cc fills it in.
 constexpr Kernels make_kernels(Simd level) {
   return Kernels{level,     init_row,  update_row, update_narrow, add_row,        add_scaled_row, sum_rows,
-                 pool_rows, scale_row, all_finite, dot,           sum_of_squares, widen,          narrow_nearest,
+                 pool_rows, gather_rows, scale_row, all_finite, dot,           sum_of_squares, widen,          narrow_nearest,
                  narrow_stochastic, bpr_row, pair_grad_row, nullptr};
 }
 

@@ -93,13 +93,13 @@ struct Squares {
 template <int64_t kVectors>
 inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uint32_t n, uint32_t known, float* out) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
-  constexpr uint32_t kAhead = 8;
+  constexpr uint32_t kAhead = 32;
   Floats acc[kVectors];
   for (int64_t v = 0; v < kVectors; ++v) acc[v] = -Floats{};  // -0.0: x + -0.0 is x for every x (0 - 0.0 would be 0)
   for (uint32_t o = 0; o < n; ++o) {
     if (o + kAhead < known) {
       const float* const ahead = grads + static_cast<int64_t>(order[o + kAhead]) * dim;
-      for (int64_t line = 0; line < kVectors * kWidth; line += 16) __builtin_prefetch(ahead + line);
+      for (int64_t line = 0; line < kVectors * kWidth; line += 16) __builtin_prefetch(ahead + line, 0, 2);
     }
     const float* const row = grads + static_cast<int64_t>(order[o]) * dim;
     for (int64_t v = 0; v < kVectors; ++v) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "gradients.h"
 #include "table.h"
 
 namespace bunkbed::test {
@@ -34,6 +35,17 @@ inline void update(Table* table, const std::vector<int64_t>& ids, const std::vec
     for (size_t d = 0; d < dim; ++d) wide[i * dim + d] = element(grads[i], d);
   }
   table->update(ids.data(), ids.size(), wide.data(), std::nullopt, std::nullopt);
+}
+
+// The same through a batch of the ids.
+inline void update(Table* table, const Batch& batch, const std::vector<float>& grads) {
+  const size_t dim = table->spec().dim;
+  std::vector<float> wide(grads.size() * dim), sums(batch.num_unique() * dim);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    for (size_t d = 0; d < dim; ++d) wide[i * dim + d] = element(grads[i], d);
+  }
+  sum_gradients(batch, wide.data(), dim, sums.data());
+  table->update(batch, sums.data(), std::nullopt, std::nullopt);
 }
 
 inline void apply(Rows* rows, const std::vector<int64_t>& ids, const std::vector<float>& grads) {

@@ -17,7 +17,8 @@
 
 #include "check.h"
 #include "error.h"
-#include "fault_vfs.h"
+#include "failpoints.h"
+#include "sandbox.h"
 #include "vfs/batch_reads.h"
 #include "workers.h"
 
@@ -391,6 +392,55 @@ TEST(batch_reads_backends_have_names) {
   auto lane = lane_of(4);
   CHECK(lane.ring() == nullptr);
   vfs::set_io("auto");
+}
+
+namespace {
+
+// One read; counts the calls that are under way once its stream is gone.
+class Mortal final : public vfs::ReadSource {
+ public:
+  explicit Mortal(vfs::File* file) : file_(file) {}
+  bool next(vfs::ReadOp* op) noexcept override {
+    if (is_taken_.exchange(true)) {
+      if (std::this_thread::get_id() != owner_) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      calls_of_the_dead += is_gone;
+      return false;
+    }
+    *op = {file_, 1, 1, 0};
+    return true;
+  }
+  void done(const vfs::ReadOp&, const std::byte*, std::exception_ptr) noexcept override {}
+
+  std::atomic<bool> is_gone{false};
+  static inline std::atomic<int> calls_of_the_dead{0};
+
+ private:
+  vfs::File* file_;
+  const std::thread::id owner_ = std::this_thread::get_id();
+  std::atomic<bool> is_taken_{false};
+};
+
+}  // namespace
+
+TEST(batch_reads_a_late_reader_meets_no_source_that_is_gone) {
+  FakeFile file;
+  vfs::ReadLane lane;
+  lane.resize(kSlice, 64);
+  vfs::set_io("threads");
+  std::vector<std::unique_ptr<Mortal>> sources;
+  // Time for a reader to come between the end of the reads and that of the stream.
+  arm_failpoint("reads.finished", 0, FailpointAction::kDelay, 1e-3);
+  for (int round = 0; round < 60; ++round) {
+    sources.push_back(std::make_unique<Mortal>(&file));
+    {
+      vfs::ReadStream stream(*sources.back(), lane);
+      stream.wake(2);
+    }
+    sources.back()->is_gone = true;
+  }
+  disarm_failpoints();
+  vfs::set_io("auto");
+  CHECK_EQ(Mortal::calls_of_the_dead.load(), 0);
 }
 
 }  // namespace bunkbed

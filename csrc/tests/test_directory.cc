@@ -104,6 +104,42 @@ TEST(directory_estimate_holds_growing_one_by_one_and_at_once) {
   }
 }
 
+// Rows in the frame of their own number have a short way; they leave it, come back and are dropped like all others.
+TEST(directory_flat_knows_rows_at_home) {
+  constexpr int64_t kRows = 10 * kFlatGroupRows + 7;
+  const auto directory = make_flat_directory(kRows);
+  std::vector<int64_t> rows;
+  std::vector<Entry> expected;
+  for (int64_t row = 0; row < kRows; ++row) {
+    rows.push_back(row);
+    expected.push_back(entry_of_frame(static_cast<uint32_t>(row)));
+    directory->set(row, expected.back());
+  }
+  const auto check = [&] {
+    std::vector<Entry> entries(rows.size());
+    directory->locate(rows.data(), rows.size(), entries.data());
+    CHECK(entries == expected);
+    for (size_t i = 0; i < rows.size(); ++i) CHECK_EQ(directory->find(rows[i]), expected[i]);
+    CHECK_EQ(directory->stored_rows(), rows.size() - static_cast<size_t>(std::count(expected.begin(), expected.end(), kAbsent)));
+  };
+  check();
+  Sampler sampler(11);
+  for (int round = 0; round < 400; ++round) {
+    const uint64_t row = sampler.bits() % kRows;
+    const uint64_t what = sampler.bits() % 8;
+    const Entry entry = what == 0   ? kAbsent
+                        : what == 1 ? entry_of_position(sampler.bits() % kMaxPosition)
+                        : what == 2 ? entry_of_frame(static_cast<uint32_t>(sampler.bits() % kRows))
+                                    : entry_of_frame(static_cast<uint32_t>(row));
+    for (int again = 0; again < 2; ++again) directory->set(static_cast<int64_t>(row), entry);
+    expected[row] = entry;
+    check();
+  }
+  directory->clear();
+  expected.assign(rows.size(), kAbsent);
+  check();
+}
+
 TEST(directory_sizes_do_not_wrap) {
   // 5 times this is 2^64 + 4: a directory of 12 bytes for 3.7e18 rows.
   CHECK(flat_directory_bytes(3689348814741910324u) > (size_t{1} << 50));

@@ -5,8 +5,8 @@
 
 #include "check.h"
 #include "../check.h"
-#include "fault_vfs.h"
 #include "model.h"
+#include "sandbox.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;

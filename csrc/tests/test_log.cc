@@ -2,9 +2,9 @@
 #include <map>
 
 #include "check.h"
-#include "fault_vfs.h"
 #include "log.h"
 #include "rebuild.h"
+#include "sandbox.h"
 #include "sample.h"
 
 using namespace bunkbed;
@@ -40,6 +40,19 @@ std::unique_ptr<Log> new_log(vfs::Vfs& vfs, const std::string& path) {
   auto log = std::make_unique<Log>(vfs, path, Uuid{1, 2, 3}, kPayload, 2000, small_memory());
   log->begin_epoch(1, 1, 1);
   return log;
+}
+
+// As a commit does.
+void end_epoch(Log* log) {
+  const uint64_t epoch = log->epoch();
+  log->begin_next_epoch(0);
+  log->finish_ending();
+  while (!log->is_written(epoch)) log->wait_for_write(log->writes_ended() - 1);
+  const Log::Unsynced unsynced = log->unsynced(epoch);
+  CHECK(!unsynced.files.empty());
+  log->sync(unsynced);
+  log->mark_synced(unsynced);
+  CHECK(log->unsynced(epoch).files.empty());
 }
 
 void check_readable(Log* log, const std::vector<Written>& records) {
@@ -105,7 +118,7 @@ TEST(log_rebuild_takes_the_highest_version) {
   // Old records appended late, as a compaction that lost a race would: their versions must not win.
   for (int64_t id = 0; id < 100; ++id) log->append(id, payload_of(id, 1).data(), 1);
   log->drain();
-  log->sync_and_seal();
+  end_epoch(log.get());
   const auto entries = entries_of(*log);
   const uint64_t versions_end = log->next_version();
   log.reset();
@@ -160,7 +173,7 @@ TEST(log_failed_writes_are_kept_and_tried_again) {
   for (int64_t id = 0; id < 300; ++id) append(id);
   log->drain();
   check_readable(log.get(), all);
-  log->sync_and_seal();
+  end_epoch(log.get());
   for (const auto& [id, segment] : log->segments()) {
     uint64_t records = 0;
     for (const ChunkTrailer& chunk : log->chunks(*segment)) records += chunk.count;

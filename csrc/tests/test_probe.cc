@@ -4,7 +4,7 @@
 
 #include "check.h"
 #include "error.h"
-#include "fault_vfs.h"
+#include "sandbox.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;

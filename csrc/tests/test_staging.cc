@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "check.h"
-#include "fault_vfs.h"
 #include "model.h"
+#include "sandbox.h"
 #include "table.h"
 #include "workers.h"
 
@@ -98,6 +98,48 @@ TEST(table_window_misled_flat) { staged_training(4000, "misled-flat", Ahead::kMi
 TEST(table_window_misled_hashed) { staged_training(-1, "misled-hashed", Ahead::kMisledWindow); }
 
 // A row that was staged and then looked up was wanted once, and missed once.
+// Compaction goes on beside lookups and updates, and whoever needs the table alone waits for it.
+TEST(table_staging_compacts_beside) {
+  const std::string path = fresh_folder("staging-compacts");
+  {
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(4000), 480u << 10);
+    std::vector<float> expected(4000, 0.0f);
+    std::vector<float> out(300 * 16);
+    const std::vector<float> grads(300 * 16, -1.0f);
+    std::vector<int64_t> ids(300), next(300);
+    const auto batch_at = [](size_t b, std::vector<int64_t>* batch) {
+      for (size_t i = 0; i < batch->size(); ++i) (*batch)[i] = static_cast<int64_t>((b * 300 + i) * 7 % 4000);
+    };
+    batch_at(0, &next);
+    for (size_t b = 0; b < 600; ++b) {
+      ids = next;
+      batch_at(b + 1, &next);
+      table->stage(next.data(), next.size());
+      table->lookup(ids.data(), ids.size(), true, out.data());
+      for (size_t i = 0; i < ids.size(); ++i) CHECK_EQ(out[i * 16 + 7], expected[ids[i]]);
+      table->update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
+      for (const int64_t id : ids) expected[id] += 1.0f;
+      if (b % 97 == 96) table->commit(std::nullopt, "");
+    }
+    const TableStats stats = table->stats();
+    CHECK(stats.compactions >= 3);
+    CHECK(stats.disk_bytes < 8 * stats.live_bytes + (4u << 20));
+    CHECK_EQ(stats.stored_rows, 4000u);
+    table->commit(std::nullopt, "");
+    table->close();
+    OpenOptions options;
+    options.ram_bytes = 480u << 10;
+    table = Table::open(vfs::posix(), path, "t", options);
+    for (int64_t row = 0; row < 4000; row += 300) {
+      std::vector<int64_t> rows;
+      for (int64_t r = row; r < std::min<int64_t>(4000, row + 300); ++r) rows.push_back(r);
+      table->lookup(rows.data(), rows.size(), false, out.data());
+      for (size_t i = 0; i < rows.size(); ++i) CHECK_EQ(out[i * 16], expected[rows[i]]);
+    }
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
 TEST(table_staging_counts_a_row_once) {
   const std::string path = fresh_folder("staging-counts");
   {

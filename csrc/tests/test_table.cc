@@ -10,9 +10,9 @@
 #include <thread>
 
 #include "check.h"
-#include "fault_vfs.h"
 #include "model.h"
 #include "sample.h"
+#include "sandbox.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "error.h"
+#include "failpoints.h"
 #include "vfs/uring.h"
 #include "workers.h"
 
@@ -48,7 +49,14 @@ std::atomic<Io>& io_setting() {
   return value;
 }
 
+std::atomic<uint64_t> uring_reads{0}, thread_reads{0};
+
 }  // namespace
+
+IoCounts io_counts() {
+  return {uring_reads.load(std::memory_order_relaxed), thread_reads.load(std::memory_order_relaxed)};
+}
+void count_uring_reads(uint64_t reads) { uring_reads.fetch_add(reads, std::memory_order_relaxed); }
 
 Io current_io() { return io_setting().load(std::memory_order_relaxed); }
 void set_io(const std::string& name) { io_setting().store(io_of(name), std::memory_order_relaxed); }
@@ -59,11 +67,12 @@ ReadLane::ReadLane() = default;
 ReadLane::~ReadLane() { ring_.reset(); }
 ReadLane::ReadLane(ReadLane&&) noexcept = default;
 
-void ReadLane::resize(size_t slice_bytes, size_t num_slices) {
+void ReadLane::resize(size_t slice_bytes, size_t num_slices, size_t max_threads) {
   ring_.reset();
   has_no_ring_ = false;
   slice_bytes_ = slice_bytes;
   num_slices_ = num_slices;
+  max_threads_ = std::min({num_slices, max_threads, kIoThreads});
   memory_ = Buffer();
 }
 
@@ -95,6 +104,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
         memory(lane.memory()),
         slice_bytes(lane.slice_bytes()),
         num_slices(lane.num_slices()),
+        max_threads(lane.max_threads()),
         ring(lane.ring()) {
     for (uint32_t i = 0; i < num_slices; ++i) free_slices.push_back(i);
   }
@@ -118,7 +128,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
     {
       const std::lock_guard guard(mutex);
       ++wakes;
-      const size_t most = ring != nullptr ? 1 : std::min(num_slices, kIoThreads);
+      const size_t most = ring != nullptr ? 1 : max_threads;
       more = std::min(num_ops, most - std::min(most, num_readers + invited));
       invited += more;
     }
@@ -156,6 +166,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
       } catch (...) {
         error = std::current_exception();
       }
+      thread_reads.fetch_add(1, std::memory_order_relaxed);
       source.done(op, error ? nullptr : data, error);
     };
     for (uint64_t seen = wakes - 1; seen != wakes || refused;) {
@@ -173,6 +184,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
   std::byte* const memory;
   const size_t slice_bytes;
   const size_t num_slices;
+  const size_t max_threads;
   std::mutex mutex;  // guards what follows
   Ring* ring;        // null: threads read
   std::condition_variable idle;
@@ -188,9 +200,12 @@ ReadStream::ReadStream(ReadSource& source, ReadLane& lane) : state_(std::make_sh
 
 ReadStream::~ReadStream() {
   finish();
-  // Readers that were invited and have not come yet hold the state, and find it closed.
-  const std::lock_guard guard(state_->mutex);
+  failpoint("reads.finished");
+  // Readers that were invited and have not come yet hold the state, and find it closed. One may have come since finish()
+  // saw none: the source lives until it has gone.
+  std::unique_lock lock(state_->mutex);
   state_->is_closed = true;
+  state_->idle.wait(lock, [this] { return state_->is_idle(); });
 }
 
 void ReadStream::wake(size_t num_ops) { state_->invite(num_ops); }

@@ -39,6 +39,14 @@ enum class Io { kUring, kThreads };
 Io current_io();
 void set_io(const std::string& name);  // uring, threads or auto; process-wide, for streams to come
 
+// Reads that each of the two carried out so far, process-wide: who really served, whatever was asked for.
+struct IoCounts {
+  uint64_t uring = 0;
+  uint64_t threads = 0;
+};
+IoCounts io_counts();
+void count_uring_reads(uint64_t reads);  // the ring's own
+
 class Ring;
 
 // Memory where reads land. It serves one stream at a time.
@@ -47,7 +55,9 @@ class ReadLane {
   ReadLane();
   ~ReadLane();
   ReadLane(ReadLane&&) noexcept;
-  void resize(size_t slice_bytes, size_t num_slices);
+  // Where threads read, at most `max_threads` of them do.
+  void resize(size_t slice_bytes, size_t num_slices, size_t max_threads = ~size_t{0});
+  size_t max_threads() const { return max_threads_; }
   size_t slice_bytes() const { return slice_bytes_; }
   size_t num_slices() const { return num_slices_; }
   std::byte* memory();
@@ -57,6 +67,7 @@ class ReadLane {
  private:
   size_t slice_bytes_ = 0;
   size_t num_slices_ = 0;
+  size_t max_threads_ = 0;
   Buffer memory_;
   std::unique_ptr<Ring> ring_;  // reads into memory_
   bool has_no_ring_ = false;    // it was tried

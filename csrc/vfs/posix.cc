@@ -8,10 +8,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
 #include "error.h"
+#include "vfs/syscalls.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed::vfs {
@@ -61,7 +63,7 @@ class PosixFile final : public File {
     auto* out = static_cast<char*>(data);
     size_t done = 0;
     while (done < n) {
-      const ssize_t got = ::pread(fd_, out + done, n - done, static_cast<off_t>(offset + done));
+      const ssize_t got = read_some(fd_, out + done, n - done, static_cast<off_t>(offset + done));
       if (got < 0) {
         if (errno == EINTR) continue;
         fail("read", path_, errno);
@@ -77,17 +79,20 @@ class PosixFile final : public File {
   void write(const void* data, size_t n, uint64_t offset) override {
     const auto* in = static_cast<const char*>(data);
     size_t done = 0;
+    bool has_stalled = false;
     while (done < n) {
-      const ssize_t put = ::pwrite(fd_, in + done, n - done, static_cast<off_t>(offset + done));
+      const ssize_t put = write_some(fd_, in + done, n - done, static_cast<off_t>(offset + done));
       if (put < 0) {
         if (errno == EINTR) continue;
         fail("write", path_, errno);
       }
       if (put == 0) fail("write", path_, ENOSPC);
       auto more = static_cast<size_t>(put);
-      // A short direct write that ends within a block (a quota, a size limit) cannot be continued there.
+      // A short direct write that ends within a block cannot be continued there, but made again from where the block
+      // begins. When that gains nothing it was no accident: a quota, a size limit.
       if (direct_ && done + more < n) more = round_down(more, kBlockBytes);
-      if (more == 0) fail("write", path_, EFBIG);
+      if (more == 0 && has_stalled) fail("write", path_, EFBIG);
+      has_stalled = more == 0;
       done += more;
     }
     if (drop_pages_) {
@@ -102,9 +107,9 @@ class PosixFile final : public File {
 
   void sync() override {
 #ifdef __APPLE__
-    const int rc = ::fcntl(fd_, F_FULLFSYNC);
+    const int rc = uninterrupted([&] { return ::fcntl(fd_, F_FULLFSYNC); });
 #else
-    const int rc = ::fdatasync(fd_);
+    const int rc = uninterrupted([&] { return ::fdatasync(fd_); });
 #endif
     if (rc != 0) fail_sync("fdatasync", path_, errno);
   }
@@ -158,27 +163,39 @@ class PosixVfs final : public Vfs {
 
   std::shared_ptr<File> open(const std::string& path, bool direct) override {
     auto file = open_with(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, direct, false);
+    // Of what was opened, not of the name: the file may have been collected since.
     struct stat info {};
-    if (::lstat(path.c_str(), &info) != 0) fail("lstat", path, errno);
+    if (::fstat(file->descriptor(), &info) != 0) fail("fstat", path, errno);
     if (!S_ISREG(info.st_mode)) throw Error(ErrorKind::kFormat, "file " + path + " is not a regular file");
     return file;
   }
 
   void link(const std::string& from, const std::string& to) override {
-    if (::link(from.c_str(), to.c_str()) != 0) {
+    if (uninterrupted([&] { return ::link(from.c_str(), to.c_str()); }) != 0) {
       if (errno == EEXIST) throw Error(ErrorKind::kExists, "file " + to + " exists already", EEXIST, to);
       fail("link", to, errno);
     }
   }
 
   void remove(const std::string& path) override {
-    if (::unlink(path.c_str()) != 0 && errno != ENOENT) fail("unlink", path, errno);
+    if (uninterrupted([&] { return ::unlink(path.c_str()); }) != 0 && errno != ENOENT) fail("unlink", path, errno);
+  }
+
+  void truncate(const std::string& path, uint64_t bytes) override {
+    const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) fail("open", path, errno);
+    const bool was_cut = ::ftruncate(fd, static_cast<off_t>(bytes)) == 0;
+    const bool was_synced = was_cut && ::fsync(fd) == 0;
+    const int error_number = errno;
+    ::close(fd);
+    if (!was_cut) fail("ftruncate", path, error_number);
+    if (!was_synced) fail_sync("fsync", path, error_number);
   }
 
   void sync_directory(const std::string& path) override {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int fd = uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
     if (fd < 0) fail("open", path, errno);
-    const int rc = ::fsync(fd);
+    const int rc = uninterrupted([&] { return ::fsync(fd); });
     const int error_number = errno;
     ::close(fd);
     if (rc != 0) fail_sync("fsync", path, error_number);
@@ -188,7 +205,7 @@ class PosixVfs final : public Vfs {
     for (size_t at = 1; at <= path.size(); ++at) {
       if (at != path.size() && path[at] != '/') continue;
       const std::string prefix = path.substr(0, at);
-      if (::mkdir(prefix.c_str(), 0777) == 0) {
+      if (uninterrupted([&] { return ::mkdir(prefix.c_str(), 0777); }) == 0) {
         const size_t slash = prefix.find_last_of('/');
         sync_directory(slash == std::string::npos ? "." : slash == 0 ? "/" : prefix.substr(0, slash));
       } else if (errno != EEXIST && errno != EISDIR) {
@@ -222,10 +239,10 @@ class PosixVfs final : public Vfs {
   }
 
   std::unique_ptr<Lock> lock(const std::string& path) override {
-    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    const int fd = uninterrupted([&] { return ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666); });
     if (fd < 0) fail("open", path, errno);
     auto held = std::make_unique<PosixLock>(fd);
-    if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    if (uninterrupted([&] { return ::flock(fd, LOCK_EX | LOCK_NB); }) != 0) {
       if (errno != EWOULDBLOCK) fail("flock", path, errno);
       char text[32] = {};
       const ssize_t got = ::pread(fd, text, sizeof(text) - 1, 0);
@@ -242,11 +259,14 @@ class PosixVfs final : public Vfs {
  private:
   static std::shared_ptr<File> open_with(const std::string& path, int flags, bool direct, bool drop_pages) {
     int fd = -1;
-    if (direct) fd = ::open(path.c_str(), flags | kDirect, 0666);
+    const auto open = [&path](int with) {
+      return uninterrupted([&] { return ::open(path.c_str(), with, 0666); });
+    };
+    if (direct) fd = open(flags | kDirect);
     const bool is_direct = fd >= 0 && kDirect != 0;
     // Where O_DIRECT is refused the file may have been made all the same.
-    if (fd < 0 && !direct) fd = ::open(path.c_str(), flags, 0666);
-    if (fd < 0 && direct && errno == EINVAL) fd = ::open(path.c_str(), flags & ~O_EXCL, 0666);
+    if (fd < 0 && !direct) fd = open(flags);
+    if (fd < 0 && direct && errno == EINVAL) fd = open(flags & ~O_EXCL);
     if (fd < 0) {
       if (errno == ENOENT) throw Error(ErrorKind::kNotFound, "no such file: " + path, ENOENT, path);
       if (errno == EEXIST) throw Error(ErrorKind::kExists, "file " + path + " exists already", EEXIST, path);
@@ -265,6 +285,20 @@ Vfs& posix() {
   static PosixVfs instance;
   return instance;
 }
+
+namespace {
+
+std::atomic<Vfs*> current_vfs{nullptr};  // null: posix()
+
+}  // namespace
+
+Vfs& current() {
+  // Pairs with use(): a backend was made before it was put in place.
+  Vfs* const chosen = current_vfs.load(std::memory_order_acquire);
+  return chosen != nullptr ? *chosen : posix();
+}
+
+void use(Vfs* vfs) { current_vfs.store(vfs, std::memory_order_release); }
 
 Buffer::Buffer(size_t bytes) : size_(round_up(bytes, kBlockBytes)) {
   void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -193,6 +193,7 @@ void KernelRing::reap(ReadSource& source) noexcept {
   unsigned head = std::atomic_ref(*cq_head_).load(std::memory_order_relaxed);
   // Pairs with the kernel's release of the tail: completions, and the bytes they speak of, are there.
   const unsigned tail = std::atomic_ref(*cq_tail_).load(std::memory_order_acquire);
+  count_uring_reads(tail - head);
   for (; head != tail; ++head) {
     const io_uring_cqe& entry = cq_entries_[head & cq_mask_];
     --in_flight_;

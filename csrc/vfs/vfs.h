@@ -49,6 +49,8 @@ class Vfs {
   virtual void link(const std::string& from, const std::string& to) = 0;
   // Removes a file; one that is not there is no error.
   virtual void remove(const std::string& path) = 0;
+  // Cuts a file to its first `bytes` bytes, durably.
+  virtual void truncate(const std::string& path, uint64_t bytes) = 0;
   virtual void sync_directory(const std::string& path) = 0;
   virtual void make_directories(const std::string& path) = 0;
   // Names in a directory, sorted; Error(kNotFound) when there is none.
@@ -59,6 +61,11 @@ class Vfs {
 };
 
 Vfs& posix();
+
+// The one that tables are made and opened with from Python: posix(), unless a test has put a backend of its own in its
+// place, which then lives as long as the process. Null: posix() again.
+Vfs& current();
+void use(Vfs* vfs);
 
 // Blocks of this size are the unit of appends: every chunk begins and ends on one.
 inline constexpr size_t kBlockBytes = 4096;

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import threading
 import weakref
 from typing import Protocol
+
+from bunkbed.errors import BunkbedError, TableClosedError
 
 _UNITS = {
     "": 1,
@@ -90,6 +94,7 @@ class Budget:
 
     def __init__(self, total: int | str) -> None:
         self.total_bytes = parse_bytes(total)
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._shares: weakref.WeakKeyDictionary[Member, int] = weakref.WeakKeyDictionary()
@@ -97,6 +102,7 @@ class Budget:
     @property
     def used_bytes(self) -> int:
         """Bytes handed out to the tables that share this budget."""
+        self._require_own_process()
         with self._lock:
             return sum(self._shares.values())
 
@@ -106,11 +112,13 @@ class Budget:
         Raises:
             MemoryError: the total cannot hold every member's minimum; the message says how much is needed.
         """
+        self._require_own_process()
         with self._lock:
             return self._divide([*self._members, newcomer])[-1]
 
     def join(self, newcomer: Member) -> None:
         """Add a member and divide the bytes again; present members shrink first."""
+        self._require_own_process()
         with self._lock:
             members = [*self._members, newcomer]
             shares = self._divide(members)
@@ -119,11 +127,20 @@ class Budget:
 
     def leave(self, member: Member) -> None:
         """Remove a member; the others grow into what it held."""
+        self._require_own_process()
         with self._lock:
             self._members.discard(member)
             self._shares.pop(member, None)
             members = list(self._members)
-            self._apply(members, self._divide(members))
+            with contextlib.suppress(BunkbedError):  # one that refuses use until it is reopened keeps what it has
+                self._apply(members, self._divide(members))
+
+    def _require_own_process(self) -> None:
+        # Before the lock is taken: another thread of the parent may have held it.
+        if self._pid != os.getpid():
+            raise TableClosedError(
+                "a Budget was made before this process was forked, and its tables are the parent's; make a new one here"
+            )
 
     def _apply(self, members: list[Member], shares: list[int]) -> None:
         # Shrink before growing, so that the sum never exceeds the total.

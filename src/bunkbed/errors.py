@@ -24,5 +24,9 @@ class TableClosedError(BunkbedError):
     """The table was closed, or was opened before a fork."""
 
 
+class UncommittedWarning(UserWarning):
+    """Rows that were updated or set are lost: a table was let go of, or the program ended, without a commit."""
+
+
 class ReadOnlyError(BunkbedError):
     """A write on a reader, or on a table that became read-only after a failed sync."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -16,6 +17,7 @@ from bunkbed import optim as _optim
 from bunkbed.budget import Budget, parse_bytes
 from bunkbed.errors import FormatError, ReadOnlyError
 from bunkbed.table import DTYPES, Table
+from bunkbed.uncommitted import warn_when_it_goes
 
 DEFAULT_RAM = "1GiB"
 _MAX_DIM = 1 << 24
@@ -24,6 +26,12 @@ _LARGEST = {"float32": 3.4028e38, "bfloat16": 3.3895e38, "float16": 65504.0}
 #: The tables this process writes, by resolved path: opening one again gives the same object.
 _writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValueDictionary()
 _writers_lock = threading.Lock()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for table in list(_writers.values()):
+        warn_when_it_goes(table)
 
 
 def make_spec(
@@ -187,9 +195,8 @@ def open(
                 raise FileNotFoundError(f"no table at {place} to read")
             return _create_table(place, ram=ram, _run=_run, **create)
     if writable:
-        with _writers_lock:
-            present = _writers.get((os.getpid(), str(place.resolve())))
-        if present is not None and not present.closed:
+        present = open_writer(place)
+        if present is not None:
             compare_with(present, create, optimizer)
             present._opens += 1
             return present
@@ -243,6 +250,13 @@ def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.
         if table.mode == "r":
             raise ReadOnlyError(f"table '{table.name}' is open for reading; its hyperparameters cannot change")
         table.optimizer = definition
+
+
+def open_writer(place: Path) -> Table | None:
+    """The table at `place` if this process has it open for writing."""
+    with _writers_lock:
+        present = _writers.get((os.getpid(), str(place.resolve())))
+    return None if present is None or present.closed else present
 
 
 def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:

@@ -170,7 +170,7 @@ def answer(question: Question, machine: Machine) -> Plan:
     window, window_bytes = 0, 0
     if question.lookahead and fits_batch and frames < question.rows:
         window, window_bytes = _window(question, popularity, frames)
-        frames -= window_bytes // int(use["frame_bytes"])
+        frames -= -(-window_bytes // int(use["frame_bytes"]))
         cache = limits.cache(popularity, question.batch, frames, policy="planner", window=window)
     else:
         cache = limits.cache(popularity, question.batch, frames)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from bunkbed import opening
+from bunkbed import _native, opening
 from bunkbed.budget import Budget
-from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosedError, TableLockedError
+from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosedError
 from bunkbed.opening import DEFAULT_RAM
-from bunkbed.run_files import RunFiles, RunManifest, sync_directory
+from bunkbed.run_files import MEMBER, RunFiles, RunManifest, sync_directory, unlock
 from bunkbed.table import Table
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+from bunkbed.table_commits import BackgroundCommit, PendingCommit
 
 
 def _require_name(what: str, name: object) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not MEMBER.fullmatch(name):
         raise ValueError(f"a {what}'s name is up to 200 letters, digits, '.', '_' and '-', got {name!r}")
 
 
@@ -71,7 +70,10 @@ class Run:
         self._files = RunFiles(self.path)
         self._tables: dict[str, Table] = {}
         self._closed = False
+        self._pid = os.getpid()
+        self._background: BackgroundCommit | None = None
         self._lock: int | None = None
+        self._read_only_reason = ""
         if self.path.exists() and not self.path.is_dir():
             raise FormatError(f"{self.path} is not a run: it is not a directory")
         if self.mode == "r" and not self._files.epochs():
@@ -91,33 +93,21 @@ class Run:
         if self.path.is_dir() and any(entry.name.startswith("manifest-") for entry in self.path.iterdir()):
             raise FormatError(f"{self.path} is a table, not a run; open it with bb.open")
         if self.path.is_dir() and not self._files.epochs() and not (self.path / "lock").exists():
-            strangers = sorted(entry.name for entry in self.path.iterdir())
+            # Power may be lost before the lock's name is durable, or the first commit's manifest has its own.
+            ours = {"files", "tables", "lock"}
+            strangers = sorted(e.name for e in self.path.iterdir() if e.name not in ours and e.name[:8] != "new-run-")
             if strangers:
                 raise FormatError(
                     f"{self.path} is not a run and not empty (it holds {strangers[0]!r}); "
                     "give the run a folder of its own"
                 )
-        self._files.files.mkdir(parents=True, exist_ok=True)
-        (self.path / "tables").mkdir(exist_ok=True)
-        sync_directory(self.path)
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            os.close(self._lock)
-            self._lock = None
-            raise TableLockedError(
-                f"run {self.path} is being written by process {holder or 'unknown'}; close it there, "
-                'or open it with mode="r"'
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        _native.make_directories(str(self._files.files))
+        _native.make_directories(str(self.path / "tables"))
+        self._lock = self._files.lock()
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the descriptor
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = None
 
     # ---- Facts
@@ -155,13 +145,24 @@ class Run:
 
     def snapshots(self) -> dict[str, int]:
         """Kept commits: name -> epoch, oldest first."""
+        self._settle(report=False)
         return self._files.snapshots()
 
     def _require_open(self, *, write: bool = False) -> None:
         if self._closed:
             raise TableClosedError(f"run {self.path} is closed; open it again")
+        self._require_own_process()
         if write and self.mode == "r":
             raise ReadOnlyError(f'run {self.path} is open for reading; open it with mode="w" to change it')
+        if write and self._read_only_reason:
+            raise ReadOnlyError(f"run {self.path} is read-only until reopened: {self._read_only_reason}")
+
+    def _require_own_process(self) -> None:
+        if self._pid != os.getpid():
+            raise TableClosedError(
+                f"run {self.path} was opened before this process was forked; open it in the process that uses it "
+                '(mode="r" beside its writer)'
+            )
 
     # ---- Tables and files
 
@@ -177,6 +178,7 @@ class Run:
             ValueError: a bad name, or a mismatch with `create`. FileNotFoundError: no such table, and no `create`.
         """
         self._require_open()
+        self._settle(report=False)
         _require_name("table", name)
         if name in self._tables:
             opening.compare_with(self._tables[name], create, None)
@@ -211,6 +213,7 @@ class Run:
             FileNotFoundError: no such file; lists those there are. CorruptionError: it is missing or damaged.
         """
         self._require_open()
+        self._settle(report=False)
         return self._files.read_file(name, self._manifest)
 
     # ---- Durability
@@ -234,6 +237,44 @@ class Run:
         Raises:
             ReadOnlyError: a reader. OSError: the disk is full or failing; the last commit stands and nothing is lost.
         """
+        contents, facts = self._begin(files, meta, keep)
+        tables = {name: table._commit(None, None) for name, table in self._tables.items()}
+        return self._finish(tables, contents, facts, keep or "")
+
+    def begin_commit(
+        self,
+        files: Mapping[str, bytes] | None = None,
+        meta: dict[str, Any] | None = None,
+        keep: str | None = None,
+    ) -> PendingCommit:
+        """`commit` without waiting: training goes on while a thread makes it durable.
+
+        It holds `files`, and every change of the tables made before this call and none made after it. The run's next
+        call, other than of its tables, waits for it to end.
+
+        Returns:
+            What to wait on. A failure that nobody waited for is raised by the next commit, or `close`.
+
+        Raises:
+            ReadOnlyError: a reader. OSError: an earlier one failed.
+        """
+        contents, facts = self._begin(files, meta, keep)
+        begun = {name: table._begin_commit(None, None) for name, table in self._tables.items()}
+
+        def finish() -> int:
+            return self._finish({name: one.wait() for name, one in begun.items()}, contents, facts, keep or "")
+
+        self._background = BackgroundCommit(finish)
+        return PendingCommit(self._background.result, self._background.done)
+
+    def _settle(self, *, report: bool) -> None:
+        """Wait for a commit in the background; with `report`, raise what it failed with unless somebody was told."""
+        if self._background is not None:
+            self._background.settle(report=report)
+
+    def _begin(
+        self, files: Mapping[str, bytes] | None, meta: dict[str, Any] | None, keep: str | None
+    ) -> tuple[dict[str, bytes], dict[str, Any]]:
         self._require_open(write=True)
         if keep is not None and (not isinstance(keep, str) or not keep):
             raise ValueError(f"keep must be a name, got {keep!r}")
@@ -241,35 +282,48 @@ class Run:
             _require_name("file", name)
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
-        tables = dict(self._manifest.tables)
-        for name, table in self._tables.items():
-            tables[name] = table._commit(None, None)
+        self._settle(report=True)
+        facts = self._manifest.meta if meta is None else json.loads(json.dumps(meta))
+        return {name: bytes(data) for name, data in (files or {}).items()}, facts
+
+    def _finish(self, tables: dict[str, int], contents: dict[str, bytes], meta: dict[str, Any], keep: str) -> int:
+        _native.failpoint("run.tables")
         entries = dict(self._manifest.files)
         number = self._manifest.next_file
-        for name, data in (files or {}).items():
-            entries[name] = self._files.write_file(number, bytes(data))
+        for name, data in contents.items():
+            entries[name] = self._files.write_file(number, data)
             number += 1
-        if files:
+        if contents:
             sync_directory(self._files.files)
+        _native.failpoint("run.files")
+        epoch = self._manifest.epoch + 1
         self._publish(
             RunManifest(
-                epoch=self._manifest.epoch + 1,
-                meta=self._manifest.meta if meta is None else json.loads(json.dumps(meta)),
-                keep=keep or "",
-                tables=tables,
+                epoch=epoch,
+                meta=meta,
+                keep=keep,
+                tables={**self._manifest.tables, **tables},
                 files=entries,
                 next_file=number,
             )
         )
-        return self.epoch
+        return epoch
 
     def _publish(self, manifest: RunManifest) -> None:
-        self._files.publish(manifest)
+        try:
+            self._files.publish(manifest)
+        except OSError as error:
+            if self._files.manifest_path(manifest.epoch).exists():
+                # Linked, not known to be durable: only a new opening can tell which commit it is.
+                self._read_only_reason = str(error)
+            raise
         self._manifest = manifest
-        self._named = self._files.collect()
-        for name, table in self._tables.items():
-            table._native.set_pinned_epochs(self._named.get(name, set()))
-            table._native.collect()
+        # The commit is durable and acknowledged: what cannot be removed now goes with the next one.
+        with contextlib.suppress(OSError):
+            self._named = self._files.collect()
+            for name, table in self._tables.items():
+                table._native.set_pinned_epochs(self._named.get(name, set()))
+                table._native.collect()
 
     def rewind(self, to: str | int) -> int:
         """Go back to a kept commit: all tables, with optimizer state, and files; it becomes the newest commit.
@@ -284,6 +338,7 @@ class Run:
             ValueError: no such commit (lists those there are), or one older than a table of the run.
         """
         self._require_open(write=True)
+        self._settle(report=True)
         target = self._files.find(to)
         newer = sorted(set(self._manifest.tables) - set(target.tables))
         if newer:
@@ -313,16 +368,44 @@ class Run:
         )
         return self.epoch
 
+    def drop(self, name: str) -> None:
+        """Forget a snapshot of the run; its space is freed where no other commit needs it.
+
+        Raises:
+            ValueError: no such snapshot; lists those there are. ReadOnlyError: a reader.
+        """
+        self._require_open(write=True)
+        self._files.find(name)
+        if self._manifest.keep == name:
+            # The newest commit carries the name: the same state is committed again without it.
+            self._publish(replace(self._manifest, epoch=self._manifest.epoch + 1, keep="", copied=False))
+        self._named = self._files.forget(name)
+        for table_name in self._manifest.tables:
+            table = self._tables.get(table_name)
+            pinned = self._named.get(table_name, set())
+            if table is not None:
+                table._native.set_pinned_epochs(pinned)
+                table._native.collect()
+            else:
+                _native.collect_commits(str(self.path / "tables" / table_name), pinned)
+
     def close(self, commit: bool = True) -> None:
         """Commit (a writer with changes, unless told not to) and close every table. Closing twice is no error."""
         if self._closed:
             return
-        if commit and self.mode == "w" and any(table.is_dirty for table in self._tables.values()):
+        self._require_own_process()  # the lock and the tables are the parent's
+        self._settle(report=commit)
+        if commit and self.mode == "w" and any(self._is_behind(name) for name in self._tables):
             self.commit()
         for table in self._tables.values():
             table._close()
         self._closed = True
         self._unlock()
+
+    def _is_behind(self, name: str) -> bool:
+        """Whether the run's last commit lacks something of a table; its own may be newer where the run's failed."""
+        table = self._tables[name]
+        return table.is_dirty or table.epoch != self._manifest.tables.get(name, table.epoch)
 
     def __enter__(self) -> Self:
         return self

@@ -11,18 +11,25 @@ A manifest is one line of JSON and one line with its SHA-256. Protocol (ENGINE r
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bunkbed.errors import CorruptionError, FormatError
+from bunkbed import _native
+from bunkbed.errors import BunkbedError, CorruptionError, FormatError, TableLockedError
 
 FORMAT = 1
 _NAME = re.compile(r"run-(\d{16})")
+#: Names of tables and dense files.
+MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass
@@ -36,6 +43,7 @@ class RunManifest:
         tables: table name -> the table's epoch.
         files: file name -> (number, bytes, sha256).
         next_file: first number no file was ever given.
+        copied: a copy put this commit here, and nobody has written the run since.
     """
 
     epoch: int = 0
@@ -44,39 +52,71 @@ class RunManifest:
     tables: dict[str, int] = field(default_factory=dict)
     files: dict[str, tuple[int, int, str]] = field(default_factory=dict)
     next_file: int = 1
+    copied: bool = False
 
 
 def encode(manifest: RunManifest) -> bytes:
     """The manifest's bytes."""
-    body = json.dumps(
-        {
-            "bunkbed_run": FORMAT,
-            "epoch": manifest.epoch,
-            "meta": manifest.meta,
-            "keep": manifest.keep,
-            "tables": manifest.tables,
-            "files": {name: list(entry) for name, entry in manifest.files.items()},
-            "next_file": manifest.next_file,
-        },
-        sort_keys=True,
-    ).encode()
+    values = {
+        "bunkbed_run": FORMAT,
+        "epoch": manifest.epoch,
+        "meta": manifest.meta,
+        "keep": manifest.keep,
+        "tables": manifest.tables,
+        "files": {name: list(entry) for name, entry in manifest.files.items()},
+        "next_file": manifest.next_file,
+    }
+    if manifest.copied:
+        values["copied"] = True
+    body = json.dumps(values, sort_keys=True).encode()
     return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_file(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) == 3 and all(map(_is_count, entry[:2])) and isinstance(entry[2], str)
+
+
+def _is_named(value: object, is_sound: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(MEMBER.fullmatch(name) and is_sound(one) for name, one in value.items())
+
+
+#: What the values of a manifest may be: they become paths and numbers of files.
+_KEYS: dict[str, Callable[[object], bool]] = {
+    "epoch": _is_count,
+    "meta": lambda value: isinstance(value, dict),
+    "keep": lambda value: isinstance(value, str),
+    "tables": lambda value: _is_named(value, _is_count),
+    "files": lambda value: _is_named(value, _is_file),
+    "next_file": _is_count,
+}
 
 
 def decode(data: bytes, path: Path) -> RunManifest:
     """The manifest in `data`.
 
     Raises:
-        CorruptionError: the checksum does not fit. FormatError: a newer format.
+        CorruptionError: the checksum does not fit, or what it covers is no manifest. FormatError: a newer format.
     """
     body, _, rest = data.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() + b"\n" != rest:
         raise CorruptionError(f"run manifest {path} fails its checksum")
-    values = json.loads(body)
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise CorruptionError(f"run manifest {path} holds no JSON object")
     if values.get("bunkbed_run") != FORMAT:
         raise FormatError(
             f"run manifest {path} has format {values.get('bunkbed_run')}, this release reads format {FORMAT}"
         )
+    for key, is_sound in _KEYS.items():
+        if key not in values or not is_sound(values[key]):
+            raise CorruptionError(f"run manifest {path}: {key!r} is {str(values.get(key))[:80]!r}, which no commit has")
     return RunManifest(
         epoch=values["epoch"],
         meta=values["meta"],
@@ -84,24 +124,24 @@ def decode(data: bytes, path: Path) -> RunManifest:
         tables=values["tables"],
         files={name: (entry[0], entry[1], entry[2]) for name, entry in values["files"].items()},
         next_file=values["next_file"],
+        copied=bool(values.get("copied", False)),
     )
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _native.sync_directory(str(path))
 
 
 def write_durably(path: Path, data: bytes) -> None:
     """A new file whose bytes are durable; its name is, once the directory is synced."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    _native.write_file(str(path), data)
+
+
+def unlock(descriptor: int) -> None:
+    """Give a lock of `RunFiles.lock` back."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the descriptor
+    os.close(descriptor)
 
 
 class RunFiles:
@@ -110,6 +150,26 @@ class RunFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.files = directory / "files"
+
+    def lock(self) -> int:
+        """The writer's lock, held until `unlock`.
+
+        Raises:
+            TableLockedError: another process has it; names it.
+        """
+        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise TableLockedError(
+                f"run {self.directory} is being written by process {holder or 'unknown'}; close it there, "
+                'or open it with mode="r"'
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return descriptor
 
     def epochs(self) -> list[int]:
         """Epochs with a manifest, ascending."""
@@ -126,7 +186,7 @@ class RunFiles:
 
     def load(self, epoch: int) -> RunManifest:
         path = self.manifest_path(epoch)
-        return decode(path.read_bytes(), path)
+        return decode(_native.read_file(str(path)), path)
 
     def load_newest(self) -> RunManifest:
         """The newest commit; an empty manifest when there is none.
@@ -141,14 +201,23 @@ class RunFiles:
             return self.load(epochs[-1])
         except CorruptionError as error:
             older = ", ".join(map(str, epochs[:-1]))
-            remain = f"older commits remain: epoch {older}" if older else "no older commit remains"
+            place = shlex.quote(str(self.directory))
+            remain = (
+                f"older commits remain: epoch {older}; "
+                f"to go back to one: bunkbed check {place} --repair --fall-back-to EPOCH"
+                if older
+                else "no older commit remains"
+            )
             raise CorruptionError(f"{error}; {remain}") from None
 
     def snapshots(self) -> dict[str, int]:
         """Kept commits: name -> epoch, oldest first."""
         newest: dict[str, int] = {}
         for epoch in self.epochs():
-            name = self.load(epoch).keep
+            try:
+                name = self.load(epoch).keep
+            except BunkbedError:
+                continue  # check() reports it; the sound ones can still be opened
             if name:
                 newest[name] = epoch
         return dict(sorted(newest.items(), key=lambda item: item[1]))
@@ -173,7 +242,7 @@ class RunFiles:
     def write_file(self, number: int, data: bytes) -> tuple[int, int, str]:
         """Step 2 for one file; its directory must still be synced."""
         path = self.file_path(number)
-        path.unlink(missing_ok=True)  # of a commit that never came to be
+        _native.remove_file(str(path))  # of a commit that never came to be
         write_durably(path, data)
         return (number, len(data), hashlib.sha256(data).hexdigest())
 
@@ -191,7 +260,7 @@ class RunFiles:
         number, size, digest = manifest.files[name]
         path = self.file_path(number)
         try:
-            data = path.read_bytes()
+            data = _native.read_file(str(path))
         except FileNotFoundError:
             raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) is missing") from None
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
@@ -202,27 +271,48 @@ class RunFiles:
         """Step 3."""
         final = self.manifest_path(manifest.epoch)
         temporary = self.directory / f"new-{final.name}"
-        temporary.unlink(missing_ok=True)
+        _native.remove_file(str(temporary))
         write_durably(temporary, encode(manifest))
-        os.link(temporary, final)
+        _native.link_file(str(temporary), str(final))
         sync_directory(self.directory)
-        temporary.unlink()
+        _native.failpoint("run.published")
+        with contextlib.suppress(OSError):  # the commit is durable; the next one removes the temporary
+            _native.remove_file(str(temporary))
+
+    def forget(self, name: str) -> dict[str, set[int]]:
+        """Lets go of the commits kept under a name, but the newest; returns what `collect` does."""
+        epochs = self.epochs()
+        dropped = [epoch for epoch in epochs[:-1] if self._keeps(epoch, name)]
+        for epoch in dropped:
+            self.manifest_path(epoch).unlink()
+        if dropped:
+            sync_directory(self.directory)
+        return self.collect()
+
+    def _keeps(self, epoch: int, name: str) -> bool:
+        try:
+            return self.load(epoch).keep == name
+        except CorruptionError:
+            return False
 
     def collect(self) -> dict[str, set[int]]:
         """Step 4, except the tables' part: their epochs that remaining manifests name, by table."""
         epochs = self.epochs()
-        manifests = {epoch: self.load(epoch) for epoch in epochs}
+        try:
+            manifests = {epoch: self.load(epoch) for epoch in epochs}
+        except BunkbedError:
+            return {}  # nobody knows what that one names, so nothing goes; check() reports it
         kept = set(self.snapshots().values())
         remaining = [m for epoch, m in manifests.items() if epoch in epochs[-2:] or epoch in kept]
         dropped = [epoch for epoch in epochs if manifests[epoch] not in remaining]
         for epoch in dropped:
-            self.manifest_path(epoch).unlink()
+            _native.remove_file(str(self.manifest_path(epoch)))
         if dropped:
             sync_directory(self.directory)
         wanted = {entry[0] for manifest in remaining for entry in manifest.files.values()}
         for path in self.files.glob("file-*"):
             if int(path.name.removeprefix("file-")) not in wanted:
-                path.unlink()
+                _native.remove_file(str(path))
         named: dict[str, set[int]] = {}
         for manifest in remaining:
             for table, epoch in manifest.tables.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,16 +19,17 @@ from bunkbed import init as _init
 from bunkbed import optim as _optim
 from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_out, as_rows, describe
 from bunkbed.budget import Budget
-from bunkbed.errors import BunkbedError
 from bunkbed.explain import Explanation, explain
+from bunkbed.table_commits import TableCommits
 from bunkbed.topk import topk
+from bunkbed.uncommitted import warn_when_it_goes
 
 DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("sum", "mean", "sqrtn", "none")
 _INIT_KINDS = ("zeros", "normal", "uniform")
 
 
-class Table:
+class Table(TableCommits):
     """An embedding table: rows of `dim` weights and their optimizer state, in RAM and, with a path, on disk.
 
     Made by `bunkbed.create` and `bunkbed.open`.
@@ -55,6 +58,8 @@ class Table:
         self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
         self._opens = 1
         self._closed = False
+        self._pid = os.getpid()
+        self._told_of_loss = False
         self._opened_s = 0.0
         self._fields: dict[str, tuple[int, int]] = {}
         self._dim = int(spec.dim)
@@ -245,10 +250,14 @@ class Table:
         array = as_ids(ids, table=f"table '{self._name}'")
         shape = (*array.shape, self._dim)
         if out is None:
-            result: npt.NDArray[Any] = _native.empty_rows(array.size, self._dim).reshape(shape)
-        else:
-            narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
-            result = as_out(out, shape, *narrow, table=f"table '{self._name}'")
+            rows: Floats = _native.empty_rows(array.size, self._dim)
+            if array.ndim == 1:  # for small batches the calls count
+                self._native.lookup(array, touch, rows)
+                return rows
+            self._native.lookup(array.reshape(-1), touch, rows)
+            return rows.reshape(shape)
+        narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
+        result = as_out(out, shape, *narrow, table=f"table '{self._name}'")
         if result.dtype == np.float32:
             self._native.lookup(array.reshape(-1), touch, result.reshape(-1, self._dim))
             return result
@@ -456,75 +465,7 @@ class Table:
         """
         return topk(self, queries, k, ids=ids, exclude=exclude)
 
-    # ---- Durability
-
-    def commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> int:
-        """Make everything so far durable.
-
-        Args:
-            meta: JSON-able facts stored with the commit; `meta` reads them back. None keeps the last ones.
-            keep: name under which this commit is kept as a snapshot. A name used before moves here.
-
-        Returns:
-            The epoch. Without changes since the last commit, and without `meta` or `keep`, that one's.
-
-        Raises:
-            OSError: the disk is full (nothing is lost, free space and call again) or failing (after a failed sync the
-                table refuses writes until reopened). ReadOnlyError: a reader. BunkbedError: the table belongs to a run.
-        """
-        if self._run is not None:
-            raise BunkbedError(
-                f"table '{self._name}' belongs to a run; commit all its tables together with run.commit()"
-            )
-        return self._commit(meta, keep)
-
-    def _commit(self, meta: dict[str, Any] | None, keep: str | None) -> int:
-        if keep is not None and (not isinstance(keep, str) or not keep):
-            raise ValueError(f"table '{self._name}': keep must be a name, got {keep!r}")
-        try:
-            text = None if meta is None else json.dumps(meta)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"table '{self._name}': meta must be JSON-able: {error}") from None
-        return int(self._native.commit(text, keep or ""))
-
-    def snapshots(self) -> dict[str, int]:
-        """Kept commits: name -> epoch, oldest first."""
-        return dict(self._native.snapshots())
-
-    def drop(self, name: str) -> None:
-        """Forget a snapshot; its space is freed where no other commit needs it.
-
-        Raises:
-            ValueError: no such snapshot; lists those there are.
-        """
-        self._native.drop(name)
-
-    def rewind(self, to: str | int) -> None:
-        """Go back to a kept commit, optimizer state and step too; it becomes the newest commit.
-
-        Args:
-            to: a snapshot's name, or an epoch that still exists.
-
-        Raises:
-            ValueError: no such commit; lists those that remain. ReadOnlyError: a reader.
-        """
-        if self._run is not None:
-            raise BunkbedError(f"table '{self._name}' belongs to a run; go back with run.rewind()")
-        self._rewind(to)
-
-    def _rewind(self, to: str | int) -> None:
-        if isinstance(to, str):
-            self._native.rewind(to, None)
-        else:
-            self._native.rewind("", int(to))
-
-    def refresh(self) -> int:
-        """Reader only: move to the newest commit. Returns its epoch."""
-        return int(self._native.refresh())
-
-    def compact(self) -> int:
-        """Compact the log now rather than little by little. Returns how many records were moved."""
-        return int(self._native.compact())
+    # ---- Durability; more of it in `TableCommits`
 
     def close(self, commit: bool = True) -> None:
         """Commit (a writer, unless told not to) and let go of files and memory. Closing twice is no error.
@@ -548,6 +489,11 @@ class Table:
         self._native.set_holder(None)  # a holder that refers to this table would keep both alive
         if self._budget is not None:
             self._budget.leave(self)
+
+    def __del__(self) -> None:
+        # At the interpreter's end `opening` has asked before modules went away; what is left then stays silent.
+        if not sys.is_finalizing():
+            warn_when_it_goes(self)
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import bunkbed
+from bunkbed.cli.copy_command import copy
 from bunkbed.cli.demo_command import demo
 from bunkbed.cli.inspect_commands import check, info, snapshots
 from bunkbed.cli.judge_commands import evaluate, recommend
@@ -52,5 +53,6 @@ app.command("plan", rich_help_panel=_LOOK)(plan)
 app.command("info", rich_help_panel=_LOOK)(info)
 app.command("check", rich_help_panel=_LOOK)(check)
 app.command("snapshots", rich_help_panel=_LOOK)(snapshots)
+app.command("copy", rich_help_panel=_ROWS)(copy)
 app.command("import", rich_help_panel=_ROWS)(import_table)
 app.command("export", rich_help_panel=_ROWS)(export_table)

@@ -6,13 +6,16 @@ import difflib
 import importlib.util
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from bunkbed.budget import format_bytes
 from bunkbed.errors import BunkbedError
 
 
@@ -40,6 +43,23 @@ def print_json(value: object) -> None:
     """A value as one line of JSON on stdout."""
     sys.stdout.write(json.dumps(value, default=_plain, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+@contextmanager
+def byte_progress(what: str, unit: Literal["bytes", "rows"] = "bytes") -> Iterator[Callable[[int, int], None]]:
+    """A line on stderr that counts bytes or rows, where that is a terminal."""
+    console = stderr()
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+
+    def shown(number: int) -> str:
+        return format_bytes(number) if unit == "bytes" else f"{number:,}"
+
+    with console.status(what) as status:
+        yield lambda done, total: status.update(
+            f"{what}: {shown(done)} of {shown(total)}{' rows' if unit == 'rows' else ''}"
+        )
 
 
 def describe(error: Exception) -> str:

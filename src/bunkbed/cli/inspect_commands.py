@@ -1,4 +1,4 @@
-"""``bunkbed info``, ``check`` and ``snapshots``: what stands on disk. They only read."""
+"""``bunkbed info``, ``check`` and ``snapshots``: what stands on disk. Only what is told to changes anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from bunkbed.budget import format_bytes
-from bunkbed.cli.common import ConfigOption, JsonOption, print_json, stdout
+from bunkbed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    UsageProblem,
+    byte_progress,
+    print_error,
+    print_json,
+    stdout,
+)
 from bunkbed.cli.run_folder import CONFIG_NAME, kind_of, read_config
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
@@ -48,44 +56,119 @@ def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = 
         _print_run(stdout(), about)
 
 
-def check(path: PathArgument, *, config: ConfigOption = None, json: JsonOption = False) -> int:
-    """Verify every stored byte a commit relies on. Exit code 1 when something is wrong."""
+def check(
+    path: PathArgument,
+    *,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove what no commit needs; never goes back by itself.")
+    ] = False,
+    fall_back_to: Annotated[
+        int | None,
+        typer.Option(help="With --repair: the sound commit to go back to, if the newest is damaged.", metavar="EPOCH"),
+    ] = None,
+    ram: RamOption = "256MiB",
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Verify every stored byte a commit relies on, and repair what can be without guessing.
+
+    Exit codes: 0 sound (now); 1 problems remain, or it could not be checked, which stderr says; 2 the command line is
+    wrong; 130 interrupted.
+    """
     import bunkbed as bb
 
-    kind = kind_of(path)
-    problems = bb.check(path)
+    if fall_back_to is not None and not repair:
+        raise UsageProblem("--fall-back-to goes back to an older commit, which only --repair does; give both")
+    try:
+        kind = kind_of(path)
+        with byte_progress("checking") as progress:
+            report = bb.check(path, repair=repair, epoch=fall_back_to, ram=ram, progress=progress)
+    except KeyboardInterrupt:
+        print_error("interrupted before everything was looked at")
+        return 130
     if json:
-        print_json({"path": path, "sound": not problems, "problems": problems})
-    elif problems:
-        console = stdout()
-        for problem in problems:
-            console.print(f"[red]problem[/]  {escape(problem)}", soft_wrap=True)
-        console.print(f"{escape(str(path))}: {len(problems)} problems in this {kind}", soft_wrap=True)
-    else:
-        stdout().print(f"[green]sound[/]  {kind} {escape(str(path))}", soft_wrap=True)
-    return 1 if problems else 0
+        leftovers = [{"file": file, "bytes": size} for file, size in report.leftovers]
+        print_json(
+            {
+                "path": path,
+                "sound": not report,
+                "problems": [problem.as_dict() for problem in report],
+                "repaired": report.repaired,
+                "leftovers": leftovers,
+                "epochs": report.epochs,
+                "sound_epochs": report.sound_epochs,
+                "bytes_read": report.bytes_read,
+            }
+        )
+        return 1 if report else 0
+    console = stdout()
+    for line in report.repaired:
+        console.print(f"[green]repaired[/]  {escape(line)}", soft_wrap=True)
+    for problem in report:
+        where = escape(f" (byte {problem.offset} of {problem.file.name})") if problem.offset is not None else ""
+        console.print(f"[red]problem[/]  {escape(problem.found)}{where}", soft_wrap=True)
+        console.print(f"         {escape(problem.meaning)}", soft_wrap=True)
+        console.print(f"         [b]{escape(problem.remedy)}[/]", soft_wrap=True)
+    if report.leftovers:
+        size = format_bytes(sum(size for _, size in report.leftovers))
+        console.print(f"{len(report.leftovers)} leftovers ({size}) that no commit names; --repair removes them")
+    name = escape(str(path))
+    if report:
+        count = "1 problem" if len(report) == 1 else f"{len(report)} problems"
+        console.print(f"{name}: {count} in this {kind}", soft_wrap=True)
+        return 1
+    console.print(f"[green]sound[/]  {kind} {name}", soft_wrap=True)
+    return 0
 
 
-def snapshots(path: PathArgument, *, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """List the snapshots kept by name."""
+def snapshots(
+    path: PathArgument,
+    *,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", help="Forget this snapshot; may be given several times.", metavar="NAME"),
+    ] = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the snapshots kept by name and what each costs, or drop some."""
     import bunkbed as bb
 
-    if kind_of(path) == "run":
-        with bb.Run(path, mode="r") as run:
-            kept = run.snapshots()
-    else:
-        kept = bb.snapshots(path)
+    kind_of(path)
+    before = {kept.name: kept for kept in bb.describe_snapshots(path)}
+    for name in drop or []:
+        bb.drop_snapshot(path, name)
+    found = bb.describe_snapshots(path)
     if json:
-        print_json({"path": path, "snapshots": kept})
-    elif not kept:
-        stdout().print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
-    else:
-        grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
-        grid.add_column("snapshot")
-        grid.add_column("epoch", justify="right")
-        for name, epoch in sorted(kept.items(), key=lambda item: item[1]):
-            grid.add_row(escape(name), str(epoch))
-        stdout().print(grid)
+        print_json(
+            {
+                "path": path,
+                "snapshots": {kept.name: kept.epoch for kept in found},
+                "details": [kept.as_dict() for kept in found],
+                "dropped": drop or [],
+            }
+        )
+        return
+    console = stdout()
+    for name in drop or []:
+        freed = format_bytes(before[name].own_bytes)
+        console.print(f"dropped {escape(name)} (epoch {before[name].epoch}, {freed} that only it held)", soft_wrap=True)
+    if not found:
+        console.print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
+        return
+    grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for column in ("snapshot", "epoch", "when", "step", "rows", "only it holds"):
+        grid.add_column(column, justify="left" if column in ("snapshot", "when") else "right")
+    for kept in found:
+        grid.add_row(
+            escape(kept.name),
+            str(kept.epoch),
+            kept.time.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+            "" if kept.step is None else f"{kept.step:,}",
+            f"{kept.stored_rows:,}",
+            format_bytes(kept.own_bytes),
+        )
+    console.print(grid)
 
 
 def _about(table: Any) -> dict[str, Any]:

@@ -474,6 +474,19 @@ class TableTests(NarrowTests):
         assert table.meta["step"] == 1, "commit() without meta keeps the last"
         assert_same_rows(table, reference, self.all_ids())
 
+    def test_a_commit_holds_what_was_there_when_it_began(self, pair: tuple[Any, ReferenceTable]) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=3)
+        pending = table.begin_commit(meta={"at": "begun"}, keep="begun")
+        reference.commit(meta={"at": "begun"}, keep="begun")
+        self.train(table, reference, steps=3, seed=1)
+        assert_same_rows(table, reference, self.all_ids())
+        assert pending.wait() == table.epoch and pending.done and table.meta == {"at": "begun"}
+        assert table.is_dirty
+        for t in (table, reference):
+            t.rewind("begun")
+        assert_same_rows(table, reference, self.all_ids())
+
     @both_widths
     def test_rewind_returns_everything(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair

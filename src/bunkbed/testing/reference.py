@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from bunkbed import optim
 from bunkbed.errors import TableClosedError
 from bunkbed.init import Initializer, Normal
+from bunkbed.table_commits import PendingCommit
 from bunkbed.testing import arithmetic, philox
 from bunkbed.testing.arithmetic import FloatArray, IntArray
 
@@ -284,6 +285,11 @@ class ReferenceTable:
             self._names[keep] = self.epoch
         self._keep_state()
         return self.epoch
+
+    def begin_commit(self, meta: Mapping[str, Any] | None = None, keep: str | None = None) -> PendingCommit:
+        """`commit`, over at once."""
+        epoch = self.commit(meta, keep)
+        return PendingCommit(lambda: epoch, lambda: True)
 
     def snapshots(self) -> dict[str, int]:
         """Names of the kept commits and their epochs."""

@@ -13,6 +13,9 @@ from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
 
+#: Up to here copying repeated rows is cheaper than knowing them before backward.
+FEW_IDS = 256
+
 
 class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     """Rows out, and the gradients back into `Pending`; the anchor is the input that makes autograd come back."""
@@ -20,7 +23,8 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
     @staticmethod
     def forward(ctx: Any, anchor: Any, ids: Any, layer: Embedding) -> Any:
         pending = layer._pending
-        pending.require_anchor(anchor)
+        if anchor is not pending.anchor:
+            pending.require_anchor(anchor)
         if isinstance(ids, torch.Tensor) and ids.dtype is torch.int64 and ids.is_cpu:
             ctx.save_for_backward(ids)  # the caller's memory: torch notices if it is changed before backward
             rows = ids.numpy()
@@ -29,6 +33,9 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         ctx.pending = pending.ref
         ctx.order = next(pending.order)
         ctx.padding = layer.padding_idx
+        if rows.size <= FEW_IDS:
+            ctx.batch = None  # backward makes it
+            return layer._look_up(rows, touch=layer.training)
         # Deduped once for this lookup, the sums of its gradients and the step.
         ctx.batch = pending.table.batch(rows)
         values = pending.table.lookup_batch(ctx.batch, rows.size, touch=layer.training)

@@ -1,0 +1,76 @@
+// A run's own files, which Python writes: through vfs like everything durable.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "error.h"
+#include "vfs/vfs.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace bunkbed {
+
+void bind_files(nb::module_& m) {
+  m.def(
+      "write_file",
+      [](const std::string& path, const nb::bytes& data) {
+        const nb::gil_scoped_release release;
+        const auto file = vfs::current().create_small(path);
+        if (data.size() > 0) file->write(data.c_str(), data.size(), 0);
+        file->sync();
+      },
+      "path"_a, "data"_a,
+      "A new file whose bytes are durable; its name is once the directory is synced. FileExistsError: it is there.");
+  m.def(
+      "read_file",
+      [](const std::string& path) {
+        std::string data;
+        {
+          const nb::gil_scoped_release release;
+          const auto file = vfs::current().open(path, false);
+          data.resize(file->size());
+          file->read(data.data(), data.size(), 0);
+        }
+        return nb::bytes(data.data(), data.size());
+      },
+      "path"_a, "The bytes of a regular file; anything else there is a FormatError and never waited for.");
+  m.def(
+      "link_file",
+      [](const std::string& from, const std::string& to) {
+        const nb::gil_scoped_release release;
+        vfs::current().link(from, to);
+      },
+      "from_path"_a, "to_path"_a, "Give a file a second name. FileExistsError: the name is taken.");
+  m.def(
+      "remove_file",
+      [](const std::string& path) {
+        const nb::gil_scoped_release release;
+        vfs::current().remove(path);
+      },
+      "path"_a, "Remove a file; one that is not there is no error.");
+  m.def(
+      "sync_directory",
+      [](const std::string& path) {
+        const nb::gil_scoped_release release;
+        vfs::current().sync_directory(path);
+      },
+      "path"_a, "Make the names in a directory durable.");
+  m.def(
+      "make_directories",
+      [](const std::string& path) {
+        const nb::gil_scoped_release release;
+        vfs::current().make_directories(path);
+      },
+      "path"_a, "Make a directory and those above it that are missing; their names are durable when it returns.");
+  m.def(
+      "list_directory",
+      [](const std::string& path) {
+        const nb::gil_scoped_release release;
+        return vfs::current().list(path);
+      },
+      "path"_a, "Names in a directory, sorted. FileNotFoundError: there is none.");
+}
+
+}  // namespace bunkbed

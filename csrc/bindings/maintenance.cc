@@ -1,0 +1,155 @@
+// Mirrors check.h, copy.h, repair.h and snapshots.h: what is done with a table's files while nobody has them open as a table.
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/set.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+
+#include "bindings/bindings.h"
+#include "check.h"
+#include "copy.h"
+#include "repair.h"
+#include "snapshots.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace bunkbed {
+
+namespace {
+
+// Calls a Python function a few times a second, and lets Ctrl-C end the work.
+CheckProgress python_progress(const nb::object& function) {
+  using Clock = std::chrono::steady_clock;
+  auto next = std::make_shared<Clock::time_point>(Clock::now());
+  return [function, next](uint64_t done, uint64_t total) {
+    const auto now = Clock::now();
+    if (now < *next && done < total) return;
+    *next = now + std::chrono::milliseconds(50);
+    const nb::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (!function.is_none()) function(done, total);
+  };
+}
+
+nb::dict checked_values(const CheckedTable& table) {
+  nb::list problems;
+  for (const Problem& problem : table.problems) {
+    nb::dict d;
+    d["kind"] = problem.kind;
+    d["file"] = problem.file;
+    d["offset"] = problem.offset < 0 ? nb::none() : nb::object(nb::int_(problem.offset));
+    d["what"] = problem.what;
+    d["epochs"] = problem.epochs;
+    problems.append(d);
+  }
+  nb::list leftovers;
+  for (const Leftover& leftover : table.leftovers) {
+    leftovers.append(nb::make_tuple(leftover.kind, leftover.file, leftover.bytes));
+  }
+  nb::dict d;
+  d["epochs"] = table.epochs;
+  d["sound"] = table.sound;
+  d["problems"] = problems;
+  d["leftovers"] = leftovers;
+  d["belongs_to_run"] = table.belongs_to_run;
+  d["bytes"] = table.bytes;
+  return d;
+}
+
+}  // namespace
+
+void bind_maintenance(nb::module_& m) {
+  m.def(
+      "check_table",
+      [](const std::string& path, size_t ram_bytes, const nb::object& progress) {
+        const CheckProgress report = python_progress(progress);
+        CheckedTable table;
+        {
+          const nb::gil_scoped_release release;
+          table = inspect_table(vfs::current(), path, ram_bytes, report);
+        }
+        return checked_values(table);
+      },
+      "path"_a, "ram_bytes"_a, "progress"_a.none(),
+      "What is wrong with a table's files; progress(bytes done, bytes in all) is called now and then.");
+  m.def(
+      "repair_table",
+      [](const std::string& path, size_t ram_bytes, std::optional<uint64_t> fall_back_to, std::set<uint64_t> pinned,
+         bool through_run, const nb::object& progress) {
+        const CheckProgress report = python_progress(progress);
+        RepairOptions options;
+        options.fall_back_to = fall_back_to;
+        options.through_run = through_run;
+        options.pinned = std::move(pinned);
+        options.ram_bytes = ram_bytes;
+        RepairedTable repaired;
+        {
+          const nb::gil_scoped_release release;
+          repaired = repair_table(vfs::current(), path, options, report);
+        }
+        return nb::make_tuple(checked_values(repaired.table), repaired.done);
+      },
+      "path"_a, "ram_bytes"_a, "fall_back_to"_a.none(), "pinned"_a, "through_run"_a, "progress"_a.none(),
+      "Repairs a table's files: (what is wrong with them now, what was done, one line each).");
+  m.def(
+      "commits",
+      [](const std::string& path) {
+        std::vector<Manifest> commits;
+        {
+          const nb::gil_scoped_release release;
+          commits = readable_commits(vfs::posix(), path);
+        }
+        nb::list found;
+        for (const Manifest& manifest : commits) {
+          nb::dict segments;
+          for (const SegmentEntry& entry : manifest.segments) segments[nb::int_(entry.segment)] = entry.bytes;
+          nb::dict d;
+          d["epoch"] = manifest.epoch;
+          d["keep"] = manifest.keep;
+          d["step"] = manifest.step;
+          d["stored_rows"] = manifest.stored_rows;
+          d["segments"] = segments;
+          found.append(d);
+        }
+        return found;
+      },
+      "path"_a, "Every commit of a table that can be read, ascending.");
+  m.def(
+      "drop_snapshot",
+      [](const std::string& path, const std::string& name) {
+        const nb::gil_scoped_release release;
+        drop_snapshot(vfs::posix(), path, name);
+      },
+      "path"_a, "name"_a, "Forget a snapshot of a table that nobody has open for writing.");
+  m.def(
+      "collect_commits",
+      [](const std::string& path, std::set<uint64_t> pinned) {
+        const nb::gil_scoped_release release;
+        collect_commits(vfs::posix(), path, pinned);
+      },
+      "path"_a, "pinned"_a, "Remove a table's commits but the newest two, the kept ones and these.");
+  m.def(
+      "copy_table",
+      [](const std::string& from, const std::string& to, const std::string& snapshot, std::optional<uint64_t> epoch,
+         bool for_run, bool may_link, const nb::object& progress) {
+        const CheckProgress report = python_progress(progress);
+        CopyOptions options;
+        options.snapshot = snapshot;
+        options.epoch = epoch;
+        options.for_run = for_run;
+        options.may_link = may_link;
+        CopyResult result;
+        {
+          const nb::gil_scoped_release release;
+          result = copy_table(vfs::posix(), from, to, options, report);
+        }
+        return nb::make_tuple(result.epoch, result.linked_bytes, result.copied_bytes, result.present_bytes);
+      },
+      "from_path"_a, "to_path"_a, "snapshot"_a, "epoch"_a.none(), "for_run"_a, "may_link"_a, "progress"_a.none(),
+      "Copies a commit's files: (epoch, bytes linked, bytes copied, bytes of segments that were there).");
+}
+
+}  // namespace bunkbed

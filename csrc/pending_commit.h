@@ -1,0 +1,53 @@
+// A commit that was begun: whoever wants to know when it is durable waits here. Lives on without its table.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+
+namespace bunkbed {
+
+class PendingCommit {
+ public:
+  // Waits until the commit is durable and returns its epoch; throws what it failed with, each time.
+  uint64_t wait() {
+    std::unique_lock lock(mutex_);
+    over_.wait(lock, [this] { return is_over_; });
+    if (error_) {
+      is_reported_ = true;
+      std::rethrow_exception(error_);
+    }
+    return epoch_;
+  }
+  bool is_over() {
+    const std::lock_guard guard(mutex_);
+    return is_over_;
+  }
+  // It failed and nobody was told.
+  bool is_unreported_failure() {
+    const std::lock_guard guard(mutex_);
+    return error_ != nullptr && !is_reported_;
+  }
+
+  void succeed(uint64_t epoch) { end(epoch, nullptr); }
+  void fail(std::exception_ptr error) { end(0, std::move(error)); }
+
+ private:
+  void end(uint64_t epoch, std::exception_ptr error) {
+    const std::lock_guard guard(mutex_);
+    epoch_ = epoch;
+    error_ = std::move(error);
+    is_over_ = true;
+    over_.notify_all();
+  }
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable over_;
+  bool is_over_ = false;
+  bool is_reported_ = false;
+  uint64_t epoch_ = 0;
+  std::exception_ptr error_;
+};
+
+}  // namespace bunkbed

@@ -1,0 +1,116 @@
+// A filesystem that remembers: carries every operation out below and records it, so that afterwards the state of the disk
+// can be made up that a loss of power at any moment could have left behind.
+//
+// What a loss may do, at a moment p (stricter than any one filesystem):
+//   1. A write is safe once a sync of its file that began after the write had ended has ended before p. Of any other write
+//      that began before p each 512-byte sector is there, not there, or garbage, and the file's length is that of what is
+//      there or that of what was written.
+//   2. A name (create, link, remove, mkdir) is safe once a sync of its directory that began after it has ended before p.
+//      Of the other changes of names a prefix in the order of time survives, or any subset. Syncing a file makes no name
+//      safe.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "vfs/vfs.h"
+
+namespace bunkbed::vfs {
+
+// Which of the unsafe changes of names survive.
+enum class Names { kAll, kNone, kPrefix, kSubset };
+// What becomes of the sectors of unsafe writes. kMixed: each write its own way, or each of its sectors.
+enum class Sectors { kKept, kDropped, kTrashed, kMixed };
+
+// The files of a disk after a loss of power.
+class CrashState {
+ public:
+  // The same for states with the same bytes under the same names.
+  uint64_t digest() const { return digest_; }
+  // Makes the state in a directory that is empty or not there.
+  void write(const std::string& path) const;
+
+ private:
+  friend class PowerlossVfs;
+  std::vector<std::string> directories_;
+  std::map<std::string, std::vector<std::byte>> files_;
+  uint64_t digest_ = 0;
+};
+
+// Syncs that a crash state takes for not having happened: as if the call were missing in the code.
+struct IgnoredSync {
+  // "" for syncs of files whose name begins with `name`. Otherwise for syncs of a directory that would make such a change
+  // (create, link, remove, mkdir) of a name that begins so safe.
+  std::string change;
+  std::string name;
+};
+
+class PowerlossVfs final : public Vfs {
+ public:
+  // Records what happens below `root`. What is there already counts as safe.
+  explicit PowerlossVfs(std::string root, Vfs& below = posix());
+
+  // The moment after everything that has happened so far.
+  uint64_t now();
+  // For a moment, the kind and the path of what ended last; "" at 0.
+  std::string describe(uint64_t moment);
+  CrashState crash(uint64_t moment, Names names, Sectors sectors, uint64_t seed,
+                   const std::vector<IgnoredSync>& ignored = {});
+
+  std::shared_ptr<File> create(const std::string& path) override;
+  std::shared_ptr<File> create_small(const std::string& path) override;
+  std::shared_ptr<File> open(const std::string& path, bool direct) override { return below_.open(path, direct); }
+  void link(const std::string& from, const std::string& to) override;
+  void remove(const std::string& path) override;
+  void truncate(const std::string& path, uint64_t bytes) override;
+  void sync_directory(const std::string& path) override;
+  void make_directories(const std::string& path) override;
+  std::vector<std::string> list(const std::string& path) override { return below_.list(path); }
+  bool exists(const std::string& path) override { return below_.exists(path); }
+  std::unique_ptr<Lock> lock(const std::string& path) override;
+
+ private:
+  class TracedFile;
+  enum class Kind { kWrite, kTruncate, kSync, kCreate, kLink, kRemove, kMakeDirectory, kSyncDirectory };
+  struct Event {
+    Kind kind;
+    uint64_t begin;
+    uint64_t end;  // ~0: not yet
+    uint32_t inode;  // of the file; of a directory for kSyncDirectory and kMakeDirectory
+    uint32_t parent = 0;
+    std::string name;
+    uint64_t offset = 0;  // of a write; the length after a truncation
+    std::vector<std::byte> data;
+  };
+  // Names inside one directory and changes of them that have been decided.
+  using Entries = std::map<std::string, uint32_t>;
+
+  static const char* kind_name(Kind kind);
+  void adopt(const std::string& path, uint32_t inode);
+  std::shared_ptr<File> traced(const std::string& path, std::shared_ptr<File> below, size_t event);
+  size_t begin_event(Kind kind, const std::string& path, uint32_t inode);
+  void end_event(size_t event);
+  template <typename Call>
+  auto record(size_t event, Call&& call);
+  uint32_t directory_of(const std::string& path, std::string* name);
+  bool is_ignored(const Event& sync, const std::vector<const Event*>& pending,
+                  const std::vector<IgnoredSync>& ignored) const;
+
+  const std::string root_;
+  Vfs& below_;
+  std::mutex mutex_;  // guards everything below
+  uint64_t tick_ = 0;
+  std::vector<Event> events_;
+  uint32_t num_inodes_ = 1;  // 0 is the root
+  // As things are now.
+  std::map<std::string, uint32_t> inodes_;  // by path below the root
+  // As things were at the beginning.
+  std::map<uint32_t, Entries> first_entries_;
+  std::map<uint32_t, std::vector<std::byte>> first_bytes_;
+};
+
+}  // namespace bunkbed::vfs

@@ -1,0 +1,54 @@
+// The system calls of the real filesystem that may be interrupted or come up short. A fault backend can make the next
+// one of its thread do so: what happens then is handled below File, where no backend of files could cause it.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+
+namespace bunkbed::vfs {
+
+// What the next call of this thread does instead of all it was asked for.
+enum class Mishap { kNone, kInterrupt, kShort };
+
+inline Mishap& next_mishap() {
+  static thread_local Mishap mishap = Mishap::kNone;
+  return mishap;
+}
+
+// True: fail with EINTR.
+inline bool is_interrupted() {
+  if (next_mishap() != Mishap::kInterrupt) return false;
+  next_mishap() = Mishap::kNone;
+  errno = EINTR;
+  return true;
+}
+
+// Bytes a call asks for when it is to come up short: half, in whole sectors, at least one.
+inline size_t shortened(size_t n) {
+  if (next_mishap() != Mishap::kShort) return n;
+  next_mishap() = Mishap::kNone;
+  constexpr size_t kSector = 512;
+  return std::min(n, std::max(kSector, n / 2 / kSector * kSector));
+}
+
+inline ssize_t read_some(int fd, void* data, size_t n, off_t offset) {
+  return is_interrupted() ? -1 : ::pread(fd, data, shortened(n), offset);
+}
+
+inline ssize_t write_some(int fd, const void* data, size_t n, off_t offset) {
+  return is_interrupted() ? -1 : ::pwrite(fd, data, shortened(n), offset);
+}
+
+// Runs a call that may be interrupted until it was not.
+template <typename Call>
+auto uninterrupted(Call&& call) {
+  for (;;) {
+    const auto result = is_interrupted() ? static_cast<decltype(call())>(-1) : call();
+    if (result != static_cast<decltype(call())>(-1) || errno != EINTR) return result;
+  }
+}
+
+}  // namespace bunkbed::vfs

@@ -1,0 +1,46 @@
+"""What is lost when a table is let go of without a commit, said once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from bunkbed.errors import UncommittedWarning
+
+
+def warn_of_loss(table: Any) -> None:
+    """Warn with the number of rows that are lost when `table` goes as it is now.
+
+    Nothing is lost, and nothing said, where it was committed or closed, of a reader, of a table in RAM only, and in a
+    child after a fork. ``close(commit=False)``, and a ``with`` block left by an exception, drop changes without a word.
+    """
+    if table._closed or table._native is None or table.mode != "w" or table.path is None:
+        return
+    if table._told_of_loss or table._pid != os.getpid():
+        return
+    rows, is_exact, steps = table._native.uncommitted()
+    if rows == 0 and steps == 0:
+        return
+    table._told_of_loss = True
+    count = f"{'' if is_exact else 'up to '}{rows:,} changed row{'' if rows == 1 else 's'}"
+    since = f" of {steps:,} step{'' if steps == 1 else 's'}" if steps else ""
+    how = (
+        "call close() or use a with block; close(commit=False) drops changes without a word"
+        if table.run is None
+        else "call run.close() or use a with block on the run"
+    )
+    warnings.warn(
+        f"table '{table.name}' at {table.path} was left open: "
+        f"{count}{since} since commit {table.epoch} are lost; {how}",
+        UncommittedWarning,
+        stacklevel=3,
+    )
+
+
+def warn_when_it_goes(table: Any) -> None:
+    """`warn_of_loss` from a finalizer, which cannot raise: where warnings are errors it is shown all the same."""
+    try:
+        warn_of_loss(table)
+    except UncommittedWarning as warning:
+        warnings.showwarning(warning, UncommittedWarning, __file__, 0)

@@ -1,0 +1,324 @@
+"""One operation fails, whichever it is: what raises has changed nothing and goes well the next time, or says that the
+table must be reopened and then holds a commit. Nobody hears of short and interrupted calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import bunkbed as bb
+from bunkbed import _native
+from torture import scenario, table_scenario
+from torture.kills import operations
+from torture.parts import Clock, Result, Size, folder, in_processes
+from torture.scenario import COMPACTION_SLACK, TABLES, State, Violation, content, ram, train
+
+#: name -> (what the backend does, errno)
+FAULTS = {
+    "EIO": ("error", errno.EIO),
+    "ENOSPC": ("error", errno.ENOSPC),
+    "EINTR": ("interrupt", 0),
+    "short": ("short", 0),
+}
+SILENT = ("EINTR", "short")
+#: What a table or run says when it must be opened again.
+REFUSALS = (bb.ReadOnlyError, bb.BunkbedError)
+LONGEST_S = 30.0
+
+
+class Stumbler:
+    """Lives a story, tries again what failed, and compares every row after each failure."""
+
+    def __init__(self, story: ModuleType, path: Path, states: list[State]) -> None:
+        self.story = story
+        self.path = path
+        self.states = states
+        self.is_run = story is scenario
+        self.names: list[str] = ["user", "item"] if self.is_run else ["user"]
+        self.run: Any = None  # the run, or the table
+        self.number = 0  # of the last commit that was acknowledged or found
+        self.now: dict[str, bytes] = {}
+        self.failures = 0
+        # Where in the story commit n has just been made.
+        self.after = {0: 0}
+        # Steps that were in memory when commit n was made and are not in it: a drop commits none of them.
+        self.unsaved: dict[int, list[int]] = {0: []}
+        steps: list[int] = []
+        for at, action in enumerate(story.ACTIONS):
+            if action in "uv":
+                steps.append(at)
+            if action in "ncdklrexA" and not (self.is_run and action == "n"):
+                if action not in "de" or self.is_run:
+                    steps = []
+                if action != "x":
+                    self.unsaved[len(self.after)] = list(steps)
+                    self.after[len(self.after)] = at + 1
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        if self.run is None:
+            return {}
+        return dict(self.run.tables) if self.is_run else {"user": self.run}
+
+    def live(self) -> None:
+        actions = self.story.ACTIONS
+        at = 0
+        if self.is_run:
+            self._try(self._open, 0, None)
+        while at < len(actions):
+            at = self._step(at, actions[at])
+        self._compare("at the end")
+        self._close()
+
+    def _step(self, at: int, action: str) -> int:
+        """Carries one action out, however often it takes; where to go on."""
+        if action == "W":
+            return at + 1
+        if action in "uv":
+            for name in ["user"] if action == "v" else list(self.tables):
+                went_back = self._try(lambda name=name: train({name: self.tables[name]}, at), at, name)
+                if went_back is not None:
+                    return went_back
+            return at + 1
+        if action == "m":
+            for table in self.tables.values():
+                went_back = self._try(table.compact, at, None)
+                if went_back is not None:
+                    return went_back
+            return at + 1
+        if action == "x":
+            self._close()
+            went_back = self._try(self._open, at, None)
+            self._remember()
+            return at + 1 if went_back is None else went_back
+        if action == "n" and self.is_run:
+            went_back = self._try(self._make_late, at, None)
+            return at + 1 if went_back is None else went_back
+        went_back = self._try(lambda: self._commit(action), at, None)
+        if went_back is not None:
+            return went_back
+        self.number += 1
+        self._remember()
+        return at + 1
+
+    def _commit(self, action: str) -> None:
+        keep = {"k": "a", "l": "b"}.get(action)
+        if action == "n":
+            self.run = bb.create(self.path, ram=ram(["user"]), **TABLES["user"])
+        elif action == "r":
+            self.run.rewind("a")
+        elif action in "de" and not self.is_run:
+            self.run.drop({"d": "a", "e": "b"}[action])
+        elif self.is_run:
+            files = {"dense.pt": scenario.file_of(self.number + 1)} if action in "cklA" else None
+            self.run.commit(files=files, keep=keep)
+        else:
+            self.run.commit(keep=keep)
+
+    def _make_late(self) -> None:
+        self.run.table("late", create=TABLES["late"])
+        if "late" not in self.names:
+            self.names.append("late")
+
+    def _open(self) -> None:
+        if not self.is_run:
+            self.run = bb.open(self.path, ram=ram(["user"]))
+            return
+        if self.run is None or self.run.closed:
+            self.run = bb.Run(self.path, ram=ram(TABLES))
+        for name in self.names:
+            self.run.table(name, create=TABLES[name])
+
+    def _close(self) -> None:
+        if self.run is not None:
+            self.run.close(commit=False)
+            self.run = None
+
+    def _remember(self) -> None:
+        self.now = {name: content(table) for name, table in self.tables.items()}
+
+    def _try(self, action: Callable[[], Any], at: int, changes: str | None) -> int | None:
+        """Until it goes well: None. Or, where the files had to be opened again, where in the story they stand."""
+        for attempt in range(4):
+            before = self.now
+            try:
+                action()
+            except (OSError, *REFUSALS, ValueError, FileExistsError) as error:
+                self.failures += 1
+                if attempt > 0 and self._is_done(at, error):
+                    self._remember()
+                    return None
+                if attempt == 3:
+                    raise Violation(f"fails again and again: {type(error).__name__}: {error}") from error
+                if not self._is_as_before(before):
+                    return self._reopen(error)
+            else:
+                if changes is not None:
+                    self.now = {**before, changes: content(self.tables[changes])}
+                else:
+                    self._remember()
+                return None
+        return None
+
+    def _is_done(self, at: int, error: Exception) -> bool:
+        """Whether the second try says that the first had done it and failed in what comes after."""
+        if self.is_run:
+            return False
+        if self.story.ACTIONS[at] in "de":
+            return isinstance(error, ValueError)
+        if isinstance(error, FileExistsError):
+            self.run = bb.open(self.path, ram=ram(["user"]))
+            return True
+        return False
+
+    def _is_as_before(self, before: dict[str, bytes]) -> bool:
+        """Whether one can go on: no table refuses, and every bit is as it was. False: it must be opened again."""
+        for name, table in self.tables.items():
+            try:
+                found = content(table)
+            except (OSError, *REFUSALS):
+                return False
+            if name in before and found != before[name]:
+                # A rewind that is done, and failed in what comes after, is to be looked up on disk.
+                if any(found == state.tables.get(name) for state in self.states):
+                    return False
+                raise Violation(f"table {name!r} changed though the call failed")
+        return self._can_write()
+
+    def _can_write(self) -> bool:
+        try:
+            if self.is_run and self.run is not None:
+                self.run._require_open(write=True)
+            for table in self.tables.values():
+                table._native.collect()
+        except OSError:
+            return True
+        except REFUSALS:
+            return False
+        return True
+
+    def _reopen(self, error: Exception) -> int:
+        self._close()
+        allowed = {self.number, self.number + 1}
+        for _ in range(3):
+            try:
+                self._open_again(allowed)
+                break
+            except OSError:
+                continue
+        else:
+            raise Violation(f"cannot be opened after {error}") from error
+        return self.after[self.number]
+
+    def _open_again(self, allowed: set[int]) -> None:
+        if self.is_run:
+            self.run = bb.Run(self.path, ram=ram(TABLES))
+            number = self.run.epoch
+            if number not in allowed:
+                raise Violation(f"opened at commit {number}, not at one of {sorted(allowed)}")
+            self.number = number
+            self.names = sorted(self.states[number].tables) or ["user", "item"]
+            for name in self.names:
+                self.run.table(name, create=TABLES[name])
+        else:
+            self.run = bb.open(self.path, ram=ram(["user"]))
+            kept = sorted(self.run.snapshots())
+            found = content(self.run)
+            numbers = [
+                n
+                for n in sorted(allowed & set(range(len(self.states))))
+                if self.states[n].tables.get("user") == found and sorted(self.states[n].snapshots) == kept
+            ]
+            if not numbers:
+                raise Violation(f"opened at none of the commits {sorted(allowed)}")
+            self.number = numbers[-1]
+        self._remember()
+        for name, wanted in self.states[self.number].tables.items():
+            if self.now[name] != wanted:
+                raise Violation(f"table {name!r} does not hold commit {self.number} when opened again")
+        for step in self.unsaved[self.number]:
+            train(self.tables, step)
+        self._remember()
+
+    def _compare(self, when: str) -> None:
+        for name, wanted in self.states[-1].tables.items():
+            if content(self.tables[name]) != wanted:
+                raise Violation(f"table {name!r} holds other bits {when}")
+
+
+def stumble(story: ModuleType, states: list[State], at: int, name: str) -> int:
+    """One life in which operation `at` fails; how many calls raised.
+
+    Raises:
+        Violation: a promise did not hold.
+    """
+    fault, number = FAULTS[name]
+    faulty = _native.FaultVfs()
+    faulty.count_reads(name in SILENT)
+    faulty.set_fault(at, fault, number)
+    _native.set_compaction_slack(COMPACTION_SLACK)
+    with folder() as root:
+        stumbler = Stumbler(story, root / "it", states)
+        _native.use_vfs(faulty)
+        try:
+            stumbler.live()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
+        finally:
+            _native.use_vfs(None)
+            if stumbler.run is not None:
+                stumbler.run.close(commit=False)
+        if name in SILENT and stumbler.failures:
+            raise Violation("a call raised")
+        story.check_recovered(root / "it", states, {len(states) - 1}, thorough=at % 8 == 0)
+    return stumbler.failures
+
+
+def run(size: Size) -> list[Result]:
+    """Every operation, with each fault; each life must be over within seconds."""
+
+    def work(index: int, send: Callable[[Any], None]) -> Any:
+        clock = Clock(size.seconds)
+        results = {name: Result(f"operation fails: {name}") for name in FAULTS}
+        states = {story: story.expected(story.ACTIONS) for story in (scenario, table_scenario)}
+        cases = [
+            (story, at, name)
+            for story in states
+            for name in FAULTS
+            for at in range(1, operations(story, count_reads=name in SILENT) + 1)
+        ]
+        mine = cases[index :: size.processes]
+        if size.factor < 1:
+            mine = random.Random(size.seed).sample(mine, min(len(mine), size.of(4000, least=8) // size.processes))
+        raised = 0
+        for story, at, name in mine:
+            if clock.is_over:
+                break
+            what = f"operation {at} of {story.__name__}: {name}"
+            send(what)
+            signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
+            results[name].tried += 1
+            try:
+                raised += stumble(story, states[story], at, name)
+                results[name].passed += 1
+            except Violation as violation:
+                results[name].fail(f"{what}: {violation}")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return results, raised
+
+    total = {name: Result(f"operation fails: {name}") for name in FAULTS}
+    raised = 0
+    for results, times in in_processes(work, size.processes, size.seconds + 120):
+        raised += times
+        for name, result in results.items():
+            total[name].add(result)
+    total["EIO"].note = f"{raised:,} calls raised in all; 0 wrong rows, 0 lost commits, 0 hangs where all passed"
+    return list(total.values())

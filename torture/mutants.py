@@ -1,0 +1,165 @@
+"""The oracle would notice: protocols with one step missing or in the wrong place, each of which it must catch.
+
+A missing sync is played by the power-loss backend, which takes it for not having happened. Other bugs are compiled into
+the core and switched on by name, or put into a run's Python for the while. Each is hunted for until a promise breaks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from bunkbed import _native, opening
+from bunkbed.run_files import RunFiles, RunManifest
+from torture import scenario, table_scenario
+from torture.parts import Clock, Result, Size, folder, in_processes
+from torture.powerloss import CHANCE, SURE, Ignored, Life, Losses
+
+
+@contextmanager
+def core_bug(name: str) -> Iterator[None]:
+    _native.set_fault(name)
+    try:
+        yield
+    finally:
+        _native.set_fault(None)
+
+
+@contextmanager
+def tables_open_at_their_newest() -> Iterator[None]:
+    original = opening.open
+    with mock.patch.object(opening, "open", lambda *a, **k: original(*a, **{**k, "_epoch": None})):
+        yield
+
+
+@contextmanager
+def old_files_go_first() -> Iterator[None]:
+    publish = RunFiles.publish
+
+    def too_early(self: RunFiles, manifest: RunManifest) -> None:
+        wanted = {entry[0] for entry in manifest.files.values()}
+        for path in self.files.glob("file-*"):
+            if int(path.name.removeprefix("file-")) not in wanted:
+                _native.remove_file(str(path))
+        publish(self, manifest)
+
+    with mock.patch.object(RunFiles, "publish", too_early):
+        yield
+
+
+@contextmanager
+def manifest_before_its_files() -> Iterator[None]:
+    """The files of a commit are written once its manifest is there."""
+    write = RunFiles.write_file
+    publish = RunFiles.publish
+    waiting: list[tuple[RunFiles, int, bytes]] = []
+
+    def later(self: RunFiles, number: int, data: bytes) -> tuple[int, int, str]:
+        entry = write(self, number, data)
+        _native.remove_file(str(self.file_path(number)))
+        waiting.append((self, number, data))
+        return entry
+
+    def first(self: RunFiles, manifest: RunManifest) -> None:
+        publish(self, manifest)
+        for files, number, data in waiting:
+            write(files, number, data)
+        waiting.clear()
+        _native.sync_directory(str(self.files))
+
+    with mock.patch.object(RunFiles, "write_file", later), mock.patch.object(RunFiles, "publish", first):
+        yield
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: syncs that count as missing, or something that is wrong while the run lives, or while it is recovered."""
+
+    name: str
+    ignored: Ignored = field(default_factory=list)
+    living: Callable[[], AbstractContextManager[Any]] = nullcontext
+    recovering: Callable[[], AbstractContextManager[Any]] = nullcontext
+    story: ModuleType = table_scenario
+
+
+MUTANTS = [
+    Mutant("no fdatasync of segments", [("", "segment-")]),
+    Mutant("no fdatasync of a manifest", [("", "new-manifest-")]),
+    Mutant("no directory fsync after link", [("link", "manifest-")]),
+    Mutant("no directory fsync for a new segment", [("create", "segment-")]),
+    Mutant("no directory fsync after removing manifests", [("remove", "manifest-")]),
+    Mutant("no directory fsync for a table's folder", [("mkdir", "it")]),
+    Mutant("collection before commit", living=lambda: core_bug("collect_before_commit")),
+    Mutant("length recorded too long", living=lambda: core_bug("length_too_long")),
+    Mutant("compaction without the still-current check", living=lambda: core_bug("move_dead_records")),
+    Mutant("compaction chunk outranks a newer record", living=lambda: core_bug("move_outranks")),
+    Mutant("a record that a commit has yet to write is changed first", living=lambda: core_bug("update_before_copy")),
+    Mutant(
+        "a record evicted during a commit counts into the old epoch", living=lambda: core_bug("evict_into_old_epoch")
+    ),
+    Mutant("a record that eviction writes is lost", living=lambda: core_bug("lost_write_back")),
+    Mutant("run: no fdatasync of its manifest", [("", "new-run-")], story=scenario),
+    Mutant("run: no directory fsync after link", [("link", "run-")], story=scenario),
+    Mutant("run: no fdatasync of a dense file", [("", "file-")], story=scenario),
+    Mutant("run: no directory fsync for a dense file", [("create", "file-")], story=scenario),
+    Mutant("run: no directory fsync for its own folder", [("mkdir", "it")], story=scenario),
+    Mutant("run: old dense files go before the commit", living=old_files_go_first, story=scenario),
+    Mutant("run: the manifest comes before its dense files", living=manifest_before_its_files, story=scenario),
+    Mutant("run: tables open at their newest commit", recovering=tables_open_at_their_newest, story=scenario),
+]
+
+
+def hunt(mutant: Mutant, most: int, seed: int, seconds: float) -> tuple[bool, int, str]:
+    """(caught, disks looked at until then, how)."""
+    clock = Clock(seconds)
+    with folder() as root:
+        live = root / "live"
+        live.mkdir()
+        try:
+            with mutant.living():
+                life = Life(live, mutant.story)
+        except Exception as error:
+            return True, 0, f"while it ran: {type(error).__name__}: {error}"
+        losses = Losses(life, root / "disks", mutant.ignored)
+        chance = random.Random(seed)
+        with mutant.recovering():
+            end = life.disk.now()
+            ways = [(end, "all", "kept")]
+            for _ in range(most - 1):
+                ways.append((chance.randrange(end + 1), *chance.choice(SURE + CHANCE)))
+            for index, (moment, names, sectors) in enumerate(ways):
+                if not losses.lose(moment, names, sectors, index):
+                    return True, len(losses.seen), losses.result.failures[0]
+                if clock.is_over:
+                    break
+    return False, len(losses.seen), "not caught"
+
+
+def run(size: Size) -> list[Result]:
+    most = size.of(20_000, least=2000)
+
+    def work(index: int, send: Callable[[Any], None]) -> Any:
+        each = size.seconds * size.processes / len(MUTANTS)
+        return [
+            (mutant.name, *hunt(mutant, most, size.seed, max(each, 5.0)))
+            for number, mutant in enumerate(MUTANTS)
+            if number % size.processes == index
+        ]
+
+    result = Result("seeded bugs caught")
+    found = [one for part in in_processes(work, size.processes, 2 * size.seconds + 120) for one in part]
+    order = [mutant.name for mutant in MUTANTS]
+    notes = []
+    for name, caught, looked, how in sorted(found, key=lambda one: order.index(one[0])):
+        result.tried += 1
+        result.passed += caught
+        notes.append(f"{name}: {f'after {looked} disks' if caught else 'NOT CAUGHT'} ({how})")
+        if not caught:
+            result.fail(f"{name}: not caught in {looked} disks")
+    result.note = "\n".join(notes)
+    return [result]

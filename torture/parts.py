@@ -1,0 +1,166 @@
+"""What the parts share: sizes, results, workers that cannot hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Result:
+    """One figure of a part.
+
+    Attributes:
+        name: what was tried.
+        passed: how many times it went well.
+        tried: how many times it was tried.
+        note: what else is worth knowing.
+        failures: the first few failures.
+        score: the figure is reported and is no promise (another store's, say).
+    """
+
+    name: str
+    passed: int = 0
+    tried: int = 0
+    note: str = ""
+    failures: list[str] = field(default_factory=list)
+    score: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.score or (self.tried > 0 and self.passed == self.tried)
+
+    def fail(self, text: str) -> None:
+        if len(self.failures) < 5:
+            self.failures.append(text)
+
+    def add(self, other: Result) -> None:
+        self.passed += other.passed
+        self.tried += other.tried
+        for text in other.failures:
+            self.fail(text)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of a part to run: a factor on its long form, and a limit of seconds."""
+
+    factor: float = 1.0
+    seconds: float = 3600.0
+    seed: int = 0
+    processes: int = max(1, os.cpu_count() or 1)
+
+    def of(self, number: int, least: int = 1) -> int:
+        return max(least, round(number * self.factor))
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A temporary folder, in memory where there is such a place."""
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix="bunkbed-torture-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Child:
+    """A function in a forked process, ended by SIGALRM when it takes too long.
+
+    Attributes:
+        outcome: what it sent last, or None.
+        status: 0; or minus the signal that ended it; or 1 after an exception, whose text is `outcome`.
+    """
+
+    def __init__(self, body: Callable[[Callable[[Any], None]], Any], seconds: float = 60.0) -> None:
+        self._pipe, theirs = multiprocessing.Pipe(duplex=False)
+        self.sent: list[Any] = []
+        self._ended = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._pipe.close()
+            _live(body, theirs, seconds)
+        theirs.close()
+
+    def receive(self) -> Iterator[Any]:
+        """What it sends, as it comes, until it ends."""
+        while not self._ended:
+            try:
+                item = self._pipe.recv()
+            except (EOFError, OSError):
+                self._ended = True
+                return
+            self.sent.append(item)
+            yield item
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its status, once it has ended."""
+        for _ in self.receive():
+            pass
+        self._pipe.close()
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def _live(body: Callable[[Callable[[Any], None]], Any], pipe: Connection, seconds: float) -> None:
+    code = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends even a process that hangs inside the core
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, chain=True)  # not without showing where
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        result = body(pipe.send)
+        if result is not None:
+            pipe.send(result)
+        code = 0
+    except BaseException as error:
+        with suppress(OSError):
+            pipe.send(f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(code)
+
+
+def in_processes(work: Callable[[int, Callable[[Any], None]], Any], processes: int, seconds: float) -> list[Any]:
+    """`work(i, send)` in so many forked processes; what each sent last. A process that dies is an error.
+
+    The processes run at once; each is ended when it takes longer than `seconds`.
+    """
+    children = [Child(lambda send, i=i: work(i, send), seconds) for i in range(processes)]
+    outcomes = []
+    errors = []
+    for child in children:
+        status = child.wait()
+        last = child.sent[-1] if child.sent else None
+        if status != 0:
+            errors.append(f"a process ended with status {status}: {last}")
+        outcomes.append(last)
+    if errors:
+        raise RuntimeError("; ".join(errors))
+    return outcomes
+
+
+class Clock:
+    """Seconds that are left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end

@@ -1,0 +1,306 @@
+"""What a tortured run does, and the oracle: what every commit of it holds, to the last bit.
+
+A scenario is a list of actions on a run of three tables. `expected` carries it out on `ReferenceTable`s in memory,
+`drive` on files. Both number commits alike, so whatever is found after a failure can be named.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bunkbed as bb
+from bunkbed import _native, opening
+from bunkbed.testing import ReferenceTable
+
+#: Arguments of the tables; small, so that a hundred thousand disks can be looked at. The last one is made late.
+TABLES: dict[str, dict[str, Any]] = {
+    "user": {"dim": 48, "num_rows": 64, "optimizer": bb.Adam(lr=0.05), "init": bb.Normal(std=0.1), "seed": 3},
+    "item": {
+        "dim": 24,
+        "num_rows": 40,
+        "optimizer": bb.RowwiseAdagrad(lr=0.1),
+        "init": bb.Zeros(),
+        "seed": 4,
+        "dtype": "bfloat16",
+    },
+    "late": {"dim": 8, "num_rows": 24, "optimizer": bb.SGD(lr=0.5), "init": bb.Uniform(-1.0, 1.0), "seed": 5},
+}
+#: Compaction of tables this small begins here, not at 256 KiB of dead bytes.
+COMPACTION_SLACK = 24 << 10
+BATCH_IDS = 16
+
+#: u: a step of every table. v: of the first alone. c: commit with a new dense file. d: without one. k: commit and keep
+#: as "a". l: as "b". A: begin a commit. W: wait for it. n: the late table is made. m: compact. r: go back to "a".
+#: x: close without a commit, open again.
+ACTIONS = "uucuvuukuuAvumuWduulnuukuuuxuAuuWcmuurucuuAuuuWmdvcuuAuuWc"
+#: How long a commit that goes on beside training takes at least, so that rows change and leave meanwhile.
+SLOW_S = 0.002
+
+
+@dataclass(frozen=True)
+class State:
+    """What a commit holds."""
+
+    tables: dict[str, bytes]
+    after: dict[str, bytes]  # the tables, some more steps later
+    files: dict[str, bytes]
+    snapshots: dict[str, int]  # name -> number of the commit
+
+
+def batch(name: str, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, some of them twice, and gradients of a step; skewed, so that some rows are old and some new."""
+    rng = np.random.default_rng([step, *name.encode()])
+    rows = TABLES[name]["num_rows"]
+    ids = (rows * rng.random(BATCH_IDS) ** 1.5).astype(np.int64)
+    return ids, rng.standard_normal((BATCH_IDS, TABLES[name]["dim"]), dtype=np.float32)
+
+
+def train(tables: dict[str, Any], step: int, only: str | None = None) -> None:
+    for name, table in tables.items():
+        if only is None or name == only:
+            table.update(*batch(name, step))
+
+
+def train_on(tables: dict[str, Any]) -> None:
+    """The steps after which `State.after` is the tables' content."""
+    for step in (1_000_001, 1_000_002):
+        train(tables, step)
+
+
+def content(table: Any) -> bytes:
+    """Every bit of a table: weights and slots of all rows, which of them are stored, the step."""
+    ids = np.arange(table.num_rows, dtype=np.int64)
+    parts = [np.ascontiguousarray(table.get(ids, slot=slot)).tobytes() for slot in ("weight", *table.slots)]
+    return b"".join([*parts, table.contains(ids).tobytes(), int(table.step).to_bytes(8, "little")])
+
+
+def ram(names: Any) -> int:
+    """About the smallest budget for such a run: every batch evicts."""
+    missing: dict[str, Any] = {"optimizer": None, "init": None, "dtype": "float32"}
+    specs = [opening.make_spec(**{**missing, **TABLES[name]}, belongs_to_run=True) for name in names]
+    return sum(spec.minimum_ram(64, True) + 2048 for spec in specs)
+
+
+def file_of(number: int) -> bytes:
+    """The dense file of commit `number`."""
+    return np.random.default_rng(number).bytes(700 + number)
+
+
+def expected(actions: str) -> list[State]:
+    """States of commits 1, 2, ...; number 0, the run before its first commit, holds nothing."""
+    tables = {name: ReferenceTable(**TABLES[name]) for name in ("user", "item")}
+    states = [State({}, {}, {}, {})]
+    saved: dict[int, dict[str, ReferenceTable]] = {}
+    files: dict[str, bytes] = {}
+    snapshots: dict[str, int] = {}
+    for step, action in enumerate(actions):
+        if action in "uv":
+            train(tables, step, "user" if action == "v" else None)
+        elif action == "n":
+            tables["late"] = ReferenceTable(**TABLES["late"])
+        elif action == "x":
+            tables = copy.deepcopy(saved[len(states) - 1])
+        elif action in "cdklrA":
+            number = len(states)
+            if action == "r":
+                tables = copy.deepcopy(saved[snapshots["a"]])
+                files = states[snapshots["a"]].files
+            if action in "cklA":
+                files = {**files, "dense.pt": file_of(number)}
+            if action in "kl":
+                snapshots = {**snapshots, {"k": "a", "l": "b"}[action]: number}
+            saved[number] = copy.deepcopy(tables)
+            later = copy.deepcopy(tables)
+            train_on(later)
+            states.append(
+                State(
+                    {name: content(table) for name, table in tables.items()},
+                    {name: content(table) for name, table in later.items()},
+                    files,
+                    snapshots,
+                )
+            )
+    return states
+
+
+class Commit:
+    """A commit as the process that made it saw it: begun at a moment, acknowledged at another (None: never)."""
+
+    def __init__(self, number: int, begin: int) -> None:
+        self.number = number
+        self.begin = begin
+        self.end: int | None = None
+
+
+def drive(
+    actions: str,
+    path: Path,
+    now: Callable[[], int],
+    report: Callable[[Commit], None] | None = None,
+    slow: bool = True,
+) -> list[Commit]:
+    """Carries the actions out on files.
+
+    Args:
+        actions: a scenario.
+        path: the run's folder.
+        now: the moment, for `Commit`.
+        report: called when a commit begins and when it is acknowledged.
+        slow: give commits beside training their time; it arms a failpoint.
+    """
+    _native.set_compaction_slack(COMPACTION_SLACK)
+    budget = ram(TABLES)
+    commits: list[Commit] = []
+    pending: Any = None
+
+    def acknowledge() -> None:
+        commits[-1].end = now()
+        if report is not None:
+            report(commits[-1])
+
+    def open_run(names: list[str]) -> bb.Run:
+        run = bb.Run(path, ram=budget)
+        for name in names:
+            run.table(name, create=TABLES[name])
+        return run
+
+    run = open_run(["user", "item"])
+    try:
+        for step, action in enumerate(actions):
+            if action in "uv":
+                train(run.tables, step, "user" if action == "v" else None)
+            elif action == "m":
+                for table in run.tables.values():
+                    table.compact()
+            elif action == "n":
+                run.table("late", create=TABLES["late"])
+            elif action == "x":
+                names = list(run.tables)
+                run.close(commit=False)
+                run = open_run(names)
+            elif action == "W":
+                pending.wait()
+                _native.disarm_failpoints()
+                acknowledge()
+            elif action in "cdklrA":
+                commit = Commit(run.epoch + 1, now())
+                commits.append(commit)
+                if report is not None:
+                    report(commit)
+                files = {"dense.pt": file_of(commit.number)} if action in "cklA" else None
+                if action == "A":
+                    if slow:
+                        _native.arm_failpoint("commit.frozen", 0, "delay", SLOW_S)
+                    pending = run.begin_commit(files=files)
+                    continue
+                if action == "r":
+                    run.rewind("a")
+                else:
+                    run.commit(files=files, keep={"k": "a", "l": "b"}.get(action))
+                acknowledge()
+    finally:
+        run.close(commit=False)
+    return commits
+
+
+def open_all(path: Path, state: State) -> None:
+    """Opens every table for writing and lets go again."""
+    run = bb.Run(path, ram=ram(TABLES))
+    try:
+        for name in state.tables:
+            run.table(name)
+    finally:
+        run.close(commit=False)
+
+
+class Violation(Exception):
+    """A promise that did not hold."""
+
+
+def check_recovered(path: Path, states: list[State], allowed: set[int], *, thorough: bool) -> int:
+    """Opens a run after a failure as a new process would, and goes on with it. Returns the commit it was at.
+
+    Args:
+        path: the run's folder; it may be missing where commit 0 is allowed.
+        states: of all commits.
+        allowed: the commits it may be at.
+        thorough: also opens snapshots, commits, opens again and checks every file.
+
+    Raises:
+        Violation: it is at another commit, does not open, holds other bits, or does not train on as it should.
+    """
+    try:
+        number = _check_recovered(path, states, allowed, thorough)
+    except Violation:
+        raise
+    except Exception as error:
+        raise Violation(f"{type(error).__name__}: {error}") from error
+    return number
+
+
+def _check_recovered(path: Path, states: list[State], allowed: set[int], thorough: bool) -> int:
+    budget = ram(TABLES)
+    run = bb.Run(path, ram=budget)
+    try:
+        number = run.epoch
+        if number not in allowed:
+            raise Violation(f"the run is at commit {number}, not at one of {sorted(allowed)}")
+        state = states[number]
+        _compare_names(run, state)
+        if number == 0:
+            # Nothing was promised; a run can be begun here.
+            tables: dict[str, Any] = {name: run.table(name, create=TABLES[name]) for name in ("user", "item")}
+            train(tables, 0)
+            run.commit()
+            return 0
+        tables = {name: run.table(name) for name in state.tables}
+        _compare(tables, state.tables, "")
+        train_on(tables)
+        _compare(tables, state.after, " after training on")
+        if thorough:
+            run.commit(files={"dense.pt": b"after"})
+    finally:
+        run.close(commit=False)
+    if thorough:
+        _check_again(path, states, number, budget)
+    return number
+
+
+def _compare_names(run: bb.Run, state: State) -> None:
+    if run.table_names != sorted(state.tables):
+        raise Violation(f"the run has tables {run.table_names}, not {sorted(state.tables)}")
+    if run.snapshots() != state.snapshots:
+        raise Violation(f"the run has snapshots {run.snapshots()}, not {state.snapshots}")
+    found = {name: run.read(name) for name in run.files}
+    if found != state.files:
+        raise Violation(f"the run has other files than {sorted(state.files)}, or they hold other bytes")
+
+
+def _compare(tables: dict[str, Any], contents: dict[str, bytes], when: str) -> None:
+    for name, table in tables.items():
+        found, wanted = content(table), contents[name]
+        if found != wanted:
+            differ = sum(a != b for a, b in zip(found, wanted, strict=True))
+            raise Violation(f"table {name!r}{when}: {differ} of {len(wanted)} bytes differ")
+
+
+def _check_again(path: Path, states: list[State], number: int, budget: int) -> None:
+    state = states[number]
+    with bb.Run(path, ram=budget, mode="r") as run:
+        if run.epoch != number + 1 or run.read("dense.pt") != b"after":
+            raise Violation(f"a commit after the failure is {run.epoch}, not {number + 1}")
+        readers = {name: run.table(name) for name in state.tables}
+        _compare(readers, state.after, " committed after the failure and opened again")
+    for name, kept in state.snapshots.items():
+        with bb.Run(path, ram=budget, mode="r", snapshot=name) as run:
+            _compare({t: run.table(t) for t in states[kept].tables}, states[kept].tables, f" of snapshot {name!r}")
+    for name in state.tables:
+        problems = bb.check(path / "tables" / name)
+        if problems:
+            raise Violation(f"table {name!r} has problems: {problems[0]}")
