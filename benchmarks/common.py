@@ -42,10 +42,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def workspace(directory: Path, needed_bytes: int) -> Iterator[Path]:
     """A new folder inside `directory`, removed afterwards; refuses when the disk has too little room."""
     existed = directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free
-    if free < needed_bytes + GIB // 4:
-        sys.exit(f"{directory} has {bb_bytes(free)} free and this run needs {bb_bytes(needed_bytes)}; pass --dir")
+    require_space(directory, needed_bytes)
     folder = Path(tempfile.mkdtemp(prefix="bunkbed-", dir=directory))
     try:
         yield folder
@@ -54,6 +51,14 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Path]:
         if not existed:
             with contextlib.suppress(OSError):  # someone else put a file there: leave it
                 directory.rmdir()
+
+
+def require_space(directory: Path, needed_bytes: int) -> None:
+    """Makes the folder; leaves with a message when its disk has too little room."""
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes + GIB // 4:
+        sys.exit(f"{directory} has {bb_bytes(free)} free and this run needs {bb_bytes(needed_bytes)}; pass --dir")
 
 
 def bb_bytes(num_bytes: float) -> str:
@@ -282,13 +287,16 @@ class Child:
     The child reads one JSON request a line from standard input and answers with one JSON line (see `serve`).
     """
 
-    def __init__(self, argv: Sequence[str], limit: MemoryLimit | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[str], limit: MemoryLimit | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         command = [sys.executable, *argv]
         self._process = subprocess.Popen(
             limit.command(command) if limit is not None else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**(environment or {}), **os.environ},
         )
 
     def ask(self, **request: Any) -> dict[str, Any]:

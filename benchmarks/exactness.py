@@ -161,7 +161,7 @@ def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str 
                 window = Window(table, depth=2, batches=12)
                 window.push(ids)
             elif step % 25 == 24:
-                table.commit(meta={"step": step})
+                table.begin_commit(meta={"step": step})  # the steps that follow go on beside it
             rows = table.lookup(ids)
             if window is None:
                 table.stage(next(coming))

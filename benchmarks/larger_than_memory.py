@@ -12,15 +12,18 @@ advised   the same with `madvise(MADV_RANDOM)`, which not every textbook has.
 rocksdb, lmdb   the same recipe on a key-value store, tuned; case `key-value-stores`.
 
 Printed beside the times: rows missed and first touched (about 0, or the figure would be flattered), what the best
-static cache of as many frames would have missed on the same batches, the device's own limits measured in the same run,
-and the kernel's `read_bytes` beside the bytes the engine asked the device for (512-byte blocks, where the device has
-them): below 90 % the figure is void, for then it came from the page cache.
+static cache of as many frames would have missed on the same batches (ours must find out which those are: a row at its
+border comes up every few hundred steps, so the warm-up is long), the device's own limits measured in the same run, and
+the kernel's `read_bytes` beside the bytes the engine asked the device for (512-byte blocks, where the device has them):
+below 90 % the figure is void, for then it came from the page cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,10 +36,14 @@ from benchmarks import common, simulate, turns
 from benchmarks.figures import Figure, Settings, missing
 from benchmarks.peers import Missing
 from benchmarks.peers.records import RECORD_BYTES
-from benchmarks.sides import Side, batch, build
+from benchmarks.sides import Side, batch, build, sampler
 
 #: What `lookahead` is asked for; it ignores what it does not know.
 LOOKAHEAD = {"depth": 1, "window": 32}
+
+#: How a model's threads wait for each other: spinning, as is their default, they would take the processors from whoever
+#: reads beside them. What the caller's environment says goes before it.
+MODEL = {"OMP_WAIT_POLICY": "passive"}
 
 #: Sides whose memory is the page cache.
 MAPPED = ("memmap", "advised", "lmdb")
@@ -51,11 +58,12 @@ class Plan:
     rows: int = 10_000_000
     batch: int = 65_536
     limit: str = "1GiB"
-    ram: str = "640MiB"
+    ram: str = "600MiB"
     rounds: int = 3
     steps: int = 50
+    warm_steps: int = 1400
+    warm_s: float = 200.0
     seed: int = 0
-    steady: bool = False
     tiny: bool = False
 
     def __str__(self) -> str:
@@ -68,8 +76,16 @@ class Plan:
 def plan(settings: Settings, **changes: Any) -> Plan:
     """Sizes by the size of the suite."""
     sizes = {
-        "tiny": {"rows": 40_000, "batch": 1_024, "ram": "8MiB", "rounds": 2, "steps": 3, "tiny": True},
-        "quick": {"rows": 3_000_000, "limit": "640MiB", "ram": "240MiB", "rounds": 3, "steps": 30},
+        "tiny": {
+            "rows": 40_000,
+            "batch": 1_024,
+            "ram": "8MiB",
+            "rounds": 2,
+            "steps": 3,
+            "warm_steps": 15,
+            "tiny": True,
+        },
+        "quick": {"rows": 3_000_000, "limit": "640MiB", "ram": "240MiB", "rounds": 3, "steps": 30, "warm_s": 40.0},
         "full": {},
     }[settings.size]
     return Plan(**{**sizes, "seed": settings.seed, **changes})  # type: ignore[arg-type]
@@ -111,8 +127,8 @@ class Bench:
         self.limits = Limits()
         self.next_index = 0
 
-    def open(self, name: str) -> Side:
-        """Builds the store where it is not there yet, and starts the side.
+    def open(self, name: str, environment: dict[str, str] | None = None) -> Side:
+        """Builds the store where it is not there yet, and starts the side; `environment` beside the caller's.
 
         Raises:
             Missing: its library is not installed, or nothing here can limit the memory it uses.
@@ -124,7 +140,7 @@ class Bench:
         build(name, path, plan.rows)
         sizes = {"rows": plan.rows, "batch": plan.batch, "ram": plan.ram, "seed": plan.seed}
         limit = {"limit": plan.limit} if self._limited else {"rlimit": "" if plan.tiny else RLIMIT}
-        self.sides[name] = Side(self._stack, name, path, **sizes, **limit)  # type: ignore[arg-type]
+        self.sides[name] = Side(self._stack, name, path, environment=environment, **sizes, **limit)  # type: ignore[arg-type]
         return self.sides[name]
 
     def fresh(self, count: int) -> list[int]:
@@ -133,21 +149,27 @@ class Bench:
         return list(range(self.next_index - count, self.next_index))
 
     def warm(self, name: str = "ours") -> None:
-        """Steps until our cache is full and the share of misses stands still; with `steady`, until compaction runs."""
-        last, compactions = 1.0, 0.0
-        tiny = self.plan.tiny
-        for _ in range(3 if tiny else 60):
-            answer = self.sides[name].turn(self.fresh(5 if tiny else 20))
-            stats = answer["stats"]
-            compactions += stats["compactions"]
-            missed = stats["misses"] / max(1, stats["unique_rows"])
+        """Trains until our cache is full, compaction runs and the misses no longer fall, or the plan's time is over.
+
+        Looking ahead, which keeps the device busy: what must be read to get there is the same.
+        """
+        start, turn = time.perf_counter(), 5 if self.plan.tiny else 20
+        misses: list[float] = []  # a step, of each turn
+        compactions = 0.0
+        while len(misses) * turn < self.plan.warm_steps and time.perf_counter() - start < self.plan.warm_s:
+            answer = self.sides[name].turn(self.fresh(turn), lookahead=LOOKAHEAD)
+            compactions += answer["stats"]["compactions"]
+            misses.append(answer["stats"]["misses"] / turn)
             full = answer["frames"] >= 0.98 * answer["frame_capacity"]
-            if full and abs(missed - last) < 0.01 * last and (compactions > 3 or not self.plan.steady):
-                break
-            last = missed
+            if full and compactions > 3 and len(misses) >= 40:
+                # 400 steps that miss less than the 400 before by a 200th: the rest would take as long again.
+                before, after = statistics.mean(misses[-40:-20]), statistics.mean(misses[-20:])
+                if after > 0.995 * before:
+                    break
         print(
-            f"warm: {answer['frames']:,} frames of {answer['frame_capacity']:,}, {missed:.1%} of rows missed, "
-            f"{answer['progress']}, {compactions:.0f} compactions",
+            f"warm: {len(misses) * turn:,} steps in {time.perf_counter() - start:.0f} s, {answer['frames']:,} of "
+            f"{answer['frame_capacity']:,} frames, {misses[-1]:,.0f} rows missed a step, "
+            f"{misses[len(misses) // 2]:,.0f} half-way, {answer['progress']}, {compactions:.0f} compactions",
             flush=True,
         )
 
@@ -205,7 +227,8 @@ def bench(settings: Settings, plan: Plan, stores: int) -> Iterator[Bench]:
     why_not = common.MemoryLimit.why_not()
     if why_not and not plan.tiny:
         plan = replace(plan, rows=min(plan.rows, 3_000_000), ram="240MiB", limit=f"none, RLIMIT_DATA {RLIMIT} instead")
-    needed = int(plan.rows * RECORD_BYTES * 2 * stores)
+    # Ours is written anew beside what its last commit names before anything of that may go.
+    needed = int(plan.rows * RECORD_BYTES * (1 + 2 * stores))
     place = contextlib.nullcontext(settings.table) if settings.table else common.workspace(settings.dir, needed)
     with place as folder, ExitStack() as stack:
         assert folder is not None
@@ -257,7 +280,7 @@ def against_the_device(found: Results, kind: str, limits: Limits, *, target: boo
 
 def static_cache(found: Results, plan: Plan, frames: int) -> tuple[float, float]:
     """Misses a step of the best static cache of `frames` on the plain turns' batches: by popularity, in hindsight."""
-    sample, place = common.zipf(plan.rows), common.scatter(plan.rows)
+    sample, place = sampler(plan.rows), common.scatter(plan.rows)
     batches = [batch(sample, plan.seed, i, plan.batch) for i in found.indices["plain"]]
     ranked = place(np.arange(min(frames, plan.rows), dtype=np.int64))
     popular = simulate.static_misses(batches, frames, ranked).mean()
@@ -321,13 +344,14 @@ def beside_a_model(settings: Settings) -> list[Figure]:
     size = plan(settings)
     with bench(settings, size, 1) as found:
         size = found.plan
-        ours = found.open("ours")
+        ours = found.open("ours", MODEL)
         found.warm()
         disk = statistics.median(ours.turn(found.fresh(size.steps), lookahead=LOOKAHEAD)["times"])
         product = statistics.median(ours.turn([0] * 20, products=4, only_work=True)["times"]) / 4
         products = {factor: max(1, round(factor * disk / product)) for factor in (1.0, 0.5, 2.0)}
         steps = max(3, size.steps // 2)
         kinds = {"disk alone": Kind("ours", steps, {"lookahead": LOOKAHEAD})}
+        processors = os.cpu_count() or 1
         for factor, count in products.items():
             kinds[f"work {factor:g}"] = Kind("ours", steps, {"products": count, "only_work": True})
             kinds[f"both {factor:g}"] = Kind("ours", steps, {"products": count, "lookahead": LOOKAHEAD})
@@ -341,6 +365,21 @@ def beside_a_model(settings: Settings) -> list[Figure]:
         name = f"step / max(work alone, disk alone), work {factor:g}x the disk's"
         target = {"at_most": 1.1} if factor == 1 else {}
         figures.append(Figure(name, middle, "x", min(ratios), max(ratios), len(ratios), **target))
+        # What no overlap can beat: the processor time of both, on every processor all the time.
+        own, model = (results.a_step(kind, "cpu_s", "used") for kind in ("disk alone", f"work {factor:g}"))
+        alone, work = times.median("disk alone"), times.median(f"work {factor:g}")
+        bound = max(alone, work, (own + model) / processors)
+        figures.append(
+            Figure(
+                f"step / what the processors allow, work {factor:g}x the disk's",
+                times.median(f"both {factor:g}") / bound,
+                "x",
+                note=f"processor time a step: {own * 1e3:.0f} ms for reading and training, {model * 1e3:.0f} ms for "
+                f"the work; on {processors} processors {(own + model) / processors * 1e3:.0f} ms at least, "
+                f"{bound / max(alone, work):.2f}x the longer of both alone; "
+                f"{results.a_step(f'both {factor:g}', 'cpu_s', 'used') * 1e3:.0f} ms were used",
+            )
+        )
     figures += turns.step_times(times)
     for kind in ("disk alone", "both 1"):
         waited = results.a_step(kind, "read_wait_s") * 1e3
@@ -351,14 +390,14 @@ def beside_a_model(settings: Settings) -> list[Figure]:
 
 def key_value_stores(settings: Settings) -> list[Figure]:
     """Ours beside RocksDB and LMDB, all in steady state: caches full, compactions running."""
-    size = plan(settings, steady=settings.size == "full", rounds=settings.pick(2, 3, 4))
-    own, theirs = settings.pick((3, 1), (20, 3), (40, 5))
+    size = plan(settings, rounds=settings.pick(2, 3, 3), warm_s=settings.pick(5.0, 40.0, 90.0))
+    own, theirs = settings.pick((3, 1), (20, 3), (20, 3))
     with bench(settings, size, 3) as found:
         found.open("ours")
         peers, absent = opened(found, ("rocksdb", "lmdb"), at_least=5)
         found.warm()
         for name in peers:
-            warm_peer(found.sides[name], found.fresh(settings.pick(2, 20, 40)))
+            warm_peer(found, name, settings.pick(1.0, 15.0, 60.0))
         results = found.rounds({name: Kind(name, own if name == "ours" else theirs) for name in found.sides})
         peaks = {name: side.peak() for name, side in found.sides.items()}
         last = {name: answers[-1] for name, answers in results.answers.items()}
@@ -376,12 +415,15 @@ def key_value_stores(settings: Settings) -> list[Figure]:
     return figures + absent + found.limits.figures()
 
 
-def warm_peer(side: Side, indices: Sequence[int]) -> None:
-    """Steps a peer until its caches are full and what it wrote is being compacted."""
-    parts = [indices[start : start + 10] for start in range(0, len(indices), 10)]
-    medians = [statistics.median(side.turn(part)["times"]) for part in parts]
+def warm_peer(found: Bench, name: str, seconds: float) -> None:
+    """Steps a peer for so long: its caches fill, and what it wrote is compacted."""
+    start, side, spans = time.perf_counter(), found.sides[name], []
+    while time.perf_counter() - start < seconds:
+        spans += side.turn(found.fresh(1 if found.plan.tiny else 2))["times"]
+    fifth = max(1, len(spans) // 5)
+    medians = [statistics.median(spans[i : i + fifth]) for i in range(0, len(spans), fifth)]
     print(
-        f"{side.name} warmed: {' '.join(f'{median * 1e3:,.0f}' for median in medians)} ms a step; "
+        f"{name} warmed: {len(spans)} steps, {' '.join(f'{median * 1e3:,.0f}' for median in medians)} ms a step; "
         f"{side.answers[-1]['progress']}",
         flush=True,
     )
@@ -392,11 +434,12 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=10_000_000, help="rows of the table")
     options.add_argument("--batch", type=int, default=65_536, help="ids a step")
     options.add_argument("--limit", default="1GiB", help="memory cgroup of each side")
-    options.add_argument("--ram", default="640MiB", help="our budget inside that limit")
+    options.add_argument("--ram", default="600MiB", help="our budget inside that limit")
     options.add_argument("--rounds", type=int, default=3, help="turns of each side")
     options.add_argument("--steps", type=int, default=50, help="our steps a turn")
     options.add_argument("--memmap-steps", type=int, default=1, help="the recipe's steps a turn; 0 leaves it out")
-    options.add_argument("--steady", action="store_true", help="warm until compaction runs too")
+    options.add_argument("--warm-steps", type=int, default=1400, help="steps of the warm-up, at most")
+    options.add_argument("--warm-seconds", type=float, default=200.0, help="its time, at most")
     options.add_argument("--table", type=Path, help="keep the stores in this folder, and use them again")
     options = options.parse_args()
     size = Plan(
@@ -406,8 +449,9 @@ def main() -> None:
         options.ram,
         options.rounds,
         options.steps,
+        options.warm_steps,
+        options.warm_seconds,
         options.seed,
-        options.steady,
     )
     settings = Settings("tiny" if options.tiny else "full", options.dir, options.seed, table=options.table)
     for figure in larger_than_memory(settings, plan(settings) if options.tiny else size, options.memmap_steps):

@@ -1,16 +1,20 @@
 """The processes that train a table larger than memory, one side each, inside a memory limit.
 
 A child opens its store, then steps when told to. Batch `i` is a function of the seed and `i` alone, so that sides with
-unlike numbers of steps a turn take the same batches. Batches are made before the clock starts.
+unlike numbers of steps a turn take the same batches. The parent makes them, whose memory has no limit (what it takes to
+draw from ten million rows is 80 MB), and hands them over in a file before the clock starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import resource
+import shutil
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,12 @@ from bunkbed.budget import parse_bytes
 
 #: Edge of the matrices whose product stands for a model's work.
 EDGE = 512
+
+
+@functools.cache
+def sampler(num_rows: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+    """Draws the ids of every batch."""
+    return common.zipf(num_rows)
 
 
 def batch(sample: Any, seed: int, index: int, size: int) -> np.ndarray:
@@ -80,6 +90,10 @@ class Ours:
     def stats(self) -> dict[str, float]:
         return dict(self.table.stats())
 
+    def close(self) -> None:
+        # With a commit, so that a store that is kept loses the segments of the one before.
+        self.table.close()
+
 
 class Theirs:
     """Steps a peer's records with Adam in NumPy."""
@@ -96,6 +110,9 @@ class Theirs:
     def stats(self) -> dict[str, float]:
         return {}
 
+    def close(self) -> None:
+        self.training.records.close()
+
 
 def peer(name: str) -> Any:
     """The module of a peer and the name of its class."""
@@ -110,17 +127,30 @@ def peer(name: str) -> Any:
 
 
 def build(name: str, path: Path, num_rows: int) -> None:
-    """Writes every record of a side's store, if it is not there yet."""
+    """Writes every record of a side's store, if it is not there yet.
+
+    It has its name once it is whole: a build that was interrupted is never taken for a store, and leaves nothing.
+    """
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if name == "ours":
-        optimizer, init = bb.Adam(), bb.Normal(0.01)
-        with bb.create(path, dim=DIM, num_rows=num_rows, optimizer=optimizer, init=init, ram="2GiB") as table:
-            common.fill(table)
-    else:
-        peer(name)[0].build(path, num_rows)
-    common.forget_pages(path)
+    folder = path.parent / f"{name}.partial"
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    common.require_space(path.parent, num_rows * RECORD_BYTES * 2)
+    folder.mkdir(parents=True)
+    part = folder / "store"
+    start = time.perf_counter()
+    try:
+        if name == "ours":
+            optimizer, init = bb.Adam(), bb.Normal(0.01)
+            with bb.create(part, dim=DIM, num_rows=num_rows, optimizer=optimizer, init=init, ram="2GiB") as table:
+                common.fill(table)
+        else:
+            peer(name)[0].build(part, num_rows)
+        common.forget_pages(part)
+        part.rename(path)
+    finally:
+        shutil.rmtree(folder)
+    print(f"{name}: {num_rows:,} rows written in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 class Side:
@@ -138,18 +168,26 @@ class Side:
         seed: int,
         limit: str | None = None,
         rlimit: str = "",
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.name, self.path = name, path
         self.limit = stack.enter_context(common.MemoryLimit(parse_bytes(limit))) if limit else None
         values = {"path": path, "rows": rows, "batch": batch, "ram": ram, "seed": seed, "rlimit": rlimit}
         arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
-        self.child = common.Child(["-m", "benchmarks.sides", name, *arguments], self.limit)
+        self._batches = (sampler(rows), seed, batch)
+        self.child = common.Child(["-m", "benchmarks.sides", name, *arguments], self.limit, environment)
         stack.callback(self.child.close)
         self.answers: list[dict[str, Any]] = []
 
     def turn(self, indices: Sequence[int], **how: Any) -> dict[str, Any]:
         """Steps on these batches; the answer has times, counters and the kernel's counts."""
-        answer = self.child.ask(indices=[int(i) for i in indices], **how)
+        sample, seed, size = self._batches
+        with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix="batches-") as file:
+            for index in indices:
+                if not how.get("only_work"):
+                    file.write(batch(sample, seed, int(index), size).tobytes())
+            file.flush()
+            answer = self.child.ask(batches=file.name, count=len(indices), **how)
         self.answers.append(answer)
         return answer
 
@@ -169,28 +207,30 @@ def child(options: argparse.Namespace) -> None:
     """Serves turns until standard input ends."""
     if options.rlimit:
         resource.setrlimit(resource.RLIMIT_DATA, (parse_bytes(options.rlimit),) * 2)
-    sample = common.zipf(options.rows)
     if options.side == "ours":
         side: Ours | Theirs = Ours(options)
     else:
         side = Theirs(peer(options.side)[1](options.path, parse_bytes(options.ram)))
 
     def handle(
-        indices: list[int],
+        batches: str,
+        count: int,
         lookahead: dict[str, int] | None = None,
         products: int = 0,
         only_work: bool = False,
     ) -> dict[str, Any]:
-        batches = [batch(sample, options.seed, index, options.batch) for index in indices]
-        stats, io = side.stats(), common.proc_io()
+        ids = np.fromfile(batches, np.int64).reshape(-1, options.batch)
+        stats, io, spent = side.stats(), common.proc_io(), time.process_time()
         if only_work:
             assert isinstance(side, Ours)
-            times = [common.timed(lambda: side.work(products)) for _ in indices]
+            times = [common.timed(lambda: side.work(products)) for _ in range(count)]
         else:
-            times = side.turn(batches, lookahead=lookahead, products=products)
+            times = side.turn(list(ids), lookahead=lookahead, products=products)
+        spent = time.process_time() - spent
         after = side.stats()
         return {
             "times": times,
+            "used": {"cpu_s": spent},
             "stats": common.delta(after, stats),
             "io": common.delta(common.proc_io(), io),
             "frames": after.get("frames", 0),
@@ -201,8 +241,7 @@ def child(options: argparse.Namespace) -> None:
         }
 
     common.serve(handle)
-    if isinstance(side, Theirs):
-        side.training.records.close()
+    side.close()
 
 
 def main() -> None:
@@ -219,4 +258,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 
-__all__ = ["RECORD_BYTES", "Side", "batch", "build"]
+__all__ = ["RECORD_BYTES", "Side", "batch", "build", "sampler"]

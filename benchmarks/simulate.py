@@ -43,11 +43,15 @@ def lru_misses(batches: Sequence[np.ndarray], frames: int) -> np.ndarray:
     return misses
 
 
-def belady_misses(batches: Sequence[np.ndarray], frames: int) -> np.ndarray:
+def belady_misses(batches: Sequence[np.ndarray], frames: int, staged: int = 0) -> np.ndarray:
     """The row needed again last goes first: no policy that must load a batch whole misses less in total.
 
+    Args:
+        staged: so many batches before it is used a batch is loaded, while those before it are in use or wait for it:
+            none of their rows may make room. What lookahead with this staging depth can reach at best.
+
     Raises:
-        ValueError: a batch has more unique rows than there are frames.
+        ValueError: a batch, or those that must be there together, have more unique rows than there are frames.
     """
     steps, num_rows = _steps(batches, frames)
     following = np.full(num_rows, NEVER, np.int64)
@@ -63,14 +67,17 @@ def belady_misses(batches: Sequence[np.ndarray], frames: int) -> np.ndarray:
     for now, rows in enumerate(steps):
         new = rows[next_use[rows] < 0]
         misses[now] = new.size
+        next_use[new] = now
         resident = np.concatenate([resident, new])
-        excess = resident.size - frames
-        if excess > 0:
-            # Rows of this batch are never among them: their entry still says now, or -1 for the new ones.
+        if resident.size > frames:
+            # Rows of this batch, and of those before it that are not over, say so or less: they are the last to go.
             order = np.argpartition(next_use[resident], frames)
+            if next_use[resident[order[frames:]]].min() <= now:
+                raise ValueError(f"batch {now} and the {staged} before it do not fit the cache's {frames} frames")
             next_use[resident[order[frames:]]] = -1
             resident = resident[order[:frames]]
-        next_use[rows] = next_uses[now]
+        if now >= staged:
+            next_use[steps[now - staged]] = next_uses[now - staged]
     return misses
 
 

@@ -59,7 +59,7 @@ def window(settings: Settings) -> list[Figure]:
             counts = misses(path, roomy, tensors, warm, how)
             # A row counts when it is staged: before step `warm` those of the batches ahead were counted already.
             first = warm if depths is None else warm + depths["depth"] + 1
-            figures += beside(name, counts, batches, first, unique, judge=depths is not None and depths["depth"] == 1)
+            figures += beside(name, counts, batches, first, unique, depth=0 if depths is None else depths["depth"])
     return figures
 
 
@@ -122,16 +122,30 @@ def misses(path: Path, ram: int, batches: list[Any], warm: int, how: dict[str, i
 
 
 def beside(
-    name: str, counts: dict[str, float], batches: list[np.ndarray], first: int, unique: float, *, judge: bool
+    name: str, counts: dict[str, float], batches: list[np.ndarray], first: int, unique: float, *, depth: int
 ) -> list[Figure]:
-    """Ours over LRU's and over Belady's, from batch `first` on."""
+    """Ours over LRU's and over Belady's, from batch `first` on.
+
+    Belady's rule twice: loading a batch when it is wanted, and `depth` batches before, as staging must: rows of the
+    batches in between may not make room then.
+    """
     frames, steps = int(counts["frames"]), len(batches) - first
     lru = float(simulate.lru_misses(batches, frames)[first:].mean())
     belady = float(simulate.belady_misses(batches, frames)[first:].mean())
     own = counts["misses"] / steps
     note = f"{own:,.0f} a step ({own / unique:.0%} of unique rows), {frames:,} frames"
-    at_most = ({"at_most": 0.75}, {"at_most": 1.05}) if judge else ({}, {})
-    return [
+    at_most = ({"at_most": 0.75}, {"at_most": 1.05}) if depth == 1 else ({}, {})
+    figures = [
         Figure(f"misses / LRU's, {name}", own / lru, "x", note=f"{note}; LRU {lru:,.0f}", **at_most[0]),
         Figure(f"misses / Belady's, {name}", own / belady, "x", note=f"Belady {belady:,.0f}", **at_most[1]),
     ]
+    if depth > 0:
+        try:
+            staged = float(simulate.belady_misses(batches, frames, depth)[first:].mean())
+        except ValueError as error:  # the table then stages less
+            note = str(error)
+            figures.append(Figure(f"misses / Belady's that stages, {name}", None, "x", note=note))
+        else:
+            note = f"Belady {staged:,.0f} when it must load each batch {depth} ahead"
+            figures.append(Figure(f"misses / Belady's that stages, {name}", own / staged, "x", note=note))
+    return figures

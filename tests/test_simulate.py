@@ -31,18 +31,19 @@ def slow_lru(batches, frames):
     return misses
 
 
-def fewest_misses(batches, frames):
-    """By trying every choice of what to evict."""
+def fewest_misses(batches, frames, staged=0):
+    """By trying every choice of what to evict; rows of the `staged` batches before are in use."""
     best = {frozenset(): 0}
-    for batch in batches:
-        rows = frozenset(batch.tolist())
+    steps = [frozenset(batch.tolist()) for batch in batches]
+    for now, rows in enumerate(steps):
+        stays = rows.union(*steps[max(0, now - staged) : now])
         following = {}
         for cache, misses in best.items():
-            others = cache - rows
-            room = min(frames - len(rows), len(others))
+            others = cache - stays
+            room = min(frames - len(stays), len(others))
             # Dropping more than needed never helps.
             for kept in itertools.combinations(sorted(others), room):
-                state = rows | frozenset(kept)
+                state = stays | frozenset(kept)
                 total = misses + len(rows - cache)
                 following[state] = min(total, following.get(state, total))
         best = following
@@ -61,6 +62,22 @@ def test_lru_is_the_slow_one(seed, frames):
 def test_belady_is_the_best_of_all_choices(seed, frames):
     batches = batches_of(seed, num_ids=9, steps=14, most=3)
     assert belady_misses(batches, frames).sum() == fewest_misses(batches, frames)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("staged", "frames"), [(1, 6), (1, 7), (2, 9)])
+def test_belady_that_stages_is_the_best_of_all_choices(seed, staged, frames):
+    batches = batches_of(seed, num_ids=12, steps=14, most=3)
+    misses = belady_misses(batches, frames, staged).sum()
+    assert misses == fewest_misses(batches, frames, staged)
+    assert misses >= belady_misses(batches, frames).sum()
+
+
+def test_belady_that_stages_needs_room_for_the_batches_in_use():
+    batches = [np.arange(3), np.arange(3, 6)]
+    assert belady_misses(batches, 6, 1).tolist() == [3, 3]
+    with pytest.raises(ValueError, match="batch 1 and the 1 before it do not fit the cache's 5 frames"):
+        belady_misses(batches, 5, 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
