@@ -13,8 +13,8 @@
 
 #include "error.h"
 #include "failpoints.h"
-#include "rebuild.h"
 #include "record.h"
+#include "replay.h"
 
 namespace bunkbed {
 
@@ -326,7 +326,8 @@ void Table::load(const Manifest& manifest) {
   make_store(plan, std::move(log));
   // The frames are empty while the directory is rebuilt: their room serves as scratch.
   const size_t scratch = plan.scratch_bytes + store_->cache().capacity() * Cache::frame_cost(store_->frame_bytes()) / 2;
-  rebuild_directory(log_pointer, &store_->directory(), spec_.num_rows, manifest.next_version, scratch);
+  indexed_records_ +=
+      Replay{log_pointer, &store_->directory(), spec_.num_rows, manifest.next_version, scratch, nullptr, nullptr}.run_all();
   failpoint("open.rebuilt");
   if (store_->directory().stored_rows() != manifest.stored_rows) {
     throw Error(ErrorKind::kCorruption, "table '" + name_ + "': its segments hold " +
@@ -463,7 +464,10 @@ void Table::set_ram(size_t bytes) {
   staging_.reset();  // it reads into memory that is laid out anew
   store_->apply(plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, unit, has_log));
   options_.ram_bytes = bytes;
-  // Scratch of the old size goes; it grows back as far as the new plan allows.
+  drop_scratch();  // of the old size; it grows back as far as the new plan allows
+}
+
+void Table::drop_scratch() {
   batch_ = Batch();
   missing_ids_ = {};
   missing_ = {};
@@ -509,6 +513,7 @@ TableStats Table::stats() {
     stats.stall_s = stall_s_ + stats.log.read_wait_s;
   }
   stats.staged_rows = staged_rows_;
+  stats.indexed_records = indexed_records_;
   stats.window_batches = store_->window().next_batch() - store_->window().first_batch();
   stats.window_bytes = store_->window_bytes();
   stats.staging_depth = ahead_.depth;

@@ -57,6 +57,7 @@ struct TableStats {
   uint64_t compactions = 0, compacted_records = 0;
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
   uint64_t disk_bytes = 0, live_bytes = 0, segments = 0;
+  uint64_t indexed_records = 0;  // looked at to know where rows are: by opening, refreshing, going back
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
   double stall_s = 0.0;  // that lookups and updates waited for rows to be read, staged or not
 };
@@ -183,6 +184,8 @@ class Table {
   void load(const Manifest& manifest);
   void start_in_ram();
   void drop_store();
+  void drop_scratch();
+  bool replay_onto(const Manifest& newest);
   void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log);
   Manifest manifest_now(uint64_t epoch) const;
   void publish(Manifest manifest);
@@ -330,7 +333,7 @@ class Table {
   uint64_t changes_ = 0;          // counts updates, sets and reloads; a running scan must see none
   std::string broken_;            // why the table refuses use until reopened
   std::string read_only_reason_;  // why it refuses writes until reopened
-  uint64_t lookups_ = 0, updates_ = 0, ids_seen_ = 0, commits_ = 0;
+  uint64_t lookups_ = 0, updates_ = 0, ids_seen_ = 0, commits_ = 0, indexed_records_ = 0;
 
   // Scratch kept between calls, so that a step allocates nothing once warm.
   Batch batch_;

@@ -1,4 +1,4 @@
-// Commits that are kept and gone back to, and readers that move on to new ones.
+// Commits that are kept and gone back to.
 #include <algorithm>
 
 #include "error.h"
@@ -144,31 +144,6 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   }
   store_->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   collect_after_commit();
-}
-
-uint64_t Table::refresh() {
-  const auto guard = lock();
-  require_usable();
-  if (options_.writable) {
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is open for writing and always up to date; refresh() is for readers");
-  }
-  if (!options_.snapshot.empty()) return committed_.epoch;  // a snapshot stands still
-  for (int attempt = 0;; ++attempt) {
-    try {
-      const Manifest newest = manifests_.load_newest();
-      if (newest.uuid != uuid_) {
-        throw Error(ErrorKind::kFormat, "table '" + name_ + "': another table has taken its place; open it again");
-      }
-      if (newest.epoch == committed_.epoch && store_ != nullptr) return committed_.epoch;
-      drop_store();  // both at once would be twice the budget
-      load(newest);
-      return committed_.epoch;
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // collected meanwhile: look again
-      if (store_ == nullptr) broken_ = std::string("moving to a newer commit failed (") + error.what() + ")";
-      throw;
-    }
-  }
 }
 
 }  // namespace bunkbed

@@ -42,7 +42,7 @@ STATS = (
     "lookups", "updates", "ids", "unique_rows", "hits", "misses", "first_touches", "evictions",
     "written_back", "reads", "read_bytes", "written_bytes", "read_wait_s", "compactions", "compacted_records",
     "commits", "ram_bytes", "ram_budget_bytes", "frames", "frame_capacity", "dirty_rows", "stored_rows",
-    "disk_bytes", "live_bytes", "segments", "threads",
+    "disk_bytes", "live_bytes", "segments", "threads", "indexed_records",
 )  # fmt: skip
 
 
@@ -233,6 +233,24 @@ def test_a_reader_refreshes_while_the_writer_trains(tmp_path: Path) -> None:
                 assert_same_bits(reader.lookup(np.arange(5000)), seen)  # committed, not refreshed, still there
                 reader.refresh()
             assert reader.epoch == table.epoch and reader.step == table.step
+
+
+def test_a_refresh_costs_what_changed(tmp_path: Path) -> None:
+    oracle = ReferenceTable(**KWARGS)
+    ids = np.arange(5000)
+    with bb.create(tmp_path / "user", ram="8MiB", **KWARGS) as table:
+        for rows in (table, oracle):
+            rows.set(ids, np.ones((5000, KWARGS["dim"]), np.float32))
+        table.commit()
+        with bb.open(tmp_path / "user", mode="r", ram="8MiB") as reader:
+            assert reader.stats()["indexed_records"] == 5000
+            assert_same_bits(reader.lookup(ids), oracle.lookup(ids))
+            for rows in (table, oracle):
+                rows.set(ids[::100], np.zeros((50, KWARGS["dim"]), np.float32))
+            table.commit()
+            reader.refresh()
+            assert reader.stats()["indexed_records"] == 5050
+            assert_same_bits(reader.lookup(ids), oracle.lookup(ids))
 
 
 def test_a_reader_in_another_process_never_sees_two_epochs(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class FaultVfs::FaultFile final : public File {
   uint64_t size() override { return below_->size(); }
   uint32_t read_alignment() const override { return below_->read_alignment(); }
   const std::string& path() const override { return below_->path(); }
+  bool is_at(const std::string& path) override { return below_->is_at(path); }
 
  private:
   FaultVfs* owner_;

@@ -122,6 +122,11 @@ class PosixFile final : public File {
 
   uint32_t read_alignment() const override { return read_alignment_; }
   const std::string& path() const override { return path_; }
+  bool is_at(const std::string& path) override {
+    struct stat ours {}, there {};
+    return ::fstat(fd_, &ours) == 0 && ::stat(path.c_str(), &there) == 0 && ours.st_dev == there.st_dev &&
+           ours.st_ino == there.st_ino;
+  }
   int descriptor() const override { return fd_; }
 
  private:

@@ -149,6 +149,7 @@ class PowerlossVfs::TracedFile final : public File {
   uint64_t size() override { return below_->size(); }
   uint32_t read_alignment() const override { return below_->read_alignment(); }
   const std::string& path() const override { return below_->path(); }
+  bool is_at(const std::string& path) override { return below_->is_at(path); }
   int descriptor() const override { return below_->descriptor(); }
 
  private:

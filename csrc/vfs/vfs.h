@@ -25,6 +25,8 @@ class File {
   // Unit in which offset, length and memory address of a read must be given. 1 where any will do.
   virtual uint32_t read_alignment() const = 0;
   virtual const std::string& path() const = 0;
+  // Whether that name is still this very file's; false where nobody can tell.
+  virtual bool is_at(const std::string&) { return false; }
   // The kernel's number of this file, for reads that do not go through read(). -1: they must.
   virtual int descriptor() const { return -1; }
 };

@@ -205,7 +205,7 @@ class Table(TableCommits):
 
         ``hits + misses + first_touches == unique_rows``: rows wanted, each counted once a step. ``hits`` were in RAM,
         ``misses`` read from disk, ``first_touches`` never trained before (they cost no read). ``open_s``: seconds since
-        it was opened.
+        it was opened. ``indexed_records``: records looked at to find rows, by opening, `refresh` and `rewind`.
         """
         values: dict[str, int | float] = self._native.stats()
         values["threads"] = _native.get_num_threads()

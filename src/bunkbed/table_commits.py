@@ -179,7 +179,11 @@ class TableCommits:
             self._native.rewind("", int(to))
 
     def refresh(self) -> int:
-        """Reader only: move to the newest commit. Returns its epoch."""
+        """Reader only: move to the newest commit, at the cost of what changed since. Returns its epoch.
+
+        Rows with a new record leave the cache; the others stay. Where the table went back to an earlier commit, the
+        reader finds all its rows anew, as opening does. ``stats()["indexed_records"]`` counts the records looked at.
+        """
         return int(self._native.refresh())
 
     def compact(self) -> int:

@@ -1,10 +1,11 @@
-#include "rebuild.h"
+#include "replay.h"
 
 #include <algorithm>
 #include <bit>
 #include <vector>
 
 #include "error.h"
+#include "fault.h"
 #include "memory.h"
 
 namespace bunkbed {
@@ -51,19 +52,13 @@ class Versions {
 
 }  // namespace
 
-void rebuild_directory(Log* log, Directory* directory, int64_t num_rows, uint64_t versions_end, size_t scratch_bytes) {
-  struct Part {
-    Segment* segment;
-    std::vector<ChunkTrailer> chunks;
-  };
-  std::vector<Part> parts;
+uint64_t Replay::run(const std::vector<Segment*>& segments) const {
   uint64_t total = 0;
-  for (const auto& [id, segment] : log->segments()) {
-    parts.push_back({segment.get(), log->chunks(*segment)});
+  for (Segment* const segment : segments) {
     segment->records = 0;
     segment->live = 0;
     segment->tombstones = 0;
-    for (const ChunkTrailer& chunk : parts.back().chunks) {
+    for (const ChunkTrailer& chunk : log->chunks(*segment)) {
       total += chunk.count;
       if (chunk.kind == ChunkKind::kData) segment->records += chunk.count;
       if (chunk.kind == ChunkKind::kTombstone) segment->tombstones += chunk.count;
@@ -81,32 +76,48 @@ void rebuild_directory(Log* log, Directory* directory, int64_t num_rows, uint64_
   Span span;
   for (uint64_t pass = 0; pass < passes; ++pass) {
     Versions newest(total / passes + total / passes / 8 + 64);
-    for (const Part& part : parts) {
-      for (const ChunkTrailer& chunk : part.chunks) {
-        log->read_index(*part.segment, chunk, &span, &ids, &versions);
+    for (Segment* const segment : segments) {
+      for (const ChunkTrailer& chunk : segment->chunks) {
+        log->read_index(*segment, chunk, &span, &ids, &versions);
+        for (size_t i = 0; i < ids.size(); ++i) {
+          const int64_t id = ids[i];
+          if (id >= 0 && (num_rows < 0 || id < num_rows) && versions[i] != 0 && versions[i] < versions_end) continue;
+          throw Error(ErrorKind::kCorruption, "segment " + segment->file->path() + ": the chunk at byte " +
+                                                  std::to_string(chunk.begin) + " holds id " + std::to_string(id) +
+                                                  " with version " + std::to_string(versions[i]) +
+                                                  ", which this commit cannot have");
+        }
+        if (pass == 0 && reserve != nullptr && chunk.kind == ChunkKind::kData) reserve(ids.data(), ids.size());
         for (size_t i = 0; i < ids.size(); ++i) {
           const int64_t id = ids[i];
           if (passes > 1 && (mix_id(id) >> 8) % passes != pass) continue;
-          if (id < 0 || (num_rows >= 0 && id >= num_rows) || versions[i] == 0 || versions[i] >= versions_end) {
-            throw Error(ErrorKind::kCorruption, "segment " + part.segment->file->path() + ": the chunk at byte " +
-                                                    std::to_string(chunk.begin) + " holds id " + std::to_string(id) +
-                                                    " with version " + std::to_string(versions[i]) +
-                                                    ", which this commit cannot have");
-          }
           if (i + 16 < ids.size()) newest.prefetch(ids[i + 16]);
-          if (!newest.raise(id, versions[i])) continue;
+          if (!newest.raise(id, versions[i]) && !fault_is("replay_last_record")) continue;
           const Entry before = directory->find(id);
-          if (is_position(before)) --log->segment_of(position_of(before)).live;
+          if (before != kAbsent) {
+            if (give_up != nullptr) {
+              give_up(before);
+            } else {
+              --log->segment_of(position_of(before)).live;
+            }
+          }
           if (chunk.kind == ChunkKind::kTombstone) {
             if (before != kAbsent) directory->set(id, kAbsent);
             continue;
           }
-          directory->set(id, entry_of_position(log->position(part.segment->id, chunk.first_slot + i)));
-          ++part.segment->live;
+          directory->set(id, entry_of_position(log->position(segment->id, chunk.first_slot + i)));
+          ++segment->live;
         }
       }
     }
   }
+  return total;
+}
+
+uint64_t Replay::run_all() const {
+  std::vector<Segment*> all;
+  for (const auto& [id, segment] : log->segments()) all.push_back(segment.get());
+  return run(all);
 }
 
 }  // namespace bunkbed
