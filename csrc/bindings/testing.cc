@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "compactor.h"
 #include "error.h"
 #include "failpoints.h"
+#include "kernels/kernels.h"
 #include "vfs/fault.h"
 #include "vfs/powerloss.h"
 
@@ -135,6 +137,19 @@ void bind_testing(nb::module_& m) {
   m.def("disarm_failpoints", &disarm_failpoints);
   m.def("failpoint_counts", &failpoint_counts, "(name, times reached) of every place.");
   m.def("failpoint", [](const std::string& name) { failpoint(name.c_str()); }, "name"_a, "A place in Python code.");
+  m.def(
+      "crc32c_of_parts",
+      [](const nb::bytes& data, size_t part) {
+        if (part == 0) throw Error(ErrorKind::kInvalid, "a part must have a byte at least");
+        const auto* const bytes = static_cast<const char*>(data.data());
+        uint32_t all = 0;
+        const nb::gil_scoped_release released;
+        for (size_t at = 0; at < data.size(); at += part) {
+          all ^= kernels().crc32c(0, bytes + at, std::min(part, data.size() - at));
+        }
+        return all;
+      },
+      "data"_a, "part"_a, "Checksums of parts of so many bytes, exclusive-ored: what checksums cost, measured.");
   m.def("set_compaction_slack", [](uint64_t bytes) { compaction_slack_bytes = bytes; }, "bytes"_a,
         "Dead bytes that are left alone; 256 KiB unless a test of small tables says otherwise.");
 }
