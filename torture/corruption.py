@@ -28,7 +28,7 @@ def values() -> np.ndarray:
     return np.random.default_rng(0).standard_normal((ROWS, DIM), dtype=np.float32)
 
 
-def make(path: Path, seed: int = 0, commits: int = 3) -> None:
+def make(path: Path, seed: int = 0, commits: int = 2) -> None:
     """A small table of several commits and segments."""
     chance = np.random.default_rng(seed)
     with bb.create(path, dim=DIM, num_rows=ROWS, ram=RAM) as table:
@@ -131,7 +131,7 @@ def _exchanges(root: Path) -> Iterator[tuple[str, Path, str, bytes]]:
     make(root / "other", seed=1)
     foreign = {p.name: p.read_bytes() for p in (root / "other").iterdir()}
     older = root / "older"
-    make(older, seed=0, commits=2)
+    make(older, seed=0, commits=1)
     for name, data in files.items():
         for other, theirs in files.items():
             if other != name:
@@ -257,8 +257,8 @@ def _peer(name: str, size: Size) -> Result:
         files = {file: data for file, data in files.items() if data}
         places = [(file, at) for file, data in files.items() for at in range(len(data))]
         chance = random.Random(size.seed)
-        clock = Clock(min(size.seconds, 120.0))
-        cases = [(*chance.choice(places), chance.randrange(9)) for _ in range(size.of(3000, least=20))]
+        clock = Clock(min(size.seconds, 90.0))
+        cases = [(*chance.choice(places), chance.randrange(9)) for _ in range(size.of(2000, least=20))]
         done = 0
         while done < len(cases) and not clock.is_over:
             part = cases[done : done + 50]
@@ -295,6 +295,16 @@ def _peer(name: str, size: Size) -> Result:
     return result
 
 
+def peers(size: Size) -> list[Result]:
+    """The same on the other stores, as many of them at once as there are processors."""
+
+    def work(index: int, send: Callable[[Any], None]) -> Any:
+        return [_peer(name, size) for name in list(PEERS)[index :: size.processes]]
+
+    found = [one for part in in_processes(work, size.processes, 2 * size.seconds + 120) for one in part]
+    names = list(PEERS)
+    return sorted(found, key=lambda one: next(i for i, name in enumerate(names) if name in one.name))
+
+
 def run(size: Size) -> list[Result]:
-    results = [*flips(size), *exchanged(size), *hostile.run(size)]
-    return results + [_peer(name, size) for name in PEERS]
+    return [*flips(size), *exchanged(size), *hostile.run(size), *peers(size)]
