@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bunkbed import _native
 from bunkbed.train.data import Interactions
 
 __all__ = ["Batch", "BatchSource", "BatchesAhead", "SeenPairs", "random_order", "sample_unseen"]
@@ -74,60 +75,20 @@ def _stable_order(keys: npt.NDArray[np.uint64]) -> Int64Array:
     return order.astype(np.int64, copy=False)
 
 
-def _ranges(begins: Int64Array, counts: Int64Array) -> Int64Array:
-    """``range(begin, begin + count)`` for each of them, one after the other."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)
-
-
 class SeenPairs:
-    """Which items a user has: a vectorised set of pairs.
+    """Which items a user has: a set of pairs.
 
-    A one-hash Bloom filter of 16 to 32 bits a pair answers most questions from the processor's cache; only what
-    it cannot exclude is searched in the sorted pairs, which for all of them would take longer than the training
-    step. Where a bit for every user and item fits in that many, the filter is that bitmap, and exact. Owns about
-    12 bytes a pair and, once `clashes` was called, 4 more and 12 bytes a user and an item. Not thread-safe.
+    The core answers, outside the interpreter's lock, so that a batch is made while a step computes. Owns about 12 bytes
+    a pair and, once `clashes` was called, 4 more and 12 bytes a user and an item. Not thread-safe.
     """
 
     def __init__(self, users: Int64Array, items: Int64Array, num_items: int) -> None:
         self._num_items = num_items
-        self._keys = np.sort(users * num_items + items)
-        # One more than needed: the last bit stays 0 and answers for users beyond the last one with pairs.
-        span = int(self._keys[-1]) + 2 if len(self._keys) else 1
-        self._is_exact = span <= 32 * len(self._keys) + 64
-        num_bits = span + 7 if self._is_exact else 1 << (len(self._keys) * 16 - 1).bit_length()
-        self._last_bit = span - 1
-        self._shift = np.uint64(64 - num_bits.bit_length() + 1)
-        self._bits = np.zeros(num_bits // 8, dtype=np.uint8)
-        self._lists: _Lists | None = None
-        hashes = self._hash(self._keys)
-        np.bitwise_or.at(self._bits, hashes >> np.uint64(3), self._mask(hashes))
-
-    def _hash(self, keys: Int64Array) -> npt.NDArray[np.uint64]:
-        if self._is_exact:
-            return np.minimum(keys, self._last_bit).view(np.uint64)
-        mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(32)
-        mixed *= np.uint64(0xD6E8FEB86659FD93)
-        mixed >>= self._shift
-        return mixed
-
-    @staticmethod
-    def _mask(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        return np.uint8(1) << (hashes & np.uint64(7)).astype(np.uint8)
+        self._native = _native.SeenPairs(np.sort(users * num_items + items), num_items)
 
     def contains(self, users: Int64Array, items: Int64Array) -> npt.NDArray[np.bool_]:
         """For ``int64[N]`` users and items: ``bool[N]``, true where the pair is in the set."""
-        keys = users * self._num_items + items
-        hashes = self._hash(keys)
-        found: npt.NDArray[np.bool_] = (self._bits[hashes >> np.uint64(3)] & self._mask(hashes)) != 0
-        maybe = np.flatnonzero(found)
-        if len(maybe) and not self._is_exact:
-            wanted = keys[maybe]
-            at = np.searchsorted(self._keys, wanted)
-            at[at == len(self._keys)] = 0
-            found[maybe] = self._keys[at] == wanted
-        return found
+        return self._native.contains(users, items)
 
     def clashes(self, users: Int64Array, items: Int64Array) -> Int64Array:
         """Which of ``int64[M]`` different items which of ``int64[B]`` users has.
@@ -136,18 +97,9 @@ class SeenPairs:
         questions.
 
         Returns:
-            ``int64[S]`` places in a matrix of B x M, row by row, in no order.
+            ``int64[S]`` places in a matrix of B x M: rows ascend, and in a row they are in no order.
         """
-        if self._lists is None:
-            self._lists = _Lists.of(self._keys, self._num_items)
-        order = np.argsort(users, kind="stable")
-        in_order = users[order]
-        first = np.flatnonzero(np.diff(in_order, prepend=-1))
-        at, columns = self._lists.common(in_order[first], items)
-        # A user stands in the batch once for each of its pairs.
-        times = np.diff(first, append=len(users))[at]
-        rows = order[_ranges(first[at], times)]
-        return rows * len(items) + np.repeat(columns, times)
+        return self._native.clashes(users, items)
 
     def replace_by_unseen(
         self, users: Int64Array, items: Int64Array, at: Int64Array, random: npt.NDArray[np.uint64]
@@ -157,56 +109,10 @@ class SeenPairs:
         The slow and sure way, for users who have most items. One who has all of them keeps what stands there.
         """
         for user in np.unique(users[at]).tolist():
-            ends = np.searchsorted(self._keys, [user * self._num_items, (user + 1) * self._num_items])
-            seen = self._keys[ends[0] : ends[1]] - user * self._num_items
-            unseen = np.setdiff1d(np.arange(self._num_items), seen)
+            unseen = np.setdiff1d(np.arange(self._num_items), self._native.items_of(user))
             if len(unseen):
                 mine = users[at] == user
                 items[at[mine]] = unseen[(random[mine] % np.uint64(len(unseen))).astype(np.int64)]
-
-
-@dataclass(frozen=True, eq=False)
-class _Lists:
-    """The items of each user (in the sorted keys) and the users of each item, with what tells who is asked for."""
-
-    keys: Int64Array  # sorted user * num_items + item
-    starts: Int64Array  # of each user in the keys, and the end
-    columns: npt.NDArray[np.int32]  # scratch: item -> its place in a question, or -1
-    owners: npt.NDArray[np.int32]  # users, item by item
-    item_starts: Int64Array  # of each item in the owners, and the end
-    rows: npt.NDArray[np.int32]  # scratch: user -> its place in a question, or -1
-
-    @classmethod
-    def of(cls, keys: Int64Array, num_items: int) -> _Lists:
-        users, items = np.divmod(keys, num_items)
-        num_users = int(users[-1]) + 1 if len(keys) else 0
-        return cls(
-            keys,
-            np.searchsorted(keys, np.arange(num_users + 1) * num_items),
-            np.full(num_items, -1, dtype=np.int32),
-            users[np.argsort(items, kind="stable")].astype(np.int32),
-            np.concatenate([[0], np.cumsum(np.bincount(items, minlength=num_items))]).astype(np.int64),
-            np.full(num_users, -1, dtype=np.int32),
-        )
-
-    def common(self, users: Int64Array, items: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Pairs among different ``users`` and different ``items``, as places in both: ``int64[S]`` twice."""
-        num_items = len(self.columns)
-        known = users[: int(np.searchsorted(users, len(self.rows)))]  # users ascend; later ones have nothing
-        begin, count = self.starts[known], self.starts[known + 1] - self.starts[known]
-        item_begin, item_count = self.item_starts[items], self.item_starts[items + 1] - self.item_starts[items]
-        if item_count.sum() < count.sum():
-            self.rows[known] = np.arange(len(known), dtype=np.int32)
-            rows = self.rows[self.owners[_ranges(item_begin, item_count)]]
-            self.rows[known] = -1
-            hits = np.flatnonzero(rows >= 0)
-            return rows[hits].astype(np.int64), np.repeat(np.arange(len(items)), item_count)[hits]
-        self.columns[items] = np.arange(len(items), dtype=np.int32)
-        places = np.repeat(np.arange(len(known)), count)
-        columns = self.columns[self.keys[_ranges(begin, count)] - (known * num_items)[places]]
-        self.columns[items] = -1
-        hits = np.flatnonzero(columns >= 0)
-        return places[hits], columns[hits].astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
