@@ -147,6 +147,7 @@ def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str 
             totals[key] = totals.get(key, 0) + value
 
     table = bb.create(folder, ram=ram, **plan.table_arguments())
+    _native.set_checkpoints(1000)  # directory checkpoints beside training, and at the close in the middle
     try:
         if fault:
             _native.set_fault(fault)
@@ -178,6 +179,7 @@ def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str 
         if fault:
             _native.set_fault(None)
         table.close(commit=False)
+        _native.set_checkpoints()
     totals["evicted_share"] = totals["evictions"] / expected.unique_rows
     return totals
 

@@ -1,8 +1,8 @@
 // Reads everything a table's commits name and lists what is wrong with it. Changes nothing; what repairs is in repair.h.
 //
 // In order: every manifest; every segment once, however many commits name it: header, chunks, ids, each record's
-// checksum, and that bytes which mean nothing are zero; then for each commit that the rows its segments hold are as
-// many as it says. Memory is one chunk's index, a piece of a segment and the ids of the count, inside `ram_bytes`.
+// checksum, and that bytes which mean nothing are zero; every directory checkpoint; then for each commit that the rows its
+// segments hold are as many as it says. Memory is one chunk's index, a piece of a segment and the ids of the count, inside `ram_bytes`.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 namespace bunkbed {
 
 struct Problem {
-  // manifest, foreign, fields, segment, chunk, record, padding, rows, stranger
+  // manifest, foreign, fields, segment, chunk, record, padding, directory, rows, stranger
   std::string kind;
   std::string file;      // its name in the table's directory; empty: no single one
   int64_t offset = -1;   // byte in it; -1: all of it
@@ -25,14 +25,14 @@ struct Problem {
 
 // Bytes that no commit names: of a writer at work, or of a session that died.
 struct Leftover {
-  std::string kind;  // temporary, segment, tail
+  std::string kind;  // temporary, segment, tail, directory
   std::string file;
   uint64_t bytes = 0;
 };
 
 struct CheckedTable {
   std::vector<uint64_t> epochs;  // commits there are, ascending
-  std::vector<uint64_t> sound;   // those of them whose every byte was read and is right
+  std::vector<uint64_t> sound;   // those of them of whose rows every byte was read and is right
   std::vector<Problem> problems;
   std::vector<Leftover> leftovers;
   bool belongs_to_run = false;

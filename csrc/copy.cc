@@ -91,7 +91,8 @@ class Copy {
         uint64_t number;
         is_table |= parse_name(name, "manifest-", &number);
         const bool is_ours = name == kLockName || name.rfind(kTemporaryPrefix, 0) == 0 ||
-                             parse_name(name, "segment-", &number) || parse_name(name, "manifest-", &number);
+                             parse_name(name, "segment-", &number) || parse_name(name, "manifest-", &number) ||
+                             parse_name(name, "directory-", &number);
         if (!is_ours) refuse(ErrorKind::kExists, "it holds " + name + ", which is none of a table's");
       }
     } else {

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 
 #include "error.h"
 
@@ -116,7 +117,37 @@ class FlatDirectory final : public Directory {
     stored_rows_ = home_groups_ = 0;
   }
 
+  size_t num_parts() const override { return (num_rows_ + kPartRows - 1) / kPartRows; }
+  void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
+    const uint64_t end = std::min(num_rows_, (part + 1) * kPartRows);
+    for (uint64_t row = part * kPartRows; row < end; ++row) {
+      const Entry entry = load_entry(at(static_cast<int64_t>(row)));
+      if (entry == kAbsent) continue;
+      rows->push_back(static_cast<int64_t>(row));
+      entries->push_back(entry);
+    }
+  }
+  void begin_bulk(uint64_t) override { changed(); }
+  // Positions are no frames: no row is at home. Only the entry's own bytes are touched, as others write beside.
+  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
+    bool all_new = true;
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(at(rows[i + kAhead]), 1, 2);
+      Entry before = 0;
+      std::memcpy(&before, at(rows[i]), kEntryBytes);
+      all_new &= before == kAbsent;
+      store_entry(at(rows[i]), entries[i]);
+    }
+    return all_new;
+  }
+  bool bulk_copy(int64_t first, const std::byte* packed, size_t n) override {
+    std::memcpy(at(first), packed, n * kEntryBytes);
+    return true;
+  }
+  void end_bulk(size_t rows) override { stored_rows_ = rows; }
+
  private:
+  static constexpr uint64_t kPartRows = 8192;
   static constexpr uint64_t kGroupRows = kFlatGroupRows;
 
   // Of rows beyond the numbers that frames have: no entry at all.
@@ -238,7 +269,6 @@ class HashedDirectory final : public Directory {
   HashedDirectory() : partitions_(kPartitions) {}
 
   void locate(const int64_t* rows, size_t n, Entry* entries) const override {
-    constexpr size_t kHashesAhead = 16;
     uint64_t hashes[kHashesAhead];
     const size_t first = std::min(n, kHashesAhead);
     for (size_t i = 0; i < first; ++i) {
@@ -319,7 +349,54 @@ class HashedDirectory final : public Directory {
     table_bytes_ = 0;
   }
 
+  size_t num_parts() const override { return kPartitions; }
+  void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
+    const Partition& p = partitions_[part];
+    for (size_t slot = 0; slot < p.capacity(); ++slot) {
+      if (p.key(slot) < 0 || p.value(slot) == kAbsent) continue;
+      rows->push_back(p.key(slot));
+      entries->push_back(p.value(slot));
+    }
+  }
+  void begin_bulk(uint64_t rows) override {
+    changed();
+    const size_t even = rows / kPartitions;
+    for (Partition& partition : partitions_) partition.grow(even + even / 64);
+    bulk_locks_ = std::make_unique<std::mutex[]>(kPartitions);
+  }
+  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
+    // By partition, as a checkpoint that was written from such a directory is already: a partition is locked once, and
+    // what is written lies together.
+    std::vector<uint32_t> ends = per_partition(rows, n);
+    for (size_t p = 1; p < kPartitions; ++p) ends[p] += ends[p - 1];
+    std::vector<uint32_t> order(n);
+    for (size_t i = n; i-- > 0;) order[--ends[mix_id(rows[i]) % kPartitions]] = static_cast<uint32_t>(i);
+    bool all_new = true;
+    for (size_t at = 0; at < n;) {
+      const size_t p = mix_id(rows[order[at]]) % kPartitions;
+      const std::lock_guard guard(bulk_locks_[p]);
+      for (; at < n; ++at) {
+        const uint32_t i = order[at];
+        const uint64_t hash = mix_id(rows[i]);
+        if (hash % kPartitions != p) break;
+        if (at + kHashesAhead < n) partitions_[p].prefetch(mix_id(rows[order[at + kHashesAhead]]));
+        const size_t before = partitions_[p].count();
+        partitions_[p].set(rows[i], hash, entries[i]);
+        all_new &= partitions_[p].count() != before;
+      }
+    }
+    return all_new;
+  }
+  bool bulk_copy(int64_t, const std::byte*, size_t) override { return false; }
+  void end_bulk(size_t rows) override {
+    bulk_locks_.reset();
+    stored_rows_ = rows;
+    table_bytes_ = 0;
+    for (const Partition& partition : partitions_) table_bytes_ += partition.bytes();
+  }
+
  private:
+  static constexpr size_t kHashesAhead = 16;
   const Partition& of(uint64_t hash) const { return partitions_[hash % kPartitions]; }
   static std::vector<uint32_t> per_partition(const int64_t* rows, size_t n) {
     std::vector<uint32_t> counts(kPartitions, 0);
@@ -329,6 +406,7 @@ class HashedDirectory final : public Directory {
 
   std::vector<Partition> partitions_;
   size_t table_bytes_ = 0;
+  std::unique_ptr<std::mutex[]> bulk_locks_;  // of partitions, while they are filled
 };
 
 }  // namespace

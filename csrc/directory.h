@@ -45,6 +45,24 @@ class Directory {
   // returns how many. 0 at the end. Set *cursor to 0 to begin.
   virtual size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const = 0;
   virtual void clear() = 0;
+
+  // ---- For a walk beside changes: the rows fall into parts, a row into the same one for ever. Appends those of a part
+  // that have an entry.
+  virtual size_t num_parts() const = 0;
+  virtual void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const = 0;
+  // Whether its parts, one after the other, give the rows in their order.
+  bool is_ordered() const { return !grows(); }
+
+  // ---- Filling an empty directory, from several threads at once. No other call between begin_bulk() and end_bulk().
+  // Makes room for about so many rows.
+  virtual void begin_bulk(uint64_t rows) = 0;
+  // Sets positions of rows that have no entry yet; false when one had.
+  virtual bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) = 0;
+  // Five bytes for each of the n rows from `first` on, as they lie in a dense checkpoint. False, and nothing done, where
+  // they do not lie so in memory.
+  virtual bool bulk_copy(int64_t first, const std::byte* packed, size_t n) = 0;
+  // `rows` have got an entry.
+  virtual void end_bulk(size_t rows) = 0;
   size_t stored_rows() const { return stored_rows_; }
   // While it is the same, every entry is; no two directories of the process share one.
   uint64_t version() const { return version_; }

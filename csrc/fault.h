@@ -30,6 +30,7 @@ inline bool set_fault(const char* name) {
       "move_outranks",          // compaction moves dead records too and gives them new versions
       "update_before_copy",     // a record that a commit has yet to write is changed first
       "evict_into_old_epoch",   // what was changed since a commit began and evicted counts into it
+      "checkpoint_too_new",     // a directory checkpoint is said to hold an epoch more than it does
       "replay_last_record",     // of a row's records the last one counts, whatever its version
   };
   if (name == nullptr) {

@@ -80,7 +80,8 @@ struct SegmentEntry {
   uint64_t bytes = 0;  // committed length; what lies above is discardable
 };
 
-// A file that holds the directory as of this epoch's start. Reserved: this version writes none.
+// A directory checkpoint (directory_file.h): where rows were, so that opening need not read every chunk. At most one is
+// written; of several the last one counts.
 struct CheckpointEntry {
   uint64_t file = 0;
   uint64_t bytes = 0;

@@ -163,6 +163,8 @@ class Log {
   void sync(const Unsynced& unsynced) const;
   void mark_synced(const Unsynced& unsynced);
   uint64_t epoch() const { return running_.epoch; }
+  // Segments of earlier ones take no more records.
+  uint64_t oldest_open_epoch() const { return is_ending_ ? ending_.epoch : running_.epoch; }
 
   // Forgets everything not yet written, waits for what is being written, closes all files.
   void abandon();

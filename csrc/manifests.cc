@@ -141,7 +141,8 @@ std::set<uint64_t> Manifests::every_segment() const {
 }
 
 std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const std::set<uint64_t>& in_use,
-                                      uint64_t segments_end) const {
+                                      uint64_t segments_end, const std::set<uint64_t>& checkpoints_in_use,
+                                      uint64_t checkpoints_end) const {
   const auto all = epochs();
   std::map<std::string, uint64_t> newest_of_name;
   std::map<uint64_t, Manifest> manifests;
@@ -155,7 +156,7 @@ std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const st
     if (!manifests[epoch].keep.empty()) newest_of_name[manifests[epoch].keep] = epoch;
   }
   std::vector<uint64_t> dropped;
-  std::set<uint64_t> named;
+  std::set<uint64_t> named, checkpoints = checkpoints_in_use;
   for (size_t i = 0; i < all.size(); ++i) {
     const Manifest& manifest = manifests[all[i]];
     const bool is_recent = i + 2 >= all.size();
@@ -165,6 +166,7 @@ std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const st
       continue;
     }
     for (const SegmentEntry& segment : manifest.segments) named.insert(segment.segment);
+    for (const CheckpointEntry& checkpoint : manifest.checkpoints) checkpoints.insert(checkpoint.file);
   }
   // The names must be gone for good before the segments they name are: otherwise power loss could leave a commit
   // whose segments are missing.
@@ -175,6 +177,8 @@ std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const st
         !in_use.contains(segment)) {
       vfs_.remove(directory_ + "/" + name);
       failpoint("collect.segment");
+    } else if (parse_name(name, "directory-", &segment) && segment < checkpoints_end && !checkpoints.contains(segment)) {
+      vfs_.remove(directory_ + "/" + name);
     }
   }
   return named;

@@ -39,9 +39,11 @@ class Manifests {
 
   // Removes every commit but the newest two, the named ones and those of `pinned`; then every segment file that no
   // remaining commit names and `in_use` does not hold, as far as its number is below `segments_end`: what is made
-  // meanwhile stays. Returns the segments that remaining commits name.
+  // meanwhile stays. The same goes for directory checkpoints. Returns the segments that remaining commits name.
   std::set<uint64_t> collect(const std::set<uint64_t>& pinned, const std::set<uint64_t>& in_use,
-                             uint64_t segments_end = ~uint64_t{0}) const;
+                             uint64_t segments_end = ~uint64_t{0},
+                             const std::set<uint64_t>& checkpoints_in_use = {},
+                             uint64_t checkpoints_end = ~uint64_t{0}) const;
   // A seeded bug's, and of no other use: what a commit that is not there yet will not name.
   void remove_segments_unnamed_by(const Manifest& manifest) const;
   // Files of an unfinished commit.

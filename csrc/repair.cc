@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "checkpoint.h"
 #include "error.h"
 #include "format.h"
 #include "manifests.h"
@@ -39,6 +40,7 @@ class Repair {
                                                            "the run's folder");
     }
     if (options_.fall_back_to.has_value()) fall_back(*options_.fall_back_to);
+    void_checkpoints();
     remove_commits();
     remove_leftovers();
     forget_problems();
@@ -49,6 +51,21 @@ class Repair {
   bool is_sound(uint64_t epoch) const {
     const auto& sound = result_.table.sound;
     return std::find(sound.begin(), sound.end(), epoch) != sound.end();
+  }
+
+  void void_checkpoints() {
+    std::vector<Problem> others;
+    for (Problem& problem : result_.table.problems) {
+      uint64_t number;
+      if (problem.kind != "directory" || !parse_name(problem.file, "directory-", &number)) {
+        others.push_back(std::move(problem));
+        continue;
+      }
+      write_void_checkpoint(vfs_, path_, loaded_.at(problem.epochs.front()).uuid, number);
+      result_.done.push_back("emptied " + problem.file + ", which was damaged; the next opening builds the directory from "
+                                                         "the segments");
+    }
+    result_.table.problems = std::move(others);
   }
 
   void fall_back(uint64_t epoch) {
@@ -111,6 +128,7 @@ class Repair {
 
   void remove_leftovers() {
     std::map<uint64_t, uint64_t> named;  // segment -> length
+    std::set<uint64_t> checkpoints;
     bool all_known = true;
     for (const uint64_t epoch : result_.table.epochs) {
       if (std::count(removed_.begin(), removed_.end(), epoch) != 0) continue;
@@ -121,6 +139,7 @@ class Repair {
         uint64_t& bytes = named[entry.segment];
         bytes = std::max(bytes, entry.bytes);
       }
+      for (const CheckpointEntry& entry : found->second.checkpoints) checkpoints.insert(entry.file);
     }
     bool names_changed = false;
     const auto remove = [&](const std::string& name, uint64_t bytes, const char* what) {
@@ -131,7 +150,9 @@ class Repair {
     for (const std::string& name : vfs_.list(path_)) {
       uint64_t number;
       const bool is_temporary = name.rfind(kTemporaryPrefix, 0) == 0;
-      if (!is_temporary && !parse_name(name, "segment-", &number)) continue;
+      const bool is_checkpoint = parse_name(name, "directory-", &number);
+      if (!is_temporary && !is_checkpoint && !parse_name(name, "segment-", &number)) continue;
+      if (is_checkpoint && checkpoints.contains(number)) continue;
       uint64_t bytes = 0;
       try {
         bytes = vfs_.open(path_ + "/" + name, false)->size();
@@ -140,7 +161,7 @@ class Repair {
       }
       if (is_temporary) {
         remove(name, bytes, "of a commit that did not finish");
-      } else if (!named.contains(number)) {
+      } else if (is_checkpoint || !named.contains(number)) {
         if (all_known) remove(name, bytes, "which no commit names");
       } else if (bytes > named[number]) {
         vfs_.truncate(path_ + "/" + name, named[number]);

@@ -6,7 +6,10 @@
 //      ever had;
 //   3. commits that cannot be read go, unless the newest is among them and nobody said where to go back to; of those
 //      that can be read in part, the superseded ones that neither a name nor a run keeps;
-//   4. what then belongs to no commit goes: unfinished commits, segments, bytes above the committed lengths.
+//   4. what then belongs to no commit goes: unfinished commits, segments, directory checkpoints, bytes above the
+//      committed lengths.
+// Before all that a damaged or missing directory checkpoint gives way to one that says nothing: what it said can be told
+// from the segments, and the next opening does so. The commits that name it, snapshots too, stay as they are.
 #pragma once
 
 #include <cstdint>

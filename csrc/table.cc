@@ -14,7 +14,6 @@
 #include "error.h"
 #include "failpoints.h"
 #include "record.h"
-#include "replay.h"
 
 namespace bunkbed {
 
@@ -78,11 +77,13 @@ Table::~Table() {
     // A forked child: the writer threads do not exist here and the lock is the parent's. Leak on purpose.
     (void)staging_.release();
     (void)commit_thread_.release();
+    (void)checkpoints_.thread.release();
     (void)store_.release();
     (void)file_lock_.release();
     return;
   }
-  close();
+  settle_checkpoint(false);
+  close_files();
 }
 
 std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
@@ -322,12 +323,10 @@ void Table::load(const Manifest& manifest) {
   log->adopt(manifest.segments);
   failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
-  Log* const log_pointer = log.get();
   make_store(plan, std::move(log));
   // The frames are empty while the directory is rebuilt: their room serves as scratch.
   const size_t scratch = plan.scratch_bytes + store_->cache().capacity() * Cache::frame_cost(store_->frame_bytes()) / 2;
-  indexed_records_ +=
-      Replay{log_pointer, &store_->directory(), spec_.num_rows, manifest.next_version, scratch, nullptr, nullptr}.run_all();
+  load_directory(manifest, scratch);
   failpoint("open.rebuilt");
   if (store_->directory().stored_rows() != manifest.stored_rows) {
     throw Error(ErrorKind::kCorruption, "table '" + name_ + "': its segments hold " +
@@ -344,12 +343,20 @@ void Table::load(const Manifest& manifest) {
 }
 
 void Table::drop_store() {
+  ++checkpoints_.store;
+  checkpoints_.ready.reset();
+  checkpoints_.replay_epoch = 0;
   staging_.reset();
   store_.reset();
 }
 
 void Table::close() {
   require_own_process();
+  settle_checkpoint(true);
+  close_files();
+}
+
+void Table::close_files() {
   const auto guard = lock_alone();
   if (commit_thread_ != nullptr) commit_thread_->join();
   commit_thread_.reset();
@@ -509,7 +516,8 @@ TableStats Table::stats() {
     stats.compacted_records = store_->compactor().records_moved();
     stats.live_bytes = store_->compactor().live_bytes();
     stats.segments = log->segments().size();
-    stats.disk_bytes = store_->compactor().total_bytes();
+    for (const CheckpointEntry& entry : committed_.checkpoints) stats.checkpoint_bytes += entry.bytes;
+    stats.disk_bytes = store_->compactor().total_bytes() + stats.checkpoint_bytes;
     stats.stall_s = stall_s_ + stats.log.read_wait_s;
   }
   stats.staged_rows = staged_rows_;

@@ -56,7 +56,7 @@ struct TableStats {
   uint64_t lookups = 0, updates = 0, ids = 0, commits = 0;
   uint64_t compactions = 0, compacted_records = 0;
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
-  uint64_t disk_bytes = 0, live_bytes = 0, segments = 0;
+  uint64_t disk_bytes = 0, live_bytes = 0, segments = 0, checkpoint_bytes = 0;
   uint64_t indexed_records = 0;  // looked at to know where rows are: by opening, refreshing, going back
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
   double stall_s = 0.0;  // that lookups and updates waited for rows to be read, staged or not
@@ -73,6 +73,11 @@ struct MemoryUse {
 };
 
 class Scan;
+
+// Tables of fewer rows take no directory checkpoints; tests of small tables lower it.
+inline std::atomic<uint64_t> checkpoint_rows{100'000};
+// They are taken within the commit that finds one due, so that tests know when; not on a thread beside it.
+inline std::atomic<bool> checkpoints_in_line{false};
 
 // A kept commit of a table that lives in RAM only: a copy of its rows, beside the RAM budget.
 struct RamSnapshot {
@@ -186,6 +191,13 @@ class Table {
   void drop_store();
   void drop_scratch();
   bool replay_onto(const Manifest& newest);
+  void load_directory(const Manifest& manifest, size_t scratch_bytes);
+  uint64_t records_to_replay() const;
+  std::set<uint64_t> checkpoints_in_use() const;
+  void consider_checkpoint();
+  void take_checkpoint();
+  void settle_checkpoint(bool may_take);
+  void close_files();
   void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log);
   Manifest manifest_now(uint64_t epoch) const;
   void publish(Manifest manifest);
@@ -196,10 +208,11 @@ class Table {
   struct CommitJob {
     Manifest manifest;
     bool was_changed = false;
+    bool has_checkpoint = false;  // the first to name the one that was ready
     std::shared_ptr<PendingCommit> pending = std::make_shared<PendingCommit>();
   };
   std::unique_ptr<CommitJob> start_commit(const std::optional<std::string>& meta, const std::string& keep,
-                                          std::shared_ptr<PendingCommit>* pending);
+                                          std::shared_ptr<PendingCommit>* pending, bool even_if_same = false);
   template <typename Work>
   void in_slices(const Work& work);
   void finish_commit(CommitJob* job);
@@ -328,6 +341,17 @@ class Table {
   std::condition_variable commit_over_;  // with mutex_: is_committing_ became false
   std::unique_ptr<std::thread> commit_thread_;       // of the last begin_commit(); done with the table once that is so
   std::shared_ptr<PendingCommit> last_commit_;       // of begin_commit()
+  struct Checkpoints {
+    std::unique_ptr<std::thread> thread;
+    std::atomic<bool> stop{false};
+    uint64_t store = 0;         // changes when another store takes its place
+    bool is_under_way = false;
+    uint64_t number = 0;        // of the one under way
+    uint64_t next_number = 1;
+    std::optional<CheckpointEntry> ready;  // durable, and named by no commit yet
+    uint64_t ready_epoch = 0;
+    uint64_t replay_epoch = 0;  // of the one that the last commit names; 0: none
+  } checkpoints_;
   bool closed_ = false;
   bool changed_ = false;
   uint64_t changes_ = 0;          // counts updates, sets and reloads; a running scan must see none

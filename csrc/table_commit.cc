@@ -8,7 +8,8 @@
 //      bytes below a committed length never change again.
 //   4. Without the lock: the manifest is written under a temporary name, synced, linked under its epoch, the directory
 //      synced. From here on the commit is durable and whoever waits for it is told.
-//   5. Some compaction for what was appended, and what no remaining manifest names is removed.
+//   5. Some compaction for what was appended, and what no remaining manifest names is removed. A directory checkpoint is
+//      begun where one is due (table_checkpoint.cc); one that was ready at 1 is named by the manifest.
 //
 // Why the manifest of an epoch E is right although rows change, leave RAM and are moved by compaction meanwhile:
 //   - What is appended from 1 on, by evictions of rows dirtied since and by compaction, goes to segments of E + 1, which
@@ -109,7 +110,7 @@ std::unique_lock<std::mutex> Table::lock_alone() {
 
 // Step 1. Null where there is nothing to do, or nothing left: then `pending` is over.
 std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::string>& meta, const std::string& keep,
-                                                      std::shared_ptr<PendingCommit>* pending) {
+                                                      std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
   ask_holder();
   auto guard = lock_beside_staging();
   commit_over_.wait(guard, [this] { return !is_committing_; });
@@ -118,7 +119,7 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
   auto job = std::make_unique<CommitJob>();
   *pending = job->pending;
   Log* const log = store_->log();
-  const bool is_same = !changed_ && (!meta.has_value() || *meta == meta_) && keep.empty();
+  const bool is_same = !even_if_same && !changed_ && (!meta.has_value() || *meta == meta_) && keep.empty();
   if (is_same && committed_.epoch > 0) {
     job->pending->succeed(committed_.epoch);
     return nullptr;
@@ -139,6 +140,10 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
   job->manifest.keep = keep;
   job->manifest.writer_flags &= ~kWriterFlagCopy;
   if (meta.has_value()) job->manifest.meta = *meta;
+  if (checkpoints_.ready.has_value()) {
+    job->manifest.checkpoints = {*checkpoints_.ready};
+    job->has_checkpoint = true;
+  }
   std::set<uint64_t> named;
   for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
   store_->keep_segments(named);
@@ -225,10 +230,15 @@ void Table::finish_commit(CommitJob* job) {
       meta_ = committed_.meta;
       ++commits_;
       is_durable_ = true;
+      if (job->has_checkpoint) {
+        checkpoints_.replay_epoch = checkpoints_.ready_epoch;
+        checkpoints_.ready.reset();
+      }
     }
     job->pending->succeed(job->manifest.epoch);
     failpoint("commit.published");
     tidy_up_after_commit();
+    consider_checkpoint();
   }
   end_committing();
 }
@@ -288,14 +298,17 @@ void Table::tidy_up_after_commit() {
 // Files are many and slow to remove: without the lock, while nothing else commits or collects.
 void Table::collect_beside_calls() {
   std::set<uint64_t> pinned, in_use;
-  uint64_t segments_end;
+  std::set<uint64_t> checkpoints;
+  uint64_t segments_end, checkpoints_end;
   {
     const auto guard = lock_behind_others();
     pinned = pinned_now();
     for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
     segments_end = store_->log()->next_segment();
+    checkpoints = checkpoints_in_use();
+    checkpoints_end = checkpoints_.next_number;
   }
-  std::set<uint64_t> named = manifests_.collect(pinned, in_use, segments_end);
+  std::set<uint64_t> named = manifests_.collect(pinned, in_use, segments_end, checkpoints, checkpoints_end);
   const auto guard = lock_behind_others();
   store_->set_named_segments(std::move(named));
 }
@@ -341,7 +354,8 @@ std::set<uint64_t> Table::pinned_now() const {
 void Table::collect_locked() {
   std::set<uint64_t> in_use;
   for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
-  store_->set_named_segments(manifests_.collect(pinned_now(), in_use, store_->log()->next_segment()));
+  store_->set_named_segments(manifests_.collect(pinned_now(), in_use, store_->log()->next_segment(),
+                                                     checkpoints_in_use(), checkpoints_.next_number));
 }
 
 void Table::collect_after_commit() {

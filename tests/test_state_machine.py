@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import bunkbed as bb
+from bunkbed import _native
 from bunkbed.testing import ReferenceTable
 from bunkbed.testing.conformance import OPTIMIZERS, assert_same_bits, assert_same_rows
 
@@ -70,6 +71,7 @@ class TableMachine(RuleBasedStateMachine):
             if not bounded:  # ids never seen need room in the directory, which no table can know when it opens
                 self.ram += 64 * NUM_ROWS
         self.path = self.folder / "table"
+        _native.set_checkpoints(20, in_line=True)  # small tables too are opened from directory checkpoints
         self.table = bb.create(self.path, ram=self.ram, **kwargs)
         self.oracle = ReferenceTable(**kwargs)
         self.committed = copy.deepcopy(self.oracle)
@@ -79,6 +81,7 @@ class TableMachine(RuleBasedStateMachine):
         self.seen: ReferenceTable | None = None
 
     def teardown(self) -> None:
+        _native.set_checkpoints()
         if not hasattr(self, "table"):
             return
         try:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
+from bunkbed import _native
 from torture import hostile
 from torture.parts import Child, Clock, Result, Size, folder, in_processes
 
@@ -31,12 +32,14 @@ def values() -> np.ndarray:
 def make(path: Path, seed: int = 0, commits: int = 2) -> None:
     """A small table of several commits and segments."""
     chance = np.random.default_rng(seed)
+    _native.set_checkpoints(1, in_line=True)
     with bb.create(path, dim=DIM, num_rows=ROWS, ram=RAM) as table:
         table.set(np.arange(ROWS), values())
         table.commit(keep="first")
         for _ in range(commits - 1):
             table.update(chance.integers(0, ROWS, 6), chance.standard_normal((6, DIM), dtype=np.float32))
             table.commit()
+        _native.set_checkpoints()  # close() would take another one, and make a commit for it
 
 
 def contents(table: Any) -> bytes:

@@ -263,6 +263,7 @@ def stumble(story: ModuleType, states: list[State], at: int, name: str) -> int:
     faulty.count_reads(name in SILENT)
     faulty.set_fault(at, fault, number)
     _native.set_compaction_slack(COMPACTION_SLACK)
+    _native.set_checkpoints(1, in_line=True)
     with folder() as root:
         stumbler = Stumbler(story, root / "it", states)
         _native.use_vfs(faulty)

@@ -16,11 +16,17 @@ from pathlib import Path
 import numpy as np
 
 import bunkbed as bb
+from bunkbed import _native
 from torture.parts import Result, Size, folder
 
 ROOT = Path(__file__).resolve().parents[1]
 #: target -> (executions of the long form, longest input)
-TARGETS = {"manifest": (7_000_000, 2048), "segment": (4_000_000, 12288), "table": (15_000, 10240)}
+TARGETS = {
+    "manifest": (7_000_000, 2048),
+    "segment": (4_000_000, 12288),
+    "table": (15_000, 10240),
+    "directory": (200_000, 40960),
+}
 MENDINGS = (0, 1, 2 + 1, 8, 16, 8 + 16, 1 + 2 + 4 + 8 + 16)
 
 
@@ -58,8 +64,11 @@ def seeds(target: str, path: Path) -> None:
             with bb.create(
                 table_path, dim=3 + number, num_rows=40 if number % 2 else None, optimizer=optimizer
             ) as table:
+                _native.set_checkpoints(1, in_line=True)
                 table.update(np.arange(5 + number), np.ones((5 + number, 3 + number), np.float32))
                 table.commit(keep="kept" if number == 1 else None, meta={"step": number})
+                _native.set_checkpoints()
+                directory = max(table_path.glob("directory-*")).read_bytes()
             manifest = (table_path / "manifest-0000000000000001").read_bytes()
             segment = (table_path / "segment-0000000000000001").read_bytes()
         for mending in MENDINGS:
@@ -67,6 +76,8 @@ def seeds(target: str, path: Path) -> None:
                 data = bytes([mending]) + manifest
             elif target == "segment":
                 data = bytes([mending]) + segment
+            elif target == "directory":
+                data = bytes([mending]) + directory
             else:
                 data = bytes([mending]) + struct.pack("<H", len(manifest)) + manifest + segment
             (path / f"{number}-{mending}").write_bytes(data)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
+from bunkbed import _native
 from torture.parts import Clock, Result, Size, folder, in_processes
 
 ROWS = 12
@@ -111,6 +112,29 @@ def segments(data: bytes, uuid: bytes) -> Iterator[tuple[str, bytes]]:
             yield f"index byte {at} = {number}", bytes(changed)
 
 
+def directories(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """A directory checkpoint whose header or entries lie, checksums mended."""
+    for at in range(8, 80):
+        for number in NUMBERS:
+            for width in (4, 8):
+                if number >= 1 << 8 * width or at + width > 80:
+                    continue
+                changed = bytearray(data)
+                changed[at : at + width] = number.to_bytes(width, "little")
+                changed[80:84] = struct.pack("<I", crc32c(bytes(changed[:80])))
+                yield f"header byte {at} = {number} ({width})", bytes(changed)
+    size = struct.unpack_from("<Q", data, 48)[0]
+    place = data[16:32] + data[32:40]
+    for index, begin in enumerate(range(4096, len(data), size)):
+        for at in range(begin + 4, begin + 100, 3):
+            for number in NUMBERS[::3]:
+                changed = bytearray(data)
+                changed[at : at + 8] = number.to_bytes(8, "little")
+                seed = crc32c(place + index.to_bytes(8, "little"))
+                changed[begin : begin + 4] = struct.pack("<I", crc32c(bytes(changed[begin + 4 : begin + size]), seed))
+                yield f"piece byte {at} = {number}", bytes(changed)
+
+
 def run_manifests(data: bytes) -> Iterator[tuple[str, bytes]]:
     """Run manifests that are not what they should be, with the SHA-256 they should have."""
     values = json.loads(data.splitlines()[0])
@@ -196,7 +220,10 @@ def use_run(path: Path) -> None:
 def _make(root: Path) -> None:
     with bb.create(root / "table", dim=DIM, num_rows=ROWS, ram=RAM) as table:
         table.set(np.arange(ROWS), np.ones((ROWS, DIM), np.float32))
+        _native.set_checkpoints(1, in_line=True)
         table.commit(keep="first", meta={"a": 1})
+        table.commit(meta={"a": 2})  # names the directory checkpoint that the other has taken
+        _native.set_checkpoints()
     with bb.Run(root / "run", ram="64MiB") as run:
         run.table("user", create={"dim": DIM, "num_rows": ROWS}).set(np.arange(3), np.ones((3, DIM), np.float32))
         run.commit(files={"dense.pt": b"dense"})
@@ -252,6 +279,9 @@ def numbers_cases(root: Path) -> list[Case]:
     uuid = data[40:56]
     bad_segments = segments((table / segment).read_bytes(), uuid)
     cases += [(f"segment, {what}", _put("table", segment, bad, use_table)) for what, bad in bad_segments]
+    checkpoint = max(p.name for p in table.glob("directory-*"))
+    bad_checkpoints = directories((table / checkpoint).read_bytes())
+    cases += [(f"directory, {what}", _put("table", checkpoint, bad, use_table)) for what, bad in bad_checkpoints]
     name = "run-0000000000000001"
     for what, body in run_manifests((root / "run" / name).read_bytes()):
         sealed = body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"

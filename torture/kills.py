@@ -161,6 +161,7 @@ class Load:
 def _work_hard(path: Path, send: Callable[[Any], None]) -> None:
     """Trains and commits until it is killed, while another thread looks rows up."""
     _native.set_compaction_slack(scenario.COMPACTION_SLACK)
+    _native.set_checkpoints(1, in_line=True)
     run = bb.Run(path, ram=scenario.ram(LOADED))
     tables: dict[str, Any] = {name: run.table(name, create=scenario.TABLES[name]) for name in LOADED}
 

@@ -102,6 +102,8 @@ MUTANTS = [
     Mutant(
         "a record evicted during a commit counts into the old epoch", living=lambda: core_bug("evict_into_old_epoch")
     ),
+    Mutant("directory checkpoint newer than its log", living=lambda: core_bug("checkpoint_too_new")),
+    Mutant("no fdatasync of a directory checkpoint", [("", "new-directory-")]),
     Mutant("a record that eviction writes is lost", living=lambda: core_bug("lost_write_back")),
     Mutant("run: no fdatasync of its manifest", [("", "new-run-")], story=scenario),
     Mutant("run: no directory fsync after link", [("link", "run-")], story=scenario),

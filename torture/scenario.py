@@ -31,6 +31,7 @@ TABLES: dict[str, dict[str, Any]] = {
     },
     "late": {"dim": 8, "num_rows": 24, "optimizer": bb.SGD(lr=0.5), "init": bb.Uniform(-1.0, 1.0), "seed": 5},
 }
+#: They take directory checkpoints whenever one is due, within the commit that finds it so (`_native.set_checkpoints`).
 #: Compaction of tables this small begins here, not at 256 KiB of dead bytes.
 COMPACTION_SLACK = 24 << 10
 BATCH_IDS = 16
@@ -155,6 +156,7 @@ def drive(
         slow: give commits beside training their time; it arms a failpoint.
     """
     _native.set_compaction_slack(COMPACTION_SLACK)
+    _native.set_checkpoints(1, in_line=True)
     budget = ram(TABLES)
     commits: list[Commit] = []
     pending: Any = None

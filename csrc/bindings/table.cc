@@ -105,6 +105,7 @@ nb::dict stats_values(const TableStats& s) {
   d["disk_bytes"] = s.disk_bytes;
   d["live_bytes"] = s.live_bytes;
   d["segments"] = s.segments;
+  d["checkpoint_bytes"] = s.checkpoint_bytes;
   d["indexed_records"] = s.indexed_records;
   return d;
 }

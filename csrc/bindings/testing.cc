@@ -14,6 +14,7 @@
 #include "error.h"
 #include "failpoints.h"
 #include "kernels/kernels.h"
+#include "table.h"
 #include "vfs/fault.h"
 #include "vfs/powerloss.h"
 
@@ -150,6 +151,14 @@ void bind_testing(nb::module_& m) {
         return all;
       },
       "data"_a, "part"_a, "Checksums of parts of so many bytes, exclusive-ored: what checksums cost, measured.");
+  m.def(
+      "set_checkpoints",
+      [](uint64_t rows, bool in_line) {
+        checkpoint_rows = rows;
+        checkpoints_in_line = in_line;
+      },
+      "rows"_a = 100'000, "in_line"_a = false,
+      "Tables of fewer rows take no directory checkpoints; with in_line they are taken within a commit.");
   m.def("set_compaction_slack", [](uint64_t bytes) { compaction_slack_bytes = bytes; }, "bytes"_a,
         "Dead bytes that are left alone; 256 KiB unless a test of small tables says otherwise.");
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "checkpoint.h"
 #include "error.h"
 #include "format.h"
 #include "fuzz/memory_vfs.h"
@@ -101,6 +102,51 @@ void segment(const uint8_t* data, size_t size) {
       must((trailer.first_slot + trailer.count) * stride <= trailer.index_offset);
     }
   } catch (const Error&) {
+  }
+}
+
+void directory(const uint8_t* data, size_t size) {
+  if (size < 1) return;
+  const int mending = data[0];
+  Bytes file = bytes_of(data + 1, size - 1);
+  // 1: its number is what its place asks for. 2: the header's checksum. 4: those of the pieces. 8: the pieces' numbers too.
+  DirectoryHeader header;
+  if (file.size() >= kDirectoryHeaderBytes) {
+    if (mending & 1) put(file.data() + 32, 1, 8);
+    if (mending & 2) put(file.data() + 80, crc(0, file.data(), 80), 4);
+    std::memcpy(header.uuid.data(), file.data() + 16, 16);
+    try {
+      if ((mending & 4) && decode_directory_header(file, file.size(), "d", &header) && header.form != DirectoryForm::kVoid) {
+        must(header.file_bytes() == file.size());
+        for (uint64_t index = 0; index < header.segment_pieces() + header.entry_pieces(); ++index) {
+          std::byte* const piece = file.data() + kDirectoryHeaderBytes + index * header.piece_bytes;
+          const auto count = static_cast<uint32_t>((mending & 8) ? count_of_piece(header, index) : get(piece + 4, 4));
+          seal_piece(header, index, count, piece);
+        }
+      }
+    } catch (const Error&) {
+    }
+  }
+  constexpr int64_t kRows = 40;
+  const CheckpointEntry entry{1, file.size()};
+  MemoryVfs files;
+  files.files["t/" + directory_name(1)] = std::move(file);
+  LogMemory memory;
+  memory.num_read_slices = 1;
+  memory.num_chunks = 1;
+  for (const int64_t num_rows : {kRows, int64_t{-1}}) {
+    try {
+      Log log(files, "t", header.uuid, 16, 4096, memory);
+      const auto rows = num_rows < 0 ? make_hashed_directory() : make_flat_directory(static_cast<uint64_t>(num_rows));
+      const LoadedCheckpoint loaded = load_checkpoint(files, "t", entry, &log, rows.get(), num_rows, 1 << 16, 1 << 20);
+      must(loaded.is_loaded || rows->stored_rows() == 0);
+      must(loaded.lost == rows->stored_rows());  // there is no segment that an entry could name
+    } catch (const Error&) {
+    }
+    try {
+      verify_checkpoint(files, "t", entry, header.uuid, num_rows, [](uint64_t) {});
+    } catch (const Error&) {
+    }
   }
 }
 

@@ -13,6 +13,8 @@ namespace bunkbed::fuzz {
 void manifest(const uint8_t* data, size_t size);
 // A segment: header, then the trailer at its end, its index.
 void segment(const uint8_t* data, size_t size);
+// A directory checkpoint, read into directories of both forms and verified.
+void directory(const uint8_t* data, size_t size);
 // A table of a manifest and one segment: opened, every row read, checked. data: mending, u16 bytes of the manifest, it,
 // the segment.
 void table(const uint8_t* data, size_t size);

@@ -2,6 +2,7 @@
 // right use. The sanitizers of the test build watch.
 #include <vector>
 
+#include "directory_file.h"
 #include "format.h"
 #include "fuzz/targets.h"
 #include "sample.h"
@@ -21,7 +22,7 @@ std::vector<uint8_t> read_file(const std::string& path) {
 
 // What a small table's newest commit holds: its manifest, its segment.
 struct Files {
-  std::vector<uint8_t> manifest, segment;
+  std::vector<uint8_t> manifest, segment, directory;
 };
 
 Files files_of(OptimizerKind kind) {
@@ -34,9 +35,14 @@ Files files_of(OptimizerKind kind) {
   const std::vector<int64_t> ids = {3, 5, 7};
   const std::vector<float> grads(9, 1.0f);
   table->update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
-  table->commit("{\"a\":1}", "kept");
+  checkpoint_rows = 1;
+  checkpoints_in_line = true;
+  table->commit("{\"a\":1}", "kept");  // takes a directory checkpoint
+  checkpoint_rows = 100'000;
+  checkpoints_in_line = false;
+  const std::vector<uint8_t> directory = read_file(sandbox / ("t/" + directory_name(1)));
   table->close();
-  return {read_file(sandbox / ("t/" + manifest_name(1))), read_file(sandbox / ("t/" + segment_name(1)))};
+  return {read_file(sandbox / ("t/" + manifest_name(1))), read_file(sandbox / ("t/" + segment_name(1))), directory};
 }
 
 // `data` with a few of its bytes changed, some of it cut or doubled.
@@ -70,7 +76,7 @@ std::vector<uint8_t> mutated(std::vector<uint8_t> data, Sampler* chance) {
 template <typename Target>
 void bombard(const std::vector<uint8_t>& whole, int rounds, const Target& target) {
   Sampler chance(whole.size());
-  constexpr uint8_t kMendings[] = {0, 1, 3, 8, 16, 24, 31};
+  constexpr uint8_t kMendings[] = {0, 1, 3, 7, 8, 15, 16, 24, 31};
   for (int round = 0; round < rounds; ++round) {
     std::vector<uint8_t> data = round == 0 ? whole : mutated(whole, &chance);
     data.insert(data.begin(), kMendings[static_cast<size_t>(round) % std::size(kMendings)]);
@@ -85,6 +91,7 @@ TEST(fuzz_targets_take_anything) {
     const Files files = files_of(kind);
     bombard(files.manifest, 20000, fuzz::manifest);
     bombard(files.segment, 5000, fuzz::segment);
+    bombard(files.directory, 5000, fuzz::directory);
     std::vector<uint8_t> both = {static_cast<uint8_t>(files.manifest.size()), static_cast<uint8_t>(files.manifest.size() >> 8)};
     both.insert(both.end(), files.manifest.begin(), files.manifest.end());
     both.insert(both.end(), files.segment.begin(), files.segment.end());

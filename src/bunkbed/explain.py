@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _NOW = frozenset(
     (
         "ram_bytes", "ram_budget_bytes", "frames", "frame_capacity", "dirty_rows", "stored_rows", "directory_bytes",
-        "disk_bytes", "live_bytes", "segments", "threads", "window_batches", "window_bytes", "staging_depth",
+        "disk_bytes", "checkpoint_bytes", "live_bytes", "segments", "threads", "window_batches", "window_bytes",
+        "staging_depth",
     )
 )  # fmt: skip
 

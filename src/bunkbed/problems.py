@@ -14,9 +14,9 @@ class Problem(str):
     Attributes:
         kind: ``"manifest"`` (a commit cannot be read), ``"foreign"`` (a commit of another table), ``"fields"`` (of
             another release), ``"segment"``, ``"chunk"``, ``"record"``, ``"rows"`` (a commit's files do not belong
-            together), ``"file"`` (a dense file of a run), ``"table"`` (a run's commit names a commit of a table that is
-            missing or damaged), ``"padding"`` (a byte without meaning changed), ``"stranger"`` (a file that is not
-            ours).
+            together), ``"directory"`` (a directory checkpoint, which a repair replaces), ``"file"`` (a dense file of a
+            run), ``"table"`` (a run's commit names a commit of a table that is missing or damaged), ``"padding"`` (a
+            byte without meaning changed), ``"stranger"`` (a file that is not ours).
         file: the file; the table's or run's folder where it is no single one.
         offset: byte in the file where the damage begins, or None: all of it.
         found: what was found.
@@ -119,6 +119,9 @@ def _explain(place: Path, checked: dict[str, Any], found: dict[str, Any], owner:
     elif kind == "padding":
         meaning = "no value is touched, but the disk changed what was written"
         remedy = "look after the disk, and keep a copy on another one"
+    elif kind == "directory":
+        meaning = f"{commits} cannot be opened until it is repaired; no row is lost: the segments hold them all"
+        remedy = f"{command} builds the directory from the segments"
     else:
         meaning = {
             "manifest": f"{commits} cannot be opened",
