@@ -62,7 +62,7 @@ def seeds(target: str, path: Path) -> None:
         with folder() as root:
             table_path = root / "t"
             with bb.create(
-                table_path, dim=3 + number, num_rows=40 if number % 2 else None, optimizer=optimizer
+                table_path, dim=3 + number, num_rows=40 if number % 2 else None, optimizer=optimizer, ram="1MiB"
             ) as table:
                 _native.set_checkpoints(1, in_line=True)
                 table.update(np.arange(5 + number), np.ones((5 + number, 3 + number), np.float32))
