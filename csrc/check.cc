@@ -1,8 +1,10 @@
 #include "check.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <set>
+#include <stdexcept>
 
 #include "checkpoint.h"
 #include "count_rows.h"
@@ -10,6 +12,7 @@
 #include "format.h"
 #include "log.h"
 #include "manifests.h"
+#include "ordered_work.h"
 #include "record.h"
 
 namespace bunkbed {
@@ -18,6 +21,9 @@ namespace {
 
 constexpr size_t kPieceBytes = 1u << 20;
 constexpr size_t kMaxRecordProblems = 20;  // of one segment; the rest is counted
+// A thread waits for its reads or verifies what they brought: a few of them keep both the disk and two processors busy.
+constexpr size_t kThreads = 4;
+constexpr uint64_t kBytesWorthAThread = 16u << 20;
 
 // One segment's verification.
 class SegmentCheck {
@@ -246,28 +252,65 @@ class TableCheck {
       }
     }
     if (loaded_.empty()) return;
-    const Manifest& newest = loaded_.rbegin()->second;
-    Log log(vfs_, path_, newest.uuid, newest.payload_bytes, newest.slots_per_segment, small_memory());
-    for (const auto& [number, wanted] : wanted_) {
-      const uint64_t before = result_.bytes;
-      try {
-        log.adopt({wanted.entry});
-      } catch (const Error& error) {
-        std::vector<uint64_t> epochs;
-        for (const uint64_t epoch : wanted.epochs) {
-          if (!is_gone(epoch)) epochs.push_back(epoch);
-        }
-        if (!epochs.empty()) report({"segment", segment_name(number), -1, error.what(), std::move(epochs)});
-        advance(wanted.entry.bytes);
-        continue;
+    std::vector<const Wanted*> segments;
+    for (const auto& [number, wanted] : wanted_) segments.push_back(&wanted);
+    std::vector<Found> found(segments.size());
+    const auto verify = [&](size_t i, const std::function<void(uint64_t)>& at) { found[i] = verify_segment(*segments[i], at); };
+    const auto take = [&](size_t i) {
+      for (Problem& problem : found[i].problems) report(std::move(problem));
+      found[i].problems.clear();
+      if (found[i].cannot_open.empty()) return;
+      std::vector<uint64_t> epochs;
+      for (const uint64_t epoch : segments[i]->epochs) {
+        if (!is_gone(epoch)) epochs.push_back(epoch);
       }
-      std::vector<Problem> problems;
-      check_segment(&log, log.find_segment(number), wanted.epochs, &problems,
-                    [this](uint64_t bytes) { advance(bytes); });
-      for (Problem& problem : problems) report(std::move(problem));
-      log.forget_segment(number, false);
-      advance(before + wanted.entry.bytes - std::min(result_.bytes, before + wanted.entry.bytes));
+      const std::string name = segment_name(segments[i]->entry.segment);
+      if (!epochs.empty()) report({"segment", name, -1, found[i].cannot_open, std::move(epochs)});
+    };
+    const size_t threads = std::min<uint64_t>({kThreads, segments.size(), total_ / kBytesWorthAThread});
+    if (threads < 2) {
+      for (size_t i = 0; i < segments.size(); ++i) {
+        verify(i, [this](uint64_t bytes) { advance(bytes); });
+        take(i);
+      }
+      return;
     }
+    std::atomic<uint64_t> done{0};
+    std::atomic<bool> stop{false};
+    const auto work = [&](size_t i) {
+      verify(i, [&](uint64_t bytes) {
+        done += bytes;
+        if (stop) throw std::runtime_error("the check was ended");  // seen by nobody
+      });
+    };
+    work_in_order(segments.size(), threads, &stop, work, take, [&] { advance(done - result_.bytes); });
+    advance(done - result_.bytes);
+  }
+
+  // What is wrong with a segment, by whichever thread came to it.
+  struct Found {
+    std::string cannot_open;
+    std::vector<Problem> problems;
+  };
+  // Calls `at` with numbers of bytes done, in all the segment's.
+  Found verify_segment(const Wanted& wanted, const std::function<void(uint64_t)>& at) const {
+    Found found;
+    const Manifest& newest = loaded_.rbegin()->second;
+    uint64_t done = 0;
+    Log log(vfs_, path_, newest.uuid, newest.payload_bytes, newest.slots_per_segment, small_memory());
+    try {
+      log.adopt({wanted.entry});
+    } catch (const Error& error) {
+      found.cannot_open = error.what();
+    }
+    if (found.cannot_open.empty()) {
+      check_segment(&log, log.find_segment(wanted.entry.segment), wanted.epochs, &found.problems, [&](uint64_t bytes) {
+        done += bytes;
+        at(bytes);
+      });
+    }
+    at(wanted.entry.bytes - std::min(done, wanted.entry.bytes));
+    return found;
   }
 
   struct NamedCheckpoint {

@@ -2,7 +2,9 @@
 //
 // In order: every manifest; every segment once, however many commits name it: header, chunks, ids, each record's
 // checksum, and that bytes which mean nothing are zero; every directory checkpoint; then for each commit that the rows its
-// segments hold are as many as it says. Memory is one chunk's index, a piece of a segment and the ids of the count, inside `ram_bytes`.
+// segments hold are as many as it says. A few threads take a segment each; problems are listed in the order of the segments
+// all the same. Memory is a chunk's index and a piece of a segment for each thread, and the ids of the count, inside
+// `ram_bytes`.
 #pragma once
 
 #include <cstdint>

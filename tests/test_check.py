@@ -326,6 +326,35 @@ def crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
+def test_segments_are_verified_at_once_and_listed_in_order(tmp_path: Path) -> None:
+    """A table large enough for several threads, damaged here and there."""
+    path = tmp_path / "user"
+    rows, part = np.arange(50_000), np.ones((5_000, 64), np.float32)
+    with bb.create(path, dim=64, num_rows=rows.size, optimizer=bb.Adam(), ram="64MiB") as table:
+        for begin in range(0, rows.size, part.shape[0]):
+            table.set(rows[begin : begin + part.shape[0]], part)
+    segments = sorted(path.glob("segment-*"))
+    total = sum(file.stat().st_size for file in segments)
+    assert len(segments) > 8 and total > 32 << 20, "too small for several threads"
+    assert bb.check(path) == []
+    damaged = segments[::3]
+    for file in damaged:
+        for offset in range(5000, 60_000, 9000):
+            flip(file, offset)
+    seen: list[tuple[int, int]] = []
+    report = bb.check(path, progress=lambda done, total: seen.append((done, total)))
+    assert [problem.file for problem in report] == [file for file in damaged for _ in range(7)]
+    assert seen == sorted(seen) and seen[-1] == (total, total)
+    offsets = [problem.offset for problem in report]
+    assert all(offsets[i : i + 7] == sorted(offsets[i : i + 7]) for i in range(0, len(offsets), 7))
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bb.check(path, progress=interrupt)
+
+
 def test_progress_is_told_and_can_end_the_check(stored: tuple[Path, dict[int, Rows]]) -> None:
     path, _ = stored
     seen: list[tuple[int, int]] = []
