@@ -53,6 +53,10 @@ class Cache {
   FrameInfo& info(uint32_t frame) const { return infos_[frame]; }
   void prefetch(uint32_t frame) const { __builtin_prefetch(&infos_[frame]); }
   void prefetch_ghost(int64_t row) const { __builtin_prefetch(ghost_of(row).place); }
+  void prefetch_record(uint32_t frame, size_t bytes) const {
+    for (size_t at = 0; at < bytes && at < 1024; at += 64) __builtin_prefetch(record(frame) + at, 0, 2);
+    prefetch(frame);
+  }
   void prefetch_heat(uint32_t frame) const { __builtin_prefetch(&heats_[frame]); }
 
   size_t max_frames() const { return max_frames_; }

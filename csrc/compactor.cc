@@ -31,11 +31,18 @@ bool Compactor::has_too_many_segments() const {
   return log_->segments().size() > kSpareSegments + 2 * (total_bytes() / log_->segment_bytes());
 }
 
+// What the log would be live if all rows were written back now: one that is dirty in RAM has no live record there, and
+// will have one again without compaction's doing. Else commits of a table in RAM, whose rows are dirty again at once,
+// would have the rest of its log moved each time.
+uint64_t Compactor::settled_bytes() const {
+  return std::max(live_bytes(), directory_->stored_rows() * (log_->stride() + 16));
+}
+
 bool Compactor::is_needed() const {
   if (log_ == nullptr) return false;
-  const auto live = static_cast<double>(live_bytes());
-  return segment_ != 0 || static_cast<double>(total_bytes()) > live / kTargetLive + static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed)) ||
-         has_too_many_segments();
+  const double allowed = static_cast<double>(settled_bytes()) / kTargetLive +
+                         static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed));
+  return segment_ != 0 || static_cast<double>(total_bytes()) > allowed || has_too_many_segments();
 }
 
 // Runs a read of the chosen segment. When it fails the segment is left alone from now on: nobody asked for these
@@ -59,7 +66,9 @@ bool Compactor::pick() {
   double best_part = too_many ? 2.0 : kWorthMoving;
   uint64_t fewest = ~0ull;
   for (const auto& [id, segment] : log_->segments()) {
-    if (!segment->is_sealed || segment->records == 0 || segment->tombstones > 0 || damaged_.contains(id) || log_->is_being_written(*segment)) continue;
+    // One of a commit under way could not go even when emptied, and would be chosen again and again.
+    if (!segment->is_sealed || segment->is_ending || segment->records == 0 || segment->tombstones > 0) continue;
+    if (damaged_.contains(id) || log_->is_being_written(*segment)) continue;
     const double part = static_cast<double>(segment->live) / static_cast<double>(segment->records);
     const bool better = too_many ? segment->live < fewest : part < best_part;
     if (better) {

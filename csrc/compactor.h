@@ -22,7 +22,8 @@
 
 namespace bunkbed {
 
-// Below this part of the log live, compaction begins.
+// Compaction begins where the records of all stored rows, of those that are dirty in RAM too, are less than this part of
+// the log.
 inline constexpr double kTargetLive = 0.65;
 // Dead bytes that are left alone however small the table; tests of small tables lower it.
 inline std::atomic<uint64_t> compaction_slack_bytes{256u << 10};
@@ -64,6 +65,7 @@ class Compactor {
   uint64_t records_moved() const { return records_moved_; }
   uint64_t total_bytes() const;
   uint64_t live_bytes() const;
+  uint64_t settled_bytes() const;
 
  private:
   bool has_too_many_segments() const;

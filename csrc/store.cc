@@ -466,7 +466,12 @@ void Store::write_frozen_frame(uint32_t frame) {
 // Before the caller writes into these frames.
 void Store::write_frozen_frames(const uint32_t* frames, size_t n) {
   if (frozen_rows_ == 0 || fault_is("update_before_copy")) return;
+  // Their records lie anywhere: a few of them are asked for ahead.
+  constexpr size_t kAhead = 8;
   for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && frames[i + kAhead] != kNoFrame && cache_.is_frozen(frames[i + kAhead])) {
+      cache_.prefetch_record(frames[i + kAhead], frame_bytes_);
+    }
     if (frames[i] != kNoFrame && cache_.is_frozen(frames[i])) write_frozen_frame(frames[i]);
   }
 }

@@ -277,18 +277,16 @@ void Table::tidy_up_after_commit() {
   bool may_compact;
   {
     const auto guard = lock_behind_others();
+    // From here on its segments are like all that a commit names: emptied ones leave the log, their files stay.
+    std::set<uint64_t> named;
+    for (const SegmentEntry& entry : committed_.segments) named.insert(entry.segment);
+    store_->keep_segments(named);
+    for (const auto& [id, segment] : store_->log()->segments()) segment->is_ending = false;
     store_->count_commit_debt();
     may_compact = !is_compacting_ && store_->begin_compaction();  // else whoever does it goes on with this
     is_compacting_ |= may_compact;
   }
   if (may_compact) compact_in_slices();
-  {
-    const auto guard = lock_behind_others();
-    std::set<uint64_t> named;
-    for (const SegmentEntry& entry : committed_.segments) named.insert(entry.segment);
-    store_->keep_segments(named);
-    for (const auto& [id, segment] : store_->log()->segments()) segment->is_ending = false;
-  }
   try {
     collect_beside_calls();
   } catch (const Error&) {

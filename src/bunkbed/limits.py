@@ -121,15 +121,16 @@ class Cache:
         return 1 - self.misses / self.popularity.unique_rows(self.ids)
 
     def write_amplification(self, live: float) -> float:
-        """Records written for each one evicted, where compaction keeps this part of the log live.
+        """Records written for each one evicted, where compaction lets all rows' records be this part of the log.
 
         A row's record in the log lives until the row is wanted again. The log is taken as a ring: after T steps its
         oldest records go, and those alive are written once more. ``T`` times all records written in a step is the
-        log's size, which is the live records divided by `live`. (For rows evicted with equal probability this is the
-        known ``1 / (1 - u)`` with ``live = (1 - u) / -ln(u)``; compacting the emptiest segment first differs little.)
+        log's size, which is all rows' records, those in RAM included, divided by `live`. (For rows that are evicted
+        with equal probability and hardly ever in RAM this is the known ``1 / (1 - u)`` with ``live = (1 - u) /
+        -ln(u)``; compacting the emptiest segment first differs little.)
 
         >>> round(cache(zipf(100_000, 0.0), 1024, 40_000).write_amplification(0.65), 2)
-        1.63
+        1.11
 
         Raises:
             ValueError: not between 0 and 1.
@@ -145,7 +146,7 @@ class Cache:
         def written(steps: float) -> float:  # 1 - P(alive after so many steps) is the chance of not being moved again
             return float(rows @ (evicted / -np.expm1(steps * log_rest)))
 
-        size = float(rows @ self.missed) / live
+        size = float(rows.sum()) / live
         return written(_solve(lambda steps: steps * written(steps), size)) / float(rows @ evicted)
 
 
