@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <numeric>
 #include <string>
 
 #include "error.h"
@@ -14,7 +13,8 @@ namespace {
 
 constexpr size_t kPartitionIds = 2048;  // ids of a partition, about
 constexpr size_t kMaxPartitions = 256;
-constexpr size_t kChunkIds = 8192;  // ids of one block of a pass over the batch
+constexpr size_t kChunkIds = 4096;  // ids of one block of a pass over the batch
+constexpr uint32_t kFirst = 1u << 31;  // in an index: the key's first occurrence
 constexpr int64_t kFree = -1;
 constexpr size_t kKeptSlots = 16384;  // of a thread's hash table between batches
 
@@ -37,7 +37,8 @@ struct Table {
   ArrayVector<uint32_t> numbers;  // of the distinct keys
 };
 
-// Distinct keys in order of first occurrence, written over the front of `keys`; index[j] says which of them keys[j] was.
+// Distinct keys in order of first occurrence, written over the front of `keys`; index[j] says which of them keys[j] was,
+// with kFirst where it was the first.
 // `used_bits` of the hash are the same for all keys. Returns how many are distinct.
 //
 // Looking up and inserting alternate in runs of keys: a load that may alias a store just before it waits for it, and
@@ -75,7 +76,13 @@ size_t dedupe(int64_t* keys, size_t n, unsigned used_bits, Table* scratch, uint3
       index[j] = static_cast<uint32_t>(slot);
     }
   }
-  for (size_t j = 0; j < n; ++j) index[j] = numbers[index[j]];
+  uint32_t seen = 0;
+  for (size_t j = 0; j < n; ++j) {
+    const uint32_t number = numbers[index[j]];
+    const bool is_first = number == seen;  // they are numbered as they come
+    index[j] = is_first ? number | kFirst : number;
+    seen += is_first;
+  }
   return num_unique;
 }
 
@@ -83,10 +90,10 @@ size_t dedupe(int64_t* keys, size_t n, unsigned used_bits, Table* scratch, uint3
 void group(const uint32_t* index, const uint32_t* places, size_t n, size_t num_unique, uint32_t* starts,
            uint32_t* order) {
   std::fill_n(starts, num_unique + 1, 0u);
-  for (size_t j = 0; j < n; ++j) ++starts[index[j] + 1];
+  for (size_t j = 0; j < n; ++j) ++starts[(index[j] & ~kFirst) + 1];
   for (size_t u = 0; u < num_unique; ++u) starts[u + 1] += starts[u];
   // They serve as the write cursors and are shifted back afterwards.
-  for (size_t j = 0; j < n; ++j) order[starts[index[j]]++] = places[j];
+  for (size_t j = 0; j < n; ++j) order[starts[index[j] & ~kFirst]++] = places[j];
   for (size_t u = num_unique; u > 0; --u) starts[u] = starts[u - 1];
   starts[0] = 0;
 }
@@ -95,8 +102,8 @@ void group(const uint32_t* index, const uint32_t* places, size_t n, size_t num_u
 
 void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
   placement_.version = 0;
-  if (n >= ~uint32_t{0}) {
-    throw Error(ErrorKind::kInvalid, "a batch holds less than 2**32 - 1 ids, got " + std::to_string(n));
+  if (n >= kFirst) {
+    throw Error(ErrorKind::kInvalid, "a batch holds less than 2**31 ids, got " + std::to_string(n));
   }
   const auto id_at = [&](size_t i) { return members == nullptr ? ids[i] : ids[members[i]]; };
   const size_t num_partitions = partitions_of(n);
@@ -138,57 +145,105 @@ void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
   });
 
   // 2. Places of partition p, grouped, from grouped[begins[p]]; the starts of its groups from starts[begins[p] + p].
-  // lengths[i]: how often the id at place i of the batch occurs, where it occurs first; elsewhere 0.
+  // firsts: of chunk c in partition p, how many ids occur first there, and how often those occur in all.
+  struct Count {
+    uint32_t rows;
+    uint32_t places;
+  };
   ArrayVector<uint32_t> index(n);
   ArrayVector<uint32_t> grouped(n);
   ArrayVector<uint32_t> starts(n + num_partitions);
-  ArrayVector<uint32_t> uniques(num_partitions);
-  ArrayVector<uint32_t> lengths(n, 0u);
+  ArrayVector<Count> firsts(num_chunks * num_partitions);
+  // After the scatter a chunk's cursor stands where the next chunk's began.
+  const auto run_begin = [&](size_t c, size_t p) { return c == 0 ? begins[p] : cursors[(c - 1) * num_partitions + p]; };
   parallel_for(num_partitions, 1, [&](size_t from, size_t to) {
     thread_local Table table;  // one that stays in the processor's first cache, whatever the partition
     for (size_t p = from; p < to; ++p) {
       const size_t begin = begins[p];
       const size_t count = begins[p + 1] - begin;
-      uniques[p] = static_cast<uint32_t>(dedupe(keys.data() + begin, count, partition_bits, &table, index.data() + begin));
+      const size_t num_unique = dedupe(keys.data() + begin, count, partition_bits, &table, index.data() + begin);
       uint32_t* const start = starts.data() + begin + p;
-      uint32_t* const group_of = grouped.data() + begin;
-      group(index.data() + begin, places.data() + begin, count, uniques[p], start, group_of);
-      for (size_t u = 0; u < uniques[p]; ++u) lengths[group_of[start[u]]] = start[u + 1] - start[u];
+      group(index.data() + begin, places.data() + begin, count, num_unique, start, grouped.data() + begin);
+      uint32_t u = 0;
+      for (size_t c = 0; c < num_chunks; ++c) {
+        const uint32_t before = u;
+        for (size_t j = run_begin(c, p); j < run_begin(c + 1, p); ++j) u += index[j] >> 31;
+        firsts[c * num_partitions + p] = {u - before, start[u] - start[before]};
+      }
     }
     if (table.keys.capacity() > kKeptSlots) table = Table();
   });
 
-  // 3. Rows are numbered by first occurrence: lengths[i] becomes the number of the row that occurs first at place i.
-  const size_t total = std::accumulate(uniques.begin(), uniques.end(), size_t{0});
-  unique_.resize(total + 1);  // one more than there are: see below
-  offsets_.resize(total + 1);
-  uint32_t number = 0;
-  uint32_t offset = 0;
-  for (size_t i = 0; i < n; ++i) {
-    const uint32_t length = lengths[i];
-    // Written for every place, kept for first ones: a branch would be guessed wrong for a third of the ids.
-    unique_[number] = id_at(i);
-    offsets_[number] = offset;
-    lengths[i] = number;
-    number += length != 0;
-    offset += length;
+  // 3. Rows are numbered by first occurrence. Each chunk knows the numbers before it, so that threads write to parts of
+  // the arrays that are their own: two cores that write to one cache line in turn are slower than one.
+  ArrayVector<Count> before(num_chunks + 1);
+  before[0] = {0, 0};
+  for (size_t c = 0; c < num_chunks; ++c) {
+    before[c + 1] = before[c];
+    for (size_t p = 0; p < num_partitions; ++p) {
+      before[c + 1].rows += firsts[c * num_partitions + p].rows;
+      before[c + 1].places += firsts[c * num_partitions + p].places;
+    }
   }
-  unique_.pop_back();
-  offsets_[total] = offset;
+  const size_t total = before[num_chunks].rows;
+  unique_.resize(total);
+  offsets_.resize(total + 1);
+  offsets_[total] = static_cast<uint32_t>(n);
+  ArrayVector<uint32_t> numbers(n);  // numbers[begins[p] + u]: of the distinct key u of partition p
+  ArrayVector<uint32_t> groups(total);  // of a row, by number: where in `starts` its group is
+  // Visits the places of a chunk in order: (place, partition, what `index` says of it).
+  const auto visit_chunk = [&](size_t c, auto&& visit) {
+    uint32_t cursor[kMaxPartitions];
+    for (size_t p = 0; p < num_partitions; ++p) cursor[p] = run_begin(c, p);
+    for (size_t i = c * kChunkIds; i < chunk_end(c); ++i) {
+      const size_t p = high_bits(spread(id_at(i)), partition_bits);
+      visit(i, p, index[cursor[p]++]);
+    }
+  };
+  parallel_for(num_chunks, 1, [&](size_t from, size_t to) {
+    // Listed first, every place written and first ones kept: a branch would be guessed wrong for a third of the ids.
+    uint32_t places_of_firsts[kChunkIds + 1];
+    uint32_t keys_of_firsts[kChunkIds + 1];
+    for (size_t c = from; c < to; ++c) {
+      size_t count = 0;
+      visit_chunk(c, [&](size_t i, size_t p, uint32_t at) {
+        places_of_firsts[count] = static_cast<uint32_t>(i);
+        keys_of_firsts[count] = static_cast<uint32_t>(begins[p] + (at & ~kFirst));
+        count += at >> 31;
+      });
+      uint32_t offset = before[c].places;
+      for (size_t k = 0; k < count; ++k) {
+        const auto number = static_cast<uint32_t>(before[c].rows + k);
+        const int64_t id = id_at(places_of_firsts[k]);
+        const size_t group = keys_of_firsts[k] + high_bits(spread(id), partition_bits);
+        numbers[keys_of_firsts[k]] = number;
+        unique_[number] = id;
+        offsets_[number] = offset;
+        groups[number] = static_cast<uint32_t>(group);
+        offset += starts[group + 1] - starts[group];
+      }
+    }
+  });
+
+  // 4. By chunk, which row each place has; and by row, its places.
   order_.resize(n);
   inverse_.resize(members == nullptr ? n : 0);
-  parallel_for(num_partitions, 1, [&](size_t from, size_t to) {
-    for (size_t p = from; p < to; ++p) {
-      const uint32_t* const start = starts.data() + begins[p] + p;
-      const uint32_t* const group_of = grouped.data() + begins[p];
-      for (uint32_t u = 0; u < uniques[p]; ++u) {
-        const uint32_t row = lengths[group_of[start[u]]];
+  const size_t num_row_blocks = (total + kChunkIds - 1) / kChunkIds;
+  const size_t num_place_blocks = members == nullptr ? num_chunks : 0;
+  parallel_for(num_row_blocks + num_place_blocks, 1, [&](size_t from, size_t to) {
+    for (size_t block = from; block < to; ++block) {
+      if (block >= num_row_blocks) {
+        visit_chunk(block - num_row_blocks, [&](size_t i, size_t p, uint32_t at) {
+          inverse_[i] = numbers[begins[p] + (at & ~kFirst)];
+        });
+        continue;
+      }
+      for (size_t row = block * kChunkIds; row < std::min(total, (block + 1) * kChunkIds); ++row) {
+        const uint32_t* const start = starts.data() + groups[row];
+        const size_t p = high_bits(spread(unique_[row]), partition_bits);
+        const uint32_t* const group_of = grouped.data() + begins[p];
         uint32_t* out = order_.data() + offsets_[row];
-        for (uint32_t o = start[u]; o < start[u + 1]; ++o) {
-          const uint32_t i = group_of[o];
-          *out++ = members == nullptr ? i : members[i];
-          if (members == nullptr) inverse_[i] = row;
-        }
+        for (uint32_t o = start[0]; o < start[1]; ++o) *out++ = members == nullptr ? group_of[o] : members[group_of[o]];
       }
     }
   });

@@ -12,6 +12,13 @@
 
 namespace bunkbed {
 
+// Records in frames: frame f's at base + f * stride.
+struct FramedRecords {
+  std::byte* base;
+  size_t stride;
+  size_t record_bytes;
+};
+
 // Everything that is the same for all records of a step. Made once per step; used from any number of threads, each
 // on records of its own. Allocates nothing.
 class RecordUpdate {
@@ -28,6 +35,10 @@ class RecordUpdate {
                           reinterpret_cast<float*>(record + layout_.offsets[1]));
     }
   }
+
+  // Rows [from, to) of `count`; grads: float32[count, dim], frames: (count). Those from `to` on may be asked for ahead.
+  void step_rows(size_t from, size_t to, size_t count, const int64_t* rows, const float* grads, const uint32_t* frames,
+                 const FramedRecords& records) const;
 
  private:
   const Kernels& kernels_;

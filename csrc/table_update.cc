@@ -142,32 +142,26 @@ void Table::apply_update(const Batch& batch, const float* grads, const float* su
     const uint32_t* const frames = is_placed ? batch.placement().frames.data() : frames_.data();
     *wrote = true;
     std::atomic<bool> has_clean{false};
-    // Records lie anywhere, sums one after another, but too far apart for the processor to guess across pages. Both are
-    // asked for into the second level, well ahead: the first has too few places for lines under way.
-    constexpr size_t kAheadBytes = 8192;
-    const size_t ahead = std::clamp<size_t>(kAheadBytes / payload_bytes_, 4, 32);
-    const auto ask_for = [](const void* row, size_t bytes) {
-      const auto* line = static_cast<const std::byte*>(row);
-      for (size_t at = 0; at < bytes && at < 1024; at += 64) __builtin_prefetch(line + at, 0, 2);
-    };
+    const FramedRecords records{cache.record(0), cache.stride(), payload_bytes_};
     parallel_for(count, row_grain(dim), [&](size_t from, size_t to) {
       bool clean = false;
-      std::vector<float> sum(sums == nullptr ? dim : 0);
-      for (size_t i = from; i < to; ++i) {
-        const size_t u = begin + i;
-        if (i + ahead < count) {  // beyond the block at its end: the next block is often this thread's too
-          ask_for(cache.record(frames[i + ahead]), payload_bytes_);
-          if (sums != nullptr) ask_for(sums + (u + ahead) * dim, dim * sizeof(float));
+      for (size_t i = from; i < to; ++i) clean |= !cache.is_dirty(frames[i]);
+      if (sums != nullptr) {
+        step_record.step_rows(from, to, count, batch.unique().data() + begin, sums + begin * dim, frames, records);
+      } else {
+        std::vector<float> sum(dim);
+        for (size_t i = from; i < to; ++i) {
+          sum_row(batch, begin + i, grads, sum.data());
+          step_record(batch.unique()[begin + i], sum.data(), cache.record(frames[i]));
         }
-        if (sums == nullptr) sum_row(batch, u, grads, sum.data());
-        const float* grad = sums == nullptr ? sum.data() : sums + u * dim;
-        std::byte* record = cache.record(frames[i]);
-        clean |= !cache.is_dirty(frames[i]);
-        step_record(batch.unique()[u], grad, record);
-        // Seeded bug for the exactness tests: one row of the step is applied twice.
-        if (u == 0 && fault_is("double_update")) step_record(batch.unique()[u], grad, record);
       }
       if (clean) has_clean.store(true, std::memory_order_relaxed);
+      // Seeded bug for the exactness tests: one row of the step is applied twice.
+      if (begin + from == 0 && fault_is("double_update")) {
+        std::vector<float> sum(dim);
+        if (sums == nullptr) sum_row(batch, 0, grads, sum.data());
+        step_record(batch.unique()[0], sums == nullptr ? sum.data() : sums, cache.record(frames[0]));
+      }
     });
     if (has_clean) {
       for (size_t i = 0; i < count; ++i) store_->mark_dirty(frames[i]);

@@ -67,6 +67,18 @@ struct RowPlaces {
   int64_t n;
 };
 
+// Float32 records that lie in frames, to be stepped one after another.
+struct RowSteps {
+  std::byte* records;      // of frame 0; the weights come first
+  size_t stride;           // bytes from one frame's record to the next
+  size_t slots_offset;     // bytes from a record's weights to its slots
+  size_t record_bytes;
+  const uint32_t* frames;  // (n), and more up to `known`
+  const float* grads;      // (n, dim), and more up to `known`
+  int64_t n;
+  int64_t known;           // rows from the first on that can be asked for ahead
+};
+
 // The generator's keys of each round for a seed, made once for many rows.
 struct RoundKeys {
   explicit RoundKeys(uint64_t seed);
@@ -98,6 +110,8 @@ struct Kernels {
 
   // One optimizer step on one row in place. `slots` is laid out as optimizer.h says (slots follow each other).
   void (*update_row)(const StepConstants& step, int64_t dim, const float* grad, float* weight, float* slots);
+  // The same for many rows, each where it lies: one call a row cost as much again as the rows' way from memory.
+  void (*update_rows)(const StepConstants& step, int64_t dim, const RowSteps& rows);
   // The same on a record with 16-bit fields: they widen exactly, the update is update_row's bit for bit, and they are
   // rounded stochastically when they are stored. `key.field` is not looked at.
   void (*update_narrow)(const StepConstants& step, const NarrowRecord& layout, int64_t dim, const float* grad,

@@ -113,3 +113,78 @@ void update_row(const StepConstants& step, int64_t dim, const float* grad, float
   if (step.has_decoupled) return update_with_decay<false, true>(step, dim, grad, weight, slots);
   update_with_decay<false, false>(step, dim, grad, weight, slots);
 }
+
+// One row in tiles of a fixed width, which the compiler unrolls and keeps the constants in registers for; the rest, and
+// row-wise Adagrad's sum over the whole row, as they are for a row alone. Element by element the same operations.
+template <OptimizerKind kKind, bool kCoupled, bool kDecoupled>
+inline void update_in_tiles(const StepConstants& step, int64_t dim, const float* grad, float* weight, float* slots) {
+  constexpr int64_t kTile = 64;
+  float multiplier = 0.0f;
+  if constexpr (kKind == OptimizerKind::kRowwiseAdagrad) {
+    LaneSums lanes{};
+    add_squares<kCoupled>(step, dim, grad, weight, &lanes);
+    multiplier = add_mean_square(step, dim, fold_lanes(lanes.at), slots);
+  }
+  const auto run = [&](int64_t from, auto count) {
+    if constexpr (kKind == OptimizerKind::kSgd) {
+      update_sgd<kCoupled, kDecoupled>(step, count, grad + from, weight + from);
+    } else if constexpr (kKind == OptimizerKind::kAdagrad) {
+      update_adagrad<kCoupled, kDecoupled>(step, count, grad + from, weight + from, slots + from);
+    } else if constexpr (kKind == OptimizerKind::kRowwiseAdagrad) {
+      scale_and_step<kCoupled, kDecoupled>(step, count, multiplier, grad + from, weight + from);
+    } else {
+      update_adam<kCoupled, kDecoupled>(step, count, grad + from, weight + from, slots + from, slots + dim + from);
+    }
+  };
+  struct Tile {
+    constexpr operator int64_t() const { return kTile; }
+  };
+  int64_t at = 0;
+  for (; at + kTile <= dim; at += kTile) run(at, Tile{});
+  if (at < dim) run(at, dim - at);
+}
+
+// Records lie anywhere, gradients one after another, but too far apart for the processor to guess across pages. Both are
+// asked for into the second level, well ahead: the first has too few places for lines under way.
+constexpr int64_t kStepAheadBytes = 24576;
+
+template <OptimizerKind kKind, bool kCoupled, bool kDecoupled>
+void update_rows_as(const StepConstants& constants, int64_t dim, const RowSteps& rows) {
+  const StepConstants step = constants;  // of this function alone: no store to a row can change it
+  const auto record_bytes = static_cast<int64_t>(rows.record_bytes);
+  const int64_t asked_bytes = record_bytes < 1024 ? record_bytes : 1024;
+  const int64_t grad_bytes = dim * 4 < 1024 ? dim * 4 : 1024;
+  const int64_t rows_ahead = kStepAheadBytes / record_bytes;
+  const int64_t ahead = rows_ahead < 4 ? 4 : rows_ahead > 64 ? 64 : rows_ahead;
+  for (int64_t i = 0; i < rows.n; ++i) {
+    if (i + ahead < rows.known) {
+      const std::byte* const coming = rows.records + static_cast<size_t>(rows.frames[i + ahead]) * rows.stride;
+      for (int64_t at = 0; at < asked_bytes; at += 64) __builtin_prefetch(coming + at, 1, 2);
+      const auto* const grad = reinterpret_cast<const std::byte*>(rows.grads + (i + ahead) * dim);
+      for (int64_t at = 0; at < grad_bytes; at += 64) __builtin_prefetch(grad + at, 0, 2);
+    }
+    std::byte* const record = rows.records + static_cast<size_t>(rows.frames[i]) * rows.stride;
+    update_in_tiles<kKind, kCoupled, kDecoupled>(step, dim, rows.grads + i * dim, reinterpret_cast<float*>(record),
+                                                 reinterpret_cast<float*>(record + rows.slots_offset));
+  }
+}
+
+template <bool kCoupled, bool kDecoupled>
+void update_rows_with_decay(const StepConstants& step, int64_t dim, const RowSteps& rows) {
+  switch (step.kind) {
+    case OptimizerKind::kSgd:
+      return update_rows_as<OptimizerKind::kSgd, kCoupled, kDecoupled>(step, dim, rows);
+    case OptimizerKind::kAdagrad:
+      return update_rows_as<OptimizerKind::kAdagrad, kCoupled, kDecoupled>(step, dim, rows);
+    case OptimizerKind::kRowwiseAdagrad:
+      return update_rows_as<OptimizerKind::kRowwiseAdagrad, kCoupled, kDecoupled>(step, dim, rows);
+    case OptimizerKind::kAdam:
+      return update_rows_as<OptimizerKind::kAdam, kCoupled, kDecoupled>(step, dim, rows);
+  }
+}
+
+void update_rows(const StepConstants& step, int64_t dim, const RowSteps& rows) {
+  if (step.has_decay) return update_rows_with_decay<true, false>(step, dim, rows);
+  if (step.has_decoupled) return update_rows_with_decay<false, true>(step, dim, rows);
+  update_rows_with_decay<false, false>(step, dim, rows);
+}

@@ -173,4 +173,41 @@ TEST(optimizer_constants_are_rounded_once_from_double) {
   CHECK_EQ(make_step(spec, 0.001, 1'000'000).step_size, 0.001f);
 }
 
+TEST(optimizer_many_rows_are_stepped_as_one_by_one) {
+  Sampler sampler(5);
+  const std::vector<uint32_t> frames = {4, 1, 7, 0, 6, 2};
+  constexpr size_t kFrames = 9;
+  constexpr size_t kStepped = 4;  // the others are known, and left alone
+  for (const OptimizerSpec& spec : specs()) {
+    for (int64_t dim : {1, 5, 16, 37, 64, 70, 128, 200}) {
+      const auto width = static_cast<size_t>(dim);
+      const size_t floats = width + static_cast<size_t>(slot_floats(spec.kind, dim));
+      const size_t stride = floats + 3;
+      std::vector<float> before = sampler.mixed(static_cast<int64_t>(kFrames * stride));
+      for (float& value : before) value = std::abs(value);  // second moments are never negative
+      const std::vector<float> grads = sampler.mixed(static_cast<int64_t>(frames.size() * width));
+      const StepConstants step = make_step(spec, 0.01, 7);
+      for (Simd level : test::supported_levels()) {
+        const Kernels& k = kernels_for(level);
+        std::vector<float> expected = before;
+        for (size_t i = 0; i < kStepped; ++i) {
+          float* const record = expected.data() + frames[i] * stride;
+          k.update_row(step, dim, grads.data() + i * width, record, record + width);
+        }
+        std::vector<float> records = before;
+        k.update_rows(step, dim,
+                      {.records = reinterpret_cast<std::byte*>(records.data()),
+                       .stride = stride * sizeof(float),
+                       .slots_offset = width * sizeof(float),
+                       .record_bytes = floats * sizeof(float),
+                       .frames = frames.data(),
+                       .grads = grads.data(),
+                       .n = kStepped,
+                       .known = static_cast<int64_t>(frames.size())});
+        test::check_same_bits(records, expected, "records");
+      }
+    }
+  }
+}
+
 }  // namespace bunkbed
