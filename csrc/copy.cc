@@ -65,6 +65,9 @@ class Copy {
         manifest_ = options_.epoch.has_value()  ? source_.load(*options_.epoch)
                     : options_.snapshot.empty() ? source_.load_newest()
                                                 : source_.load_snapshot(options_.snapshot);
+        if ((manifest_.reader_flags & kReaderFlagScratch) != 0) {
+          throw Error(ErrorKind::kInvalid, "table " + from_ + " is a scratch table, of which nothing is kept: there is nothing to copy");
+        }
         log_ = make_log(from_);
         log_->adopt(manifest_.segments);
         return;

@@ -116,11 +116,13 @@ struct Manifest {
 
 // Reader flag: the slots are bfloat16.
 inline constexpr uint64_t kReaderFlagNarrowSlots = 1;
+// Reader flag: nothing of the table is kept (scratch.h); what is left of one holds no row.
+inline constexpr uint64_t kReaderFlagScratch = 2;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
 // Writer flag: a copy put this commit here (copy.h). A writer's own commits do not have it.
 inline constexpr uint64_t kWriterFlagCopy = 2;
-inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots;
+inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch;
 inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun | kWriterFlagCopy;
 
 bool has_narrow_slots(const std::vector<Field>& fields);

@@ -106,6 +106,7 @@ void Log::open_segment(Stream* stream) {
   const std::string path = directory_ + "/" + segment_name(segment->id);
   segment->file = vfs_.create(path);
   failpoint("log.segment");
+  if (is_nameless_) vfs_.remove(path);
   vfs::Buffer header(kSegmentHeaderBytes);
   encode_segment_header({uuid_, segment->id, stream->epoch, stride_}, header.data());
   try {
@@ -478,7 +479,7 @@ void Log::forget_segment(uint64_t id, bool remove_file) {
   }
   by_id_.erase(id);
   segments_.erase(found);
-  if (remove_file) vfs_.remove(path);
+  if (remove_file && !is_nameless_) vfs_.remove(path);
 }
 
 void Log::read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span) {

@@ -113,6 +113,8 @@ class Log {
   // Numbers of the next segment and record version, and the epoch that appends from now on belong to.
   void begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_version);
   void set_memory(const LogMemory& memory);
+  // Segments lose their names as soon as they are made (scratch.h).
+  void make_nameless() { is_nameless_ = true; }
   const LogMemory& memory() const { return memory_; }
 
   // Copies the record into the open chunk and returns its position. `version` 0 takes the next one; compaction
@@ -255,6 +257,7 @@ class Log {
   Stream ending_;
   bool is_ending_ = false;
   uint64_t ending_versions_end_ = 0;
+  bool is_nameless_ = false;
   std::map<uint64_t, std::unique_ptr<Segment>> segments_;
   std::unordered_map<uint64_t, Segment*> by_id_;
   std::vector<std::unique_ptr<Chunk>> chunks_;

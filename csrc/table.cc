@@ -14,6 +14,7 @@
 #include "error.h"
 #include "failpoints.h"
 #include "record.h"
+#include "scratch.h"
 
 namespace bunkbed {
 
@@ -105,6 +106,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     table->start_in_ram();
     return table;
   }
+  bool is_left = false;  // of a scratch table
   if (vfs.exists(path)) {
     bool is_table = false;
     bool is_empty = true;
@@ -117,43 +119,55 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     } catch (const Error&) {
       is_empty = false;  // a file, say
     }
-    if (is_table) {
+    is_left = is_table && is_scratch(Manifests(vfs, path));
+    if (is_table && !is_left) {
       throw Error(ErrorKind::kExists,
                   "a table exists already at " + path + "; open it with bb.open, or remove the directory");
     }
-    if (!is_empty) throw Error(ErrorKind::kExists, path + " exists already and is not an empty directory");
+    if (!is_empty && !is_left) throw Error(ErrorKind::kExists, path + " exists already and is not an empty directory");
   }
   vfs::current_io();  // a wrong BUNKBED_IO is an error before anything is made
   vfs.make_directories(path);
-  {
-    const auto lock = vfs.lock(path + "/" + kLockName);
-    Manifest manifest;
-    manifest.uuid = new_uuid();
-    manifest.reader_flags = has_narrow_slots(fields) ? kReaderFlagNarrowSlots : 0;
-    manifest.writer_flags = spec.belongs_to_run ? kWriterFlagRun : 0;
-    manifest.num_rows = spec.num_rows;
-    manifest.dim = spec.dim;
-    manifest.init = spec.init;
-    manifest.optimizer = spec.optimizer;
-    manifest.fields = fields;
-    manifest.payload_bytes = payload;
-    manifest.slots_per_segment = slots_per_segment(spec, payload);
-    manifest.meta = "{}";
-    Manifests(vfs, path).write(manifest);
-    lock->unlock();
+  std::unique_ptr<vfs::Lock> lock;
+  try {
+    lock = vfs.lock(path + "/" + kLockName);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kLocked || !is_left) throw;
+    throw Error(ErrorKind::kExists, "a scratch table exists at " + path + " and is in use by " + error.what() +
+                                        "; close it there first");
   }
-  return open(vfs, path, name, options);
+  if (is_left) clear_scratch(vfs, path);
+  Manifest manifest;
+  manifest.uuid = new_uuid();
+  manifest.reader_flags = (has_narrow_slots(fields) ? kReaderFlagNarrowSlots : 0) | (spec.is_scratch ? kReaderFlagScratch : 0);
+  manifest.writer_flags = spec.belongs_to_run ? kWriterFlagRun : 0;
+  manifest.num_rows = spec.num_rows;
+  manifest.dim = spec.dim;
+  manifest.init = spec.init;
+  manifest.optimizer = spec.optimizer;
+  manifest.fields = fields;
+  manifest.payload_bytes = payload;
+  manifest.slots_per_segment = slots_per_segment(spec, payload);
+  manifest.meta = "{}";
+  Manifests(vfs, path).write(manifest);
+  return open_or_made(vfs, path, name, options, std::move(lock));
 }
 
 std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const std::string& name,
                                    const OpenOptions& options) {
+  return open_or_made(vfs, path, name, options, nullptr);
+}
+
+std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& path, const std::string& name,
+                                           const OpenOptions& options, std::unique_ptr<vfs::Lock> made) {
   const Manifests manifests(vfs, path);
   // A reader may meet a commit that is collected while it opens; it then looks again.
   for (int attempt = 0;; ++attempt) {
-    std::unique_ptr<vfs::Lock> lock;
+    const bool is_made = made != nullptr;
+    std::unique_ptr<vfs::Lock> lock = std::move(made);
     try {
       (void)manifests.epochs();  // a table at all?
-      if (options.writable) {
+      if (options.writable && !is_made) {
         try {
           lock = vfs.lock(path + "/" + kLockName);
         } catch (const Error& error) {
@@ -165,6 +179,8 @@ std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const
       Manifest manifest = !options.snapshot.empty()  ? manifests.load_snapshot(options.snapshot)
                           : options.epoch.has_value() ? manifests.load(*options.epoch)
                                                       : manifests.load_newest();
+      const bool is_scratch = (manifest.reader_flags & kReaderFlagScratch) != 0;
+      if (is_scratch && !is_made) refuse_scratch(name, path);
       if (options.writable) {
         if ((manifest.writer_flags & ~kKnownWriterFlags) != 0) {
           throw Error(ErrorKind::kReadOnly, "table '" + name +
@@ -190,6 +206,7 @@ std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const
       spec.init = manifest.init;
       spec.optimizer = manifest.optimizer;
       spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
+      spec.is_scratch = is_scratch;
       const size_t needed = minimum_ram(spec, manifest.stored_rows, true);
       if (options.ram_bytes < needed) {
         throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(options.ram_bytes) +
@@ -315,11 +332,11 @@ void Table::load(const Manifest& manifest) {
   if (fields_ != fields_of(spec_) || payload_bytes_ != record_payload(fields_)) {
     throw Error(ErrorKind::kFormat, "table '" + name_ + "': its record holds fields this release does not know");
   }
-  const size_t unit =
-      vfs_.open(path_ + "/" + manifest_name(manifest.epoch), true)->read_alignment();
+  read_unit_ = vfs_.open(path_ + "/" + manifest_name(manifest.epoch), true)->read_alignment();
   const MemoryPlan plan =
-      plan_memory(options_.ram_bytes, payload_bytes_, manifest.slots_per_segment, unit, true);
+      plan_memory(options_.ram_bytes, payload_bytes_, manifest.slots_per_segment, read_unit_, true);
   auto log = std::make_unique<Log>(vfs_, path_, uuid_, payload_bytes_, manifest.slots_per_segment, plan.log);
+  if (spec_.is_scratch) log->make_nameless();
   log->adopt(manifest.segments);
   failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
@@ -400,6 +417,12 @@ void Table::require_writable() const {
   }
 }
 
+void Table::require_durable(const char* what) const {
+  if (!spec_.is_scratch) return;
+  throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is a scratch table, of which nothing is kept: it has no " + what +
+                                       "; make it with durability=\"durable\"");
+}
+
 void Table::check_ids(const int64_t* ids, size_t n) const {
   const uint64_t end = spec_.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec_.num_rows);
   // The highest bit of one of these is set by a negative id, that of the other by one at or past the end: a loop that
@@ -467,9 +490,8 @@ void Table::set_ram(size_t bytes) {
   const auto guard = lock_alone();
   require_usable();
   const bool has_log = store_->log() != nullptr;
-  const size_t unit = has_log ? vfs_.open(path_ + "/" + manifest_name(committed_.epoch), true)->read_alignment() : 1;
   staging_.reset();  // it reads into memory that is laid out anew
-  store_->apply(plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, unit, has_log));
+  store_->apply(plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, read_unit_, has_log));
   options_.ram_bytes = bytes;
   drop_scratch();  // of the old size; it grows back as far as the new plan allows
 }
@@ -540,7 +562,7 @@ uint64_t Table::epoch() {
 
 Table::Uncommitted Table::uncommitted() {
   const auto guard = lock_beside_staging();
-  if (closed_ || (!changed_ && is_durable_) || store_ == nullptr) return {};
+  if (closed_ || (!changed_ && is_durable_) || store_ == nullptr || spec_.is_scratch) return {};
   Uncommitted found{store_->dirty_rows(), true, std::max<int64_t>(0, step_ - committed_.step)};
   if (Log* log = store_->log()) {
     for (const auto& [id, segment] : log->segments()) {

@@ -40,6 +40,7 @@ struct TableSpec {
   InitSpec init;
   OptimizerSpec optimizer;
   bool belongs_to_run = false;
+  bool is_scratch = false;  // nothing of it is made durable; see scratch.h
 };
 
 struct OpenOptions {
@@ -143,7 +144,8 @@ class Table {
   void set_holder(std::function<void()> write_back) { holder_ = std::move(write_back); }
 
   // ---- Durability
-  // Durable when it returns; other threads' calls go on meanwhile. See table_commit.cc.
+  // Durable when it returns; other threads' calls go on meanwhile. See table_commit.cc. A table in RAM only and a scratch
+  // table count the epoch and remember `meta`; the former keeps copies under a name, the latter refuses to.
   uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
   // The same, and returns as soon as it is settled what the commit holds: everything before this call, nothing after
   // it. A thread does the rest. A failure that nobody waited for is thrown by the next commit.
@@ -185,6 +187,9 @@ class Table {
  private:
   friend class Scan;
   Table(vfs::Vfs& vfs, std::string path, std::string name, TableSpec spec, OpenOptions options);
+  // `made`: the lock of a table that was just made; only then may it be a scratch table.
+  static std::unique_ptr<Table> open_or_made(vfs::Vfs& vfs, const std::string& path, const std::string& name,
+                                             const OpenOptions& options, std::unique_ptr<vfs::Lock> made);
 
   void load(const Manifest& manifest);
   void start_in_ram();
@@ -253,6 +258,7 @@ class Table {
   void settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n);
   void require_usable() const;
   void require_writable() const;
+  void require_durable(const char* what) const;
   void check_ids(const int64_t* ids, size_t n) const;
   void check_not_held(const int64_t* ids, size_t n) const;
   void ask_holder();
@@ -301,6 +307,7 @@ class Table {
   std::vector<Field> fields_;
   size_t payload_bytes_ = 0;
   size_t weight_bytes_ = 0;
+  size_t read_unit_ = 1;  // alignment that reads need where the files lie
   const int owner_pid_;
 
   mutable std::atomic<int> waiting_{0};  // calls that want the lock: compaction and commits beside them let them go first

@@ -116,6 +116,7 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
   commit_over_.wait(guard, [this] { return !is_committing_; });
   require_writable();
   if (last_commit_ != nullptr && last_commit_->is_unreported_failure()) last_commit_->wait();
+  if (!keep.empty()) require_durable("snapshots");
   auto job = std::make_unique<CommitJob>();
   *pending = job->pending;
   Log* const log = store_->log();
@@ -124,7 +125,7 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
     job->pending->succeed(committed_.epoch);
     return nullptr;
   }
-  if (log == nullptr) {
+  if (log == nullptr || spec_.is_scratch) {  // nothing to make durable
     if (meta.has_value()) meta_ = *meta;
     ++committed_.epoch;
     if (!keep.empty()) keep_in_ram(keep);
@@ -373,7 +374,7 @@ void Table::collect() {
     auto guard = lock_beside_staging();
     commit_over_.wait(guard, [this] { return !is_committing_; });
     require_writable();
-    if (store_->log() == nullptr) return;
+    if (store_->log() == nullptr || spec_.is_scratch) return;
     is_committing_ = true;
   }
   try {

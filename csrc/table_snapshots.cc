@@ -19,6 +19,7 @@ std::vector<Manifests::Snapshot> Table::snapshots() {
 void Table::drop(const std::string& name) {
   const auto guard = lock_alone();
   require_writable();
+  require_durable("snapshots");
   if (store_->log() == nullptr) {
     const size_t before = ram_snapshots_.size();
     std::erase_if(ram_snapshots_, [&name](const RamSnapshot& snapshot) { return snapshot.name == name; });
@@ -107,6 +108,7 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   ask_holder();
   const auto guard = lock_alone();
   require_writable();
+  require_durable("commits to go back to");
   if (store_->log() == nullptr) {
     rewind_in_ram(name, epoch);
     return;

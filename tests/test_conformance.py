@@ -59,6 +59,19 @@ class TestTinyRam(TableTests):
         return bb.open(table.path, mode=mode, ram=ram)
 
 
+class TestScratch(TestTinyRam):
+    """Nothing kept, and the same bits."""
+
+    keeps_commits = False
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        ram = tiny_ram(tmp_path, **kwargs)
+        return bb.create(tmp_path / "table", ram=ram, durability="scratch", **kwargs)
+
+    def reopen(self, table: Any, *, mode: Any = "w", commit: bool = True) -> Any:
+        self.skip_without_commits()
+
+
 class TestSharedBudget(TableTests):
     """Beside another table in one `bb.Budget`."""
 

@@ -137,12 +137,13 @@ void bind_table(nb::module_& m) {
       .def(
           "__init__",
           [](TableSpec* self, int64_t num_rows, uint32_t dim, int dtype, const std::string& init_kind, double init_a,
-             double init_b, uint64_t seed, const nb::dict& optimizer, bool belongs_to_run) {
+             double init_b, uint64_t seed, const nb::dict& optimizer, bool belongs_to_run, bool is_scratch) {
             new (self) TableSpec(table_spec(num_rows, dim, dtype, {init_kind, init_a, init_b}, seed, optimizer,
                                             belongs_to_run));
+            self->is_scratch = is_scratch;
           },
           "num_rows"_a, "dim"_a, "dtype"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "seed"_a, "optimizer"_a,
-          "belongs_to_run"_a)
+          "belongs_to_run"_a, "is_scratch"_a)
       .def("minimum_ram", [](const TableSpec& spec, uint64_t stored_rows,
                              bool on_disk) { return Table::minimum_ram(spec, stored_rows, on_disk); })
       .def("wanted_ram", [](const TableSpec& spec, bool on_disk) { return Table::wanted_ram(spec, on_disk); })
@@ -169,7 +170,8 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("init_b", [](const TableSpec& spec) { return spec.init.b; })
       .def_prop_ro("seed", [](const TableSpec& spec) { return spec.init.seed; })
       .def_prop_ro("optimizer", [](const TableSpec& spec) { return optimizer_values(spec.optimizer); })
-      .def_ro("belongs_to_run", &TableSpec::belongs_to_run);
+      .def_ro("belongs_to_run", &TableSpec::belongs_to_run)
+      .def_ro("is_scratch", &TableSpec::is_scratch);
 
   m.def(
       "create",
@@ -204,6 +206,7 @@ void bind_table(nb::module_& m) {
         spec.init = manifest.init;
         spec.optimizer = manifest.optimizer;
         spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
+        spec.is_scratch = (manifest.reader_flags & kReaderFlagScratch) != 0;
         return std::make_pair(spec, manifest.stored_rows);
       },
       "path"_a, "snapshot"_a, "epoch"_a.none(), "(what the table is, rows stored) by a commit; default the newest.");

@@ -42,6 +42,7 @@ def make_spec(
     seed: int,
     dtype: str,
     belongs_to_run: bool,
+    is_scratch: bool = False,
 ) -> _native.TableSpec:
     def whole(name: str, value: object, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -71,6 +72,7 @@ def make_spec(
         seed=whole("seed", seed, 0, 2**64 - 1),
         optimizer=definition.native(),
         belongs_to_run=belongs_to_run,
+        is_scratch=is_scratch,
     )
 
 
@@ -111,6 +113,7 @@ def create(
     seed: int = 0,
     dtype: str = "float32",
     ram: int | str | Budget | None = None,
+    durability: Literal["durable", "scratch"] = "durable",
     _run: Any = None,
 ) -> Table:
     """Create a table.
@@ -126,15 +129,27 @@ def create(
         seed: of the initialiser and of stochastic rounding, in [0, 2**64).
         dtype: of the stored weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB, or no bound in RAM only.
+        durability: ``"scratch"``: a table to throw away. The disk is only its overflow: nothing is synced,
+            `Table.commit` counts the epoch, remembers `meta` and writes nothing, there are no snapshots, readers or
+            copies, and every row is gone once the table is closed or its process ends, however it ends. The bits are a
+            durable table's. The directory is marked: opening it is an error, creating a table there again begins an
+            empty one.
 
     Returns:
         The open table; this process is its writer.
 
     Raises:
-        FileExistsError: something is there already. ValueError, TypeError: an argument out of range; a budget too small
-        to work at all (says how much is needed).
+        FileExistsError: something is there already, other than what a scratch table left. ValueError, TypeError: an
+        argument out of range; a budget too small to work at all (says how much is needed).
     """
-    spec = make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None)
+    if durability not in ("durable", "scratch"):
+        raise ValueError(f'durability must be "durable" or "scratch", got {durability!r}')
+    is_scratch = durability == "scratch"
+    if is_scratch and path is None:
+        raise ValueError('durability="scratch" needs a path to overflow to: a table in RAM only has nothing on disk')
+    if is_scratch and _run is not None:
+        raise ValueError('a run\'s tables are committed together, and durability="scratch" keeps nothing: bb.create it')
+    spec = make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None, is_scratch)
     place = None if path is None else _resolve(path)
     table = Table(spec, place, "w")
     table._run = _run
@@ -167,16 +182,16 @@ def open(
         mode: ``"w"``: the one writer; ``"r"``: a reader of the last commit (`Table.refresh` moves on), without locks.
         ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
         snapshot: open this kept commit, for reading.
-        create: arguments of `bunkbed.create`: make the table when it is not there; otherwise each given one is
-            compared with the table's. The optimizer's hyperparameters are taken over.
+        create: arguments of `bunkbed.create`: make the table when it is not there, or when a scratch table was;
+            otherwise each given one is compared with the table's. The optimizer's hyperparameters are taken over.
         optimizer: new hyperparameters; the class must be the table's.
 
     Returns:
         The open table.
 
     Raises:
-        FileNotFoundError: nothing is there. FormatError: no table, or of a newer format. TableLockedError: another
-        process writes it. CorruptionError: its last commit is damaged; names the older ones.
+        FileNotFoundError: nothing is there. FormatError: no table, a scratch table, or of a newer format.
+        TableLockedError: another process writes it. CorruptionError: its last commit is damaged; names the older ones.
         ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget too small.
     """
     place = _resolve(path)
@@ -187,7 +202,7 @@ def open(
         create = dict(create)
         own_ram = create.pop("ram", None)
         ram = own_ram if ram is None else ram
-        unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype"}
+        unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype", "durability"}
         if unknown:
             raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
         if not _is_table(place):
@@ -205,6 +220,8 @@ def open(
     if not place.is_dir():
         raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
     spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
+    if spec.is_scratch and writable and create is not None:
+        return _create_table(place, ram=ram, _run=_run, **create)  # an error while another process has it
     table = Table(spec, place, "w" if writable else "r")
     table._run = _run
     table._stored_hint = spec.minimum_ram(stored_rows, True)
@@ -237,7 +254,7 @@ def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.
     wanted = dict(create or {})
     if optimizer is not None:
         wanted["optimizer"] = optimizer
-    for key in ("dim", "num_rows", "dtype", "init", "seed"):
+    for key in ("dim", "num_rows", "dtype", "init", "seed", "durability"):
         if key in wanted and wanted[key] != getattr(table, key):
             raise ValueError(
                 f"table '{table.name}': {key} is {getattr(table, key)!r} in the table, {wanted[key]!r} was asked for"

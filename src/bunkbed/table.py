@@ -113,6 +113,11 @@ class Table(TableCommits):
         return int(self._spec.seed)
 
     @property
+    def durability(self) -> Literal["durable", "scratch"]:
+        """``"scratch"``: a table to throw away, of which nothing is kept; see `bunkbed.create`."""
+        return "scratch" if self._spec.is_scratch else "durable"
+
+    @property
     def optimizer(self) -> _optim.Optimizer:
         """The optimizer. Assigning one of the same class changes lr, betas, eps and weight decay from now on.
 

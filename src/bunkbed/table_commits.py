@@ -83,6 +83,7 @@ class TableCommits:
         """Make everything so far durable.
 
         Calls of other threads go on meanwhile; what they change after this call began belongs to the next commit.
+        Of a scratch table (see `bunkbed.create`) nothing becomes durable: the epoch is counted, `meta` remembered.
 
         Args:
             meta: JSON-able facts stored with the commit; `meta` reads them back. None keeps the last ones.
@@ -94,6 +95,7 @@ class TableCommits:
         Raises:
             OSError: the disk is full (nothing is lost, free space and call again) or failing (after a failed sync the
                 table refuses writes until reopened). ReadOnlyError: a reader. BunkbedError: the table belongs to a run.
+            ValueError: `keep` for a scratch table.
         """
         if self._run is not None:
             raise BunkbedError(

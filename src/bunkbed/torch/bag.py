@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -155,6 +155,7 @@ class EmbeddingBag(TableLayer):
         init: Initializer | None = None,
         seed: int | None = None,
         dtype: str | torch.dtype | None = None,
+        durability: Literal["durable", "scratch"] | None = None,
         table: Any = None,
         device: Any = None,
         keep_checkpoints: int | None = 3,
@@ -178,6 +179,7 @@ class EmbeddingBag(TableLayer):
             init=init,
             seed=seed,
             dtype=dtype,
+            durability=durability,
             table=table,
             device=device,
             keep_checkpoints=keep_checkpoints,

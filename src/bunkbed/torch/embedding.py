@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -79,6 +79,8 @@ class Embedding(TableLayer):
         init: None is torch's N(0, 1) for a new table.
         seed: of `init`; None draws one from torch's generator.
         dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"``, ``"float16"``, or the torch dtype.
+        durability: None is ``"durable"`` for a new table. ``"scratch"``: nothing of the table is kept
+            (`bunkbed.create`): every run begins with untouched rows, and ``state_dict()`` is an error.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
         device: of the anchor, and so of the output.
         keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least what a
@@ -109,6 +111,7 @@ class Embedding(TableLayer):
         init: Initializer | None = None,
         seed: int | None = None,
         dtype: str | torch.dtype | None = None,
+        durability: Literal["durable", "scratch"] | None = None,
         table: Any = None,
         device: Any = None,
         keep_checkpoints: int | None = 3,
@@ -125,6 +128,7 @@ class Embedding(TableLayer):
             init=init,
             seed=seed,
             dtype=dtype,
+            durability=durability,
             table=table,
             device=device,
             keep_checkpoints=keep_checkpoints,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -78,6 +78,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         init: Initializer | None,
         seed: int | None,
         dtype: str | torch.dtype | None,
+        durability: Literal["durable", "scratch"] | None,
         table: Any,
         device: Any,
         keep_checkpoints: int | None,
@@ -115,6 +116,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
                 seed=seed,
                 drawn_seed=drawn,
                 dtype=dtype,
+                durability=durability,
             )
         else:
             given = {
@@ -124,6 +126,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
                 "init": init,
                 "seed": seed,
                 "dtype": dtype,
+                "durability": durability,
             }
             extra = [name for name, value in given.items() if value is not None]
             if extra:
@@ -319,6 +322,7 @@ def _require_same(kind: str, table: Any, **given: Any) -> None:
         "dtype": table.dtype,
         "init": table.init,
         "seed": table.seed,
+        "durability": table.durability,
     }
     for name, value in given.items():
         if stored[name] != value:
@@ -340,6 +344,7 @@ def _open_table(
     seed: int | None,
     drawn_seed: int,
     dtype: str | torch.dtype | None,
+    durability: Literal["durable", "scratch"] | None,
 ) -> Any:
     """Opens the table at `path`, or creates it; arguments left at None accept whatever a stored table has."""
     if isinstance(dtype, torch.dtype):
@@ -352,8 +357,12 @@ def _open_table(
             table = bb.open(path, ram=ram)
         except FileNotFoundError:
             pass
+        except bb.FormatError:
+            # What a scratch table left is begun anew where one is asked for: create() tells it from others.
+            if durability != "scratch":
+                raise
         else:
-            given = {"dtype": dtype, "init": init, "seed": seed}
+            given = {"dtype": dtype, "init": init, "seed": seed, "durability": durability}
             try:
                 _require_same(
                     kind,
@@ -377,6 +386,7 @@ def _open_table(
         seed=drawn_seed if seed is None else seed,
         dtype="float32" if dtype is None else dtype,
         ram=ram,
+        durability="durable" if durability is None else durability,
     )
 
 
