@@ -1,5 +1,7 @@
 #include "scratch.h"
 
+#include <vector>
+
 #include "error.h"
 
 namespace bunkbed {
@@ -13,12 +15,16 @@ bool is_scratch(const Manifests& manifests) {
 }
 
 void clear_scratch(vfs::Vfs& vfs, const std::string& path) {
-  for (const std::string& entry : vfs.list(path)) {
+  const std::vector<std::string> entries = vfs.list(path);
+  const auto remove_named = [&](const char* prefix) {
     uint64_t number;
-    const bool is_ours = parse_name(entry, "manifest-", &number) || parse_name(entry, "segment-", &number) ||
-                         entry.rfind(kTemporaryPrefix, 0) == 0;
-    if (is_ours) vfs.remove(path + "/" + entry);
-  }
+    for (const std::string& entry : entries) {
+      if (parse_name(entry, prefix, &number)) vfs.remove(path + "/" + entry);
+    }
+  };
+  // The mark goes last: until then whoever comes after a failure knows what the rest was.
+  remove_named("segment-");
+  remove_named("manifest-");
 }
 
 void refuse_scratch(const std::string& name, const std::string& path) {
