@@ -1,6 +1,7 @@
 """The loop: what it commits, that it goes on with the same bits, and what it reports."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import bunkbed as bb
+from bunkbed.run_files import RunFiles
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Candidates, Dataset, Interactions, Vocab
 from bunkbed.train.evaluate import evaluate_run
@@ -156,14 +158,14 @@ def test_a_killed_run_goes_on_from_its_last_commit(tmp_path, monkeypatch):
     whole, _ = train(tmp_path / "whole", MF)
     run = bb.Run(tmp_path / "parts", ram=MF.ram)
     trainer = Trainer(MF, DATA, run)
-    commit = run.commit
+    commit = run.begin_commit
 
     def crash(**arguments):
         if trainer.epoch == 2:  # its line stands in the log already
             raise RuntimeError("power loss")
-        commit(**arguments)
+        return commit(**arguments)
 
-    monkeypatch.setattr(run, "commit", crash)
+    monkeypatch.setattr(run, "begin_commit", crash)
     with pytest.raises(RuntimeError, match="power loss"):
         trainer.fit()
     run.close(commit=False)
@@ -174,6 +176,57 @@ def test_a_killed_run_goes_on_from_its_last_commit(tmp_path, monkeypatch):
     # The second epoch was done and lost; it is done again.
     assert again.losses == whole.losses[whole.steps_per_epoch :]
     assert outcome.step == len(whole.losses)
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_steps_go_on_while_a_commit_is_made_durable(tmp_path, monkeypatch):
+    whole, _ = train(tmp_path / "whole", MF)
+    run = bb.Run(tmp_path / "parts", ram=MF.ram)
+    trainer = Trainer(MF, DATA, run)
+    has_gone_on, steps_at_publish = threading.Event(), []
+    step, publish = trainer.optimizer.step, RunFiles.publish
+
+    def step_and_tell(*arguments):
+        step(*arguments)
+        if trainer.step >= trainer.steps_per_epoch + 2:
+            has_gone_on.set()
+
+    def publish_late(files, manifest):
+        assert has_gone_on.wait(60), "training waits for the commit"
+        steps_at_publish.append(trainer.step)
+        publish(files, manifest)
+
+    monkeypatch.setattr(trainer.optimizer, "step", step_and_tell)
+    monkeypatch.setattr(RunFiles, "publish", publish_late)
+    outcome = trainer.fit()
+    assert steps_at_publish[0] > trainer.steps_per_epoch
+    # What is committed is the end of the epoch, and all of it when fit() returns.
+    assert run.epoch == len(steps_at_publish) == 3
+    assert outcome.step == len(whole.losses) and trainer.losses == whole.losses
+    run.close(commit=False)
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+    assert_same_bits(contents(tmp_path / "parts", "best"), contents(tmp_path / "whole", "best"))
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_commit_that_fails_ends_training_with_its_error(tmp_path, monkeypatch, failing):
+    whole, _ = train(tmp_path / "whole", MF)
+    publish, calls = RunFiles.publish, []
+
+    def publish_or_fail(files, manifest):
+        calls.append(manifest.epoch)
+        if len(calls) == failing:
+            raise OSError(28, "No space left on device")
+        publish(files, manifest)
+
+    run = bb.Run(tmp_path / "parts", ram=MF.ram)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFiles, "publish", publish_or_fail)
+        with pytest.raises(OSError, match="No space left"):
+            Trainer(MF, DATA, run).fit()
+    run.close(commit=False)
+    train(tmp_path / "parts", MF)
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
     assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
 

@@ -64,7 +64,7 @@ def _train(path: Path, steps: int, send: Callable[[Any], None]) -> bytes:
             if (step + 1) % COMMIT_EVERY == 0 or step + 1 == steps:
                 out = io.BytesIO()
                 torch.save({"model": model.state_dict(), "dense": dense.state_dict(), "step": step + 1}, out)
-                run.commit(files={"dense.pt": out.getvalue()})
+                run.begin_commit(files={"dense.pt": out.getvalue()})
         parts = [p.detach().numpy().tobytes() for p in model.parameters()]
         for name in ("user", "item"):
             table = run.table(name)

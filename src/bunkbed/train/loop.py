@@ -8,7 +8,8 @@ on with the same bits:
    manifest (`bunkbed.Run`): all of one step, or none.
 3. Everything that is decided (learning rate, best epoch, patience) follows from `Progress` and the config.
 
-Between commits nothing is promised: a run that was killed goes on from its last commit, does the same steps
+A commit is made durable while the next steps are taken; `Trainer.fit` returns once the last one is. One that fails
+ends `fit` with its error at the next commit, or at the end. Between commits nothing is promised: a run that was killed goes on from its last commit, does the same steps
 again, and ends the same.
 """
 
@@ -35,6 +36,7 @@ from bunkbed.train.splits import split
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
+    from bunkbed.table_commits import PendingCommit
 
 __all__ = ["Trainer"]
 
@@ -90,7 +92,7 @@ class Trainer:
 
     Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives); the run
     and its tables are the caller's, who closes them. Durable at every commit: after each `commit_every` epochs, after
-    each best epoch (kept as snapshot ``"best"``), at the end, and when interrupted. One thread calls it, but
+    each best epoch (kept as snapshot ``"best"``), at the end, and when interrupted, or a little later: training goes on meanwhile. One thread calls it, but
     `request_stop` may come from anywhere, signal handlers included.
 
     Args:
@@ -140,6 +142,7 @@ class Trainer:
         if run.epoch:
             self._load_dense()
         self._stop_requested = False
+        self._pending: PendingCommit | None = None
         #: The loss of every step of this session, exact.
         self.losses: list[float] = []
         #: Wall time of this session's steps, making batches included; no evaluation, no commit.
@@ -216,11 +219,18 @@ class Trainer:
             group["lr"] = (self.config.lr if "table" in group else self._dense_lr) * decay
 
     def _commit(self, keep: str | None = None) -> None:
-        self.run.commit(
+        """Begins a commit of the run as it stands; raises what the one before it failed with."""
+        self._pending = self.run.begin_commit(
             files={DENSE_FILE: dense_bytes(self.model, self._dense)},
             meta=self._progress.to_meta(self.config),
             keep=keep,
         )
+
+    def _settle(self) -> None:
+        """Waits until the last commit is durable; raises what it failed with."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
 
 class _Session:
@@ -247,6 +257,7 @@ class _Session:
             if not self._epoch():
                 interrupted = True
                 break
+        self._trainer._settle()
         return Outcome(
             interrupted=interrupted,
             stopped_early=progress.stopped_early,
