@@ -11,6 +11,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed import _native
+from bunkbed.testing.checksum import crc32c
 
 IDS = np.arange(300)
 Rows = dict[str, bytes]
@@ -315,15 +316,6 @@ def test_a_count_in_little_memory_counts_the_same(tmp_path: Path, num_rows: int 
     for ram in (1024, "256MiB"):
         (problem,) = bb.check(path, ram=ram)
         assert problem.kind == "rows" and "hold 5000 rows, it names 4999" in problem.found
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def test_segments_are_verified_at_once_and_listed_in_order(tmp_path: Path) -> None:

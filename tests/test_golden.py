@@ -20,6 +20,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.testing import ReferenceTable
+from bunkbed.testing.checksum import crc32c
 from bunkbed.testing.philox import initial_rows
 
 BLOCK = 4096
@@ -28,26 +29,6 @@ UUID = bytes(range(16))
 FORMAT = Path(__file__).resolve().parents[1] / "FORMAT.md"
 
 # ---- FORMAT.md in Python
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_CRC = _crc_table()
-
-
-def crc32c(data: bytes, crc: int = 0) -> int:
-    """CRC-32C, continued from `crc`."""
-    crc ^= 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
 
 
 @dataclasses.dataclass

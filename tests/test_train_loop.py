@@ -211,7 +211,7 @@ def test_steps_go_on_while_a_commit_is_made_durable(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("failing", [1, 3])
 def test_a_commit_that_fails_ends_training_with_its_error(tmp_path, monkeypatch, failing):
-    whole, _ = train(tmp_path / "whole", MF)
+    train(tmp_path / "whole", MF)
     publish, calls = RunFiles.publish, []
 
     def publish_or_fail(files, manifest):

@@ -17,7 +17,7 @@ from bunkbed import _native
 from torture import scenario, table_scenario
 from torture.kills import operations
 from torture.parts import Clock, Result, Size, folder, in_processes
-from torture.scenario import COMPACTION_SLACK, TABLES, State, Violation, content, ram, train
+from torture.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, train
 
 #: name -> (what the backend does, errno)
 FAULTS = {
@@ -42,6 +42,7 @@ class Stumbler:
         self.is_run = story is scenario
         self.names: list[str] = ["user", "item"] if self.is_run else ["user"]
         self.run: Any = None  # the run, or the table
+        self.pending: Any = None  # a commit that was begun and not waited for
         self.number = 0  # of the last commit that was acknowledged or found
         self.now: dict[str, bytes] = {}
         self.failures = 0
@@ -79,7 +80,7 @@ class Stumbler:
     def _step(self, at: int, action: str) -> int:
         """Carries one action out, however often it takes; where to go on."""
         if action == "W":
-            return at + 1
+            return self._wait(at)
         if action in "uv":
             for name in ["user"] if action == "v" else list(self.tables):
                 went_back = self._try(lambda name=name: train({name: self.tables[name]}, at), at, name)
@@ -103,8 +104,25 @@ class Stumbler:
         went_back = self._try(lambda: self._commit(action), at, None)
         if went_back is not None:
             return went_back
+        if action != "A":  # that one counts once it is durable
+            self.number += 1
+            self._remember()
+        return at + 1
+
+    def _wait(self, at: int) -> int:
+        """The commit that goes on beside training has ended: where to go on."""
+        if self.pending is None:
+            return at + 1  # opened again meanwhile, at that commit or so that it is made anew
+        pending, self.pending = self.pending, None
+        _native.disarm_failpoints()
+        try:
+            pending.wait()
+        except (OSError, *REFUSALS) as error:
+            self.failures += 1
+            self._is_as_before(self.now)  # raises where a row is not
+            # Made now it would hold the steps since, which is another commit than the story's.
+            return self._reopen(error)
         self.number += 1
-        self._remember()
         return at + 1
 
     def _commit(self, action: str) -> None:
@@ -117,9 +135,18 @@ class Stumbler:
             self.run.drop({"d": "a", "e": "b"}[action])
         elif self.is_run:
             files = {"dense.pt": scenario.file_of(self.number + 1)} if action in "cklA" else None
-            self.run.commit(files=files, keep=keep)
+            if action == "A":
+                self._begin(files=files)
+            else:
+                self.run.commit(files=files, keep=keep)
+        elif action == "A":
+            self._begin()
         else:
             self.run.commit(keep=keep)
+
+    def _begin(self, **arguments: Any) -> None:
+        _native.arm_failpoint("commit.frozen", 0, "delay", SLOW_S)
+        self.pending = self.run.begin_commit(**arguments)
 
     def _make_late(self) -> None:
         self.run.table("late", create=TABLES["late"])
@@ -136,6 +163,8 @@ class Stumbler:
             self.run.table(name, create=TABLES[name])
 
     def _close(self) -> None:
+        _native.disarm_failpoints()
+        self.pending = None
         if self.run is not None:
             self.run.close(commit=False)
             self.run = None
@@ -275,8 +304,7 @@ def stumble(story: ModuleType, states: list[State], at: int, name: str) -> int:
             raise Violation(f"{type(error).__name__}: {error}") from error
         finally:
             _native.use_vfs(None)
-            if stumbler.run is not None:
-                stumbler.run.close(commit=False)
+            stumbler._close()
         if name in SILENT and stumbler.failures:
             raise Violation("a call raised")
         story.check_recovered(root / "it", states, {len(states) - 1}, thorough=at % 8 == 0)

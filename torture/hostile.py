@@ -19,6 +19,7 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed import _native
+from bunkbed.testing.checksum import crc32c
 from torture.parts import Clock, Result, Size, folder, in_processes
 
 ROWS = 12
@@ -43,26 +44,6 @@ NUMBERS = [
     1 << 63,
     (1 << 64) - 1,
 ]
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_CRC = _crc_table()
-
-
-def crc32c(data: bytes, crc: int = 0) -> int:
-    """CRC-32C, continued from `crc`."""
-    crc ^= 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
 
 
 def manifests(data: bytes) -> Iterator[tuple[str, bytes]]:

@@ -9,8 +9,8 @@ on with the same bits:
 3. Everything that is decided (learning rate, best epoch, patience) follows from `Progress` and the config.
 
 A commit is made durable while the next steps are taken; `Trainer.fit` returns once the last one is. One that fails
-ends `fit` with its error at the next commit, or at the end. Between commits nothing is promised: a run that was killed goes on from its last commit, does the same steps
-again, and ends the same.
+ends `fit` with its error at the next commit, or at the end. Between commits nothing is promised: a run that was killed
+goes on from its last commit, does the same steps again, and ends the same.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ class Trainer:
     """Trains a recommender in a run; goes on from the run's last commit where it has one.
 
     Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives); the run
-    and its tables are the caller's, who closes them. Durable at every commit: after each `commit_every` epochs, after
-    each best epoch (kept as snapshot ``"best"``), at the end, and when interrupted, or a little later: training goes on meanwhile. One thread calls it, but
-    `request_stop` may come from anywhere, signal handlers included.
+    and its tables are the caller's, who closes them. Commits after each `commit_every` epochs, after each best epoch
+    (kept as snapshot ``"best"``), at the end, and when interrupted; a commit becomes durable beside the steps that
+    follow, and all are once `fit` returns. One thread calls it, but `request_stop` may come from anywhere, signal
+    handlers included.
 
     Args:
         config: the options; on resuming, those the run was begun with (see `progress.FREE_TO_CHANGE`).
