@@ -189,7 +189,7 @@ void Table::settle_checkpoint(bool may_take) {
   {
     const auto guard = lock_alone();
     is_wanted = may_take && !closed_ && options_.writable && broken_.empty() && read_only_reason_.empty() &&
-                store_ != nullptr && store_->log() != nullptr && !spec_.belongs_to_run && !changed_ && is_durable_ &&
+                store_ != nullptr && store_->log() != nullptr && !spec_.is_scratch && !spec_.belongs_to_run && !changed_ && is_durable_ &&
                 store_->directory().stored_rows() >= checkpoint_rows &&
                 records_to_replay() >= kWorthClosing * checkpoint_rows;
     if (!is_wanted) checkpoints_.stop = true;

@@ -190,6 +190,17 @@ def test_a_killed_process_leaves_no_row(tmp_path: Path) -> None:
         assert len(table) == 0
 
 
+def test_closing_it_takes_no_directory_checkpoint(tmp_path: Path) -> None:
+    _native.set_checkpoints(1, in_line=True)
+    try:
+        with scratch(tmp_path / "t") as table:
+            churn(table, 60)
+            table.commit()
+    finally:
+        _native.set_checkpoints()
+    assert names(tmp_path / "t") == ["lock", "manifest-0000000000000000"]
+
+
 def test_letting_go_of_it_warns_of_nothing(tmp_path: Path) -> None:
     table = scratch(tmp_path / "t")
     churn(table, 2)
