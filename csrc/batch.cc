@@ -230,7 +230,9 @@ void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
   inverse_.resize(members == nullptr ? n : 0);
   const size_t num_row_blocks = (total + kChunkIds - 1) / kChunkIds;
   const size_t num_place_blocks = members == nullptr ? num_chunks : 0;
-  parallel_for(num_row_blocks + num_place_blocks, 1, [&](size_t from, size_t to) {
+  const size_t num_blocks = num_row_blocks + num_place_blocks;
+  // A small batch is not worth waking a thread.
+  parallel_for(num_blocks, num_partitions == 1 ? num_blocks : 1, [&](size_t from, size_t to) {
     for (size_t block = from; block < to; ++block) {
       if (block >= num_row_blocks) {
         visit_chunk(block - num_row_blocks, [&](size_t i, size_t p, uint32_t at) {

@@ -214,12 +214,19 @@ class PoolOfProcess {
 size_t num_threads() { return thread_setting().load(std::memory_order_relaxed); }
 void set_num_threads(size_t n) { thread_setting().store(std::max<size_t>(1, n), std::memory_order_relaxed); }
 
+namespace {
+std::atomic<size_t> shared_loops{0};
+}
+
+size_t loops_shared() { return shared_loops.load(std::memory_order_relaxed); }
+
 void parallel_for(size_t n, size_t grain, const Loop::Body& body) {
   const size_t threads = num_threads();
   if (threads <= 1 || n <= grain) {
     if (n > 0) body(0, n);
     return;
   }
+  shared_loops.fetch_add(1, std::memory_order_relaxed);
   // Leaked on purpose: threads must not be joined while the interpreter unloads.
   static auto* pool = new PoolOfProcess;
   pool->get(threads - 1, true).run(n, grain, threads - 1, body);

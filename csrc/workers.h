@@ -73,6 +73,8 @@ void set_num_threads(size_t n);
 
 // Runs body over [0, n) on up to num_threads() threads; inline when n <= grain.
 void parallel_for(size_t n, size_t grain, const Loop::Body& body);
+// Loops that were offered to other threads so far; a small batch offers none.
+size_t loops_shared();
 
 // The pool whose threads may block in reads.
 Pool& io_pool();

@@ -5,6 +5,7 @@
 #include "model.h"
 #include "sample.h"
 #include "sandbox.h"
+#include "workers.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;
@@ -97,4 +98,30 @@ TEST(table_batches_count_a_row_once_a_step) {
     update(table.get(), kept.batch, ones);
     CHECK_EQ(counted(), before + 2);
   }
+}
+
+// To wake a thread takes longer than all there is to do.
+TEST(batch_of_64_ids_wakes_no_thread) {
+  FaultVfs vfs;
+  const size_t threads = num_threads();
+  set_num_threads(4);
+  const auto table = Table::create(vfs, "", "t", whole_numbers(1000, 64), 0);
+  std::vector<int64_t> ids(64);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i * 7 % 60);
+  const std::vector<float> ones(ids.size(), 1.0f);
+  std::vector<float> values(ids.size() * 64);
+  const size_t before = loops_shared();
+  for (int step = 0; step < 3; ++step) {
+    const Batch batch = table->batch(ids.data(), ids.size());
+    table->lookup(batch, true, values.data());
+    update(table.get(), batch, ones);
+    table->lookup(ids.data(), ids.size(), true, values.data());
+    update(table.get(), ids, ones);
+  }
+  CHECK_EQ(loops_shared(), before);
+  std::vector<int64_t> many(65'536);
+  for (size_t i = 0; i < many.size(); ++i) many[i] = static_cast<int64_t>(i % 1000);
+  table->batch(many.data(), many.size());
+  CHECK(loops_shared() > before);
+  set_num_threads(threads);
 }
