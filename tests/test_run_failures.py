@@ -168,3 +168,27 @@ def test_a_manifest_that_lies_under_a_sound_checksum_is_damage(body: bytes, tmp_
     (tmp_path / "run" / "run-0000000000000002").write_bytes(sealed)
     with pytest.raises(bb.CorruptionError, match=r"run-0000000000000002.*older commits remain: epoch 1"):
         bb.Run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("failpoint", ["run.tables", "run.files"])
+def test_what_a_failed_commit_held_is_in_the_next_one(background: bool, failpoint: str, tmp_path: Path) -> None:
+    run = bb.Run(tmp_path / "run")
+    add_one(run)
+    run.commit(files={"dense.pt": b"old", "other": b"stays"}, meta={"step": 1})
+    add_one(run)
+    _native.arm_failpoint(failpoint, 1, "error")
+    with pytest.raises(OSError, match="injected failure"):
+        if background:
+            run.begin_commit(files={"dense.pt": b"new"}, meta={"step": 2}).wait()
+        else:
+            run.commit(files={"dense.pt": b"new"}, meta={"step": 2})
+    _native.disarm_failpoints()
+    run.close()  # with the tables of step 2 go its files and its facts
+    with bb.Run(tmp_path / "run") as again:
+        assert value(again) == 2
+        assert again.read("dense.pt") == b"new"
+        assert again.read("other") == b"stays"
+        assert again.meta == {"step": 2}
+        again.commit(meta={"step": 3})
+        assert again.read("dense.pt") == b"new"

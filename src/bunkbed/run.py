@@ -72,6 +72,8 @@ class Run:
         self._closed = False
         self._pid = os.getpid()
         self._background: BackgroundCommit | None = None
+        # Files and facts of a commit that failed, or is not over: the next one holds them too.
+        self._owed: tuple[dict[str, bytes], dict[str, Any]] | None = None
         self._lock: int | None = None
         self._read_only_reason = ""
         if self.path.exists() and not self.path.is_dir():
@@ -250,7 +252,8 @@ class Run:
         """`commit` without waiting: training goes on while a thread makes it durable.
 
         It holds `files`, and every change of the tables made before this call and none made after it. The run's next
-        call, other than of its tables, waits for it to end.
+        commit, and whatever else reads or changes its files, waits for it to end. Should it fail, the next commit holds
+        its files and `meta` too, where it names no newer ones; the name in `keep` is to be given again.
 
         Returns:
             What to wait on. A failure that nobody waited for is raised by the next commit, or `close`.
@@ -283,8 +286,12 @@ class Run:
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
         self._settle(report=True)
-        facts = self._manifest.meta if meta is None else json.loads(json.dumps(meta))
-        return {name: bytes(data) for name, data in (files or {}).items()}, facts
+        contents, facts = self._owed or ({}, self._manifest.meta)
+        if meta is not None:
+            facts = json.loads(json.dumps(meta))
+        contents = {**contents, **{name: bytes(data) for name, data in (files or {}).items()}}
+        self._owed = contents, facts
+        return contents, facts
 
     def _finish(self, tables: dict[str, int], contents: dict[str, bytes], meta: dict[str, Any], keep: str) -> int:
         _native.failpoint("run.tables")
@@ -307,6 +314,7 @@ class Run:
                 next_file=number,
             )
         )
+        self._owed = None
         return epoch
 
     def _publish(self, manifest: RunManifest) -> None:
@@ -319,7 +327,7 @@ class Run:
             raise
         self._manifest = manifest
         # The commit is durable and acknowledged: what cannot be removed now goes with the next one.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BunkbedError):
             self._named = self._files.collect()
             for name, table in self._tables.items():
                 table._native.set_pinned_epochs(self._named.get(name, set()))
@@ -366,6 +374,7 @@ class Run:
                 next_file=self._manifest.next_file,
             )
         )
+        self._owed = None
         return self.epoch
 
     def drop(self, name: str) -> None:
@@ -395,7 +404,11 @@ class Run:
             return
         self._require_own_process()  # the lock and the tables are the parent's
         self._settle(report=commit)
-        if commit and self.mode == "w" and any(self._is_behind(name) for name in self._tables):
+        if (
+            commit
+            and self.mode == "w"
+            and (self._owed is not None or any(self._is_behind(name) for name in self._tables))
+        ):
             self.commit()
         for table in self._tables.values():
             table._close()

@@ -31,7 +31,7 @@ class PendingCommit:
 
         Raises:
             OSError: it failed: the disk is full or failing. The last commit stands, no row is lost, and the next commit
-                holds everything this one did.
+                holds every row that this one did; `meta` and `keep` of a table are to be given again.
         """
         return self._wait()
 

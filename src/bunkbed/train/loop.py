@@ -144,6 +144,7 @@ class Trainer:
             self._load_dense()
         self._stop_requested = False
         self._pending: PendingCommit | None = None
+        self._owes_commit = False  # the last commit begun is not known to be durable
         #: The loss of every step of this session, exact.
         self.losses: list[float] = []
         #: Wall time of this session's steps, making batches included; no evaluation, no commit.
@@ -221,6 +222,7 @@ class Trainer:
 
     def _commit(self, keep: str | None = None) -> None:
         """Begins a commit of the run as it stands; raises what the one before it failed with."""
+        self._owes_commit = True
         self._pending = self.run.begin_commit(
             files={DENSE_FILE: dense_bytes(self.model, self._dense)},
             meta=self._progress.to_meta(self.config),
@@ -230,8 +232,9 @@ class Trainer:
     def _settle(self) -> None:
         """Waits until the last commit is durable; raises what it failed with."""
         if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+            pending, self._pending = self._pending, None
+            pending.wait()
+            self._owes_commit = False
 
 
 class _Session:
@@ -258,6 +261,8 @@ class _Session:
             if not self._epoch():
                 interrupted = True
                 break
+        if self._trainer._owes_commit and self._trainer._pending is None:
+            self._trainer._commit()  # the last one of an earlier fit() failed
         self._trainer._settle()
         return Outcome(
             interrupted=interrupted,
@@ -303,6 +308,8 @@ class _Session:
         for users, *rest in self._batches(epoch, progress.step):
             if trainer._stop_requested:
                 return False
+            if trainer._pending is not None and trainer._pending.done:
+                trainer._settle()  # a failure is told now, not an epoch later
             loss = model(users, *rest)
             optimizer.zero_grad()
             loss.backward()
