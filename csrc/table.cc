@@ -136,7 +136,13 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     throw Error(ErrorKind::kExists, "a scratch table exists at " + path + " and is in use by " + error.what() +
                                         "; close it there first");
   }
-  if (is_left) clear_scratch(vfs, path);
+  if (is_left) {
+    // Another process may have made a table of its own here before this one had the lock.
+    if (!is_scratch(Manifests(vfs, path))) {
+      throw Error(ErrorKind::kExists, "a table exists already at " + path + "; open it with bb.open, or remove the directory");
+    }
+    clear_scratch(vfs, path);
+  }
   Manifest manifest;
   manifest.uuid = new_uuid();
   manifest.reader_flags = (has_narrow_slots(fields) ? kReaderFlagNarrowSlots : 0) | (spec.is_scratch ? kReaderFlagScratch : 0);

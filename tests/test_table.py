@@ -524,3 +524,10 @@ def test_lookup_alone_keeps_a_table_as_it_was(tmp_path: Path) -> None:
     with bb.open(tmp_path / "user", mode="r", ram="16MiB") as reader:
         reader.lookup(np.arange(5000))
     assert {p.name: p.read_bytes() for p in (tmp_path / "user").rglob("*") if p.is_file()} == before
+
+
+def test_opening_to_create_takes_the_optimizer_that_open_is_given(tmp_path: Path) -> None:
+    for options in ({}, {"durability": "scratch"}):
+        path = tmp_path / f"t{len(options)}"
+        with bb.open(path, create={"dim": 2, **options}, optimizer=bb.SGD(0.5)) as table:
+            assert table.optimizer == bb.SGD(0.5)

@@ -129,7 +129,7 @@ def create(
         seed: of the initialiser and of stochastic rounding, in [0, 2**64).
         dtype: of the stored weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB, or no bound in RAM only.
-        durability: ``"scratch"``: a table to throw away. The disk is only its overflow: nothing is synced,
+        durability: ``"scratch"``: a table to throw away. The disk is only its overflow: no row is synced,
             `Table.commit` counts the epoch, remembers `meta` and writes nothing, there are no snapshots, readers or
             copies, and every row is gone once the table is closed or its process ends, however it ends. The bits are a
             durable table's. The directory is marked: opening it is an error, creating a table there again begins an
@@ -205,6 +205,8 @@ def open(
         unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype", "durability"}
         if unknown:
             raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
+        if optimizer is not None:
+            create.setdefault("optimizer", optimizer)
         if not _is_table(place):
             if not writable:
                 raise FileNotFoundError(f"no table at {place} to read")
