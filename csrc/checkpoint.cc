@@ -47,6 +47,15 @@ CheckpointFile::CheckpointFile(vfs::Vfs& vfs, const std::string& directory, cons
   header_.num_rows = 0;
   vfs_.remove(temporary_);
   file_ = vfs_.create(temporary_);
+  try {
+    write_segments(segments);
+  } catch (...) {
+    remove_temporary();
+    throw;
+  }
+}
+
+void CheckpointFile::write_segments(const std::vector<SegmentCounts>& segments) {
   for (size_t from = 0; from < segments.size();) {
     const size_t count = count_of_piece(header_, piece_index_);
     std::memset(piece_.data(), 0, piece_.size());
@@ -63,7 +72,10 @@ CheckpointFile::CheckpointFile(vfs::Vfs& vfs, const std::string& directory, cons
 }
 
 CheckpointFile::~CheckpointFile() {
-  if (file_ == nullptr) return;
+  if (file_ != nullptr) remove_temporary();
+}
+
+void CheckpointFile::remove_temporary() {
   file_.reset();
   try {
     vfs_.remove(temporary_);

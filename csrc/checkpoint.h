@@ -42,6 +42,8 @@ class CheckpointFile {
   CheckpointEntry finish();
 
  private:
+  void write_segments(const std::vector<SegmentCounts>& segments);
+  void remove_temporary();
   void write_piece();
   void add_absent(uint64_t before_row);
 

@@ -260,6 +260,7 @@ class Table {
   void require_writable() const;
   void require_durable(const char* what) const;
   void check_ids(const int64_t* ids, size_t n) const;
+  void require_places(size_t n) const;
   void check_not_held(const int64_t* ids, size_t n) const;
   void ask_holder();
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;

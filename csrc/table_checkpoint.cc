@@ -82,6 +82,8 @@ std::set<uint64_t> Table::checkpoints_in_use() const {
   std::set<uint64_t> numbers;
   if (checkpoints_.ready.has_value()) numbers.insert(checkpoints_.ready->file);
   if (checkpoints_.is_under_way) numbers.insert(checkpoints_.number);
+  // Going back to a commit names its own again, before the manifest that does so is written.
+  for (const CheckpointEntry& checkpoint : committed_.checkpoints) numbers.insert(checkpoint.file);
   return numbers;
 }
 
@@ -190,6 +192,8 @@ void Table::settle_checkpoint(bool may_take) {
     const auto guard = lock_alone();
     is_wanted = may_take && !closed_ && options_.writable && broken_.empty() && read_only_reason_.empty() &&
                 store_ != nullptr && store_->log() != nullptr && !spec_.is_scratch && !spec_.belongs_to_run && !changed_ && is_durable_ &&
+                // A copy that nobody wrote to stays one, and what was kept last stays the newest commit.
+                (committed_.writer_flags & kWriterFlagCopy) == 0 && committed_.keep.empty() && held_.empty() &&
                 store_->directory().stored_rows() >= checkpoint_rows &&
                 records_to_replay() >= kWorthClosing * checkpoint_rows;
     if (!is_wanted) checkpoints_.stop = true;
@@ -197,15 +201,19 @@ void Table::settle_checkpoint(bool may_take) {
   }
   if (walk != nullptr) walk->join();
   if (!is_wanted) return;
+  bool is_ours = false;  // another thread may be closing the table, too
   {
     const auto guard = lock_alone();
-    if (!checkpoints_.ready.has_value()) {
-      checkpoints_.is_under_way = true;
+    if (!checkpoints_.ready.has_value() && !checkpoints_.is_under_way) {
+      is_ours = checkpoints_.is_under_way = true;
       checkpoints_.number = checkpoints_.next_number++;
     }
   }
-  if (checkpoints_.is_under_way) take_checkpoint();
-  checkpoints_.stop = true;
+  if (is_ours) take_checkpoint();
+  {
+    const auto guard = lock_alone();
+    checkpoints_.stop = true;
+  }
   try {
     std::shared_ptr<PendingCommit> pending;
     if (const auto job = start_commit(std::nullopt, "", &pending, true)) finish_commit(job.get());

@@ -137,17 +137,23 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
   failpoint("commit.begin");
   const uint64_t epoch = log->epoch();
   store_->freeze();
-  job->manifest = manifest_now(epoch);
-  job->manifest.keep = keep;
-  job->manifest.writer_flags &= ~kWriterFlagCopy;
-  if (meta.has_value()) job->manifest.meta = *meta;
-  if (checkpoints_.ready.has_value()) {
-    job->manifest.checkpoints = {*checkpoints_.ready};
-    job->has_checkpoint = true;
+  try {
+    job->manifest = manifest_now(epoch);
+    job->manifest.keep = keep;
+    job->manifest.writer_flags &= ~kWriterFlagCopy;
+    if (meta.has_value()) job->manifest.meta = *meta;
+    if (checkpoints_.ready.has_value()) {
+      job->manifest.checkpoints = {*checkpoints_.ready};
+      job->has_checkpoint = true;
+    }
+    std::set<uint64_t> named;
+    for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
+    store_->keep_segments(named);
+  } catch (...) {  // rows left frozen would be taken for written by the next commit
+    log->finish_ending();
+    store_->thaw();
+    throw;
   }
-  std::set<uint64_t> named;
-  for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
-  store_->keep_segments(named);
   job->was_changed = std::exchange(changed_, false);
   is_committing_ = true;
   is_durable_ = false;
@@ -290,7 +296,7 @@ void Table::tidy_up_after_commit() {
   if (may_compact) compact_in_slices();
   try {
     collect_beside_calls();
-  } catch (const Error&) {
+  } catch (const std::exception&) {
   }
 }
 
@@ -365,7 +371,7 @@ void Table::collect_after_commit() {
 }
 
 void Table::set_pinned_epochs(std::set<uint64_t> epochs) {
-  const auto guard = lock();
+  const auto guard = lock_beside_staging();
   pinned_epochs_ = std::move(epochs);
 }
 

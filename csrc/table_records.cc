@@ -105,6 +105,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
   require_writable();
   check_ids(ids, n);
   check_not_held(ids, n);
+  require_places(n);
   const Field& f = fields_.at(field);
   check_finite(ids, n, values, f.length, "value");
   check_fits(ids, n, values, f);

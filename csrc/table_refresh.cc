@@ -131,6 +131,12 @@ uint64_t Table::refresh() {
       if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // collected meanwhile: look again
       if (is_moving) broken_ = std::string("moving to a newer commit failed (") + error.what() + ")";
       throw;
+    } catch (const std::exception& error) {  // no memory, say
+      if (is_moving) {
+        drop_store();
+        broken_ = std::string("moving to a newer commit failed (") + error.what() + ")";
+      }
+      throw;
     }
   }
 }

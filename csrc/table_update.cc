@@ -26,6 +26,13 @@ void Table::not_finite(const Batch& batch, const int64_t* ids, size_t n, const f
                                        "lower the loss scale or the batch's size");
 }
 
+// Places in a call's ids are kept in 32 bits.
+void Table::require_places(size_t n) const {
+  if (n <= ~uint32_t{0}) return;
+  throw Error(ErrorKind::kInvalid, "table '" + name_ + "': one call takes at most 2**32 - 1 ids, got " +
+                                       std::to_string(n) + "; split it");
+}
+
 std::unique_lock<std::mutex> Table::begin_update(const int64_t* ids, size_t n) {
   auto guard = lock_beside_staging();
   require_writable();
@@ -83,6 +90,7 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
   const auto guard = begin_update(ids, n);
   const Step next = next_step(lr, step);
   const size_t dim = spec_.dim;
+  require_places(n);
 
   const size_t parts = std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids());
   // All places of the ids of part p.

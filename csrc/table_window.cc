@@ -182,7 +182,10 @@ void Table::compact_in_slices() {
     for (Compactor::Read read; settling_ == 0 && store_->plan_compaction(&read);) {
       guard.unlock();
       store_->compactor().execute(&read);
-      while (waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+      // Others go first, but not for ever: where many threads look rows up, one of them always waits.
+      for (int naps = 0; naps < 20 && waiting_.load(std::memory_order_relaxed) > 0; ++naps) {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
       guard.lock();
       store_->compact_slice(std::move(read));
     }

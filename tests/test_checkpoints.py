@@ -119,3 +119,21 @@ def test_tables_of_a_run(tmp_path: Path) -> None:
     assert bb.check(tmp_path / "run", repair=True) == []
     with bb.Run(tmp_path / "run", ram="64MiB") as run:
         assert_same(run.table("user"), oracle)
+
+
+def test_closing_leaves_a_copy_a_copy_and_what_was_kept_the_newest_commit(tmp_path: Path) -> None:
+    _native.set_checkpoints(10)
+    make(tmp_path / "t")
+    with bb.open(tmp_path / "t") as table:
+        train(7, table)
+        table.commit(keep="kept")
+    bb.copy(tmp_path / "t", tmp_path / "copy")
+    for place in ("t", "copy"):
+        with bb.open(tmp_path / place) as table:
+            epoch = table.epoch
+            table.lookup(IDS)
+        with bb.open(tmp_path / place, mode="r") as table:
+            assert table.epoch == epoch
+    with bb.open(tmp_path / "t") as table:
+        train(8, table)
+    bb.copy(tmp_path / "t", tmp_path / "copy")  # nobody wrote to it meanwhile

@@ -320,7 +320,9 @@ void bind_table(nb::module_& m) {
           },
           "name"_a, "epoch"_a.none())
       .def("refresh", [](Table& t) { return unlocked([&] { return t.refresh(); }); })
-      .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs) { t.set_pinned_epochs(std::move(epochs)); })
+      .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs) {
+        unlocked([&] { t.set_pinned_epochs(std::move(epochs)); });
+      })
       .def("collect", [](Table& t) { unlocked([&] { t.collect(); }); })
       .def("compact", [](Table& t) { return unlocked([&] { return t.compact(); }); })
       .def("close", [](Table& t) { unlocked([&] { t.close(); }); })
