@@ -36,8 +36,8 @@ demo: $(VENV)/.demo
 test: lint cpp-test
 	$(BIN)/python -m pytest
 
-# Every peer in one run, under half an hour on two idle cores; needs 40 GB of disk, and root for the memory limits.
-# `make bench BENCH=--quick` takes under five minutes, `BENCH="adam lookup"` runs those cases alone.
+# Every peer in one run, about 40 minutes on two idle cores; needs 40 GB of disk, and root for the memory limits.
+# `make bench BENCH=--quick` takes smaller tables and fewer turns, `BENCH="adam lookup"` runs those cases alone.
 BENCH ?=
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(BENCH)

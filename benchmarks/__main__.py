@@ -24,7 +24,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--list", action="store_true", help="show the cases and their targets")
     size = options.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="seconds in all, for tests; no figures, nothing written")
-    size.add_argument("--quick", action="store_true", help="fewer turns and smaller tables, under 5 minutes")
+    size.add_argument("--quick", action="store_true", help="fewer turns and smaller tables")
     options.add_argument("--out", type=Path, help="folder for figures.json, figures.md and the plots")
     options.add_argument("--dir", type=Path, default=Path("bench-data"), help="where temporary files go")
     options.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the real data sets")

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -19,12 +18,11 @@ class Versions {
   explicit Versions(size_t expected) : slots_(std::bit_ceil(std::max<size_t>(16, expected * 3 / 2)), Slot{-1, 0}) {}
   static size_t bytes_for(size_t expected) { return std::bit_ceil(std::max<size_t>(16, expected * 3 / 2)) * sizeof(Slot); }
   void prefetch(int64_t id) const { __builtin_prefetch(&slots_[(mix_id(id) >> 20) & (slots_.size() - 1)]); }
-  // True when no higher version of this id was seen. The same one again is a copy that compaction made: the later
-  // one counts, for the segment of the other is about to go.
+  // True when `version` is higher than any seen of this id.
   bool raise(int64_t id, uint64_t version) {
     if (used_ * 8 > slots_.size() * 7) grow();  // more ids than expected fell into this pass
     size_t at = place(id);
-    if (slots_[at].id == id && slots_[at].version > version) return false;
+    if (slots_[at].id == id && slots_[at].version >= version) return false;
     used_ += slots_[at].id < 0;
     slots_[at] = {id, version};
     return true;
@@ -56,12 +54,7 @@ class Versions {
 
 uint64_t Replay::run(const std::vector<Segment*>& segments) const {
   uint64_t total = 0;
-  // Copies of one version come in the order in which they were made; numbers alone do not tell, see Log, rule 3.
-  std::vector<Segment*> ordered(segments);
-  std::sort(ordered.begin(), ordered.end(), [](const Segment* a, const Segment* b) {
-    return std::pair(a->epoch, a->id) < std::pair(b->epoch, b->id);
-  });
-  for (Segment* const segment : ordered) {
+  for (Segment* const segment : segments) {
     segment->records = 0;
     segment->live = 0;
     segment->tombstones = 0;
@@ -83,7 +76,7 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
   Span span;
   for (uint64_t pass = 0; pass < passes; ++pass) {
     Versions newest(total / passes + total / passes / 8 + 64);
-    for (Segment* const segment : ordered) {
+    for (Segment* const segment : segments) {
       for (const ChunkTrailer& chunk : segment->chunks) {
         log->read_index(*segment, chunk, &span, &ids, &versions);
         for (size_t i = 0; i < ids.size(); ++i) {
