@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.testing.arithmetic import IntArray
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows
 from bunkbed.testing.philox import narrow_nearest
 from bunkbed.testing.reference import ReferenceTable
+from bunkbed.testing.suite_part import SuitePart
 
 #: Rows or state in 16 bits, as arguments of ``bb.create``.
 NARROW: list[dict[str, Any]] = [
@@ -33,20 +33,8 @@ ALL_NARROW: dict[str, Any] = {"dtype": "bfloat16", "optimizer": bb.Adam(lr=0.01,
 both_widths = pytest.mark.parametrize("pair", [{}, ALL_NARROW], indirect=True, ids=["float32", "bfloat16"])
 
 
-class NarrowTests:
-    """Tests of `TableTests`, which has the fixture, the factory and the training that they use."""
-
-    num_rows: int
-    dim: int
-
-    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def train(self, table: Any, reference: ReferenceTable, *, steps: int = 20, seed: int = 0) -> None:
-        raise NotImplementedError
-
-    def all_ids(self) -> IntArray:
-        raise NotImplementedError
+class NarrowTests(SuitePart):
+    """Tests of `TableTests` with rows or state in 16 bits."""
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_lookup_fills_out_in_16_bits(self, tmp_path: Path, dtype: str) -> None:
