@@ -73,6 +73,11 @@ CASES = (
     Case("adagrad", "resident:adagrad", f"Adagrad step, {RESIDENT}", ">= 4x FBGEMM"),
     Case("rowwise-adagrad", "resident:rowwise_adagrad", f"row-wise Adagrad step, {RESIDENT}", ">= 1.5x FBGEMM"),
     Case("sgd", "resident:sgd", f"SGD step, {RESIDENT}", ">= 1.8x FBGEMM"),
+    Case(
+        "step-phases",
+        "step_phases:step_phases",
+        f"phases of an Adam step with 1 and 2 threads, beside the least that memory allows each, {RESIDENT}",
+    ),
     Case("dense-adam", "resident:dense_adam", "Adam step beside dense Adam in torch and Keras/TensorFlow, 1M x 64"),
     Case("lookup", "resident:lookup", f"lookup, {RESIDENT}", ">= 1.4x the faster of torch and FBGEMM"),
     Case("bags", "pooled:bags", f"mean-pooled bags of 20 ids, {RESIDENT}", ">= 2x FBGEMM, >= 1.7x torch"),

@@ -11,7 +11,9 @@
 #include <thread>
 
 #include "error.h"
+#include "kernels/kernels.h"
 #include "memory.h"
+#include "workers.h"
 
 namespace bunkbed {
 
@@ -45,7 +47,68 @@ void on_threads(size_t num_threads, const std::function<void(size_t)>& work) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
+// Which of a block's records, and how much of each.
+struct RowBlock {
+  const int64_t* rows;
+  size_t n;
+  size_t known;  // from the first on, so that those of the next block can be asked for
+  size_t record_bytes;
+  size_t used_bytes;
+};
+
+// The simplest loop there is: a record far enough ahead is asked for, the one at hand is worked on.
+void work_on_rows(const RowBlock& block, RowWork work, std::byte* records, std::byte* copies) {
+  const size_t bytes = block.used_bytes;
+  const auto num_floats = static_cast<int64_t>(bytes / sizeof(float));
+  const size_t ahead_bytes = work == RowWork::kChange ? 24576 : 12288;  // as the kernels of a step
+  const size_t ahead = std::clamp<size_t>(ahead_bytes / bytes, 4, 64);
+  const auto place_of = [&](size_t i) { return records + static_cast<size_t>(block.rows[i]) * block.record_bytes; };
+  const auto add_row = kernels().add_row;
+  std::vector<float> other(bytes / sizeof(float));
+  for (size_t i = 0; i < block.n; ++i) {
+    if (i + ahead < block.known) {
+      const std::byte* const coming = place_of(i + ahead);
+      for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(coming + at, 0, 2);
+    }
+    std::byte* const record = place_of(i);
+    if (work == RowWork::kRead) {
+      add_row(num_floats, reinterpret_cast<const float*>(record), other.data());
+    } else if (work == RowWork::kCopy) {
+      std::memcpy(copies + i * bytes, record, bytes);
+    } else {
+      add_row(num_floats, other.data(), reinterpret_cast<float*>(record));
+    }
+  }
+}
+
 }  // namespace
+
+RowProbe::RowProbe(size_t num_records, size_t record_bytes)
+    : num_records_(num_records), record_bytes_(record_bytes), records_(num_records * record_bytes) {
+  if (!records_.empty()) std::memset(records_.data(), 0, records_.size());
+}
+
+double RowProbe::run(const int64_t* rows, size_t n, size_t used_bytes, RowWork work) {
+  constexpr size_t kBlock = 256;  // records a thread claims at once
+  for (size_t i = 0; i < n; ++i) {
+    if (rows[i] >= 0 && static_cast<uint64_t>(rows[i]) < num_records_) continue;
+    throw Error(ErrorKind::kIndex, "no record " + std::to_string(rows[i]) + " among " + std::to_string(num_records_));
+  }
+  if (used_bytes == 0 || used_bytes % sizeof(float) != 0 || used_bytes > record_bytes_) {
+    throw Error(ErrorKind::kInvalid, "the bytes used of a record must be a multiple of 4 and at most " +
+                                         std::to_string(record_bytes_) + ", got " + std::to_string(used_bytes));
+  }
+  if (work == RowWork::kCopy && copies_.size() < n * used_bytes) {
+    copies_.resize(n * used_bytes);
+    std::memset(copies_.data(), 0, copies_.size());  // its pages are there before the clock starts
+  }
+  const auto start = Clock::now();
+  parallel_for(n, kBlock, [&](size_t from, size_t to) {
+    const RowBlock block{rows + from, to - from, n - from, record_bytes_, used_bytes};
+    work_on_rows(block, work, records_.data(), work == RowWork::kCopy ? copies_.data() + from * used_bytes : nullptr);
+  });
+  return seconds_since(start);
+}
 
 double probe_memory(size_t threads, size_t bytes, double seconds) {
   const size_t part = std::max<size_t>(bytes / threads / 2, 1u << 20);

@@ -278,6 +278,17 @@ NB_MODULE(_native, m) {
         return probe_memory(threads, bytes, seconds);
       },
       "threads"_a, "bytes"_a, "seconds"_a, "Bytes a second, read and written together, of copies between large arrays.");
+  nb::class_<RowProbe>(m, "RowProbe", "Records in memory as a table's frames are, and nothing else of a table.")
+      .def(nb::init<size_t, size_t>(), "num_records"_a, "record_bytes"_a)
+      .def(
+          "run",
+          [](RowProbe& probe, const Ids& rows, size_t used_bytes, const std::string& work) {
+            const nb::gil_scoped_release release;
+            const RowWork kind = work == "read" ? RowWork::kRead : work == "copy" ? RowWork::kCopy : RowWork::kChange;
+            return probe.run(rows.data(), rows.shape(0), used_bytes, kind);
+          },
+          "rows"_a, "used_bytes"_a, "work"_a,
+          "Seconds to \"read\", \"copy\" or \"change\" the first used_bytes of each of these records, int64[N], in turn.");
   m.def(
       "probe_writes",
       [](const std::string& path, size_t max_bytes, double seconds) {

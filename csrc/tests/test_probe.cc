@@ -11,6 +11,22 @@ using namespace bunkbed::test;
 
 TEST(probe_memory_copies) { CHECK(probe_memory(2, 8u << 20, 0.01) > 0); }
 
+TEST(probe_rows_takes_time_and_refuses_what_is_not_there) {
+  RowProbe probe(100, 768);
+  const std::vector<int64_t> rows(1000, 99);
+  for (const RowWork work : {RowWork::kRead, RowWork::kCopy, RowWork::kChange}) {
+    CHECK(probe.run(rows.data(), rows.size(), 256, work) > 0);
+    CHECK(probe.run(rows.data(), 1, 768, work) > 0);
+    CHECK(probe.run(rows.data(), 0, 768, work) >= 0);
+  }
+  for (const int64_t row : {int64_t{-1}, int64_t{100}}) {
+    CHECK_THROWS(probe.run(&row, 1, 256, RowWork::kRead), ErrorKind::kIndex, "among 100");
+  }
+  for (const size_t bytes : {0, 6, 772}) {
+    CHECK_THROWS(probe.run(rows.data(), 1, bytes, RowWork::kRead), ErrorKind::kInvalid, "multiple of 4 and at most 768");
+  }
+}
+
 TEST(probe_writes_and_reads_a_file) {
   const Sandbox box;
   const auto [rate, written] = probe_writes(vfs::posix(), box / "file", 3u << 20, 10.0);
