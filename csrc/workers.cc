@@ -125,11 +125,7 @@ void Pool::start(const std::shared_ptr<Loop>& loop, size_t helpers) {
     loops_.push_back(loop);
     num_loops_.store(loops_.size(), std::memory_order_relaxed);
   }
-  if (helpers == 1) {
-    wake_.notify_one();
-  } else {
-    wake_.notify_all();
-  }
+  wake(helpers);
 }
 
 void Pool::join(Loop& loop) {
@@ -160,11 +156,13 @@ void Pool::submit(std::function<void()> job, size_t times) {
     const std::lock_guard guard(mutex_);
     jobs_.push_back({std::move(job), times});
   }
-  if (times == 1) {
-    wake_.notify_one();
-  } else {
-    wake_.notify_all();
-  }
+  wake(times);
+}
+
+// No more threads than there is work for: of 64 waked for four reads, sixty would fight for the lock and sleep again.
+void Pool::wake(size_t wanted) {
+  if (wanted >= threads_.size()) return wake_.notify_all();
+  for (size_t i = 0; i < wanted; ++i) wake_.notify_one();
 }
 
 namespace {

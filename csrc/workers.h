@@ -55,6 +55,7 @@ class Pool {
   void main();
   void start(const std::shared_ptr<Loop>& loop, size_t helpers);
   void join(Loop& loop);
+  void wake(size_t wanted);  // so many threads, or all
   const bool spins_;
   std::atomic<size_t> num_loops_{0};  // loops_.size(), for those who look without the mutex
   std::mutex mutex_;  // guards loops_, jobs_, stopping_ and the counters of every Loop

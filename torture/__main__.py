@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from torture import points
 from torture.parts import Result, Size
 
 #: name -> (module, function, what it shows)
@@ -70,21 +71,27 @@ def main() -> int:
         print(f"there is no part {unknown[0]!r}; there are: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     size = Size(options.size, options.seconds, options.seed, options.processes)
-    figures = []
+    figures: list[dict[str, object]] = []
+    found: list[tuple[str, Result]] = []
+    start = time.monotonic()
     is_sound = True
     for name in options.names or PARTS:
         module, function, _ = PARTS[name]
         begin = time.monotonic()
+        print(f"{name} begins", file=sys.stderr, flush=True)
         try:
             results = getattr(importlib.import_module(f"torture.{module}"), function)(size)
         except RuntimeError as error:
             results = [Result(name, failures=[str(error)])]
         seconds = time.monotonic() - begin
         show(name, results, seconds)
+        found += [(name, result) for result in results]
         is_sound &= all(result.ok for result in results)
         figures += [{"part": name, "ok": result.ok, "seconds": round(seconds, 1), **vars(result)} for result in results]
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print("\n".join(points.table(found)))
+    print(f"\n{time.monotonic() - start:.0f} s in all")
     print("every promise held" if is_sound else "a promise did not hold")
     return 0 if is_sound else 1
 

@@ -17,7 +17,7 @@ import numpy as np
 import bunkbed as bb
 from bunkbed import _native
 from torture import hostile
-from torture.parts import Child, Clock, Result, Size, folder, in_processes
+from torture.parts import Child, Clock, Progress, Result, Size, folder, in_processes
 
 ROWS = 12
 DIM = 4
@@ -86,13 +86,15 @@ def flips(size: Size) -> list[Result]:
             for name, data in files.items():
                 cases += [(name, bit, True) for bit in range(8 * len(data))]
                 cases += [(name, length, False) for length in range(len(data))]
-            total = len(cases)
+            total = [sum(case[2] is is_flip for case in cases) for is_flip in (True, False)]
             cases = cases[index :: size.processes]
             if size.factor < 1:
                 cases = random.Random(size.seed).sample(cases, size.of(len(cases), least=50))
+            progress = Progress("flips and truncations", len(cases), index)
             for name, at, is_flip in cases:
                 if clock.is_over:
                     break
+                progress.show(bits.tried + cuts.tried)
                 data = files[name]
                 changed = bytearray(data)
                 if is_flip:
@@ -112,15 +114,14 @@ def flips(size: Size) -> list[Result]:
 
     bits, cuts = Result("single-bit flips: no wrong row"), Result("truncations: no wrong row")
     counts = {"detected": 0, "harmless": 0, "wrong": 0}
-    total = 0
-    for one, other, found, number in in_processes(work, size.processes, size.seconds + 120):
-        total = number
+    for one, other, found, total in in_processes(work, size.processes, size.seconds + 120):
+        bits.wanted, cuts.wanted = total
         bits.add(one)
         cuts.add(other)
         counts = {key: counts[key] + found[key] for key in counts}
     bits.note = (
         f"both: {counts['detected']:,} detected, {counts['harmless']:,} harmless (padding that nobody reads), "
-        f"{counts['wrong']} wrong; of {total:,}"
+        f"{counts['wrong']} wrong; of {bits.wanted + cuts.wanted:,}"
     )
     return [bits, cuts]
 
@@ -263,6 +264,7 @@ def _peer(name: str, size: Size) -> Result:
         clock = Clock(min(size.seconds, 90.0))
         cases = [(*chance.choice(places), chance.randrange(9)) for _ in range(size.of(2000, least=20))]
         done = 0
+        progress = Progress(f"the same on {name}", len(cases))
         while done < len(cases) and not clock.is_over:
             part = cases[done : done + 50]
 
@@ -286,6 +288,7 @@ def _peer(name: str, size: Size) -> Result:
             child = Child(look, 60.0)
             child.wait()
             done += len(child.sent)
+            progress.show(done)
             result.tried += len(child.sent)
             wrong += child.sent.count("wrong")
             detected += child.sent.count("detected")

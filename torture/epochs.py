@@ -16,7 +16,7 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed import _native
-from torture.parts import Child, Clock, Result, Size, folder
+from torture.parts import Child, Clock, Progress, Result, Size, folder
 
 ROWS = 400
 DIM = 6
@@ -68,7 +68,9 @@ def _read(path: Path, batches: int, seed: int, seconds: float) -> tuple[Result, 
     reader = bb.open(path, mode="r", ram=RAM)
     newest = reader.meta["number"]
     first = newest
+    progress = Progress("epochs", batches, seed)
     while result.tried < batches and not clock.is_over:
+        progress.show(result.tried)
         if result.tried % 20 == 0:
             reader.refresh()
             refreshes += 1

@@ -15,8 +15,7 @@ from typing import Any
 import bunkbed as bb
 from bunkbed import _native
 from torture import scenario, table_scenario
-from torture.kills import operations
-from torture.parts import Clock, Result, Size, folder, in_processes
+from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 from torture.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, train
 
 #: name -> (what the backend does, errno)
@@ -30,6 +29,9 @@ SILENT = ("EINTR", "short")
 #: What a table or run says when it must be opened again.
 REFUSALS = (bb.ReadOnlyError, bb.BunkbedError)
 LONGEST_S = 30.0
+#: Interrupted and short calls do no harm by themselves, so every so-manieth operation of a life meets one. As many
+#: lives as this, each beginning one operation later, strike every operation once.
+STRIDE = 61
 
 
 class Stumbler:
@@ -281,8 +283,10 @@ class Stumbler:
                 raise Violation(f"table {name!r} holds other bits {when}")
 
 
-def stumble(story: ModuleType, states: list[State], at: int, name: str) -> int:
-    """One life in which operation `at` fails; how many calls raised.
+def stumble(story: ModuleType, states: list[State], at: int, name: str, struck: Result) -> int:
+    """One life in which operation `at` fails, of a silent fault also each `STRIDE`-th after it; how many calls raised.
+
+    `struck` counts the operations that failed, as tried and, when all went well, as passed.
 
     Raises:
         Violation: a promise did not hold.
@@ -291,6 +295,8 @@ def stumble(story: ModuleType, states: list[State], at: int, name: str) -> int:
     faulty = _native.FaultVfs()
     faulty.count_reads(name in SILENT)
     faulty.set_fault(at, fault, number)
+    if name in SILENT:
+        faulty.repeat_every(STRIDE)
     _native.set_compaction_slack(COMPACTION_SLACK)
     _native.set_checkpoints(1, in_line=True)
     with folder() as root:
@@ -305,10 +311,30 @@ def stumble(story: ModuleType, states: list[State], at: int, name: str) -> int:
         finally:
             _native.use_vfs(None)
             stumbler._close()
+            struck.tried += faulty.struck()
         if name in SILENT and stumbler.failures:
             raise Violation("a call raised")
         story.check_recovered(root / "it", states, {len(states) - 1}, thorough=at % 8 == 0)
+    struck.passed += faulty.struck()
     return stumbler.failures
+
+
+def operations(story: ModuleType, states: list[State], *, count_reads: bool) -> int:
+    """How many a life has that nothing happens to, the comparisons' among them."""
+    faulty = _native.FaultVfs()
+    faulty.count_reads(count_reads)
+    faulty.set_fault(0)
+    _native.set_compaction_slack(COMPACTION_SLACK)
+    _native.set_checkpoints(1, in_line=True)
+    with folder() as root:
+        stumbler = Stumbler(story, root / "it", states)
+        _native.use_vfs(faulty)
+        try:
+            stumbler.live()
+        finally:
+            _native.use_vfs(None)
+            stumbler._close()
+    return int(faulty.count())
 
 
 def run(size: Size) -> list[Result]:
@@ -318,36 +344,51 @@ def run(size: Size) -> list[Result]:
         clock = Clock(size.seconds)
         results = {name: Result(f"operation fails: {name}") for name in FAULTS}
         states = {story: story.expected(story.ACTIONS) for story in (scenario, table_scenario)}
-        cases = [
-            (story, at, name)
-            for story in states
-            for name in FAULTS
-            for at in range(1, operations(story, count_reads=name in SILENT) + 1)
-        ]
+        cases = []
+        for story in states:
+            for name in FAULTS:
+                there_are = operations(story, states[story], count_reads=name in SILENT)
+                results[name].wanted += there_are
+                most = STRIDE if name in SILENT else there_are
+                cases += [(story, at, name) for at in range(1, min(most, there_are) + 1)]
         mine = cases[index :: size.processes]
+        progress = Progress("faults, lives", len(mine), index)
         if size.factor < 1:
             mine = random.Random(size.seed).sample(mine, min(len(mine), size.of(4000, least=8) // size.processes))
         raised = 0
-        for story, at, name in mine:
+        lives_of = dict.fromkeys(FAULTS, 0)
+        for number, (story, at, name) in enumerate(mine):
             if clock.is_over:
                 break
-            what = f"operation {at} of {story.__name__}: {name}"
+            progress.show(number)
+            again = f" and every {STRIDE}th after it" if name in SILENT else ""
+            what = f"operation {at}{again} of {story.__name__}: {name}"
             send(what)
             signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
-            results[name].tried += 1
             try:
-                raised += stumble(story, states[story], at, name)
-                results[name].passed += 1
+                raised += stumble(story, states[story], at, name, results[name])
+                lives_of[name] += 1
             except Violation as violation:
                 results[name].fail(f"{what}: {violation}")
         signal.setitimer(signal.ITIMER_REAL, 0)
-        return results, raised
+        return results, raised, lives_of, {name: sum(case[2] == name for case in cases) for name in FAULTS}
 
     total = {name: Result(f"operation fails: {name}") for name in FAULTS}
     raised = 0
-    for results, times in in_processes(work, size.processes, size.seconds + 120):
+    lives = dict.fromkeys(FAULTS, 0)
+    parts = in_processes(work, size.processes, size.seconds + 120)
+    for results, times, lives_of, _ in parts:
         raised += times
         for name, result in results.items():
             total[name].add(result)
-    total["EIO"].note = f"{raised:,} calls raised in all; 0 wrong rows, 0 lost commits, 0 hangs where all passed"
+            total[name].wanted = result.wanted
+            lives[name] += lives_of[name]
+    there_are = parts[0][3]
+    for name, result in total.items():
+        bytes_alone = " (reads and writes alone come up short)" if name == "short" else ""
+        result.note = f"of {result.wanted:,}{bytes_alone}, in {lives[name]:,} of {there_are[name]:,} lives"
+        if lives[name] == there_are[name]:
+            # A commit beside training makes an operation more or less, as time will have it: all there were is all.
+            result.wanted = result.tried
+    total["EIO"].note += f"; {raised:,} calls raised in all; 0 wrong rows, 0 lost commits, 0 hangs where all passed"
     return list(total.values())

@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,6 +99,7 @@ def fuzz(target: str, binary: Path, runs: int, longest: int, seconds: float, see
         done = subprocess.run(
             [str(binary), *limits, *rest, str(root / "found"), str(root / "seeds")], capture_output=True, text=True
         )
+        print(f"        ... fuzz {target}: over", file=sys.stderr, flush=True)
         executed = re.search(r"stat::number_of_executed_units:\s*(\d+)", done.stderr)
         result.tried = int(executed.group(1)) if executed else 1
         result.passed = result.tried

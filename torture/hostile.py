@@ -20,7 +20,7 @@ import numpy as np
 import bunkbed as bb
 from bunkbed import _native
 from bunkbed.testing.checksum import crc32c
-from torture.parts import Clock, Result, Size, folder, in_processes
+from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 
 ROWS = 12
 DIM = 4
@@ -302,9 +302,11 @@ def _survive(title: str, cases_of: Callable[[Path], list[Case]], size: Size) -> 
             if size.factor < 1:
                 mine = random.Random(size.seed).sample(mine, min(len(mine), size.of(len(mine), least=20)))
             resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-            for what, apply in mine:
+            progress = Progress(title.split(":")[0], len(mine), index)
+            for number, (what, apply) in enumerate(mine):
                 if clock.is_over:
                     break
+                progress.show(number)
                 send(what)
                 signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
                 result.tried += 1

@@ -17,7 +17,7 @@ from unittest import mock
 from bunkbed import _native, opening
 from bunkbed.run_files import RunFiles, RunManifest
 from torture import scenario, table_scenario
-from torture.parts import Clock, Result, Size, folder, in_processes
+from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 from torture.powerloss import CHANCE, SURE, Ignored, Life, Losses
 
 
@@ -147,11 +147,13 @@ def run(size: Size) -> list[Result]:
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
         each = size.seconds * size.processes / len(MUTANTS)
-        return [
-            (mutant.name, *hunt(mutant, most, size.seed, max(each, 5.0)))
-            for number, mutant in enumerate(MUTANTS)
-            if number % size.processes == index
-        ]
+        mine = MUTANTS[index :: size.processes]
+        progress = Progress("mutants", len(mine), index)
+        found = []
+        for number, mutant in enumerate(mine):
+            progress.show(number)
+            found.append((mutant.name, *hunt(mutant, most, size.seed, max(each, 5.0))))
+        return found
 
     result = Result("seeded bugs caught")
     found = [one for part in in_processes(work, size.processes, 2 * size.seconds + 120) for one in part]

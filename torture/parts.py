@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ class Result:
         note: what else is worth knowing.
         failures: the first few failures.
         score: the figure is reported and is no promise (another store's, say).
+        wanted: how many there are to try in all, where that can be counted.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Result:
     note: str = ""
     failures: list[str] = field(default_factory=list)
     score: bool = False
+    wanted: int = 0
 
     @property
     def ok(self) -> bool:
@@ -153,6 +156,26 @@ def in_processes(work: Callable[[int, Callable[[Any], None]], Any], processes: i
     if errors:
         raise RuntimeError("; ".join(errors))
     return outcomes
+
+
+class Progress:
+    """Tells on standard error, every so often, how far a long part is; of several processes the first one speaks."""
+
+    EVERY_S = 20.0
+
+    def __init__(self, what: str, total: int, index: int = 0) -> None:
+        self._what = what
+        self._total = total
+        self._is_silent = index != 0
+        self._begin = self._said = time.monotonic()
+
+    def show(self, done: int) -> None:
+        now = time.monotonic()
+        if self._is_silent or now - self._said < self.EVERY_S:
+            return
+        self._said = now
+        text = f"        ... {self._what}: {done:,} of {self._total:,} a process after {now - self._begin:.0f} s"
+        print(text, file=sys.stderr, flush=True)
 
 
 class Clock:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bunkbed import _native
 from torture import scenario, table_scenario
-from torture.parts import Clock, Result, Size, folder, in_processes
+from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 from torture.scenario import Commit, State, Violation
 
 #: (names, sectors) of the disks made of one moment; those with chance in them come back with other seeds.
@@ -162,10 +162,12 @@ def _lose(story: ModuleType, index: int, wanted: int, size: Size) -> tuple[Resul
         live.mkdir()
         life = Life(live, story)
         losses = Losses(life, root / "disks")
+        progress = Progress(f"powerloss, {story.__name__}", wanted, index)
         for number, (moment, names, sectors, seed) in enumerate(life.kinds(1000 * index + size.seed)):
             if losses.result.tried >= wanted or clock.is_over:
                 break
             if (names, sectors) in SURE and number % size.processes != index:
                 continue  # the same for all: another process has it
             losses.lose(moment, names, sectors, seed)
+            progress.show(losses.result.tried)
         return losses.result, len(losses.seen), losses.twice, life.disk.now()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from torture.parts import Child, Result, Size, folder
+from torture.parts import Child, Progress, Result, Size, folder
 
 ROWS = 400
 DIM = 16
@@ -86,7 +86,9 @@ def run(size: Size) -> list[Result]:
         wanted = child.sent[-1]
         chance = random.Random(size.seed)
         far = 0
-        for _ in range(kills):
+        progress = Progress("resume", kills)
+        for number in range(kills):
+            progress.show(number)
             child = Child(lambda send: _train(root / "killed", steps, send), size.seconds)
             until = far + chance.randrange(2, 20)
             for step in child.receive():

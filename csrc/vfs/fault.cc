@@ -64,6 +64,8 @@ void FaultVfs::set_fault(uint64_t at, Fault fault, int error_number, bool and_al
   fault_ = fault;
   error_number_ = error_number;
   and_all_later_ = and_all_later;
+  every_ = 0;
+  struck_ = 0;
   count_ = 0;
 }
 
@@ -85,15 +87,19 @@ bool FaultVfs::enter(Op op, const std::string& path) {
   const uint64_t number = is_counted ? ++count_ : count_.load();
   const bool is_sync = op == Op::kSync || op == Op::kSyncDirectory;
   const bool is_carried_out = !is_sync || !skip_syncs_;
-  const bool is_chosen = is_counted && number == at_;
-  const bool is_dead = and_all_later_ && at_ != 0 && number >= at_;
+  const uint64_t at = at_, every = every_;
+  const bool comes_again = every != 0 && at != 0 && number > at && (number - at) % every == 0;
+  const bool is_chosen = is_counted && (number == at || comes_again);
+  const bool is_dead = and_all_later_ && at != 0 && number >= at;
   if (!is_chosen && !is_dead && failing_ != static_cast<int>(op)) return is_carried_out;
+  const bool moves_bytes = op == Op::kRead || op == Op::kWrite;
+  if (is_chosen && (moves_bytes || fault_ != Fault::kShort)) ++struck_;
   switch (fault_.load()) {
     case Fault::kInterrupt:
       next_mishap() = Mishap::kInterrupt;
       return is_carried_out;
     case Fault::kShort:
-      if (op == Op::kRead || op == Op::kWrite) next_mishap() = Mishap::kShort;
+      if (moves_bytes) next_mishap() = Mishap::kShort;
       return is_carried_out;
     case Fault::kDelay:
       std::this_thread::sleep_for(std::chrono::duration<double>(delay_s_.load()));

@@ -45,11 +45,14 @@ class FaultVfs : public Vfs {
   void fail_at(uint64_t at, int error_number, bool and_all_later);
   // As fail_at(), for the other faults.
   void set_fault(uint64_t at, Fault fault, int error_number = 0, bool and_all_later = false);
+  // Besides operation `at`, every `every`-th after it (0: none): for faults that do no harm by themselves.
+  void repeat_every(uint64_t every) { every_ = every; }
   // Every operation of this kind fails, until told otherwise.
   void fail_all(Op op, int error_number);
   void heal();
   void set_delay(double seconds) { delay_s_ = seconds; }
   uint64_t count() const { return count_; }
+  uint64_t struck() const { return struck_; }  // operations that met the fault so far; a short one is a read or write
   // Reads, opens and lists are many and change nothing: tests may number the others alone.
   void count_reads(bool value) { count_reads_ = value; }
   // Syncs are counted and not carried out: for tests that end processes at most, never the power.
@@ -75,6 +78,8 @@ class FaultVfs : public Vfs {
   Vfs& below_;
   std::atomic<uint64_t> count_{0};
   std::atomic<uint64_t> at_{0};
+  std::atomic<uint64_t> every_{0};
+  std::atomic<uint64_t> struck_{0};
   std::atomic<Fault> fault_{Fault::kError};
   std::atomic<int> error_number_{0};
   std::atomic<bool> and_all_later_{false};

@@ -1,0 +1,81 @@
+"""What the durability issue wants shown, point by point, and how much of it a run of the parts has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torture.parts import Result
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point: its figures by (part, beginning of the name, how many are wanted at least).
+
+    Figures of another store stand beside, whatever they are. A number of 0: as many as there are (`Result.wanted`).
+    """
+
+    what: str
+    figures: Sequence[tuple[str, str, int]]
+    beside: str = ""
+
+
+POINTS = (
+    Point("power loss; seeded bugs caught", [("powerloss", "states", 100_000), ("mutants", "seeded bugs", 10)]),
+    Point(
+        "kill -9 at operations, failpoints, random",
+        [
+            ("kills", "kill -9 at every op", 0),
+            ("kills", "kill -9 at every fail", 0),
+            ("load", "kill -9 at random", 500),
+        ],
+    ),
+    Point(
+        "every operation failed: EIO, ENOSPC, EINTR, short",
+        [("faults", f"operation fails: {name}", 0) for name in ("EIO", "ENOSPC", "EINTR", "short")],
+    ),
+    Point(
+        "bit flips, truncations; other stores beside",
+        [("corruption", "single-bit flips", 0), ("corruption", "truncations", 0)],
+        beside="the same on",
+    ),
+    Point(
+        "fuzz executions: manifests, headers",
+        [
+            ("fuzz", "fuzz executions without a crash: manifest", 6_000_000),
+            ("fuzz", "fuzz executions without a crash: segment", 4_000_000),
+        ],
+    ),
+    Point("batches of one epoch", [("epochs", "batches", 100_000)]),
+    Point("training killed and resumed, final bits", [("resume", "kills of", 20), ("resume", "training killed", 1)]),
+)
+
+
+def table(found: Iterable[tuple[str, Result]]) -> list[str]:
+    """One line a point: held, held by fewer tries than wanted, FAILED, or not run."""
+    results = list(found)
+    lines = ["", "It must show:"]
+    for number, point in enumerate(POINTS, 1):
+        texts = []
+        is_sound = is_whole = True
+        for part, beginning, least in point.figures:
+            result = next((r for p, r in results if p == part and r.name.startswith(beginning)), None)
+            if result is None:
+                is_sound &= not any(p == part and not r.ok for p, r in results)
+                is_whole = False
+                texts.append("not run")
+                continue
+            is_sound &= result.ok
+            is_whole &= result.tried >= (least or result.wanted)
+            texts.append(f"{result.passed:,} of {result.tried:,}")
+        state = "FAILED" if not is_sound else "held" if is_whole else "in part"
+        if all(text == "not run" for text in texts) and is_sound:
+            state, texts = "not run", []
+        beside = [
+            f"{r.name.removeprefix(point.beside).split(':')[0].strip()} {r.passed:,} of {r.tried:,}"
+            for _, r in results
+            if point.beside and r.name.startswith(point.beside) and r.tried
+        ]
+        text = "; ".join(texts) + (f" ({', '.join(beside)})" if beside else "")
+        lines.append(f"  {number}  {state:8} {point.what:50} {text}".rstrip())
+    return lines
