@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -228,6 +229,62 @@ def test_a_commit_that_fails_ends_training_with_its_error(tmp_path, monkeypatch,
     run.close(commit=False)
     train(tmp_path / "parts", MF)
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_a_failed_commit_is_told_at_the_next_step(tmp_path, monkeypatch):
+    whole, _ = train(tmp_path / "whole", MF)
+    run = bb.Run(tmp_path / "parts", ram=MF.ram)
+    trainer = Trainer(MF, DATA, run)
+    step = trainer.optimizer.step
+    told_after = trainer.steps_per_epoch + 3
+
+    def step_and_wait(*arguments):
+        step(*arguments)
+        if len(trainer.losses) + 1 == told_after:  # the loop counts this step when it returns
+            deadline = time.monotonic() + 60
+            while not trainer._pending.done:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+    def fail(files, manifest):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.optimizer, "step", step_and_wait)
+        patched.setattr(RunFiles, "publish", fail)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.fit()
+    assert trainer.step == len(trainer.losses) == told_after  # not at the end of the epoch
+    assert run.epoch == 0
+    assert not trainer.fit().interrupted
+    run.close(commit=False)
+    assert trainer.losses == whole.losses
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_a_second_fit_commits_what_the_first_could_not(tmp_path, monkeypatch):
+    whole, _ = train(tmp_path / "whole", MF)
+    publish, calls = RunFiles.publish, []
+
+    def fail_the_last(files, manifest):
+        calls.append(manifest.epoch)
+        if len(calls) == MF.epochs:
+            raise OSError(28, "No space left on device")
+        publish(files, manifest)
+
+    run = bb.Run(tmp_path / "parts", ram=MF.ram)
+    trainer = Trainer(MF, DATA, run)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFiles, "publish", fail_the_last)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.fit()
+    assert run.epoch == MF.epochs - 1 and trainer.losses == whole.losses
+    outcome = trainer.fit()  # no step is left to do
+    assert (outcome.epoch, outcome.step, run.epoch) == (MF.epochs, len(whole.losses), MF.epochs)
+    trainer.fit()
+    assert run.epoch == MF.epochs  # nothing is owed any more
+    run.close(commit=False)
     assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
 
 
