@@ -1,7 +1,9 @@
 """Mean-pooled bags of 20 ids on a table in RAM, beside FBGEMM's operator and torch's `EmbeddingBag`.
 
 The resident cases' table; 3,277 bags make 65,540 ids a batch. Forward passes in training mode, gradients on; ours with
-its default optimizer, so its records hold Adam's state too.
+its default optimizer, so its records hold Adam's state too. Two bare loops take turns with them: C++ that asks ahead
+and adds up the same rows, with no directory, no bags and no output; one where rows lie as in our frames, Adam's state
+between them, and one where they lie as in a plain array.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import bunkbed as bb
 from benchmarks import common, resident, turns
 from benchmarks.figures import Figure, Settings
 from benchmarks.peers import fbgemm
+from bunkbed import _native
 
 BAG = 20
 Side = Callable[[torch.Tensor], Any]
@@ -41,6 +44,11 @@ def fbgemm_side(num_rows: int, dim: int, bags: int) -> Side:
     return lambda ids: module(ids.view(-1), offsets)
 
 
+def bare_loop(num_rows: int, dim: int, record_bytes: int) -> Side:
+    probe = _native.RowProbe(num_rows, record_bytes)
+    return lambda ids: probe.run(ids.view(-1).numpy(), dim * 4, "read")
+
+
 def bags(settings: Settings) -> list[Figure]:
     """Pooled lookups of all three."""
     num_rows, dim, count = (2_000, 8, 16) if settings.tiny else (4_000_000, 64, 3_277)
@@ -52,6 +60,8 @@ def bags(settings: Settings) -> list[Figure]:
         turns.OURS: lambda: our_side(num_rows, dim),
         "torch": lambda: torch_side(num_rows, dim),
         "fbgemm": lambda: fbgemm_side(num_rows, dim, count),
+        "bare loop, our frames": lambda: bare_loop(num_rows, dim, dim * 12),
+        "bare loop, plain array": lambda: bare_loop(num_rows, dim, dim * 4),
     }
     sides, absent = resident.build(makers)
     rounds, steps = settings.pick((2, 2), (10, 4), (30, 5))

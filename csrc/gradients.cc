@@ -17,6 +17,7 @@ double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* 
 double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums) {
   const size_t num_unique = batch.num_unique();
   const size_t grain = row_grain(dim);
+  const auto known = static_cast<uint32_t>(batch.size());
   // One partial sum a block, added up in the order of blocks.
   ArrayVector<double> squares((num_unique + grain - 1) / grain);
   parallel_for(num_unique, grain, [&](size_t from, size_t to) {
@@ -24,7 +25,7 @@ double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grad
     for (size_t begin = from; begin < to; begin += grain) {
       const size_t end = std::min(to, begin + grain);
       squares[begin / grain] = kernels().sum_rows(static_cast<int64_t>(dim), grads, rows,
-                                                  batch.offsets().data() + begin, end - begin,
+                                                  batch.offsets().data() + begin, end - begin, known,
                                                   sums == nullptr ? own.data() : sums + begin * dim);
     }
   });

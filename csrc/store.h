@@ -89,13 +89,16 @@ class Store {
   // The frames of those rows that are in RAM, kNoFrame for the others; with `touch` they count as wanted. Returns how
   // many of them that is news for; the caller hands it to count_hits().
   uint64_t touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch = true);
+  // Before touch_resident() with `touch`, which several threads may be in at once.
+  void begin_touches();
   // The same for the batch's unique rows, into its placement, which is looked for only where something moved since; the
-  // hits are counted. True when all are in RAM.
-  bool place(const Batch& batch, bool touch);
+  // hits are counted. True when all are in RAM. Where nothing `may_evict`, a step's only batch leaves no note at its
+  // frames: that would be one more line of memory for each row, and nobody reads it.
+  bool place(const Batch& batch, bool touch, bool may_evict);
 
   // What pin(create) is for others, for a batch whose rows place() found in RAM and of which none has moved since; they
   // need no pins. False, and nothing done, where that is not so.
-  bool place_for_update(const Batch& batch);
+  bool place_for_update(const Batch& batch, bool may_evict);
   // Whether place() found all of them in RAM and nothing has moved since.
   bool is_placed(const Batch& batch) const {
     return batch.placement().version == directory_->version() && batch.placement().frames.size() == batch.num_unique();
@@ -199,6 +202,10 @@ class Store {
 
  private:
   uint64_t touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch);
+  uint64_t touches_begun_in_ = 0;  // the step in which rows were last counted as wanted
+  // Those counted in this step without a note at their frames: made up for when other rows are to be counted.
+  ArrayVector<uint32_t> unnoted_;
+  uint64_t unnoted_in_ = 0;
   void evict(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
   void write_frozen_frames(const uint32_t* frames, size_t n);

@@ -43,28 +43,47 @@ uint64_t Store::touch_resident(const int64_t* rows, size_t n, uint32_t* frames, 
 
 // No row twice: no frame is touched by two threads.
 uint64_t Store::touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch) {
+  if (touch) begin_touches();
   return locate_and_touch(*directory_, cache_, rows, n, frames,
                           [this, touch](uint32_t frame) { return touch && cache_.touch_alone(frame); });
 }
 
-bool Store::place(const Batch& batch, bool touch) {
+void Store::begin_touches() {
+  const uint64_t step = cache_.step();
+  if (unnoted_in_ == step) {
+    for (const uint32_t frame : unnoted_) {
+      if (frame != kNoFrame) cache_.touch_alone(frame);
+    }
+  }
+  unnoted_in_ = 0;
+  touches_begun_in_ = step;
+}
+
+bool Store::place(const Batch& batch, bool touch, bool may_evict) {
   Batch::Placement& placement = batch.placement();
   const size_t n = batch.num_unique();
   const bool is_known = placement.version == directory_->version() && placement.frames.size() == n;
   if (is_known && (!touch || placement.step == cache_.step())) return true;
   placement.frames.resize(n);
-  const uint64_t hits = touch_distinct(batch.unique().data(), n, placement.frames.data(), touch);
+  const bool notes = touch && (may_evict || touches_begun_in_ == cache_.step());
+  uint64_t hits = touch_distinct(batch.unique().data(), n, placement.frames.data(), notes);
+  const auto missing = static_cast<size_t>(std::count(placement.frames.begin(), placement.frames.end(), kNoFrame));
+  const bool all = missing == 0;
+  if (touch && !notes) {
+    hits = n - missing;
+    touches_begun_in_ = unnoted_in_ = cache_.step();
+    unnoted_ = placement.frames;
+  }
   if (touch) count_hits(hits);
-  const bool all = std::find(placement.frames.begin(), placement.frames.end(), kNoFrame) == placement.frames.end();
   // Only complete ones are kept: whoever brings in what is missing moves something.
   placement.version = all ? directory_->version() : 0;
   placement.step = touch ? cache_.step() : 0;
   return all;
 }
 
-bool Store::place_for_update(const Batch& batch) {
+bool Store::place_for_update(const Batch& batch, bool may_evict) {
   if (!is_placed(batch)) return false;
-  place(batch, true);
+  place(batch, true, may_evict);
   write_frozen_frames(batch.placement().frames.data(), batch.num_unique());
   return true;
 }

@@ -280,7 +280,11 @@ class Table {
   void widen(const std::byte* record, float* out) const;
   std::unique_lock<std::mutex> begin_lookup(const int64_t* ids, size_t n, bool touch);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
-  void copy_resident(const uint32_t* frames, const uint32_t* index, size_t n, float* out) const;
+  struct CopiedRows {
+    size_t n;
+    size_t known;
+  };
+  void copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const;
   void lookup_missing(const Batch& batch, const uint32_t* frames, bool touch, float* out);
   struct Bags;
   void pool_resident(const Bags& bags, size_t first, size_t count, float* out);

@@ -35,10 +35,10 @@ void Table::lookup(const Batch& batch, bool touch, float* out) {
   const size_t num_unique = batch.num_unique();
   auto guard = begin_lookup(rows, num_unique, touch);
   ids_seen_ += batch.size();
-  const bool all_resident = store_->place(batch, touch);
+  const bool all_resident = store_->place(batch, touch, may_evict());
   const uint32_t* const frames = batch.placement().frames.data();
   parallel_for(batch.size(), kBlockIds, [&](size_t from, size_t to) {
-    copy_resident(frames, batch.inverse().data() + from, to - from, out + from * spec_.dim);
+    copy_resident(frames, batch.inverse().data() + from, {to - from, batch.size() - from}, out + from * spec_.dim);
   });
   if (!all_resident) lookup_missing(batch, frames, touch, out);
 }
@@ -61,13 +61,14 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
   const size_t blocks = (n + kBlockIds - 1) / kBlockIds;
   missing_counts_.assign(blocks, 0);
   std::atomic<uint64_t> hits{0};
+  if (touch) store_->begin_touches();
   parallel_for(n, kBlockIds, [&](size_t from, size_t to) {
     uint32_t frames[kBlockIds];
     uint64_t block_hits = 0;
     for (size_t begin = from; begin < to; begin += kBlockIds) {
       const size_t count = std::min(kBlockIds, to - begin);
       block_hits += store_->touch_resident(ids + begin, count, frames, touch);
-      copy_resident(frames, nullptr, count, out + begin * spec_.dim);
+      copy_resident(frames, nullptr, {count, count}, out + begin * spec_.dim);
       uint32_t missing = 0;
       for (size_t i = 0; i < count; ++i) {
         if (frames[i] == kNoFrame) missing_[begin + missing++] = static_cast<uint32_t>(begin + i);
@@ -86,14 +87,16 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
   lookup_missing(batch_, nullptr, touch, out);
 }
 
-// Copies the weights of frames[i], or of frames[index[i]], to row i of `out`; kNoFrame leaves it alone.
+// Copies the weights of frames[i], or of frames[index[i]], to row i of `out`; kNoFrame leaves it alone. Of rows after the
+// last, as many as are known are asked for ahead.
 //
 // Ordinary stores: streaming ones were 7 % faster here and cost whoever reads the rows next twice that.
-void Table::copy_resident(const uint32_t* frames, const uint32_t* index, size_t n, float* out) const {
+void Table::copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const {
   static_assert(kNoFrame == RowPlaces::kNowhere);
   const Cache& cache = store_->cache();
   const std::byte* const weights = cache.record(0) + fields_[0].offset;
-  kernels().gather_rows(spec_.dtype, spec_.dim, {weights, cache.stride(), frames, index, static_cast<int64_t>(n)}, out);
+  kernels().gather_rows(spec_.dtype, spec_.dim, {weights, cache.stride(), frames, index, static_cast<int64_t>(rows.n),
+                                                    static_cast<int64_t>(rows.known)}, out);
 }
 
 // The batch's rows that are not in RAM (those with kNoFrame; all when `frames` is null), once each: initial rows are

@@ -130,7 +130,8 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
 
 // Row u's gradients summed; returns the sum of the sums' squares.
 double Table::sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const {
-  return kernels().sum_rows(spec_.dim, grads, batch.order().data(), batch.offsets().data() + u, 1, sum);
+  return kernels().sum_rows(spec_.dim, grads, batch.order().data(), batch.offsets().data() + u, 1,
+                            static_cast<uint32_t>(batch.size()), sum);
 }
 
 // Pins the batch's rows, as many at a time as the cache holds, and steps each once.
@@ -139,9 +140,10 @@ void Table::apply_update(const Batch& batch, const float* grads, const float* su
   Cache& cache = store_->cache();
   const RecordUpdate step_record(fields_, step.constants, spec_.init.seed, step.number);
   const size_t num_unique = batch.num_unique();
+  const bool has_log = store_->log() != nullptr;
   for (size_t begin = 0; begin < num_unique;) {
     // All of them where they are known to be in RAM: nothing gives way before the next pin(), so they need no pins.
-    const bool is_placed = begin == 0 && store_->place_for_update(batch);
+    const bool is_placed = begin == 0 && store_->place_for_update(batch, may_evict());
     const size_t count = is_placed ? num_unique : std::min(store_->max_pinned(), num_unique - begin);
     if (!is_placed) {
       frames_.resize(count);
@@ -153,7 +155,9 @@ void Table::apply_update(const Batch& batch, const float* grads, const float* su
     const FramedRecords records{cache.record(0), cache.stride(), payload_bytes_};
     parallel_for(count, row_grain(dim), [&](size_t from, size_t to) {
       bool clean = false;
-      for (size_t i = from; i < to; ++i) clean |= !cache.is_dirty(frames[i]);
+      if (has_log) {  // nowhere else is it asked what is dirty
+        for (size_t i = from; i < to; ++i) clean |= !cache.is_dirty(frames[i]);
+      }
       if (sums != nullptr) {
         step_record.step_rows(from, to, count, batch.unique().data() + begin, sums + begin * dim, frames, records);
       } else {

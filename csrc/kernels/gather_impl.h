@@ -43,7 +43,7 @@ inline void gather_as(DType dtype, int64_t dim, const RowPlaces& places, float* 
   const auto frame_at = [&](int64_t i) { return from.frames[kIsIndexed ? from.index[i] : i]; };
   const auto place_of = [&](uint32_t frame) { return from.records + static_cast<size_t>(frame) * from.stride; };
   for (int64_t i = 0; i < from.n; ++i, out += dim) {
-    if (i + ahead < from.n) {
+    if (i + ahead < from.known) {
       const uint32_t coming = frame_at(i + ahead);
       if (coming != RowPlaces::kNowhere) ask_for_row<kTiles>(row_bytes, place_of(coming));
     }

@@ -63,8 +63,9 @@ struct RowPlaces {
   const std::byte* records;  // of frame 0
   size_t stride;             // bytes from one frame's record to the next
   const uint32_t* frames;
-  const uint32_t* index;     // (n) or null
+  const uint32_t* index;     // (known) or null
   int64_t n;
+  int64_t known;             // rows from the first on that can be asked for ahead; at least n
 };
 
 // Float32 records that lie in frames, to be stepped one after another.
@@ -122,9 +123,9 @@ struct Kernels {
   // acc[i] = acc[i] + scale * x[i]  (product rounded, then sum rounded)
   void (*add_scaled_row)(int64_t dim, float scale, const float* x, float* acc);
   // Rows u of n, each the sum of grads' rows (dim) order[starts[u]], ..., order[starts[u + 1] - 1], added in that order:
-  // sums[u * dim + i]. Returns the sum of the squares of all sums, in double over 16 virtual lanes, by column.
+  // sums[u * dim + i]. `order` goes on to `known`, from its first on. Returns the sum of the squares of all sums, in double over 16 virtual lanes, by column.
   double (*sum_rows)(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
-                     float* sums);
+                     uint32_t known, float* sums);
   // out = the rows added up in rising order, as add_row and add_scaled_row do it; 16-bit rows are widened first
   void (*pool_rows)(DType dtype, int64_t dim, const PoolRun& run, float* out);
   // out (n, dim): copies of float32[dim] rows, or 16-bit ones widened

@@ -110,16 +110,15 @@ inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uin
 }
 
 double sum_rows(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
-                float* __restrict sums) {
+                uint32_t known, float* __restrict sums) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
   Squares squares;
   for (size_t u = 0; u < n; ++u, sums += dim) {
     const uint32_t* const places = order + starts[u];
     const uint32_t count = starts[u + 1] - starts[u];
-    const uint32_t known = starts[n] - starts[u];
     int64_t i = 0;
-    for (; i + 4 * kWidth <= dim; i += 4 * kWidth) sum_tile<4>(dim, grads + i, places, count, known, sums + i);
-    for (; i + kWidth <= dim; i += kWidth) sum_tile<1>(dim, grads + i, places, count, known, sums + i);
+    for (; i + 4 * kWidth <= dim; i += 4 * kWidth) sum_tile<4>(dim, grads + i, places, count, known - starts[u], sums + i);
+    for (; i + kWidth <= dim; i += kWidth) sum_tile<1>(dim, grads + i, places, count, known - starts[u], sums + i);
     if (i < dim) {
       for (int64_t c = i; c < dim; ++c) sums[c] = grads[static_cast<int64_t>(places[0]) * dim + c];
       for (uint32_t o = 1; o < count; ++o) {

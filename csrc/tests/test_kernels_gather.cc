@@ -39,7 +39,7 @@ TEST(kernels_gathered_rows_are_copies_at_every_level) {
           }
           kernels.gather_rows(dtype, dim,
                               {records.data() + kOffset, stride, frames.data(), indexed ? index.data() : nullptr,
-                               static_cast<int64_t>(kRows)},
+                               static_cast<int64_t>(kRows), static_cast<int64_t>(kRows)},
                               got.data());
           test::check_same_bits(got, expected, "gather_rows");
         }
