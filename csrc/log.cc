@@ -64,8 +64,9 @@ void Log::adopt(const std::vector<SegmentEntry>& entries) {
         header.stride != stride_) {
       throw Error(ErrorKind::kCorruption, "segment " + path + " belongs to another table or commit");
     }
-    by_id_[entry.segment] = segment.get();
-    segments_[entry.segment] = std::move(segment);
+    Segment* const adopted = segment.get();
+    segments_[entry.segment] = std::move(segment);  // first: what owns it is what forget_segment() looks at
+    by_id_[entry.segment] = adopted;
   }
 }
 

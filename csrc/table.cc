@@ -389,7 +389,7 @@ void Table::close_files() {
   if (file_lock_ != nullptr && !(spec_.belongs_to_run && pinned_epochs_.empty())) {
     try {
       manifests_.collect(pinned_epochs_, {}, ~0ull);  // segments that no commit came to name
-    } catch (const Error&) {  // the next opening tries again
+    } catch (const std::exception&) {  // no memory, say; the next opening tries again
     }
   }
   if (file_lock_ != nullptr) file_lock_->unlock();

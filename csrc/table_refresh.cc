@@ -46,6 +46,10 @@ bool may_follow(const Manifest& before, const Manifest& after, std::vector<Segme
   return true;
 }
 
+std::string move_failed(const std::exception& error) {
+  return std::string("moving to a newer commit failed (") + error.what() + "); refresh() tries again";
+}
+
 }  // namespace
 
 // False: build the directory anew; it may be half way between the two commits. Error(kNotFound): a new segment was
@@ -63,9 +67,10 @@ bool Table::replay_onto(const Manifest& newest) {
   }
   try {
     log->adopt(added);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     for (const SegmentEntry& entry : added) log->forget_segment(entry.segment, false);
-    if (error.kind() == ErrorKind::kNotFound) throw;
+    const auto* const known = dynamic_cast<const Error*>(&error);
+    if (known == nullptr || known->kind() == ErrorKind::kNotFound) throw;  // no memory: the reader stays where it is
     return false;
   }
   std::vector<Segment*> segments;
@@ -103,7 +108,8 @@ bool Table::replay_onto(const Manifest& newest) {
 
 uint64_t Table::refresh() {
   const auto guard = lock();
-  require_usable();
+  // Nothing but a refresh that failed breaks a reader, and another one makes it whole.
+  if (closed_ || options_.writable) require_usable();
   if (options_.writable) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is open for writing and always up to date; refresh() is for readers");
   }
@@ -125,16 +131,17 @@ uint64_t Table::refresh() {
       is_moving = true;
       drop_store();  // both at once would be twice the budget
       load(newest);
+      broken_.clear();
       return committed_.epoch;
     } catch (const Error& error) {
       if (is_moving) drop_store();  // whatever there is of it is half a table
       if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // collected meanwhile: look again
-      if (is_moving) broken_ = std::string("moving to a newer commit failed (") + error.what() + ")";
+      if (is_moving) broken_ = move_failed(error);
       throw;
     } catch (const std::exception& error) {  // no memory, say
       if (is_moving) {
         drop_store();
-        broken_ = std::string("moving to a newer commit failed (") + error.what() + ")";
+        broken_ = move_failed(error);
       }
       throw;
     }

@@ -39,7 +39,7 @@ class Sandbox {
 using vfs::Op;
 
 // Syncs are counted and not carried out: the tests here end processes at most, never the power.
-class FaultVfs final : public vfs::FaultVfs {
+class FaultVfs : public vfs::FaultVfs {
  public:
   FaultVfs() { skip_syncs(true); }
 };

@@ -1,5 +1,9 @@
 // Readers that move on: what they hold after refresh() is what a fresh opening holds, at the cost of what changed.
+#include <atomic>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
 
 #include "check.h"
 #include "format.h"
@@ -114,6 +118,100 @@ TEST(refresh_follows_a_flat_table) {
 
 TEST(refresh_follows_a_hashed_table) {
   for (uint64_t seed = 11; seed <= 13; ++seed) follows(whole_numbers(-1, 24), 4000, seed, 1);
+}
+
+namespace {
+
+// Has no memory for the `at`-th opening or reading of a file from now on, nor for any later one.
+class PoorVfs final : public FaultVfs {
+ public:
+  void run_out_at(int at) { left_ = at; }
+  bool is_poor() const { return is_poor_; }
+  void recover() {
+    left_ = -1;
+    is_poor_ = false;
+  }
+  std::shared_ptr<vfs::File> open(const std::string& path, bool direct) override {
+    spend();
+    return std::make_shared<PoorFile>(this, FaultVfs::open(path, direct));
+  }
+
+ private:
+  class PoorFile final : public vfs::File {
+   public:
+    PoorFile(PoorVfs* owner, std::shared_ptr<vfs::File> below) : owner_(owner), below_(std::move(below)) {}
+    void read(void* data, size_t n, uint64_t offset) override {
+      owner_->spend();
+      below_->read(data, n, offset);
+    }
+    void write(const void* data, size_t n, uint64_t offset) override { below_->write(data, n, offset); }
+    void sync() override { below_->sync(); }
+    uint64_t size() override { return below_->size(); }
+    uint32_t read_alignment() const override { return below_->read_alignment(); }
+    const std::string& path() const override { return below_->path(); }
+    bool is_at(const std::string& path) override { return below_->is_at(path); }
+
+   private:
+    PoorVfs* owner_;
+    std::shared_ptr<vfs::File> below_;
+  };
+  void spend() {
+    if (left_ > 0 && --left_ == 0) is_poor_ = true;
+    if (is_poor_) throw std::bad_alloc();
+  }
+  std::atomic<int> left_{-1};
+  std::atomic<bool> is_poor_{false};
+};
+
+}  // namespace
+
+// Wherever it runs out of memory, the reader shows its old commit or refuses, and another refresh() brings it on.
+TEST(refresh_without_memory_can_be_tried_again) {
+  const TableSpec spec = whole_numbers(600, 40);
+  const Sandbox sandbox;
+  PoorVfs vfs;
+  const std::string path = sandbox / "t";
+  const size_t ram = Table::minimum_ram(spec, 0, true) * 2;
+  auto table = Table::create(vfs, path, "t", spec, ram);
+  Rows rows, seen;
+  Sampler sampler(5);
+  size_t refused = 0, stayed = 0;
+  for (int at = 1;; ++at) {
+    auto reader = open_table(vfs, path, ram, false);
+    seen = rows;
+    for (int step = 0; step < 6; ++step) train(table.get(), &rows, &sampler, 200, spec.num_rows);
+    table->commit(std::nullopt, "");
+    const std::string when = "out of memory at " + std::to_string(at);
+    vfs.run_out_at(at);
+    bool is_out = false;
+    try {
+      reader->refresh();
+    } catch (const std::bad_alloc&) {
+      is_out = true;
+    }
+    const bool was_poor = vfs.is_poor();
+    vfs.recover();
+    if (is_out) {
+      const int64_t id = 0;
+      std::vector<float> values(spec.dim);
+      bool refuses = false;
+      try {
+        reader->lookup(&id, 1, true, values.data());
+      } catch (const Error& error) {
+        CHECK(error.kind() == ErrorKind::kBroken);
+        CHECK(std::string(error.what()).find("refresh() tries again") != std::string::npos);
+        refuses = true;
+      }
+      if (!refuses) check_table_is(reader.get(), seen, when);
+      refused += refuses;
+      stayed += !refuses;
+      reader->refresh();
+    }
+    check_table_is(reader.get(), rows, when + ", then refreshed");
+    CHECK_EQ(reader->epoch(), table->epoch());
+    if (!was_poor) break;
+  }
+  CHECK(stayed > 0 && refused > 0);
 }
 
 // What it looks at is what changed, however large the table is.

@@ -1,6 +1,8 @@
 // Scratch tables (scratch.h): rows of which nothing is kept, in segments without names.
 #include <algorithm>
 #include <filesystem>
+#include <functional>
+#include <utility>
 
 #include "check.h"
 #include "model.h"
@@ -22,6 +24,16 @@ size_t count_files(const std::string& path) {
   const auto entries = std::filesystem::directory_iterator(path);
   return static_cast<size_t>(std::distance(begin(entries), end(entries)));
 }
+
+// Somebody else does something here just before this process has the lock.
+class RacingVfs final : public FaultVfs {
+ public:
+  std::function<void()> before_lock;
+  std::unique_ptr<vfs::Lock> lock(const std::string& path) override {
+    if (const auto act = std::exchange(before_lock, nullptr)) act();
+    return FaultVfs::lock(path);
+  }
+};
 
 }  // namespace
 
@@ -79,5 +91,30 @@ TEST(scratch_left_half_made_is_made_anew) {
     const auto table = Table::create(vfs, path, "t", spec, ram);
     check_table_is(table.get(), {}, "after operation " + std::to_string(at));
     CHECK_EQ(count_files(path), size_t{2});
+  }
+}
+
+// Two processes create at one place, and the other one is done before this one has the lock: its table stays, rows and all.
+TEST(create_leaves_the_table_of_one_that_was_faster) {
+  for (const bool is_scratch_left : {false, true}) {
+    for (const bool wants_scratch : {false, true}) {
+      const Sandbox sandbox;
+      const std::string path = sandbox / "t";
+      RacingVfs vfs;
+      FaultVfs theirs;
+      const TableSpec spec = whole_numbers(40'000, 16);
+      const size_t ram = Table::minimum_ram(spec, 0, true);
+      if (is_scratch_left) Table::create(vfs, path, "t", scratch_spec(), ram).reset();
+      Rows rows;
+      vfs.before_lock = [&] {
+        const auto other = Table::create(theirs, path, "t", spec, ram);
+        update(other.get(), {1, 2, 3}, {1.0f, 2.0f, 3.0f});
+        apply(&rows, {1, 2, 3}, {1.0f, 2.0f, 3.0f});
+        other->commit(std::nullopt, "");
+      };
+      CHECK_THROWS(Table::create(vfs, path, "t", wants_scratch ? scratch_spec() : spec, ram), ErrorKind::kExists,
+                   "exists already");
+      check_table_is(open_table(theirs, path, ram).get(), rows, "of the faster one");
+    }
   }
 }
