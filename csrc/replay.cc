@@ -73,6 +73,12 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
 
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
+  // Of a chunk, those that this pass looks at. Their entries are fetched a block ahead, all at once: what find() asks for
+  // is then in the processor's cache. The fetched ones themselves are not used, as an id may come twice.
+  constexpr size_t kBlock = 256;
+  std::vector<uint32_t> chosen;
+  std::vector<int64_t> chosen_ids;
+  Entry fetched[kBlock];
   Span span;
   for (uint64_t pass = 0; pass < passes; ++pass) {
     Versions newest(total / passes + total / passes / 8 + 64);
@@ -88,10 +94,18 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
                                                   ", which this commit cannot have");
         }
         if (pass == 0 && reserve != nullptr && chunk.kind == ChunkKind::kData) reserve(ids.data(), ids.size());
+        chosen.clear();
+        chosen_ids.clear();
         for (size_t i = 0; i < ids.size(); ++i) {
+          if (passes > 1 && (mix_id(ids[i]) >> 8) % passes != pass) continue;
+          chosen.push_back(static_cast<uint32_t>(i));
+          chosen_ids.push_back(ids[i]);
+        }
+        for (size_t k = 0; k < chosen.size(); ++k) {
+          if (k % kBlock == 0) directory->locate(&chosen_ids[k], std::min(kBlock, chosen.size() - k), fetched);
+          if (k + 16 < chosen.size()) newest.prefetch(chosen_ids[k + 16]);
+          const size_t i = chosen[k];
           const int64_t id = ids[i];
-          if (passes > 1 && (mix_id(id) >> 8) % passes != pass) continue;
-          if (i + 16 < ids.size()) newest.prefetch(ids[i + 16]);
           if (!newest.raise(id, versions[i]) && !fault_is("replay_last_record")) continue;
           const Entry before = directory->find(id);
           if (before != kAbsent) {

@@ -1,8 +1,9 @@
 // When a table takes a directory checkpoint, and how it comes into a commit; what one is, and why it is right though the
 // table changes meanwhile, is said in checkpoint.h.
 //
-//   1. After a commit, once what opening would replay is half of the rows stored: bytes written follow dirty rows. A table
-//      of few rows takes none. A thread of its own walks the directory, part by part, under the lock for a part; calls
+//   1. After a commit, once what opening would replay is an eighth of the rows stored or, where records are so small that
+//      a checkpoint would be more than a quarter of the bytes they took, as many as make it that, half of the rows at
+//      most: bytes written follow dirty rows. A table of few rows takes none. A thread of its own walks the directory, part by part, under the lock for a part; calls
 //      that wait for the lock go first. What it finds is checked and written without the lock.
 //   2. The file is whole and durable under its name. The next commit that begins names it; until then collecting leaves
 //      it alone. Later commits name it too, until another takes its place.
@@ -21,6 +22,7 @@ namespace bunkbed {
 
 namespace {
 
+constexpr uint64_t kShare = 4;  // a checkpoint costs at most one byte for so many of records
 constexpr uint64_t kWorthClosing = 10;  // times checkpoint_rows: records whose replay close() spares the next opening
 
 // Segments of epochs before the walk's, by number.
@@ -92,8 +94,11 @@ void Table::consider_checkpoint() {
   {
     const auto guard = lock_behind_others();
     const size_t stored = store_->directory().stored_rows();
-    if (checkpoints_.stop || checkpoints_.is_under_way || checkpoints_.ready.has_value() || stored < checkpoint_rows ||
-        records_to_replay() < stored / 2) {
+    if (checkpoints_.stop || checkpoints_.is_under_way || checkpoints_.ready.has_value() || stored < checkpoint_rows) return;
+    uint64_t bytes = stored * (sizeof(int64_t) + kPackedEntryBytes);
+    if (spec_.num_rows > 0) bytes = std::min(bytes, static_cast<uint64_t>(spec_.num_rows) * kPackedEntryBytes);
+    const uint64_t record_bytes = record_stride(payload_bytes_) + chunk_index_bytes(1);
+    if (records_to_replay() < std::clamp<uint64_t>(kShare * bytes / record_bytes, stored / 8, stored / 2)) {
       return;
     }
     checkpoints_.is_under_way = true;

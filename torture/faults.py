@@ -32,6 +32,8 @@ LONGEST_S = 30.0
 #: Interrupted and short calls do no harm by themselves, so every so-manieth operation of a life meets one. As many
 #: lives as this, each beginning one operation later, strike every operation once.
 STRIDE = 61
+#: A story, the operation that fails, the fault.
+Case = tuple[ModuleType, int, str]
 
 
 class Stumbler:
@@ -337,6 +339,16 @@ def operations(story: ModuleType, states: list[State], *, count_reads: bool) -> 
     return int(faulty.count())
 
 
+def _sample(cases: list[Case], most: int, seed: int) -> list[Case]:
+    """About so many of them, of each fault its share and one at least."""
+    chance = random.Random(seed)
+    sample: list[Case] = []
+    for name in FAULTS:
+        of_it = [case for case in cases if case[2] == name]
+        sample += chance.sample(of_it, min(len(of_it), max(1, most * len(of_it) // len(cases))))
+    return sample
+
+
 def run(size: Size) -> list[Result]:
     """Every operation, with each fault; each life must be over within seconds."""
 
@@ -344,7 +356,7 @@ def run(size: Size) -> list[Result]:
         clock = Clock(size.seconds)
         results = {name: Result(f"operation fails: {name}") for name in FAULTS}
         states = {story: story.expected(story.ACTIONS) for story in (scenario, table_scenario)}
-        cases = []
+        cases: list[Case] = []
         for story in states:
             for name in FAULTS:
                 there_are = operations(story, states[story], count_reads=name in SILENT)
@@ -354,7 +366,7 @@ def run(size: Size) -> list[Result]:
         mine = cases[index :: size.processes]
         progress = Progress("faults, lives", len(mine), index)
         if size.factor < 1:
-            mine = random.Random(size.seed).sample(mine, min(len(mine), size.of(4000, least=8) // size.processes))
+            mine = _sample(mine, size.of(4000, least=8) // size.processes, size.seed)
         raised = 0
         lives_of = dict.fromkeys(FAULTS, 0)
         for number, (story, at, name) in enumerate(mine):
