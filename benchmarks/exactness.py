@@ -131,8 +131,10 @@ def smallest_ram(make: Callable[[int], Any]) -> int:
     return high * 1024
 
 
-def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str = "") -> dict[str, float]:
-    """Trains a table in `folder` within `ram` bytes and compares everything.
+def train(
+    plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str = "", disk: int | None = None
+) -> dict[str, float]:
+    """Trains a table in `folder` within `ram` bytes, and `disk` bytes of files, and compares everything.
 
     Returns:
         The table's counters over the whole run, and ``evicted_share`` of the steps' unique rows.
@@ -146,7 +148,7 @@ def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str 
         for key, value in table.stats().items():
             totals[key] = totals.get(key, 0) + value
 
-    table = bb.create(folder, ram=ram, **plan.table_arguments())
+    table = bb.create(folder, ram=ram, disk=disk, **plan.table_arguments())
     _native.set_checkpoints(1000)  # directory checkpoints beside training, and at the close in the middle
     try:
         if fault:
@@ -158,7 +160,7 @@ def train(plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str 
             if step == plan.steps // 2:
                 leave(table)
                 table.close()
-                table = bb.open(folder, ram=ram)
+                table = bb.open(folder, ram=ram, disk=disk)
                 window = Window(table, depth=2, batches=12)
                 window.push(ids)
             elif step % 25 == 24:

@@ -146,6 +146,7 @@ CASES = (
         ">= 95 %",
         limit_s=900,
     ),
+    Case("disk-limit", "disk_limit:disk_limit", "training within disk=, with commits, beside no limit", "", ()),
     Case(
         "opening",
         "durability:opening",

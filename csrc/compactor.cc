@@ -10,7 +10,6 @@ namespace bunkbed {
 
 namespace {
 
-constexpr double kWorthMoving = 0.9;  // a fuller segment gives back too little for the copying
 constexpr size_t kSpareSegments = 128;  // beyond what their bytes explain: many small commits leave many small ones
 
 }  // namespace
@@ -59,9 +58,9 @@ bool Compactor::read_or_set_aside(Call&& call) {
   }
 }
 
-// Chooses the emptiest segment.
-bool Compactor::pick() {
-  const bool too_many = has_too_many_segments();
+// Chooses the emptiest segment, of those that `among` holds where that is given.
+bool Compactor::pick(const MayEmpty* among) {
+  const bool too_many = among == nullptr && has_too_many_segments();
   Segment* best = nullptr;
   double best_part = too_many ? 2.0 : kWorthMoving;
   uint64_t fewest = ~0ull;
@@ -69,6 +68,8 @@ bool Compactor::pick() {
     // One of a commit under way could not go even when emptied, and would be chosen again and again.
     if (!segment->is_sealed || segment->is_ending || segment->records == 0 || segment->tombstones > 0) continue;
     if (damaged_.contains(id) || log_->is_being_written(*segment)) continue;
+    if (may_empty_ && !may_empty_(*segment, named_.contains(id))) continue;
+    if (among != nullptr && !(*among)(*segment, named_.contains(id))) continue;
     const double part = static_cast<double>(segment->live) / static_cast<double>(segment->records);
     const bool better = too_many ? segment->live < fewest : part < best_part;
     if (better) {
@@ -87,8 +88,8 @@ bool Compactor::pick() {
   return true;
 }
 
-bool Compactor::choose() {
-  if (!pick()) return false;
+bool Compactor::choose(const MayEmpty* among) {
+  if (!pick(among)) return false;
   Segment* segment = log_->find_segment(segment_);
   if (segment->live > 0) read_or_set_aside([&] { chunks_ = log_->chunks(*segment); });
   return true;
@@ -230,6 +231,32 @@ void Compactor::run(size_t records, size_t buffer_bytes) {
   }
 }
 
+bool Compactor::empty_until(const std::function<bool()>& is_enough, const MayEmpty& among, size_t buffer_bytes) {
+  constexpr size_t kRecords = 4096;
+  if (segment_ != 0 && !is_enough()) {  // half done, and perhaps of no use here: begun anew when it is the emptiest
+    segment_ = 0;
+    ids_.clear();
+  }
+  while (!is_enough()) {
+    if (segment_ == 0 && !choose(&among)) return false;
+    look(kRecords, buffer_bytes);
+  }
+  return true;
+}
+
+void Compactor::add_named_segments(const std::set<uint64_t>& more) {
+  for (const uint64_t id : more) {
+    const Segment* const segment = log_->find_segment(id);
+    named_.try_emplace(id, segment == nullptr ? 0 : segment->bytes);
+  }
+}
+
+uint64_t Compactor::named_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [id, size] : named_) bytes += log_->find_segment(id) == nullptr ? size : 0;
+  return bytes;
+}
+
 void Compactor::drop_dead_segments() {
   std::vector<uint64_t> dead;
   for (const auto& [id, segment] : log_->segments()) {
@@ -237,7 +264,9 @@ void Compactor::drop_dead_segments() {
     if (id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
   }
   for (const uint64_t id : dead) {
-    log_->forget_segment(id, !named_.contains(id));
+    const auto named = named_.find(id);
+    if (named != named_.end()) named->second = log_->find_segment(id)->bytes;  // it may have grown since it was named
+    log_->forget_segment(id, named == named_.end());
     failpoint("compact.dropped");
   }
 }

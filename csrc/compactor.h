@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <set>
 #include <vector>
 
@@ -25,6 +26,8 @@ namespace bunkbed {
 // Compaction begins where the records of all stored rows, of those that are dirty in RAM too, are less than this part of
 // the log.
 inline constexpr double kTargetLive = 0.65;
+// A fuller segment gives back too little for the copying.
+inline constexpr double kWorthMoving = 0.9;
 // Dead bytes that are left alone however small the table; tests of small tables lower it.
 inline std::atomic<uint64_t> compaction_slack_bytes{256u << 10};
 
@@ -56,10 +59,19 @@ class Compactor {
   // Looks at up to `records` of them without reading any more, if that was all; returns how many.
   size_t look_on(size_t records, size_t buffer_bytes) { return segment_ == 0 ? 0 : look(records, buffer_bytes); }
   bool is_needed() const;
-  // Segments that durable commits name; their files stay when their last record is dead.
-  void set_named_segments(std::set<uint64_t> named) { named_ = std::move(named); }
-  void add_named_segments(const std::set<uint64_t>& more) { named_.insert(more.begin(), more.end()); }
+  // Segments that durable commits name, and their bytes; their files stay when their last record is dead.
+  void set_named_segments(std::map<uint64_t, uint64_t> named) { named_ = std::move(named); }
+  void add_named_segments(const std::set<uint64_t>& more);
   void drop_dead_segments();
+  // Bytes of segments that are named and no longer in the log.
+  uint64_t named_bytes() const;
+
+  // Which segments may be emptied; without, all of them.
+  using MayEmpty = std::function<bool(const Segment& segment, bool is_named)>;
+  void set_may_empty(MayEmpty may_empty) { may_empty_ = std::move(may_empty); }
+  // Empties segments, now and whether or not there is need, until `is_enough`: the emptiest of those that `among` holds
+  // first; false when none is left that would give anything back.
+  bool empty_until(const std::function<bool()>& is_enough, const MayEmpty& among, size_t buffer_bytes);
 
   uint64_t segments_compacted() const { return segments_compacted_; }
   uint64_t records_moved() const { return records_moved_; }
@@ -69,8 +81,8 @@ class Compactor {
 
  private:
   bool has_too_many_segments() const;
-  bool pick();
-  bool choose();
+  bool pick(const MayEmpty* among = nullptr);
+  bool choose(const MayEmpty* among = nullptr);
   template <typename Call>
   bool read_or_set_aside(Call&& call);
   size_t look(size_t n, size_t buffer_bytes);
@@ -78,7 +90,8 @@ class Compactor {
   Directory* directory_;
   Cache* cache_;
   Log* log_;
-  std::set<uint64_t> named_;
+  std::map<uint64_t, uint64_t> named_;
+  MayEmpty may_empty_;
   std::set<uint64_t> damaged_;  // segments that could not be read; left alone
 
   uint64_t segment_ = 0;  // 0: none chosen

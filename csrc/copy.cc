@@ -53,7 +53,7 @@ class Copy {
       copied.checkpoints.clear();  // a directory checkpoint saves time; the segments hold all there is
       target_.write(copied);
     }
-    if (!options_.for_run) target_.collect({}, {});
+    if (!options_.for_run) target_.collect({});
     lock->unlock();
     return result_;
   }

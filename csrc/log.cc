@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 
@@ -125,6 +126,9 @@ void Log::open_segment(Stream* stream) {
 }
 
 void Log::open_chunk(Stream* stream) {
+  if (room_ && room_() < memory_.chunk_bytes + kSegmentHeaderBytes) {
+    throw Error(ErrorKind::kSystem, "the disk= limit of the table at " + directory_ + " is reached", ENOSPC, directory_);
+  }
   Chunk* chunk = free_chunk();
   const size_t enough = std::max<size_t>(1, chunk_capacity(kSegmentHeaderBytes) / 8);
   if (stream->segment != nullptr && chunk_capacity(stream->segment->bytes) < enough) {

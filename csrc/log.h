@@ -17,6 +17,7 @@
 // on other threads.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <functional>
@@ -116,6 +117,18 @@ class Log {
   // Segments lose their names as soon as they are made (scratch.h).
   void make_nameless() { is_nameless_ = true; }
   const LogMemory& memory() const { return memory_; }
+  // Asked for the bytes that files may still grow by before a chunk is begun: Error(kSystem), ENOSPC, where it is fewer.
+  void set_room(std::function<uint64_t()> room) { room_ = std::move(room); }
+  // What the chunks that are open may yet add to their segments.
+  uint64_t open_bytes() const {
+    return ((running_.chunk != nullptr ? 1 : 0) + (ending_.chunk != nullptr ? 1 : 0)) * uint64_t{memory_.chunk_bytes};
+  }
+  // Most bytes that a record of a full chunk takes on disk, its part of the chunk's trailer and padding included.
+  uint64_t record_disk_bytes() const {
+    const size_t overhead = stride_ + kChunkTrailerBytes + 8;  // the gap before the first record is less than one
+    const size_t records = std::max<size_t>(1, (memory_.chunk_bytes - std::min(memory_.chunk_bytes, overhead)) / (stride_ + 16));
+    return (memory_.chunk_bytes + records - 1) / records;
+  }
 
   // Copies the record into the open chunk and returns its position. `version` 0 takes the next one; compaction
   // passes the version the record had. May wait for a buffer; a failed write surfaces here, before anything of
@@ -258,6 +271,7 @@ class Log {
   bool is_ending_ = false;
   uint64_t ending_versions_end_ = 0;
   bool is_nameless_ = false;
+  std::function<uint64_t()> room_;
   std::map<uint64_t, std::unique_ptr<Segment>> segments_;
   std::unordered_map<uint64_t, Segment*> by_id_;
   std::vector<std::unique_ptr<Chunk>> chunks_;

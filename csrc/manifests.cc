@@ -131,18 +131,16 @@ void Manifests::remove(const std::vector<uint64_t>& epochs) const {
   failpoint("collect.durable");
 }
 
-std::set<uint64_t> Manifests::every_segment() const {
-  std::set<uint64_t> found;
+std::map<uint64_t, uint64_t> Manifests::every_segment() const {
+  std::map<uint64_t, uint64_t> found;
   for (const std::string& name : vfs_.list(directory_)) {
     uint64_t segment;
-    if (parse_name(name, "segment-", &segment)) found.insert(segment);
+    if (parse_name(name, "segment-", &segment)) found[segment] = vfs_.open(directory_ + "/" + name, false)->size();
   }
   return found;
 }
 
-std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const std::set<uint64_t>& in_use,
-                                      uint64_t segments_end, const std::set<uint64_t>& checkpoints_in_use,
-                                      uint64_t checkpoints_end) const {
+Manifests::Held Manifests::collect(const Spared& spared) const {
   const auto all = epochs();
   std::map<std::string, uint64_t> newest_of_name;
   std::map<uint64_t, Manifest> manifests;
@@ -151,43 +149,51 @@ std::set<uint64_t> Manifests::collect(const std::set<uint64_t>& pinned, const st
       manifests[epoch] = load(epoch);
     } catch (const Error&) {
       // An old commit is damaged: nobody knows what it names, so nothing goes. check() reports it.
-      return every_segment();
+      return {every_segment(), {}, 0};
     }
     if (!manifests[epoch].keep.empty()) newest_of_name[manifests[epoch].keep] = epoch;
   }
   std::vector<uint64_t> dropped;
-  std::set<uint64_t> named, checkpoints = checkpoints_in_use;
+  Held held;
+  std::map<uint64_t, uint64_t> checkpoints;
   for (size_t i = 0; i < all.size(); ++i) {
     const Manifest& manifest = manifests[all[i]];
-    const bool is_recent = i + 2 >= all.size();
-    const bool is_kept = !manifest.keep.empty() && newest_of_name[manifest.keep] == all[i];
-    if (!is_recent && !is_kept && !pinned.contains(all[i])) {
+    const bool is_recent = i + spared.newest >= all.size();
+    const bool is_named = !manifest.keep.empty() && newest_of_name[manifest.keep] == all[i];
+    const bool is_pinned = spared.pinned.contains(all[i]);
+    if (!is_recent && !is_named && !is_pinned) {
       dropped.push_back(all[i]);
       continue;
     }
-    for (const SegmentEntry& segment : manifest.segments) named.insert(segment.segment);
-    for (const CheckpointEntry& checkpoint : manifest.checkpoints) checkpoints.insert(checkpoint.file);
+    for (const SegmentEntry& segment : manifest.segments) {
+      held.segments[segment.segment] = segment.bytes;
+      if (is_named || !is_recent) held.kept.insert(segment.segment);
+    }
+    for (const CheckpointEntry& checkpoint : manifest.checkpoints) checkpoints[checkpoint.file] = checkpoint.bytes;
+    held.other_bytes += encode_manifest(manifest).size();
   }
   // The names must be gone for good before the segments they name are: otherwise power loss could leave a commit
   // whose segments are missing.
   remove(dropped);
   for (const std::string& name : vfs_.list(directory_)) {
-    uint64_t segment;
-    if (parse_name(name, "segment-", &segment) && segment < segments_end && !named.contains(segment) &&
-        !in_use.contains(segment)) {
+    uint64_t number;
+    if (parse_name(name, "segment-", &number) && number < spared.segments_end && !held.segments.contains(number) &&
+        !spared.segments.contains(number)) {
       vfs_.remove(directory_ + "/" + name);
       failpoint("collect.segment");
-    } else if (parse_name(name, "directory-", &segment) && segment < checkpoints_end && !checkpoints.contains(segment)) {
+    } else if (parse_name(name, "directory-", &number) && number < spared.checkpoints_end &&
+               !checkpoints.contains(number) && !spared.checkpoints.contains(number)) {
       vfs_.remove(directory_ + "/" + name);
     }
   }
-  return named;
+  for (const auto& [number, bytes] : checkpoints) held.other_bytes += bytes;
+  return held;
 }
 
 void Manifests::remove_segments_unnamed_by(const Manifest& manifest) const {
   std::set<uint64_t> named;
   for (const SegmentEntry& segment : manifest.segments) named.insert(segment.segment);
-  for (const uint64_t segment : every_segment()) {
+  for (const auto& [segment, bytes] : every_segment()) {
     if (!named.contains(segment)) vfs_.remove(directory_ + "/" + segment_name(segment));
   }
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -37,13 +38,24 @@ class Manifests {
   };
   std::vector<Snapshot> snapshots() const;
 
-  // Removes every commit but the newest two, the named ones and those of `pinned`; then every segment file that no
-  // remaining commit names and `in_use` does not hold, as far as its number is below `segments_end`: what is made
-  // meanwhile stays. The same goes for directory checkpoints. Returns the segments that remaining commits name.
-  std::set<uint64_t> collect(const std::set<uint64_t>& pinned, const std::set<uint64_t>& in_use,
-                             uint64_t segments_end = ~uint64_t{0},
-                             const std::set<uint64_t>& checkpoints_in_use = {},
-                             uint64_t checkpoints_end = ~uint64_t{0}) const;
+  // What a collection leaves alone beside the newest commits and the named ones.
+  struct Spared {
+    std::set<uint64_t> pinned = {};  // commits
+    std::set<uint64_t> segments = {};
+    uint64_t segments_end = ~uint64_t{0};  // what is made meanwhile has this number or a higher one
+    std::set<uint64_t> checkpoints = {};
+    uint64_t checkpoints_end = ~uint64_t{0};
+    size_t newest = 2;  // commits
+  };
+  // What the commits that remain hold on disk.
+  struct Held {
+    std::map<uint64_t, uint64_t> segments = {};  // number -> bytes
+    std::set<uint64_t> kept = {};  // of them, those of named commits and of pinned ones that are not among the newest
+    uint64_t other_bytes = 0;      // manifests and directory checkpoints
+  };
+  // Removes every commit but the newest, the named and the pinned ones; then every segment file and directory checkpoint
+  // that no remaining commit names and that is not spared.
+  Held collect(const Spared& spared) const;
   // A seeded bug's, and of no other use: what a commit that is not there yet will not name.
   void remove_segments_unnamed_by(const Manifest& manifest) const;
   // Files of an unfinished commit.
@@ -52,7 +64,7 @@ class Manifests {
   const std::string& directory() const { return directory_; }
 
  private:
-  std::set<uint64_t> every_segment() const;
+  std::map<uint64_t, uint64_t> every_segment() const;
 
   vfs::Vfs& vfs_;
   std::string directory_;

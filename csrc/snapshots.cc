@@ -62,7 +62,7 @@ void drop_snapshot(vfs::Vfs& vfs, const std::string& path, const std::string& na
     if (manifest.keep == name) dropped.push_back(manifest.epoch);
   }
   manifests.remove(dropped);
-  manifests.collect({}, {});
+  manifests.collect({});
   lock->unlock();
 }
 
@@ -70,7 +70,7 @@ void collect_commits(vfs::Vfs& vfs, const std::string& path, const std::set<uint
   const auto lock = writers_lock(vfs, path);
   const Manifests manifests(vfs, path);
   require_known(manifests.load_newest(), path);
-  manifests.collect(pinned, {});
+  manifests.collect({.pinned = pinned});
   lock->unlock();
 }
 

@@ -27,6 +27,7 @@
 #include "compactor.h"
 #include "directory.h"
 #include "log.h"
+#include "manifests.h"
 #include "types.h"
 #include "window.h"
 
@@ -181,14 +182,35 @@ class Store {
   // All of it that pays; returns records moved.
   uint64_t compact_all();
 
-  // Segments that durable commits name: dead ones leave the log, their files stay.
-  void set_named_segments(std::set<uint64_t> named) {
-    compactor_.set_named_segments(std::move(named));
-    compactor_.drop_dead_segments();
-  }
-
+  // What durable commits name: dead segments of it leave the log, their files stay.
+  void set_held(Manifests::Held held);
   // These too stay, beside those named before.
   void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
+
+  // ---- The limit of what the files may take, and the terms; see store_disk.cc.
+  // 0: none. `commits`: most of those not kept by name that are there at once.
+  void set_disk_limit(uint64_t bytes, size_t commits);
+  uint64_t disk_limit() const { return disk_.limit; }
+  uint64_t disk_bytes() const;
+  // Of them, what is there for kept commits only.
+  uint64_t snapshot_bytes() const;
+  // Directory checkpoints that no commit names yet.
+  void set_checkpoint_bytes(uint64_t bytes) { disk_.checkpoint_bytes = bytes; }
+  bool has_disk_bytes(uint64_t bytes) const { return disk_.limit == 0 || disk_bytes() + bytes + reserved_bytes() <= disk_.limit; }
+  // Whether these rows may become dirty; one may come twice.
+  bool has_disk_for(const int64_t* rows, size_t n);
+  // Compaction for the rows last asked for; false when it does not help.
+  bool make_disk_room();
+  // Packs what a commit that is about to begin would name, so that it leaves room for what comes after it.
+  bool shrink_for_commit();
+  // The limit that so many rows need, that keeping the present state needs, and any table.
+  uint64_t disk_needed(uint64_t stored_rows) const;
+  uint64_t disk_needed_to_keep() const;
+  // A directory checkpoint of so many rows takes no more; see checkpoint.h.
+  static uint64_t checkpoint_estimate(uint64_t rows) { return 16 * rows + (64u << 10); }
+  static uint64_t disk_slack(uint64_t segment_bytes, const LogMemory& memory);
+  // How many rows would be stored with these, where that is more than the limit allows; else 0.
+  uint64_t rows_beyond_disk(const int64_t* rows, size_t n) const;
 
   size_t frame_bytes() const { return frame_bytes_; }
   size_t dirty_rows() const { return dirty_rows_ + frozen_rows_; }  // not in the log
@@ -218,6 +240,14 @@ class Store {
   void make_room_for_rows(const int64_t* rows, size_t n);
   void shrink_to(size_t capacity);
 
+  uint64_t slack() const;
+  uint64_t packed_bytes(uint64_t rows) const;
+  uint64_t fixed_bytes(uint64_t stored_rows) const;
+  uint64_t reserved_rows() const { return dirty_rows() + disk_.admitted; }
+  uint64_t reserved_bytes() const { return reserved_rows() * log_->record_disk_bytes() + slack(); }
+  bool fits_disk(size_t rows) const;
+  size_t rows_to_dirty(const int64_t* rows, size_t n) const;
+
   const std::string name_;
   const size_t frame_bytes_;
   MemoryPlan plan_;
@@ -240,6 +270,15 @@ class Store {
   uint64_t appended_seen_ = 0;  // records in the log when compaction last ran
   uint64_t compaction_debt_ = 0;  // records to look at for what was appended since
   bool is_compacting_beside_ = false;
+  struct Disk {
+    uint64_t limit = 0;
+    size_t commits = 1;
+    std::set<uint64_t> kept;        // segments of kept commits
+    uint64_t kept_bytes = 0;
+    uint64_t other_bytes = 0;       // files of commits that are not segments
+    uint64_t checkpoint_bytes = 0;  // those that are in no commit yet
+    size_t admitted = 0;            // rows that the change under way may make dirty
+  } disk_;
   StoreStats stats_;
 };
 

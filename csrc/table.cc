@@ -1,13 +1,11 @@
 // Making, opening, checking: what surrounds the rows. Lookups, updates and raw records are in table_lookup.cc,
-// table_update.cc and table_records.cc, commits in table_commit.cc.
+// table_update.cc and table_records.cc, commits in table_commit.cc, what calls require in table_checks.cc.
 #include "table.h"
 
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <random>
 
@@ -88,9 +86,10 @@ Table::~Table() {
 }
 
 std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
-                                     const TableSpec& spec, size_t ram_bytes) {
+                                     const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes) {
   OpenOptions options;
   options.ram_bytes = ram_bytes;
+  options.disk_bytes = disk_bytes;
   options.through_run = spec.belongs_to_run;
   check_record_size(spec.dim);
   const std::vector<Field> fields = fields_of(spec);
@@ -105,6 +104,15 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     auto table = std::unique_ptr<Table>(new Table(vfs, path, name, spec, options));
     table->start_in_ram();
     return table;
+  }
+  if (disk_bytes != 0) {
+    const uint64_t slots = slots_per_segment(spec, payload);
+    const MemoryPlan plan = plan_memory(ram_bytes, payload, slots, kAssumedReadUnit, true);
+    const uint64_t least = Store::disk_slack(slots * record_stride(payload), plan.log) + 2 * Store::checkpoint_estimate(0);
+    if (disk_bytes < least) {
+      throw Error(ErrorKind::kInvalid, "table '" + name + "': disk=" + std::to_string(disk_bytes) +
+                                           " bytes is too small to work with; it needs at least disk=" + std::to_string(least));
+    }
   }
   bool is_left = false;  // of a scratch table
   if (vfs.exists(path)) {
@@ -315,6 +323,8 @@ void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   staging_.reset();
   store_ = std::make_unique<Store>(name_, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
                                    std::move(log), plan);
+  // Commits at once that nobody asked to keep: the last; a run's tables have those of its last two, and one on its way.
+  store_->set_disk_limit(options_.disk_bytes, spec_.is_scratch ? 0 : spec_.belongs_to_run ? 3 : 1);
   store_->set_initial_record(
       [this](int64_t row, size_t record_bytes, std::byte* record) { initial_record(row, record_bytes, record); });
 }
@@ -362,7 +372,9 @@ void Table::load(const Manifest& manifest) {
   meta_ = manifest.meta;
   changed_ = false;
   ++changes_;
-  if (options_.writable) collect_locked();
+  if (!options_.writable) return;
+  collect_locked();
+  require_disk_limit();
 }
 
 void Table::drop_store() {
@@ -388,89 +400,12 @@ void Table::close_files() {
   drop_store();
   if (file_lock_ != nullptr && !(spec_.belongs_to_run && pinned_epochs_.empty())) {
     try {
-      manifests_.collect(pinned_epochs_, {}, ~0ull);  // segments that no commit came to name
+      manifests_.collect({.pinned = pinned_epochs_});  // segments that no commit came to name
     } catch (const std::exception&) {  // no memory, say; the next opening tries again
     }
   }
   if (file_lock_ != nullptr) file_lock_->unlock();
   file_lock_.reset();
-}
-
-// ---- Checks --------------------------------------------------------------------------------------------------
-
-void Table::require_own_process() const {
-  if (::getpid() != owner_pid_) {
-    throw Error(ErrorKind::kClosed, "table '" + name_ +
-                                        "' was opened before this process was forked; open it in the process that uses "
-                                        "it (a DataLoader worker should pass ids on, not look them up)");
-  }
-}
-
-void Table::require_usable() const {
-  if (closed_) throw Error(ErrorKind::kClosed, "table '" + name_ + "' is closed; open it again");
-  if (!broken_.empty()) {
-    throw Error(ErrorKind::kBroken, "table '" + name_ + "' refuses use until it is reopened at its last commit: " + broken_);
-  }
-}
-
-void Table::require_writable() const {
-  require_usable();
-  if (!options_.writable) {
-    throw Error(ErrorKind::kReadOnly, "table '" + name_ + "' is open for reading; open it with mode=\"w\" to change it");
-  }
-  if (!read_only_reason_.empty()) {
-    throw Error(ErrorKind::kReadOnly, "table '" + name_ + "' is read-only until reopened: " + read_only_reason_);
-  }
-}
-
-void Table::require_durable(const char* what) const {
-  if (!spec_.is_scratch) return;
-  throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is a scratch table, of which nothing is kept: it has no " + what +
-                                       "; make it with durability=\"durable\"");
-}
-
-void Table::check_ids(const int64_t* ids, size_t n) const {
-  const uint64_t end = spec_.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec_.num_rows);
-  // The highest bit of one of these is set by a negative id, that of the other by one at or past the end: a loop that
-  // every compiler makes vectors of.
-  uint64_t bad_bits = 0;
-  for (size_t i = 0; i < n; ++i) bad_bits |= static_cast<uint64_t>(ids[i]) | (end - 1 - static_cast<uint64_t>(ids[i]));
-  if (bad_bits >> 63 == 0) return;
-  for (size_t i = 0; i < n; ++i) {
-    if (static_cast<uint64_t>(ids[i]) < end) continue;
-    throw Error(ErrorKind::kIndex, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
-                                       std::to_string(i) + " is outside [0, " +
-                                       (spec_.num_rows < 0 ? "2**63" : std::to_string(spec_.num_rows)) + ")");
-  }
-}
-
-void Table::check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const {
-  if (kernels().all_finite(static_cast<int64_t>(n * length), values)) return;
-  for (size_t i = 0; i < n * length; ++i) {
-    if (std::isfinite(values[i])) continue;
-    const char* const shown = std::isnan(values[i]) ? "nan" : values[i] > 0 ? "inf" : "-inf";
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': " + what + " at position " + std::to_string(i / length) +
-                                         " (id " + std::to_string(ids[i / length]) + "), element " +
-                                         std::to_string(i % length) + ", is " + shown + "; nothing was changed");
-  }
-}
-
-// A finite value beyond the field's type would be stored as infinity.
-void Table::check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const {
-  const double limit = field_limit(field);
-  if (field_dtype(field) == DType::kFloat32) return;
-  float largest = 0.0f;
-  for (size_t i = 0; i < n * field.length; ++i) largest = std::max(largest, std::fabs(values[i]));
-  if (largest < limit) return;
-  for (size_t i = 0; i < n * field.length; ++i) {
-    if (std::fabs(values[i]) < limit) continue;
-    char shown[32];
-    std::snprintf(shown, sizeof(shown), "%.9g", static_cast<double>(values[i]));
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': value at position " + std::to_string(i / field.length) +
-                                         " (id " + std::to_string(ids[i / field.length]) + "), element " +
-                                         std::to_string(i % field.length) + ", is " + shown + ", beyond what " +
-                                         dtype_name(field_dtype(field)) + " holds; nothing was changed");
-  }
 }
 
 void Table::initial_record(int64_t row, size_t record_bytes, std::byte* record) const {
@@ -545,7 +480,9 @@ TableStats Table::stats() {
     stats.live_bytes = store_->compactor().live_bytes();
     stats.segments = log->segments().size();
     for (const CheckpointEntry& entry : committed_.checkpoints) stats.checkpoint_bytes += entry.bytes;
-    stats.disk_bytes = store_->compactor().total_bytes() + stats.checkpoint_bytes;
+    stats.disk_bytes = store_->disk_bytes();
+    stats.disk_limit_bytes = store_->disk_limit();
+    stats.snapshot_bytes = store_->snapshot_bytes();
     stats.stall_s = stall_s_ + stats.log.read_wait_s;
   }
   stats.staged_rows = staged_rows_;

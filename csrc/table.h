@@ -49,6 +49,7 @@ struct OpenOptions {
   std::string snapshot;             // a kept name; then the table is read-only
   std::optional<uint64_t> epoch;    // exactly this commit; a writer discards newer ones (bb.Run)
   bool through_run = false;         // opened by the run it belongs to
+  uint64_t disk_bytes = 0;          // most that the files may take, a writer's; 0: no limit
 };
 
 struct TableStats {
@@ -57,7 +58,8 @@ struct TableStats {
   uint64_t lookups = 0, updates = 0, ids = 0, commits = 0;
   uint64_t compactions = 0, compacted_records = 0;
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
-  uint64_t disk_bytes = 0, live_bytes = 0, segments = 0, checkpoint_bytes = 0;
+  uint64_t disk_bytes = 0, disk_limit_bytes = 0, snapshot_bytes = 0;
+  uint64_t live_bytes = 0, segments = 0, checkpoint_bytes = 0;
   uint64_t indexed_records = 0;  // looked at to know where rows are: by opening, refreshing, going back
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
   double stall_s = 0.0;  // that lookups and updates waited for rows to be read, staged or not
@@ -94,7 +96,7 @@ class Table {
  public:
   // A new table: in `path`, or in RAM only when `path` is empty.
   static std::unique_ptr<Table> create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
-                                       const TableSpec& spec, size_t ram_bytes);
+                                       const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes = 0);
   static std::unique_ptr<Table> open(vfs::Vfs& vfs, const std::string& path, const std::string& name,
                                      const OpenOptions& options);
   ~Table();
@@ -156,7 +158,8 @@ class Table {
   uint64_t refresh();
   // Epochs a run's manifest names: never collected.
   void set_pinned_epochs(std::set<uint64_t> epochs);
-  void collect();
+  // `newest`: commits that stay though nobody named or pinned them.
+  void collect(size_t newest = 2);
   uint64_t compact();
   void close();  // without a commit
 
@@ -199,6 +202,14 @@ class Table {
   void load_directory(const Manifest& manifest, size_t scratch_bytes);
   uint64_t records_to_replay() const;
   std::set<uint64_t> checkpoints_in_use() const;
+  // ---- The limit of the files; see table_disk.cc.
+  void require_disk_limit() const;
+  bool has_disk_for(const int64_t* ids, size_t n);
+  void make_disk_room(const int64_t* ids, size_t n);  // without the lock
+  // lock() and the checks of a call that sets these rows.
+  std::unique_lock<std::mutex> lock_with_disk_for(const int64_t* ids, size_t n);
+  void make_commit_fit(const std::string& keep);
+  void count_checkpoint_bytes();
   void consider_checkpoint();
   void take_checkpoint();
   void settle_checkpoint(bool may_take);
@@ -207,7 +218,8 @@ class Table {
   Manifest manifest_now(uint64_t epoch) const;
   void publish(Manifest manifest);
   std::set<uint64_t> pinned_now() const;
-  void collect_locked();
+  Manifests::Spared spared_now() const;
+  void collect_locked(size_t newest = 2);
   void collect_after_commit();
   // A commit under way: what the manifest will say, and what undoing it takes.
   struct CommitJob {
@@ -224,7 +236,7 @@ class Table {
   void make_durable(CommitJob* job);
   void give_up_commit(CommitJob* job, const std::exception_ptr& error);
   void tidy_up_after_commit();
-  void collect_beside_calls();
+  void collect_beside_calls(size_t newest = 2);
   void end_committing();
   void keep_in_ram(const std::string& name);
   void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);

@@ -98,11 +98,13 @@ void Table::consider_checkpoint() {
     uint64_t bytes = stored * (sizeof(int64_t) + kPackedEntryBytes);
     if (spec_.num_rows > 0) bytes = std::min(bytes, static_cast<uint64_t>(spec_.num_rows) * kPackedEntryBytes);
     const uint64_t record_bytes = record_stride(payload_bytes_) + chunk_index_bytes(1);
-    if (records_to_replay() < std::clamp<uint64_t>(kShare * bytes / record_bytes, stored / 8, stored / 2)) {
+    if (records_to_replay() < std::clamp<uint64_t>(kShare * bytes / record_bytes, stored / 8, stored / 2) ||
+        !store_->has_disk_bytes(Store::checkpoint_estimate(stored))) {
       return;
     }
     checkpoints_.is_under_way = true;
     checkpoints_.number = checkpoints_.next_number++;
+    count_checkpoint_bytes();
     before = std::move(checkpoints_.thread);
   }
   if (before != nullptr) before->join();  // it has nothing more to do
@@ -187,6 +189,7 @@ void Table::take_checkpoint() {
   if (!taken.has_value() || store_ == nullptr || checkpoints_.store != store) return;  // collected with what nobody names
   checkpoints_.ready = taken;
   checkpoints_.ready_epoch = header.replay_epoch;
+  count_checkpoint_bytes();
 }
 
 // Before close(): ends a walk that is under way, or waits for it where its file is wanted.
@@ -200,6 +203,7 @@ void Table::settle_checkpoint(bool may_take) {
                 // A copy that nobody wrote to stays one, and what was kept last stays the newest commit.
                 (committed_.writer_flags & kWriterFlagCopy) == 0 && committed_.keep.empty() && held_.empty() &&
                 store_->directory().stored_rows() >= checkpoint_rows &&
+                store_->has_disk_bytes(Store::checkpoint_estimate(store_->directory().stored_rows())) &&
                 records_to_replay() >= kWorthClosing * checkpoint_rows;
     if (!is_wanted) checkpoints_.stop = true;
     walk = std::move(checkpoints_.thread);

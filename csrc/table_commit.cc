@@ -112,7 +112,7 @@ std::unique_lock<std::mutex> Table::lock_alone() {
 std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::string>& meta, const std::string& keep,
                                                       std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
   ask_holder();
-  auto guard = lock_beside_staging();
+  auto guard = options_.disk_bytes != 0 ? lock_alone() : lock_beside_staging();
   commit_over_.wait(guard, [this] { return !is_committing_; });
   require_writable();
   if (last_commit_ != nullptr && last_commit_->is_unreported_failure()) last_commit_->wait();
@@ -134,6 +134,7 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
     job->pending->succeed(committed_.epoch);
     return nullptr;
   }
+  if (store_->disk_limit() != 0) make_commit_fit(keep);
   failpoint("commit.begin");
   const uint64_t epoch = log->epoch();
   store_->freeze();
@@ -300,22 +301,33 @@ void Table::tidy_up_after_commit() {
   }
 }
 
+Manifests::Spared Table::spared_now() const {
+  Manifests::Spared spared;
+  spared.pinned = pinned_now();
+  for (const auto& [id, segment] : store_->log()->segments()) spared.segments.insert(id);
+  spared.segments_end = store_->log()->next_segment();
+  spared.checkpoints = checkpoints_in_use();
+  spared.checkpoints_end = checkpoints_.next_number;
+  return spared;
+}
+
 // Files are many and slow to remove: without the lock, while nothing else commits or collects.
-void Table::collect_beside_calls() {
-  std::set<uint64_t> pinned, in_use;
-  std::set<uint64_t> checkpoints;
-  uint64_t segments_end, checkpoints_end;
+void Table::collect_beside_calls(size_t newest) {
+  Manifests::Spared spared;
   {
     const auto guard = lock_behind_others();
-    pinned = pinned_now();
-    for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
-    segments_end = store_->log()->next_segment();
-    checkpoints = checkpoints_in_use();
-    checkpoints_end = checkpoints_.next_number;
+    spared = spared_now();
+    spared.newest = newest;
   }
-  std::set<uint64_t> named = manifests_.collect(pinned, in_use, segments_end, checkpoints, checkpoints_end);
+  Manifests::Held held = manifests_.collect(spared);
   const auto guard = lock_behind_others();
-  store_->set_named_segments(std::move(named));
+  for (const uint64_t id : spared.segments) {
+    // Emptied meanwhile: it was spared for the log's sake, and the log left it to the commit that has just gone.
+    if (held.segments.contains(id) || store_->log()->find_segment(id) != nullptr) continue;
+    vfs_.remove(path_ + "/" + segment_name(id));
+  }
+  store_->set_held(std::move(held));
+  count_checkpoint_bytes();
 }
 
 // ---- The calls ----------------------------------------------------------------------------------------------------
@@ -356,11 +368,11 @@ std::set<uint64_t> Table::pinned_now() const {
   return pinned;
 }
 
-void Table::collect_locked() {
-  std::set<uint64_t> in_use;
-  for (const auto& [id, segment] : store_->log()->segments()) in_use.insert(id);
-  store_->set_named_segments(manifests_.collect(pinned_now(), in_use, store_->log()->next_segment(),
-                                                     checkpoints_in_use(), checkpoints_.next_number));
+void Table::collect_locked(size_t newest) {
+  Manifests::Spared spared = spared_now();
+  spared.newest = newest;
+  store_->set_held(manifests_.collect(spared));
+  count_checkpoint_bytes();
 }
 
 void Table::collect_after_commit() {
@@ -375,7 +387,7 @@ void Table::set_pinned_epochs(std::set<uint64_t> epochs) {
   pinned_epochs_ = std::move(epochs);
 }
 
-void Table::collect() {
+void Table::collect(size_t newest) {
   {
     auto guard = lock_beside_staging();
     commit_over_.wait(guard, [this] { return !is_committing_; });
@@ -384,7 +396,7 @@ void Table::collect() {
     is_committing_ = true;
   }
   try {
-    collect_beside_calls();
+    collect_beside_calls(newest);
   } catch (...) {
     end_committing();
     throw;

@@ -29,9 +29,7 @@ void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
 }
 
 void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
-  const auto guard = lock();
-  require_writable();
-  check_ids(ids, n);
+  const auto guard = lock_with_disk_for(ids, n);
   batch_.assign(ids, n);
   if (batch_.num_unique() != n) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': records to scatter name an id twice");
@@ -101,9 +99,7 @@ void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
 }
 
 void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
-  const auto guard = lock();
-  require_writable();
-  check_ids(ids, n);
+  const auto guard = lock_with_disk_for(ids, n);
   check_not_held(ids, n);
   require_places(n);
   const Field& f = fields_.at(field);

@@ -34,17 +34,21 @@ void Table::require_places(size_t n) const {
 }
 
 std::unique_lock<std::mutex> Table::begin_update(const int64_t* ids, size_t n) {
-  auto guard = lock_beside_staging();
-  require_writable();
-  check_ids(ids, n);
-  check_not_held(ids, n);
-  if (is_staging() && store_->must_shrink_for(ids, n)) {
-    settle(guard);
+  for (;;) {
+    auto guard = lock_beside_staging();
     require_writable();
-  } else {
-    settle_for(guard, ids, n);
+    check_ids(ids, n);
+    check_not_held(ids, n);
+    if (is_staging() && store_->must_shrink_for(ids, n)) {
+      settle(guard);
+      require_writable();
+    } else {
+      settle_for(guard, ids, n);
+    }
+    if (has_disk_for(ids, n)) return guard;
+    guard.unlock();
+    make_disk_room(ids, n);
   }
-  return guard;
 }
 
 Table::Step Table::next_step(std::optional<double> lr, std::optional<int64_t> step) const {

@@ -72,6 +72,15 @@ class TestScratch(TestTinyRam):
         self.skip_without_commits()
 
 
+class TestDiskLimited(TestTinyRam):
+    """As little RAM and disk as opens: steps and commits wait for compaction."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        # Segments of a table of unknown size are larger.
+        disk = "256MiB" if kwargs.get("num_rows") is None else "16MiB"
+        return bb.create(tmp_path / "table", ram=tiny_ram(tmp_path, **kwargs), disk=disk, **kwargs)
+
+
 class TestSharedBudget(TableTests):
     """Beside another table in one `bb.Budget`."""
 

@@ -97,6 +97,9 @@ class Stumbler:
                 if went_back is not None:
                     return went_back
             return at + 1
+        if action == "o":
+            went_back = self._try(lambda: self.run._native.collect(1), at, None)
+            return at + 1 if went_back is None else went_back
         if action == "x":
             self._close()
             went_back = self._try(self._open, at, None)

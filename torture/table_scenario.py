@@ -23,9 +23,10 @@ from torture.scenario import (
     train_on,
 )
 
-#: u: a step. c: commit. k: commit and keep as "a". l: as "b". d: drop "a". e: drop "b". m: compact. r: go back to "a".
+#: u: a step. c: commit. k: commit and keep as "a". l: as "b". d: drop "a". e: drop "b". m: compact. o: let the commit
+#: before the last go, as `disk=` does. r: go back to "a".
 #: A: begin a commit. W: wait for it. x: close without a commit and open again. The table is made at the beginning.
-ACTIONS = "nuuucuukuuumuludmuAuuWcuukueuxucuuruAuuWucudmuuAuuWuAuuWc"
+ACTIONS = "nuuucuukuuumouludmuAuuWcouukueuxucuuruAuuWoucudmuuAuuWuAuuWcom"
 NAME = "user"
 
 
@@ -40,7 +41,7 @@ def expected(actions: str) -> list[State]:
         if action == "u":
             train(table, step)
             continue
-        if action in "mW":
+        if action in "moW":
             continue
         if action == "x":
             table = copy.deepcopy(saved[number - 1])
@@ -86,6 +87,8 @@ def drive(
                 train({NAME: table}, step)
             elif action == "m":
                 table.compact()
+            elif action == "o":
+                table._native.collect(1)
             elif action == "x":
                 table.close(commit=False)
                 table = bb.open(path, ram=ram([NAME]))

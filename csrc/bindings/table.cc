@@ -103,6 +103,8 @@ nb::dict stats_values(const TableStats& s) {
   d["stored_rows"] = s.stored_rows;
   d["directory_bytes"] = s.directory_bytes;
   d["disk_bytes"] = s.disk_bytes;
+  d["disk_limit_bytes"] = s.disk_limit_bytes;
+  d["snapshot_bytes"] = s.snapshot_bytes;
   d["live_bytes"] = s.live_bytes;
   d["segments"] = s.segments;
   d["checkpoint_bytes"] = s.checkpoint_bytes;
@@ -175,23 +177,25 @@ void bind_table(nb::module_& m) {
 
   m.def(
       "create",
-      [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes) {
-        return unlocked([&] { return Table::create(vfs::current(), path, name, spec, ram_bytes); });
+      [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes) {
+        return unlocked([&] { return Table::create(vfs::current(), path, name, spec, ram_bytes, disk_bytes); });
       },
-      "path"_a, "name"_a, "spec"_a, "ram_bytes"_a);
+      "path"_a, "name"_a, "spec"_a, "ram_bytes"_a, "disk_bytes"_a);
   m.def(
       "open",
       [](const std::string& path, const std::string& name, bool writable, size_t ram_bytes, const std::string& snapshot,
-         std::optional<uint64_t> epoch, bool through_run) {
+         std::optional<uint64_t> epoch, bool through_run, uint64_t disk_bytes) {
         OpenOptions options;
         options.writable = writable;
         options.ram_bytes = ram_bytes;
+        options.disk_bytes = disk_bytes;
         options.snapshot = snapshot;
         options.epoch = epoch;
         options.through_run = through_run;
         return unlocked([&] { return Table::open(vfs::current(), path, name, options); });
       },
-      "path"_a, "name"_a, "writable"_a, "ram_bytes"_a, "snapshot"_a, "epoch"_a.none(), "through_run"_a);
+      "path"_a, "name"_a, "writable"_a, "ram_bytes"_a, "snapshot"_a, "epoch"_a.none(), "through_run"_a,
+      "disk_bytes"_a);
   m.def(
       "read_spec",
       [](const std::string& path, const std::string& snapshot, std::optional<uint64_t> epoch) {
@@ -323,7 +327,7 @@ void bind_table(nb::module_& m) {
       .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs) {
         unlocked([&] { t.set_pinned_epochs(std::move(epochs)); });
       })
-      .def("collect", [](Table& t) { unlocked([&] { t.collect(); }); })
+      .def("collect", [](Table& t, size_t newest) { unlocked([&] { t.collect(newest); }); }, "newest"_a = 2)
       .def("compact", [](Table& t) { return unlocked([&] { return t.compact(); }); })
       .def("close", [](Table& t) { unlocked([&] { t.close(); }); })
       .def("set_ram", [](Table& t, size_t bytes) { unlocked([&] { t.set_ram(bytes); }); })

@@ -82,6 +82,17 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser().absolute()
 
 
+def _parse_disk(disk: int | str | None, mode: str | None) -> int:
+    """Bytes of the limit, 0 for none. `mode`: how the table is opened, None for one in RAM only."""
+    if disk is None:
+        return 0
+    if mode is None:
+        raise ValueError("disk= limits a table's files, and a table in RAM only has none")
+    if mode == "r":
+        raise ValueError('disk= limits what a writer\'s files take; a reader (mode="r", snapshot=) writes none')
+    return parse_bytes(disk)
+
+
 def _give_memory(table: Table, ram: int | str | Budget | None) -> int:
     """Bytes the table may take, and remembers the budget it shares."""
     if isinstance(ram, Budget):
@@ -114,6 +125,7 @@ def create(
     dtype: str = "float32",
     ram: int | str | Budget | None = None,
     durability: Literal["durable", "scratch"] = "durable",
+    disk: int | str | None = None,
     _run: Any = None,
 ) -> Table:
     """Create a table.
@@ -134,14 +146,20 @@ def create(
             copies, and every row is gone once the table is closed or its process ends, however it ends. The bits are a
             durable table's. The directory is marked: opening it is an error, creating a table there again begins an
             empty one.
+        disk: most bytes that the table's files may take while this writer has it open, as ``"20GiB"``; default: no
+            limit. It must hold the rows twice, packed, and some more: for the last commit, and for what is written
+            after it (four times for a table of a `Run`, once for a scratch table); kept snapshots come on top. With
+            three times the rows or more it costs nothing; with less, steps and commits wait for compaction. See
+            `Table.stats`: ``disk_bytes``, ``snapshot_bytes``.
 
     Returns:
         The open table; this process is its writer.
 
     Raises:
         FileExistsError: something is there already, other than what a scratch table left. ValueError, TypeError: an
-        argument out of range; a budget too small to work at all (says how much is needed).
+        argument out of range; a budget or limit too small to work at all (says how much is needed).
     """
+    disk_bytes = _parse_disk(disk, None if path is None else "w")
     if durability not in ("durable", "scratch"):
         raise ValueError(f'durability must be "durable" or "scratch", got {durability!r}')
     is_scratch = durability == "scratch"
@@ -154,7 +172,7 @@ def create(
     table = Table(spec, place, "w")
     table._run = _run
     ram_bytes = _give_memory(table, ram)
-    table._start(_native.create("" if place is None else str(place), table.name, spec, ram_bytes))
+    table._start(_native.create("" if place is None else str(place), table.name, spec, ram_bytes, disk_bytes))
     _join_budget(table, ram_bytes)
     if place is not None:
         with _writers_lock:
@@ -170,6 +188,7 @@ def open(
     snapshot: str | None = None,
     create: dict[str, Any] | None = None,
     optimizer: _optim.Optimizer | None = None,
+    disk: int | str | None = None,
     _run: Any = None,
     _epoch: int | None = None,
 ) -> Table:
@@ -185,6 +204,7 @@ def open(
         create: arguments of `bunkbed.create`: make the table when it is not there, or when a scratch table was;
             otherwise each given one is compared with the table's. The optimizer's hyperparameters are taken over.
         optimizer: new hyperparameters; the class must be the table's.
+        disk: most bytes that the table's files may take while this writer has it open; see `bunkbed.create`.
 
     Returns:
         The open table.
@@ -192,16 +212,20 @@ def open(
     Raises:
         FileNotFoundError: nothing is there. FormatError: no table, a scratch table, or of a newer format.
         TableLockedError: another process writes it. CorruptionError: its last commit is damaged; names the older ones.
-        ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget too small.
+        ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget or limit too small.
     """
     place = _resolve(path)
     if mode not in ("w", "r"):
         raise ValueError(f'mode must be "w" or "r", got {mode!r}')
     writable = mode == "w" and snapshot is None
+    disk_bytes = _parse_disk(disk, "w" if writable else "r")
     if create is not None:
         create = dict(create)
         own_ram = create.pop("ram", None)
         ram = own_ram if ram is None else ram
+        own_disk = create.pop("disk", None)
+        if disk is None and writable:
+            disk, disk_bytes = own_disk, _parse_disk(own_disk, "w")
         unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype", "durability"}
         if unknown:
             raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
@@ -210,7 +234,7 @@ def open(
         if not _is_table(place):
             if not writable:
                 raise FileNotFoundError(f"no table at {place} to read")
-            return _create_table(place, ram=ram, _run=_run, **create)
+            return _create_table(place, ram=ram, disk=disk, _run=_run, **create)
     if writable:
         present = open_writer(place)
         if present is not None:
@@ -223,12 +247,14 @@ def open(
         raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
     spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
     if spec.is_scratch and writable and create is not None:
-        return _create_table(place, ram=ram, _run=_run, **create)  # an error while another process has it
+        return _create_table(place, ram=ram, disk=disk, _run=_run, **create)  # an error while another process has it
     table = Table(spec, place, "w" if writable else "r")
     table._run = _run
     table._stored_hint = spec.minimum_ram(stored_rows, True)
     ram_bytes = _give_memory(table, ram)
-    native = _native.open(str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None)
+    native = _native.open(
+        str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None, disk_bytes
+    )
     table._start(native)
     table._stored_hint = 0
     try:

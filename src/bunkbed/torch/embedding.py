@@ -81,6 +81,8 @@ class Embedding(TableLayer):
         dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"``, ``"float16"``, or the torch dtype.
         durability: None is ``"durable"`` for a new table. ``"scratch"``: nothing of the table is kept
             (`bunkbed.create`): every run begins with untouched rows, and ``state_dict()`` is an error.
+        disk: most bytes the table's files may take, as ``"20GiB"`` (`bunkbed.create`); None: no limit. What
+            ``state_dict()`` keeps counts.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
         device: of the anchor, and so of the output.
         keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least what a
@@ -112,6 +114,7 @@ class Embedding(TableLayer):
         seed: int | None = None,
         dtype: str | torch.dtype | None = None,
         durability: Literal["durable", "scratch"] | None = None,
+        disk: int | str | None = None,
         table: Any = None,
         device: Any = None,
         keep_checkpoints: int | None = 3,
@@ -129,6 +132,7 @@ class Embedding(TableLayer):
             seed=seed,
             dtype=dtype,
             durability=durability,
+            disk=disk,
             table=table,
             device=device,
             keep_checkpoints=keep_checkpoints,

@@ -79,6 +79,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         seed: int | None,
         dtype: str | torch.dtype | None,
         durability: Literal["durable", "scratch"] | None,
+        disk: int | str | None,
         table: Any,
         device: Any,
         keep_checkpoints: int | None,
@@ -117,6 +118,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
                 drawn_seed=drawn,
                 dtype=dtype,
                 durability=durability,
+                disk=disk,
             )
         else:
             given = {
@@ -127,6 +129,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
                 "seed": seed,
                 "dtype": dtype,
                 "durability": durability,
+                "disk": disk,
             }
             extra = [name for name, value in given.items() if value is not None]
             if extra:
@@ -345,6 +348,7 @@ def _open_table(
     drawn_seed: int,
     dtype: str | torch.dtype | None,
     durability: Literal["durable", "scratch"] | None,
+    disk: int | str | None,
 ) -> Any:
     """Opens the table at `path`, or creates it; arguments left at None accept whatever a stored table has."""
     if isinstance(dtype, torch.dtype):
@@ -354,7 +358,7 @@ def _open_table(
     if path is not None:
         path = Path(path)
         try:
-            table = bb.open(path, ram=ram)
+            table = bb.open(path, ram=ram, disk=disk)
         except FileNotFoundError:
             pass
         except bb.FormatError:
@@ -387,6 +391,7 @@ def _open_table(
         dtype="float32" if dtype is None else dtype,
         ram=ram,
         durability="durable" if durability is None else durability,
+        disk=disk,
     )
 
 

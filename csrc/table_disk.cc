@@ -1,0 +1,92 @@
+// What calls do about the limit of a table's files (store_disk.cc says what it takes to keep it).
+//
+// A change asks before it changes anything. Where there is no room, in this order:
+//   1. It waits for the commit under way, which then lets go of the one before it.
+//   2. The commit before the last goes; otherwise it stays in case the last one is found damaged. Kept ones, and those a
+//      run names, stay.
+//   3. Segments that no commit names are compacted.
+// A commit packs what it would name first where that is too much, and one that is to be kept is refused where what it
+// keeps would leave too little. So is a change that adds more rows than the limit has room for.
+#include <cerrno>
+
+#include "error.h"
+#include "table.h"
+
+namespace bunkbed {
+
+namespace {
+
+// What more would be stored than there is room for; what to do about it is said last.
+Error out_of_disk(const std::string& what, uint64_t needed, const std::string& path) {
+  return Error(ErrorKind::kSystem, what + "; disk=" + std::to_string(needed) + " would do", ENOSPC, path);
+}
+
+}  // namespace
+
+void Table::require_disk_limit() const {
+  const uint64_t limit = store_->disk_limit();
+  const uint64_t needed = store_->disk_needed(store_->directory().stored_rows());
+  if (limit == 0 || limit >= needed) return;
+  throw Error(ErrorKind::kInvalid, "table '" + name_ + "': disk=" + std::to_string(limit) + " bytes is too small for " +
+                                       std::to_string(store_->directory().stored_rows()) + " stored rows and " +
+                                       std::to_string(store_->snapshot_bytes()) +
+                                       " bytes of snapshots; it needs at least disk=" + std::to_string(needed));
+}
+
+bool Table::has_disk_for(const int64_t* ids, size_t n) {
+  if (const uint64_t stored = store_->rows_beyond_disk(ids, n)) {
+    throw out_of_disk("table '" + name_ + "': " + std::to_string(stored) + " stored rows are more than its limit of disk=" +
+                          std::to_string(store_->disk_limit()) + " bytes has room for, beside " +
+                          std::to_string(store_->snapshot_bytes()) + " bytes of snapshots",
+                      store_->disk_needed(stored), path_);
+  }
+  return store_->has_disk_for(ids, n);
+}
+
+void Table::make_disk_room(const int64_t* ids, size_t n) {
+  const auto guard = lock_alone();
+  require_writable();
+  if (store_->has_disk_for(ids, n)) return;
+  if (!spec_.is_scratch) collect_locked(1);
+  if (store_->has_disk_for(ids, n) || store_->make_disk_room()) return;
+  throw Error(ErrorKind::kSystem,
+              "table '" + name_ + "': its files take " + std::to_string(store_->disk_bytes()) + " bytes, " +
+                  std::to_string(store_->snapshot_bytes()) + " of them for snapshots alone, and " +
+                  std::to_string(store_->dirty_rows()) + " changed rows are still to be written: no room for " +
+                  std::to_string(n) + " ids within disk=" + std::to_string(store_->disk_limit()) +
+                  "; commit() or dropping a snapshot makes some",
+              ENOSPC, path_);
+}
+
+std::unique_lock<std::mutex> Table::lock_with_disk_for(const int64_t* ids, size_t n) {
+  for (;;) {
+    auto guard = lock();
+    require_writable();
+    check_ids(ids, n);
+    if (has_disk_for(ids, n)) return guard;
+    guard.unlock();
+    make_disk_room(ids, n);
+  }
+}
+
+// With the lock of lock_alone(), before the commit begins.
+void Table::make_commit_fit(const std::string& keep) {
+  if (!store_->shrink_for_commit()) {
+    collect_locked(1);
+    (void)store_->shrink_for_commit();  // the commit may go on as it is: later ones pack the rest
+  }
+  if (keep.empty()) return;
+  const uint64_t needed = store_->disk_needed_to_keep();
+  if (needed <= store_->disk_limit()) return;
+  throw out_of_disk("table '" + name_ + "': keeping '" + keep + "' would leave too little of disk=" +
+                        std::to_string(store_->disk_limit()) + " bytes to go on with, beside " +
+                        std::to_string(store_->snapshot_bytes()) + " bytes of earlier snapshots; drop some, or commit without keep=",
+                    needed, path_);
+}
+
+void Table::count_checkpoint_bytes() {
+  store_->set_checkpoint_bytes((checkpoints_.ready.has_value() ? checkpoints_.ready->bytes : 0) +
+                               (checkpoints_.is_under_way ? Store::checkpoint_estimate(store_->directory().stored_rows()) : 0));
+}
+
+}  // namespace bunkbed
