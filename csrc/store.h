@@ -93,13 +93,13 @@ class Store {
   // Before touch_resident() with `touch`, which several threads may be in at once.
   void begin_touches();
   // The same for the batch's unique rows, into its placement, which is looked for only where something moved since; the
-  // hits are counted. True when all are in RAM. Where nothing `may_evict`, a step's only batch leaves no note at its
-  // frames: that would be one more line of memory for each row, and nobody reads it.
-  bool place(const Batch& batch, bool touch, bool may_evict);
+  // hits are counted. True when all are in RAM. Without a log nothing is evicted, and a step's only batch leaves no note at
+  // its frames: that would be one more line of memory for each row, and nobody reads it.
+  bool place(const Batch& batch, bool touch);
 
   // What pin(create) is for others, for a batch whose rows place() found in RAM and of which none has moved since; they
   // need no pins. False, and nothing done, where that is not so.
-  bool place_for_update(const Batch& batch, bool may_evict);
+  bool place_for_update(const Batch& batch);
   // Whether place() found all of them in RAM and nothing has moved since.
   bool is_placed(const Batch& batch) const {
     return batch.placement().version == directory_->version() && batch.placement().frames.size() == batch.num_unique();

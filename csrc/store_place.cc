@@ -59,13 +59,13 @@ void Store::begin_touches() {
   touches_begun_in_ = step;
 }
 
-bool Store::place(const Batch& batch, bool touch, bool may_evict) {
+bool Store::place(const Batch& batch, bool touch) {
   Batch::Placement& placement = batch.placement();
   const size_t n = batch.num_unique();
   const bool is_known = placement.version == directory_->version() && placement.frames.size() == n;
   if (is_known && (!touch || placement.step == cache_.step())) return true;
   placement.frames.resize(n);
-  const bool notes = touch && (may_evict || touches_begun_in_ == cache_.step());
+  const bool notes = touch && (log_ != nullptr || touches_begun_in_ == cache_.step());
   uint64_t hits = touch_distinct(batch.unique().data(), n, placement.frames.data(), notes);
   const auto missing = static_cast<size_t>(std::count(placement.frames.begin(), placement.frames.end(), kNoFrame));
   const bool all = missing == 0;
@@ -81,9 +81,9 @@ bool Store::place(const Batch& batch, bool touch, bool may_evict) {
   return all;
 }
 
-bool Store::place_for_update(const Batch& batch, bool may_evict) {
+bool Store::place_for_update(const Batch& batch) {
   if (!is_placed(batch)) return false;
-  place(batch, true, may_evict);
+  place(batch, true);
   write_frozen_frames(batch.placement().frames.data(), batch.num_unique());
   return true;
 }

@@ -35,7 +35,7 @@ void Table::lookup(const Batch& batch, bool touch, float* out) {
   const size_t num_unique = batch.num_unique();
   auto guard = begin_lookup(rows, num_unique, touch);
   ids_seen_ += batch.size();
-  const bool all_resident = store_->place(batch, touch, may_evict());
+  const bool all_resident = store_->place(batch, touch);
   const uint32_t* const frames = batch.placement().frames.data();
   parallel_for(batch.size(), kBlockIds, [&](size_t from, size_t to) {
     copy_resident(frames, batch.inverse().data() + from, {to - from, batch.size() - from}, out + from * spec_.dim);

@@ -147,7 +147,7 @@ void Table::apply_update(const Batch& batch, const float* grads, const float* su
   const bool has_log = store_->log() != nullptr;
   for (size_t begin = 0; begin < num_unique;) {
     // All of them where they are known to be in RAM: nothing gives way before the next pin(), so they need no pins.
-    const bool is_placed = begin == 0 && store_->place_for_update(batch, may_evict());
+    const bool is_placed = begin == 0 && store_->place_for_update(batch);
     const size_t count = is_placed ? num_unique : std::min(store_->max_pinned(), num_unique - begin);
     if (!is_placed) {
       frames_.resize(count);

@@ -100,7 +100,7 @@ TEST(table_batches_count_a_row_once_a_step) {
   }
 }
 
-// Where nothing is ever evicted, the first batch of a step is counted without a note at its frames; others share rows.
+// Without a log the first batch of a step is counted without a note at its frames; the others share rows with it.
 TEST(table_lookups_of_one_step_count_a_shared_row_once) {
   FaultVfs vfs;
   const auto table = Table::create(vfs, "", "t", whole_numbers(100, 4), 0);
@@ -126,6 +126,27 @@ TEST(table_lookups_of_one_step_count_a_shared_row_once) {
   CHECK_EQ(counted(), before + 4);
   update(table.get(), second, ones);
   CHECK_EQ(counted(), before + 4);
+}
+
+// A row that staging brought in was counted then, even where the cache holds every row.
+TEST(table_batches_count_a_staged_row_once) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const std::string path = sandbox / "t";
+  const std::vector<int64_t> ids{1, 2, 3};
+  const TableSpec spec = whole_numbers(100, 4);
+  auto table = Table::create(vfs, path, "t", spec, size_t{32} << 20);
+  update(table.get(), ids, {1, 1, 1});
+  table->commit(std::nullopt, "");
+  table.reset();
+  table = open_table(vfs, path, size_t{32} << 20);
+  table->stage(ids.data(), ids.size());
+  std::vector<float> values(3 * 4);
+  const Batch batch = table->batch(ids.data(), ids.size());
+  table->lookup(batch, true, values.data());
+  const TableStats stats = table->stats();
+  CHECK_EQ(stats.store.unique_rows, 3u);
+  CHECK_EQ(stats.store.misses, 3u);
 }
 
 // To wake a thread takes longer than all there is to do.
