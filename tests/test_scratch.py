@@ -192,11 +192,15 @@ def test_a_killed_process_leaves_no_row(tmp_path: Path) -> None:
 
 def test_closing_it_takes_no_directory_checkpoint(tmp_path: Path) -> None:
     _native.set_checkpoints(1, in_line=True)
+    _native.arm_failpoint("", 0, "count")
     try:
         with scratch(tmp_path / "t") as table:
             churn(table, 60)
             table.commit()
+        # Not even one that is removed again.
+        assert dict(_native.failpoint_counts())["checkpoint.begun"] == 0
     finally:
+        _native.disarm_failpoints()
         _native.set_checkpoints()
     assert names(tmp_path / "t") == ["lock", "manifest-0000000000000000"]
 
