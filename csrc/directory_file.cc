@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "bytes.h"
 #include "error.h"
 #include "kernels/kernels.h"
 
@@ -14,18 +15,6 @@ namespace {
 
 constexpr char kMagic[8] = {'B', 'B', 'E', 'D', 'D', 'I', 'R', '\n'};
 constexpr size_t kHeaderUsed = 80;
-
-template <typename T>
-T load(const std::byte* at) {
-  T value;
-  std::memcpy(&value, at, sizeof(value));
-  return value;
-}
-
-template <typename T>
-void store(std::byte* at, T value) {
-  std::memcpy(at, &value, sizeof(value));
-}
 
 uint64_t divide_up(uint64_t n, uint64_t unit) { return n / unit + (n % unit != 0); }
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <set>
 
+#include "bytes.h"
 #include "error.h"
 #include "kernels/kernels.h"
 
@@ -81,18 +82,6 @@ class Reader {
   size_t at_ = 0;
   const std::string& path_;
 };
-
-template <typename T>
-T load(const std::byte* at) {
-  T value;
-  std::memcpy(&value, at, sizeof(value));
-  return value;
-}
-
-template <typename T>
-void store(std::byte* at, T value) {
-  std::memcpy(at, &value, sizeof(value));
-}
 
 [[noreturn]] void corrupt(const std::string& message) { throw Error(ErrorKind::kCorruption, message); }
 

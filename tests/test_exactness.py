@@ -70,6 +70,14 @@ def test_rows_are_bit_identical(
         assert totals["evicted_share"] >= 0.3
 
 
+def test_rows_are_bit_identical_within_a_disk_limit(tmp_path: Path, expected: Any, budgets: dict[str, int]) -> None:
+    """Little more than what its rows need: steps and commits wait for compaction."""
+    free = exactness.train(PLAN, expected, tmp_path / "free", ram=budgets["smallest"])
+    limited = exactness.train(PLAN, expected, tmp_path / "limited", ram=budgets["smallest"], disk=15 << 20)
+    assert sum(entry.stat().st_size for entry in (tmp_path / "limited").iterdir()) <= 15 << 20
+    assert limited["compacted_records"] > free["compacted_records"], "the limit bound nothing"
+
+
 @pytest.fixture(scope="module")
 def narrow_expected() -> exactness.Expected:
     return exactness.reference(NARROW)

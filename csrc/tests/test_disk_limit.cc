@@ -90,6 +90,13 @@ struct Trained {
   }
 };
 
+// A table of which every row is committed.
+void make_full(vfs::Vfs& vfs, const std::string& path, Trained* trained) {
+  const auto table = Table::create(vfs, path, "t", spec_of(), little_ram(spec_of()));
+  trained->fill(table.get());
+  table->commit(std::nullopt, "");
+}
+
 }  // namespace
 
 // At the smallest limit there is: hundreds of steps, commits now and then, and the files never exceed it.
@@ -98,13 +105,9 @@ TEST(disk_limit_holds_while_training_at_the_smallest_that_opens) {
   const std::string path = sandbox / "t";
   FaultVfs vfs;
   Trained trained;
-  Table::create(vfs, path, "t", spec_of(), little_ram(spec_of()))->close();
-  auto table = open_limited(vfs, path, 1u << 30);
-  trained.fill(table.get());
-  table->commit(std::nullopt, "");
-  table.reset();
+  make_full(vfs, path, &trained);
   const uint64_t limit = least_limit(path);
-  table = open_limited(vfs, path, limit);
+  auto table = open_limited(vfs, path, limit);
   uint64_t most = 0;
   for (int step = 0; step < 1200; ++step) {
     trained.step(table.get(), 400);
@@ -131,14 +134,10 @@ TEST(disk_limit_holds_without_commits) {
   const std::string path = sandbox / "t";
   FaultVfs vfs;
   Trained trained;
-  Table::create(vfs, path, "t", spec_of(), little_ram(spec_of()))->close();
-  auto table = open_limited(vfs, path, 1u << 30);
-  trained.fill(table.get());
+  make_full(vfs, path, &trained);
   const Rows committed = trained.rows;
-  table->commit(std::nullopt, "");
-  table.reset();
   const uint64_t limit = least_limit(path);
-  table = open_limited(vfs, path, limit);
+  auto table = open_limited(vfs, path, limit);
   for (int step = 0; step < 800; ++step) {
     trained.step(table.get(), 400);
     CHECK(bytes_of_files(path) <= limit);
@@ -194,13 +193,9 @@ TEST(disk_limit_refuses_snapshots_it_has_no_room_for) {
   const std::string path = sandbox / "t";
   FaultVfs vfs;
   Trained trained;
-  Table::create(vfs, path, "t", spec_of(), little_ram(spec_of()))->close();
-  auto table = open_limited(vfs, path, 1u << 30);
-  trained.fill(table.get());
-  table->commit(std::nullopt, "");
-  table.reset();
+  make_full(vfs, path, &trained);
   const uint64_t limit = least_limit(path) + (6u << 20);  // room for one
-  table = open_limited(vfs, path, limit);
+  auto table = open_limited(vfs, path, limit);
   table->commit(std::nullopt, "first");
   uint64_t wanted = 0;
   for (int step = 0; step < 600; ++step) {

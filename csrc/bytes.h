@@ -1,0 +1,21 @@
+// Numbers in files, at any place: little-endian, as the processors are that this runs on (checked where the module starts).
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+namespace bunkbed {
+
+template <typename T>
+T load(const std::byte* at) {
+  T value;
+  std::memcpy(&value, at, sizeof(value));
+  return value;
+}
+
+template <typename T>
+void store(std::byte* at, T value) {
+  std::memcpy(at, &value, sizeof(value));
+}
+
+}  // namespace bunkbed
