@@ -70,7 +70,10 @@ bool Compactor::pick(const MayEmpty* among) {
     if (damaged_.contains(id) || log_->is_being_written(*segment)) continue;
     if (may_empty_ && !may_empty_(*segment, named_.contains(id))) continue;
     if (among != nullptr && !(*among)(*segment, named_.contains(id))) continue;
-    const double part = static_cast<double>(segment->live) / static_cast<double>(segment->records);
+    // Where bytes count: small segments, of which many small commits leave many, are mostly header and padding.
+    const double part = among == nullptr
+                            ? static_cast<double>(segment->live) / static_cast<double>(segment->records)
+                            : static_cast<double>(segment->live * log_->record_disk_bytes()) / static_cast<double>(segment->bytes);
     const bool better = too_many ? segment->live < fewest : part < best_part;
     if (better) {
       best = segment.get();

@@ -547,6 +547,10 @@ void Log::read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, st
   versions->resize(chunk.count);
   std::memcpy(ids->data(), bytes, chunk.count * size_t{8});
   std::memcpy(versions->data(), bytes + chunk.count * size_t{8}, chunk.count * size_t{8});
+  const auto stray = std::find_if(ids->begin(), ids->end(), [this](int64_t id) { return static_cast<uint64_t>(id) >= ids_end_; });
+  if (stray == ids->end()) return;
+  throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the chunk at byte " + std::to_string(chunk.begin) +
+                                          " holds id " + std::to_string(*stray) + ", which this table cannot have");
 }
 
 const std::byte* Log::read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n,

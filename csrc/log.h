@@ -124,10 +124,11 @@ class Log {
     return ((running_.chunk != nullptr ? 1 : 0) + (ending_.chunk != nullptr ? 1 : 0)) * uint64_t{memory_.chunk_bytes};
   }
   // Most bytes that a record of a full chunk takes on disk, its part of the chunk's trailer and padding included.
-  uint64_t record_disk_bytes() const {
-    const size_t overhead = stride_ + kChunkTrailerBytes + 8;  // the gap before the first record is less than one
-    const size_t records = std::max<size_t>(1, (memory_.chunk_bytes - std::min(memory_.chunk_bytes, overhead)) / (stride_ + 16));
-    return (memory_.chunk_bytes + records - 1) / records;
+  uint64_t record_disk_bytes() const { return record_disk_bytes(stride_, memory_.chunk_bytes); }
+  static uint64_t record_disk_bytes(size_t stride, size_t chunk_bytes) {
+    const size_t overhead = stride + kChunkTrailerBytes + 8;  // the gap before the first record is less than one
+    const size_t records = std::max<size_t>(1, (chunk_bytes - std::min(chunk_bytes, overhead)) / (stride + 16));
+    return (chunk_bytes + records - 1) / records;
   }
 
   // Copies the record into the open chunk and returns its position. `version` 0 takes the next one; compaction
@@ -204,6 +205,8 @@ class Log {
   // Reads [begin, begin + bytes) of a segment, as far as it goes, unless `span` holds it already: what the next two
   // calls need of it then costs no read of its own.
   void read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span);
+  // Ids lie below this one; by itself a log takes any. What reads an index looks its ids up in a directory of as many.
+  void set_ids_end(uint64_t end) { ids_end_ = end; }
   // Ids and versions of a chunk, verified.
   void read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, std::vector<int64_t>* ids,
                   std::vector<uint64_t>* versions);
@@ -271,6 +274,7 @@ class Log {
   bool is_ending_ = false;
   uint64_t ending_versions_end_ = 0;
   bool is_nameless_ = false;
+  uint64_t ids_end_ = uint64_t{1} << 63;
   std::function<uint64_t()> room_;
   std::map<uint64_t, std::unique_ptr<Segment>> segments_;
   std::unordered_map<uint64_t, Segment*> by_id_;

@@ -140,6 +140,22 @@ std::map<uint64_t, uint64_t> Manifests::every_segment() const {
   return found;
 }
 
+// What commits up to this one may name.
+Manifests::Held Manifests::everything(uint64_t newest) const {
+  Held held;
+  held.segments = every_segment();
+  try {
+    held.segments.erase(held.segments.lower_bound(load(newest).next_segment), held.segments.end());
+  } catch (const Error&) {  // it is the damaged one
+  }
+  for (const std::string& name : vfs_.list(directory_)) {
+    uint64_t number;
+    if (!parse_name(name, "manifest-", &number) && !parse_name(name, "directory-", &number)) continue;
+    held.other_bytes += vfs_.open(directory_ + "/" + name, false)->size();
+  }
+  return held;
+}
+
 Manifests::Held Manifests::collect(const Spared& spared) const {
   const auto all = epochs();
   std::map<std::string, uint64_t> newest_of_name;
@@ -149,7 +165,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
       manifests[epoch] = load(epoch);
     } catch (const Error&) {
       // An old commit is damaged: nobody knows what it names, so nothing goes. check() reports it.
-      return {every_segment(), {}, 0};
+      return everything(all.back());
     }
     if (!manifests[epoch].keep.empty()) newest_of_name[manifests[epoch].keep] = epoch;
   }
@@ -167,7 +183,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     }
     for (const SegmentEntry& segment : manifest.segments) {
       held.segments[segment.segment] = segment.bytes;
-      if (is_named || !is_recent) held.kept.insert(segment.segment);
+      if (is_named || spared.kept.contains(all[i]) || i + kMostRecent < all.size()) held.kept.insert(segment.segment);
     }
     for (const CheckpointEntry& checkpoint : manifest.checkpoints) checkpoints[checkpoint.file] = checkpoint.bytes;
     held.other_bytes += encode_manifest(manifest).size();

@@ -19,6 +19,9 @@ namespace bunkbed {
 
 class Manifests {
  public:
+  // Commits that nobody asked to keep and that may be there at once: those of a run's last two, and one on its way.
+  static constexpr size_t kMostRecent = 3;
+
   Manifests(vfs::Vfs& vfs, std::string directory) : vfs_(vfs), directory_(std::move(directory)) {}
 
   // Epochs with a manifest, ascending. Error(kFormat) when the directory is no table.
@@ -41,6 +44,7 @@ class Manifests {
   // What a collection leaves alone beside the newest commits and the named ones.
   struct Spared {
     std::set<uint64_t> pinned = {};  // commits
+    std::set<uint64_t> kept = {};    // of these, those that stay until somebody drops them
     std::set<uint64_t> segments = {};
     uint64_t segments_end = ~uint64_t{0};  // what is made meanwhile has this number or a higher one
     std::set<uint64_t> checkpoints = {};
@@ -50,7 +54,7 @@ class Manifests {
   // What the commits that remain hold on disk.
   struct Held {
     std::map<uint64_t, uint64_t> segments = {};  // number -> bytes
-    std::set<uint64_t> kept = {};  // of them, those of named commits and of pinned ones that are not among the newest
+    std::set<uint64_t> kept = {};  // of them, those of kept commits, and of pinned ones beyond the newest kMostRecent
     uint64_t other_bytes = 0;      // manifests and directory checkpoints
   };
   // Removes every commit but the newest, the named and the pinned ones; then every segment file and directory checkpoint
@@ -65,6 +69,7 @@ class Manifests {
 
  private:
   std::map<uint64_t, uint64_t> every_segment() const;
+  Held everything(uint64_t newest) const;
 
   vfs::Vfs& vfs_;
   std::string directory_;

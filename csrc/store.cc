@@ -394,13 +394,20 @@ void Store::unpin(const uint32_t* frames, size_t n) {
   }
 }
 
-void Store::mark_dirty(uint32_t frame) {
-  if (cache_.is_dirty(frame)) return;
-  cache_.set_dirty(frame, true);
-  FrameInfo& info = cache_.info(frame);
-  ++dirty_rows_;
-  if (info.position != kNoPosition) {
-    --log_->segment_of(info.position).live;
+void Store::mark_dirty(const uint32_t* frames, size_t n) {
+  // The first steps after a commit make nearly all their rows dirty, and what is known of them lies anywhere.
+  constexpr size_t kAhead = 16;
+  Segment* segment = nullptr;  // neighbours in a commit lie in one
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && !cache_.is_dirty(frames[i + kAhead])) cache_.prefetch(frames[i + kAhead]);
+    if (cache_.is_dirty(frames[i])) continue;
+    cache_.set_dirty(frames[i], true);
+    ++dirty_rows_;
+    FrameInfo& info = cache_.info(frames[i]);
+    if (info.position == kNoPosition) continue;
+    const uint64_t id = info.position / log_->slots_per_segment();
+    if (segment == nullptr || segment->id != id) segment = &log_->segment_of(info.position);
+    --segment->live;
     info.position = kNoPosition;
   }
 }

@@ -121,7 +121,8 @@ class Store {
   Staging begin_staging(const int64_t* rows, size_t n, uint32_t batch = kNoUse);
   void end_staging(const Staging& staging, bool failed);
   bool is_loading(uint32_t frame) const { return cache_.info(frame).loading != 0; }
-  void mark_dirty(uint32_t frame);
+  void mark_dirty(uint32_t frame) { mark_dirty(&frame, 1); }
+  void mark_dirty(const uint32_t* frames, size_t n);
   // Copies the first `record_bytes` of distinct rows' records; changes nothing in the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
 
@@ -201,11 +202,21 @@ class Store {
   bool has_disk_for(const int64_t* rows, size_t n);
   // Compaction for the rows last asked for; false when it does not help.
   bool make_disk_room();
-  // Packs what a commit that is about to begin would name, so that it leaves room for what comes after it.
-  bool shrink_for_commit();
-  // The limit that so many rows need, that keeping the present state needs, and any table.
+  // They will not.
+  void forget_admitted() { disk_.admitted = 0; }
+  // Rows whose newest value lies above the table, and which may be set any time.
+  void reserve_held(size_t rows) { disk_.held_rows = rows; }
+  void set_meta_bytes(uint64_t bytes) { disk_.meta_bytes = bytes; }
+  // Packs what a commit that is about to begin would name, so that it leaves room for what comes after it, and more where
+  // it is to be kept. False where it cannot.
+  bool shrink_for_commit(bool is_to_be_kept);
+  // The limit that so many rows need, that the last commit's files leave enough of, and that keeping the present state needs.
   uint64_t disk_needed(uint64_t stored_rows) const;
+  uint64_t disk_needed_with(const LogMemory& memory) const;  // by the rows there are
+  uint64_t disk_needed_now() const;
   uint64_t disk_needed_to_keep() const;
+  // Of segments that no kept commit holds, with what is open and dirty.
+  uint64_t log_bytes() const;
   // A directory checkpoint of so many rows takes no more; see checkpoint.h.
   static uint64_t checkpoint_estimate(uint64_t rows) { return 16 * rows + (64u << 10); }
   static uint64_t disk_slack(uint64_t segment_bytes, const LogMemory& memory);
@@ -243,7 +254,7 @@ class Store {
   uint64_t slack() const;
   uint64_t packed_bytes(uint64_t rows) const;
   uint64_t fixed_bytes(uint64_t stored_rows) const;
-  uint64_t reserved_rows() const { return dirty_rows() + disk_.admitted; }
+  uint64_t reserved_rows() const { return dirty_rows() + disk_.held_rows + disk_.admitted; }
   uint64_t reserved_bytes() const { return reserved_rows() * log_->record_disk_bytes() + slack(); }
   bool fits_disk(size_t rows) const;
   size_t rows_to_dirty(const int64_t* rows, size_t n) const;
@@ -277,6 +288,8 @@ class Store {
     uint64_t kept_bytes = 0;
     uint64_t other_bytes = 0;       // files of commits that are not segments
     uint64_t checkpoint_bytes = 0;  // those that are in no commit yet
+    uint64_t meta_bytes = 0;        // of a commit's manifest
+    size_t held_rows = 0;
     size_t admitted = 0;            // rows that the change under way may make dirty
   } disk_;
   StoreStats stats_;

@@ -74,7 +74,9 @@ uint64_t Store::snapshot_bytes() const {
   return bytes;
 }
 
-uint64_t Store::slack() const { return disk_slack(log_->segment_bytes(), log_->memory()); }
+uint64_t Store::slack() const {
+  return disk_slack(log_->segment_bytes(), log_->memory()) + (disk_.commits + 1) * disk_.meta_bytes;
+}
 
 uint64_t Store::packed_bytes(uint64_t rows) const {
   return static_cast<uint64_t>(static_cast<double>(rows * log_->record_disk_bytes()) / kWorthMoving);
@@ -87,15 +89,30 @@ uint64_t Store::disk_needed(uint64_t stored_rows) const {
   return disk_.kept_bytes + (disk_.commits + 1) * packed_bytes(stored_rows) + fixed_bytes(stored_rows);
 }
 
-uint64_t Store::disk_needed_to_keep() const {
-  uint64_t kept = disk_.kept_bytes + dirty_rows() * log_->record_disk_bytes();
-  for (const auto& [id, segment] : log_->segments()) kept += disk_.kept.contains(id) ? 0 : segment->bytes;
+uint64_t Store::disk_needed_with(const LogMemory& memory) const {
   const uint64_t stored = directory_->stored_rows();
-  return kept + (disk_.commits + 1) * packed_bytes(stored) + fixed_bytes(stored);
+  const double record = static_cast<double>(Log::record_disk_bytes(log_->stride(), memory.chunk_bytes));
+  const auto packed = static_cast<uint64_t>(static_cast<double>(stored) * record / kWorthMoving);
+  return disk_needed(stored) - (disk_.commits + 1) * packed_bytes(stored) - slack() + (disk_.commits + 1) * packed +
+         disk_slack(log_->segment_bytes(), memory) + (disk_.commits + 1) * disk_.meta_bytes;
 }
 
+uint64_t Store::log_bytes() const {
+  uint64_t bytes = dirty_rows() * log_->record_disk_bytes() + log_->open_bytes();
+  for (const auto& [id, segment] : log_->segments()) bytes += disk_.kept.contains(id) ? 0 : segment->bytes;
+  return bytes;
+}
+
+uint64_t Store::disk_needed_now() const {
+  const uint64_t stored = directory_->stored_rows();
+  const uint64_t packed = disk_.commits * std::max(log_bytes(), packed_bytes(stored));
+  return disk_.kept_bytes + packed + packed_bytes(stored) + fixed_bytes(stored);
+}
+
+uint64_t Store::disk_needed_to_keep() const { return log_bytes() + disk_needed(directory_->stored_rows()); }
+
 bool Store::fits_disk(size_t rows) const {
-  return disk_bytes() + (dirty_rows() + rows) * log_->record_disk_bytes() + slack() <= disk_.limit;
+  return disk_bytes() + (dirty_rows() + disk_.held_rows + rows) * log_->record_disk_bytes() + slack() <= disk_.limit;
 }
 
 bool Store::has_disk_for(const int64_t* rows, size_t n) {
@@ -136,14 +153,10 @@ bool Store::make_disk_room() {
   return fits_disk(wanted);
 }
 
-bool Store::shrink_for_commit() {
+bool Store::shrink_for_commit(bool is_to_be_kept) {
   if (disk_.limit == 0 || disk_.commits == 0) return true;
-  const auto is_enough = [this] {
-    uint64_t bytes = dirty_rows() * log_->record_disk_bytes() + log_->open_bytes();
-    for (const auto& [id, segment] : log_->segments()) bytes += disk_.kept.contains(id) ? 0 : segment->bytes;
-    const uint64_t taken = disk_.kept_bytes + packed_bytes(directory_->stored_rows()) +
-                           fixed_bytes(directory_->stored_rows());
-    return bytes <= (disk_.limit - std::min(disk_.limit, taken)) / disk_.commits;
+  const auto is_enough = [&] {
+    return disk_needed_now() <= disk_.limit && (!is_to_be_kept || disk_needed_to_keep() <= disk_.limit);
   };
   const auto is_not_kept = [this](const Segment& segment, bool) { return !disk_.kept.contains(segment.id); };
   return compactor_.empty_until(is_enough, is_not_kept, plan_.compaction_bytes);

@@ -230,6 +230,7 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
       auto table = std::unique_ptr<Table>(new Table(vfs, path, name, spec, options));
       table->file_lock_ = std::move(lock);
       table->load(manifest);
+      table->require_disk_limit();
       return table;
     } catch (const Error& error) {
       const bool vanished = error.kind() == ErrorKind::kNotFound && vfs.exists(path);
@@ -353,6 +354,7 @@ void Table::load(const Manifest& manifest) {
       plan_memory(options_.ram_bytes, payload_bytes_, manifest.slots_per_segment, read_unit_, true);
   auto log = std::make_unique<Log>(vfs_, path_, uuid_, payload_bytes_, manifest.slots_per_segment, plan.log);
   if (spec_.is_scratch) log->make_nameless();
+  if (spec_.num_rows >= 0) log->set_ids_end(static_cast<uint64_t>(spec_.num_rows));
   log->adopt(manifest.segments);
   failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
@@ -373,8 +375,20 @@ void Table::load(const Manifest& manifest) {
   changed_ = false;
   ++changes_;
   if (!options_.writable) return;
+  if (store_->disk_limit() != 0) remove_leftovers();
   collect_locked();
-  require_disk_limit();
+  if (store_->disk_limit() != 0 && !store_->has_disk_bytes(0)) collect_locked(1);
+}
+
+// What a session left that died. Their numbers are not used again while this one lasts: a reader may have seen a commit of
+// theirs that a run took back.
+void Table::remove_leftovers() {
+  uint64_t next = store_->log()->next_segment();
+  for (const std::string& name : vfs_.list(path_)) {
+    uint64_t number;
+    if (parse_name(name, "segment-", &number)) next = std::max(next, number + 1);
+  }
+  store_->log()->begin_epoch(store_->log()->epoch(), next, store_->log()->next_version());
 }
 
 void Table::drop_store() {
@@ -431,8 +445,10 @@ void Table::set_ram(size_t bytes) {
   const auto guard = lock_alone();
   require_usable();
   const bool has_log = store_->log() != nullptr;
+  const MemoryPlan plan = plan_within_disk(
+      plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, read_unit_, has_log));
   staging_.reset();  // it reads into memory that is laid out anew
-  store_->apply(plan_memory(bytes, payload_bytes_, has_log ? committed_.slots_per_segment : 1, read_unit_, has_log));
+  store_->apply(plan);
   options_.ram_bytes = bytes;
   drop_scratch();  // of the old size; it grows back as far as the new plan allows
 }
@@ -480,7 +496,7 @@ TableStats Table::stats() {
     stats.live_bytes = store_->compactor().live_bytes();
     stats.segments = log->segments().size();
     for (const CheckpointEntry& entry : committed_.checkpoints) stats.checkpoint_bytes += entry.bytes;
-    stats.disk_bytes = store_->disk_bytes();
+    stats.disk_bytes = store_->disk_bytes() + (options_.writable ? 0 : stats.checkpoint_bytes);
     stats.disk_limit_bytes = store_->disk_limit();
     stats.snapshot_bytes = store_->snapshot_bytes();
     stats.stall_s = stall_s_ + stats.log.read_wait_s;

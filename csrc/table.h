@@ -156,11 +156,13 @@ class Table {
   void drop(const std::string& name);
   void rewind(const std::string& name, std::optional<uint64_t> epoch);
   uint64_t refresh();
-  // Epochs a run's manifest names: never collected.
-  void set_pinned_epochs(std::set<uint64_t> epochs);
+  // Epochs a run's manifests name: never collected. `kept`: of them, those of its snapshots.
+  void set_pinned_epochs(std::set<uint64_t> epochs, std::set<uint64_t> kept);
   // `newest`: commits that stay though nobody named or pinned them.
   void collect(size_t newest = 2);
   uint64_t compact();
+  // What commit(keep=) asks where the files are limited, for a run, which keeps commits under names of its own.
+  void require_disk_to_keep(const std::string& keep);
   void close();  // without a commit
 
   // ---- Facts
@@ -196,6 +198,7 @@ class Table {
 
   void load(const Manifest& manifest);
   void start_in_ram();
+  void remove_leftovers();
   void drop_store();
   void drop_scratch();
   bool replay_onto(const Manifest& newest);
@@ -204,11 +207,12 @@ class Table {
   std::set<uint64_t> checkpoints_in_use() const;
   // ---- The limit of the files; see table_disk.cc.
   void require_disk_limit() const;
+  MemoryPlan plan_within_disk(const MemoryPlan& plan) const;
   bool has_disk_for(const int64_t* ids, size_t n);
   void make_disk_room(const int64_t* ids, size_t n);  // without the lock
   // lock() and the checks of a call that sets these rows.
   std::unique_lock<std::mutex> lock_with_disk_for(const int64_t* ids, size_t n);
-  void make_commit_fit(const std::string& keep);
+  void make_commit_fit(const std::string& meta, const std::string& keep);
   void count_checkpoint_bytes();
   void consider_checkpoint();
   void take_checkpoint();
@@ -336,6 +340,7 @@ class Table {
   int64_t step_ = 0;
   std::string meta_ = "{}";
   std::set<uint64_t> pinned_epochs_;
+  std::set<uint64_t> kept_epochs_;  // of them
   std::vector<RamSnapshot> ram_snapshots_;
   std::unordered_set<int64_t> held_;
   std::unique_ptr<StagingQueue> staging_;  // made when first needed; goes before the store it reads into

@@ -134,7 +134,7 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
     job->pending->succeed(committed_.epoch);
     return nullptr;
   }
-  if (store_->disk_limit() != 0) make_commit_fit(keep);
+  if (store_->disk_limit() != 0) make_commit_fit(meta.value_or(meta_), keep);
   failpoint("commit.begin");
   const uint64_t epoch = log->epoch();
   store_->freeze();
@@ -304,6 +304,9 @@ void Table::tidy_up_after_commit() {
 Manifests::Spared Table::spared_now() const {
   Manifests::Spared spared;
   spared.pinned = pinned_now();
+  spared.kept = kept_epochs_;
+  // A later one may be there whose making was reported to have failed, and which the disk may not have yet.
+  spared.pinned.insert(committed_.epoch);
   for (const auto& [id, segment] : store_->log()->segments()) spared.segments.insert(id);
   spared.segments_end = store_->log()->next_segment();
   spared.checkpoints = checkpoints_in_use();
@@ -382,9 +385,10 @@ void Table::collect_after_commit() {
   }
 }
 
-void Table::set_pinned_epochs(std::set<uint64_t> epochs) {
+void Table::set_pinned_epochs(std::set<uint64_t> epochs, std::set<uint64_t> kept) {
   const auto guard = lock_beside_staging();
   pinned_epochs_ = std::move(epochs);
+  kept_epochs_ = std::move(kept);
 }
 
 void Table::collect(size_t newest) {

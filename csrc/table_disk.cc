@@ -7,6 +7,7 @@
 //   3. Segments that no commit names are compacted.
 // A commit packs what it would name first where that is too much, and one that is to be kept is refused where what it
 // keeps would leave too little. So is a change that adds more rows than the limit has room for.
+#include <algorithm>
 #include <cerrno>
 
 #include "error.h"
@@ -16,6 +17,8 @@ namespace bunkbed {
 
 namespace {
 
+constexpr size_t kLittleMeta = 16u << 10;  // the slack has room for it
+
 // What more would be stored than there is room for; what to do about it is said last.
 Error out_of_disk(const std::string& what, uint64_t needed, const std::string& path) {
   return Error(ErrorKind::kSystem, what + "; disk=" + std::to_string(needed) + " would do", ENOSPC, path);
@@ -23,14 +26,35 @@ Error out_of_disk(const std::string& what, uint64_t needed, const std::string& p
 
 }  // namespace
 
+// At opening: what the last commit names cannot be packed within a limit that it leaves too little of.
 void Table::require_disk_limit() const {
   const uint64_t limit = store_->disk_limit();
-  const uint64_t needed = store_->disk_needed(store_->directory().stored_rows());
-  if (limit == 0 || limit >= needed) return;
+  if (limit == 0) return;
+  const uint64_t needed = store_->disk_needed_now();
+  if (limit >= needed) return;
   throw Error(ErrorKind::kInvalid, "table '" + name_ + "': disk=" + std::to_string(limit) + " bytes is too small for " +
-                                       std::to_string(store_->directory().stored_rows()) + " stored rows and " +
+                                       std::to_string(store_->directory().stored_rows()) + " stored rows in " +
+                                       std::to_string(store_->log_bytes()) + " bytes of files and " +
                                        std::to_string(store_->snapshot_bytes()) +
                                        " bytes of snapshots; it needs at least disk=" + std::to_string(needed));
+}
+
+// Chunks follow the RAM budget, and what records and the slack take on disk follows the chunks.
+MemoryPlan Table::plan_within_disk(const MemoryPlan& plan) const {
+  const uint64_t limit = store_->disk_limit();
+  if (limit == 0 || store_->disk_needed_with(plan.log) <= limit) return plan;
+  const MemoryPlan& before = store_->plan();
+  const size_t stride = store_->log()->stride();
+  if (before.log.total(stride) > plan.log.total(stride)) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': with ram=" + std::to_string(plan.total_bytes) +
+                                         " bytes its writes are so small that its limit of disk=" + std::to_string(limit) +
+                                         " bytes is too small; it would need disk=" +
+                                         std::to_string(store_->disk_needed_with(plan.log)));
+  }
+  MemoryPlan with_its_chunks = plan;  // more RAM is no reason to need more disk
+  with_its_chunks.fixed_bytes -= plan.log.total(stride) - before.log.total(stride);
+  with_its_chunks.log = before.log;
+  return with_its_chunks;
 }
 
 bool Table::has_disk_for(const int64_t* ids, size_t n) {
@@ -49,6 +73,7 @@ void Table::make_disk_room(const int64_t* ids, size_t n) {
   if (store_->has_disk_for(ids, n)) return;
   if (!spec_.is_scratch) collect_locked(1);
   if (store_->has_disk_for(ids, n) || store_->make_disk_room()) return;
+  store_->forget_admitted();
   throw Error(ErrorKind::kSystem,
               "table '" + name_ + "': its files take " + std::to_string(store_->disk_bytes()) + " bytes, " +
                   std::to_string(store_->snapshot_bytes()) + " of them for snapshots alone, and " +
@@ -63,17 +88,33 @@ std::unique_lock<std::mutex> Table::lock_with_disk_for(const int64_t* ids, size_
     auto guard = lock();
     require_writable();
     check_ids(ids, n);
-    if (has_disk_for(ids, n)) return guard;
+    // Room for held rows was asked for when they were taken.
+    const bool are_held = !held_.empty() && std::all_of(ids, ids + n, [this](int64_t id) { return held_.contains(id); });
+    if (are_held || has_disk_for(ids, n)) return guard;
     guard.unlock();
     make_disk_room(ids, n);
   }
 }
 
 // With the lock of lock_alone(), before the commit begins.
-void Table::make_commit_fit(const std::string& keep) {
-  if (!store_->shrink_for_commit()) {
-    collect_locked(1);
-    (void)store_->shrink_for_commit();  // the commit may go on as it is: later ones pack the rest
+void Table::make_commit_fit(const std::string& meta, const std::string& keep) {
+  store_->forget_admitted();
+  const auto beyond_little = [](const std::string& text) { return std::max(text.size(), kLittleMeta) - kLittleMeta; };
+  store_->set_meta_bytes(beyond_little(meta.size() > committed_.meta.size() ? meta : committed_.meta));
+  const uint64_t stored = store_->directory().stored_rows();
+  const bool is_much = meta.size() > std::max(committed_.meta.size(), kLittleMeta);
+  if (const uint64_t needed = store_->disk_needed(stored); is_much && needed > store_->disk_limit()) {
+    store_->set_meta_bytes(beyond_little(committed_.meta));
+    throw out_of_disk("table '" + name_ + "': " + std::to_string(meta.size()) + " bytes of meta= leave too little of disk=" +
+                          std::to_string(store_->disk_limit()) + " bytes",
+                      needed, path_);
+  }
+  if (!store_->shrink_for_commit(!keep.empty())) {
+    try {
+      collect_locked(1);
+    } catch (const Error&) {  // nothing of the commit depends on it
+    }
+    (void)store_->shrink_for_commit(!keep.empty());  // the commit may go on as it is: later ones pack the rest
   }
   if (keep.empty()) return;
   const uint64_t needed = store_->disk_needed_to_keep();
@@ -82,6 +123,12 @@ void Table::make_commit_fit(const std::string& keep) {
                         std::to_string(store_->disk_limit()) + " bytes to go on with, beside " +
                         std::to_string(store_->snapshot_bytes()) + " bytes of earlier snapshots; drop some, or commit without keep=",
                     needed, path_);
+}
+
+void Table::require_disk_to_keep(const std::string& keep) {
+  const auto guard = lock_alone();
+  require_writable();
+  if (store_->disk_limit() != 0) make_commit_fit(committed_.meta, keep);
 }
 
 void Table::count_checkpoint_bytes() {

@@ -51,15 +51,15 @@ void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* recor
 }
 
 void Table::hold(const int64_t* ids, size_t n) {
-  const auto guard = lock();
-  require_writable();
-  check_ids(ids, n);
+  const auto guard = lock_with_disk_for(ids, n);
   held_.insert(ids, ids + n);
+  store_->reserve_held(held_.size());
 }
 
 void Table::release_held(const int64_t* ids, size_t n) {
   const auto guard = lock();
   for (size_t i = 0; i < n; ++i) held_.erase(ids[i]);
+  store_->reserve_held(held_.size());
 }
 
 // A row whose newest value lies above this table must not be read or written here behind its holder's back.

@@ -179,9 +179,7 @@ void Table::apply_update(const Batch& batch, const float* grads, const float* su
         step_record(batch.unique()[0], sums == nullptr ? sum.data() : sums, cache.record(frames[0]));
       }
     });
-    if (has_clean) {
-      for (size_t i = 0; i < count; ++i) store_->mark_dirty(frames[i]);
-    }
+    if (has_clean) store_->mark_dirty(frames, count);
     if (!is_placed) store_->unpin(frames, count);
     begin += count;
   }

@@ -73,7 +73,7 @@ class TestScratch(TestTinyRam):
 
 
 class TestDiskLimited(TestTinyRam):
-    """As little RAM and disk as opens: steps and commits wait for compaction."""
+    """As little RAM as opens, and a limit of the files: room is asked for before each change."""
 
     def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
         # Segments of a table of unknown size are larger.

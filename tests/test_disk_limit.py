@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,13 @@ def least_limit(path: Path) -> int:
     with pytest.raises(ValueError, match=r"it needs at least disk=\d+") as info:
         bb.open(path, ram=RAM, disk=1)
     return int(re.findall(r"disk=(\d+)", str(info.value))[-1])
+
+
+def filled(path: Path) -> int:
+    """Makes a table of which every row is committed; the smallest limit that opens it."""
+    with bb.create(path, ram=RAM, **TABLE) as table:
+        fill(table)
+    return least_limit(path)
 
 
 def test_the_smallest_limit_holds_through_training_commits_and_opening(tmp_path: Path) -> None:
@@ -124,16 +133,15 @@ def test_more_rows_than_fit_are_refused_before_anything_changes(tmp_path: Path) 
 
 
 def test_a_snapshot_that_would_leave_too_little_is_refused(tmp_path: Path) -> None:
-    table = bb.create(tmp_path / "t", ram=RAM, disk="32MiB", **TABLE)
-    fill(table)
+    limit = filled(tmp_path / "t") + (9 << 20)  # room for one
+    table = bb.open(tmp_path / "t", ram=RAM, disk=limit)
     table.commit(keep="first")
-    held = table.stats()["snapshot_bytes"]
-    churn(table, 120, 0, 32 << 20)
-    assert table.stats()["snapshot_bytes"] >= held
-    with pytest.raises(OSError, match=r"keeping 'second' would leave too little of disk=33554432 bytes") as info:
+    churn(table, 120, 0, limit)
+    assert table.stats()["snapshot_bytes"] > 5 << 20
+    with pytest.raises(OSError, match=r"keeping 'second' would leave too little of disk=\d+ bytes") as info:
         table.commit(keep="second")
     assert info.value.errno == errno.ENOSPC and table.is_dirty
-    churn(table, 60, 1, 32 << 20)
+    churn(table, 60, 1, limit)
     table.commit()
     assert set(bb.snapshots(tmp_path / "t")) == {"first"}
     table.drop("first")
@@ -186,4 +194,100 @@ def test_a_batch_beyond_what_is_left_is_refused_and_smaller_ones_go_on(tmp_path:
     assert_same_bits(table.get(ids), before, "refused")
     churn(table, 5, 6, limit)
     table.commit()
+    table.close()
+
+
+def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    limit = filled(path)
+    code = (
+        "import os, sys, numpy as np, bunkbed as bb\n"
+        f"table = bb.open({str(path)!r}, ram={RAM!r}, disk={limit})\n"
+        "rng = np.random.default_rng(int(sys.argv[1]))\n"
+        "for _ in range(40):\n"
+        f"    table.update(rng.integers(0, {ROWS}, 300), rng.standard_normal((300, 64)).astype(np.float32))\n"
+        "os._exit(9)\n"
+    )
+    for seed in range(3):
+        assert subprocess.run([sys.executable, "-c", code, str(seed)], check=False).returncode == 9
+        assert bytes_of(path) <= limit
+    with bb.open(path, ram=RAM, disk=limit) as table:
+        assert bytes_of(path) <= table.stats()["disk_bytes"] + 65_536
+        churn(table, 40, 3, limit)
+
+
+def test_a_table_that_took_more_is_opened_within_the_limit_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    small = filled(path)
+    with bb.open(path, ram=RAM) as table:
+        churn(table, 200, 0)
+        table.commit()
+        churn(table, 100, 1)
+    limit = least_limit(path)
+    assert limit > small, "its segments are not packed any more"
+    with pytest.raises(ValueError, match=r"stored rows in .* bytes of files"):
+        bb.open(path, ram=RAM, disk=limit - 1)
+    with bb.open(path, ram=RAM, disk=limit) as table:
+        assert bytes_of(path) <= limit
+        churn(table, 150, 2, limit)
+
+
+def test_a_run_refuses_to_keep_what_would_leave_too_little(tmp_path: Path) -> None:
+    limit = 48 << 20
+    run = bb.Run(tmp_path / "run", ram="4MiB")
+    table = run.table("user", create={**TABLE, "disk": limit})
+    fill(table)
+    run.commit()
+    kept = 0
+    with pytest.raises(OSError, match="would leave too little of disk=") as info:
+        for kept in range(8):
+            churn(table, 40, kept, limit)
+            run.commit(keep=f"k{kept}")
+    assert info.value.errno == errno.ENOSPC and kept >= 1
+    churn(table, 60, 9, limit)
+    run.commit()
+    run.rewind("k0")
+    churn(run.table("user"), 60, 10)
+    run.close()
+    with bb.Run(tmp_path / "run", ram="4MiB") as run:
+        churn(run.table("user", create={**TABLE, "disk": limit}), 60, 11, limit)
+
+
+def test_a_refused_call_leaves_no_trace_in_the_reckoning(tmp_path: Path) -> None:
+    limit = filled(tmp_path / "t")
+    table = bb.open(tmp_path / "t", ram=RAM, disk=limit)
+    ids = np.arange(ROWS)
+    for seed in range(4):
+        churn(table, 60, seed, limit)
+        with contextlib.suppress(OSError):  # it may fit
+            table.update(ids, np.ones((ROWS, 64), np.float32))
+        table.commit()
+    table.close()
+
+
+def test_more_ram_needs_no_more_disk(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    limit = filled(path)
+    table = bb.open(path, ram=RAM, disk=limit)
+    table._native.set_ram(64 << 20)
+    churn(table, 100, 0, limit)
+    table._native.set_ram(2 << 20)
+    churn(table, 100, 1, limit)
+    table.close()
+
+
+def test_a_table_that_is_open_has_the_limit_it_has(tmp_path: Path) -> None:
+    table = bb.create(tmp_path / "t", ram=RAM, **TABLE)
+    with pytest.raises(ValueError, match=r"is open already with disk=0 .* 1073741824 was asked for"):
+        bb.open(tmp_path / "t", disk="1GiB")
+    table.close()
+
+
+def test_meta_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    limit = filled(tmp_path / "t")
+    table = bb.open(tmp_path / "t", ram=RAM, disk=limit)
+    churn(table, 5, 0, limit)
+    with pytest.raises(OSError, match="bytes of meta= leave too little"):
+        table.commit(meta={"text": "x" * (8 << 20)})
+    table.commit(meta={"text": "x"})
     table.close()

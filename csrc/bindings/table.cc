@@ -324,8 +324,9 @@ void bind_table(nb::module_& m) {
           },
           "name"_a, "epoch"_a.none())
       .def("refresh", [](Table& t) { return unlocked([&] { return t.refresh(); }); })
-      .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs) {
-        unlocked([&] { t.set_pinned_epochs(std::move(epochs)); });
+      .def("require_disk_to_keep", [](Table& t, const std::string& keep) { unlocked([&] { t.require_disk_to_keep(keep); }); })
+      .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs, std::set<uint64_t> kept) {
+        unlocked([&] { t.set_pinned_epochs(std::move(epochs), std::move(kept)); });
       })
       .def("collect", [](Table& t, size_t newest) { unlocked([&] { t.collect(newest); }); }, "newest"_a = 2)
       .def("compact", [](Table& t) { return unlocked([&] { return t.compact(); }); })

@@ -194,7 +194,7 @@ TEST(disk_limit_refuses_snapshots_it_has_no_room_for) {
   FaultVfs vfs;
   Trained trained;
   make_full(vfs, path, &trained);
-  const uint64_t limit = least_limit(path) + (6u << 20);  // room for one
+  const uint64_t limit = least_limit(path) + (4u << 20);  // room for one
   auto table = open_limited(vfs, path, limit);
   table->commit(std::nullopt, "first");
   uint64_t wanted = 0;

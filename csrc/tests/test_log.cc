@@ -148,6 +148,25 @@ TEST(log_rebuild_takes_the_highest_version) {
   }
 }
 
+// Where a directory checkpoint spares the replay, whoever walks a chunk is the first to see its ids: compaction, a scan.
+TEST(log_shows_no_id_that_its_table_cannot_have) {
+  const Sandbox sandbox;
+  vfs::posix().make_directories(sandbox / "t");
+  auto log = new_log(vfs::posix(), sandbox / "t");
+  for (const int64_t id : {3, 9}) (void)log->append(id, payload_of(id, 1).data());
+  log->drain();
+  Segment& segment = *log->segments().begin()->second;
+  Span span;
+  std::vector<int64_t> ids;
+  std::vector<uint64_t> versions;
+  const auto read = [&] { log->read_index(segment, log->chunks(segment).front(), &span, &ids, &versions); };
+  log->set_ids_end(10);
+  read();
+  CHECK_EQ(ids.size(), 2u);
+  log->set_ids_end(9);
+  CHECK_THROWS(read(), ErrorKind::kCorruption, "holds id 9, which this table cannot have");
+}
+
 // Later segments over a directory of an earlier epoch. While a commit is written, records of its epoch and of the next
 // are appended at once: the newer one of a row may lie first, and so may a moved one.
 TEST(log_replay_takes_the_highest_version_of_later_epochs) {

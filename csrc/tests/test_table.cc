@@ -255,7 +255,7 @@ TEST(table_of_a_run_goes_on_after_a_crash) {
   update(table.get(), all, ones);
   apply(&rows, all, ones);
   const uint64_t epoch = table->commit(std::nullopt, "");
-  table->set_pinned_epochs({epoch});
+  table->set_pinned_epochs({epoch}, {});
   for (int step = 0; step < 5; ++step) update(table.get(), all, ones);
   table->commit(std::nullopt, "");  // durable, but the run never came to name it
   for (int step = 0; step < 5; ++step) update(table.get(), all, ones);

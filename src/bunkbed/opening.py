@@ -238,7 +238,7 @@ def open(
     if writable:
         present = open_writer(place)
         if present is not None:
-            compare_with(present, create, optimizer)
+            compare_with(present, {**(create or {}), "disk": disk}, optimizer)
             present._opens += 1
             return present
     if not place.exists():
@@ -280,6 +280,12 @@ def _is_table(place: Path) -> bool:
 def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.Optimizer | None) -> None:
     """Each value given must be the table's; hyperparameters are taken over."""
     wanted = dict(create or {})
+    limit = _parse_disk(wanted.get("disk"), "w")
+    if limit not in (0, table.stats()["disk_limit_bytes"]):
+        raise ValueError(
+            f"table '{table.name}' is open already with disk={int(table.stats()['disk_limit_bytes'])} "
+            f"(0: no limit), {limit} was asked for; close it first"
+        )
     if optimizer is not None:
         wanted["optimizer"] = optimizer
     for key in ("dim", "num_rows", "dtype", "init", "seed", "durability"):

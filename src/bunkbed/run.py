@@ -204,9 +204,13 @@ class Run:
                 shutil.rmtree(path)  # made by a session that never committed it: no commit names it
             opened = opening.create(path, ram=self.budget, _run=self, **create)
         if self.mode == "w":
-            opened._native.set_pinned_epochs(self._named.get(name, set()))
+            self._pin(name, opened)
         self._tables[name] = opened
         return opened
+
+    def _pin(self, name: str, table: Table) -> None:
+        """Tells a table which of its commits stay."""
+        table._native.set_pinned_epochs(self._named.get(name, set()), self._files.kept(name))
 
     def read(self, name: str) -> bytes:
         """A dense file of the commit in view, verified.
@@ -286,6 +290,8 @@ class Run:
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
         self._settle(report=True)
+        for table in self._tables.values() if keep else ():
+            table._native.require_disk_to_keep(keep)
         contents, facts = self._owed or ({}, self._manifest.meta)
         if meta is not None:
             facts = json.loads(json.dumps(meta))
@@ -330,7 +336,7 @@ class Run:
         with contextlib.suppress(OSError, BunkbedError):
             self._named = self._files.collect()
             for name, table in self._tables.items():
-                table._native.set_pinned_epochs(self._named.get(name, set()))
+                self._pin(name, table)
                 table._native.collect()
 
     def rewind(self, to: str | int) -> int:
@@ -393,7 +399,7 @@ class Run:
             table = self._tables.get(table_name)
             pinned = self._named.get(table_name, set())
             if table is not None:
-                table._native.set_pinned_epochs(pinned)
+                self._pin(table_name, table)
                 table._native.collect()
             else:
                 _native.collect_commits(str(self.path / "tables" / table_name), pinned)

@@ -295,6 +295,12 @@ class RunFiles:
         except CorruptionError:
             return False
 
+    def kept(self, table: str) -> set[int]:
+        """Epochs of a table that snapshots name."""
+        return {
+            self.load(epoch).tables[table] for epoch in self.snapshots().values() if table in self.load(epoch).tables
+        }
+
     def collect(self) -> dict[str, set[int]]:
         """Step 4, except the tables' part: their epochs that remaining manifests name, by table."""
         epochs = self.epochs()
