@@ -290,8 +290,9 @@ class Run:
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
         self._settle(report=True)
-        for table in self._tables.values() if keep else ():
-            table._native.require_disk_to_keep(keep)
+        if keep is not None:
+            for table in self._tables.values():
+                table._native.require_disk_to_keep(keep)
         contents, facts = self._owed or ({}, self._manifest.meta)
         if meta is not None:
             facts = json.loads(json.dumps(meta))
