@@ -132,9 +132,18 @@ def smallest_ram(make: Callable[[int], Any]) -> int:
 
 
 def train(
-    plan: Plan, expected: Expected, folder: Path, *, ram: int, fault: str = "", disk: int | None = None
+    plan: Plan,
+    expected: Expected,
+    folder: Path,
+    *,
+    ram: int,
+    fault: str = "",
+    disk: int | None = None,
+    make: Callable[..., Any] = bb.create,
 ) -> dict[str, float]:
     """Trains a table in `folder` within `ram` bytes, and `disk` bytes of files, and compares everything.
+
+    `make` has the arguments of `bunkbed.create`.
 
     Returns:
         The table's counters over the whole run, and ``evicted_share`` of the steps' unique rows.
@@ -148,7 +157,7 @@ def train(
         for key, value in table.stats().items():
             totals[key] = totals.get(key, 0) + value
 
-    table = bb.create(folder, ram=ram, disk=disk, **plan.table_arguments())
+    table = make(folder, ram=ram, disk=disk, **plan.table_arguments())
     _native.set_checkpoints(1000)  # directory checkpoints beside training, and at the close in the middle
     try:
         if fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from bunkbed.testing import ReferenceTable, TableTests
 _SMALLEST: dict[str, int] = {}
 
 
-def tiny_ram(folder: Path, **kwargs: Any) -> int:
+def tiny_ram(folder: Path, *, make: Callable[..., Any] = bb.create, **kwargs: Any) -> int:
     """The smallest budget such a table opens with: everything is evicted all the time."""
-    key = repr(sorted(kwargs.items(), key=lambda item: item[0]))
+    key = f"{make.__qualname__} {sorted(kwargs.items(), key=lambda item: item[0])}"
     if key not in _SMALLEST:
         counter = itertools.count()
-        _SMALLEST[key] = smallest_ram(lambda ram: bb.create(folder / f"probe-{next(counter)}", ram=ram, **kwargs))
+        _SMALLEST[key] = smallest_ram(lambda ram: make(folder / f"probe-{next(counter)}", ram=ram, **kwargs))
     return _SMALLEST[key]
 
 
@@ -142,3 +143,24 @@ class TestAvx2(_AtLevel):
 class TestAvx512(_AtLevel):
     __test__ = True
     level = "avx512"
+
+
+class TestSharded(TableTests):
+    """Divided over three directories."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        places = [tmp_path / "ssd0", tmp_path / "ssd1"]
+        return bb.ShardedTable.create(tmp_path / "table", shards=3, directories=places, ram="64MiB", **kwargs)
+
+
+class TestShardedTinyRam(TestTinyRam):
+    """Divided, and as little RAM as opens."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        ram = tiny_ram(tmp_path, make=bb.ShardedTable.create, shards=3, **kwargs)
+        return bb.ShardedTable.create(tmp_path / "table", shards=3, ram=ram, **kwargs)
+
+
+class TestOneShard(TableTests):
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        return bb.ShardedTable.create(tmp_path / "table", shards=1, ram="32MiB", **kwargs)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,31 @@ def test_rows_are_bit_identical_within_a_disk_limit(tmp_path: Path, expected: An
     limited = exactness.train(PLAN, expected, tmp_path / "limited", ram=budgets["smallest"], disk=15 << 20)
     assert sum(entry.stat().st_size for entry in (tmp_path / "limited").iterdir()) <= 15 << 20
     assert limited["compacted_records"] > free["compacted_records"], "the limit bound nothing"
+
+
+def make_sharded(path: Path, **kwargs: Any) -> bb.ShardedTable:
+    return bb.ShardedTable.create(path, shards=3, directories=[path.parent / "ssd0", path.parent / "ssd1"], **kwargs)
+
+
+@pytest.mark.parametrize(("name", "threads"), [("smallest", 2), ("50 %", 1), ("everything", 2)])
+def test_rows_of_a_sharded_table_are_bit_identical(tmp_path: Path, expected: Any, name: str, threads: int) -> None:
+    """Each shard has a third of the rows and of the budget, so all evict and compact as one table does."""
+    bb.set_num_threads(threads)
+    counter = itertools.count()
+    smallest = exactness.smallest_ram(
+        lambda ram: make_sharded(tmp_path / str(next(counter)) / "probe", ram=ram, **PLAN.table_arguments())
+    )
+    ram = {"smallest": smallest, "50 %": PLAN.table_bytes // 2, "everything": 4 * PLAN.table_bytes + 16 * smallest}
+    totals = exactness.train(PLAN, expected, tmp_path / "table", ram=max(smallest, ram[name]), make=make_sharded)
+    assert totals["compactions"] >= 3
+    assert totals["evicted_share"] < 0.1 if name == "everything" else totals["evicted_share"] >= 0.3
+
+
+@pytest.mark.parametrize("fault", exactness.FAULTS)
+def test_a_seeded_bug_is_found_in_a_sharded_table(tmp_path: Path, expected: Any, fault: str) -> None:
+    ram = PLAN.table_bytes // 3
+    with pytest.raises((exactness.Mismatch, bb.BunkbedError)):
+        exactness.train(PLAN, expected, tmp_path / "table", ram=ram, fault=fault, make=make_sharded)
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,7 @@ def test_public_names() -> None:
     classes = {
         "Table",
         "Run",
+        "ShardedTable",
         "Budget",
         "SGD",
         "Adagrad",

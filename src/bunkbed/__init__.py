@@ -29,6 +29,7 @@ from bunkbed.optim import RowwiseAdagrad as RowwiseAdagrad
 from bunkbed.problems import Problem as Problem
 from bunkbed.problems import Report as Report
 from bunkbed.run import Run as Run
+from bunkbed.sharded import ShardedTable as ShardedTable
 from bunkbed.table import Table as Table
 from bunkbed.threads import get_num_threads as get_num_threads
 from bunkbed.threads import set_num_threads as set_num_threads

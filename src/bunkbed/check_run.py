@@ -68,7 +68,7 @@ class _RunCheck:
     def check_tables(self, work: Callable[[str, Path], dict[str, Any]]) -> None:
         """`work` on every table that a commit names, and what follows for the run's commits."""
         for name, numbers in sorted(self.named().items()):
-            path = self.place / "tables" / name
+            path = self.files.table_path(name)
             try:
                 checked = work(name, path)
             except (FileNotFoundError, BunkbedError) as error:
@@ -86,13 +86,17 @@ class _RunCheck:
                 meaning = f"{numbered('commit', users)} of the run cannot be opened in full"
                 self._report("table", path, f"{found}, which the run names", meaning, users)
 
+    def places(self) -> dict[str, str]:
+        """Where tables lie that do not lie in the run's directory."""
+        return self.manifests[max(self.manifests)].places
+
     def sound(self) -> list[int]:
         return [epoch for epoch in self.epochs if epoch not in self.damaged]
 
     def report(self) -> Report:
         report = Report([self._problem(*problem) for problem in self.problems])
         for name, checked in self.tables.items():
-            of_table = problems_of_table(self.place / "tables" / name, checked, self.place)
+            of_table = problems_of_table(self.files.table_path(name), checked, self.place)
             report.extend(of_table)
             report.leftovers += of_table.leftovers
             report.bytes_read += of_table.bytes_read
@@ -160,7 +164,7 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
     tables: dict[str, int] = {}
     repaired: dict[str, dict[str, Any]] = {}
     for name in look.tables:
-        path = files.directory / "tables" / name
+        path = files.table_path(name)
         if not look.tables[name]["epochs"]:
             continue  # reported as missing
         back_to = target.tables.get(name) if target is not None else None
@@ -172,7 +176,17 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
     if target is not None:
         numbers = [int(path.name.removeprefix("file-")) for path in files.files.glob("file-*")]
         next_file = max([*numbers, *(manifest.next_file - 1 for manifest in look.manifests.values())], default=0) + 1
-        files.publish(replace(target, epoch=newest + 1, keep="", tables=tables, next_file=next_file, copied=False))
+        files.publish(
+            replace(
+                target,
+                epoch=newest + 1,
+                keep="",
+                tables=tables,
+                next_file=next_file,
+                copied=False,
+                places=look.places(),
+            )
+        )
         done.append(f"the run went back to commit {epoch}, which is now also commit {newest + 1}, the newest")
     gone = [number for number in look.epochs if number not in keep]
     for number in gone:

@@ -62,7 +62,7 @@ def _copy_commit(
         _meet(files, manifest, there)
         sums = [0, 0, 0]
         for name, epoch in manifest.tables.items():
-            table, copied = files.directory / "tables" / name, target / "tables" / name
+            table, copied = files.table_path(name), target / "tables" / name
             parts = _native.copy_table(str(table), str(copied), "", epoch, True, link, progress)
             sums = [one + other for one, other in zip(sums, parts[1:], strict=True)]
         for name in manifest.files:
@@ -70,7 +70,7 @@ def _copy_commit(
         sync_directory(there.files)
         _copy_beside(files.directory, target)
         if manifest.epoch not in there.epochs():
-            there.publish(replace(manifest, copied=True))
+            there.publish(replace(manifest, copied=True, places={}))  # every table lies in the copy itself
         for name, pinned in there.collect().items():
             _native.collect_commits(str(target / "tables" / name), pinned)
     finally:
@@ -96,7 +96,7 @@ def _meet(files: RunFiles, manifest: RunManifest, there: RunFiles) -> None:
     if newest.epoch > manifest.epoch:
         raise refuse(f"it holds commit {newest.epoch} already, which is newer than {manifest.epoch}")
     if newest.epoch in files.epochs() and replace(newest, copied=False) != replace(
-        files.load(newest.epoch), copied=False
+        files.load(newest.epoch), copied=False, places={}
     ):
         raise refuse(
             f"its commit {newest.epoch} is not the one the source had under that number; copy to another folder"
@@ -171,6 +171,8 @@ def rewrite_run(
         rows = 0
         for name, table in tables.items():
             rows += rewrite_rows(table, copied.table(name, create=specs[name]), progress)
+        if run.sharding is not None:
+            copied.become_sharded(run.sharding.names())
         copied.commit(files={name: run.read(name) for name in run.files}, meta=run.meta, keep=snapshot)
         _copy_beside(source, part)
         return Rewritten(run.epoch, rows)

@@ -127,7 +127,7 @@ def explain(table: Table, since: Explanation | Mapping[str, int | float] | None 
         )
     seconds = counts.pop("open_s")
     steps = int(counts["updates"] or counts["lookups"])
-    machine = None if table.path is None else remembered(table.path)
+    machine = table._machine()
     if machine is None:
         machine = remembered()  # another directory's: its memory is the same
     record_bytes = int(table._native.payload_bytes())

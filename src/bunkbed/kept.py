@@ -75,7 +75,11 @@ def drop_snapshot(path: str | os.PathLike[str], name: str) -> None:
     files = RunFiles(place)
     if files.epochs():
         files.find(name)  # before anything is locked or opened
-        with Run(place) as run:
+        present = open_writer(place)
+        if present is not None:  # a sharded table
+            present.drop(name)
+            return
+        with Run(place, _shards_of=None if files.load_newest().sharding is None else place.name) as run:
             run.drop(name)
         return
     present = open_writer(place)
@@ -128,7 +132,7 @@ def _of_run(files: RunFiles) -> list[Snapshot]:
         steps, rows = set(), 0
         for table, number in manifest.tables.items():
             if table not in tables:
-                commits = _native.commits(str(files.directory / "tables" / table))
+                commits = _native.commits(str(files.table_path(table)))
                 tables[table] = {c["epoch"]: c for c in commits}
             commit = tables[table].get(number)
             if commit is None:

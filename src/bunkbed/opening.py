@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from bunkbed import init as _init
 from bunkbed import optim as _optim
 from bunkbed.budget import Budget, parse_bytes
 from bunkbed.errors import FormatError, ReadOnlyError
+from bunkbed.run_files import RunFiles
 from bunkbed.table import DTYPES, Table
 from bunkbed.uncommitted import warn_when_it_goes
 
@@ -127,6 +129,7 @@ def create(
     durability: Literal["durable", "scratch"] = "durable",
     disk: int | str | None = None,
     _run: Any = None,
+    _name: str | None = None,
 ) -> Table:
     """Create a table.
 
@@ -170,14 +173,20 @@ def create(
     spec = make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None, is_scratch)
     place = None if path is None else _resolve(path)
     table = Table(spec, place, "w")
+    table._name = _name or table._name
     table._run = _run
     ram_bytes = _give_memory(table, ram)
     table._start(_native.create("" if place is None else str(place), table.name, spec, ram_bytes, disk_bytes))
     _join_budget(table, ram_bytes)
-    if place is not None:
-        with _writers_lock:
-            _writers[(os.getpid(), str(place.resolve()))] = table
+    register_writer(table)
     return table
+
+
+def register_writer(table: Table) -> None:
+    """From now on opening its path for writing, in this process, gives this very table."""
+    if table.path is not None:
+        with _writers_lock:
+            _writers[(os.getpid(), str(table.path.resolve()))] = table
 
 
 def open(
@@ -191,8 +200,9 @@ def open(
     disk: int | str | None = None,
     _run: Any = None,
     _epoch: int | None = None,
+    _name: str | None = None,
 ) -> Table:
-    """Open a table at its last commit.
+    """Open a table at its last commit; of a sharded table's directory, the `bunkbed.ShardedTable`.
 
     Opening a path that this process already writes returns the same table; each opening wants its own `close`.
 
@@ -231,10 +241,12 @@ def open(
             raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
         if optimizer is not None:
             create.setdefault("optimizer", optimizer)
-        if not _is_table(place):
-            if not writable:
-                raise FileNotFoundError(f"no table at {place} to read")
-            return _create_table(place, ram=ram, disk=disk, _run=_run, **create)
+    if open_sharded is not None and _is_sharded(place):
+        return open_sharded(place, mode=mode, ram=ram, snapshot=snapshot, create=create, optimizer=optimizer, disk=disk)
+    if create is not None and not _is_table(place):
+        if not writable:
+            raise FileNotFoundError(f"no table at {place} to read")
+        return _create_table(place, ram=ram, disk=disk, _run=_run, _name=_name, **create)
     if writable:
         present = open_writer(place)
         if present is not None:
@@ -247,8 +259,11 @@ def open(
         raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
     spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
     if spec.is_scratch and writable and create is not None:
-        return _create_table(place, ram=ram, disk=disk, _run=_run, **create)  # an error while another process has it
+        return _create_table(
+            place, ram=ram, disk=disk, _run=_run, _name=_name, **create
+        )  # an error while another process has it
     table = Table(spec, place, "w" if writable else "r")
+    table._name = _name or table._name
     table._run = _run
     table._stored_hint = spec.minimum_ram(stored_rows, True)
     ram_bytes = _give_memory(table, ram)
@@ -265,12 +280,20 @@ def open(
         raise
     _join_budget(table, ram_bytes)
     if writable:
-        with _writers_lock:
-            _writers[(os.getpid(), str(place.resolve()))] = table
+        register_writer(table)
     return table
 
 
 _create_table = create
+
+
+#: How a sharded table is opened; set by the module that knows, which is above this one.
+open_sharded: Callable[..., Table] | None = None
+
+
+def _is_sharded(place: Path) -> bool:
+    files = RunFiles(place)
+    return bool(files.epochs()) and files.load_newest().sharding is not None
 
 
 def _is_table(place: Path) -> bool:
@@ -311,9 +334,10 @@ def open_writer(place: Path) -> Table | None:
 
 
 def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Kept commits of the table at `path`: name -> epoch, oldest first.
+    """Kept commits of the table or run at `path`: name -> epoch, oldest first.
 
     Raises:
-        FileNotFoundError, FormatError: no table there.
+        FileNotFoundError, FormatError: neither a table nor a run there.
     """
-    return dict(_native.snapshots(str(_resolve(path))))
+    files = RunFiles(_resolve(path))
+    return files.snapshots() if files.epochs() else dict(_native.snapshots(str(files.directory)))

@@ -17,6 +17,7 @@ from bunkbed.budget import Budget
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosedError
 from bunkbed.opening import DEFAULT_RAM
 from bunkbed.run_files import MEMBER, RunFiles, RunManifest, sync_directory, unlock
+from bunkbed.sharding import Sharding
 from bunkbed.table import Table
 from bunkbed.table_commits import BackgroundCommit, PendingCommit
 
@@ -61,13 +62,15 @@ class Run:
         *,
         mode: Literal["w", "r"] = "w",
         snapshot: str | None = None,
+        _shards_of: str | None = None,
     ) -> None:
         if mode not in ("w", "r"):
             raise ValueError(f'mode must be "w" or "r", got {mode!r}')
         self.path = Path(path).expanduser().absolute()
         self.mode: Literal["w", "r"] = "r" if snapshot is not None else mode
         self.budget = ram if isinstance(ram, Budget) else Budget(DEFAULT_RAM if ram is None else ram)
-        self._files = RunFiles(self.path)
+        self._shards_of = _shards_of  # the name of the sharded table that its tables are
+        self._files = RunFiles(self.path, "run" if _shards_of is None else "sharded table")
         self._tables: dict[str, Table] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -84,6 +87,11 @@ class Run:
             self._prepare_directory()
         try:
             self._manifest = self._files.load_newest() if snapshot is None else self._files.find(snapshot)
+            if self.mode == "w" and self._manifest.sharding is not None and _shards_of is None:
+                raise FormatError(
+                    f"{self.path} is one sharded table, whose shards must not be written one by one; open it with "
+                    "bb.ShardedTable.open"
+                )
         except BaseException:
             self._unlock()
             raise
@@ -141,6 +149,15 @@ class Run:
         return sorted(self._manifest.files)
 
     @property
+    def sharding(self) -> Sharding | None:
+        """What makes it one `bunkbed.ShardedTable`; None for any other run."""
+        return self._manifest.sharding
+
+    def become_sharded(self, names: list[str]) -> None:
+        """From the next commit on its open tables are the shards of one table, in the order of `names`."""
+        self._manifest = replace(self._manifest, sharding=Sharding.new([self._tables[name].uuid for name in names]))
+
+    @property
     def closed(self) -> bool:
         """True once closed."""
         return self._closed
@@ -185,7 +202,8 @@ class Run:
         if name in self._tables:
             opening.compare_with(self._tables[name], create, None)
             return self._tables[name]
-        path = self.path / "tables" / name
+        path = self._files.table_path(name)
+        label = name if self._shards_of is None else f"{self._shards_of}/{name}"
         if name in self._manifest.tables:
             opened = opening.open(
                 path,
@@ -194,6 +212,7 @@ class Run:
                 create=create,
                 _run=self if self.mode == "w" else None,
                 _epoch=self._manifest.tables[name],
+                _name=label,
             )
         elif create is None or self.mode == "r":
             known = ", ".join(sorted(self._manifest.tables)) or "none"
@@ -202,7 +221,7 @@ class Run:
         else:
             if path.exists():
                 shutil.rmtree(path)  # made by a session that never committed it: no commit names it
-            opened = opening.create(path, ram=self.budget, _run=self, **create)
+            opened = opening.create(path, ram=self.budget, _run=self, _name=label, **create)
         if self.mode == "w":
             self._pin(name, opened)
         self._tables[name] = opened
@@ -211,6 +230,14 @@ class Run:
     def _pin(self, name: str, table: Table) -> None:
         """Tells a table which of its commits stay."""
         table._native.set_pinned_epochs(self._named.get(name, set()), self._files.kept(name))
+
+    def reopen(self, name: str, epoch: int) -> Table:
+        """A reader's open table anew, at another of its commits. The one before is closed, and stays so on an error."""
+        label = self._tables[name].name
+        self._tables[name]._close()  # first: the budget may not hold both
+        path = self._files.table_path(name)
+        self._tables[name] = opening.open(path, mode="r", ram=self.budget, _epoch=epoch, _name=label)
+        return self._tables[name]
 
     def read(self, name: str) -> bytes:
         """A dense file of the commit in view, verified.
@@ -319,6 +346,8 @@ class Run:
                 tables={**self._manifest.tables, **tables},
                 files=entries,
                 next_file=number,
+                places=self._manifest.places,
+                sharding=self._manifest.sharding,
             )
         )
         self._owed = None
@@ -379,6 +408,8 @@ class Run:
                 tables=tables,
                 files=target.files,
                 next_file=self._manifest.next_file,
+                places=self._manifest.places,
+                sharding=self._manifest.sharding,
             )
         )
         self._owed = None
@@ -403,7 +434,7 @@ class Run:
                 self._pin(table_name, table)
                 table._native.collect()
             else:
-                _native.collect_commits(str(self.path / "tables" / table_name), pinned)
+                _native.collect_commits(str(self._files.table_path(table_name)), pinned)
 
     def close(self, commit: bool = True) -> None:
         """Commit (a writer with changes, unless told not to) and close every table. Closing twice is no error."""
@@ -411,16 +442,16 @@ class Run:
             return
         self._require_own_process()  # the lock and the tables are the parent's
         self._settle(report=commit)
-        if (
-            commit
-            and self.mode == "w"
-            and (self._owed is not None or any(self._is_behind(name) for name in self._tables))
-        ):
+        if commit and self.mode == "w" and self.is_behind():
             self.commit()
         for table in self._tables.values():
             table._close()
         self._closed = True
         self._unlock()
+
+    def is_behind(self) -> bool:
+        """Whether a commit would hold anything that the last one does not."""
+        return self._owed is not None or any(self._is_behind(name) for name in self._tables)
 
     def _is_behind(self, name: str) -> bool:
         """Whether the run's last commit lacks something of a table; its own may be newer where the run's failed."""

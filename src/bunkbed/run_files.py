@@ -25,6 +25,7 @@ from typing import Any
 
 from bunkbed import _native
 from bunkbed.errors import BunkbedError, CorruptionError, FormatError, TableLockedError
+from bunkbed.sharding import HASH, Sharding
 
 FORMAT = 1
 _NAME = re.compile(r"run-(\d{16})")
@@ -44,6 +45,9 @@ class RunManifest:
         files: file name -> (number, bytes, sha256).
         next_file: first number no file was ever given.
         copied: a copy put this commit here, and nobody has written the run since.
+        places: table name -> its directory, absolute or relative to the run's, of tables that lie elsewhere than in
+            ``tables/NAME``. Where a table lies is no part of a commit: those of the newest manifest hold for all.
+        sharding: what makes the run one sharded table; None for any other.
     """
 
     epoch: int = 0
@@ -53,6 +57,8 @@ class RunManifest:
     files: dict[str, tuple[int, int, str]] = field(default_factory=dict)
     next_file: int = 1
     copied: bool = False
+    places: dict[str, str] = field(default_factory=dict)
+    sharding: Sharding | None = None
 
 
 def encode(manifest: RunManifest) -> bytes:
@@ -68,6 +74,10 @@ def encode(manifest: RunManifest) -> bytes:
     }
     if manifest.copied:
         values["copied"] = True
+    if manifest.places:
+        values["places"] = manifest.places
+    if manifest.sharding is not None:
+        values["sharding"] = manifest.sharding.as_json()
     body = json.dumps(values, sort_keys=True).encode()
     return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
@@ -93,6 +103,13 @@ _KEYS: dict[str, Callable[[object], bool]] = {
     "files": lambda value: _is_named(value, _is_file),
     "next_file": _is_count,
 }
+#: And of those that not every manifest has.
+_OPTIONAL: dict[str, Callable[[object], bool]] = {
+    "places": lambda value: _is_named(
+        value, lambda place: isinstance(place, str) and place != "" and "\0" not in place
+    ),
+    "sharding": lambda value: Sharding.from_json(value) is not None,
+}
 
 
 def decode(data: bytes, path: Path) -> RunManifest:
@@ -117,6 +134,19 @@ def decode(data: bytes, path: Path) -> RunManifest:
     for key, is_sound in _KEYS.items():
         if key not in values or not is_sound(values[key]):
             raise CorruptionError(f"run manifest {path}: {key!r} is {str(values.get(key))[:80]!r}, which no commit has")
+    for key, is_sound in _OPTIONAL.items():
+        if key in values and not is_sound(values[key]):
+            raise CorruptionError(f"run manifest {path}: {key!r} is {str(values[key])[:80]!r}, which no commit has")
+    sharding = Sharding.from_json(values.get("sharding"))
+    if sharding is not None and sharding.hash != HASH:
+        raise FormatError(
+            f"run manifest {path}: rows are divided among shards by rule {sharding.hash}, this release knows {HASH}"
+        )
+    if sharding is not None and sorted(values["tables"]) != sharding.names():
+        raise CorruptionError(
+            f"run manifest {path}: it names {len(values['tables'])} tables, and they are not its "
+            f"{len(sharding.shards)} shards"
+        )
     return RunManifest(
         epoch=values["epoch"],
         meta=values["meta"],
@@ -125,6 +155,8 @@ def decode(data: bytes, path: Path) -> RunManifest:
         files={name: (entry[0], entry[1], entry[2]) for name, entry in values["files"].items()},
         next_file=values["next_file"],
         copied=bool(values.get("copied", False)),
+        places=values.get("places", {}),
+        sharding=sharding,
     )
 
 
@@ -145,11 +177,32 @@ def unlock(descriptor: int) -> None:
 
 
 class RunFiles:
-    """The manifests and dense files in a run's directory."""
+    """The manifests and dense files in a run's directory, and where its tables lie.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: the run's.
+        kind: what messages call it.
+    """
+
+    def __init__(self, directory: Path, kind: str = "run") -> None:
         self.directory = directory
         self.files = directory / "files"
+        self.label = f"{kind} {directory}"
+        #: Where tables lie, when that is known better than the manifests say.
+        self.places: dict[str, str] | None = None
+
+    def table_path(self, name: str) -> Path:
+        """The directory of a table: the one seam through which everything that opens, checks or copies finds it."""
+        places = self._recorded_places() if self.places is None else self.places
+        return self.directory / places.get(name, f"tables/{name}")  # an absolute place stands for itself
+
+    def _recorded_places(self) -> dict[str, str]:
+        for epoch in reversed(self.epochs()):
+            try:
+                return self.load(epoch).places
+            except (BunkbedError, OSError):
+                continue  # damaged, or just collected; an older one says the same unless directories moved since
+        return {}
 
     def lock(self) -> int:
         """The writer's lock, held until `unlock`.
@@ -164,7 +217,7 @@ class RunFiles:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             os.close(descriptor)
             raise TableLockedError(
-                f"run {self.directory} is being written by process {holder or 'unknown'}; close it there, "
+                f"{self.label} is being written by process {holder or 'unknown'}; close it there, "
                 'or open it with mode="r"'
             ) from None
         os.ftruncate(descriptor, 0)
@@ -232,11 +285,11 @@ class RunFiles:
             kept = self.snapshots()
             if to not in kept:
                 names = ", ".join(map(repr, kept)) or "none"
-                raise ValueError(f"run {self.directory} has no snapshot {to!r}; there are: {names}")
+                raise ValueError(f"{self.label} has no snapshot {to!r}; there are: {names}")
             return self.load(kept[to])
         if to not in self.epochs():
             remain = ", ".join(map(str, self.epochs())) or "none"
-            raise ValueError(f"run {self.directory} has no epoch {to}; epochs that remain: {remain}")
+            raise ValueError(f"{self.label} has no epoch {to}; epochs that remain: {remain}")
         return self.load(to)
 
     def write_file(self, number: int, data: bytes) -> tuple[int, int, str]:
@@ -254,9 +307,7 @@ class RunFiles:
         """
         if name not in manifest.files:
             known = ", ".join(sorted(manifest.files)) or "none"
-            raise FileNotFoundError(
-                f"run {self.directory} has no file {name!r} in epoch {manifest.epoch}; it has: {known}"
-            )
+            raise FileNotFoundError(f"{self.label} has no file {name!r} in epoch {manifest.epoch}; it has: {known}")
         number, size, digest = manifest.files[name]
         path = self.file_path(number)
         try:

@@ -20,6 +20,7 @@ from bunkbed import optim as _optim
 from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_out, as_rows, describe
 from bunkbed.budget import Budget
 from bunkbed.explain import Explanation, explain
+from bunkbed.machine import Machine, remembered
 from bunkbed.table_commits import TableCommits
 from bunkbed.topk import topk
 from bunkbed.uncommitted import warn_when_it_goes
@@ -232,6 +233,10 @@ class Table(TableCommits):
         """
         return explain(self, since)
 
+    def _machine(self) -> Machine | None:
+        """The rates of the machine and disk it lies on, as they were measured."""
+        return None if self._path is None else remembered(self._path)
+
     # ---- Rows
 
     def lookup(self, ids: Any, *, touch: bool = True, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
@@ -436,7 +441,10 @@ class Table(TableCommits):
         return self._scan(index, length, chunk)
 
     def _scan(self, index: int, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
-        scan = _native.Scan(self._native, index)
+        yield from self._rows_of(_native.Scan(self._native, index), length, chunk)
+
+    @staticmethod
+    def _rows_of(scan: _native.Scan, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
         while True:
             ids = np.empty(chunk, np.int64)
             values = np.empty((chunk, length), np.float32)
