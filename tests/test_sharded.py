@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +75,6 @@ def _owner(row: int, shards: int) -> int:
     x = row + 0x9E3779B97F4A7C15 & mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
     x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-    x ^= x >> 31
     return (x >> 32) * shards >> 32
 
 
@@ -581,17 +585,45 @@ def test_rows_left_uncommitted_are_told_once_by_the_whole(tmp_path: Path) -> Non
     bb.open(tmp_path / "user").close()  # nothing holds its lock
 
 
+def test_a_program_that_ends_tells_of_uncommitted_rows_once(tmp_path: Path) -> None:
+    code = f"""
+        import numpy as np, bunkbed as bb
+        table = bb.ShardedTable.create({str(tmp_path / "user")!r}, shards=3, dim=2, num_rows=100, ram="32MiB")
+        table.update(np.arange(100), np.ones((100, 2), np.float32))
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count("UncommittedWarning: table") == 1, done.stderr
+    assert "table 'user' at" in done.stderr and "100 changed rows of 1 step" in done.stderr
+
+
 def test_a_child_after_a_fork_is_refused(tmp_path: Path) -> None:
     table = make(tmp_path / "user")
     train(table)
-    pid = os.fork()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with table._native._lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)  # a lock that nobody gives back in the child
+    thread.start()
+    held.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        pid = os.fork()
     if pid == 0:
         code = 1
+        signal.alarm(10)
         try:
             table.lookup(EVERY)
         except bb.TableClosedError as error:
             code = 0 if "table 'user' was opened before this process was forked" in str(error) else 2
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    over.set()
+    thread.join()
+    assert code == 0
     table.close()

@@ -4,11 +4,11 @@ The rule, version 1: with x = id + 0x9e3779b97f4a7c15, every operation modulo 2*
 
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9
     x = (x ^ (x >> 27)) * 0x94d049bb133111eb
-    x = x ^ (x >> 31)
     shard = ((x >> 32) * shards) >> 32
 
-which is splitmix64 and a multiplication in place of a division. It is file format: rows are found by it. It must differ
-from the core's own hash of ids (`mix_id`), or the directory of a shard would get only some of its values.
+which is splitmix64, but for its last step, which mixes bits that are not used, and a multiplication in place of a
+division. It is file format: rows are found by it. It must differ from the core's own hash of ids (`mix_id`), or the
+directory of a shard would get only some of its values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
     x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
     x >>= np.uint64(32)
     x *= np.uint64(num_shards)
     x >>= np.uint64(32)
