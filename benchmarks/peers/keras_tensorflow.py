@@ -1,8 +1,8 @@
-"""Keras 3 on TensorFlow: `keras.layers.Embedding` and `keras.optimizers.Adam`, in a `tf.function`.
+"""Keras 3 on TensorFlow: an embedding layer and `keras.optimizers.Adam`, stepped by a `tf.function` or by ``fit``.
 
-In a process of its own: TensorFlow's thread pools would compete with torch's. The child makes the same batches
-from the same seed. Keras's Adam turns the sparse gradient into a dense one, so each step updates every row, as
-torch's dense Adam does and as SparseAdam and ours do not.
+In a process of its own: TensorFlow's thread pools would compete with torch's. The child makes the same batches from the
+same seed. The layer is Keras's own, or ours. Keras's Adam turns the sparse gradient of its own layer into a dense one,
+so each step updates every row, as torch's dense Adam does and as SparseAdam and ours do not.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,14 +22,37 @@ from benchmarks.peers import Missing
 
 
 class Keras:
-    """The parent's end."""
+    """The parent's end.
 
-    def __init__(self, settings: Settings, num_rows: int, dim: int, batch: int, num_batches: int) -> None:
+    Args:
+        layer: ``"keras"`` for `keras.layers.Embedding`, ``"bunkbed"`` for ours.
+        repeat: steps for each one asked for, whose mean is its time: what a call of ``fit`` costs is spread over them.
+        fit: step by ``fit`` instead of a `tf.function`.
+        stored: how many rows of ours are stored.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        num_rows: int,
+        dim: int,
+        batch: int,
+        num_batches: int,
+        *,
+        layer: Literal["keras", "bunkbed"] = "keras",
+        fit: bool = False,
+        repeat: int = 1,
+        stored: int = 0,
+    ) -> None:
         for module in ("keras", "tensorflow"):
             if importlib.util.find_spec(module) is None:
                 raise Missing(f'{module} is not installed; pip install "tensorflow-cpu==2.21.*" "keras>=3.15"')
-        values = {"rows": num_rows, "dim": dim, "batch": batch, "batches": num_batches, "seed": settings.seed}
+        values = {
+            "rows": num_rows, "dim": dim, "batch": batch, "batches": num_batches, "seed": settings.seed,
+            "layer": layer, "repeat": repeat, "stored": stored,
+        }  # fmt: skip
         arguments = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        arguments += ["--fit"] if fit else []
         self.child = common.Child(["-m", "benchmarks.peers.keras_tensorflow", *arguments])
         self.settings = str(self.child.ask(indices=[])["settings"])
 
@@ -49,12 +73,46 @@ def child(options: argparse.Namespace) -> None:
 
     rng = np.random.default_rng(options.seed)
     sample = common.zipf(options.rows)
-    batches = [tf.constant(sample(rng, options.batch)) for _ in range(options.batches)]
-    layer = keras.layers.Embedding(options.rows, options.dim)
-    layer.build()
+    batches = [sample(rng, options.batch) for _ in range(options.batches)]
+    layer = _layer(options)
+    take = _fit(options, layer, batches) if options.fit else _function(options, layer, batches)
+    how = "fit" if options.fit else "tf.function"
+
+    def handle(indices: list[int]) -> dict[str, Any]:
+        return {
+            "times": [take(i) for i in indices],
+            "settings": f"Keras {keras.__version__}, TensorFlow {tf.__version__}, {how}",
+        }
+
+    common.serve(handle)
+
+
+def _layer(options: argparse.Namespace) -> Any:
+    import keras
+
+    if options.layer == "keras":
+        layer = keras.layers.Embedding(options.rows, options.dim)
+        layer.build()
+        return layer
+    import bunkbed as bb
+    from bunkbed.keras import Embedding
+
+    table = bb.create(None, dim=options.dim, num_rows=options.rows, optimizer=bb.Adam(1e-3))
+    for start in range(0, options.stored, 65_536):
+        ids = np.arange(start, min(start + 65_536, options.stored))
+        table.update(ids, np.full((len(ids), options.dim), 1e-3, np.float32))
+    return Embedding(options.rows, options.dim, table=table)
+
+
+def _function(options: argparse.Namespace, layer: Any, batches: Sequence[Any]) -> Callable[[int], float]:
+    """Seconds of a lookup, its backward and the optimizer's step, in one `tf.function`."""
+    import keras
+    import tensorflow as tf
+
     optimizer = keras.optimizers.Adam(1e-3)
     optimizer.build(layer.trainable_variables)
     grad = tf.ones((options.batch, options.dim))
+    tensors = [tf.constant(ids) for ids in batches]
 
     @tf.function
     def step(ids: Any) -> None:
@@ -63,15 +121,39 @@ def child(options: argparse.Namespace) -> None:
         gradients = tape.gradient(out, layer.trainable_variables, output_gradients=grad)
         optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
 
-    def handle(indices: list[int]) -> dict[str, Any]:
-        times = [common.timed(lambda ids=batches[i]: step(ids)) for i in indices]
-        return {"times": times, "settings": f"Keras {keras.__version__}, TensorFlow {tf.__version__}, tf.function"}
+    def take(index: int) -> float:
+        ids = tensors[index]
+        began = time.perf_counter()
+        for _ in range(options.repeat):
+            step(ids)
+        return (time.perf_counter() - began) / options.repeat
 
-    common.serve(handle)
+    return take
+
+
+def _fit(options: argparse.Namespace, layer: Any, batches: Sequence[Any]) -> Callable[[int], float]:
+    """Seconds of a step of ``fit`` on a model whose output is the rows."""
+    import keras
+    import tensorflow as tf
+
+    ids = keras.Input((), dtype="int64")
+    model = keras.Model(ids, layer(ids))
+    model.compile(keras.optimizers.Adam(1e-3), lambda _, rows: tf.reduce_mean(rows, -1))
+    targets = tf.zeros((options.batch, 1))
+    datasets = [tf.data.Dataset.from_tensors((tf.constant(batch), targets)).repeat(options.repeat) for batch in batches]
+
+    def take(index: int) -> float:
+        began = time.perf_counter()
+        model.fit(datasets[index], verbose=0)
+        return (time.perf_counter() - began) / options.repeat
+
+    return take
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for argument in ("rows", "dim", "batch", "batches", "seed"):
+    for argument in ("rows", "dim", "batch", "batches", "seed", "repeat", "stored"):
         parser.add_argument(f"--{argument}", type=int, required=True)
+    parser.add_argument("--layer", choices=("keras", "bunkbed"), required=True)
+    parser.add_argument("--fit", action="store_true")
     child(parser.parse_args())

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from bunkbed import _native
+from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
 from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
-from bunkbed.torch.pending import FloatArray, IntArray, alive
+from bunkbed.torch.pending import alive
 
 
 class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -54,25 +55,18 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         return pending.no_change(), weights_grad, None, None, None
 
 
-class _Bags:
-    """One batch of bags as the table wants it, without the padding ids.
+class _Bags(BagGradients):
+    """One batch of bags as the table wants it, without the padding ids; `offsets` and `weights` are our own."""
 
-    Bag b is ``ids[offsets[b] : offsets[b + 1]]``, the last one ends at N: int64[N], int64[B], float32[N] or
-    None.
-    """
-
-    __slots__ = ("ids", "is_mean", "kept", "offsets", "weights")
+    __slots__ = ("kept",)
 
     def __init__(self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Any, is_mean: bool) -> None:
-        self.ids = ids
-        self.offsets = offsets  # our own, as are the weights
-        self.weights = weights
-        self.is_mean = is_mean
         self.kept = kept  # bool[ids of the input]: which ones `ids` are; None for all
         if kept is not None:
             before = np.concatenate([[0], np.cumsum(kept)])  # kept ids ahead of each position
-            self.ids, self.offsets = ids[kept], before[offsets]
-            self.weights = None if weights is None else weights[kept]
+            ids, offsets = ids[kept], before[offsets]
+            weights = None if weights is None else weights[kept]
+        super().__init__(ids, offsets, weights, is_mean)
 
     def borrows(self, ids: Any) -> bool:
         """Whether these ids are the memory of the tensor they came from."""
@@ -91,23 +85,6 @@ class _Bags:
             )
         )
         return layer._output(pooled)
-
-    # ---- the gradients that bags give their ids; see `Pending.hold`
-
-    def spread(self, grads: FloatArray) -> FloatArray:
-        """float32[B, dim] gradients of bags to float32[N, dim] of their ids."""
-        lengths = np.diff(self.offsets, append=self.ids.size)
-        if self.is_mean:
-            grads = grads / np.maximum(lengths, 1).astype(np.float32)[:, None]
-        rows = np.repeat(grads, lengths, axis=0)
-        if self.weights is not None:
-            rows *= self.weights[:, None]
-        return rows
-
-    def sum_in(self, batch: Any, grads: FloatArray) -> tuple[FloatArray, float]:
-        """``batch.sum(self.spread(grads))``, the sums to the last bit, without spreading them."""
-        sums, norm = batch.sum_bags(self.offsets, grads, self.weights, self.is_mean)
-        return sums, norm
 
     def unfiltered(self, values: FloatArray) -> FloatArray:
         """float32 per kept id to float32 per id of the input, zero for the others."""

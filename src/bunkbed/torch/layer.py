@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import bunkbed as bb
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
+from bunkbed.layer_table import open_or_create, require_same
 from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch import checkpoint
 from bunkbed.torch.pending import IntArray, pending_of, require_one_process
@@ -134,7 +135,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             extra = [name for name, value in given.items() if value is not None]
             if extra:
                 raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
-            _require_same(kind, table, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+            require_same(kind, table, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding_row(kind, padding_idx, num_embeddings)
@@ -142,7 +143,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         self.anchor = self._pending.anchor
         if keep_checkpoints is not None and keep_checkpoints < 1:
             raise ValueError(f"{kind}: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
-        self._pending.keep_at_least(keep_checkpoints)
+        self._pending.references.keep_at_least(keep_checkpoints)
         self._zero_padding = False
         self._set_padding()
 
@@ -156,11 +157,11 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     @property
     def keep_checkpoints(self) -> int | None:
         """How many epochs kept by ``state_dict()`` stay loadable; None keeps all. Named ones always stay."""
-        return self._pending.keep_checkpoints
+        return self._pending.references.keep
 
     @keep_checkpoints.setter
     def keep_checkpoints(self, value: int | None) -> None:
-        self._pending.keep_checkpoints = value
+        self._pending.references.keep = value
 
     def _set_padding(self) -> None:
         """Stores zeros in the padding row unless it has a value already, as torch does for a new layer."""
@@ -211,7 +212,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + checkpoint.KEY] = checkpoint.save(self._pending)
+        destination[prefix + checkpoint.KEY] = checkpoint.save(self._pending.references)
 
     def _load_from_state_dict(
         self,
@@ -233,7 +234,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             missing_keys, unexpected_keys, error_msgs,
         )  # fmt: skip
         if reference is not None:
-            error = checkpoint.load(self._pending, reference)
+            error = checkpoint.load(self._pending.references, reference)
             if error is not None:
                 error_msgs.append(error)
             self._set_padding()
@@ -317,24 +318,6 @@ def _padding_row(kind: str, padding_idx: int | None, num_embeddings: int | None)
     return padding_idx + num_embeddings if padding_idx < 0 else padding_idx
 
 
-def _require_same(kind: str, table: Any, **given: Any) -> None:
-    """Raises ValueError naming both values where an argument contradicts the table."""
-    stored = {
-        "num_embeddings": table.num_rows,
-        "embedding_dim": table.dim,
-        "dtype": table.dtype,
-        "init": table.init,
-        "seed": table.seed,
-        "durability": table.durability,
-    }
-    for name, value in given.items():
-        if stored[name] != value:
-            raise ValueError(
-                f"{kind}: {name}={value!r} was given, but table {table.name!r} has {stored[name]!r}; give what it "
-                "has, or another path for a new table"
-            )
-
-
 def _open_table(
     kind: str,
     num_embeddings: int | None,
@@ -355,43 +338,24 @@ def _open_table(
         if dtype not in _DTYPES:
             raise ValueError(f"{kind}: dtype must be float32, bfloat16 or float16, got {dtype}")
         dtype = _DTYPES[dtype]
-    if path is not None:
-        path = Path(path)
-        try:
-            table = bb.open(path, ram=ram, disk=disk)
-        except FileNotFoundError:
-            pass
-        except bb.FormatError:
-            # What a scratch table left is begun anew where one is asked for: create() tells it from others.
-            if durability != "scratch":
-                raise
-        else:
-            given = {"dtype": dtype, "init": init, "seed": seed, "durability": durability}
-            try:
-                _require_same(
-                    kind,
-                    table,
-                    num_embeddings=num_embeddings,
-                    embedding_dim=embedding_dim,
-                    **{name: value for name, value in given.items() if value is not None},
-                )
-                if optimizer is not None and optimizer != table.optimizer:
-                    table.optimizer = optimizer  # other slots are an error there
-            except BaseException:
-                table.close(commit=False)  # this opening of it: another layer's stays open
-                raise
-            return table
-    return bb.create(
+    given = {"dtype": dtype, "init": init, "seed": seed, "durability": durability}
+    return open_or_create(
+        kind,
         path,
         dim=embedding_dim,
         num_rows=num_embeddings,
-        optimizer=bb.Adam(lr=1e-3) if optimizer is None else optimizer,
+        optimizer=optimizer,
         init=bb.Normal(std=1.0) if init is None else init,
         seed=drawn_seed if seed is None else seed,
-        dtype="float32" if dtype is None else dtype,
+        dtype=dtype,
         ram=ram,
-        durability="durable" if durability is None else durability,
+        durability=durability,
         disk=disk,
+        same={
+            "num_embeddings": num_embeddings,
+            "embedding_dim": embedding_dim,
+            **{name: value for name, value in given.items() if value is not None},
+        },
     )
 
 

@@ -37,6 +37,8 @@ from numpy.typing import NDArray
 
 from bunkbed import _native
 from bunkbed.errors import ReadOnlyError
+from bunkbed.references import References
+from bunkbed.torch.checkpoint import PREFIX
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -81,14 +83,10 @@ class Pending:
     def __init__(self, table: Any, device: Any = None) -> None:
         self.table = table
         self.name: str = table.name
-        self.keep_checkpoints: int | None = 0
-        self.ram_snapshots: Any = None  # see checkpoint.py
-        self.next_step: int | None = None  # the number to impose on the next step; see ram_snapshots.py
+        self.references = References(table, PREFIX, "state_dict")
         self.order = itertools.count()
         # What graphs hold: one kept in a global until exit must not keep the table open.
         self.ref = weakref.ref(self)
-        # (table epoch, epoch it equals): after a rewind the newest commit has a new number but old contents.
-        self.same_as: tuple[int, int] | None = None
         self._nothing: tuple[Any, FloatArray] = table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32)
         self.batch, self.sums = self._nothing  # rows, each once, and their sums: what step applies
         self._is_finite = True  # every sum
@@ -101,11 +99,6 @@ class Pending:
         # torch's default dtype, as any layer's: outputs must fit the layers around.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
         self._no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
-
-    def keep_at_least(self, keep_checkpoints: int | None) -> None:
-        """Of the layers on one table the one that keeps most decides; None is all."""
-        if self.keep_checkpoints is not None:
-            self.keep_checkpoints = None if keep_checkpoints is None else max(self.keep_checkpoints, keep_checkpoints)
 
     # ---- the anchor
 
@@ -322,13 +315,12 @@ class Pending:
     @property
     def step(self) -> int:
         """Steps taken so far."""
-        taken: int = self.table.step
-        return taken if self.next_step is None else self.next_step - 1
+        return self.references.step
 
     def update(self, lr: float) -> None:
         """One step of the table with the summed rows."""
-        self.table.update_batch(self.batch, self.sums, lr=lr, step=self.next_step)
-        self.next_step = None
+        self.table.update_batch(self.batch, self.sums, lr=lr, step=self.references.next_step)
+        self.references.step_was_taken()
 
     @property
     def has_rows(self) -> bool:

@@ -1,18 +1,18 @@
 """Kept epochs of a table that has no files: copies of its stored rows, in this process.
 
-The core keeps no epochs of a table in RAM only. ``state_dict()`` never holds rows, so without these copies "keep the
-best epoch, reload it" would need a path even for a small model in one process.
+The core keeps no epochs of a table in RAM only. A checkpoint never holds rows, so without these copies "keep the best
+epoch, reload it" would need a path even for a small model in one process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import bunkbed as bb
-from bunkbed.torch.pending import Pending, alive
+from bunkbed.opening import create
 
 #: Rows per call while copying back.
 _CHUNK = 65_536
@@ -32,8 +32,10 @@ class RamSnapshots:
     Owns one copy of the stored rows for each kept epoch. They end with the process, or with the last layer.
     """
 
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending.ref  # which owns this object
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        #: The number to impose on the next step: the core's count goes back to any step but 0.
+        self.next_step: int | None = None
         self._copies: dict[str, _Copy] = {}
 
     def snapshots(self) -> dict[str, int]:
@@ -42,8 +44,7 @@ class RamSnapshots:
 
     def commit(self, keep: str) -> int:
         """Keeps a copy of every stored row under the name; returns the epoch."""
-        pending = alive(self._pending)
-        table = pending.table
+        table = self._table
         epoch: int = table.commit()
         names = ("weight", *table.slots)
         parts: list[tuple[NDArray[np.int64], list[NDArray[np.float32]]]] = [
@@ -51,7 +52,7 @@ class RamSnapshots:
         ]
         ids = np.concatenate([part[0] for part in parts]) if parts else np.empty(0, np.int64)
         slots = {name: np.concatenate([part[1][i] for part in parts]) for i, name in enumerate(names) if parts}
-        self._copies[keep] = _Copy(epoch, pending.step, ids, slots)
+        self._copies[keep] = _Copy(epoch, table.step if self.next_step is None else self.next_step - 1, ids, slots)
         return epoch
 
     def drop(self, name: str) -> None:
@@ -60,11 +61,10 @@ class RamSnapshots:
 
     def rewind(self, epoch: int) -> None:
         """Puts every row, slot and the step back to the kept epoch, which becomes the newest commit."""
-        pending = alive(self._pending)
-        table = pending.table
+        table = self._table
         copy = next(copy for copy in self._copies.values() if copy.epoch == epoch)
         later = [ids[~np.isin(ids, copy.ids)] for ids, _ in table.scan()]
-        fresh = bb.create(
+        fresh = create(
             None,
             dim=table.dim,
             num_rows=table.num_rows,
@@ -79,9 +79,9 @@ class RamSnapshots:
         for slot, values in copy.slots.items():
             for start in range(0, len(copy.ids), _CHUNK):
                 table.set(copy.ids[start : start + _CHUNK], values[start : start + _CHUNK], slot)
-        pending.next_step = None
+        self.next_step = None
         if copy.step > 0:  # a step without rows, for its number only: bias correction goes on where it was
             table.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), step=copy.step)
         elif table.step > 0:
-            pending.next_step = 1  # the core's count goes back to any step but 0
+            self.next_step = 1
         table.commit()

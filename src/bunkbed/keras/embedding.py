@@ -1,0 +1,444 @@
+"""`Embedding`: `keras.layers.Embedding` over a table."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import bunkbed as bb
+from bunkbed import optim
+from bunkbed.budget import Budget
+from bunkbed.init import from_native as initializer_from_native
+from bunkbed.keras.initializers import initializer_of
+from bunkbed.keras.lookups import COMBINERS, bags_of, is_recorded, rows_of
+from bunkbed.keras.places import current_path
+from bunkbed.keras.shared import TableArguments, shared_of, shared_of_table
+from bunkbed.layer_table import require_same
+from bunkbed.references import Reference
+from bunkbed.table import DTYPES
+
+#: Beyond it int32 ids cannot name every row, and a cast to int32 may have wrapped what they were.
+_MOST_INT32 = 2**31
+#: Beyond it a float32 cannot name every row.
+_MOST_FLOAT32 = 2**24
+#: What a saved layer holds of its table, as the bytes of JSON.
+_REFERENCE = "table"
+
+
+@keras.saving.register_keras_serializable(package="bunkbed")
+class Embedding(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped here
+    """`keras.layers.Embedding` whose rows live in a table that may be larger than RAM.
+
+    Takes what Keras's layer takes; what is ours comes by keyword. ``fit``, ``evaluate``, ``predict``, custom loops,
+    loss scaling, gradient accumulation, clipping by ``clipnorm`` and ``clipvalue``, learning-rate schedules and
+    callbacks work as with any layer. Rows get one update a step, summed over lookups, layers and replicas.
+
+    The layer owns two scalar variables that stand for the table: a token, which optimizers are given in place of the
+    rows, and the kept epoch. Saved weights hold a reference to an epoch of the table, never rows: saving commits the
+    table and keeps that epoch, loading goes back to it, optimizer state too. Rows are durable once committed, which
+    saving does and ``layer.table.commit()``. A table without `path` ends with its process.
+
+    Ids are int64 or a smaller integer, dense, ragged or sparse. An id outside the table is an error that names it and
+    its position. ``training=False`` lookups leave the cache alone.
+
+    Args:
+        input_dim: ids lie in ``[0, input_dim)``; None admits any non-negative int64.
+        output_dim: length of a row.
+        embeddings_initializer: a Keras initialiser that is a function of (seed, id) (uniform, random_normal, zeros,
+            glorot_uniform and its like) or one of ours; for a stored table None or ``"uniform"`` accept its own.
+        mask_zero: id 0 is padding: it is masked for the layers after, or with `combiner` left out.
+        weights: float32[input_dim, output_dim], initial rows of a new table.
+        combiner: None, ``"sum"``, ``"mean"`` or ``"sqrtn"``: pool the last axis of the ids, as
+            `tf.nn.embedding_lookup_sparse`; the layer is then called with ``(ids, weights=None)``.
+        path: folder of the table, created or opened; None holds it in RAM only.
+        ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
+        optimizer: the rows' update rule. None follows the optimizer given to ``compile`` (class, hyperparameters,
+            schedule; see `bunkbed.keras.optimizers`), and the first training step makes the table.
+        dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"`` or ``"float16"``; a Keras dtype policy such
+            as ``"mixed_float16"`` is that of the output.
+        seed: of the initialiser; None draws one as Keras does.
+        table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one. Its optimizer
+            holds.
+        placement: under `tf.distribute`, ``"central"``: one table in this process, which all replicas look up and
+            which is updated once a step.
+        durability, disk: see `bunkbed.create`.
+        keep_checkpoints: how many epochs kept by saved weights stay loadable, None for all; give at least what a
+            checkpoint callback keeps. In RAM only each is a copy of the stored rows.
+
+    Raises:
+        ValueError, TypeError: an argument out of range, unsupported, or contradicting the stored table (names both
+            values).
+
+    >>> layer = Embedding(1000, 4, optimizer=bb.Adam(lr=0.01))
+    >>> layer(np.array([[0, 7, 7]])).shape
+    TensorShape([1, 3, 4])
+    """
+
+    def __init__(
+        self,
+        input_dim: int | None,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        mask_zero: bool = False,
+        weights: Any = None,
+        combiner: Literal["sum", "mean", "sqrtn"] | None = None,
+        *,
+        path: str | PathLike[str] | None = None,
+        ram: int | str | Budget | None = None,
+        optimizer: optim.Optimizer | None = None,
+        dtype: Any = None,
+        seed: int | None = None,
+        table: Any = None,
+        placement: Literal["central"] = "central",
+        durability: Literal["durable", "scratch"] | None = None,
+        disk: int | str | None = None,
+        keep_checkpoints: int | None = 3,
+        **kwargs: Any,
+    ) -> None:
+        for name in ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "quantization_config"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(
+                    f"Embedding: {name}= is not supported, since it would touch every row at every step; "
+                    "the optimizer's weight_decay= reaches the rows of a step"
+                )
+        kwargs.pop("input_length", None)
+        stored_dtype = dtype if isinstance(dtype, str) and dtype in DTYPES else None
+        super().__init__(dtype=None if stored_dtype else dtype, **kwargs)
+        if input_dim is not None:
+            _require_size("input_dim", input_dim)
+        _require_size("output_dim", output_dim)
+        if combiner is not None and combiner not in COMBINERS:
+            raise ValueError(f"Embedding: combiner must be None, {', '.join(COMBINERS)}, got {combiner!r}")
+        if placement != "central":
+            raise ValueError(f'Embedding: placement must be "central", got {placement!r}')
+        if keep_checkpoints is not None and keep_checkpoints < 1:
+            raise ValueError(f"Embedding: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
+        if optimizer is not None:
+            optim.require_optimizer(optimizer)
+        self.input_dim = input_dim
+        self.output_dim = output_dim
+        self.mask_zero = mask_zero
+        self.combiner = combiner
+        self.placement = placement
+        self.keep_checkpoints = keep_checkpoints
+        self.supports_masking = mask_zero
+        self.supports_jit = False  # XLA has no callbacks into this process
+        self.autocast = False
+        self._stored_dtype = stored_dtype
+        self._given_optimizer = optimizer
+        self._ram, self._disk, self._durability = ram, disk, durability
+        self._path = None if path is None else str(path)
+        if table is not None:
+            given = {
+                "path": path,
+                "ram": ram,
+                "optimizer": optimizer,
+                "seed": seed,
+                "durability": durability,
+                "disk": disk,
+            }
+            extra = [name for name, value in given.items() if value is not None]
+            if extra:
+                raise ValueError(
+                    f"Embedding: {extra[0]}= cannot be given together with table=; the table brings its own"
+                )
+            require_same("Embedding", table, input_dim=input_dim, output_dim=output_dim)
+            self.embeddings_initializer = table.init
+            self._shared = shared_of_table(table)
+        else:
+            is_default = isinstance(embeddings_initializer, str) and embeddings_initializer == "uniform"
+            init, drawn = initializer_of(embeddings_initializer, input_dim, output_dim)
+            self.embeddings_initializer = init
+            same: dict[str, Any] = {"input_dim": input_dim, "output_dim": output_dim}
+            if not is_default:
+                same["embeddings_initializer"] = init
+            for name, value in (("dtype", stored_dtype), ("seed", seed), ("durability", durability)):
+                if value is not None:
+                    same[name] = value
+            arguments = TableArguments(
+                "Embedding",
+                input_dim,
+                output_dim,
+                init,
+                drawn if seed is None else seed,
+                stored_dtype,
+                None if path is None else current_path(Path(path)),
+                ram,
+                disk,
+                durability,
+                same,
+            )
+            self._shared = shared_of(arguments, optimizer)
+        self._shared.keep_at_least(keep_checkpoints)
+        self._token = self._shared.token
+        self._kept_epoch = self._shared.kept_epoch
+        if weights is not None:
+            self._import(weights)
+        self.built = True
+
+    # ---- the table
+
+    @property
+    def table(self) -> Any:
+        """The `bunkbed.Table` that holds the rows.
+
+        Raises:
+            RuntimeError: it follows compile's optimizer, and no training step has shown which.
+        """
+        return self._shared.table
+
+    @property
+    def token(self) -> Any:
+        """The variable that stands for the rows in a tape and an optimizer: one of ``trainable_weights``."""
+        return self._token
+
+    @property
+    def embeddings(self) -> Any:
+        """Not there: raises, naming what reads and writes rows."""
+        raise AttributeError(
+            f"Embedding has no attribute 'embeddings': the rows live in table {self._shared.name!r}, larger than one "
+            "tensor may be; read rows with layer.table.get(ids), all of them with layer.table.scan(), write them with "
+            "layer.table.set(ids, values), and initialise with embeddings_initializer= or weights="
+        )
+
+    def _import(self, weights: Any) -> None:
+        if isinstance(weights, (list, tuple)) and len(weights) == 1:
+            weights = weights[0]
+        array = np.asarray(weights, np.float32)
+        expected = (len(array) if self.input_dim is None else self.input_dim, self.output_dim)
+        if array.shape != expected:
+            raise ValueError(f"Embedding: weights must be float32{list(expected)}, got shape {list(array.shape)}")
+        if self._shared.has_table and len(self.table):
+            raise ValueError(
+                f"Embedding: table {self.table.name!r} has rows, which weights= would overwrite; leave weights= out, "
+                "or write them with layer.table.set(ids, values)"
+            )
+        self._shared.import_rows(array)
+
+    # ---- keras.layers.Layer
+
+    def build(self, input_shape: Any = None) -> None:
+        """Nothing: the table needs no shape of the ids."""
+
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        """Rows of ids.
+
+        Args:
+            inputs: int64[...] ids (or a smaller integer), dense or ragged; with a combiner also sparse int64[B, L].
+            weights: with a combiner, float32 factors of the ids, of the same kind and shape.
+            training: False looks rows up without touching the cache, and lets no gradient come back.
+
+        Returns:
+            [..., output_dim] in the layer's compute dtype; with a combiner the last axis of the ids is pooled.
+
+        Raises:
+            TypeError: ids that are not integers, or too narrow for the table. IndexError: an id outside the table; in
+            a graph it comes as a `tf.errors.InvalidArgumentError` that says so.
+        """
+        entry = self._get_call_context().entry_layer
+        train = self.trainable and training is not False
+        if train:
+            train = self._begin(entry, training)
+        touch = train and (training is True or is_recorded(self._token))
+        options = {"train": train, "touch": touch, "is_certain": training is True}
+        if self.combiner is not None:
+            rows = self._pooled(inputs, weights, entry, options)
+        elif weights is not None:
+            raise ValueError("Embedding: weights of ids need a combiner: Embedding(..., combiner='sum')")
+        elif isinstance(inputs, tf.RaggedTensor):
+            values = rows_of(self._shared, self._as_ids(inputs.flat_values, entry), **options)
+            return inputs.with_flat_values(tf.cast(values, self.compute_dtype))
+        elif isinstance(inputs, tf.SparseTensor):
+            raise TypeError("Embedding: sparse ids need a combiner: Embedding(..., combiner='sum')")
+        else:
+            rows = rows_of(self._shared, self._as_ids(inputs, entry), **options)
+        return tf.cast(rows, self.compute_dtype)
+
+    def _begin(self, entry: Any, training: bool | None) -> bool:
+        """A lookup for training begins; False where it is none after all."""
+        shared = self._shared
+        if shared.has_table and shared.table.mode == "r":
+            if training:
+                raise bb.ReadOnlyError(
+                    f"table {shared.name!r} is open with mode='r' and cannot be trained; set layer.trainable = False, "
+                    "or open the table for writing"
+                )
+            return False
+        if training is None and tf.executing_eagerly() and not is_recorded(self._token):
+            return False
+        shared.drive(getattr(entry, "optimizer", None))
+        return True
+
+    def _as_ids(self, ids: Any, entry: Any) -> Any:
+        """int64 ids; raises TypeError where they cannot be what the caller meant."""
+        ids = tf.convert_to_tensor(ids)
+        most = self.input_dim
+        if ids.dtype in (tf.int64, tf.uint32):
+            return tf.cast(ids, tf.int64)
+        if ids.dtype in (tf.int32, tf.int16, tf.int8, tf.uint16, tf.uint8):
+            if most is None or most > _MOST_INT32:
+                raise TypeError(
+                    f"Embedding: ids come as {ids.dtype.name}, and the table has ids beyond {_MOST_INT32 - 1:,}, which "
+                    "a cast to it wraps; give int64, and declare it: keras.Input(shape, dtype='int64')"
+                )
+            return tf.cast(ids, tf.int64)
+        # Sequential without an Input, and Input without dtype=, make float32 of integers before they come here.
+        if ids.dtype in (tf.float32, tf.float64) and entry is not self and most is not None and most <= _MOST_FLOAT32:
+            return tf.cast(_whole(ids), tf.int64)
+        raise TypeError(
+            f"Embedding: ids must be integers, got {ids.dtype.name}; give int64, and declare it: "
+            "keras.Input(shape, dtype='int64')"
+        )
+
+    def _pooled(self, inputs: Any, weights: Any, entry: Any, options: dict[str, bool]) -> Any:
+        assert self.combiner is not None
+        shape = None
+        if isinstance(inputs, tf.SparseTensor):
+            if weights is not None and not isinstance(weights, tf.SparseTensor):
+                raise TypeError("Embedding: weights of sparse ids must be sparse too")
+            values, factors = inputs.values, None if weights is None else weights.values
+            # Canonical order is row-major; searchsorted on rows that are not sorted would mix bags up.
+            rows = inputs.indices[:, 0]
+            ordered = tf.debugging.assert_non_negative(
+                rows[1:] - rows[:-1], "Embedding: sparse ids are not in row-major order; give tf.sparse.reorder(ids)"
+            )
+            with tf.control_dependencies([] if ordered is None else [ordered]):
+                splits = tf.searchsorted(rows, tf.range(inputs.dense_shape[0] + 1, dtype=tf.int64), out_type=tf.int64)
+        elif isinstance(inputs, tf.RaggedTensor):
+            if inputs.ragged_rank != 1 or inputs.flat_values.shape.rank != 1:
+                raise ValueError(f"Embedding: ragged ids of a combiner must be [B, None], got {inputs.shape}")
+            if weights is not None and not isinstance(weights, tf.RaggedTensor):
+                raise TypeError("Embedding: weights of ragged ids must be ragged too")
+            values, factors = inputs.flat_values, None if weights is None else weights.flat_values
+            splits = tf.cast(inputs.row_splits, tf.int64)
+        else:
+            inputs = tf.convert_to_tensor(inputs)
+            if inputs.shape.rank is None or inputs.shape.rank < 2:
+                raise ValueError(f"Embedding: ids of a combiner must be [..., L], got {inputs.shape}")
+            shape = tf.concat([tf.shape(inputs)[:-1], [self.output_dim]], 0)
+            length = tf.shape(inputs, tf.int64)[-1]
+            values = tf.reshape(inputs, [-1])
+            factors = None if weights is None else tf.reshape(weights, [-1])
+            count = tf.reduce_prod(tf.shape(inputs, tf.int64)[:-1])
+            splits = tf.range(count + 1, dtype=tf.int64) * length
+        pooled = bags_of(
+            self._shared,
+            self._as_ids(values, entry),
+            splits,
+            None if factors is None else tf.stop_gradient(tf.cast(factors, tf.float32)),
+            self.combiner,
+            skip_zero=self.mask_zero,
+            **options,
+        )
+        return pooled if shape is None else tf.ensure_shape(tf.reshape(pooled, shape), self._output(inputs.shape))
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """bool[...]: which ids are not 0, where `mask_zero` and nothing is pooled."""
+        if not self.mask_zero or self.combiner is not None:
+            return None
+        return keras.ops.not_equal(inputs, 0)
+
+    def _output(self, shape: Any) -> tuple[int | None, ...]:
+        shape = tuple(shape)
+        return (*(shape if self.combiner is None else shape[:-1]), self.output_dim)
+
+    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
+        """[..., output_dim]; with a combiner without the ids' last axis."""
+        return self._output(input_shape)
+
+    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        """The output, without looking anything up."""
+        is_ragged = getattr(inputs, "ragged", False) and self.combiner is None
+        return keras.KerasTensor(self._output(inputs.shape), dtype=self.compute_dtype, ragged=is_ragged)
+
+    # ---- saving
+
+    def get_config(self) -> dict[str, Any]:
+        """Everything but the rows, as JSON; a table given by ``table=`` comes back by its path."""
+        config = super().get_config()
+        config.pop("dtype", None)
+        init = self.embeddings_initializer
+        has_table = self._shared.has_table
+        optimizer = self._given_optimizer
+        if optimizer is None and self._shared.is_explicit:
+            optimizer = self.table.optimizer  # of a table that was given
+        path = self._path
+        if path is None and has_table and self.table.path is not None:
+            path = str(self.table.path)
+        return {
+            **config,
+            "input_dim": self.input_dim,
+            "output_dim": self.output_dim,
+            "embeddings_initializer": {"bunkbed": list(init.native())},
+            "mask_zero": self.mask_zero,
+            "combiner": self.combiner,
+            "path": path,
+            "ram": self._ram if isinstance(self._ram, (int, str)) else None,
+            "optimizer": None if optimizer is None else optimizer.native(),
+            "dtype": self._stored_dtype or keras.saving.serialize_keras_object(self.dtype_policy),
+            "seed": self._shared.seed,
+            "placement": self.placement,
+            "durability": self._durability,
+            "disk": self._disk,
+            "keep_checkpoints": self.keep_checkpoints,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Embedding:
+        """The layer of a `get_config`; opens the table at its path."""
+        config = dict(config)
+        init, optimizer, dtype = config["embeddings_initializer"], config["optimizer"], config["dtype"]
+        if isinstance(init, dict) and "bunkbed" in init:
+            config["embeddings_initializer"] = initializer_from_native(*init["bunkbed"])
+        config["optimizer"] = None if optimizer is None else optim.from_native(optimizer)
+        config["dtype"] = keras.saving.deserialize_keras_object(dtype) if isinstance(dtype, dict) else dtype
+        return cls(**config)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Commits the table, keeps the epoch, and stores the reference to it: uint8[n] of JSON."""
+        reference = self._shared.save()
+        text = json.dumps(None if reference is None else reference.fields())
+        store[_REFERENCE] = np.frombuffer(text.encode(), np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Puts the table back to the stored reference, or takes the rows that a `keras.layers.Embedding` stored.
+
+        Raises:
+            ValueError: the epoch was dropped, the table is another one or not there, or the shape differs.
+        """
+        if _REFERENCE in store:
+            fields = json.loads(bytes(np.asarray(store[_REFERENCE], np.uint8)))
+            self._shared.load(None if fields is None else Reference(**fields))
+        elif "0" in store:
+            self._import(np.asarray(store["0"]))
+        else:
+            raise ValueError(f"Embedding: what was saved for layer {self.name!r} holds neither a reference nor rows")
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        if save_type == "savedmodel":
+            raise ValueError(
+                f"Embedding: table {self._shared.name!r} cannot be part of a SavedModel: its lookups run in this "
+                'process. Serve rows from a reader of the table, bunkbed.open(path, mode="r"), beside the rest of the '
+                "model; or, where the rows fit, copy them into a keras.layers.Embedding(weights=layer.table.get(ids))"
+            )
+        return super()._trackable_children(save_type, **kwargs)
+
+
+def _require_size(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"Embedding: {name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"Embedding: {name} must be at least 1, got {value}")
+
+
+def _whole(ids: Any) -> Any:
+    """The float ids, after asserting that they are whole numbers."""
+    checked = tf.debugging.assert_equal(ids, tf.floor(ids), "Embedding: ids must be whole numbers")
+    with tf.control_dependencies([] if checked is None else [checked]):
+        return tf.identity(ids)

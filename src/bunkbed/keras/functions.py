@@ -1,0 +1,74 @@
+"""A table without a layer: for those who write TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from bunkbed.keras.lookups import is_recorded, rows_of
+from bunkbed.keras.shared import shared_of_table
+
+
+def token_of(table: Any) -> Any:
+    """The variable that stands for a table's rows: what a tape must watch and an optimizer be given.
+
+    Args:
+        table: an open `bunkbed.Table`.
+
+    Returns:
+        A scalar `keras.Variable`, the same one for every layer and lookup of the table.
+    """
+    shared = shared_of_table(table)
+    shared.token.keeps = shared  # there may be no layer that does
+    return shared.token
+
+
+def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
+    """`tf.nn.embedding_lookup` of a table that is no variable and may be larger than RAM.
+
+    Gradients of the rows come back through the table's token; the optimizer that is given the token's gradient makes
+    one update of the table, by the table's own rule and learning rate::
+
+        token = bunkbed.keras.token_of(table)
+        with tf.GradientTape() as tape:
+            loss = loss_of(bunkbed.keras.embedding_lookup(table, ids))
+        weights = [token, *others]
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+
+    Args:
+        table: a `bunkbed.Table`, open for writing if it is to be trained.
+        ids: int64[...] or a smaller integer; a tensor or an array.
+        trainable: False for a lookup that no gradient comes back from; it leaves the cache alone.
+
+    Returns:
+        float32[..., dim].
+
+    Raises:
+        RuntimeError: `trainable`, and no tape watches the token, so an update would be lost.
+        TypeError: ids that are not integers. IndexError: see `bunkbed.Table.lookup`; in a graph a
+            `tf.errors.InvalidArgumentError` that says so.
+
+    >>> import bunkbed as bb, numpy as np
+    >>> table = bb.create(None, dim=2, num_rows=10, optimizer=bb.SGD(1.0), init=bb.Zeros())
+    >>> with tf.GradientTape() as tape:
+    ...     loss = tf.reduce_sum(embedding_lookup(table, np.array([3, 3])))
+    >>> token_of(table).assign(tape.gradient(loss, token_of(table).value)) is not None
+    True
+    >>> table.lookup([3])
+    array([[-2., -2.]], dtype=float32)
+    """
+    shared = shared_of_table(table)
+    ids = tf.convert_to_tensor(ids)
+    if not ids.dtype.is_integer or ids.dtype == tf.uint64:
+        raise TypeError(f"embedding_lookup: ids must be int64 or a smaller integer, got {ids.dtype.name}")
+    if trainable:
+        if table.mode == "r":
+            raise ValueError(f"table {table.name!r} is open with mode='r'; look it up with trainable=False")
+        if tf.executing_eagerly() and not is_recorded(shared.token):
+            raise RuntimeError(
+                f"table {table.name!r}: no tape watches its token, so what its rows learn would be lost; look up "
+                "inside `with tf.GradientTape() as tape:` (or after tape.watch(token.value)), "
+                "and give bunkbed.keras.token_of(table) to tape.gradient and to the optimizer; or pass trainable=False"
+            )
+    return rows_of(shared, tf.cast(ids, tf.int64), train=trainable, touch=trainable, is_certain=trainable)

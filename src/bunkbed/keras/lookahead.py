@@ -1,0 +1,197 @@
+"""`lookahead`: a stage of a tf.data pipeline that has the rows of coming batches ready."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from bunkbed.keras.embedding import Embedding
+from bunkbed.window import MAX_BATCHES, Window
+
+#: Iterations over one pipeline whose windows are kept: an iterator that was given up says nothing.
+_ITERATIONS = 2
+
+
+def lookahead(
+    dataset: Any,
+    model: Any,
+    ids: Callable[..., Mapping[Any, Any]] | None = None,
+    *,
+    depth: int | None = None,
+    window: int | None = None,
+) -> Any:
+    """The dataset's batches unchanged and in order, with the rows of the coming ones planned and on their way.
+
+    The ids of up to `window` coming batches rank what a table's cache gives up; the rows of the next `depth` are read
+    from disk beside the model's work. Only records move, never values, so training is bit-identical with and without.
+    It goes after ``batch``; ``repeat`` may come before or after, and `tf.distribute` may distribute the result. An id
+    outside its table is not planned here, and an error where the model looks it up.
+
+    Args:
+        dataset: a `tf.data.Dataset` of batches, as ``fit`` takes them: x, or a tuple that begins with x.
+        model: the model that is trained on it.
+        ids: from x to ``{layer: ids}``, dense, ragged or sparse, or several in a list. None: as the model's graph has
+            it, for functional and sequential models.
+        depth: batches whose rows are staged ahead, at least 1. None: 2 to 4, by how long reads take beside a step.
+        window: most batches pulled ahead, 1 to 32, default 32.
+
+    Returns:
+        A `tf.data.Dataset` with the same elements.
+
+    Raises:
+        ValueError, TypeError: `depth` or `window` out of range; a model whose graph is not known, without `ids`; a
+            model without a layer of ours.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(f"lookahead: dataset must be a tf.data.Dataset, got {type(dataset).__name__}")
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"lookahead: model must be a keras.Model, got {type(model).__name__}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"lookahead: depth must be at least 1, got {depth}")
+    if window is not None and not 1 <= window <= MAX_BATCHES:
+        raise ValueError(f"lookahead: window must be 1 to {MAX_BATCHES}, got {window}")
+    find = _by_graph(model) if ids is None else ids
+    plan = _Plan(depth, window)
+
+    def begin(_: Any) -> Any:
+        iteration = tf.numpy_function(plan.begin, [], tf.int64, stateful=True)
+        iteration.set_shape([])
+
+        def enter(*batch: Any) -> Any:
+            wanted = _flat(find(batch[0]))
+            layers, tensors = list(wanted), list(wanted.values())
+
+            def push(iteration: Any, *arrays: Any) -> Any:
+                plan.push(int(iteration), layers, arrays)
+                return np.int64(0)
+
+            done = tf.numpy_function(push, [iteration, *tensors], tf.int64, stateful=True)
+            with tf.control_dependencies([done]):
+                return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        def leave(*batch: Any) -> Any:
+            done = tf.numpy_function(plan.advance, [iteration], tf.int64, stateful=True)
+            with tf.control_dependencies([done]):
+                return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        return dataset.map(_packed(dataset, enter)).prefetch(window or MAX_BATCHES).map(_packed(dataset, leave))
+
+    made = tf.data.Dataset.range(1).flat_map(begin)
+    return made.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
+
+
+def _packed(dataset: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of a tuple, as `Dataset.map` calls it: with the parts of a tuple, or with one value."""
+    if isinstance(dataset.element_spec, tuple):
+        return lambda *batch: function(*batch)
+    return lambda batch: function(batch)[0]
+
+
+def _flat(wanted: Mapping[Any, Any]) -> dict[Any, Any]:
+    """{layer: int64[N] ids}."""
+    if not isinstance(wanted, Mapping):
+        raise TypeError(f"lookahead: ids must return {{layer: ids}}, got {type(wanted).__name__}")
+    found = {}
+    for layer, given in wanted.items():
+        if not isinstance(layer, Embedding):
+            raise ValueError(f"lookahead: ids names {type(layer).__name__}, which is not a bunkbed.keras layer")
+        parts = []
+        for tensor in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(tensor, tf.RaggedTensor):
+                tensor = tensor.flat_values
+            elif isinstance(tensor, tf.SparseTensor):
+                tensor = tensor.values
+            parts.append(tf.cast(tf.reshape(tensor, [-1]), tf.int64))
+        found[layer] = tf.concat(parts, 0)
+    return found
+
+
+def _by_graph(model: Any) -> Callable[[Any], dict[Any, Any]]:
+    """From x to what each of our layers is called with, by the model's own graph."""
+    graph = model._functional if isinstance(model, keras.Sequential) and model.built else model
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, Embedding)]
+    if not layers:
+        raise ValueError("lookahead: the model has no layer of bunkbed.keras")
+    if not hasattr(graph, "_nodes_by_depth") or not hasattr(graph, "inputs"):
+        raise ValueError(
+            "lookahead: which ids the layers will be called with is known of functional and built sequential models "
+            "only; pass ids=lambda x: {model.user: x['user']}"
+        )
+    nodes = [(node.operation, node) for nodes in graph._nodes_by_depth.values() for node in nodes]
+    nodes = [(layer, node) for layer, node in nodes if isinstance(layer, Embedding)]
+    if {layer for layer, _ in nodes} != set(layers):
+        raise ValueError(
+            "lookahead: a layer of bunkbed.keras lies inside another layer of the model, whose graph is not known; "
+            "pass ids=lambda x: {layer: x['user']}"
+        )
+    # What an Embedding is called with may come of other layers (a cast, a hash): the part of the model before it.
+    before = keras.Model(graph.inputs, [node.input_tensors[0] for _, node in nodes])
+
+    def find(x: Any) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for (layer, _), ids in zip(nodes, tf.nest.flatten(before(x)), strict=True):
+            found.setdefault(layer, []).append(ids)
+        return found
+
+    return find
+
+
+class _Plan:
+    """The windows of every iteration over one pipeline. Thread-safe: tf.data's threads call it."""
+
+    def __init__(self, depth: int | None, window: int | None) -> None:
+        self._depth = depth
+        self._window = window
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._iterations: OrderedDict[int, dict[int, Window]] = OrderedDict()
+        self._entered: dict[int, int] = {}  # batches that came in and have not left, by iteration
+
+    def begin(self) -> Any:
+        with self._lock:
+            number = next(self._numbers)
+            self._iterations[number] = {}
+            self._entered[number] = 0
+            while len(self._iterations) > _ITERATIONS:
+                old, windows = self._iterations.popitem(last=False)
+                del self._entered[old]
+                for window in windows.values():
+                    window.close()
+            return np.int64(number)
+
+    def push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> None:
+        wanted: dict[int, tuple[Any, list[Any]]] = {}
+        for layer, array in zip(layers, arrays, strict=True):
+            if layer._shared.has_table:
+                wanted.setdefault(id(layer.table), (layer.table, []))[1].append(array)
+        with self._lock:
+            windows = self._iterations.get(iteration)
+            if windows is None:
+                return
+            for key, (table, _) in wanted.items():
+                if key not in windows:
+                    windows[key] = Window(table, depth=self._depth, batches=self._window)
+                    for _ in range(self._entered[iteration]):
+                        windows[key].push(None)
+            for key, window in windows.items():
+                parts = wanted[key][1] if key in wanted else []
+                with contextlib.suppress(IndexError):  # the lookup says so, where it comes
+                    window.push(np.concatenate(parts) if parts else None)
+            self._entered[iteration] += 1
+
+    def advance(self, iteration: Any) -> Any:
+        with self._lock:
+            windows = self._iterations.get(int(iteration))
+            if windows is not None:
+                self._entered[int(iteration)] -= 1
+                for window in windows.values():
+                    window.advance()
+        return np.int64(0)

@@ -1,0 +1,117 @@
+r"""Keras's optimizers as update rules of a table.
+
+| Keras | the table | what differs |
+|---|---|---|
+| `SGD` without momentum | `bunkbed.SGD` | nothing |
+| `Adagrad` | `bunkbed.Adagrad` | gradients of an id that a batch repeats are summed, then squared, \
+which Keras squares apart; epsilon is added beside the root, not under it: a relative 2e-7 at Keras's defaults |
+| `Adam` without amsgrad, `AdamW` | `bunkbed.Adam` | rows that a step does not touch stand still; Keras moves them all |
+
+Weight decay reaches the rows that a step touches, where Keras's reaches them all. Whatever else an optimizer does
+(momentum, EMA, a norm over all variables) is an error, never left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+import bunkbed as bb
+from bunkbed.keras.pending import StepRule
+
+OURS = "bunkbed.SGD, bunkbed.Adagrad, bunkbed.RowwiseAdagrad or bunkbed.Adam"
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that steps: the one inside a LossScaleOptimizer, or itself."""
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+
+
+def _refuse(optimizer: Any, what: str) -> ValueError:
+    return ValueError(
+        f"Embedding: compile's optimizer {type(optimizer).__name__} {what}, which a table does not do; compile another "
+        f"one, or give the layer its own: Embedding(..., optimizer=...) with {OURS}"
+    )
+
+
+def rule_of(optimizer: Any, token: Any, lr: float) -> bb.optim.Optimizer:
+    """The update rule that follows a Keras optimizer.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer`.
+        token: the table's token, for `exclude_from_weight_decay`.
+        lr: the learning rate to begin with; each step brings its own.
+
+    Raises:
+        ValueError: a class or a setting that no rule of ours follows; lists ours.
+    """
+    inner = _inner(optimizer)
+    kind = type(inner)
+    if inner.use_ema:
+        raise _refuse(inner, "averages the weights of all steps (use_ema=True)")
+    if inner.global_clipnorm is not None:
+        raise _refuse(inner, "clips by the norm of all gradients together (global_clipnorm)")
+    decay = inner.weight_decay
+    if decay is not None and not inner._use_weight_decay(token):
+        decay = None
+    shared: dict[str, Any] = {"lr": lr, "weight_decay": float(decay or 0.0), "decoupled": bool(decay)}
+    if kind is keras.optimizers.SGD:
+        if inner.momentum:
+            raise _refuse(inner, f"has momentum={inner.momentum:g}")
+        return bb.SGD(**shared)
+    if kind is keras.optimizers.Adagrad:
+        return bb.Adagrad(eps=inner.epsilon, initial_accumulator=inner.initial_accumulator_value, **shared)
+    if kind in (keras.optimizers.Adam, keras.optimizers.AdamW):
+        if inner.amsgrad:
+            raise _refuse(inner, "has amsgrad=True")
+        return bb.Adam(betas=(float(inner.beta_1), float(inner.beta_2)), eps=inner.epsilon, **shared)
+    raise ValueError(
+        f"Embedding: no update rule of a table is keras.optimizers.{kind.__name__}; compile SGD, Adagrad, Adam or "
+        f"AdamW and the table follows, or give the layer its own: Embedding(..., optimizer=...) with {OURS}"
+    )
+
+
+def learning_rate_now(optimizer: Any) -> float:
+    """The learning rate as a number, as far as it can be known outside a step."""
+    rate = _inner(optimizer)._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) or not hasattr(rate, "numpy"):
+        return 0.0  # never used: each step brings its own
+    try:
+        value = float(rate.numpy())
+    except (AttributeError, NotImplementedError, ValueError):  # while a graph is traced
+        return 0.0
+    return value if math.isfinite(value) and value >= 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The Keras optimizer whose steps a table takes part in.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer`; None in a loop whose optimizer the layer cannot know.
+        follows: whether the table takes its learning rate.
+    """
+
+    optimizer: Any
+    follows: bool
+
+    def step_rule(self) -> StepRule:
+        """Accumulation and clipping of its steps."""
+        if self.optimizer is None:
+            return StepRule()
+        inner = _inner(self.optimizer)
+        return StepRule(inner.gradient_accumulation_steps or 1, inner.clipnorm, inner.clipvalue)
+
+    def learning_rate(self) -> Any:
+        """A scalar tensor, the learning rate of this step; None where the table's own holds."""
+        return self.optimizer.learning_rate if self.follows else None
+
+    def loss_scale(self) -> Any:
+        """A scalar, what the loss of this step was multiplied by; None where it was not."""
+        if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+            # As its scale_loss() has it.
+            return self.optimizer.dynamic_scale if self.optimizer.built else self.optimizer.initial_scale
+        return None if self.optimizer is None else self.optimizer.loss_scale_factor

@@ -1,0 +1,296 @@
+"""Row gradients of one table between Keras's backward and its optimizer's step. NumPy only.
+
+A table's rows never become a variable, so Keras sees a *token*, one scalar variable, in their place. The protocol:
+
+1. A lookup makes the token an input of its gradient function.
+2. The function's backward hands over ids and gradients (`Pending.push`) and returns, as the token's gradient, one bit
+   of a float64 of 52 that names this push; NaN where a gradient is not finite.
+3. The token has ``overwrite_with_gradient``: the optimizer assigns its gradient to it, past clipping, decay and slots.
+   The token's ``assign`` calls `Pending.settle` with that value. Sums of bits are exact, so the value names exactly
+   the pushes whose gradients the optimizer was given, and they become one update of the table.
+4. What no optimizer asks for is never applied: a step that loss scaling rejects, a gradient computed for a plot. Its
+   bits are used again, oldest first, once they are needed.
+
+Under gradient accumulation Keras assigns the token its own value, always 0, at every step that does not update, and
+otherwise the largest value that accumulated; the sum is lost. Accepted are then, in each replica, the pushes since the
+last lookup that followed a push (its newest group).
+
+Rows are summed in the order (replica, lookup), then batch position, one by one (the order `Table.update` uses), so a
+step is bit-identical however backward visited the graph and whichever replica was slower.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bunkbed import _native
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
+#: Pushes that one token value can name: the bits of a float64's mantissa.
+BITS = 52
+#: Lookups whose deduped ids are kept for their backward; beyond, backward dedupes again.
+BATCHES = 64
+#: Lookups for training in a row without a step that takes their gradients, beyond which something is wrong.
+UNANSWERED = 1000
+
+
+@dataclass(slots=True, eq=False)
+class _Push:
+    """Gradients of one lookup: int64[N], float32[N, dim]; with `spread`, of its bags, float32[B, dim]."""
+
+    order: tuple[int, int]
+    ids: IntArray
+    grads: FloatArray
+    batch: Any
+    sums: FloatArray
+    norm: float
+    unscale: float
+    bags: Any
+
+    def rows(self) -> FloatArray:
+        """float32[N, dim] unscaled gradients of the ids."""
+        grads = self.grads if self.bags is None else self.bags.spread(self.grads)
+        return grads if self.unscale == 1.0 else grads * np.float32(self.unscale)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Pushes of a replica with no lookup between them: those of one backward."""
+
+    replica: int
+    bits: dict[int, list[_Push]] = field(default_factory=dict)
+
+    def pushes(self) -> list[_Push]:
+        return [push for pushes in self.bits.values() for push in pushes]
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """What the Keras optimizer that accepts a step asks of it beside its learning rate."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+
+class Pending:
+    """The gradients of one table that wait for a step; every layer on the table shares it.
+
+    Owns nothing but those gradients. Thread-safe: TensorFlow's threads call it.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+        self.steps_settled = 0
+        self._lock = threading.RLock()
+        self._groups: list[_Group] = []  # not accepted, oldest first
+        self._accepted: list[_Push] = []  # by the optimizer, for an update that is still accumulating
+        self._open: dict[int, _Group] = {}  # which the next push of a replica joins
+        self._free = set(range(BITS))
+        self._handles = itertools.count(1)
+        self._batches: OrderedDict[int, Any] = OrderedDict()
+        self._unanswered = 0
+
+    # ---- forward
+
+    def began(self, batch: Any, replica: int, *, is_certain: bool) -> int:
+        """A lookup of a replica took place; returns the handle by which its backward finds `batch`.
+
+        Raises:
+            RuntimeError: `is_certain` that it is for training, and so were many before it, and no step came.
+        """
+        with self._lock:
+            self._unanswered += is_certain
+            if self._unanswered > UNANSWERED:
+                self._unanswered = 0
+                raise RuntimeError(
+                    f"table {self.table.name!r}: {UNANSWERED} lookups for training and no optimizer took their "
+                    "gradients; the tape must watch the table's token and the optimizer be given it: "
+                    "layer.trainable_weights holds it, as does model.trainable_weights; to look up without training "
+                    "pass training=False or set layer.trainable = False"
+                )
+            self._open.pop(replica, None)
+            handle = next(self._handles)
+            self._batches[handle] = batch
+            while len(self._batches) > BATCHES:
+                self._batches.popitem(last=False)
+            return handle
+
+    # ---- backward
+
+    def push(
+        self,
+        handle: int,
+        order: tuple[int, int],
+        ids: IntArray,
+        grads: FloatArray,
+        *,
+        unscale: float = 1.0,
+        bags: Any = None,
+    ) -> float:
+        """Takes the gradients of one lookup; returns what names them in the token's gradient.
+
+        Args:
+            handle: of the lookup, see `began`.
+            order: (replica, place in the forward order): where its gradients stand in the sums.
+            ids: int64[N].
+            grads: float32[N, dim]; with `bags`, the gradients of its bags, float32[B, dim].
+            unscale: what they are to be multiplied by: one over the loss scale.
+
+        Returns:
+            A power of two; 0 where the last of `BITS` stands for this one too; NaN where a gradient is not finite.
+        """
+        with self._lock:
+            batch = self._batches.pop(handle, None)
+        if batch is None:
+            batch = self.table.batch(ids)
+        # Outside the lock: replicas push at the same time.
+        sums, norm = batch.sum(grads) if bags is None else bags.sum_in(batch, grads)
+        push = _Push(order, ids, grads, batch, sums, float(norm), unscale, bags)
+        with self._lock:
+            group = self._open.get(order[0])
+            if group is None:
+                group = self._open[order[0]] = _Group(order[0])
+                self._groups.append(group)
+            bit = self._free_bit()
+            if bit is not None:
+                group.bits[bit] = [push]
+            else:  # another push of this backward stands for it
+                owner = group if group.bits else next(each for each in reversed(self._groups) if each.bits)
+                owner.bits[max(owner.bits)].append(push)
+            if not np.isfinite(norm):
+                return float("nan")
+            return 0.0 if bit is None else float(2**bit)
+
+    def _free_bit(self) -> int | None:
+        """A bit to name a push by, if need be that of the oldest backward that is over; None where all are in use."""
+        while not self._free and self._groups[0] not in self._open.values():
+            self._free.update(self._groups.pop(0).bits)
+        if not self._free:
+            return None
+        bit = min(self._free)
+        self._free.discard(bit)
+        return bit
+
+    # ---- the optimizer's step
+
+    def settle(self, values: NDArray[np.float64], rule: StepRule, lr: float | None) -> bool:
+        """The optimizer assigned the token: one update of the table with what it accepted.
+
+        Args:
+            values: float64[replicas], the token's gradient in each.
+            rule: see `StepRule`.
+            lr: learning rate of this step; None is the table's own.
+
+        Returns:
+            Whether the table was updated; False while gradients accumulate.
+
+        Raises:
+            ValueError: a gradient is not finite; names the first id. Nothing is changed.
+            RuntimeError: the value names pushes that are not pending.
+        """
+        with self._lock:
+            self._unanswered = 0
+            if np.isnan(values).any():
+                raise ValueError(self._not_finite())
+            if not values.any():  # "not yet", or somebody else set the token: set_weights()
+                if rule.accumulate > 1:
+                    self._accepted += self._take_newest()
+                return False
+            if rule.accumulate > 1:
+                self._accepted += self._take_newest()
+            else:
+                self._accepted += self._take(values)
+            pushes, self._accepted = self._accepted, []
+            self._update(pushes, rule, lr)
+            self.steps_settled += 1
+            return True
+
+    def drop(self) -> None:
+        """Forgets every gradient: the table went back to another epoch."""
+        with self._lock:
+            self._groups.clear()
+            self._accepted.clear()
+            self._open.clear()
+            self._free = set(range(BITS))
+
+    def _take_newest(self) -> list[_Push]:
+        newest = {group.replica: group for group in self._groups}
+        self._groups = []
+        self._open.clear()
+        self._free = set(range(BITS))
+        return [push for group in newest.values() for push in group.pushes()]
+
+    def _take(self, values: NDArray[np.float64]) -> list[_Push]:
+        known = {bit: group for group in self._groups for bit in group.bits}
+        named: list[int] = []
+        for value in values.tolist():
+            if not 0 <= value < 2**BITS or int(value) != value:
+                raise RuntimeError(self._changed(value))
+            bits = [bit for bit in range(BITS) if int(value) >> bit & 1]
+            if not known.keys() >= set(bits) or set(bits) & set(named):
+                raise RuntimeError(self._changed(value))
+            named += bits
+        taken: list[_Push] = []
+        for bit in named:
+            taken += known[bit].bits.pop(bit)
+        self._free.update(named)
+        self._groups = [group for group in self._groups if group.bits]
+        self._open.clear()
+        return taken
+
+    def _changed(self, value: float) -> str:
+        return (
+            f"table {self.table.name!r}: the gradient of its token is {value:g}, which names no gradients of rows that "
+            "wait; it cannot be scaled, clipped or used twice: take the token out of what you clip, and clip the rows "
+            "by the optimizer's clipnorm= or clipvalue="
+        )
+
+    def _not_finite(self) -> str:
+        for push in [push for group in reversed(self._groups) for push in group.pushes()]:
+            if not np.isfinite(push.norm):
+                found = np.argwhere(~np.isfinite(push.sums))
+                if len(found):
+                    row, column = found[0].tolist()
+                    return (
+                        f"table {self.table.name!r}: the gradient of id {push.batch.unique()[row]} is "
+                        f"{push.sums[row, column]} at column {column}; nothing was changed; find where the loss stops "
+                        "being finite, or let keras.optimizers.LossScaleOptimizer skip such steps"
+                    )
+        return f"table {self.table.name!r}: its token's gradient is NaN; nothing was changed"
+
+    def _update(self, pushes: list[_Push], rule: StepRule, lr: float | None) -> None:
+        table = self.table
+        if len(pushes) == 1:
+            batch, sums, norm = pushes[0].batch, pushes[0].sums, pushes[0].norm
+            factor = pushes[0].unscale / rule.accumulate
+        elif pushes:
+            pushes.sort(key=lambda push: push.order)
+            batch = table.batch(np.concatenate([push.ids for push in pushes]))
+            sums, norm = batch.sum(np.concatenate([push.rows() for push in pushes]))
+            factor = 1.0 / rule.accumulate
+        else:
+            batch, factor, norm = table.batch(np.empty(0, np.int64)), 1.0, 0.0
+            sums = np.empty((0, table.dim), np.float32)
+        norm *= factor
+        if rule.clip_norm is not None and norm > rule.clip_norm:
+            factor *= rule.clip_norm / norm
+        if factor != 1.0:
+            _native.scale(sums, factor)
+        if rule.clip_value is not None:
+            np.clip(sums, -rule.clip_value, rule.clip_value, out=sums)
+        if not np.isfinite(norm):
+            raise ValueError(
+                f"table {table.name!r}: the summed gradients of this step are not finite (norm {norm}); nothing was "
+                "changed"
+            )
+        table.update_batch(batch, sums, lr=lr)

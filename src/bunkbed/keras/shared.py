@@ -1,0 +1,364 @@
+"""What all layers on one table share: the table, its token and kept epoch, the gradients that wait.
+
+A layer that follows compile's optimizer cannot make its table when it is constructed: the optimizer says which state
+a row has. Until a training step shows the optimizer, lookups go to a stand-in in RAM without state, whose untouched
+rows have the same bits: they are a function of (seed, id).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+import bunkbed as bb
+from bunkbed.budget import Budget
+from bunkbed.init import Initializer
+from bunkbed.keras.callbacks import call
+from bunkbed.keras.optimizers import Driver, learning_rate_now, rule_of
+from bunkbed.keras.pending import Pending
+from bunkbed.keras.variables import KeptEpoch, Token
+from bunkbed.layer_table import open_or_create, open_stored
+from bunkbed.references import Reference, References
+
+_log = logging.getLogger("bunkbed.keras")
+
+#: Rows per `Table.set` when weights are imported.
+_CHUNK = 65_536
+#: Of the names of the epochs that saved weights refer to.
+_PREFIX = "keras-"
+
+
+@dataclass(frozen=True)
+class TableArguments:
+    """What a layer was told of its table."""
+
+    kind: str
+    input_dim: int | None
+    output_dim: int
+    init: Initializer
+    seed: int
+    dtype: str | None
+    path: Path | None
+    ram: int | str | Budget | None
+    disk: int | str | None
+    durability: Literal["durable", "scratch"] | None
+    #: What a stored table must have, by the layer's argument names; see `bunkbed.layer_table.require_same`.
+    same: dict[str, Any]
+
+    def opened(self, optimizer: bb.optim.Optimizer | None) -> Any:
+        """The table at `path`; None where there is none."""
+        if self.path is None:
+            return None
+        return open_stored(
+            self.kind, self.path,
+            ram=self.ram, disk=self.disk, optimizer=optimizer, durability=self.durability, same=self.same,
+        )  # fmt: skip
+
+    def created(self, optimizer: bb.optim.Optimizer) -> Any:
+        """The table at `path` or in RAM, made if it is not there."""
+        return open_or_create(
+            self.kind, self.path,
+            dim=self.output_dim, num_rows=self.input_dim, optimizer=optimizer, init=self.init, seed=self.seed,
+            dtype=self.dtype, ram=self.ram, durability=self.durability, disk=self.disk, same=self.same,
+        )  # fmt: skip
+
+    def stand_in(self) -> Any:
+        """A table in RAM with the same untouched rows, and no state."""
+        return bb.create(
+            None, dim=self.output_dim, num_rows=self.input_dim, optimizer=bb.SGD(0.0), init=self.init, seed=self.seed,
+            dtype=self.dtype or "float32",
+        )  # fmt: skip
+
+
+class SharedTable:
+    """One table and what Keras needs of it, for every layer on it.
+
+    Thread-safe where TensorFlow's threads call it: lookups, pushes, steps.
+
+    Args:
+        arguments: of the layer that came first; None with `table`.
+        table: an open table; None while it is not known what state its rows have.
+        is_explicit: whether its optimizer was given; otherwise it follows compile's.
+    """
+
+    def __init__(self, arguments: TableArguments | None, table: Any, *, is_explicit: bool) -> None:
+        assert arguments is not None or table is not None
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._stand_in: Any = None
+        self._initial: NDArray[np.float32] | None = None
+        self._told = False
+        self.is_explicit = is_explicit
+        self._places = itertools.count()
+        self._table: Any = None
+        self._pending: Pending | None = None
+        self._references: References | None = None
+        self._keep: int | None = 0
+        self.driver = Driver(None, follows=False)
+        if table is not None:
+            self._start(table)
+        self.token = Token(self, f"{self.name}_token")
+        self.kept_epoch = KeptEpoch(self, f"{self.name}_epoch")
+
+    # ---- the table
+
+    @property
+    def name(self) -> str:
+        """The table's."""
+        if self._table is not None:
+            return str(self._table.name)
+        path = None if self._arguments is None else self._arguments.path
+        return "table" if path is None else path.name
+
+    @property
+    def dim(self) -> int:
+        """Weights of a row."""
+        return int(self._table.dim) if self._arguments is None else self._arguments.output_dim
+
+    @property
+    def seed(self) -> int:
+        """Of the initialiser."""
+        return int(self._table.seed) if self._arguments is None else self._arguments.seed
+
+    def next_place(self) -> int:
+        """The next number of the forward order."""
+        return next(self._places)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the table is there already; see the module."""
+        return self._table is not None
+
+    @property
+    def table(self) -> Any:
+        """The `bunkbed.Table`.
+
+        Raises:
+            RuntimeError: it is not there yet.
+        """
+        if self._table is None:
+            raise RuntimeError(
+                "Embedding: its table follows compile's optimizer, and is made by the first training step; train, or "
+                "give the layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
+            )
+        return self._table
+
+    @property
+    def pending(self) -> Pending:
+        """The gradients that wait for a step."""
+        assert self._pending is not None
+        return self._pending
+
+    def adopt(self, table: Any) -> None:
+        """This is the table that was not known yet."""
+        self._start(table)
+
+    def require_same(self, arguments: TableArguments) -> None:
+        """Raises ValueError where another layer that waits for the same table describes it otherwise."""
+        assert self._arguments is not None
+        ours, theirs = self._arguments, arguments
+        for name in ("input_dim", "output_dim", "dtype"):
+            if getattr(ours, name) != getattr(theirs, name):
+                raise ValueError(
+                    f"{theirs.kind}: {name}={getattr(theirs, name)!r} was given, but another layer on {theirs.path} "
+                    f"has {getattr(ours, name)!r}; give what it has, or another path for a new table"
+                )
+
+    def _start(self, table: Any) -> None:
+        _by_table[id(table)] = self
+        self._table = table
+        self._pending = Pending(table)
+        self._references = References(table, _PREFIX, "saved model")
+        self._references.keep_at_least(self._keep)
+        if self._initial is not None:
+            _import(table, self._initial)
+        self._initial = self._stand_in = None
+
+    def keep_at_least(self, keep: int | None) -> None:
+        """Of the layers on one table the one that keeps most checkpoints decides; None is all."""
+        self._keep = None if keep is None or self._keep is None else max(keep, self._keep)
+        if self._references is not None:
+            self._references.keep_at_least(keep)
+
+    def import_rows(self, weights: NDArray[np.float32]) -> None:
+        """Overwrites rows ``0 .. len(weights)`` with float32[rows, output_dim]."""
+        if self._table is not None:
+            _import(self._table, weights)
+            return
+        self._initial = weights
+        self._stand_in = None
+
+    def for_lookup(self) -> Any:
+        """The table, or what stands in for it."""
+        if self._table is not None:
+            return self._table
+        with self._lock:
+            if self._stand_in is None and self._table is None:
+                assert self._arguments is not None
+                self._stand_in = self._arguments.stand_in()
+                if self._initial is not None:
+                    _import(self._stand_in, self._initial)
+            return self._stand_in if self._table is None else self._table
+
+    # ---- training
+
+    def drive(self, optimizer: Any) -> None:
+        """A training step begins that this Keras optimizer will take; None where the layer cannot know it.
+
+        Raises:
+            ValueError: the table is to follow it and cannot, or there is none to follow.
+        """
+        if self.driver.optimizer is optimizer and self._table is not None and (optimizer is not None):
+            return
+        if self.is_explicit:
+            self.driver = Driver(optimizer, follows=False)
+            if optimizer is not None and not self._told:
+                self._told = True
+                _log.warning(
+                    "table %r is trained by its own optimizer %r, not by compile's %s",
+                    self.table.name, self.table.optimizer, type(optimizer).__name__,
+                )  # fmt: skip
+            return
+        if optimizer is None:
+            raise ValueError(
+                "Embedding: its table follows the optimizer given to compile(), and the model was not compiled; call "
+                "model.compile(optimizer=...), also before a loop of your own, or give the layer its own: "
+                "Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
+            )
+        with tf.init_scope():
+            rule = rule_of(optimizer, self.token, learning_rate_now(optimizer))
+            if self._table is None:
+                assert self._arguments is not None
+                self._start(self._arguments.created(rule))
+            else:
+                self._table.optimizer = rule  # another class is an error that names both
+        self.driver = Driver(optimizer, follows=True)
+
+    def settle(self, values: Any) -> Any:
+        """The op of a step: `values`, float64[replicas], is the token's gradient; returns float64[] 0."""
+        driver = self.driver
+        rule, rate = driver.step_rule(), driver.learning_rate()
+
+        def step(values: NDArray[np.float64], rate: NDArray[np.float64], _: Any) -> NDArray[np.float64]:
+            self.pending.settle(values, rule, float(rate) if driver.follows else None)
+            return np.zeros((), np.float64)
+
+        rate = tf.zeros([], tf.float64) if rate is None else tf.cast(rate, tf.float64)
+        zero = call(f"bunkbed update {self.name}", step, [values, rate, self.token.fence.read_value()], tf.float64)
+        if not tf.executing_eagerly():
+            zero.set_shape([])
+        return zero
+
+    # ---- saved weights
+
+    def save(self) -> Reference | None:
+        """Commits the table and keeps the epoch; None for a table that is not there yet."""
+        return None if self._references is None else self._references.save()
+
+    def go_back(self, number: int, number_of: Callable[[str, int], int]) -> None:
+        """Puts the table back to the epoch that `number` stands for, and forgets gradients that wait; see `KeptEpoch`.
+
+        Raises:
+            ValueError: it was dropped, or is another table's.
+        """
+        if self._references is None:
+            if number:
+                raise ValueError(self._not_there())
+            return
+        self.pending.drop()
+        if number == 0:
+            return
+        table, epoch = self.table, number & 2**40 - 1
+        if number_of(table.uuid, epoch) != number:
+            raise ValueError(
+                f"table {table.name!r}: these weights refer to another table's epoch; weights of a layer hold a "
+                "reference, not rows, so they fit only layers on the same table (table=layer.table, or the same path=)"
+            )
+        error = None if table.run is not None else self._references.go_back(epoch)
+        if error is not None:
+            raise ValueError(error)
+
+    def load(self, reference: Reference | None) -> None:
+        """Puts the table back to the epoch of `reference`, and forgets gradients that wait.
+
+        Raises:
+            ValueError: it was dropped, or is another table's, or the table is not there.
+        """
+        if reference is None:
+            return
+        if self._references is None:
+            raise ValueError(self._not_there())
+        self.pending.drop()
+        error = self._references.load(reference)
+        if error is not None:
+            raise ValueError(error)
+
+    def _not_there(self) -> str:
+        assert self._arguments is not None
+        if self._arguments.path is None:
+            return (
+                "Embedding: the saved model refers to a table in RAM only, which ended with its process; give path= to "
+                "the layer that is saved"
+            )
+        return (
+            f"Embedding: the saved model refers to the table at {self._arguments.path}, and there is none; if it was "
+            "moved, load with `with bunkbed.keras.moved({old: new}):`"
+        )
+
+
+def _import(table: Any, weights: NDArray[np.float32]) -> None:
+    for start in range(0, len(weights), _CHUNK):
+        chunk = weights[start : start + _CHUNK]
+        table.set(np.arange(start, start + len(chunk), dtype=np.int64), chunk)
+
+
+_lock = threading.Lock()
+#: By id(table), and by path for those whose table is not there yet.
+_by_table: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDictionary()
+_by_path: weakref.WeakValueDictionary[str, SharedTable] = weakref.WeakValueDictionary()
+
+
+def shared_of_table(table: Any) -> SharedTable:
+    """What the layers on an open table share."""
+    with _lock:
+        found = _by_table.get(id(table))
+        return SharedTable(None, table, is_explicit=True) if found is None else found
+
+
+def shared_of(arguments: TableArguments, optimizer: bb.optim.Optimizer | None) -> SharedTable:
+    """What the layers share whose table these arguments describe.
+
+    Raises:
+        ValueError: a stored table, or one that another layer waits for, is another than they describe.
+    """
+    with _lock:
+        table = arguments.opened(optimizer)
+        if table is None and optimizer is not None:
+            table = arguments.created(optimizer)
+        key = None if arguments.path is None else str(arguments.path.resolve())
+        waiting = None if key is None else _by_path.get(key)
+        if waiting is not None and waiting.has_table:
+            waiting = None  # it has what is open, or what was closed since
+        found = waiting if table is None else _by_table.get(id(table))
+        if found is None and waiting is not None:
+            waiting.adopt(table)  # a layer without optimizer= came first, and this one has it
+            found = waiting
+        if found is None:
+            found = SharedTable(arguments, table, is_explicit=optimizer is not None)
+            if key is not None:
+                _by_path[key] = found
+        elif table is None:
+            found.require_same(arguments)
+        if optimizer is not None:
+            found.is_explicit = True
+        return found
