@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -64,6 +65,33 @@ def test_torch_adapter_without_torch_says_what_to_install() -> None:
     done = run_without(("torch",), "import bunkbed.torch")
     assert done.returncode != 0
     assert 'bunkbed.torch needs PyTorch; install it with: pip install "bunkbed[torch]"' in done.stderr
+
+
+@pytest.mark.parametrize(("missing", "least"), [("tensorflow", "tensorflow 2.16"), ("keras", "keras 3.15")])
+def test_keras_adapter_without_its_frameworks_says_what_to_install(missing: str, least: str) -> None:
+    done = run_without((missing,), "import bunkbed.keras")
+    assert done.returncode != 0
+    assert f'bunkbed.keras needs {least} or newer: pip install "bunkbed[keras]"' in done.stderr
+
+
+def test_keras_adapter_with_an_old_framework_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").write_text('__version__ = "2.15.0"\n')
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import bunkbed.keras"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        'bunkbed.keras needs keras 3.15 or newer, and 2.15.0 is installed: pip install "bunkbed[keras]"' in done.stderr
+    )
+
+
+def test_keras_adapter_on_another_backend_says_what_to_do() -> None:
+    pytest.importorskip("keras")
+    done = subprocess.run(
+        [sys.executable, "-c", "import bunkbed.keras"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+    )
+    assert done.returncode != 0 and "this process uses 'torch'; set KERAS_BACKEND=tensorflow" in done.stderr
 
 
 def test_the_command_line_starts_without_frameworks() -> None:

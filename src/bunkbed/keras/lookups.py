@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 from tensorflow.python.eager import record  # for the one question that TensorFlow has no public name for
 
 from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
@@ -36,7 +35,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         rows: FloatArray = shared.for_lookup().lookup(ids, touch=touch)
         return rows
 
-    def trained(ids: IntArray, place: Any, _: Any) -> tuple[FloatArray, NDArray[np.int64]]:
+    def trained(ids: IntArray, place: Any, _: Any) -> tuple[FloatArray, np.int64]:
         table, pending = shared.table, shared.pending
         batch = table.batch(ids)
         rows = table.lookup_batch(batch, ids.size, touch=touch)
@@ -49,7 +48,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         # The token's value makes the lookup follow the step before, wherever the graph runs it.
         rows, handle = call(name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64])
 
-        def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any, unscale: Any) -> NDArray[np.float64]:
+        def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any, unscale: Any) -> np.float64:
             grads = grads.reshape(-1, shared.table.dim)
             value = shared.pending.push(
                 int(handle), tuple(place.tolist()), ids.reshape(-1), grads, unscale=float(unscale)
@@ -92,7 +91,7 @@ def bags_of(
 
     def trained(
         ids: IntArray, splits: IntArray, weights: FloatArray, place: Any, _: Any
-    ) -> tuple[FloatArray, NDArray[np.int64]]:
+    ) -> tuple[FloatArray, np.int64]:
         made = bags(ids, splits, weights)
         pooled = made.lookup(shared.table, combiner, touch=touch)
         return pooled, np.int64(
@@ -115,7 +114,7 @@ def bags_of(
             grads: FloatArray,
             place: Any,
             unscale: Any,
-        ) -> NDArray[np.float64]:
+        ) -> np.float64:
             made = bags(ids, splits, weights)
             value = shared.pending.push(
                 int(handle), tuple(place.tolist()), made.ids, grads, unscale=float(unscale), bags=made.gradients()
