@@ -196,8 +196,64 @@ def test_a_config_makes_the_same_layer(tmp_path: Path) -> None:
 def test_a_saved_model_is_refused_with_the_alternatives(tmp_path: Path) -> None:
     _, model = model_on(tmp_path / "user")
     fit(model)
-    with pytest.raises(ValueError, match=r"table 'user' cannot be part of a SavedModel.*bunkbed.open"):
+    with pytest.raises(ValueError, match=r"table 'user' cannot be part of a SavedModel.*bunkbed\.keras\.export\(model"):
         model.export(tmp_path / "saved")
+
+
+def served(path: Path, inputs) -> np.ndarray:
+    """What another process gets of a SavedModel, which never imports bunkbed."""
+    np.savez(path.parent / "in.npz", **inputs)
+    code = f"""
+        import sys, numpy as np, tensorflow as tf
+        sys.modules["bunkbed"] = None
+        model = tf.saved_model.load(r"{path}")
+        inputs = np.load(r"{path.parent}/in.npz")
+        arrays = [tf.constant(inputs[name]) for name in inputs]
+        np.save(r"{path.parent}/out.npy", model.serve(arrays if len(arrays) > 1 else arrays[0]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+    return np.load(path.parent / "out.npy")
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_export_copies_all_rows_of_a_small_table(tmp_path: Path, monkeypatch, chunk_rows: int | None) -> None:
+    from bunkbed.keras import export as module
+
+    if chunk_rows:
+        monkeypatch.setattr(sys.modules["bunkbed.keras.export"], "_CHUNK_BYTES", chunk_rows * DIM * 4)
+    layer = Embedding(ROWS, DIM, seed=SEED, path=tmp_path / "user")
+    ids = keras.Input((3,), dtype="int64")
+    model = keras.Model(ids, keras.layers.Dense(2)(keras.layers.Flatten()(layer(ids))))
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    bags = np.arange(ROWS - 2)[:, None] + np.arange(3)
+    model.fit(bags[:20], np.ones((20, 2)), verbose=0)
+    module(model, tmp_path / "saved", max_bytes="1MiB", verbose=False)
+    np.testing.assert_allclose(served(tmp_path / "saved", {"x": bags}), model.predict(bags, verbose=0), atol=1e-6)
+    with pytest.raises(ValueError, match=r"the rows take 800 bytes and max_bytes=100 allows 100; give what they take"):
+        module(model, tmp_path / "second", max_bytes=100)
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_export_copies_the_used_rows_of_a_large_table(tmp_path: Path, combiner: str) -> None:
+    from bunkbed.keras import export
+
+    layer = Embedding(10**12, DIM, seed=SEED, path=tmp_path / "user", combiner=combiner, mask_zero=True)
+    ids = keras.Input((3,), dtype="int64")
+    model = keras.Model(ids, layer(ids))
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    used = np.random.default_rng(0).integers(1, 10**12, (40, 3))
+    used[:5, 2] = 0  # padding
+    model.fit(used, np.ones((40, DIM)), verbose=0)
+    export(model, tmp_path / "saved", max_bytes="1MiB", verbose=False, untrained="zeros")
+    np.testing.assert_allclose(served(tmp_path / "saved", {"x": used}), model.predict(used, verbose=0), atol=1e-6)
+    new = np.array([[3, 5, 0]])  # three ids that were not trained, one of them padding
+    assert not served(tmp_path / "saved", {"x": new}).any()
+    export(model, tmp_path / "strict", max_bytes="1MiB", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "strict")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="never trained, so it is not part of this export"):
+        loaded.serve(tf.constant(new))
+    np.testing.assert_allclose(loaded.serve(tf.constant(used)), model.predict(used, verbose=0), atol=1e-6)
 
 
 def test_printing_a_model_commits_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ class Keras:
     """The parent's end.
 
     Args:
-        layer: ``"keras"`` for `keras.layers.Embedding`, ``"bunkbed"`` for ours.
+        layer: ``"keras"`` for `keras.layers.Embedding`, ``"bunkbed"`` for ours, ``"none"`` for one that multiplies
+            constant rows with a scalar variable: what a step costs that looks nothing up.
         repeat: steps for each one asked for, whose mean is its time: what a call of ``fit`` costs is spread over them.
         fit: step by ``fit`` instead of a `tf.function`.
         stored: how many rows of ours are stored.
@@ -39,7 +40,7 @@ class Keras:
         batch: int,
         num_batches: int,
         *,
-        layer: Literal["keras", "bunkbed"] = "keras",
+        layer: Literal["keras", "bunkbed", "none"] = "keras",
         fit: bool = False,
         repeat: int = 1,
         stored: int = 0,
@@ -94,6 +95,8 @@ def _layer(options: argparse.Namespace) -> Any:
         layer = keras.layers.Embedding(options.rows, options.dim)
         layer.build()
         return layer
+    if options.layer == "none":
+        return _nothing(options)
     import bunkbed as bb
     from bunkbed.keras import Embedding
 
@@ -102,6 +105,24 @@ def _layer(options: argparse.Namespace) -> Any:
         ids = np.arange(start, min(start + 65_536, options.stored))
         table.update(ids, np.full((len(ids), options.dim), 1e-3, np.float32))
     return Embedding(options.rows, options.dim, table=table)
+
+
+def _nothing(options: argparse.Namespace) -> Any:
+    import keras
+    import tensorflow as tf
+
+    class Nothing(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped here
+        def build(self, input_shape: Any = None) -> None:
+            self.scalar = self.add_weight(shape=(), overwrite_with_gradient=True)
+            self.rows = tf.ones((options.batch, options.dim))
+            self.built = True
+
+        def call(self, ids: Any) -> Any:
+            return self.rows * self.scalar
+
+    layer = Nothing()
+    layer.build()
+    return layer
 
 
 def _function(options: argparse.Namespace, layer: Any, batches: Sequence[Any]) -> Callable[[int], float]:
@@ -154,6 +175,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     for argument in ("rows", "dim", "batch", "batches", "seed", "repeat", "stored"):
         parser.add_argument(f"--{argument}", type=int, required=True)
-    parser.add_argument("--layer", choices=("keras", "bunkbed"), required=True)
+    parser.add_argument("--layer", choices=("keras", "bunkbed", "none"), required=True)
     parser.add_argument("--fit", action="store_true")
     child(parser.parse_args())

@@ -15,24 +15,21 @@ import bunkbed as bb
 from bunkbed import optim
 from bunkbed.budget import Budget
 from bunkbed.init import from_native as initializer_from_native
+from bunkbed.keras.ids_layer import COMBINERS, IdsLayer
 from bunkbed.keras.initializers import initializer_of
-from bunkbed.keras.lookups import COMBINERS, bags_of, is_recorded, rows_of
+from bunkbed.keras.lookups import bags_of, is_recorded, rows_of
 from bunkbed.keras.places import current_path
 from bunkbed.keras.shared import TableArguments, shared_of, shared_of_table
 from bunkbed.layer_table import require_same
 from bunkbed.references import Reference
 from bunkbed.table import DTYPES
 
-#: Beyond it int32 ids cannot name every row, and a cast to int32 may have wrapped what they were.
-_MOST_INT32 = 2**31
-#: Beyond it a float32 cannot name every row.
-_MOST_FLOAT32 = 2**24
 #: What a saved layer holds of its table, as the bytes of JSON.
 _REFERENCE = "table"
 
 
 @keras.saving.register_keras_serializable(package="bunkbed")
-class Embedding(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped here
+class Embedding(IdsLayer):
     """`keras.layers.Embedding` whose rows live in a table that may be larger than RAM.
 
     Takes what Keras's layer takes; what is ours comes by keyword. ``fit``, ``evaluate``, ``predict``, custom loops,
@@ -246,19 +243,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
         if train:
             train = self._begin(entry, training)
         touch = train and (training is True or is_recorded(self._token))
-        options = {"train": train, "touch": touch, "is_certain": training is True}
-        if self.combiner is not None:
-            rows = self._pooled(inputs, weights, entry, options)
-        elif weights is not None:
-            raise ValueError("Embedding: weights of ids need a combiner: Embedding(..., combiner='sum')")
-        elif isinstance(inputs, tf.RaggedTensor):
-            values = rows_of(self._shared, self._as_ids(inputs.flat_values, entry), **options)
-            return inputs.with_flat_values(tf.cast(values, self.compute_dtype))
-        elif isinstance(inputs, tf.SparseTensor):
-            raise TypeError("Embedding: sparse ids need a combiner: Embedding(..., combiner='sum')")
-        else:
-            rows = rows_of(self._shared, self._as_ids(inputs, entry), **options)
-        return tf.cast(rows, self.compute_dtype)
+        return self._look_up(inputs, weights, {"train": train, "touch": touch, "is_certain": training is True})
 
     def _begin(self, entry: Any, training: bool | None) -> bool:
         """A lookup for training begins; False where it is none after all."""
@@ -275,87 +260,12 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
         shared.drive(getattr(entry, "optimizer", None))
         return True
 
-    def _as_ids(self, ids: Any, entry: Any) -> Any:
-        """int64 ids; raises TypeError where they cannot be what the caller meant."""
-        ids = tf.convert_to_tensor(ids)
-        most = self.input_dim
-        if ids.dtype in (tf.int64, tf.uint32):
-            return tf.cast(ids, tf.int64)
-        if ids.dtype in (tf.int32, tf.int16, tf.int8, tf.uint16, tf.uint8):
-            if most is None or most > _MOST_INT32:
-                raise TypeError(
-                    f"Embedding: ids come as {ids.dtype.name}, and the table has ids beyond {_MOST_INT32 - 1:,}, which "
-                    "a cast to it wraps; give int64, and declare it: keras.Input(shape, dtype='int64')"
-                )
-            return tf.cast(ids, tf.int64)
-        # Sequential without an Input, and Input without dtype=, make float32 of integers before they come here.
-        if ids.dtype in (tf.float32, tf.float64) and entry is not self and most is not None and most <= _MOST_FLOAT32:
-            return tf.cast(_whole(ids), tf.int64)
-        raise TypeError(
-            f"Embedding: ids must be integers, got {ids.dtype.name}; give int64, and declare it: "
-            "keras.Input(shape, dtype='int64')"
-        )
+    def _rows(self, ids: Any, options: Any) -> Any:
+        return rows_of(self._shared, ids, **options)
 
-    def _pooled(self, inputs: Any, weights: Any, entry: Any, options: dict[str, bool]) -> Any:
+    def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
         assert self.combiner is not None
-        shape = None
-        if isinstance(inputs, tf.SparseTensor):
-            if weights is not None and not isinstance(weights, tf.SparseTensor):
-                raise TypeError("Embedding: weights of sparse ids must be sparse too")
-            values, factors = inputs.values, None if weights is None else weights.values
-            # Canonical order is row-major; searchsorted on rows that are not sorted would mix bags up.
-            rows = inputs.indices[:, 0]
-            ordered = tf.debugging.assert_non_negative(
-                rows[1:] - rows[:-1], "Embedding: sparse ids are not in row-major order; give tf.sparse.reorder(ids)"
-            )
-            with tf.control_dependencies([] if ordered is None else [ordered]):
-                splits = tf.searchsorted(rows, tf.range(inputs.dense_shape[0] + 1, dtype=tf.int64), out_type=tf.int64)
-        elif isinstance(inputs, tf.RaggedTensor):
-            if inputs.ragged_rank != 1 or inputs.flat_values.shape.rank != 1:
-                raise ValueError(f"Embedding: ragged ids of a combiner must be [B, None], got {inputs.shape}")
-            if weights is not None and not isinstance(weights, tf.RaggedTensor):
-                raise TypeError("Embedding: weights of ragged ids must be ragged too")
-            values, factors = inputs.flat_values, None if weights is None else weights.flat_values
-            splits = tf.cast(inputs.row_splits, tf.int64)
-        else:
-            inputs = tf.convert_to_tensor(inputs)
-            if inputs.shape.rank is None or inputs.shape.rank < 2:
-                raise ValueError(f"Embedding: ids of a combiner must be [..., L], got {inputs.shape}")
-            shape = tf.concat([tf.shape(inputs)[:-1], [self.output_dim]], 0)
-            length = tf.shape(inputs, tf.int64)[-1]
-            values = tf.reshape(inputs, [-1])
-            factors = None if weights is None else tf.reshape(weights, [-1])
-            count = tf.reduce_prod(tf.shape(inputs, tf.int64)[:-1])
-            splits = tf.range(count + 1, dtype=tf.int64) * length
-        pooled = bags_of(
-            self._shared,
-            self._as_ids(values, entry),
-            splits,
-            None if factors is None else tf.stop_gradient(tf.cast(factors, tf.float32)),
-            self.combiner,
-            skip_zero=self.mask_zero,
-            **options,
-        )
-        return pooled if shape is None else tf.ensure_shape(tf.reshape(pooled, shape), self._output(inputs.shape))
-
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """bool[...]: which ids are not 0, where `mask_zero` and nothing is pooled."""
-        if not self.mask_zero or self.combiner is not None:
-            return None
-        return keras.ops.not_equal(inputs, 0)
-
-    def _output(self, shape: Any) -> tuple[int | None, ...]:
-        shape = tuple(shape)
-        return (*(shape if self.combiner is None else shape[:-1]), self.output_dim)
-
-    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
-        """[..., output_dim]; with a combiner without the ids' last axis."""
-        return self._output(input_shape)
-
-    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        """The output, without looking anything up."""
-        is_ragged = getattr(inputs, "ragged", False) and self.combiner is None
-        return keras.KerasTensor(self._output(inputs.shape), dtype=self.compute_dtype, ragged=is_ragged)
+        return bags_of(self._shared, ids, splits, weights, self.combiner, skip_zero=self.mask_zero, **options)
 
     # ---- saving
 
@@ -424,8 +334,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
         if save_type == "savedmodel":
             raise ValueError(
                 f"Embedding: table {self._shared.name!r} cannot be part of a SavedModel: its lookups run in this "
-                'process. Serve rows from a reader of the table, bunkbed.open(path, mode="r"), beside the rest of the '
-                "model; or, where the rows fit, copy them into a keras.layers.Embedding(weights=layer.table.get(ids))"
+                "process. bunkbed.keras.export(model, path, max_bytes='1GiB') copies its rows into one, if they "
+                'fit; or serve rows from a reader, bunkbed.open(path, mode="r"), beside the rest of the model'
             )
         return super()._trackable_children(save_type, **kwargs)
 
@@ -435,10 +345,3 @@ def _require_size(name: str, value: Any) -> None:
         raise TypeError(f"Embedding: {name} must be an int, got {value!r}")
     if value < 1:
         raise ValueError(f"Embedding: {name} must be at least 1, got {value}")
-
-
-def _whole(ids: Any) -> Any:
-    """The float ids, after asserting that they are whole numbers."""
-    checked = tf.debugging.assert_equal(ids, tf.floor(ids), "Embedding: ids must be whole numbers")
-    with tf.control_dependencies([] if checked is None else [checked]):
-        return tf.identity(ids)

@@ -13,8 +13,6 @@ from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
 from bunkbed.keras.callbacks import call
 from bunkbed.keras.shared import SharedTable
 
-COMBINERS = ("sum", "mean", "sqrtn")
-
 
 def is_recorded(token: Any) -> bool:
     """Whether a tape that runs now watches the token, or would on reading it."""
@@ -75,7 +73,7 @@ def bags_of(
     """float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None.
 
     Args:
-        combiner: one of `COMBINERS`, as `tf.nn.embedding_lookup_sparse` has them.
+        combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``, as `tf.nn.embedding_lookup_sparse` has them.
         skip_zero: leave id 0 out.
         train, touch, is_certain: see `rows_of`.
     """
