@@ -1,6 +1,7 @@
 """A 6 GiB table (float32 rows with Adam's state), fully written, in Keras inside a memory cgroup of 1.5 GiB.
 
-The child trains it in ``fit``, saves the model, loads it again, and exports the stored rows to Parquet and the used rows of a second table to a SavedModel, all inside the limit; the kernel's own peak is reported.
+The child trains it in ``fit``, saves the model, loads it again, exports the stored rows to Parquet and the used rows
+of a second table to a SavedModel, all inside the limit; the kernel's own peak is reported.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python examples/keras/gmf_movielens.py                       # a made-up small set, seconds
 
 Each user's last item is ranked among 99 given ones. One held-out pair of each user chooses the epoch, which early
-stopping goes back to: tables, their optimizer state and dense weights. Data, negatives and ranking are `bunkbed.train`'s, and
-the options those of its recipe ``ml1m-bce``.
+stopping goes back to: tables, their optimizer state and dense weights. Data, negatives and ranking are those of
+`bunkbed.train`, and the options those of its recipe ``ml1m-bce``.
 """
 
 from __future__ import annotations
