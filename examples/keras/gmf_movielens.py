@@ -42,8 +42,8 @@ class GMF(keras.layers.Layer):
 
 
 def build(users: int, items: int, folder: Path, ram: str) -> keras.Model:
-    user = keras.Input((), dtype="int64", name="user")
-    choices = keras.Input((None,), dtype="int64", name="items")
+    user = keras.Input((), dtype="int64", name="user_id")
+    choices = keras.Input((None,), dtype="int64", name="item_ids")
     start = keras.initializers.RandomNormal(stddev=ML1M_BCE.init_std, seed=1)
     user_rows = Embedding(users, ML1M_BCE.dim, start, path=folder / "user", ram=ram, name="users")(user)
     item_rows = Embedding(items, ML1M_BCE.dim, start, path=folder / "item", ram=ram, name="items")(choices)

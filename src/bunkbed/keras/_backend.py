@@ -8,18 +8,22 @@ _LEAST = {"tensorflow": (2, 16), "keras": (3, 15)}
 _INSTALL = 'pip install "bunkbed[keras]"'
 
 
-def _require(package: str) -> None:
+def _wanted(package: str) -> str:
     least = _LEAST[package]
-    wanted = f"{package} {least[0]}.{least[1]} or newer"
+    return f"{package} {least[0]}.{least[1]} or newer"
+
+
+def _require(package: str) -> None:
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.partition(".")[0] == package:
-            raise ModuleNotFoundError(f"bunkbed.keras needs {wanted}: {_INSTALL}", name=package) from None
+        absent = (error.name or "").partition(".")[0]
+        if absent in _LEAST:  # keras imports tensorflow
+            raise ModuleNotFoundError(f"bunkbed.keras needs {_wanted(absent)}: {_INSTALL}", name=absent) from None
         raise
     present = tuple(int(part) for part in module.__version__.split(".")[:2])
-    if present < least:
-        raise ImportError(f"bunkbed.keras needs {wanted}, and {module.__version__} is installed: {_INSTALL}")
+    if present < _LEAST[package]:
+        raise ImportError(f"bunkbed.keras needs {_wanted(package)}, and {module.__version__} is installed: {_INSTALL}")
 
 
 def _require_backend() -> None:
