@@ -49,6 +49,46 @@ def test_mirrored_replicas_train_one_table_as_one_device_does(replicas: int, arg
     np.testing.assert_allclose(all_rows(layer.table), all_rows(trained_reference(ADAM, ids, targets)), atol=1e-6)
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_mirrored_replicas_train_a_sharded_table_as_one_device_does(replicas: int, tmp_path) -> None:
+    ids, targets = batches(24)
+    places = [tmp_path / "ssd0", tmp_path / "ssd1", tmp_path / "ssd2"]
+    with mirrored(replicas).scope():
+        layer = Embedding(ROWS, DIM, seed=SEED, path=tmp_path / "user", placement="sharded", directories=places)
+        model = row_model(layer)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.fit(ids, targets, batch_size=BATCH, shuffle=False, verbose=0)
+    assert isinstance(layer.table, bb.ShardedTable) and layer.table.step == 24
+    np.testing.assert_allclose(all_rows(layer.table), all_rows(trained_reference(ADAM, ids, targets)), atol=1e-6)
+
+    model.save(tmp_path / "model.keras")
+    rows = all_rows(layer.table)
+    stored = len(layer.table)
+    model.fit(ids, targets, batch_size=BATCH, verbose=0)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(all_rows(loaded.layers[-1].table), rows)
+    layer.table.close()
+    shards = [bb.open(place, mode="r") for place in places]
+    assert sum(len(shard) for shard in shards) == stored and all(len(shard) < stored for shard in shards)
+    ids_of = [set(np.concatenate([ids for ids, _ in shard.scan()]).tolist()) for shard in shards]
+    assert sum(len(each) for each in ids_of) == len(set.union(*ids_of))  # a shard never holds another's rows
+
+
+def test_a_strategy_of_several_processes_is_refused(monkeypatch) -> None:
+    from bunkbed.keras import embedding
+
+    class Resolver:
+        def cluster_spec(self):
+            return tf.train.ClusterSpec({"worker": ["localhost:1", "localhost:2"]})
+
+    class Strategy:
+        cluster_resolver = Resolver()
+
+    monkeypatch.setattr(embedding.tf.distribute, "get_strategy", Strategy)
+    with pytest.raises(ValueError, match="under Strategy with 2 processes each would train a table of its own"):
+        Embedding(ROWS, DIM)
+
+
 def test_two_runs_with_replicas_give_the_same_bits() -> None:
     ids, targets = batches(24)
     rows = []

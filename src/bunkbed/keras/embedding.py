@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +63,10 @@ class Embedding(IdsLayer):
         seed: of the initialiser; None draws one as Keras does.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one. Its optimizer
             holds.
-        placement: under `tf.distribute`, ``"central"``: one table in this process, which all replicas look up and
-            which is updated once a step.
+        placement: ``"central"``: one table, which all replicas of a `tf.distribute.MirroredStrategy` look up and which
+            is updated once a step; nothing is mirrored. ``"sharded"``: the same, divided by a hash of the id over
+            `directories`, one per SSD (`bunkbed.ShardedTable`); `path` holds what binds them.
+        directories: of a new sharded table, one for each shard; a stored one knows its own.
         durability, disk: see `bunkbed.create`.
         keep_checkpoints: how many epochs kept by saved weights stay loadable, None for all; give at least what a
             checkpoint callback keeps. In RAM only each is a copy of the stored rows.
@@ -92,7 +95,8 @@ class Embedding(IdsLayer):
         dtype: Any = None,
         seed: int | None = None,
         table: Any = None,
-        placement: Literal["central"] = "central",
+        placement: Literal["central", "sharded"] = "central",
+        directories: Sequence[str | PathLike[str]] | None = None,
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
         keep_checkpoints: int | None = 3,
@@ -112,8 +116,13 @@ class Embedding(IdsLayer):
         _require_size("output_dim", output_dim)
         if combiner is not None and combiner not in COMBINERS:
             raise ValueError(f"Embedding: combiner must be None, {', '.join(COMBINERS)}, got {combiner!r}")
-        if placement != "central":
-            raise ValueError(f'Embedding: placement must be "central", got {placement!r}')
+        if placement not in ("central", "sharded"):
+            raise ValueError(f'Embedding: placement must be "central" or "sharded", got {placement!r}')
+        if placement == "central" and directories is not None:
+            raise ValueError('Embedding: directories= are those of shards; give placement="sharded" too')
+        if placement == "sharded" and (path is None or durability == "scratch"):
+            raise ValueError('Embedding: placement="sharded" needs a path, and a table that is kept')
+        _require_one_process()
         if keep_checkpoints is not None and keep_checkpoints < 1:
             raise ValueError(f"Embedding: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
         if optimizer is not None:
@@ -131,6 +140,7 @@ class Embedding(IdsLayer):
         self._given_optimizer = optimizer
         self._ram, self._disk, self._durability = ram, disk, durability
         self._path = None if path is None else str(path)
+        self._directories = None if directories is None else [str(each) for each in directories]
         if table is not None:
             given = {
                 "path": path,
@@ -170,6 +180,8 @@ class Embedding(IdsLayer):
                 disk,
                 durability,
                 same,
+                placement == "sharded",
+                None if directories is None else tuple(Path(each) for each in directories),
             )
             self._shared = shared_of(arguments, optimizer)
         self._shared.keep_at_least(keep_checkpoints)
@@ -294,6 +306,7 @@ class Embedding(IdsLayer):
             "dtype": self._stored_dtype or keras.saving.serialize_keras_object(self.dtype_policy),
             "seed": self._shared.seed,
             "placement": self.placement,
+            "directories": self._directories,
             "durability": self._durability,
             "disk": self._disk,
             "keep_checkpoints": self.keep_checkpoints,
@@ -338,6 +351,19 @@ class Embedding(IdsLayer):
                 'fit; or serve rows from a reader, bunkbed.open(path, mode="r"), beside the rest of the model'
             )
         return super()._trackable_children(save_type, **kwargs)
+
+
+def _require_one_process() -> None:
+    """Raises ValueError under a strategy whose processes would each train a table of their own."""
+    strategy = tf.distribute.get_strategy()
+    resolver = getattr(strategy, "cluster_resolver", None)
+    cluster = None if resolver is None else resolver.cluster_spec()
+    tasks = 1 if not cluster else sum(cluster.num_tasks(job) for job in cluster.jobs)
+    if tasks > 1 or isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.ParameterServerStrategy)):
+        raise ValueError(
+            f"Embedding: under {type(strategy).__name__} with {tasks} processes each would train a table of its own; a "
+            "table has one writing process, and tf.distribute.MirroredStrategy is what spreads its devices"
+        )
 
 
 def _require_size(name: str, value: Any) -> None:

@@ -54,18 +54,35 @@ class TableArguments:
     durability: Literal["durable", "scratch"] | None
     #: What a stored table must have, by the layer's argument names; see `bunkbed.layer_table.require_same`.
     same: dict[str, Any]
+    #: A sharded table, and where a new one's shards lie.
+    is_sharded: bool = False
+    directories: tuple[Path, ...] | None = None
 
     def opened(self, optimizer: bb.optim.Optimizer | None) -> Any:
         """The table at `path`; None where there is none."""
         if self.path is None:
             return None
-        return open_stored(
+        found = open_stored(
             self.kind, self.path,
             ram=self.ram, disk=self.disk, optimizer=optimizer, durability=self.durability, same=self.same,
         )  # fmt: skip
+        if self.is_sharded and found is not None and not isinstance(found, bb.ShardedTable):
+            found.close(commit=False)
+            raise ValueError(
+                f'{self.kind}: placement="sharded" was given, but table {found.name!r} is not sharded; leave it out, or '
+                "give another path"
+            )
+        return found
 
     def created(self, optimizer: bb.optim.Optimizer) -> Any:
         """The table at `path` or in RAM, made if it is not there."""
+        if self.is_sharded:
+            assert self.path is not None
+            return self.opened(optimizer) or bb.ShardedTable.create(
+                self.path, directories=self.directories, dim=self.output_dim, num_rows=self.input_dim,
+                optimizer=optimizer, init=self.init, seed=self.seed, dtype=self.dtype or "float32", ram=self.ram,
+                disk=self.disk,
+            )  # fmt: skip
         return open_or_create(
             self.kind, self.path,
             dim=self.output_dim, num_rows=self.input_dim, optimizer=optimizer, init=self.init, seed=self.seed,
