@@ -67,8 +67,10 @@ def test_mirrored_replicas_train_a_sharded_table_as_one_device_does(replicas: in
     model.fit(ids, targets, batch_size=BATCH, verbose=0)
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(all_rows(loaded.layers[-1].table), rows)
+    directories = layer.table.directories
+    assert [directory.parent for directory in directories] == places or list(directories) == places
     layer.table.close()
-    shards = [bb.open(place, mode="r") for place in places]
+    shards = [bb.open(directory, mode="r") for directory in directories]
     assert sum(len(shard) for shard in shards) == stored and all(len(shard) < stored for shard in shards)
     ids_of = [set(np.concatenate([ids for ids, _ in shard.scan()]).tolist()) for shard in shards]
     assert sum(len(each) for each in ids_of) == len(set.union(*ids_of))  # a shard never holds another's rows

@@ -219,7 +219,10 @@ def test_a_stored_table_of_another_optimizer_is_refused(tmp_path) -> None:
 
 def test_a_model_that_was_not_compiled_is_told_what_to_do() -> None:
     layer = Embedding(ROWS, DIM)
-    with pytest.raises(ValueError, match=r"the model was not compiled; call model.compile"), tf.GradientTape():
+    with (
+        pytest.raises(ValueError, match=r"was not compiled; call model.compile"),
+        tf.GradientTape(),
+    ):
         layer(np.array([1]), training=True)
 
 

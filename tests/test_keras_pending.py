@@ -60,6 +60,16 @@ def test_all_lookups_of_a_step_are_one_update_however_many(lookups: int, replica
     assert not loop.pending._groups and len(loop.pending._free) == BITS
 
 
+def test_two_pushes_of_different_scales_are_unscaled_apart() -> None:
+    loop, rule = Loop(), StepRule(accumulate=2)
+    first, one = loop.push(loop.lookup([1, 2]), [1, 2])
+    loop.pending.settle(values(first), rule, None, unscale=0.5, is_update=False)
+    second, two = loop.push(loop.lookup([2, 3]), [2, 3])
+    loop.pending.settle(values(second), rule, None, unscale=0.25)
+    loop.expected.update([1, 2, 2, 3], np.concatenate([one / 2, two / 4]) / 2)
+    loop.check()
+
+
 def test_any_subset_of_what_waits_can_be_accepted_in_any_order() -> None:
     loop = Loop()
     pushed = []
@@ -91,7 +101,7 @@ def test_what_is_never_accepted_gives_way_to_what_comes() -> None:
 
 
 @pytest.mark.parametrize("order", ["together", "one after the other"])
-def test_accumulation_takes_the_newest_backward_of_each_replica(order: str) -> None:
+def test_accumulation_takes_what_the_optimizer_was_given(order: str) -> None:
     loop, rule = Loop(), StepRule(accumulate=2)
     for step in range(3):
         kept = []
@@ -104,15 +114,14 @@ def test_accumulation_takes_the_newest_backward_of_each_replica(order: str) -> N
             if part == 1:
                 continue
             kept += [([step, part, r], made[r][1]) for r in (0, 1)]
-            is_last = part == 2
-            token = [value for value, _ in made] if is_last else [0.0, 0.0]
-            assert loop.pending.settle(values(*token), rule, None) == is_last
+            is_last, token = part == 2, values(*(value for value, _ in made))
+            assert loop.pending.settle(token, rule, None, is_update=is_last) == is_last
         kept.sort(key=lambda each: each[0][2])
         loop.expected.update(np.concatenate([k[0] for k in kept]), np.concatenate([k[1] for k in kept]) / 2)
         loop.check()
 
 
-@pytest.mark.parametrize("bad", [0.5, -1.0, 3.0, 2.0**BITS, float("inf")])
+@pytest.mark.parametrize("bad", [0.5, -1.0, 1.0, 32.5, 64.0, 97.0, 130.0, 2.0**60, float("inf")])
 def test_a_value_that_names_nothing_is_an_error(bad: float) -> None:
     loop = Loop()
     value, grads = loop.push(loop.lookup([1]), [1])
@@ -131,6 +140,17 @@ def test_zero_from_outside_settles_nothing() -> None:
     loop.check()
 
 
+def test_what_accumulated_for_another_optimizer_is_forgotten() -> None:
+    loop, rule = Loop(), StepRule(accumulate=2)
+    value, _ = loop.push(loop.lookup([1]), [1])
+    loop.pending.settle(values(value), rule, None, is_update=False, optimizer=1)
+    assert loop.pending.accumulates
+    value, grads = loop.push(loop.lookup([2]), [2])
+    loop.pending.settle(values(value), PLAIN, None, optimizer=2)
+    loop.expected.update([2], grads)
+    loop.check()
+
+
 def test_gradients_that_are_not_finite_name_the_id_and_change_nothing() -> None:
     loop = Loop()
     grads = np.ones((2, DIM), np.float32)
@@ -144,7 +164,7 @@ def test_gradients_that_are_not_finite_name_the_id_and_change_nothing() -> None:
 
 def test_gradients_are_unscaled_and_a_forgotten_batch_is_deduped_again() -> None:
     loop = Loop()
-    value, grads = loop.push(999, [5, 5, 6], unscale=0.25)  # a handle nobody knows
-    loop.pending.settle(values(value), PLAIN, None)
+    value, grads = loop.push(999, [5, 5, 6])  # a handle nobody knows
+    loop.pending.settle(values(value), PLAIN, None, unscale=0.25)
     loop.expected.update([5, 5, 6], grads / 4)
     loop.check()

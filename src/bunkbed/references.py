@@ -14,6 +14,7 @@ optimizer state included. How a framework stores the four values is its adapter'
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,8 +52,8 @@ class References:
         self._prefix = prefix
         self._saved = saved
         self._ram: RamSnapshots | None = None
-        # (table epoch, epoch it equals): after a rewind the newest commit has a new number but old contents.
-        self._same_as: tuple[int, int] | None = None
+        # Epochs of the same contents: a rewind, or a commit for its name only, gives old contents a new number.
+        self._same: set[int] = set()
 
     def keep_at_least(self, keep: int | None) -> None:
         """Of the layers on one table the one that keeps most decides; None is all."""
@@ -78,10 +79,14 @@ class References:
 
     # ---- save and load
 
-    def save(self) -> Reference:
-        """Commits the table if it changed, and keeps that epoch."""
+    def save(self, prefix: str | None = None) -> Reference:
+        """Commits the table if it changed, and keeps that epoch.
+
+        Args:
+            prefix: of the names, where these are to be counted apart from the others; None is the usual one.
+        """
         table = self.table
-        epoch = self._commit() if table.mode != "r" and table.run is None else table.epoch
+        epoch = self._commit(prefix or self._prefix) if table.mode != "r" and table.run is None else table.epoch
         return Reference(table.uuid, table.name, epoch, self.step)
 
     def load(self, reference: Reference) -> str | None:
@@ -104,7 +109,7 @@ class References:
     def go_back(self, epoch: int) -> str | None:
         """Puts the table back to a kept epoch; returns what prevents it, or None."""
         table, saved = self.table, self._saved
-        if epoch == self._current() and (table.mode == "r" or not table.is_dirty):
+        if epoch in self._equal_epochs() and (table.mode == "r" or not table.is_dirty):
             return None
         if table.mode == "r":
             return (
@@ -119,15 +124,12 @@ class References:
                 "of the layer, or name what must stay: layer.table.commit(keep='best')"
             )
         self._kept().rewind(epoch)
-        self._same_as = (table.epoch, epoch)
+        self._same = {table.epoch, epoch}
         return None
 
-    def _current(self) -> int:
-        """The table's epoch; after a rewind the one that it equals."""
-        epoch = int(self.table.epoch)
-        if self._same_as is not None and self._same_as[0] == epoch:
-            return self._same_as[1]
-        return epoch
+    def _equal_epochs(self) -> set[int]:
+        """The epoch of the last commit, and others that are known to have its contents."""
+        return self._same if self.table.epoch in self._same else {self.table.epoch}
 
     def _kept(self) -> Any:
         """Who keeps the table's epochs: the table, or for one in RAM only our copies."""
@@ -137,18 +139,27 @@ class References:
             self._ram = RamSnapshots(self.table)
         return self._ram
 
-    def _commit(self) -> int:
+    def _commit(self, prefix: str) -> int:
         table, kept = self.table, self._kept()
         snapshots: dict[str, int] = kept.snapshots()
-        if not table.is_dirty and self._current() in snapshots.values():
-            return self._current()
-        ours = sorted(int(name.removeprefix(self._prefix)) for name in snapshots if self._is_ours(name))
-        epoch: int = kept.commit(keep=f"{self._prefix}{ours[-1] + 1 if ours else 1:06d}")
+        # One of another prefix may be let go before its time.
+        stays = {epoch for name, epoch in snapshots.items() if _is_of(name, prefix) or not _AUTOMATIC.fullmatch(name)}
+        same = set() if table.is_dirty else self._equal_epochs()
+        if same & stays:
+            return max(same & stays)
+        ours = sorted(int(name.removeprefix(prefix)) for name in snapshots if _is_of(name, prefix))
+        epoch: int = kept.commit(keep=f"{prefix}{ours[-1] + 1 if ours else 1:06d}")
+        self._same = same | {epoch}
         if self.keep is not None:
             # The new one first: an epoch is let go only once its successor is durable.
             for number in ours[: max(0, len(ours) + 1 - self.keep)]:
-                kept.drop(f"{self._prefix}{number:06d}")
+                kept.drop(f"{prefix}{number:06d}")
         return epoch
 
-    def _is_ours(self, name: str) -> bool:
-        return name.startswith(self._prefix) and name.removeprefix(self._prefix).isdigit()
+
+#: Names that are given, and let go, without anybody asking.
+_AUTOMATIC = re.compile(r"(state_dict|keras|get_weights)-\d{6}")
+
+
+def _is_of(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name.removeprefix(prefix).isdigit()

@@ -16,9 +16,9 @@ import bunkbed as bb
 from bunkbed import optim
 from bunkbed.budget import Budget
 from bunkbed.init import from_native as initializer_from_native
-from bunkbed.keras.ids_layer import COMBINERS, IdsLayer
+from bunkbed.keras.ids_layer import COMBINERS, IdsLayer, is_recorded
 from bunkbed.keras.initializers import initializer_of
-from bunkbed.keras.lookups import bags_of, is_recorded, rows_of
+from bunkbed.keras.lookups import bags_of, rows_of
 from bunkbed.keras.places import current_path
 from bunkbed.keras.shared import TableArguments, shared_of, shared_of_table
 from bunkbed.layer_table import require_same
@@ -184,6 +184,7 @@ class Embedding(IdsLayer):
                 None if directories is None else tuple(Path(each) for each in directories),
             )
             self._shared = shared_of(arguments, optimizer)
+        _require_same_strategy(self._shared)
         self._shared.keep_at_least(keep_checkpoints)
         self._token = self._shared.token
         self._kept_epoch = self._shared.kept_epoch
@@ -250,27 +251,38 @@ class Embedding(IdsLayer):
             TypeError: ids that are not integers, or too narrow for the table. IndexError: an id outside the table; in
             a graph it comes as a `tf.errors.InvalidArgumentError` that says so.
         """
-        entry = self._get_call_context().entry_layer
-        train = self.trainable and training is not False
+        is_recorded_now = training is not False and self.trainable and is_recorded(self._token)
+        # In a graph without a tape of its own, one around the call of the graph may want gradients all the same.
+        train = self.trainable and training is not False and (is_recorded_now or not tf.executing_eagerly())
+        is_certain = train and (training is True or is_recorded_now)
         if train:
-            train = self._begin(entry, training)
-        touch = train and (training is True or is_recorded(self._token))
-        return self._look_up(inputs, weights, {"train": train, "touch": touch, "is_certain": training is True})
+            train = self._begin(is_certain)
+        return self._look_up(inputs, weights, {"train": train, "touch": train and is_certain, "is_certain": is_certain})
 
-    def _begin(self, entry: Any, training: bool | None) -> bool:
-        """A lookup for training begins; False where it is none after all."""
+    def _begin(self, is_certain: bool) -> bool:
+        """A lookup for training begins, as far as one can know; False where it can be none."""
         shared = self._shared
         if shared.has_table and shared.table.mode == "r":
-            if training:
+            if is_certain:
                 raise bb.ReadOnlyError(
                     f"table {shared.name!r} is open with mode='r' and cannot be trained; set layer.trainable = False, "
                     "or open the table for writing"
                 )
             return False
-        if training is None and tf.executing_eagerly() and not is_recorded(self._token):
-            return False
-        shared.drive(getattr(entry, "optimizer", None))
-        return True
+        if is_certain:
+            shared.follow(getattr(self._get_call_context().entry_layer, "optimizer", None))
+        return shared.has_table
+
+    def follow(self, optimizer: Any) -> None:
+        """Make the table of a layer without ``optimizer=``, for this Keras optimizer that will step it.
+
+        ``fit`` does so by itself. For a loop of your own around a model that is not compiled, or that calls a part of
+        one; the rows follow whichever optimizer then steps them, which must have the same state.
+
+        Raises:
+            ValueError: no rule of ours follows it.
+        """
+        self._shared.follow(optimizer)
 
     def _rows(self, ids: Any, options: Any) -> Any:
         return rows_of(self._shared, ids, **options)
@@ -363,6 +375,16 @@ def _require_one_process() -> None:
         raise ValueError(
             f"Embedding: under {type(strategy).__name__} with {tasks} processes each would train a table of its own; a "
             "table has one writing process, and tf.distribute.MirroredStrategy is what spreads its devices"
+        )
+
+
+def _require_same_strategy(shared: Any) -> None:
+    """Raises ValueError where a table that began outside a strategy is used inside it: its token has no replicas."""
+    strategy = tf.distribute.get_strategy()
+    if strategy is not shared.token.strategy and tf.distribute.has_strategy():
+        raise ValueError(
+            f"Embedding: table {shared.name!r} has a layer that was made outside this {type(strategy).__name__}; make "
+            "all its layers in `with strategy.scope():`"
         )
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from bunkbed.keras.lookups import is_recorded, rows_of
+from bunkbed.keras.ids_layer import is_recorded
+from bunkbed.keras.lookups import rows_of
 from bunkbed.keras.shared import shared_of_table
 
 
@@ -19,9 +20,7 @@ def token_of(table: Any) -> Any:
     Returns:
         A scalar `keras.Variable`, the same one for every layer and lookup of the table.
     """
-    shared = shared_of_table(table)
-    shared.token.keeps = shared  # there may be no layer that does
-    return shared.token
+    return _shared_of(table).token
 
 
 def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
@@ -58,7 +57,7 @@ def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
     >>> table.lookup([3])
     array([[-2., -2.]], dtype=float32)
     """
-    shared = shared_of_table(table)
+    shared = _shared_of(table)
     ids = tf.convert_to_tensor(ids)
     if not ids.dtype.is_integer or ids.dtype == tf.uint64:
         raise TypeError(f"embedding_lookup: ids must be int64 or a smaller integer, got {ids.dtype.name}")
@@ -72,3 +71,9 @@ def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
                 "and give bunkbed.keras.token_of(table) to tape.gradient and to the optimizer; or pass trainable=False"
             )
     return rows_of(shared, tf.cast(ids, tf.int64), train=trainable, touch=trainable, is_certain=trainable)
+
+
+def _shared_of(table: Any) -> Any:
+    """What lookups of a table share, which there may be no layer to keep: the table does."""
+    table.shared_in_keras = shared = shared_of_table(table)
+    return shared

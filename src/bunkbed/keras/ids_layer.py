@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record  # for the one question that TensorFlow has no public name for
 
 COMBINERS = ("sum", "mean", "sqrtn")
 
@@ -13,6 +14,12 @@ COMBINERS = ("sum", "mean", "sqrtn")
 _MOST_INT32 = 2**31
 #: Beyond it a float32 cannot name every row.
 _MOST_FLOAT32 = 2**24
+
+
+def is_recorded(value: Any) -> bool:
+    """Whether a tape that runs now watches a variable or tensor, or would on reading it."""
+    value = getattr(value, "value", value) if isinstance(value, keras.Variable) else value
+    return bool(record.should_record_backprop([tf.convert_to_tensor(value)]))
 
 
 class IdsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped here
@@ -77,6 +84,8 @@ class IdsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped he
         if isinstance(inputs, tf.SparseTensor):
             if weights is not None and not isinstance(weights, tf.SparseTensor):
                 raise TypeError("Embedding: weights of sparse ids must be sparse too")
+            if inputs.shape.rank != 2:
+                raise ValueError(f"Embedding: sparse ids of a combiner must be [B, L], got {inputs.shape}")
             values, factors = inputs.values, None if weights is None else weights.values
             # Canonical order is row-major; searchsorted on rows that are not sorted would mix bags up.
             rows = inputs.indices[:, 0]
@@ -102,7 +111,13 @@ class IdsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped he
             factors = None if weights is None else tf.reshape(weights, [-1])
             count = tf.reduce_prod(tf.shape(inputs, tf.int64)[:-1])
             splits = tf.range(count + 1, dtype=tf.int64) * length
-        factors = None if factors is None else tf.stop_gradient(tf.cast(factors, tf.float32))
+        if factors is not None:
+            if is_recorded(factors):
+                raise ValueError(
+                    "Embedding: weights of ids get no gradient; pass tf.stop_gradient(weights), or pool by hand what "
+                    "the layer gives without a combiner"
+                )
+            factors = tf.cast(factors, tf.float32)
         pooled = self._bags(self._as_ids(values, entry), splits, factors, options)
         return pooled if shape is None else tf.ensure_shape(tf.reshape(pooled, shape), self._output(inputs.shape))
 

@@ -1,60 +1,58 @@
-"""Lookups as TensorFlow ops: rows out, gradients back to `Pending`."""
+"""Lookups as TensorFlow ops: rows out, gradients back to `Pending`.
+
+Callbacks hold what layers share weakly: TensorFlow keeps the gradient functions of a graph, and with them the graph, in
+a registry of the process for good, and tables must close with the last layer.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record  # for the one question that TensorFlow has no public name for
 
 from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
 from bunkbed.keras.callbacks import call
-from bunkbed.keras.shared import SharedTable
-
-
-def is_recorded(token: Any) -> bool:
-    """Whether a tape that runs now watches the token, or would on reading it."""
-    return bool(record.should_record_backprop([tf.convert_to_tensor(token.value)]))
+from bunkbed.keras.shared import SharedTable, alive
 
 
 def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
     """float32[..., dim] rows of an int64[...] tensor of ids.
 
     Args:
-        train: let gradients come back; the driver of `shared` is set.
+        train: let gradients come back.
         touch: see `bunkbed.Table.lookup`.
         is_certain: that a gradient will come back.
     """
-    name = f"bunkbed lookup {shared.name}"
+    name, this = f"bunkbed lookup {shared.name}", weakref.ref(shared)
 
     def plain(ids: IntArray) -> FloatArray:
-        rows: FloatArray = shared.for_lookup().lookup(ids, touch=touch)
+        rows: FloatArray = alive(this).for_lookup().lookup(ids, touch=touch)
         return rows
 
-    def trained(ids: IntArray, place: Any, _: Any) -> tuple[FloatArray, np.int64]:
-        table, pending = shared.table, shared.pending
+    def trained(ids: IntArray, place: Any, token: Any) -> tuple[FloatArray, np.int64]:
+        found = alive(this)
+        _require_zero(found, token)
+        table, pending = found.table, found.pending
         batch = table.batch(ids)
         rows = table.lookup_batch(batch, ids.size, touch=touch)
         return rows.reshape(*ids.shape, table.dim), np.int64(pending.began(batch, int(place[0]), is_certain=is_certain))
 
-    place = _place(shared)
+    def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any) -> np.float64:
+        found = alive(this)
+        grads = grads.reshape(-1, found.dim)
+        return np.float64(found.pending.push(int(handle), tuple(place.tolist()), ids.reshape(-1), grads))
+
     if not train:
         rows = call(name, plain, [ids], tf.float32)
     else:
-        # The token's value makes the lookup follow the step before, wherever the graph runs it.
+        place = _place(shared)
         rows, handle = call(name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64])
-
-        def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any, unscale: Any) -> np.float64:
-            grads = grads.reshape(-1, shared.table.dim)
-            value = shared.pending.push(
-                int(handle), tuple(place.tolist()), ids.reshape(-1), grads, unscale=float(unscale)
-            )
-            return np.float64(value)
-
         rows = _answered(shared, rows, handle, [ids], place, push)
-    rows.set_shape([*ids.shape, shared.dim]) if not tf.executing_eagerly() else None
+    if not tf.executing_eagerly():
+        rows.set_shape([*ids.shape, shared.dim])
     return rows
 
 
@@ -77,7 +75,7 @@ def bags_of(
         skip_zero: leave id 0 out.
         train, touch, is_certain: see `rows_of`.
     """
-    name = f"bunkbed bags {shared.name}"
+    name, this = f"bunkbed bags {shared.name}", weakref.ref(shared)
     has_weights = weights is not None
     inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
 
@@ -85,40 +83,30 @@ def bags_of(
         return _Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
 
     def plain(*arrays: Any) -> FloatArray:
-        return bags(*arrays).lookup(shared.for_lookup(), combiner, touch=touch)
+        return bags(*arrays).lookup(alive(this).for_lookup(), touch=touch)
 
     def trained(
-        ids: IntArray, splits: IntArray, weights: FloatArray, place: Any, _: Any
+        ids: IntArray, splits: IntArray, weights: FloatArray, place: Any, token: Any
     ) -> tuple[FloatArray, np.int64]:
-        made = bags(ids, splits, weights)
-        pooled = made.lookup(shared.table, combiner, touch=touch)
-        return pooled, np.int64(
-            shared.pending.began(shared.table.batch(made.ids), int(place[0]), is_certain=is_certain)
-        )
+        found, made = alive(this), bags(ids, splits, weights)
+        _require_zero(found, token)
+        pooled = made.lookup(found.table, touch=touch)
+        batch = found.table.batch(made.ids)
+        return pooled, np.int64(found.pending.began(batch, int(place[0]), is_certain=is_certain))
 
-    place = _place(shared)
+    def push(
+        handle: Any, ids: IntArray, splits: IntArray, weights: FloatArray, grads: FloatArray, place: Any
+    ) -> np.float64:
+        made = bags(ids, splits, weights)
+        order = tuple(place.tolist())
+        return np.float64(alive(this).pending.push(int(handle), order, made.ids, grads, bags=made.gradients()))
+
     if not train:
         pooled = call(name, plain, inputs, tf.float32)
     else:
-        pooled, handle = call(
-            name, trained, [*inputs, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64]
-        )
-
-        def push(
-            handle: Any,
-            ids: IntArray,
-            splits: IntArray,
-            weights: FloatArray,
-            grads: FloatArray,
-            place: Any,
-            unscale: Any,
-        ) -> np.float64:
-            made = bags(ids, splits, weights)
-            value = shared.pending.push(
-                int(handle), tuple(place.tolist()), made.ids, grads, unscale=float(unscale), bags=made.gradients()
-            )
-            return np.float64(value)
-
+        place = _place(shared)
+        token = tf.stop_gradient(shared.token.value)
+        pooled, handle = call(name, trained, [*inputs, place, token], [tf.float32, tf.int64])
         pooled = _answered(shared, pooled, handle, inputs, place, push)
     if not tf.executing_eagerly():
         pooled.set_shape([None, shared.dim])
@@ -129,24 +117,33 @@ def _answered(
     shared: SharedTable, rows: Any, handle: Any, inputs: list[Any], place: Any, push: Callable[..., Any]
 ) -> Any:
     """`rows` whose gradient goes to `push`, and whose answer becomes the token's gradient."""
-    scale = shared.driver.loss_scale
+    if "loop_body" in tf.get_current_name_scope():
+        raise ValueError(
+            f"table {shared.name!r}: a lookup inside tf.vectorized_map loses its gradient; look all ids up at once, "
+            "outside of it"
+        )
+    name = f"bunkbed gradients {shared.name}"
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def attach(rows: Any, _: Any) -> Any:
         def backward(grads: Any) -> Any:
-            factor = scale()
-            unscale = tf.ones([], tf.float32) if factor is None else 1.0 / tf.cast(factor, tf.float32)
             grads = tf.convert_to_tensor(grads)  # from IndexedSlices, where rows were gathered from
-            value = call(f"bunkbed gradients {shared.name}", push, [handle, *inputs, grads, place, unscale], tf.float64)
+            value = call(name, push, [handle, *inputs, grads, place], tf.float64)
             if not tf.executing_eagerly():
                 value.set_shape([])
-                with tf.control_dependencies([value]):
-                    shared.token.fence.assign_add(1)
             return None, value
 
         return tf.identity(rows), backward
 
     return attach(rows, tf.convert_to_tensor(shared.token.value))
+
+
+def _require_zero(shared: SharedTable, token: Any) -> None:
+    if token != 0.0:
+        raise RuntimeError(
+            f"table {shared.name!r}: its token's variable was set to {float(token):g} and no row was updated; give the "
+            "optimizer the token itself, layer.token or bunkbed.keras.token_of(table), not its .value"
+        )
 
 
 def _place(shared: SharedTable) -> Any:
@@ -172,9 +169,9 @@ class _Bags:
         self._combiner = combiner
         self._splits = splits
 
-    def lookup(self, table: Any, combiner: str, *, touch: bool) -> FloatArray:
+    def lookup(self, table: Any, *, touch: bool) -> FloatArray:
         pooled: FloatArray = table.lookup_bags(
-            self.ids, self._splits[:-1], pooling=combiner, weights=self.weights, touch=touch
+            self.ids, self._splits[:-1], pooling=self._combiner, weights=self.weights, touch=touch
         )
         return pooled
 

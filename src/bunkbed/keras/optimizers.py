@@ -14,10 +14,10 @@ Weight decay reaches the rows that a step touches, where Keras's reaches them al
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 import bunkbed as bb
 from bunkbed.keras.pending import StepRule
@@ -30,10 +30,10 @@ def _inner(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
-def _refuse(optimizer: Any, what: str) -> ValueError:
+def _refuse(optimizer: Any, what: str, *, own: bool = False) -> ValueError:
+    remedy = "" if own else f", or give the layer its own: Embedding(..., optimizer=...) with {OURS}"
     return ValueError(
-        f"Embedding: compile's optimizer {type(optimizer).__name__} {what}, which a table does not do; compile another "
-        f"one, or give the layer its own: Embedding(..., optimizer=...) with {OURS}"
+        f"Embedding: the optimizer {type(optimizer).__name__} {what}, which a table does not do; use another{remedy}"
     )
 
 
@@ -50,8 +50,7 @@ def rule_of(optimizer: Any, token: Any, lr: float) -> bb.optim.Optimizer:
     """
     inner = _inner(optimizer)
     kind = type(inner)
-    if inner.use_ema:
-        raise _refuse(inner, "averages the weights of all steps (use_ema=True)")
+    step_rule(inner, follows=True)
     if inner.global_clipnorm is not None:
         raise _refuse(inner, "clips by the norm of all gradients together (global_clipnorm)")
     decay = inner.weight_decay
@@ -86,32 +85,27 @@ def learning_rate_now(optimizer: Any) -> float:
     return value if math.isfinite(value) and value >= 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Driver:
-    """The Keras optimizer whose steps a table takes part in.
+def step_rule(optimizer: Any, *, follows: bool) -> StepRule:
+    """Accumulation and clipping of an optimizer's steps; None is one that is not Keras's.
 
-    Args:
-        optimizer: a `keras.optimizers.Optimizer`; None in a loop whose optimizer the layer cannot know.
-        follows: whether the table takes its learning rate.
+    Raises:
+        ValueError: it does to all weights together what cannot be done to a table.
     """
+    if optimizer is None:
+        return StepRule()
+    if optimizer.use_ema:
+        raise _refuse(optimizer, "averages the weights of all steps (use_ema=True)", own=not follows)
+    return StepRule(optimizer.gradient_accumulation_steps or 1, optimizer.clipnorm or None, optimizer.clipvalue or None)
 
-    optimizer: Any
-    follows: bool
 
-    def step_rule(self) -> StepRule:
-        """Accumulation and clipping of its steps."""
-        if self.optimizer is None:
-            return StepRule()
-        inner = _inner(self.optimizer)
-        return StepRule(inner.gradient_accumulation_steps or 1, inner.clipnorm, inner.clipvalue)
+def is_update(optimizer: Any) -> Any:
+    """bool[]: whether the step that is under way ends an accumulation; as Keras computes it."""
+    steps = None if optimizer is None else optimizer.gradient_accumulation_steps
+    return tf.constant(True) if not steps else tf.equal((optimizer._iterations + 1) % steps, 0)
 
-    def learning_rate(self) -> Any:
-        """A scalar tensor, the learning rate of this step; None where the table's own holds."""
-        return self.optimizer.learning_rate if self.follows else None
 
-    def loss_scale(self) -> Any:
-        """A scalar, what the loss of this step was multiplied by; None where it was not."""
-        if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-            # As its scale_loss() has it.
-            return self.optimizer.dynamic_scale if self.optimizer.built else self.optimizer.initial_scale
-        return None if self.optimizer is None else self.optimizer.loss_scale_factor
+def loss_scale(optimizer: Any, scaling: Any) -> Any:
+    """What the loss of the step that is under way was multiplied by; None where it was not."""
+    if scaling is not None:
+        return scaling.dynamic_scale
+    return None if optimizer is None else optimizer.loss_scale_factor

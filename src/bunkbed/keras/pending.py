@@ -3,17 +3,14 @@
 A table's rows never become a variable, so Keras sees a *token*, one scalar variable, in their place. The protocol:
 
 1. A lookup makes the token an input of its gradient function.
-2. The function's backward hands over ids and gradients (`Pending.push`) and returns, as the token's gradient, one bit
-   of a float64 of 52 that names this push; NaN where a gradient is not finite.
+2. The function's backward hands over ids and gradients (`Pending.push`) and returns, as the token's gradient, a number
+   that names this push: one bit of 46, and 1. NaN where a gradient is not finite.
 3. The token has ``overwrite_with_gradient``: the optimizer assigns its gradient to it, past clipping, decay and slots.
-   The token's ``assign`` calls `Pending.settle` with that value. Sums of bits are exact, so the value names exactly
-   the pushes whose gradients the optimizer was given, and they become one update of the table.
+   The token's ``assign`` calls `Pending.settle` with that gradient, at every step, updating or accumulating. Sums of
+   such numbers are exact in float64, so they name exactly the pushes whose gradients the optimizer was given; their low
+   6 bits count them, so that a number that was scaled, clipped or averaged is none of these sums.
 4. What no optimizer asks for is never applied: a step that loss scaling rejects, a gradient computed for a plot. Its
    bits are used again, oldest first, once they are needed.
-
-Under gradient accumulation Keras assigns the token its own value, always 0, at every step that does not update, and
-otherwise the largest value that accumulated; the sum is lost. Accepted are then, in each replica, the pushes since the
-last lookup that followed a push (its newest group).
 
 Rows are summed in the order (replica, lookup), then batch position, one by one (the order `Table.update` uses), so a
 step is bit-identical however backward visited the graph and whichever replica was slower.
@@ -35,12 +32,14 @@ from bunkbed import _native
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
-#: Pushes that one token value can name: the bits of a float64's mantissa.
-BITS = 52
+#: Pushes that one token value can name; its low `COUNT_BITS` say how many it does.
+BITS = 46
+COUNT_BITS = 6
 #: Lookups whose deduped ids are kept for their backward; beyond, backward dedupes again.
 BATCHES = 64
-#: Lookups for training in a row without a step that takes their gradients, beyond which something is wrong.
-UNANSWERED = 1000
+#: Backwards in a row without a step that takes their gradients, and lookups for training without a backward, beyond
+#: which something is wrong.
+MOST_UNSETTLED, MOST_UNANSWERED = 1000, 20_000
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +52,8 @@ class _Push:
     batch: Any
     sums: FloatArray
     norm: float
-    unscale: float
     bags: Any
+    unscale: float = 1.0
 
     def rows(self) -> FloatArray:
         """float32[N, dim] unscaled gradients of the ids."""
@@ -99,6 +98,13 @@ class Pending:
         self._handles = itertools.count(1)
         self._batches: OrderedDict[int, Any] = OrderedDict()
         self._unanswered = 0
+        self._unsettled = 0
+        self._accumulates_for = 0
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients were accepted for an update that is not complete."""
+        return bool(self._accepted)
 
     # ---- forward
 
@@ -109,16 +115,17 @@ class Pending:
             RuntimeError: `is_certain` that it is for training, and so were many before it, and no step came.
         """
         with self._lock:
+            is_next = self._open.pop(replica, None) is not None
             self._unanswered += is_certain
-            if self._unanswered > UNANSWERED:
-                self._unanswered = 0
+            self._unsettled += is_next and is_certain
+            if self._unsettled > MOST_UNSETTLED or self._unanswered > MOST_UNANSWERED:
+                self._unsettled = self._unanswered = 0
                 raise RuntimeError(
-                    f"table {self.table.name!r}: {UNANSWERED} lookups for training and no optimizer took their "
-                    "gradients; the tape must watch the table's token and the optimizer be given it: "
-                    "layer.trainable_weights holds it, as does model.trainable_weights; to look up without training "
-                    "pass training=False or set layer.trainable = False"
+                    f"table {self.table.name!r}: {MOST_UNSETTLED} backwards and no optimizer took their gradients, or "
+                    f"{MOST_UNANSWERED} lookups for training and no backward; the tape must watch the table's token "
+                    "and the optimizer be given it: layer.trainable_weights holds it, as does model.trainable_weights; "
+                    "to look up without training pass training=False or set layer.trainable = False"
                 )
-            self._open.pop(replica, None)
             handle = next(self._handles)
             self._batches[handle] = batch
             while len(self._batches) > BATCHES:
@@ -134,7 +141,6 @@ class Pending:
         ids: IntArray,
         grads: FloatArray,
         *,
-        unscale: float = 1.0,
         bags: Any = None,
     ) -> float:
         """Takes the gradients of one lookup; returns what names them in the token's gradient.
@@ -144,10 +150,10 @@ class Pending:
             order: (replica, place in the forward order): where its gradients stand in the sums.
             ids: int64[N].
             grads: float32[N, dim]; with `bags`, the gradients of its bags, float32[B, dim].
-            unscale: what they are to be multiplied by: one over the loss scale.
 
         Returns:
-            A power of two; 0 where the last of `BITS` stands for this one too; NaN where a gradient is not finite.
+            What names the push; 0 where all of `BITS` are in use, and another one of this step stands for it; NaN where
+            a gradient is not finite.
         """
         with self._lock:
             batch = self._batches.pop(handle, None)
@@ -155,8 +161,9 @@ class Pending:
             batch = self.table.batch(ids)
         # Outside the lock: replicas push at the same time.
         sums, norm = batch.sum(grads) if bags is None else bags.sum_in(batch, grads)
-        push = _Push(order, ids, grads, batch, sums, float(norm), unscale, bags)
+        push = _Push(order, ids, grads, batch, sums, float(norm), bags)
         with self._lock:
+            self._unanswered = 0
             group = self._open.get(order[0])
             if group is None:
                 group = self._open[order[0]] = _Group(order[0])
@@ -169,7 +176,7 @@ class Pending:
                 owner.bits[max(owner.bits)].append(push)
             if not np.isfinite(norm):
                 return float("nan")
-            return 0.0 if bit is None else float(2**bit)
+            return 0.0 if bit is None else float(2 ** (bit + COUNT_BITS) + 1)
 
     def _free_bit(self) -> int | None:
         """A bit to name a push by, if need be that of the oldest backward that is over; None where all are in use."""
@@ -183,33 +190,48 @@ class Pending:
 
     # ---- the optimizer's step
 
-    def settle(self, values: NDArray[np.float64], rule: StepRule, lr: float | None) -> bool:
-        """The optimizer assigned the token: one update of the table with what it accepted.
+    def settle(
+        self,
+        gradients: NDArray[np.float64],
+        rule: StepRule,
+        lr: float | None,
+        *,
+        unscale: float = 1.0,
+        is_update: bool = True,
+        optimizer: int = 0,
+    ) -> bool:
+        """The optimizer assigned the token: what it was given is accepted, and becomes an update with `is_update`.
 
         Args:
-            values: float64[replicas], the token's gradient in each.
+            gradients: float64[replicas], the token's gradient in each.
             rule: see `StepRule`.
             lr: learning rate of this step; None is the table's own.
+            unscale: what the gradients are to be multiplied by: one over the loss scale.
+            is_update: False while gradients accumulate.
+            optimizer: which one, 0 for none; what accumulated for another is forgotten, as its own accumulators are.
 
         Returns:
-            Whether the table was updated; False while gradients accumulate.
+            Whether the table was updated.
 
         Raises:
             ValueError: a gradient is not finite; names the first id. Nothing is changed.
-            RuntimeError: the value names pushes that are not pending.
+            RuntimeError: a gradient names pushes that are not pending.
         """
         with self._lock:
-            self._unanswered = 0
-            if np.isnan(values).any():
+            self._unsettled = 0
+            if np.isnan(gradients).any():
                 raise ValueError(self._not_finite())
-            if not values.any():  # "not yet", or somebody else set the token: set_weights()
-                if rule.accumulate > 1:
-                    self._accepted += self._take_newest()
+            if optimizer == 0 and not gradients.any():
+                return False  # somebody set the token, as set_weights() does
+            pushes = self._take(gradients)
+            if self._accumulates_for != optimizer:
+                self._accepted.clear()
+                self._accumulates_for = optimizer
+            for push in pushes:
+                push.unscale = unscale
+            self._accepted += pushes
+            if not is_update:
                 return False
-            if rule.accumulate > 1:
-                self._accepted += self._take_newest()
-            else:
-                self._accepted += self._take(values)
             pushes, self._accepted = self._accepted, []
             self._update(pushes, rule, lr)
             self.steps_settled += 1
@@ -223,22 +245,16 @@ class Pending:
             self._open.clear()
             self._free = set(range(BITS))
 
-    def _take_newest(self) -> list[_Push]:
-        newest = {group.replica: group for group in self._groups}
-        self._groups = []
-        self._open.clear()
-        self._free = set(range(BITS))
-        return [push for group in newest.values() for push in group.pushes()]
-
-    def _take(self, values: NDArray[np.float64]) -> list[_Push]:
+    def _take(self, gradients: NDArray[np.float64]) -> list[_Push]:
         known = {bit: group for group in self._groups for bit in group.bits}
         named: list[int] = []
-        for value in values.tolist():
-            if not 0 <= value < 2**BITS or int(value) != value:
-                raise RuntimeError(self._changed(value))
-            bits = [bit for bit in range(BITS) if int(value) >> bit & 1]
-            if not known.keys() >= set(bits) or set(bits) & set(named):
-                raise RuntimeError(self._changed(value))
+        for gradient in gradients.tolist():
+            if not 0 <= gradient < 2 ** (BITS + COUNT_BITS) or int(gradient) != gradient:
+                raise RuntimeError(self._changed(gradient))
+            bits = [bit for bit in range(BITS) if int(gradient) >> COUNT_BITS + bit & 1]
+            count = int(gradient) % 2**COUNT_BITS
+            if len(bits) != count or not known.keys() >= set(bits) or set(bits) & set(named):
+                raise RuntimeError(self._changed(gradient))
             named += bits
         taken: list[_Push] = []
         for bit in named:
@@ -252,7 +268,8 @@ class Pending:
         return (
             f"table {self.table.name!r}: the gradient of its token is {value:g}, which names no gradients of rows that "
             "wait; it cannot be scaled, clipped or used twice: take the token out of what you clip, and clip the rows "
-            "by the optimizer's clipnorm= or clipvalue="
+            "by the optimizer's clipnorm= or clipvalue=. (Or loops that run beside one another look up more than "
+            f"{BITS} times in a step; look ids up together instead.)"
         )
 
     def _not_finite(self) -> str:
@@ -272,6 +289,7 @@ class Pending:
         table = self.table
         if len(pushes) == 1:
             batch, sums, norm = pushes[0].batch, pushes[0].sums, pushes[0].norm
+            # Its sums, of scaled gradients; a scale is a power of two in practice, so this is exact.
             factor = pushes[0].unscale / rule.accumulate
         elif pushes:
             pushes.sort(key=lambda push: push.order)

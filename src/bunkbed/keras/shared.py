@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,18 +25,20 @@ import bunkbed as bb
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
 from bunkbed.keras.callbacks import call
-from bunkbed.keras.optimizers import Driver, learning_rate_now, rule_of
+from bunkbed.keras.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
 from bunkbed.keras.pending import Pending
 from bunkbed.keras.variables import KeptEpoch, Token
 from bunkbed.layer_table import open_or_create, open_stored
+from bunkbed.optim import check_same_slots
 from bunkbed.references import Reference, References
 
 _log = logging.getLogger("bunkbed.keras")
 
 #: Rows per `Table.set` when weights are imported.
 _CHUNK = 65_536
-#: Of the names of the epochs that saved weights refer to.
+#: Of the names of the epochs that saved files refer to, and arrays from ``get_weights``.
 _PREFIX = "keras-"
+_PREFIX_IN_PROCESS = "get_weights-"
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class TableArguments:
         if self.is_sharded and found is not None and not isinstance(found, bb.ShardedTable):
             found.close(commit=False)
             raise ValueError(
-                f'{self.kind}: placement="sharded" was given, but table {found.name!r} is not sharded; leave it out, or '
-                "give another path"
+                f'{self.kind}: placement="sharded" was given, but table {found.name!r} is not sharded; leave it out, '
+                "or give another path"
             )
         return found
 
@@ -121,11 +124,11 @@ class SharedTable:
         self._pending: Pending | None = None
         self._references: References | None = None
         self._keep: int | None = 0
-        self.driver = Driver(None, follows=False)
         if table is not None:
             self._start(table)
-        self.token = Token(self, f"{self.name}_token")
-        self.kept_epoch = KeptEpoch(self, f"{self.name}_epoch")
+        name = re.sub(r"[^A-Za-z0-9]+", "_", self.name).strip("_") or "table"  # a scope of TensorFlow takes no others
+        self.token = Token(self, f"{name}_embeddings_token")
+        self.kept_epoch = KeptEpoch(self, f"{name}_embeddings_epoch")
 
     # ---- the table
 
@@ -229,58 +232,97 @@ class SharedTable:
 
     # ---- training
 
-    def drive(self, optimizer: Any) -> None:
-        """A training step begins that this Keras optimizer will take; None where the layer cannot know it.
+    def follow(self, optimizer: Any) -> None:
+        """Make the table that follows a Keras optimizer, if it is not there.
 
         Raises:
-            ValueError: the table is to follow it and cannot, or there is none to follow.
+            ValueError: no rule of ours follows it; or it is None.
         """
-        if self.driver.optimizer is optimizer and self._table is not None and (optimizer is not None):
-            return
-        if self.is_explicit:
-            self.driver = Driver(optimizer, follows=False)
-            if optimizer is not None and not self._told:
-                self._told = True
-                _log.warning(
-                    "table %r is trained by its own optimizer %r, not by compile's %s",
-                    self.table.name, self.table.optimizer, type(optimizer).__name__,
-                )  # fmt: skip
+        if self.is_explicit or self._table is not None:
             return
         if optimizer is None:
             raise ValueError(
-                "Embedding: its table follows the optimizer given to compile(), and the model was not compiled; call "
-                "model.compile(optimizer=...), also before a loop of your own, or give the layer its own: "
-                "Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
+                "Embedding: its table follows the optimizer that steps it, and which that is is not known: the model "
+                "that is called was not compiled; call model.compile(optimizer=...), or layer.follow(optimizer) before "
+                "a loop of your own, or give the layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
             )
         with tf.init_scope():
             rule = rule_of(optimizer, self.token, learning_rate_now(optimizer))
-            if self._table is None:
-                assert self._arguments is not None
-                self._start(self._arguments.created(rule))
-            else:
-                self._table.optimizer = rule  # another class is an error that names both
-        self.driver = Driver(optimizer, follows=True)
+            assert self._arguments is not None
+            self._start(self._arguments.created(rule))
 
-    def settle(self, values: Any) -> Any:
-        """The op of a step: `values`, float64[replicas], is the token's gradient; returns float64[] 0."""
-        driver = self.driver
-        rule, rate = driver.step_rule(), driver.learning_rate()
+    def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
+        """The op of an optimizer's step.
 
-        def step(values: NDArray[np.float64], rate: NDArray[np.float64], _: Any) -> NDArray[np.float64]:
-            self.pending.settle(values, rule, float(rate) if driver.follows else None)
+        Args:
+            gradients: float64[replicas], the token's gradient in each.
+            optimizer: the Keras optimizer that steps; None where it is another caller.
+            scaling: the `keras.optimizers.LossScaleOptimizer` around it, or None.
+
+        Returns:
+            float64[], 0.
+
+        Raises:
+            ValueError: the table cannot follow the optimizer, or it does what no table does.
+        """
+        follows = not self.is_explicit and optimizer is not None
+        rule = step_rule(optimizer, follows=follows)
+        if follows:
+            self.follow(optimizer)
+            with tf.init_scope():
+                definition = rule_of(optimizer, self.token, learning_rate_now(optimizer))
+            check_same_slots(self.name, self.table.optimizer, definition)
+        else:
+            definition = None
+            self._tell(optimizer)
+        rate = tf.cast(optimizer.learning_rate, tf.float64) if follows else tf.zeros([], tf.float64)
+        scale = loss_scale(optimizer, scaling)
+        unscale = tf.ones([], tf.float64) if scale is None else 1.0 / tf.cast(scale, tf.float64)
+        this, whose = weakref.ref(self), 0 if optimizer is None else id(optimizer)
+
+        def step(gradients: Any, rate: Any, unscale: Any, is_update: Any) -> Any:
+            shared = alive(this)
+            if definition is not None and definition != shared.table.optimizer:
+                shared.table.optimizer = definition  # two models may follow different ones
+            shared.pending.settle(
+                gradients,
+                rule,
+                float(rate) if follows else None,
+                unscale=float(unscale),
+                is_update=bool(is_update),
+                optimizer=whose,
+            )
             return np.zeros((), np.float64)
 
-        rate = tf.zeros([], tf.float64) if rate is None else tf.cast(rate, tf.float64)
-        zero = call(f"bunkbed update {self.name}", step, [values, rate, self.token.fence.read_value()], tf.float64)
+        zero = call(f"bunkbed update {self.name}", step, [gradients, rate, unscale, is_update(optimizer)], tf.float64)
         if not tf.executing_eagerly():
             zero.set_shape([])
         return zero
 
+    def _tell(self, optimizer: Any) -> None:
+        """Says once that the table does not follow the optimizer that steps it."""
+        if optimizer is None or self._told:
+            return
+        self._told = True
+        beside = "" if optimizer.global_clipnorm is None else ", and global_clipnorm leaves it out"
+        _log.warning(
+            "table %r is trained by its own optimizer %r, not by compile's %s%s",
+            self.table.name, self.table.optimizer, type(optimizer).__name__, beside,
+        )  # fmt: skip
+
     # ---- saved weights
 
-    def save(self) -> Reference | None:
-        """Commits the table and keeps the epoch; None for a table that is not there yet."""
-        return None if self._references is None else self._references.save()
+    def save(self, *, in_process: bool = False) -> Reference | None:
+        """Commits the table and keeps the epoch; None for a table that is not there yet.
+
+        Args:
+            in_process: for ``get_weights``, whose epochs do not crowd out those of files.
+        """
+        if self._references is None:
+            return None
+        if self.pending.accumulates:
+            _log.warning("table %r: gradients that still accumulate are not part of what is saved", self.table.name)
+        return self._references.save(_PREFIX_IN_PROCESS if in_process else None)
 
     def go_back(self, number: int, number_of: Callable[[str, int], int]) -> None:
         """Puts the table back to the epoch that `number` stands for, and forgets gradients that wait; see `KeptEpoch`.
@@ -292,7 +334,6 @@ class SharedTable:
             if number:
                 raise ValueError(self._not_there())
             return
-        self.pending.drop()
         if number == 0:
             return
         table, epoch = self.table, number & 2**40 - 1
@@ -301,9 +342,12 @@ class SharedTable:
                 f"table {table.name!r}: these weights refer to another table's epoch; weights of a layer hold a "
                 "reference, not rows, so they fit only layers on the same table (table=layer.table, or the same path=)"
             )
+        before = table.epoch
         error = None if table.run is not None else self._references.go_back(epoch)
         if error is not None:
             raise ValueError(error)
+        if table.epoch != before:
+            self.pending.drop()
 
     def load(self, reference: Reference | None) -> None:
         """Puts the table back to the epoch of `reference`, and forgets gradients that wait.
@@ -315,10 +359,12 @@ class SharedTable:
             return
         if self._references is None:
             raise ValueError(self._not_there())
-        self.pending.drop()
+        before = self.table.epoch
         error = self._references.load(reference)
         if error is not None:
             raise ValueError(error)
+        if self.table.epoch != before:
+            self.pending.drop()
 
     def _not_there(self) -> str:
         assert self._arguments is not None
@@ -331,6 +377,18 @@ class SharedTable:
             f"Embedding: the saved model refers to the table at {self._arguments.path}, and there is none; if it was "
             "moved, load with `with bunkbed.keras.moved({old: new}):`"
         )
+
+
+def alive(shared: weakref.ref[SharedTable]) -> SharedTable:
+    """What TensorFlow's graphs, which outlive models, hold weakly.
+
+    Raises:
+        RuntimeError: it is gone.
+    """
+    found = shared()
+    if found is None:
+        raise RuntimeError("the layers on this table are gone, and the table with them")
+    return found
 
 
 def _import(table: Any, weights: NDArray[np.float32]) -> None:

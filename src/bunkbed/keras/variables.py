@@ -8,13 +8,14 @@ the table.
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import weakref
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from bunkbed.references import Reference
 
@@ -23,11 +24,17 @@ class Token(keras.Variable):  # type: ignore[misc]  # keras is untyped here
     """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
 
     See `bunkbed.keras.pending` for the protocol. Its value is 0 and stays 0.
+
+    Keras does not tell a variable which optimizer steps it, and the table must know: for its learning rate, clipping,
+    gradient accumulation and the scale of the loss. The optimizer asks for `overwrite_with_gradient` and then assigns,
+    so both look at who called them. Where that is not the Keras this was written for, the step is an error.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner = weakref.ref(owner)
-        # float64: 52 bits name 52 lookups. Never autocast: float16 has 10.
+        self._scaling = threading.local()  # a strategy's replicas are threads
+        self.strategy = tf.distribute.get_strategy()
+        # float64: 52 bits. Never autocast: float16 has 10.
         super().__init__(
             initializer=keras.initializers.Zeros(),
             shape=(),
@@ -37,12 +44,18 @@ class Token(keras.Variable):  # type: ignore[misc]  # keras is untyped here
             aggregation="mean",
             name=name,
         )
-        self.overwrite_with_gradient = True
-        # Every backward writes it and every step reads it, so that a graph runs the step after the backward of every
-        # replica. What the step is given does not ensure that: where gradients accumulate, or LossScaleOptimizer looks
-        # at the first replica's alone, it does not come of them. Made directly: a strategy would mirror a tf.Variable.
-        with tf.init_scope():
-            self.fence = ResourceVariable(0, trainable=False, dtype=tf.int64, name=f"{name}_fence")
+
+    @property
+    def overwrite_with_gradient(self) -> bool:
+        """True: optimizers assign the gradient, past clipping, decay and slots."""
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
+            self._scaling.optimizer = caller  # about to have its inner optimizer step
+        return True
+
+    @overwrite_with_gradient.setter
+    def overwrite_with_gradient(self, value: bool) -> None:
+        pass
 
     @property
     def trainable(self) -> bool:
@@ -54,32 +67,38 @@ class Token(keras.Variable):  # type: ignore[misc]  # keras is untyped here
         pass
 
     def assign(self, value: Any) -> Any:
-        """The optimizer's step: what `value` names becomes one update of the table."""
-        value = tf.cast(value, tf.float64)
+        """The optimizer's step: what the gradient names becomes an update of the table."""
         owner = self._owner()
         if owner is None:
             raise RuntimeError("the table of this token is closed")
+        caller = sys._getframe(1).f_locals
+        stepping = caller.get("self")
+        if not isinstance(stepping, keras.optimizers.Optimizer):
+            stepping = None
+            value = gradient = tf.cast(value, tf.float64)
+        elif "g" not in caller:
+            raise RuntimeError(f"keras {keras.__version__} steps variables in a way that bunkbed.keras does not know")
+        else:  # under accumulation `value` is not the gradient
+            gradient = tf.cast(caller["g"], tf.float64)
+        scaling, self._scaling.optimizer = getattr(self._scaling, "optimizer", None), None
+        if scaling is not None and scaling.inner_optimizer is not stepping:
+            scaling = None
         replica = tf.distribute.get_replica_context()
         if replica is None:  # set from outside, as set_weights() does
             return value
         if replica.num_replicas_in_sync == 1:
-            self._assign_zero(owner.settle(tf.reshape(value, [1])))
+            # The lookups of the next step read the variable: they come after the step that its value came of.
+            self.value.assign(owner.settle(tf.reshape(gradient, [1]), stepping, scaling))
         elif tf.__internal__.distribute.strategy_supports_no_merge_call():
-            # Each replica goes its own way: all learn what all were given, and the first one steps.
-            total = replica.all_reduce(tf.distribute.ReduceOp.SUM, value)
-            if replica.replica_id_in_sync_group == 0:
-                self._assign_zero(owner.settle(tf.reshape(total, [1])))
+            raise RuntimeError("bunkbed.keras steps tables only where replicas can meet; leave jit_compile out")
         else:
-            replica.merge_call(_settle_once, args=(self, owner, value))
+            replica.merge_call(_settle_once, args=(self, owner, gradient, stepping, scaling))
         return value
 
-    def _assign_zero(self, zero: Any) -> None:
-        # The lookups of the next step read the variable: they come after the step that this value came of.
-        self.value.assign(zero)
 
-
-def _settle_once(strategy: Any, token: Token, owner: Any, values: Any) -> None:
-    zero = owner.settle(tf.stack(strategy.experimental_local_results(values)))
+def _settle_once(strategy: Any, token: Token, owner: Any, gradients: Any, stepping: Any, scaling: Any) -> None:
+    stepping, scaling = (strategy.experimental_local_results(each)[0] for each in (stepping, scaling))
+    zero = owner.settle(tf.stack(strategy.experimental_local_results(gradients)), stepping, scaling)
     strategy.extended.update(token.value, lambda variable, value: variable.assign(value), args=(zero,))
 
 
@@ -105,7 +124,7 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
 
     def numpy(self) -> Any:
         """Commits the table, keeps the epoch, and returns int64[]: 0 for a table that was not trained yet."""
-        reference = self._alive().save()
+        reference = self._alive().save(in_process=True)
         return np.asarray(0 if reference is None else _number(reference.uuid, reference.epoch), np.int64)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
