@@ -35,7 +35,17 @@ def bounded(settings: Settings) -> list[Figure]:
         with bb.create(folder / "table", dim=DIM, num_rows=rows, optimizer=bb.Adam(), ram="1GiB") as table:
             common.fill(table)
         common.forget_pages(folder)
-        command = ["-m", "benchmarks.keras_bounded", str(folder), "--ram", ram, "--steps", str(steps)]
+        command = [
+            "-m",
+            "benchmarks.keras_bounded",
+            str(folder),
+            "--ram",
+            ram,
+            "--steps",
+            str(steps),
+            "--rows",
+            str(rows),
+        ]
         if why_not:
             return _figures(common.Child(command), None, size)
         with common.MemoryLimit(parse_bytes(LIMIT)) as limit:
@@ -74,9 +84,7 @@ def _serve(options: argparse.Namespace) -> None:
         model.compile(keras.optimizers.Adam(1e-3), "mse")
         return model
 
-    with bb.open(folder / "table", mode="r", ram="64MiB") as reader:
-        rows = reader.num_rows
-    assert rows is not None
+    rows = options.rows
     sample = common.zipf(rows)
     made: dict[str, Any] = {}
 
@@ -129,4 +137,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ram", required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--rows", type=int, required=True)
     _serve(parser.parse_args())

@@ -193,6 +193,22 @@ def test_a_config_makes_the_same_layer(tmp_path: Path) -> None:
     assert clone.layers[-1].get_config()["path"] == str(tmp_path / "user2")
 
 
+def test_a_layer_on_a_stored_table_is_saved_as_the_table_is(tmp_path: Path) -> None:
+    """Its initialiser and seed are the table's, not the layer's defaults."""
+    bb.create(tmp_path / "user", dim=DIM, num_rows=ROWS, optimizer=bb.Adam(), init=bb.Normal(0.3), seed=77).close()
+    layer = Embedding(ROWS, DIM, path=tmp_path / "user", name="rows")
+    model = row_model(layer)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    config = layer.get_config()
+    layer.table.close()
+    loaded = keras.models.load_model(tmp_path / "model.keras").get_layer("rows")
+    assert (loaded.table.init, loaded.table.seed, loaded.table.step) == (bb.Normal(0.3), 77, 4)
+    assert loaded.get_config() == config
+    loaded.table.close()
+
+
 def test_a_saved_model_is_refused_with_the_alternatives(tmp_path: Path) -> None:
     _, model = model_on(tmp_path / "user")
     fit(model)

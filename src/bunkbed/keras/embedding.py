@@ -156,12 +156,10 @@ class Embedding(IdsLayer):
                     f"Embedding: {extra[0]}= cannot be given together with table=; the table brings its own"
                 )
             require_same("Embedding", table, input_dim=input_dim, output_dim=output_dim)
-            self.embeddings_initializer = table.init
             self._shared = shared_of_table(table)
         else:
             is_default = isinstance(embeddings_initializer, str) and embeddings_initializer == "uniform"
             init, drawn = initializer_of(embeddings_initializer, input_dim, output_dim)
-            self.embeddings_initializer = init
             same: dict[str, Any] = {"input_dim": input_dim, "output_dim": output_dim}
             if not is_default:
                 same["embeddings_initializer"] = init
@@ -185,6 +183,7 @@ class Embedding(IdsLayer):
             )
             self._shared = shared_of(arguments, optimizer)
         _require_same_strategy(self._shared)
+        self.embeddings_initializer = self._shared.init
         self._shared.keep_at_least(keep_checkpoints)
         self._token = self._shared.token
         self._kept_epoch = self._shared.kept_epoch

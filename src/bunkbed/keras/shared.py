@@ -147,8 +147,20 @@ class SharedTable:
 
     @property
     def seed(self) -> int:
-        """Of the initialiser."""
-        return int(self._table.seed) if self._arguments is None else self._arguments.seed
+        """Of the initialiser; a stored table has its own."""
+        if self._table is not None:
+            return int(self._table.seed)
+        assert self._arguments is not None
+        return self._arguments.seed
+
+    @property
+    def init(self) -> Initializer:
+        """The initialiser; a stored table has its own."""
+        if self._table is not None:
+            found: Initializer = self._table.init
+            return found
+        assert self._arguments is not None
+        return self._arguments.init
 
     def next_place(self) -> int:
         """The next number of the forward order."""
