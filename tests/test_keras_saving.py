@@ -193,6 +193,21 @@ def test_a_config_makes_the_same_layer(tmp_path: Path) -> None:
     assert clone.layers[-1].get_config()["path"] == str(tmp_path / "user2")
 
 
+def test_rows_that_are_in_no_table_yet_are_not_lost_by_saving(tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).random((ROWS, DIM), np.float32)
+    model = row_model(Embedding(ROWS, DIM, weights=weights, path=tmp_path / "follows", trainable=False))
+    with pytest.raises(
+        ValueError, match=r"the rows that were given are in no table yet.*or bunkbed.SGD\(0.0\) for rows"
+    ):
+        model.save(tmp_path / "model.keras")
+    frozen = Embedding(ROWS, DIM, weights=weights, path=tmp_path / "own", trainable=False, optimizer=bb.SGD(0.0))
+    model = row_model(frozen)
+    model.save(tmp_path / "model.keras")
+    frozen.table.close()
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.predict(np.arange(ROWS), verbose=0), weights)
+
+
 def test_a_layer_on_a_stored_table_is_saved_as_the_table_is(tmp_path: Path) -> None:
     """Its initialiser and seed are the table's, not the layer's defaults."""
     bb.create(tmp_path / "user", dim=DIM, num_rows=ROWS, optimizer=bb.Adam(), init=bb.Normal(0.3), seed=77).close()

@@ -329,8 +329,17 @@ class SharedTable:
 
         Args:
             in_process: for ``get_weights``, whose epochs do not crowd out those of files.
+
+        Raises:
+            ValueError: rows were given, and there is no table to hold them yet.
         """
         if self._references is None:
+            if self._initial is not None:
+                raise ValueError(
+                    "Embedding: the rows that were given are in no table yet, as the first training step makes it; "
+                    "train, or give the layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3)), or "
+                    "bunkbed.SGD(0.0) for rows that stay as they are"
+                )
             return None
         if self.pending.accumulates:
             _log.warning("table %r: gradients that still accumulate are not part of what is saved", self.table.name)
