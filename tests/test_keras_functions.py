@@ -142,6 +142,20 @@ def test_lookahead_leaves_an_id_outside_the_table_to_the_lookup() -> None:
     assert layer.table.step == 2
 
 
+def test_lookahead_takes_endless_datasets_and_those_of_unknown_length() -> None:
+    layer = Embedding(ROWS, DIM, seed=SEED, optimizer=ADAM)
+    model = row_model(layer)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    ids, targets = batches(2)
+    endless = tf.data.Dataset.from_tensor_slices((ids, targets)).batch(BATCH).repeat()
+    model.fit(lookahead(endless, model), steps_per_epoch=2, verbose=0)
+    signature = (tf.TensorSpec((None,), tf.int64), tf.TensorSpec((None, DIM), tf.float32))
+    unknown = tf.data.Dataset.from_generator(lambda: iter([(ids, targets)]), output_signature=signature)
+    model.fit(lookahead(unknown.unbatch().batch(BATCH), model), verbose=0)
+    twice = np.concatenate([ids, ids]), np.concatenate([targets, targets])
+    np.testing.assert_allclose(all_rows(layer.table), all_rows(trained_reference(ADAM, *twice)), atol=1e-6)
+
+
 def test_lookahead_says_what_it_needs() -> None:
     layer = Embedding(ROWS, DIM, optimizer=ADAM)
     model = row_model(layer)

@@ -85,6 +85,8 @@ def lookahead(
         return dataset.map(_packed(dataset, enter)).prefetch(window or MAX_BATCHES).map(_packed(dataset, leave))
 
     made = tf.data.Dataset.range(1).flat_map(begin)
+    if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
+        return made
     return made.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
 
 
