@@ -52,3 +52,19 @@ def native_defaults():
     _native.set_io(io)
     _native.set_simd(simd)
     bb.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_keras_model_outlives_its_test(request: pytest.FixtureRequest):
+    """Models are cycles: their tables would go, with a warning of uncommitted rows, in the middle of another test."""
+    yield
+    if request.module.__name__.startswith("test_keras_"):
+        import gc
+        import warnings
+
+        import keras
+
+        keras.backend.clear_session()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.collect()
