@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <string>
 
 #include "error.h"
@@ -11,16 +12,18 @@ namespace bunkbed {
 
 namespace {
 
+// A batch of so many ids is deduped whole, by one thread: partitions on two threads took twice as long, for each of
+// their passes costs nearly what the whole of this does. More threads take up what they can share earlier.
+constexpr size_t kWholeIds = size_t{1} << 18;
+constexpr size_t kWholeIdsOfMany = size_t{1} << 15;
+constexpr size_t kFewThreads = 3;
 constexpr size_t kPartitionIds = 2048;  // ids of a partition, about
 constexpr size_t kMaxPartitions = 256;
 constexpr size_t kChunkIds = 4096;  // ids of one block of a pass over the batch
 constexpr uint32_t kFirst = 1u << 31;  // in an index: the key's first occurrence
-constexpr int64_t kFree = -1;
 constexpr size_t kKeptSlots = 16384;  // of a thread's hash table between batches
 
-size_t partitions_of(size_t n) {
-  return n <= 2 * kPartitionIds ? 1 : std::min(kMaxPartitions, std::bit_ceil(n / kPartitionIds));
-}
+size_t partitions_of(size_t n) { return std::min(kMaxPartitions, std::bit_ceil(n / kPartitionIds)); }
 
 // The high bits choose the partition, those below the place in its table.
 uint64_t spread(int64_t id) {
@@ -31,71 +34,78 @@ uint64_t spread(int64_t id) {
 // The highest `bits` bits of a hash; none are a zero, which one shift by 64 would not make.
 uint64_t high_bits(uint64_t hash, unsigned bits) { return (hash >> 1) >> (63 - bits); }
 
-// An open-addressing hash table.
-struct Table {
-  ArrayVector<int64_t> keys;
-  ArrayVector<uint32_t> numbers;  // of the distinct keys
-};
-
-// Distinct keys in order of first occurrence, written over the front of `keys`; index[j] says which of them keys[j] was,
-// with kFirst where it was the first.
-// `used_bits` of the hash are the same for all keys. Returns how many are distinct.
+// Distinct keys in order of first occurrence to `unique`, which has room for n and may be `keys` itself; index[j] says
+// which of them keys[j] is. `used_bits` of the hash are the same for all keys. Returns how many are distinct.
 //
-// Looking up and inserting alternate in runs of keys: a load that may alias a store just before it waits for it, and
-// one loop over both took five times as long as the lookups alone.
-size_t dedupe(int64_t* keys, size_t n, unsigned used_bits, Table* scratch, uint32_t* index) {
+// The hash table is open and holds numbers of distinct keys plus one, 0 where it is free; what key that is stands in
+// `unique`. Looking up and inserting alternate in runs of keys: a load that may alias a store just before it waits for
+// it, and one loop over both took five times as long as the lookups alone.
+size_t dedupe(const int64_t* keys, size_t n, unsigned used_bits, ArrayVector<uint32_t>* slots, int64_t* unique,
+              uint32_t* index) {
+  if (n == 0) return 0;
   constexpr size_t kRun = 64;
   const size_t capacity = std::bit_ceil(std::max<size_t>(16, 2 * n));
   const size_t mask = capacity - 1;
   const auto slot_bits = static_cast<unsigned>(std::countr_zero(capacity));
-  scratch->keys.assign(capacity, kFree);
-  scratch->numbers.resize(capacity);
-  int64_t* const table = scratch->keys.data();
-  uint32_t* const numbers = scratch->numbers.data();
-  size_t num_unique = 0;
+  slots->resize(capacity);
+  uint32_t* const table = slots->data();
+  std::memset(table, 0, capacity * sizeof(uint32_t));
+  const auto home_of = [&](int64_t key) { return high_bits(spread(key) << used_bits, slot_bits); };
+  // The first key is there before the others: a free slot may then be read as if it held that one, which it never is.
+  unique[0] = keys[0];
+  table[home_of(keys[0])] = 1;
+  size_t num_unique = 1;
   for (size_t begin = 0; begin < n; begin += kRun) {
     const size_t end = std::min(n, begin + kRun);
     uint32_t unmatched[kRun];
     size_t num_unmatched = 0;
     for (size_t j = begin; j < end; ++j) {
-      const size_t slot = high_bits(spread(keys[j]) << used_bits, slot_bits);
-      index[j] = static_cast<uint32_t>(slot);
+      const uint32_t at = table[home_of(keys[j])];
+      const uint32_t number = at - (at != 0);
+      index[j] = number;
       unmatched[num_unmatched] = static_cast<uint32_t>(j);
-      num_unmatched += table[slot] != keys[j];
+      num_unmatched += unique[number] != keys[j];
     }
     for (size_t m = 0; m < num_unmatched; ++m) {
       const size_t j = unmatched[m];
       const int64_t key = keys[j];
-      size_t slot = index[j];
-      while (table[slot] != key && table[slot] != kFree) slot = (slot + 1) & mask;
-      if (table[slot] == kFree) {
-        table[slot] = key;
-        numbers[slot] = static_cast<uint32_t>(num_unique);
-        keys[num_unique++] = key;  // no further than j
+      size_t slot = home_of(key);
+      while (table[slot] != 0 && unique[table[slot] - 1] != key) slot = (slot + 1) & mask;
+      if (table[slot] == 0) {
+        unique[num_unique++] = key;  // no further than j
+        table[slot] = static_cast<uint32_t>(num_unique);
       }
-      index[j] = static_cast<uint32_t>(slot);
+      index[j] = table[slot] - 1;
     }
-  }
-  uint32_t seen = 0;
-  for (size_t j = 0; j < n; ++j) {
-    const uint32_t number = numbers[index[j]];
-    const bool is_first = number == seen;  // they are numbered as they come
-    index[j] = is_first ? number | kFirst : number;
-    seen += is_first;
   }
   return num_unique;
 }
 
 // Counting sort of places by index, stable: order[starts[u]..) are those of u. `starts` has num_unique + 1 elements.
+// `places` null: 0, 1, ...
 void group(const uint32_t* index, const uint32_t* places, size_t n, size_t num_unique, uint32_t* starts,
            uint32_t* order) {
   std::fill_n(starts, num_unique + 1, 0u);
-  for (size_t j = 0; j < n; ++j) ++starts[(index[j] & ~kFirst) + 1];
+  for (size_t j = 0; j < n; ++j) ++starts[index[j] + 1];
   for (size_t u = 0; u < num_unique; ++u) starts[u + 1] += starts[u];
   // They serve as the write cursors and are shifted back afterwards.
-  for (size_t j = 0; j < n; ++j) order[starts[index[j] & ~kFirst]++] = places[j];
+  if (places == nullptr) {
+    for (size_t j = 0; j < n; ++j) order[starts[index[j]]++] = static_cast<uint32_t>(j);
+  } else {
+    for (size_t j = 0; j < n; ++j) order[starts[index[j]]++] = places[j];
+  }
   for (size_t u = num_unique; u > 0; --u) starts[u] = starts[u - 1];
   starts[0] = 0;
+}
+
+// Marks where a key comes first: they are numbered as they come.
+void mark_firsts(uint32_t* index, size_t n) {
+  uint32_t seen = 0;
+  for (size_t j = 0; j < n; ++j) {
+    const bool is_first = index[j] == seen;
+    index[j] |= is_first ? kFirst : 0;
+    seen += is_first;
+  }
 }
 
 }  // namespace
@@ -105,6 +115,28 @@ void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
   if (n >= kFirst) {
     throw Error(ErrorKind::kInvalid, "a batch holds less than 2**31 ids, got " + std::to_string(n));
   }
+  if (n <= (num_threads() <= kFewThreads ? kWholeIds : kWholeIdsOfMany)) {
+    assign_whole(ids, n, members);
+  } else {
+    assign_parts(ids, n, members);
+  }
+}
+
+void Batch::assign_whole(const int64_t* ids, size_t n, const uint32_t* members) {
+  ArrayVector<int64_t> keys(members == nullptr ? 0 : n);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = ids[members[i]];
+  ArrayVector<uint32_t> slots;
+  unique_.resize(n);
+  inverse_.resize(n);
+  const size_t num_unique = dedupe(members == nullptr ? ids : keys.data(), n, 0, &slots, unique_.data(), inverse_.data());
+  unique_.resize(num_unique);
+  offsets_.resize(num_unique + 1);
+  order_.resize(n);
+  group(inverse_.data(), members, n, num_unique, offsets_.data(), order_.data());
+  if (members != nullptr) inverse_.clear();
+}
+
+void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) {
   const auto id_at = [&](size_t i) { return members == nullptr ? ids[i] : ids[members[i]]; };
   const size_t num_partitions = partitions_of(n);
   const auto partition_bits = static_cast<unsigned>(std::countr_zero(num_partitions));
@@ -157,13 +189,16 @@ void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
   // After the scatter a chunk's cursor stands where the next chunk's began.
   const auto run_begin = [&](size_t c, size_t p) { return c == 0 ? begins[p] : cursors[(c - 1) * num_partitions + p]; };
   parallel_for(num_partitions, 1, [&](size_t from, size_t to) {
-    thread_local Table table;  // one that stays in the processor's first cache, whatever the partition
+    thread_local ArrayVector<uint32_t> slots;  // they stay in the processor's first cache, whatever the partition
     for (size_t p = from; p < to; ++p) {
       const size_t begin = begins[p];
       const size_t count = begins[p + 1] - begin;
-      const size_t num_unique = dedupe(keys.data() + begin, count, partition_bits, &table, index.data() + begin);
+      int64_t* const own_keys = keys.data() + begin;
+      uint32_t* const own_index = index.data() + begin;
+      const size_t num_unique = dedupe(own_keys, count, partition_bits, &slots, own_keys, own_index);
       uint32_t* const start = starts.data() + begin + p;
-      group(index.data() + begin, places.data() + begin, count, num_unique, start, grouped.data() + begin);
+      group(own_index, places.data() + begin, count, num_unique, start, grouped.data() + begin);
+      mark_firsts(own_index, count);
       uint32_t u = 0;
       for (size_t c = 0; c < num_chunks; ++c) {
         const uint32_t before = u;
@@ -171,7 +206,7 @@ void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
         firsts[c * num_partitions + p] = {u - before, start[u] - start[before]};
       }
     }
-    if (table.keys.capacity() > kKeptSlots) table = Table();
+    if (slots.capacity() > kKeptSlots) slots = {};
   });
 
   // 3. Rows are numbered by first occurrence. Each chunk knows the numbers before it, so that threads write to parts of
@@ -231,8 +266,7 @@ void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
   const size_t num_row_blocks = (total + kChunkIds - 1) / kChunkIds;
   const size_t num_place_blocks = members == nullptr ? num_chunks : 0;
   const size_t num_blocks = num_row_blocks + num_place_blocks;
-  // A small batch is not worth waking a thread.
-  parallel_for(num_blocks, num_partitions == 1 ? num_blocks : 1, [&](size_t from, size_t to) {
+  parallel_for(num_blocks, 1, [&](size_t from, size_t to) {
     for (size_t block = from; block < to; ++block) {
       if (block >= num_row_blocks) {
         visit_chunk(block - num_row_blocks, [&](size_t i, size_t p, uint32_t at) {

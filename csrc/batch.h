@@ -1,11 +1,13 @@
 // From a batch of ids to unique rows and, for each, its places in the batch in order.
 //
+// Rows are numbered in order of first occurrence, in the whole batch: rows and gradients are then visited nearly in the
+// order they lie in memory (numbering them by partition made sums twice as slow). One thread does all of it, by one hash
+// table, or, where the batch is large, all of them:
 //   1. The ids are dealt to partitions by hash, in batch order: so many that the hash table of one stays in the
 //      processor's first cache.
 //   2. Each partition is deduped by itself and its places grouped by row.
-//   3. Rows are numbered in order of first occurrence, in the whole batch: rows and gradients are then visited nearly
-//      in the order they lie in memory (numbering them by partition made sums twice as slow).
-// Partitions are shared out to threads; the result is a function of the batch alone.
+//   3. The rows of all partitions are numbered.
+// Which of the two it was shows nowhere: the result is a function of the batch alone.
 #pragma once
 
 #include <cstddef>
@@ -38,6 +40,9 @@ class Batch {
   Placement& placement() const { return placement_; }
 
  private:
+  void assign_whole(const int64_t* ids, size_t n, const uint32_t* members);
+  void assign_parts(const int64_t* ids, size_t n, const uint32_t* members);
+
   ArrayVector<int64_t> unique_;
   ArrayVector<uint32_t> inverse_;
   ArrayVector<uint32_t> order_;
