@@ -499,7 +499,7 @@ class Table(TableCommits):
     def _close(self) -> None:
         self._closed = True
         self._native.close()
-        self._native.set_holder(None)  # a holder that refers to this table would keep both alive
+        self._native.set_holder(None, None)  # a holder that refers to this table would keep both alive
         if self._budget is not None:
             self._budget.leave(self)
 
