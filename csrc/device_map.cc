@@ -254,9 +254,43 @@ void DeviceMap::Plan::mark_dirty() {
   map_->mark_dirty(*this);
 }
 
+void DeviceMap::Plan::undo() {
+  if (is_released_.exchange(true)) return;
+  map_->undo(*this);
+}
+
 void DeviceMap::release(const Plan& plan) {
   const std::lock_guard guard(mutex_);
+  if (plan.generation_ == generation_) unpin(plan);
+}
+
+void DeviceMap::undo(const Plan& plan) {
+  const std::lock_guard guard(mutex_);
   if (plan.generation_ != generation_) return;
+  unpin(plan);
+  const Plan::Arrays& arrays = *plan.arrays_;
+  size_t evicted = 0;  // plan() lists victims in the order of the loads that took their frames
+  for (size_t i = 0; i < arrays.load_rows.size(); ++i) {
+    const auto frame = static_cast<uint32_t>(arrays.load_frames[i]);
+    leave_frame(arrays.load_rows[i], false);
+    cache_.release(frame);
+    if (evicted == arrays.evict_rows.size() || arrays.evict_frames[evicted] != frame) continue;
+    const int64_t victim = arrays.evict_rows[evicted++];
+    Slot& slot = slots_[slot_of(victim)];
+    if (slot.row == kFree || slot.leaving == 0) continue;  // the table has it
+    uint32_t same;
+    cache_.allocate(&same);  // what was released last is given out first
+    cache_.info(same).pinned = 0;
+    cache_.admit(same, victim);
+    set_dirty(same, true);
+    slot.frame = same;
+    --slot.leaving;
+    --leaving_;
+    if (const uint32_t next = window_.next_use(victim); next != kNoUse) cache_.set_next_use(same, next);
+  }
+}
+
+void DeviceMap::unpin(const Plan& plan) {
   const uint32_t* const frames = plan.pinned_.data();
   const size_t n = plan.pinned_.size();
   const bool has_window = !window_.is_empty();

@@ -113,6 +113,8 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   void finish(uint32_t number);
   void clear();
   void release(const Plan& plan);
+  void unpin(const Plan& plan);
+  void undo(const Plan& plan);
   void mark_dirty(const Plan& plan);
 
   const std::string name_;
@@ -149,6 +151,10 @@ class DeviceMap::Plan {
   void positions(int64_t* out) const;
   // Gives the pins back; only the first call does.
   void release();
+  // It could not be carried out: no frame was loaded. Rows that were to be loaded are in none again, and dirty rows that
+  // gave way are back in theirs, unless the table has got them meanwhile; clean ones stay away, being no more than copies.
+  // Releases the plan; nothing once that has happened. No other plan may have been made since.
+  void undo();
   // Every frame of the plan holds a newer value than the table. An error once the plan is released: its frames may be
   // others' by then.
   void mark_dirty();

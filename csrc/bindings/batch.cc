@@ -9,6 +9,7 @@
 #include "float_mode.h"
 #include "gradients.h"
 #include "memory.h"
+#include "overlap.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -67,6 +68,19 @@ void bind_batch(nb::module_& m) {
       .def(
           "offsets", [](const Batch& batch) { return wide(batch.offsets()); },
           "int64[U + 1], a copy: where the groups of order() start, and where the last one ends.")
+      .def(
+          "rows_in",
+          [](const Batch& batch, const Batch& other) {
+            const size_t n = batch.num_unique();
+            auto* found = static_cast<bool*>(allocate_array(n));
+            const nb::object owner = own_block(found, n);
+            {
+              const nb::gil_scoped_release release;
+              rows_in_other(batch, other, found);
+            }
+            return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(found, {n}, owner);
+          },
+          "other"_a, "bool[U]: which of unique() are rows of the other batch too.")
       .def(
           "sum",
           [](const Batch& batch, const FloatsIn& grads) {

@@ -62,6 +62,10 @@ void bind_device(nb::module_& m) {
           "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<nb::gil_scoped_release>(),
           "Its frames hold newer values than the table: after their loads, before release().")
       .def(
+          "undo", [](Plan& plan) { plan.undo(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "It could not be carried out, and no frame was loaded: rows to be loaded are in none again, dirty rows that gave "
+          "way are back in theirs, unless the table has got them. Releases it; before any other plan is made.")
+      .def(
           "release", [](Plan& plan) { plan.release(); }, nb::call_guard<nb::gil_scoped_release>(),
           "Give the pins back; calls after the first do nothing.");
 
