@@ -40,7 +40,7 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
       max_frames_(std::min<size_t>(std::max<size_t>(1, max_frames), kNoFrame - 1)),
       capacity_(max_frames_),
       free_head_(kNoFrame),
-      records_bytes_((max_frames_ * stride_ + kHugePage - 1) / kHugePage * kHugePage),
+      records_bytes_(std::max(kHugePage, (max_frames_ * stride_ + kHugePage - 1) / kHugePage * kHugePage)),
       infos_bytes_((max_frames_ * sizeof(FrameInfo) + 4095) / 4096 * 4096),
       heats_bytes_(((max_frames_ + kBlock) * sizeof(uint16_t) + 4095) / 4096 * 4096),
       dirty_bytes_((max_frames_ / 8 + sizeof(uint64_t) + 4095) / 4096 * 4096),
@@ -118,7 +118,8 @@ void Cache::begin_step() {
 
 bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
   // Where nearly every frame is wanted, the hand would walk far for each that is not.
-  const bool has_unwanted = (resident_ - num_wanted_) * 16 >= resident_;
+  const size_t loose = resident_ - num_pinned_;
+  const bool has_unwanted = loose - num_wanted_ > 0 && (loose - num_wanted_) * 16 >= loose;
   bool found = false;
   if (num_wanted_ > 0 && !has_unwanted) {
     found = lately_unwanted(frame) || furthest(frame, keep_until);
@@ -232,8 +233,7 @@ void Cache::set_next_use(uint32_t frame, uint32_t batch) {
   if (infos_[frame].next_use == batch) return;
   forget_use(frame);
   if (batch < first_batch_) {
-    // More than the hand leaves to this list are of no use.
-    if (unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
+    list_unwanted(frame);
     return;
   }
   const size_t place = batch - first_batch_;
@@ -263,10 +263,10 @@ size_t Cache::freeze() {
   return count;
 }
 
-uint32_t Cache::next_frozen(uint32_t frame) const {
+uint32_t Cache::next_set(const uint64_t* words, uint32_t frame) const {
   if (frame >= high_water_) return high_water_;
   uint32_t word = frame / 64;
-  for (uint64_t bits = frozen_[word] >> frame % 64 << frame % 64;; bits = frozen_[word]) {
+  for (uint64_t bits = words[word] >> frame % 64 << frame % 64;; bits = words[word]) {
     if (bits != 0) return std::min(high_water_, word * 64 + static_cast<uint32_t>(std::countr_zero(bits)));
     if (++word * 64 >= high_water_) return high_water_;
   }
@@ -313,7 +313,7 @@ void Cache::clear() {
   num_candidates_ = next_candidate_ = 0;
   resident_ = 0;
   free_head_ = kNoFrame;
-  num_wanted_ = 0;
+  num_wanted_ = num_pinned_ = 0;
   uses_.clear();
   unwanted_.clear();
 }

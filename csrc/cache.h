@@ -28,7 +28,7 @@ struct FrameInfo {
   int64_t row;        // -1: the frame is free
   uint64_t position;  // of the same bytes in the log; kNoPosition when dirty or never stored
   uint32_t next_use;  // the coming batch that wants the row next (Window's numbers); past ones mean none
-  uint8_t pinned;
+  uint16_t pinned;    // how often; 0: it may be a victim
   uint8_t loading;  // its record is being read by staging
 };
 inline constexpr uint64_t kNoPosition = ~0ull;
@@ -36,7 +36,8 @@ inline constexpr uint32_t kNoUse = 0;
 
 class Cache {
  public:
-  // Reserves address space for `max_frames`; memory is taken as frames are first used.
+  // Reserves address space for `max_frames`; memory is taken as frames are first used. Without record bytes it is a cache
+  // of frames whose records lie elsewhere.
   Cache(size_t record_bytes, size_t max_frames);
   ~Cache();
   Cache(const Cache&) = delete;
@@ -73,6 +74,21 @@ class Cache {
   bool allocate(uint32_t* frame);
   // The row whose record the frame is to hold; wanted in this step.
   void admit(uint32_t frame, int64_t row);
+  // ---- Pins that last (a device cache's), beside those that come and go with one operation and are not counted. Such a
+  // frame has no next use: whoever takes the last pin says what that is.
+  void pin(uint32_t frame) {
+    if (infos_[frame].pinned++ > 0) return;
+    ++num_pinned_;
+    forget_use(frame);
+  }
+  // Whether that was the last one.
+  bool unpin(uint32_t frame) {
+    if (--infos_[frame].pinned > 0) return false;
+    --num_pinned_;
+    return true;
+  }
+  size_t num_pinned() const { return num_pinned_; }
+
   // The next frame to give up, or false when there is none: pinned frames stay, and so do those that a batch up to
   // `keep_until` wants. The caller writes it back if dirty, tells the directory, and release()s it.
   bool victim(uint32_t* frame, uint32_t keep_until = kNoUse);
@@ -122,6 +138,8 @@ class Cache {
     const uint64_t bit = uint64_t{1} << frame % 64;
     dirty_[frame / 64] = dirty ? dirty_[frame / 64] | bit : dirty_[frame / 64] & ~bit;
   }
+  // The first dirty frame from this one on, or high_water().
+  uint32_t next_dirty(uint32_t frame) const { return next_set(dirty_, frame); }
 
   // ---- A commit. freeze() turns every dirty frame into a frozen one, whose record the commit owes to the log: it must
   // get there before the record changes or the frame is given up. Returns how many there are; none may be frozen before.
@@ -129,7 +147,7 @@ class Cache {
   bool is_frozen(uint32_t frame) const { return (frozen_[frame / 64] >> frame % 64 & 1) != 0; }
   void set_written(uint32_t frame) { frozen_[frame / 64] &= ~(uint64_t{1} << frame % 64); }
   // The first frozen frame from this one on, or high_water().
-  uint32_t next_frozen(uint32_t frame) const;
+  uint32_t next_frozen(uint32_t frame) const { return next_set(frozen_, frame); }
   // The commit failed: frozen frames are dirty ones again.
   void thaw();
 
@@ -137,6 +155,10 @@ class Cache {
   // next use lies before it are wanted by none.
   void set_first_batch(uint32_t batch);
   void set_next_use(uint32_t frame, uint32_t batch);
+  // No coming batch wants a frame that had no next use before either, since it was pinned.
+  void set_unwanted(uint32_t frame) {
+    if (num_wanted_ > 0) list_unwanted(frame);
+  }
   bool is_wanted(uint32_t frame) const { return infos_[frame].next_use >= first_batch_; }
   size_t uses_bytes() const;  // of memory the coming uses take, beside the frames
 
@@ -161,6 +183,11 @@ class Cache {
   Ghost ghost_of(int64_t row) const;
   bool furthest(uint32_t* frame, uint32_t keep_until);
   void forget_use(uint32_t frame);
+  void list_unwanted(uint32_t frame) {
+    // More than the hand leaves to this list are of no use.
+    if (unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
+  }
+  uint32_t next_set(const uint64_t* words, uint32_t frame) const;
 
   static size_t padded(size_t record_bytes) {
     // Whole cache lines for records that are near one anyway; small records are packed.
@@ -197,6 +224,7 @@ class Cache {
 
   uint32_t first_batch_ = 1;
   size_t num_wanted_ = 0;  // frames with a next use
+  size_t num_pinned_ = 0;  // by pin()
   // Frames by the batch that wants them next, [i] of batch first_batch_ + i. An entry counts while its frame's next_use
   // says the same: moving a frame from one batch to another leaves the old entry behind.
   std::deque<BlockVector<uint32_t>> uses_;

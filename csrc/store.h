@@ -200,6 +200,11 @@ class Store {
   bool has_disk_bytes(uint64_t bytes) const { return disk_.limit == 0 || disk_bytes() + bytes + reserved_bytes() <= disk_.limit; }
   // Whether these rows may become dirty; one may come twice.
   bool has_disk_for(const int64_t* rows, size_t n);
+  // The same for rows nobody knows yet.
+  bool has_disk_for_any(size_t rows) {
+    disk_.admitted = rows;
+    return disk_.limit == 0 || fits_disk(rows);
+  }
   // Compaction for the rows last asked for; false when it does not help.
   bool make_disk_room();
   // They will not.
@@ -220,8 +225,9 @@ class Store {
   // A directory checkpoint of so many rows takes no more; see checkpoint.h.
   static uint64_t checkpoint_estimate(uint64_t rows) { return 16 * rows + (64u << 10); }
   static uint64_t disk_slack(uint64_t segment_bytes, const LogMemory& memory);
-  // How many rows would be stored with these, where that is more than the limit allows; else 0.
-  uint64_t rows_beyond_disk(const int64_t* rows, size_t n) const;
+  // How many rows would be stored with these, where that is more than the limit allows; else 0. Where one of them is new,
+  // `above` others count too, as far as there are `most` rows in all.
+  uint64_t rows_beyond_disk(const int64_t* rows, size_t n, size_t above = 0, uint64_t most = ~uint64_t{0}) const;
 
   size_t frame_bytes() const { return frame_bytes_; }
   size_t dirty_rows() const { return dirty_rows_ + frozen_rows_; }  // not in the log

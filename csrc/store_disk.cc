@@ -135,13 +135,15 @@ size_t Store::rows_to_dirty(const int64_t* rows, size_t n) const {
   }));
 }
 
-uint64_t Store::rows_beyond_disk(const int64_t* rows, size_t n) const {
-  if (disk_.limit == 0 || disk_needed(directory_->stored_rows() + n) <= disk_.limit) return 0;
+uint64_t Store::rows_beyond_disk(const int64_t* rows, size_t n, size_t above, uint64_t most) const {
+  const uint64_t before = directory_->stored_rows();
+  if (disk_.limit == 0 || disk_needed(std::min(most, before + n + above)) <= disk_.limit) return 0;
   std::vector<int64_t> distinct(rows, rows + n);
   std::sort(distinct.begin(), distinct.end());
   distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
-  const uint64_t stored = directory_->stored_rows() + absent_of(distinct.data(), distinct.size()).size();
-  return stored > directory_->stored_rows() && disk_needed(stored) > disk_.limit ? stored : 0;
+  const size_t absent = absent_of(distinct.data(), distinct.size()).size();
+  const uint64_t stored = std::min(most, before + absent + above);
+  return absent > 0 && disk_needed(stored) > disk_.limit ? stored : 0;
 }
 
 bool Store::make_disk_room() {

@@ -326,6 +326,7 @@ void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
                                    std::move(log), plan);
   // Commits at once that nobody asked to keep: the last; a run's tables have those of its last two, and one on its way.
   store_->set_disk_limit(options_.disk_bytes, spec_.is_scratch ? 0 : spec_.belongs_to_run ? 3 : 1);
+  store_->reserve_held(rows_above());
   store_->set_initial_record(
       [this](int64_t row, size_t record_bytes, std::byte* record) { initial_record(row, record_bytes, record); });
 }

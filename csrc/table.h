@@ -15,11 +15,11 @@
 #include <set>
 #include <string>
 #include <thread>
-#include <unordered_set>
 #include <vector>
 
 #include "batch.h"
 #include "format.h"
+#include "holder.h"
 #include "kernels/kernels.h"
 #include "manifests.h"
 #include "memory.h"
@@ -137,13 +137,14 @@ class Table {
   void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
   void contains(const int64_t* ids, size_t n, bool* out);
 
-  // ---- For a tier above (a device cache): whole records, and rows whose newest value lies there. A commit, scan or
-  // rewind first asks the holder, which writes its rows back and releases them.
+  // ---- For a tier above (a device cache): whole records, and rows whose newest value lies there (see holder.h). A
+  // commit, scan or rewind first asks for them.
   void gather_records(const int64_t* ids, size_t n, std::byte* records);         // (n, payload_bytes)
-  void scatter_records(const int64_t* ids, size_t n, const std::byte* records);  // ids distinct
-  void hold(const int64_t* ids, size_t n);
-  void release_held(const int64_t* ids, size_t n);
-  void set_holder(std::function<void()> write_back) { holder_ = std::move(write_back); }
+  // ids distinct; all held, where the holder writes back, or none.
+  void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
+  // Attaches what lies above, one at a time; null detaches it, with whatever it holds. `write_back`, called without the
+  // lock, has every row it holds scattered before it returns.
+  void set_holder(std::shared_ptr<Holder> holder, std::function<void()> write_back);
 
   // ---- Durability
   // Durable when it returns; other threads' calls go on meanwhile. See table_commit.cc. A table in RAM only and a scratch
@@ -212,6 +213,10 @@ class Table {
   void make_disk_room(const int64_t* ids, size_t n);  // without the lock
   // lock() and the checks of a call that sets these rows.
   std::unique_lock<std::mutex> lock_with_disk_for(const int64_t* ids, size_t n);
+  std::unique_lock<std::mutex> lock_with_disk_above(size_t rows);
+  void require_disk_above(const int64_t* ids, size_t n) const;
+  // The holder's rows, of which any may be written back at any time.
+  size_t rows_above() const;
   void make_commit_fit(const std::string& meta, const std::string& keep);
   void count_checkpoint_bytes();
   void consider_checkpoint();
@@ -278,6 +283,8 @@ class Table {
   void check_ids(const int64_t* ids, size_t n) const;
   void require_places(size_t n) const;
   void check_not_held(const int64_t* ids, size_t n) const;
+  void release_for_change(const int64_t* ids, size_t n);
+  void require_not_in_use() const;
   void ask_holder();
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
   void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;
@@ -342,7 +349,7 @@ class Table {
   std::set<uint64_t> pinned_epochs_;
   std::set<uint64_t> kept_epochs_;  // of them
   std::vector<RamSnapshot> ram_snapshots_;
-  std::unordered_set<int64_t> held_;
+  std::shared_ptr<Holder> holder_;
   std::unique_ptr<StagingQueue> staging_;  // made when first needed; goes before the store it reads into
   size_t batches_staging_ = 0;
   uint64_t batches_staged_ = 0;
@@ -364,7 +371,7 @@ class Table {
   const std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();
   double stall_s_ = 0.0;
   uint64_t staged_rows_ = 0;
-  std::function<void()> holder_;  // called without the lock
+  std::function<void()> write_back_;  // of the holder; called without the lock
   bool is_committing_ = false;           // from start_commit() until finish_commit() has tidied up, or collecting
   bool is_durable_ = true;               // what the last commit that began holds
   std::condition_variable commit_over_;  // with mutex_: is_committing_ became false

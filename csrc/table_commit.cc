@@ -77,14 +77,16 @@ void Table::publish(Manifest manifest) {
 }
 
 void Table::ask_holder() {
+  std::function<void()> write_back;
   {
     const auto guard = lock();
-    if (held_.empty()) return;
+    if (holder_ == nullptr || holder_->num_held() == 0) return;
+    write_back = write_back_;
   }
-  if (holder_) holder_();
+  if (write_back) write_back();
   const auto guard = lock();
-  if (!held_.empty()) {
-    throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(held_.size()) +
+  if (const size_t held = holder_ == nullptr ? 0 : holder_->num_held(); held > 0) {
+    throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(held) +
                                         " rows are still held by a device cache after it was asked to write them back");
   }
 }

@@ -88,11 +88,48 @@ std::unique_lock<std::mutex> Table::lock_with_disk_for(const int64_t* ids, size_
     auto guard = lock();
     require_writable();
     check_ids(ids, n);
-    // Room for held rows was asked for when they were taken.
-    const bool are_held = !held_.empty() && std::all_of(ids, ids + n, [this](int64_t id) { return held_.contains(id); });
+    // There is room for as many rows as the holder has frames, wherever they are on their way.
+    const bool are_held =
+        holder_ != nullptr && holder_->num_held() <= holder_->max_held() && holder_->first_not_held(ids, n) == n;
     if (are_held || has_disk_for(ids, n)) return guard;
     guard.unlock();
     make_disk_room(ids, n);
+  }
+}
+
+size_t Table::rows_above() const {
+  if (holder_ == nullptr) return 0;
+  const size_t frames = holder_->max_held();
+  return spec_.num_rows < 0 ? frames : std::min(frames, static_cast<size_t>(spec_.num_rows));
+}
+
+// The lock, with room for so many rows to be written back.
+std::unique_lock<std::mutex> Table::lock_with_disk_above(size_t rows) {
+  auto guard = lock_alone();
+  require_writable();
+  if (spec_.num_rows >= 0) rows = std::min(rows, static_cast<size_t>(spec_.num_rows));
+  if (store_->has_disk_for_any(rows)) return guard;
+  if (!spec_.is_scratch) collect_locked(1);
+  if (store_->has_disk_for_any(rows) || store_->make_disk_room()) return guard;
+  store_->forget_admitted();
+  throw Error(ErrorKind::kSystem,
+              "table '" + name_ + "': its files take " + std::to_string(store_->disk_bytes()) +
+                  " bytes, and there is no room for the " + std::to_string(rows) +
+                  " rows of a device cache within disk=" + std::to_string(store_->disk_limit()) +
+                  "; make the cache smaller, or open the table with a larger disk=",
+              ENOSPC, path_);
+}
+
+// Before rows are trained above that are stored nowhere yet: it would be too late when they are written back. All the
+// holder's rows may be such.
+void Table::require_disk_above(const int64_t* ids, size_t n) const {
+  if (holder_ == nullptr) return;
+  const uint64_t most = spec_.num_rows < 0 ? ~uint64_t{0} : static_cast<uint64_t>(spec_.num_rows);
+  if (const uint64_t stored = store_->rows_beyond_disk(ids, n, rows_above(), most)) {
+    throw out_of_disk("table '" + name_ + "': " + std::to_string(stored) +
+                          " stored rows, those of its device cache included, are more than its limit of disk=" +
+                          std::to_string(store_->disk_limit()) + " bytes has room for",
+                      store_->disk_needed(stored), path_);
   }
 }
 

@@ -151,7 +151,10 @@ void Table::contains(const int64_t* ids, size_t n, bool* out) {
   for (size_t begin = 0; begin < n; begin += kBlockIds) {
     const size_t count = std::min(kBlockIds, n - begin);
     store_->directory().locate(ids + begin, count, entries);
-    for (size_t i = 0; i < count; ++i) out[begin + i] = entries[i] != kAbsent;
+    for (size_t i = 0; i < count; ++i) {
+      // What was trained above only is stored as soon as it is written back.
+      out[begin + i] = entries[i] != kAbsent || (holder_ != nullptr && holder_->first_held(ids + begin + i, 1) == 0);
+    }
   }
 }
 

@@ -15,6 +15,8 @@ void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
   const auto guard = lock();
   require_writable();
   check_ids(ids, n);
+  check_not_held(ids, n);
+  require_disk_above(ids, n);
   const size_t piece = std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / payload_bytes_));
   for (size_t begin = 0; begin < n; begin += piece) {
     const size_t count = std::min(piece, n - begin);
@@ -34,6 +36,8 @@ void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* recor
   if (batch_.num_unique() != n) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': records to scatter name an id twice");
   }
+  const bool is_write_back = holder_ != nullptr && holder_->first_not_held(ids, n) == n;
+  if (!is_write_back) release_for_change(ids, n);
   store_->reserve_rows(ids, n);
   for (size_t begin = 0; begin < n;) {
     const size_t count = std::min(store_->max_pinned(), n - begin);
@@ -46,32 +50,58 @@ void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* recor
     store_->unpin(frames_.data(), count);
     begin += count;
   }
+  if (is_write_back) holder_->arrived(ids, n);
   changed_ = true;
   ++changes_;
 }
 
-void Table::hold(const int64_t* ids, size_t n) {
-  const auto guard = lock_with_disk_for(ids, n);
-  held_.insert(ids, ids + n);
-  store_->reserve_held(held_.size());
-}
-
-void Table::release_held(const int64_t* ids, size_t n) {
-  const auto guard = lock();
-  for (size_t i = 0; i < n; ++i) held_.erase(ids[i]);
-  store_->reserve_held(held_.size());
+void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> write_back) {
+  if (holder == nullptr) {
+    // What they refer to may refer to this table: it goes without the lock.
+    std::function<void()> gone;
+    const auto guard = lock();
+    std::swap(gone, write_back_);
+    std::swap(holder, holder_);
+    if (store_ != nullptr) store_->reserve_held(0);
+    return;
+  }
+  const auto guard = lock_with_disk_above(holder->max_held());
+  if (holder_ != nullptr) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has a device cache already; a table has one at a time");
+  }
+  holder_ = std::move(holder);
+  write_back_ = std::move(write_back);
+  store_->reserve_held(rows_above());
+  store_->forget_admitted();
 }
 
 // A row whose newest value lies above this table must not be read or written here behind its holder's back.
 void Table::check_not_held(const int64_t* ids, size_t n) const {
-  if (held_.empty()) return;
-  for (size_t i = 0; i < n; ++i) {
-    if (!held_.contains(ids[i])) continue;
-    throw Error(ErrorKind::kBroken, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
-                                        std::to_string(i) +
-                                        " is held by a device cache, which has its newest value; use the layer that "
-                                        "owns the cache, or let it write back first");
-  }
+  if (holder_ == nullptr) return;
+  const size_t i = holder_->first_held(ids, n);
+  if (i == n) return;
+  throw Error(ErrorKind::kBroken, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
+                                      std::to_string(i) +
+                                      " is held by a device cache, which has its newest value; use the layer that "
+                                      "owns the cache, or let it write back first");
+}
+
+void Table::require_not_in_use() const {
+  if (holder_ == nullptr || holder_->num_in_use() == 0) return;
+  throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(holder_->num_in_use()) +
+                                      " rows are in use by a device cache; end the step under way first");
+}
+
+// Copies above that are as good as these rows would be wrong once they change here.
+void Table::release_for_change(const int64_t* ids, size_t n) {
+  check_not_held(ids, n);
+  if (holder_ == nullptr) return;
+  const size_t i = holder_->give_up(ids, n);
+  if (i == n) return;
+  throw Error(ErrorKind::kBroken, "table '" + name_ + "': id " + std::to_string(ids[i]) + " at position " +
+                                      std::to_string(i) +
+                                      " is in use by a device cache; use the layer that owns the cache, or end the step "
+                                      "under way first");
 }
 
 // ---- Raw slots -----------------------------------------------------------------------------------------------
@@ -100,7 +130,7 @@ void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
 
 void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
   const auto guard = lock_with_disk_for(ids, n);
-  check_not_held(ids, n);
+  release_for_change(ids, n);
   require_places(n);
   const Field& f = fields_.at(field);
   check_finite(ids, n, values, f.length, "value");

@@ -109,8 +109,10 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   const auto guard = lock_alone();
   require_writable();
   require_durable("commits to go back to");
+  require_not_in_use();
   if (store_->log() == nullptr) {
     rewind_in_ram(name, epoch);
+    if (holder_ != nullptr) holder_->give_up_all();
     return;
   }
   Manifest target;
@@ -144,6 +146,7 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
     broken_ = std::string("going back to an earlier commit failed (") + error.what() + ")";
     throw;
   }
+  if (holder_ != nullptr) holder_->give_up_all();
   store_->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   collect_after_commit();
 }

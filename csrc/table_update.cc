@@ -38,14 +38,16 @@ std::unique_lock<std::mutex> Table::begin_update(const int64_t* ids, size_t n) {
     auto guard = lock_beside_staging();
     require_writable();
     check_ids(ids, n);
-    check_not_held(ids, n);
     if (is_staging() && store_->must_shrink_for(ids, n)) {
       settle(guard);
       require_writable();
     } else {
       settle_for(guard, ids, n);
     }
-    if (has_disk_for(ids, n)) return guard;
+    if (has_disk_for(ids, n)) {
+      release_for_change(ids, n);  // last: the lock may have been given up since it was taken
+      return guard;
+    }
     guard.unlock();
     make_disk_room(ids, n);
   }

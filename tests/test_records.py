@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed import _native
 
 IDS = np.array([5, 900, 17], np.int64)
 
@@ -53,8 +54,22 @@ def test_16_bit_records_move_as_they_are(tmp_path: Path) -> None:
 def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
     table = make(tmp_path / "user")
     records = np.empty((3, table._native.payload_bytes()), np.uint8)
-    table._native.gather_records(IDS, records)
-    table._native.hold(IDS)
+    device = _native.DeviceMap(table._native, frames=4)
+    written_back = False
+
+    def write_back() -> None:
+        if written_back:
+            ids, frames = device.dirty()
+            assert ids.tolist() == IDS.tolist()
+            table._native.scatter_records(ids, records)
+            device.mark_clean(frames)
+
+    table._native.set_holder(device, write_back)
+    plan = device.plan(table._native.batch(IDS))
+    assert plan is not None
+    table._native.gather_records(plan.load_ids, records)
+    plan.mark_dirty()
+    plan.release()
     for use in (table.lookup, table.get):
         with pytest.raises(bb.BunkbedError, match="id 900 at position 0 is held by a device cache"):
             use(np.array([900]))
@@ -64,11 +79,7 @@ def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
 
     records[:, :4] = np.frombuffer(np.float32(7).tobytes(), np.uint8)
 
-    def write_back() -> None:
-        table._native.scatter_records(IDS, records)
-        table._native.release_held(IDS)
-
-    table._native.set_holder(write_back)
+    written_back = True
     table.commit()
     np.testing.assert_array_equal(bb.open(tmp_path / "user", mode="r").lookup(IDS)[:, 0], [7, 7, 7])
 
@@ -76,7 +87,8 @@ def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
 def test_a_closed_table_lets_go_of_its_holder() -> None:
     table = make(None)
     gone = weakref.ref(table)
-    table._native.set_holder(lambda table=table: table.step)  # refers to the table, as a device cache does
+    device = _native.DeviceMap(table._native, frames=4)
+    table._native.set_holder(device, lambda table=table: table.step)  # refers to the table, as a device cache does
     table.close()
     del table
     gc.collect()

@@ -9,6 +9,7 @@
 #include "float_mode.h"
 #include "gradients.h"
 #include "memory.h"
+#include "overlap.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,6 +36,14 @@ nb::tuple sums_and_norm(size_t num_unique, size_t dim, Sum&& sum) {
   return nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {num_unique, dim}, owner), std::sqrt(squares));
 }
 
+// A copy as frameworks index.
+nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> wide(const ArrayVector<uint32_t>& values) {
+  const size_t n = values.size();
+  auto* copy = static_cast<int64_t*>(allocate_array(n * sizeof(int64_t)));
+  std::copy(values.begin(), values.end(), copy);
+  return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(copy, {n}, own_block(copy, n * sizeof(int64_t)));
+}
+
 }  // namespace
 
 void bind_batch(nb::module_& m) {
@@ -49,6 +58,29 @@ void bind_batch(nb::module_& m) {
             return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(ids, {n}, own_block(ids, n * sizeof(int64_t)));
           },
           "int64[U], each id once; the order depends on the batch alone.")
+      .def("num_ids", &Batch::size, "N, repeated ids counted.")
+      .def(
+          "inverse", [](const Batch& batch) { return wide(batch.inverse()); },
+          "int64[N], a copy: for each place in the batch, which of unique() stands there.")
+      .def(
+          "order", [](const Batch& batch) { return wide(batch.order()); },
+          "int64[N], a copy: the places in the batch grouped by unique id, ascending in each group.")
+      .def(
+          "offsets", [](const Batch& batch) { return wide(batch.offsets()); },
+          "int64[U + 1], a copy: where the groups of order() start, and where the last one ends.")
+      .def(
+          "rows_in",
+          [](const Batch& batch, const Batch& other) {
+            const size_t n = batch.num_unique();
+            auto* found = static_cast<bool*>(allocate_array(n));
+            const nb::object owner = own_block(found, n);
+            {
+              const nb::gil_scoped_release release;
+              rows_in_other(batch, other, found);
+            }
+            return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(found, {n}, owner);
+          },
+          "other"_a, "bool[U]: which of unique() are rows of the other batch too.")
       .def(
           "sum",
           [](const Batch& batch, const FloatsIn& grads) {

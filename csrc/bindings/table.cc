@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
+#include "device_map.h"
 #include "error.h"
 #include "float_mode.h"
 
@@ -282,20 +283,27 @@ void bind_table(nb::module_& m) {
            [](Table& t, const Ids& ids, const RecordsIn& in) {
              unlocked([&] { t.scatter_records(ids.data(), ids.shape(0), reinterpret_cast<const std::byte*>(in.data())); });
            })
-      .def("hold", [](Table& t, const Ids& ids) { unlocked([&] { t.hold(ids.data(), ids.shape(0)); }); })
-      .def("release_held", [](Table& t, const Ids& ids) { unlocked([&] { t.release_held(ids.data(), ids.shape(0)); }); })
-      .def("set_holder",
-           [](Table& t, nb::object write_back) {
-             if (write_back.is_none()) {
-               t.set_holder(nullptr);
-               return;
-             }
-             t.set_holder([write_back = std::move(write_back)] {
-               const nb::gil_scoped_acquire acquire;
-               write_back();
-             });
-           },
-           "write_back"_a.none())
+      .def(
+          "set_holder",
+          [](Table& t, std::shared_ptr<DeviceMap> map, nb::object write_back) {
+            if (map == nullptr) {
+              unlocked([&] { t.set_holder(nullptr, nullptr); });
+              return;
+            }
+            // Copied and dropped by threads without the GIL.
+            const std::shared_ptr<nb::object> call(new nb::object(std::move(write_back)), [](nb::object* object) {
+              const nb::gil_scoped_acquire acquire;
+              delete object;
+            });
+            std::function<void()> asked = [call] {
+              const nb::gil_scoped_acquire acquire;
+              if (!call->is_none()) (*call)();
+            };
+            unlocked([&] { t.set_holder(std::move(map), std::move(asked)); });
+          },
+          "map"_a.none(), "write_back"_a.none(),
+          "Attach a device cache's map, and what is called to have its rows scattered before a commit, a scan or going "
+          "back; None, None detaches it.")
       .def(
           "commit",
           [](Table& t, const std::optional<std::string>& meta, const std::string& keep) {

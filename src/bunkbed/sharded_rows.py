@@ -439,9 +439,9 @@ class ShardedRows:
             self._checker.set_optimizer(values)
             self._change("new hyperparameters", lambda _, core: core.set_optimizer(values), 0)
 
-    def set_holder(self, write_back: object | None) -> None:
+    def set_holder(self, map: object | None, write_back: object | None) -> None:
         """No device cache lies above a sharded table; what closes a table lets go of it all the same."""
-        if write_back is not None:
+        if map is not None:
             raise BunkbedError(f"table '{self.name}' is sharded, and a device cache wants a table that is not")
 
     def compact(self) -> int:

@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,19 @@ from bunkbed.uncommitted import warn_when_it_goes
 DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("sum", "mean", "sqrtn", "none")
 _INIT_KINDS = ("zeros", "normal", "uniform")
+
+
+class Above(Protocol):
+    """What a table asks of a cache that lies above it, before others read or write its rows."""
+
+    def write_back(self) -> None:
+        """Write every row that is newer there to the table."""
+
+    def leave(self) -> None:
+        """The same, and forget all rows."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Its counters, for `Table.stats`."""
 
 
 class Table(TableCommits):
@@ -57,6 +70,7 @@ class Table(TableCommits):
         self._budget: Budget | None = None
         self._ram_bytes = 0
         self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
+        self._above: Callable[[], Above | None] | None = None  # a cache with newer rows, where one lies above
         self._opens = 1
         self._closed = False
         self._pid = os.getpid()
@@ -191,6 +205,8 @@ class Table(TableCommits):
 
     def __len__(self) -> int:
         """Rows stored: those updated or set at least once."""
+        if self._above is not None:
+            self._before_read()
         return int(self._native.stats()["stored_rows"])
 
     def __bool__(self) -> bool:
@@ -215,6 +231,9 @@ class Table(TableCommits):
         """
         values: dict[str, int | float] = self._native.stats()
         values["threads"] = _native.get_num_threads()
+        above = self._cache_above()
+        if above is not None:
+            values.update(above.stats())
         values["open_s"] = time.monotonic() - self._opened_s
         return values
 
@@ -237,6 +256,21 @@ class Table(TableCommits):
         """The rates of the machine and disk it lies on, as they were measured."""
         return None if self._path is None else remembered(self._path)
 
+    # ---- A cache above
+
+    def _cache_above(self) -> Above | None:
+        return None if self._above is None else self._above()
+
+    def _before_read(self) -> None:
+        above = self._cache_above()
+        if above is not None:
+            above.write_back()
+
+    def _before_write(self) -> None:
+        above = self._cache_above()
+        if above is not None:
+            above.leave()
+
     # ---- Rows
 
     def lookup(self, ids: Any, *, touch: bool = True, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
@@ -258,6 +292,8 @@ class Table(TableCommits):
             CorruptionError: a stored record fails its checksum.
         """
         array = as_ids(ids, table=f"table '{self._name}'")
+        if self._above is not None:
+            self._before_read()
         shape = (*array.shape, self._dim)
         if out is None:
             rows: Floats = _native.empty_rows(array.size, self._dim)
@@ -307,6 +343,8 @@ class Table(TableCommits):
             raise ValueError(f"{label}: ids of bags must be int64[N], got {describe(array)}")
         starts = as_offsets(offsets, array.size, table=label)
         factors = None if weights is None else as_rows(weights, array.shape, what="weights", table=label)
+        if self._above is not None:
+            self._before_read()
         shape = (array.size if pooling == "none" else starts.size, self._dim)
         result: Floats = _native.empty_rows(*shape) if out is None else as_out(out, shape, table=label)
         if pooling == "none":
@@ -338,6 +376,8 @@ class Table(TableCommits):
         label = f"table '{self._name}'"
         array = as_ids(ids, table=label)
         values = as_rows(grads, (*array.shape, self._dim), what="grads", table=label)
+        if self._above is not None:
+            self._before_write()
         self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
 
     # What a framework's training step does, with its ids deduped once: lookup_batch, then Batch.sum, then update_batch.
@@ -390,6 +430,8 @@ class Table(TableCommits):
         """
         index, length = self._field(slot)
         array = as_ids(ids, table=f"table '{self._name}'")
+        if self._above is not None:
+            self._before_read()
         out = np.empty((*array.shape, length), np.float32)
         self._native.get(array.reshape(-1), index, out.reshape(-1, length))
         return out
@@ -413,11 +455,15 @@ class Table(TableCommits):
         label = f"table '{self._name}'"
         array = as_ids(ids, table=label)
         rows = as_rows(values, (*array.shape, length), what="values", table=label)
+        if self._above is not None:
+            self._before_write()
         self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
 
     def contains(self, ids: Any) -> npt.NDArray[np.bool_]:
         """Whether each row was ever updated or set. ids: int64[...]; returns bool[...]."""
         array = as_ids(ids, table=f"table '{self._name}'")
+        if self._above is not None:
+            self._before_read()
         out = np.empty(array.shape, np.bool_)
         self._native.contains(array.reshape(-1), out.reshape(-1))
         return out
@@ -438,6 +484,8 @@ class Table(TableCommits):
         index, length = self._field(slot)
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
+        if self._above is not None:
+            self._before_read()
         return self._scan(index, length, chunk)
 
     def _scan(self, index: int, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
@@ -499,7 +547,7 @@ class Table(TableCommits):
     def _close(self) -> None:
         self._closed = True
         self._native.close()
-        self._native.set_holder(None)  # a holder that refers to this table would keep both alive
+        self._native.set_holder(None, None)  # a holder that refers to this table would keep both alive
         if self._budget is not None:
             self._budget.leave(self)
 

@@ -174,7 +174,11 @@ class TableCommits:
             raise BunkbedError(f"table '{self._name}' belongs to a run; go back with run.rewind()")
         self._rewind(to)
 
+    def _before_write(self) -> None:
+        raise NotImplementedError
+
     def _rewind(self, to: str | int) -> None:
+        self._before_write()
         if isinstance(to, str):
             self._native.rewind(to, None)
         else:

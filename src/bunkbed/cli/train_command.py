@@ -112,6 +112,11 @@ def train(
     ] = DEFAULTS.reject_seen,
     seed: Annotated[int, option(LEARNING, "Of initial rows, order and negatives.")] = DEFAULTS.seed,
     ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(DEFAULTS.ram),
+    device: Annotated[str, option(MEMORY, "Where the model computes: cpu, cuda, cuda:1.")] = DEFAULTS.device,
+    device_cache: Annotated[
+        str | None,
+        option(MEMORY, "Device memory for hot rows of all tables; 0: rows stay in RAM.", metavar="BYTES"),
+    ] = None,
     lookahead: Annotated[
         int | None, option(MEMORY, "Batches read from disk ahead of their step; 0: none; default: as it pays.")
     ] = DEFAULTS.lookahead,

@@ -13,7 +13,9 @@ from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
 from bunkbed.optim import Optimizer as UpdateRule
-from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
+from bunkbed.torch.device.lookups import look_up_bags
+from bunkbed.torch.gradients import grad_array
+from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
 
 
@@ -86,6 +88,13 @@ class _Bags(BagGradients):
         )
         return layer._output(pooled)
 
+    def wanted_weights(self, weights: Any) -> Any:
+        """per_sample_weights as one number for each of `ids`, so that autograd finds its way back; None without."""
+        if weights is None or not weights.requires_grad:
+            return None
+        flat = weights.reshape(-1)
+        return flat if self.kept is None else flat[torch.from_numpy(self.kept).to(flat.device)]
+
     def unfiltered(self, values: FloatArray) -> FloatArray:
         """float32 per kept id to float32 per id of the input, zero for the others."""
         if self.kept is None:
@@ -136,6 +145,7 @@ class EmbeddingBag(TableLayer):
         disk: int | str | None = None,
         table: Any = None,
         device: Any = None,
+        device_cache: int | str | Budget | None = None,
         keep_checkpoints: int | None = 3,
     ) -> None:
         if mode == "max":
@@ -161,6 +171,7 @@ class EmbeddingBag(TableLayer):
             disk=disk,
             table=table,
             device=device,
+            device_cache=device_cache,
             keep_checkpoints=keep_checkpoints,
         )
         self.max_norm = None
@@ -225,6 +236,12 @@ class EmbeddingBag(TableLayer):
         bags = self._bags(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()
+        pending = self._pending
+        if pending.tier is not None:
+            pending.require_anchor(anchor)
+            bags.own_ids()
+            weights = bags.wanted_weights(per_sample_weights)
+            return self._output(look_up_bags(pending, bags, weights, touch=grad and self.training))
         if grad and (anchor.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)):
             return _BagLookup.apply(anchor, per_sample_weights, input, bags, self)
         return bags.lookup(self, touch=grad and self.training)

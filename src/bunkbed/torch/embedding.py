@@ -10,7 +10,9 @@ import torch
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
 from bunkbed.optim import Optimizer as UpdateRule
-from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
+from bunkbed.torch.device.lookups import look_up
+from bunkbed.torch.gradients import grad_array
+from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
 
 #: Up to here copying repeated rows is cheaper than knowing them before backward.
@@ -85,6 +87,11 @@ class Embedding(TableLayer):
             ``state_dict()`` keeps counts.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
         device: of the anchor, and so of the output.
+        device_cache: device memory for hot rows, as ``"2GiB"``, or a `bunkbed.Budget` of device memory that several
+            tables share: the rows a batch wants are trained on the anchor's device, with their optimizer state, and
+            leave it for RAM when others are wanted more. It must hold the rows of the largest batch. 0: rows are
+            trained in RAM; each batch sends its own to the device once, early under `lookahead`. None: every lookup
+            copies its output there. Rows are the same with all of them.
         keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least what a
             checkpoint callback keeps. In RAM only each is a copy of the stored rows.
 
@@ -117,6 +124,7 @@ class Embedding(TableLayer):
         disk: int | str | None = None,
         table: Any = None,
         device: Any = None,
+        device_cache: int | str | Budget | None = None,
         keep_checkpoints: int | None = 3,
     ) -> None:
         super().__init__(
@@ -135,6 +143,7 @@ class Embedding(TableLayer):
             disk=disk,
             table=table,
             device=device,
+            device_cache=device_cache,
             keep_checkpoints=keep_checkpoints,
         )
         self.max_norm = None
@@ -183,6 +192,11 @@ class Embedding(TableLayer):
             return outside_graph(self, input)
         grad = torch.is_grad_enabled()
         anchor = self._parameters["anchor"]
+        pending = self._pending
+        if pending.tier is not None:
+            pending.require_anchor(anchor)
+            touch = grad and self.training
+            return self._output(look_up(pending, id_array(input), self.padding_idx, touch=touch))
         if grad and anchor.requires_grad:
             return _Lookup.apply(anchor, input, self)
         rows = id_array(input)

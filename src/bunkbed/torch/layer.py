@@ -8,7 +8,6 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import bunkbed as bb
 from bunkbed.budget import Budget
@@ -16,7 +15,8 @@ from bunkbed.init import Initializer
 from bunkbed.layer_table import open_or_create, require_same
 from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch import checkpoint
-from bunkbed.torch.pending import IntArray, pending_of, require_one_process
+from bunkbed.torch.gradients import IntArray
+from bunkbed.torch.pending import pending_of, require_one_process
 
 #: Rows per `Table.set` when weights are imported.
 IMPORT_CHUNK = 65_536
@@ -38,15 +38,6 @@ def id_array(ids: Any, what: str = "input") -> IntArray:
             raise TypeError(f"{what} must be an int64 or int32 tensor, got {name}{list(ids.shape)}")
         ids = ids.long()
     array: IntArray = (ids if ids.is_cpu else ids.cpu()).numpy()
-    return array
-
-
-def grad_array(grad: Any, dim: int) -> NDArray[np.float32]:
-    """float32[N, dim] in C order from a gradient of any dtype, device and leading shape; a view where it can be."""
-    grad = grad.reshape(-1, dim)
-    if grad.dtype is not torch.float32 or not grad.is_cpu:
-        grad = grad.to("cpu", torch.float32)
-    array: NDArray[np.float32] = grad.contiguous().numpy()
     return array
 
 
@@ -83,6 +74,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         disk: int | str | None,
         table: Any,
         device: Any,
+        device_cache: int | str | Budget | None,
         keep_checkpoints: int | None,
     ) -> None:
         super().__init__()
@@ -139,7 +131,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding_row(kind, padding_idx, num_embeddings)
-        self._pending = pending_of(table, device)
+        self._pending = pending_of(table, device, device_cache)
         self.anchor = self._pending.anchor
         if keep_checkpoints is not None and keep_checkpoints < 1:
             raise ValueError(f"{kind}: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")

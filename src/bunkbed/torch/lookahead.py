@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from bunkbed.torch.device.window import DeviceWindow
+from bunkbed.torch.gradients import IntArray
 from bunkbed.torch.layer import TableLayer, id_array
+from bunkbed.torch.pending import pending_of
 from bunkbed.window import MAX_BATCHES, Window
 
 #: Batches pulled from the loader for each one handed over, until the window is full: a slow loader then delays the
@@ -113,7 +116,7 @@ class _Plan:
         self.queue: deque[Any] = deque()
         self._owner = owner
         self._layers = {id(layer) for layer in owner.model.modules() if isinstance(layer, TableLayer)}
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, Window | DeviceWindow] = {}
 
     def wants_more(self) -> bool:
         """Whether another batch should be pulled now."""
@@ -128,12 +131,24 @@ class _Plan:
         wanted = self._wanted(batch) if self._owner.model.training else {}
         for key, (table, _) in wanted.items():
             if key not in self._windows:
-                window = self._windows[key] = Window(table, depth=self._owner.depth, batches=self._owner.window)
+                window = self._windows[key] = self._window(table)
                 for _ in self.queue:
                     window.push(None)
         for key, window in self._windows.items():
-            window.push(wanted[key][1] if key in wanted else None)
+            parts = wanted[key][1] if key in wanted else None
+            if parts is not None and isinstance(window, Window):
+                window.push(parts[0] if len(parts) == 1 else np.concatenate(parts))
+            else:
+                window.push(parts)
         self.queue.append(batch)
+
+    def _window(self, table: Any) -> Window | DeviceWindow:
+        tier, depth, batches = pending_of(table).tier, self._owner.depth, self._owner.window
+        return (
+            Window(table, depth=depth, batches=batches)
+            if tier is None
+            else DeviceWindow(tier, depth=depth, batches=batches)
+        )
 
     def begin(self) -> Any:
         """The next batch, whose turn it is."""
@@ -145,12 +160,12 @@ class _Plan:
         for window in self._windows.values():
             window.close()
 
-    def _wanted(self, batch: Any) -> dict[int, Any]:
-        """id(table) -> (table, int64[N] ids) of one batch."""
+    def _wanted(self, batch: Any) -> dict[int, tuple[Any, list[IntArray]]]:
+        """id(table) -> (table, int64[N] ids of each lookup) of one batch."""
         wanted = self._owner.ids(batch)
         if not isinstance(wanted, Mapping):
             raise TypeError(f"lookahead: ids must return {{layer: ids}}, got {type(wanted).__name__}")
-        tables: dict[int, tuple[Any, list[Any]]] = {}
+        tables: dict[int, tuple[Any, list[IntArray]]] = {}
         for layer, tensors in wanted.items():
             if id(layer) not in self._layers:
                 raise ValueError(
@@ -159,7 +174,4 @@ class _Plan:
             parts = tables.setdefault(id(layer.table), (layer.table, []))[1]
             for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
                 parts.append(id_array(tensor, "ids").reshape(-1))
-        return {
-            key: (table, parts[0] if len(parts) == 1 else np.concatenate(parts))
-            for key, (table, parts) in tables.items()
-        }
+        return tables

@@ -28,49 +28,18 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from bunkbed import _native
 from bunkbed.errors import ReadOnlyError
 from bunkbed.references import References
 from bunkbed.torch.checkpoint import PREFIX
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float32]
+from bunkbed.torch.device.tiers import Tier, make_tier
+from bunkbed.torch.gradients import HostRows, IntArray, Part, Rows
 
 #: How the fix looks in errors.
 ATTACH = "opt = bunkbed.torch.Optimizer(model, dense=torch.optim.AdamW(model.parameters()))"
-
-
-@dataclass(slots=True)
-class _Part:
-    """Gradients of one lookup, or the sum of earlier ones; `order` is its place in the forward order."""
-
-    order: int
-    task: int  # the backward call it came from
-    ids: IntArray  # int64[N]
-    grads: FloatArray  # float32[N, dim]; may be autograd's own buffer, so never written to
-    scale: float = 1.0  # still to be multiplied in
-    batch: Any = None  # the ids deduped, where the lookup did it
-    bags: Any = None  # where `grads` are those of bags, float32[B, dim]: what makes them gradients of ids
-
-    def scaled(self) -> FloatArray:
-        """The gradients with `scale` applied, float32[N, dim]."""
-        grads = self.grads if self.bags is None else self.bags.spread(self.grads)
-        return grads if self.scale == 1.0 else grads * np.float32(self.scale)
-
-    def sum_in(self, batch: Any) -> tuple[FloatArray, float]:
-        """The sums of the gradients of equal ids, in the order of `batch`, and their norm."""
-        if self.bags is not None and self.scale == 1.0:
-            sums, norm = self.bags.sum_in(batch, self.grads)
-        else:
-            sums, norm = batch.sum(self.scaled())
-        return sums, norm
 
 
 class Pending:
@@ -80,25 +49,41 @@ class Pending:
     optimizer.
     """
 
-    def __init__(self, table: Any, device: Any = None) -> None:
+    def __init__(self, table: Any, device: Any = None, device_cache: Any = None) -> None:
         self.table = table
         self.name: str = table.name
         self.references = References(table, PREFIX, "state_dict")
         self.order = itertools.count()
         # What graphs hold: one kept in a global until exit must not keep the table open.
         self.ref = weakref.ref(self)
-        self._nothing: tuple[Any, FloatArray] = table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32)
-        self.batch, self.sums = self._nothing  # rows, each once, and their sums: what step applies
+        #: The cache of hot rows on the anchor's device, or None.
+        self.tier: Tier | None = None
+        self.rows: Rows = HostRows(table)
+        self.batch: Any = None  # rows, each once,
+        self.sums: Any = None  # and their sums: what step applies
         self._is_finite = True  # every sum
         self._norm = 0.0  # what we wrote to anchor.grad
         self._written: Any = None  # the tensor we wrote it to
-        self._parts: list[_Part] = []
-        self._arrived: list[_Part] = []
+        self._parts: list[Part] = []
+        self._arrived: list[Part] = []
         self._optimizer: weakref.ref[Any] | None = None
 
         # torch's default dtype, as any layer's: outputs must fit the layers around.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
         self._no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
+        if device_cache is not None:
+            this = self.ref  # as above
+
+            def anchor() -> Any:
+                pending = this()
+                return None if pending is None else pending.anchor
+
+            self.rows = self.tier = make_tier(table, device_cache, anchor)
+
+    def require_tier(self) -> Tier:
+        """The device cache of a table that has one."""
+        assert self.tier is not None
+        return self.tier
 
     # ---- the anchor
 
@@ -184,7 +169,7 @@ class Pending:
         self,
         order: int,
         ids: IntArray,
-        grads: FloatArray,
+        grads: Any,
         padding: int | None = None,
         *,
         batch: Any = None,
@@ -213,8 +198,8 @@ class Pending:
         if padding is not None:
             kept = ids != padding
             if not kept.all():
-                ids, grads, batch = ids[kept], grads[kept], None
-        self._arrived.append(_Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch, bags=bags))
+                ids, grads, batch = ids[kept], self.rows.select(grads, kept), None
+        self._arrived.append(Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch, bags=bags))
 
     def no_change(self) -> Any:
         """What a backward returns for the anchor: -0.0; a new tensor, since autograd may keep it as ``.grad``."""
@@ -231,7 +216,7 @@ class Pending:
         if self._parts and new and new[0].order > self._parts[-1].order:
             # Later in the forward order than everything pending, as in plain accumulation: go on from the
             # sums so far, which is bit-identical and lets the earlier gradients go.
-            self._parts = [_Part(self._parts[-1].order, -1, self.batch.unique(), self.sums), *new]
+            self._parts = [Part(self._parts[-1].order, -1, self.rows.unique(self.batch), self.sums), *new]
         else:
             self._parts = sorted([*self._parts, *new], key=lambda part: part.order)
         if not self._parts:
@@ -242,15 +227,7 @@ class Pending:
         self._written = grad
 
     def _sum(self) -> None:
-        if len(self._parts) == 1:
-            part = self._parts[0]
-            self.batch = self.table.batch(part.ids) if part.batch is None else part.batch
-            self.sums, self._norm = part.sum_in(self.batch)
-        else:
-            ids = np.concatenate([part.ids for part in self._parts])
-            grads = np.concatenate([part.scaled() for part in self._parts])
-            self.batch = self.table.batch(ids)
-            self.sums, self._norm = self.batch.sum(grads)
+        self.batch, self.sums, self._norm = self.rows.sum(self._parts)
         self._is_finite = math.isfinite(self._norm)
 
     # ---- between backward and step
@@ -295,7 +272,7 @@ class Pending:
                 "the row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
             )
         ratio = value / norm
-        self._is_finite = _native.scale(self.sums, ratio)  # what is not finite is step's to report
+        self._is_finite = self.rows.scale(self.sums, ratio)  # what is not finite is step's to report
         for part in self._parts:
             part.scale *= ratio
         self._norm = value
@@ -305,9 +282,9 @@ class Pending:
         """Raises ValueError naming the first id whose gradient is not finite, before a step changes anything."""
         if self._is_finite:
             return
-        row, column = np.argwhere(~np.isfinite(self.sums))[0].tolist()
+        row, column, value = self.rows.first_bad(self.sums)
         raise ValueError(
-            f"table {self.name!r}: the gradient of id {self.batch.unique()[row]} is {self.sums[row, column]} at column "
+            f"table {self.name!r}: the gradient of id {self.rows.unique(self.batch)[row]} is {value} at column "
             f"{column}; nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler "
             "skip such steps"
         )
@@ -319,7 +296,7 @@ class Pending:
 
     def update(self, lr: float) -> None:
         """One step of the table with the summed rows."""
-        self.table.update_batch(self.batch, self.sums, lr=lr, step=self.references.next_step)
+        self.rows.step(self.batch, self.sums, lr=lr, step=self.references.next_step)
         self.references.step_was_taken()
 
     @property
@@ -331,7 +308,7 @@ class Pending:
         """Forgets every pending gradient."""
         if self._parts:
             self._parts = []
-            self.batch, self.sums = self._nothing
+            self.batch = self.sums = None
         self._norm = 0.0
 
     def forget_aborted(self) -> None:
@@ -342,15 +319,20 @@ class Pending:
 _pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
 
 
-def pending_of(table: Any, device: Any = None) -> Pending:
+def pending_of(table: Any, device: Any = None, device_cache: Any = None) -> Pending:
     """The one `Pending` of `table`, made when first asked for.
 
     Keyed by identity: a `Pending` holds its table, so the number stays the table's while the entry lives.
     """
     pending = _pendings.get(id(table))
     if pending is None:
-        pending = Pending(table, device)
+        pending = Pending(table, device, device_cache)
         _pendings[id(table)] = pending
+    elif device_cache is not None:
+        raise ValueError(
+            f"table {pending.name!r}: its layers share one device cache, which the first of them decides; leave "
+            "device_cache= out of the others"
+        )
     elif device is not None and torch.device(device) != pending.anchor.device:
         raise ValueError(
             f"table {pending.name!r}: its layers share one anchor, on {pending.anchor.device}; got device={device!r}"

@@ -53,6 +53,7 @@ _NUMBERS: dict[str, tuple[float, bool]] = {
     "init_std": (0.0, False),
 }
 _FLAGS = ("bias", "reject_seen", "share_negatives")
+_DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
 
@@ -60,8 +61,8 @@ _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
 
-    Two runs with equal options but for `ram`, `lookahead` and `window` (and equal data, machine and library versions)
-    end with equal rows and losses, bit for bit.
+    Two runs with equal options but for `ram`, `device_cache`, `lookahead` and `window` (and equal data, machine and
+    library versions) end with equal rows and losses, bit for bit.
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
@@ -101,6 +102,10 @@ class TrainConfig:
         commit_every: epochs between commits. The best epoch is always committed.
         init_std: standard deviation of the initial rows.
         seed: of the rows, the order of pairs, negatives and splits.
+        device: where the model computes, as torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Another device may
+            differ in the last bits.
+        device_cache: memory of that device for hot rows of all tables, bytes or ``"2GiB"``; 0: rows are trained in RAM
+            and every batch sends its own; None: as 0, each lookup by itself. Rows are the same with any.
         lookahead: batches whose rows are read from disk ahead of their step; 0: none; None: as many as hide the reads.
         window: coming batches whose ids rank what the cache gives up; None: up to 32, as the cache holds.
         threads: of torch and the tables; 0: every core for the tables, and for torch all but one, which makes batches
@@ -142,6 +147,8 @@ class TrainConfig:
     commit_every: int = 1
     init_std: float = 0.05
     seed: int = 0
+    device: str = "cpu"
+    device_cache: str | int | None = None
     lookahead: int | None = None
     window: int | None = None
     threads: int = 0
@@ -178,6 +185,11 @@ class TrainConfig:
             parse_bytes(self.ram)
         except (ValueError, TypeError) as error:
             raise type(error)(f"option ram: {error}") from None
+        _ = self.device_cache_bytes
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise ValueError(
+                f"option device must be a device of torch such as cpu, cuda or cuda:1, got {self.device!r}"
+            )
         _ = self.valid_fraction
         if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
             raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
@@ -192,6 +204,16 @@ class TrainConfig:
         if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
             bound = "at least" if inclusive else "above"
             raise ValueError(f"option {name} must be finite and {bound} {lowest:g}, got {value!r}")
+
+    @property
+    def device_cache_bytes(self) -> int:
+        """Device memory for hot rows; 0 where there is none."""
+        if self.device_cache in (None, 0, "0"):
+            return 0
+        try:
+            return parse_bytes(self.device_cache)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"option device_cache: {error}") from None
 
     @property
     def valid_fraction(self) -> float | None:

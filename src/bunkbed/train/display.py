@@ -148,6 +148,9 @@ class LiveDisplay:
         grid.add_row("loss", Text(line, style="cyan"), loss)
         rate = f"[b]{report.unique_hit_rate:.1%}[/b] of unique rows in RAM"
         grid.add_row("hits", _share(report.unique_hit_rate, "green"), Text.from_markup(rate))
+        if report.device_hit_rate is not None:
+            on_device = f"[b]{report.device_hit_rate:.1%}[/b] of unique rows there"
+            grid.add_row("device", _share(report.device_hit_rate, "green"), Text.from_markup(on_device))
         used = report.ram_bytes / max(1, report.ram_budget_bytes)
         budget = f"[b]{format_bytes(report.ram_bytes)}[/b] of {format_bytes(report.ram_budget_bytes)}"
         grid.add_row("RAM", _share(used, "green" if used <= 1 else "red"), Text.from_markup(budget))
@@ -199,10 +202,14 @@ def step_line(report: StepReport) -> str:
     return (
         f"epoch {report.epoch}/{report.epochs} step {report.step}/{report.steps_per_epoch} "
         f"loss {report.loss:.5f} {report.samples_per_s:,.0f} samples/s ETA {format_seconds(report.eta_s)} "
-        f"hits {report.unique_hit_rate:.1%} RAM {format_bytes(report.ram_bytes)} of "
+        f"{_device_text(report)}hits {report.unique_hit_rate:.1%} RAM {format_bytes(report.ram_bytes)} of "
         f"{format_bytes(report.ram_budget_bytes)} SSD read {format_bytes(report.ssd_read_bytes_per_s)}/s "
         f"write {format_bytes(report.ssd_write_bytes_per_s)}/s waits {report.stall_share:.1%}"
     )
+
+
+def _device_text(report: StepReport | EpochReport) -> str:
+    return "" if report.device_hit_rate is None else f"device {report.device_hit_rate:.1%} "
 
 
 def epoch_line(report: EpochReport, metric: str = "") -> str:
@@ -212,7 +219,7 @@ def epoch_line(report: EpochReport, metric: str = "") -> str:
     ranking = f" ({report.ranking})" if report.metrics else ""
     return (
         f"epoch {report.epoch}/{report.epochs} done loss {report.loss:.5f}{quality}{ranking}"
-        f"{' best' if report.is_best else ''} hits {report.unique_hit_rate:.1%} "
+        f"{' best' if report.is_best else ''} {_device_text(report)}hits {report.unique_hit_rate:.1%} "
         f"RAM {format_bytes(report.ram_bytes)} of {format_bytes(report.ram_budget_bytes)} "
         f"in {format_seconds(report.seconds)}"
     )

@@ -29,6 +29,7 @@ class StepReport:
         stall_share: part of the time that steps waited for reads, since the last report; the rest of the reading is
             hidden behind the model's work.
         time_s: seconds since `Trainer.fit` began.
+        device_hit_rate: rows found on the device / unique rows asked for there; None without a device cache.
     """
 
     epoch: int
@@ -46,6 +47,7 @@ class StepReport:
     ssd_write_bytes_per_s: float
     time_s: float
     stall_share: float = 0.0
+    device_hit_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class EpochReport:
         time_s: seconds since `Trainer.fit` began.
         eval_seconds: wall time of the evaluation.
         stall_s: of `seconds`, how long steps waited for reads.
+        device_hit_rate: as in `StepReport`, over the epoch's steps in this session.
     """
 
     epoch: int
@@ -87,6 +90,7 @@ class EpochReport:
     time_s: float
     eval_seconds: float = 0.0
     stall_s: float = 0.0
+    device_hit_rate: float | None = None
 
 
 @dataclass(frozen=True)

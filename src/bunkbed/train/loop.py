@@ -65,6 +65,8 @@ class _Counters:
     written_bytes: int
     ram_bytes: int
     stall_s: float
+    device_rows: int
+    device_hits: int
 
     @classmethod
     def of(cls, tables: dict[str, Any]) -> _Counters:
@@ -79,12 +81,18 @@ class _Counters:
             total("read_bytes"),
             total("written_bytes"),
             total("ram_bytes"),
-            float(sum(stats["stall_s"] for stats in every)),
+            float(sum(stats["stall_s"] + stats.get("device_stall_s", 0.0) for stats in every)),
+            int(sum(stats.get("device_hits", 0) + stats.get("device_misses", 0) for stats in every)),
+            int(sum(stats.get("device_hits", 0) for stats in every)),
         )
 
     def hit_rate_since(self, before: _Counters) -> float:
         unique = self.unique_rows - before.unique_rows
         return (self.hits - before.hits) / unique if unique else 0.0
+
+    def device_hit_rate_since(self, before: _Counters) -> float | None:
+        rows = self.device_rows - before.device_rows
+        return (self.device_hits - before.device_hits) / rows if rows else None
 
 
 class Trainer:
@@ -402,6 +410,7 @@ class _Session:
             disk_read_bytes=now.read_bytes - before.read_bytes,
             disk_written_bytes=now.written_bytes - before.written_bytes,
             stall_s=now.stall_s - before.stall_s,
+            device_hit_rate=now.device_hit_rate_since(before),
             time_s=time.perf_counter() - self._began,
         )
         # The line first, then the commit: after a crash between them, opening the log drops the line again.
@@ -465,6 +474,7 @@ class _StepReports:
             ssd_write_bytes_per_s=(counters.written_bytes - before.written_bytes) / seconds,
             stall_share=min(1.0, (counters.stall_s - before.stall_s) / seconds),
             time_s=now - session._began,
+            device_hit_rate=counters.device_hit_rate_since(before),
         )
         session._log.write(report)
         session._tell(report)

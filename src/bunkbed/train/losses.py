@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bunkbed import _native
+from bunkbed.train import plain_losses
 
 __all__ = ["pair_loss", "shared_loss"]
 
@@ -188,6 +189,8 @@ def pair_loss(
     >>> float(pair_loss(torch.ones(1, 2), torch.zeros(1, 3, 2), kind="bpr"))  # doctest: +ELLIPSIS
     0.693...
     """
+    if not users.is_cpu:
+        return plain_losses.pair_loss(users, items, kind=kind, weight=weight, bias=bias, l2=l2, hardness=hardness)
     return _PairLoss.apply(users, items, weight, bias, kind, l2, hardness)
 
 
@@ -217,4 +220,8 @@ def shared_loss(
     Returns:
         ``float32[]``, differentiable and deterministic as `pair_loss`.
     """
+    if not users.is_cpu:
+        return plain_losses.shared_loss(
+            users, items, kind=kind, seen=seen, weight=weight, bias=bias, l2=l2, hardness=hardness
+        )
     return _SharedLoss.apply(users, items, seen, weight, bias, kind, l2, hardness)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from bunkbed.budget import Budget
 from bunkbed.init import Normal, Zeros
 from bunkbed.torch import Embedding
 from bunkbed.train.config import TrainConfig
@@ -75,6 +76,26 @@ def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int)
     return tables
 
 
+def torch_device(name: str) -> torch.device:
+    """The device an option names.
+
+    Raises:
+        ValueError: torch knows no such device, or this machine has none; says which it has.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if found is not None else 0
+    has = "cpu alone" if found is None else f"cpu and {count} {found.type}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is not None and device.type == "cpu":
+        return device
+    if device is None or found is None or device.type != found.type or (device.index or 0) >= count:
+        raise ValueError(f"option device: there is no {name!r} here; torch {torch.__version__} finds {has}")
+    return device
+
+
 class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Scores of users and items: ``sum(weight * user * item) + bias``.
 
@@ -88,13 +109,19 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
     def __init__(self, config: TrainConfig, tables: Mapping[str, Any]) -> None:
         super().__init__()
 
+        device = torch_device(config.device)
+        cache: int | Budget | None = None
+        if config.device_cache is not None:  # one budget, which the tables share
+            cache = Budget(config.device_cache) if config.device_cache_bytes else 0
+
         def layer(name: str) -> Embedding:
-            return Embedding(tables[name].num_rows, tables[name].dim, table=tables[name])
+            table = tables[name]
+            return Embedding(table.num_rows, table.dim, table=table, device=device, device_cache=cache)
 
         self.user = layer("user")
         self.item = layer("item")
         self.item_bias = layer("item_bias") if config.bias else None
-        self.weight = nn.Parameter(torch.ones(config.dim)) if config.model == "gmf" else None
+        self.weight = nn.Parameter(torch.ones(config.dim, device=device)) if config.model == "gmf" else None
         self._options: dict[str, Any] = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
 
     def forward(self, users: Tensor, items: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -110,7 +137,7 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return Scorer(
             self.user.table,
             self.item.table,
-            weight=None if self.weight is None else self.weight.detach().numpy().copy(),
+            weight=None if self.weight is None else self.weight.detach().cpu().numpy().copy(),
             item_bias=None if self.item_bias is None else self.item_bias.table,
         )
 
@@ -122,7 +149,7 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
 def dense_bytes(model: Recommender, optimizer: torch.optim.Optimizer | None) -> bytes:
     """Dense weights and their optimizer's state as a file, for `Run.commit`."""
     buffer = io.BytesIO()
-    weights = {} if model.weight is None else {"weight": model.weight.detach()}
+    weights = {} if model.weight is None else {"weight": model.weight.detach().cpu()}
     torch.save({"weights": weights, "optimizer": optimizer.state_dict() if optimizer else None}, buffer)
     return buffer.getvalue()
 

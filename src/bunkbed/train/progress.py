@@ -13,7 +13,17 @@ from bunkbed.train.events import EpochReport, StepReport
 __all__ = ["FREE_TO_CHANGE", "MetricsLog", "Progress"]
 
 #: Options a resumed run may change; any other would not continue what was begun.
-FREE_TO_CHANGE = ("ram", "epochs", "patience", "commit_every", "lookahead", "window", "threads")
+FREE_TO_CHANGE = (
+    "ram",
+    "epochs",
+    "patience",
+    "commit_every",
+    "device",
+    "device_cache",
+    "lookahead",
+    "window",
+    "threads",
+)
 
 
 @dataclass

@@ -1,0 +1,145 @@
+// Mirrors device_map.h.
+#include "device_map.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include "bindings/bindings.h"
+#include "error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace bunkbed {
+
+namespace {
+
+using Array = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+using IdsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Plan = DeviceMap::Plan;
+
+// An array over memory that `owner` keeps.
+template <typename Owner>
+Array view(const ArrayVector<int64_t>& values, const std::shared_ptr<Owner>& owner) {
+  const nb::capsule keep(new std::shared_ptr<Owner>(owner),
+                         [](void* p) noexcept { delete static_cast<std::shared_ptr<Owner>*>(p); });
+  return Array(const_cast<int64_t*>(values.data()), {values.size()}, keep);
+}
+
+Array plan_array(const Plan& plan, ArrayVector<int64_t> Plan::Arrays::* which) {
+  return view((*plan.arrays()).*which, plan.arrays());
+}
+
+}  // namespace
+
+void bind_device(nb::module_& m) {
+  nb::class_<Plan>(m, "DevicePlan",
+                   "Where the rows of one batch lie in a device cache, and what has to be moved for it. Its arrays keep "
+                   "their values, not its pins; those go with the plan or by release().")
+      .def_prop_ro("frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::frames); },
+                   nb::rv_policy::automatic, "int64[U]: the frame of each of batch.unique().")
+      .def_prop_ro("load_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_rows); },
+                   nb::rv_policy::automatic, "int64[L]: ids whose records are to be loaded.")
+      .def_prop_ro("load_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_frames); },
+                   nb::rv_policy::automatic, "int64[L]: into which frames.")
+      .def_prop_ro("evict_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_rows); },
+                   nb::rv_policy::automatic, "int64[E]: dirty ids that gave way, to be written back before their frames are loaded.")
+      .def_prop_ro("evict_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_frames); },
+                   nb::rv_policy::automatic, "int64[E]: from which frames.")
+      .def(
+          "positions",
+          [](const Plan& plan, const IdsOut& out) {
+            if (plan.batch().size() != out.shape(0)) {
+              throw Error(ErrorKind::kInvalid, "a plan of " + std::to_string(plan.batch().size()) +
+                                                   " ids cannot fill an array of " + std::to_string(out.shape(0)));
+            }
+            const nb::gil_scoped_release release;
+            plan.positions(out.data());
+          },
+          "out"_a, "Fill int64[N] with the frame of every id of the plan's batch, in the batch's order.")
+      .def(
+          "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "Its frames hold newer values than the table: after their loads, before release().")
+      .def(
+          "undo", [](Plan& plan) { plan.undo(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "It could not be carried out, and no frame was loaded: rows to be loaded are in none again, dirty rows that gave "
+          "way are back in theirs, unless the table has got them. Releases it; before any other plan is made.")
+      .def(
+          "release", [](Plan& plan) { plan.release(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "Give the pins back; calls after the first do nothing.");
+
+  nb::class_<DeviceMap>(m, "DeviceMap",
+                        "Which row of a table lies in which frame of a device cache, and plans what to move; knows ids "
+                        "only. Thread-safe.")
+      .def(nb::new_([](const Table& table, size_t frames) { return DeviceMap::make(table.name(), frames); }), "table"_a,
+           "frames"_a)
+      .def_prop_ro("frames", &DeviceMap::frames)
+      .def_ro_static("WINDOW_FULL", &DeviceMap::kWindowFull)
+      .def("expect", &DeviceMap::expect, "batch"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Enter a coming batch into the window that ranks eviction: its number, or WINDOW_FULL.")
+      .def("forget", &DeviceMap::forget, "number"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "An expected batch will not come.")
+      .def("plan", &DeviceMap::plan, "batch"_a, "number"_a = 0, nb::keep_alive<0, 2>(), nb::call_guard<nb::gil_scoped_release>(),
+           nb::sig("def plan(self, batch: Batch, number: int = 0) -> DevicePlan | None"),
+           "Give every row of the batch a frame and pin it; `number` is what expect() said, 0 where it was not expected. "
+           "None, and nothing changed, while other plans pin too many frames. ValueError where the batch has more "
+           "rows than there are frames.")
+      .def(
+          "find",
+          [](const DeviceMap& map, const Ids& ids) {
+            const size_t n = ids.shape(0);
+            auto frames = std::make_shared<ArrayVector<int64_t>>(n);
+            {
+              const nb::gil_scoped_release release;
+              map.find(ids.data(), n, frames->data());
+            }
+            return view(*frames, frames);
+          },
+          "ids"_a, "int64[N]: the frames of ids, -1 for those in none. Does not count as use.")
+      .def(
+          "dirty",
+          [](const DeviceMap& map) {
+            std::shared_ptr<DeviceMap::Dirty> found;
+            {
+              const nb::gil_scoped_release release;
+              found = std::make_shared<DeviceMap::Dirty>(map.dirty());
+            }
+            return nb::make_tuple(view(found->rows, found), view(found->frames, found));
+          },
+          nb::sig("def dirty(self) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], "
+                  "Annotated[NDArray[numpy.int64], dict(shape=(None,))]]"),
+          "(ids int64[D], frames int64[D]) whose newest value is the frame's. Rows on their way down are not among them.")
+      .def(
+          "mark_dirty", [](DeviceMap& map, const Ids& frames) { map.mark_dirty(frames.data(), frames.shape(0)); },
+          "frames"_a, nb::call_guard<nb::gil_scoped_release>(), "These frames hold newer values than the table.")
+      .def(
+          "mark_clean", [](DeviceMap& map, const Ids& frames) { map.mark_clean(frames.data(), frames.shape(0)); },
+          "frames"_a, nb::call_guard<nb::gil_scoped_release>(), "The table has what these frames hold.")
+      .def(
+          "arrived", [](DeviceMap& map, const Ids& ids) { map.arrived(ids.data(), ids.shape(0)); }, "ids"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Evicted records of these ids were written back. Table.scatter_records says so itself where the map is its "
+          "holder.")
+      .def("forget_all", &DeviceMap::forget_all, nb::call_guard<nb::gil_scoped_release>(),
+           "Free every frame, written back or not. Refused while plans hold pins; expected batches stay expected.")
+      .def("stats", [](const DeviceMap& map) {
+        const DeviceStats s = map.stats();
+        nb::dict d;
+        d["hits"] = s.hits;
+        d["misses"] = s.misses;
+        d["evictions"] = s.evictions;
+        d["write_backs"] = s.write_backs;
+        d["frames"] = s.frames;
+        d["resident"] = s.resident;
+        d["pinned"] = s.pinned;
+        d["dirty"] = s.dirty;
+        d["leaving"] = s.leaving;
+        d["plans"] = s.plans;
+        d["window_batches"] = s.window_batches;
+        d["bytes"] = s.bytes;
+        return d;
+      }, nb::sig("def stats(self) -> dict[str, int]"));
+}
+
+}  // namespace bunkbed

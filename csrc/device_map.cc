@@ -1,0 +1,455 @@
+#include "device_map.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "directory.h"
+#include "error.h"
+
+namespace bunkbed {
+
+namespace {
+constexpr size_t kAhead = 16;  // rows and frames whose memory is asked for in advance: it lies anywhere
+
+// Slots for so many rows: at most two thirds of them are in use.
+size_t slots_for(size_t rows) { return rows + rows / 2 + 16; }
+}  // namespace
+
+DeviceMap::DeviceMap(Private, std::string name, size_t frames)
+    : name_(std::move(name)), num_frames_(frames), cache_(0, frames) {
+  if (frames == 0 || frames != cache_.max_frames()) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': a device cache has 1 to 2**32 - 2 frames, got " +
+                                         std::to_string(frames));
+  }
+}
+
+// ---- The id map
+
+size_t DeviceMap::home(int64_t row) const {
+  return static_cast<size_t>((static_cast<unsigned __int128>(mix_id(row)) * slots_.size()) >> 64);
+}
+
+size_t DeviceMap::slot_of(int64_t row) const {
+  size_t place = home(row);
+  while (slots_[place].row != row && slots_[place].row != kFree) place = after(place);
+  return place;
+}
+
+void DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames) const {
+  if (used_ == 0) {
+    std::fill_n(frames, n, kNowhere);
+    return;
+  }
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
+    const Slot& slot = slots_[slot_of(rows[i])];
+    frames[i] = slot.row == kFree ? kNowhere : slot.frame;
+  }
+}
+
+// Room for so many more rows, so that insert() cannot fail. At most as many as there are frames have one, so this ends
+// unless what is on its way down never arrives.
+void DeviceMap::reserve(size_t more) {
+  if (slots_for(used_ + more) <= slots_.size()) return;
+  const size_t all = slots_for(num_frames_);
+  const size_t wanted = slots_for(used_ + more);
+  grow(wanted <= all ? std::min(all, 2 * wanted) : wanted + wanted / 4);
+}
+
+void DeviceMap::grow(size_t capacity) {
+  BlockVector<Slot> before(capacity, Slot{kFree, kNowhere, 0});
+  before.swap(slots_);
+  for (const Slot& slot : before) {
+    if (slot.row != kFree) slots_[slot_of(slot.row)] = slot;
+  }
+}
+
+void DeviceMap::insert(int64_t row, uint32_t frame) {
+  Slot& slot = slots_[slot_of(row)];
+  if (slot.row == kFree) {
+    slot = {row, frame, 0};
+    ++used_;
+  } else {
+    slot.frame = frame;
+  }
+}
+
+void DeviceMap::leave_frame(int64_t row, bool is_dirty) {
+  const size_t place = slot_of(row);
+  slots_[place].frame = kNowhere;
+  if (is_dirty) {
+    ++slots_[place].leaving;
+    ++leaving_;
+  }
+  if (slots_[place].leaving == 0) erase(place);
+}
+
+// Moves later slots of the run back, so that no probe ends at the hole too early.
+void DeviceMap::erase(size_t place) {
+  const auto distance = [this](size_t from, size_t to) { return to >= from ? to - from : to + slots_.size() - from; };
+  for (size_t next = after(place); slots_[next].row != kFree; next = after(next)) {
+    if (distance(home(slots_[next].row), next) >= distance(place, next)) {
+      slots_[place] = slots_[next];
+      place = next;
+    }
+  }
+  slots_[place] = {kFree, kNowhere, 0};
+  --used_;
+}
+
+void DeviceMap::find(const int64_t* rows, size_t n, int64_t* frames) const {
+  const std::lock_guard guard(mutex_);
+  ArrayVector<uint32_t> found(n);
+  locate(rows, n, found.data());
+  for (size_t i = 0; i < n; ++i) frames[i] = found[i] == kNowhere ? -1 : int64_t{found[i]};
+}
+
+// ---- The window
+
+uint32_t DeviceMap::expect(const Batch& batch) {
+  const std::lock_guard guard(mutex_);
+  if (!window_.has_room()) return kWindowFull;
+  const size_t n = batch.num_unique();
+  const int64_t* const rows = batch.unique().data();
+  const uint32_t first = window_.first_batch();
+  const uint32_t number = window_.push(rows, n);
+  cache_.set_first_batch(first);
+  ArrayVector<uint32_t> frames(n);
+  locate(rows, n, frames.data());
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch(frames[i + kAhead]);
+    if (frames[i] == kNowhere || cache_.info(frames[i]).pinned > 0 || cache_.is_wanted(frames[i])) continue;
+    cache_.set_next_use(frames[i], number);
+  }
+  return number;
+}
+
+void DeviceMap::forget(uint32_t number) {
+  const std::lock_guard guard(mutex_);
+  if (!window_.holds(number)) return;
+  const size_t n = window_.num_rows(number);
+  rows_.resize(n);
+  window_.copy_rows(number, 0, n, rows_.data());
+  finish(number);
+  ArrayVector<uint32_t> frames(n);
+  locate(rows_.data(), n, frames.data());
+  for (size_t i = 0; i < n; ++i) {
+    if (frames[i] == kNowhere || cache_.info(frames[i]).pinned > 0) continue;
+    cache_.set_next_use(frames[i], window_.next_use(rows_[i]));
+  }
+}
+
+void DeviceMap::finish(uint32_t number) {
+  window_.finish(number);
+  cache_.set_first_batch(window_.first_batch());
+}
+
+// ---- Plans
+
+std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t number) {
+  const std::lock_guard guard(mutex_);
+  const size_t n = batch.num_unique();
+  const int64_t* const rows = batch.unique().data();
+  if (n > num_frames_) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': a batch of " + std::to_string(n) +
+                                         " rows does not fit its device cache of " + std::to_string(num_frames_) +
+                                         " frames; nothing was changed");
+  }
+  std::unique_ptr<Plan> made(new Plan(shared_from_this(), &batch));
+  Plan::Arrays& arrays = *made->arrays_;
+  ArrayVector<uint32_t>& frames = made->pinned_;
+  frames.resize(n);
+  locate(rows, n, frames.data());
+  size_t missing = 0;
+  size_t own_pins = 0;  // frames of the batch that are pinned already
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch(frames[i + kAhead]);
+    if (frames[i] == kNowhere) {
+      ++missing;
+      continue;
+    }
+    const uint16_t pins = cache_.info(frames[i]).pinned;
+    if (pins == kMaxPins) {
+      throw Error(ErrorKind::kInvalid, "table '" + name_ + "': too many plans hold row " + std::to_string(rows[i]) +
+                                           "; release them");
+    }
+    own_pins += pins > 0;
+  }
+  const size_t others_pins = cache_.num_pinned() - own_pins;
+  if (others_pins + n > num_frames_) return nullptr;
+
+  // Nothing has changed so far. All memory is taken before anything does.
+  arrays.frames.resize(n);
+  arrays.load_rows.resize(missing);
+  arrays.load_frames.resize(missing);
+  arrays.evict_rows.reserve(missing);
+  arrays.evict_frames.reserve(missing);
+  reserve(missing);
+  if (window_.holds(number)) finish(number);
+  cache_.begin_step();
+  // Residents first: a row that this very batch wants must not be the victim of another.
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && frames[i + kAhead] != kNowhere) {
+      cache_.prefetch_heat(frames[i + kAhead]);
+      cache_.prefetch(frames[i + kAhead]);
+    }
+    if (frames[i] == kNowhere) continue;
+    cache_.touch_alone(frames[i]);
+    cache_.pin(frames[i]);
+  }
+  size_t loaded = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (frames[i] == kNowhere) {
+      uint32_t frame;
+      if (!cache_.allocate(&frame)) {
+        if (!cache_.victim(&frame)) {
+          throw Error(ErrorKind::kBroken, "table '" + name_ + "': no frame of its device cache can be given up");
+        }
+        const int64_t victim = cache_.info(frame).row;
+        const bool is_dirty = cache_.is_dirty(frame);
+        if (is_dirty) {
+          arrays.evict_rows.push_back(victim);
+          arrays.evict_frames.push_back(frame);
+          --dirty_;
+        }
+        leave_frame(victim, is_dirty);
+        cache_.release(frame);
+        cache_.allocate(&frame);
+        ++counts_.evictions;
+      }
+      cache_.info(frame).pinned = 0;  // allocate() pins without counting
+      cache_.pin(frame);
+      cache_.admit(frame, rows[i]);
+      insert(rows[i], frame);
+      arrays.load_rows[loaded] = rows[i];
+      arrays.load_frames[loaded++] = frame;
+      frames[i] = frame;
+    }
+    arrays.frames[i] = frames[i];
+  }
+  counts_.hits += n - missing;
+  counts_.misses += missing;
+  counts_.write_backs += arrays.evict_rows.size();
+  ++plans_;
+  made->generation_ = generation_;
+  made->is_released_ = false;
+  return made;
+}
+
+void DeviceMap::Plan::positions(int64_t* out) const {
+  const uint32_t* const inverse = batch_->inverse().data();
+  for (size_t i = 0; i < batch_->size(); ++i) out[i] = pinned_[inverse[i]];
+}
+
+void DeviceMap::Plan::release() {
+  if (is_released_.exchange(true)) return;
+  map_->release(*this);
+}
+
+void DeviceMap::Plan::mark_dirty() {
+  if (is_released_) {
+    throw Error(ErrorKind::kInvalid, "table '" + map_->name_ +
+                                         "': rows of a released plan cannot be marked dirty; release it afterwards");
+  }
+  map_->mark_dirty(*this);
+}
+
+void DeviceMap::Plan::undo() {
+  if (is_released_.exchange(true)) return;
+  map_->undo(*this);
+}
+
+void DeviceMap::release(const Plan& plan) {
+  const std::lock_guard guard(mutex_);
+  if (plan.generation_ == generation_) unpin(plan);
+}
+
+void DeviceMap::undo(const Plan& plan) {
+  const std::lock_guard guard(mutex_);
+  if (plan.generation_ != generation_) return;
+  unpin(plan);
+  const Plan::Arrays& arrays = *plan.arrays_;
+  size_t evicted = 0;  // plan() lists victims in the order of the loads that took their frames
+  for (size_t i = 0; i < arrays.load_rows.size(); ++i) {
+    const auto frame = static_cast<uint32_t>(arrays.load_frames[i]);
+    leave_frame(arrays.load_rows[i], false);
+    cache_.release(frame);
+    if (evicted == arrays.evict_rows.size() || arrays.evict_frames[evicted] != frame) continue;
+    const int64_t victim = arrays.evict_rows[evicted++];
+    Slot& slot = slots_[slot_of(victim)];
+    if (slot.row == kFree || slot.leaving == 0) continue;  // the table has it
+    uint32_t same;
+    cache_.allocate(&same);  // what was released last is given out first
+    cache_.info(same).pinned = 0;
+    cache_.admit(same, victim);
+    set_dirty(same, true);
+    slot.frame = same;
+    --slot.leaving;
+    --leaving_;
+    if (const uint32_t next = window_.next_use(victim); next != kNoUse) cache_.set_next_use(same, next);
+  }
+}
+
+void DeviceMap::unpin(const Plan& plan) {
+  const uint32_t* const frames = plan.pinned_.data();
+  const size_t n = plan.pinned_.size();
+  const bool has_window = !window_.is_empty();
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) cache_.prefetch(frames[i + kAhead]);
+    if (has_window && i + kAhead / 2 < n) window_.prefetch(cache_.info(frames[i + kAhead / 2]).row);
+    if (!cache_.unpin(frames[i]) || !has_window) continue;
+    if (const uint32_t next = window_.next_use(cache_.info(frames[i]).row); next != kNoUse) {
+      cache_.set_next_use(frames[i], next);
+    } else {
+      cache_.set_unwanted(frames[i]);
+    }
+  }
+  --plans_;
+}
+
+// ---- Dirty frames
+
+void DeviceMap::set_dirty(uint32_t frame, bool dirty) {
+  if (cache_.is_dirty(frame) == dirty) return;
+  cache_.set_dirty(frame, dirty);
+  dirty ? ++dirty_ : --dirty_;
+}
+
+void DeviceMap::mark_dirty(const Plan& plan) {
+  const std::lock_guard guard(mutex_);
+  if (plan.generation_ != generation_) {
+    throw Error(ErrorKind::kBroken, "table '" + name_ +
+                                        "' went back to an earlier commit while its device cache was in use: what was "
+                                        "computed there since is of no use");
+  }
+  for (const uint32_t frame : plan.pinned_) set_dirty(frame, true);
+}
+
+void DeviceMap::check_frames(const int64_t* frames, size_t n) const {
+  for (size_t i = 0; i < n; ++i) {
+    const bool is_frame = frames[i] >= 0 && frames[i] < int64_t{cache_.high_water()};
+    if (is_frame && cache_.info(static_cast<uint32_t>(frames[i])).row >= 0) continue;
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': frame " + std::to_string(frames[i]) + " at position " +
+                                         std::to_string(i) + " of its device cache holds no row; nothing was changed");
+  }
+}
+
+void DeviceMap::mark_dirty(const int64_t* frames, size_t n) {
+  const std::lock_guard guard(mutex_);
+  check_frames(frames, n);
+  for (size_t i = 0; i < n; ++i) set_dirty(static_cast<uint32_t>(frames[i]), true);
+}
+
+void DeviceMap::mark_clean(const int64_t* frames, size_t n) {
+  const std::lock_guard guard(mutex_);
+  check_frames(frames, n);
+  for (size_t i = 0; i < n; ++i) set_dirty(static_cast<uint32_t>(frames[i]), false);
+}
+
+DeviceMap::Dirty DeviceMap::dirty() const {
+  const std::lock_guard guard(mutex_);
+  Dirty found;
+  found.rows.reserve(dirty_);
+  found.frames.reserve(dirty_);
+  for (uint32_t frame = cache_.next_dirty(0); frame < cache_.high_water(); frame = cache_.next_dirty(frame + 1)) {
+    found.rows.push_back(cache_.info(frame).row);
+    found.frames.push_back(frame);
+  }
+  return found;
+}
+
+void DeviceMap::forget_all() {
+  const std::lock_guard guard(mutex_);
+  if (plans_ > 0) {
+    throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(plans_) +
+                                        " plans of its device cache still hold frames; release them first");
+  }
+  clear();
+}
+
+// Coming batches stay expected.
+void DeviceMap::clear() {
+  cache_.clear();
+  slots_ = BlockVector<Slot>();
+  used_ = dirty_ = leaving_ = plans_ = 0;
+  ++generation_;
+}
+
+DeviceStats DeviceMap::stats() const {
+  const std::lock_guard guard(mutex_);
+  DeviceStats s = counts_;
+  s.frames = num_frames_;
+  s.resident = cache_.resident();
+  s.pinned = cache_.num_pinned();
+  s.dirty = dirty_;
+  s.leaving = leaving_;
+  s.plans = plans_;
+  s.window_batches = window_.next_batch() - window_.first_batch();
+  s.bytes = cache_.resident_bytes() + cache_.uses_bytes() + window_.bytes() + slots_.capacity() * sizeof(Slot);
+  return s;
+}
+
+// ---- As a table sees it
+
+size_t DeviceMap::num_held() const {
+  const std::lock_guard guard(mutex_);
+  return dirty_ + leaving_;
+}
+
+size_t DeviceMap::num_in_use() const {
+  const std::lock_guard guard(mutex_);
+  return cache_.num_pinned();
+}
+
+size_t DeviceMap::first_of(const int64_t* rows, size_t n, bool held) const {
+  const std::lock_guard guard(mutex_);
+  if (dirty_ + leaving_ == 0) return held ? n : 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
+    const Slot& slot = slots_[slot_of(rows[i])];
+    if ((slot.row != kFree && is_held(slot)) == held) return i;
+  }
+  return n;
+}
+
+size_t DeviceMap::first_held(const int64_t* rows, size_t n) const { return first_of(rows, n, true); }
+size_t DeviceMap::first_not_held(const int64_t* rows, size_t n) const { return first_of(rows, n, false); }
+
+size_t DeviceMap::give_up(const int64_t* rows, size_t n) {
+  const std::lock_guard guard(mutex_);
+  if (used_ == 0) return n;
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
+    const Slot& slot = slots_[slot_of(rows[i])];
+    if (slot.row != kFree && (is_held(slot) || cache_.info(slot.frame).pinned > 0)) return i;
+  }
+  for (size_t i = 0; i < n; ++i) {
+    const size_t place = slot_of(rows[i]);
+    if (slots_[place].row == kFree) continue;
+    const uint32_t frame = slots_[place].frame;
+    leave_frame(rows[i], false);
+    cache_.release(frame);
+  }
+  return n;
+}
+
+void DeviceMap::give_up_all() {
+  const std::lock_guard guard(mutex_);
+  clear();
+}
+
+void DeviceMap::arrived(const int64_t* rows, size_t n) {
+  const std::lock_guard guard(mutex_);
+  if (leaving_ == 0) return;
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
+    const size_t place = slot_of(rows[i]);
+    Slot& slot = slots_[place];
+    if (slot.row == kFree || slot.leaving == 0) continue;
+    --slot.leaving;
+    --leaving_;
+    if (slot.leaving == 0 && slot.frame == kNowhere) erase(place);
+  }
+}
+
+}  // namespace bunkbed

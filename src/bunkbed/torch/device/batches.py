@@ -1,0 +1,116 @@
+"""Batches of ids as a tier on a device sees them: deduped on the host, with what of them is on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bunkbed.torch.device.link import Link
+from bunkbed.torch.gradients import IntArray
+
+
+class DeviceBatch:
+    """Ids deduped once for a lookup, the sums of its gradients and the step."""
+
+    __slots__ = ("__weakref__", "_inverse", "_link", "_offsets", "_order", "batch", "ready", "size")
+
+    def __init__(self, batch: Any, size: int, link: Link) -> None:
+        self.batch = batch  # the core's
+        self.size = size  # ids, repeated ones counted
+        self.ready: Any = None  # see `Link.wait`
+        self._link = link
+        self._inverse: Any = None
+        self._order: Any = None
+        self._offsets: Any = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its rows are on the device."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """Gives up what it has on the device; whoever looks it up brings it again."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def unique(self) -> IntArray:
+        """int64[U], each id once, in order of first occurrence."""
+        ids: IntArray = self.batch.unique()
+        return ids
+
+    def inverse(self) -> Any:
+        """int64[N] on the device: the row of each id."""
+        if self._inverse is None:
+            self._inverse = self._link.up(np.asarray(self.batch.inverse(), np.int64))
+        return self._inverse
+
+    def segments(self) -> tuple[Any, Any]:
+        """Places in the batch grouped by row, int64[N], and where each row's begin, int64[U]: on the device."""
+        if self._order is None:
+            self._order = self._link.up(np.asarray(self.batch.order(), np.int64))
+            self._offsets = self._link.up(np.asarray(self.batch.offsets(), np.int64)[:-1])
+        return self._order, self._offsets
+
+    def pieces(self, most: int) -> tuple[Any, Any]:
+        """`segments` cut into pieces of at most `most` places, on the device.
+
+        Returns:
+            Where each piece begins, int64[P], and the first piece of each row, int64[U]; None where no row was cut.
+        """
+        bounds = np.asarray(self.batch.offsets(), np.int64)
+        counts = -(-np.diff(bounds) // most)
+        if counts.size == 0 or counts.max() == 1:
+            return self.segments()[1], None
+        firsts = np.cumsum(counts) - counts
+        within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(firsts, counts)
+        return self._link.up(np.repeat(bounds[:-1], counts) + within * most), self._link.up(firsts)
+
+
+class FramedBatch(DeviceBatch):
+    """A batch whose rows keep frames of a cache while it `is_here`.
+
+    Pins are for speed: whoever needs the frames may take them (`let_go`), and the next user places the batch again.
+    """
+
+    __slots__ = ("frames", "plan", "positions")
+
+    def __init__(self, batch: Any, size: int, link: Link) -> None:
+        super().__init__(batch, size, link)
+        self.plan: Any = None
+        self.frames: Any = None  # int64[U] on the device: of each row
+        self.positions: Any = None  # int64[N] on the device: of each id
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its rows lie in `frames` for sure."""
+        return self.plan is not None
+
+    def let_go(self) -> None:
+        """Gives the frames up."""
+        plan, self.plan = self.plan, None
+        self.frames = self.positions = self.ready = None
+        if plan is not None:
+            plan.release()
+
+
+class SentBatch(DeviceBatch):
+    """A batch with a copy of its rows."""
+
+    __slots__ = ("as_of", "rows")
+
+    def __init__(self, batch: Any, size: int, link: Link) -> None:
+        super().__init__(batch, size, link)
+        self.rows: Any = None  # float32[U, dim] on the device
+        self.as_of = 0  # the steps that had been taken when they were read
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has its rows, as they were at `as_of`."""
+        return self.rows is not None
+
+    def let_go(self) -> None:
+        """Drops the copy."""
+        self.rows = self.ready = None

@@ -1,0 +1,91 @@
+"""What travels between the host and one device: copies on a stream of their own, in order with what uses the frames.
+
+Where a device has streams (CUDA, XPU) copies run beside the model's kernels. Two events keep them in order: a copy that
+takes frames over waits for the last use of any frame so far (`used`), and a use of loaded frames waits for the copy
+that loaded them (`ready`, `wait`). Elsewhere every operation is done when it returns, and there is nothing to order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+_WITH_STREAMS = ("cuda", "xpu")
+
+
+class Link:
+    """Copies to and from `device`. Owns a stream, no memory. What it counts is read by `DeviceTier.stats`.
+
+    Args:
+        device: the other end.
+        delay: called before every copy, with ``"up"`` (to the device) or ``"down"``: tests make a slow link of it.
+    """
+
+    def __init__(self, device: torch.device, delay: Callable[[str], None] | None = None) -> None:
+        self.device = device
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.delay = delay
+        self._module: Any = torch.get_device_module(device) if device.type in _WITH_STREAMS else None
+        self._stream: Any = None if self._module is None else self._module.Stream(device)
+        self._used: Any = None
+
+    def used(self) -> None:
+        """What was issued so far to the stream of the model used frames: copies begun later wait for it."""
+        if self._module is not None:
+            self._used = self._module.current_stream(self.device).record_event()
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Within, device operations run on the stream of the copies, after every use of frames so far."""
+        if self._module is None:
+            yield
+            return
+        with self._module.device(self.device), self._module.stream(self._stream):
+            if self._used is not None:
+                self._stream.wait_event(self._used)
+            yield
+
+    def ready(self) -> Any:
+        """Marks where the copies are now, for `wait`."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, ready: Any) -> None:
+        """The model's stream goes on only after the copies up to `ready`."""
+        if ready is not None:
+            self._module.current_stream(self.device).wait_event(ready)
+
+    def host_memory(self, shape: Any, dtype: torch.dtype) -> Any:
+        """A tensor in memory that the device copies from and to beside other work."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+
+    def up(self, values: Any) -> Any:
+        """A host tensor or array, on the device. On a CPU it may be the same memory."""
+        tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+        if self.delay is not None:
+            self.delay("up")
+        self.bytes_up += tensor.nbytes
+        if self._stream is None:
+            return tensor.to(self.device)
+        if not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        on_device = tensor.to(self.device, non_blocking=True)
+        # Made on one stream and used on another: the allocator must not give its memory away in between.
+        on_device.record_stream(self._module.default_stream(self.device))
+        return on_device
+
+    def down(self, values: Any) -> Any:
+        """A device tensor in host memory, once it is all there."""
+        if self.delay is not None:
+            self.delay("down")
+        self.bytes_down += values.nbytes
+        if self._stream is None:
+            return values.to("cpu")
+        host = self.host_memory(values.shape, values.dtype)
+        host.copy_(values, non_blocking=True)
+        self._module.current_stream(self.device).synchronize()
+        return host

@@ -1,0 +1,109 @@
+"""The device's part of a cache: records of rows, weights and optimizer state together, in one tensor.
+
+The tensor is int32[frames, record bytes / 4]; fields are views of it, in the layout of FORMAT.md, "Records". Which row
+lies in which frame is the host's knowledge (`_native.DeviceMap`); frames come as int64 tensors on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bunkbed import optim
+from bunkbed.torch.device.rounding import random_halves, round_to_bfloat16, round_to_float16
+from bunkbed.torch.device.update_rules import StepConstants, update_rows
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DeviceRecords:
+    """Frames of records on one device. Owns their memory and no knowledge of ids. Not thread-safe.
+
+    Args:
+        frames: how many records.
+        fields: (name, length) of the weights and of each slot, in record order.
+        dtype: of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        state_dtype: of the slots: ``"float32"`` or ``"bfloat16"``.
+        device: where they lie.
+    """
+
+    def __init__(
+        self, frames: int, fields: list[tuple[str, int]], dtype: str, state_dtype: str, device: torch.device
+    ) -> None:
+        self.frames = frames
+        self._dtypes = [dtype, *[state_dtype] * (len(fields) - 1)]
+        starts, at = [], 0
+        for (_, length), kind in zip(fields, self._dtypes, strict=True):
+            starts.append(at)
+            at += (length * _DTYPES[kind].itemsize + 3) // 4  # a field begins at a multiple of 4 bytes
+        self.words = at
+        self._raw = torch.empty((frames, self.words), dtype=torch.int32, device=device)
+        self._views = []
+        for (_, length), kind, start in zip(fields, self._dtypes, starts, strict=True):
+            wide = self._raw.view(_DTYPES[kind])
+            begin = start * 4 // _DTYPES[kind].itemsize
+            self._views.append(wide[:, begin : begin + length])
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self._raw.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return int(self._raw.nbytes)
+
+    def read(self, frames: Any) -> Any:
+        """Whole records, int32[n, words]."""
+        return self._raw.index_select(0, frames)
+
+    def write(self, frames: Any, records: Any) -> None:
+        """Whole records into distinct frames: int32[n, words]."""
+        self._raw.index_copy_(0, frames, records)
+
+    def weights(self, frames: Any) -> Any:
+        """float32[n, dim], widened exactly; frames may repeat."""
+        return self._views[0].index_select(0, frames).to(torch.float32)
+
+    def stepped(
+        self,
+        optimizer: optim.Optimizer,
+        constants: StepConstants,
+        frames: Any,
+        grads: Any,
+        *,
+        seed: int,
+        ids: Any,
+        number: int,
+    ) -> list[Any]:
+        """The fields of distinct frames after one optimizer step, for `store`: nothing is changed yet.
+
+        Args:
+            optimizer, constants: of this step.
+            frames: int64[U].
+            grads: float32[U, dim], summed.
+            seed, ids, number: what keys the rounding of 16-bit fields: the table's seed, int64[U] ids (None where no
+                field `is_narrow`), the step's number.
+        """
+        fields = [view.index_select(0, frames).to(torch.float32) for view in self._views]
+        weight, slots = update_rows(optimizer, constants, grads, fields[0], fields[1:])
+        new = []
+        for field, (values, kind) in enumerate(zip([weight, *slots], self._dtypes, strict=True)):
+            if kind != "float32":
+                random = random_halves(seed, ids, number, field, values.shape[1])
+                halves = round_to_bfloat16(values, random) if kind == "bfloat16" else round_to_float16(values, random)
+                values = halves.view(_DTYPES[kind])
+            new.append(values)
+        return new
+
+    def store(self, frames: Any, fields: list[Any]) -> None:
+        """What `stepped` made, into the same frames."""
+        for view, values in zip(self._views, fields, strict=True):
+            view.index_copy_(0, frames, values)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether any field is stored in 16 bits."""
+        return any(kind != "float32" for kind in self._dtypes)

@@ -1,0 +1,108 @@
+"""What every tier on a device has: lookups matched with what `lookahead` brought, gradients summed where they arise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bunkbed.bag_gradients import BagGradients
+from bunkbed.torch.device.batches import DeviceBatch
+from bunkbed.torch.device.link import Link
+from bunkbed.torch.device.sums import spread_bags, sum_bags, sum_rows
+from bunkbed.torch.gradients import IntArray, Part
+
+
+class DeviceRows:
+    """The part of `bunkbed.torch.gradients.Rows` that does not depend on where rows are stepped.
+
+    Args:
+        table: a `bunkbed.Table` open for writing.
+        anchor: returns the tensor whose device is the tier's; asked at every lookup, as ``model.to()`` may move it.
+    """
+
+    def __init__(self, table: Any, anchor: Any) -> None:
+        self.table = table
+        self.link = Link(torch.device("cpu"))
+        #: What `lookahead` brought for the batch that has begun: (ids, batch) of each lookup, oldest first.
+        self.present: list[tuple[IntArray, DeviceBatch]] = []
+        self.stall_s = 0.0  # waited for batches that were still on their way
+        self.delay: Any = None  # of the link; for tests
+        self._anchor = anchor
+
+    def deduped(self, ids: IntArray) -> DeviceBatch:
+        """The batch of int64[N] ids, checked and deduped, of which nothing is on the device yet."""
+        raise NotImplementedError
+
+    def _batch(self, ids: IntArray) -> DeviceBatch:
+        """What `lookahead` brought for exactly these ids, if it is still there; else a new one."""
+        for index, (wanted, batch) in enumerate(self.present):
+            if batch.is_here and wanted.size == ids.size and np.array_equal(wanted, ids):
+                del self.present[index]
+                return batch
+        return self.deduped(ids)
+
+    def pooled(self, batch: DeviceBatch, rows: Any, bags: BagGradients) -> Any:
+        """float32[B, dim]: float32[U, dim] rows of a batch, pooled in batch order."""
+        offsets = self.link.up(bags.offsets)
+        weights = None if bags.weights is None else self.link.up(bags.weights)
+        pooled = torch.nn.functional.embedding_bag(
+            batch.inverse(), rows, offsets, mode="sum", per_sample_weights=weights
+        )
+        if bags.is_mean:
+            lengths = np.diff(bags.offsets, append=bags.ids.size)
+            pooled /= self.link.up(np.maximum(lengths, 1).astype(np.float32))[:, None]
+        return pooled
+
+    # ---- `Rows`
+
+    def grads(self, grad: Any) -> Any:
+        """See `Rows`."""
+        return grad.reshape(-1, self.table.dim).to(self.link.device, torch.float32).contiguous()
+
+    def select(self, grads: Any, kept: Any) -> Any:
+        """See `Rows`."""
+        return grads.index_select(0, self.link.up(np.flatnonzero(kept)))
+
+    def unique(self, batch: DeviceBatch) -> IntArray:
+        """See `Rows`."""
+        return batch.unique()
+
+    def sum(self, parts: list[Part]) -> tuple[DeviceBatch, Any, float]:
+        """See `Rows`."""
+        if len(parts) == 1:
+            part = parts[0]
+            batch = self.deduped(part.ids) if part.batch is None else part.batch
+            if part.bags is not None and part.scale == 1.0:
+                sums = sum_bags(batch, part.bags, part.grads, self.link)
+            else:
+                sums = sum_rows(batch, self._spread(part))
+        else:
+            batch = self.deduped(np.concatenate([part.ids for part in parts]))
+            sums = sum_rows(batch, torch.cat([self._spread(part) for part in parts]))
+        return batch, sums, float(torch.linalg.vector_norm(sums, dtype=torch.float64))
+
+    def _spread(self, part: Part) -> Any:
+        grads = part.grads if part.bags is None else spread_bags(part.bags, part.grads, self.link)
+        return grads if part.scale == 1.0 else grads * float(np.float32(part.scale))
+
+    def scale(self, sums: Any, ratio: float) -> bool:
+        """See `Rows`."""
+        sums *= float(np.float32(ratio))
+        return bool(torch.isfinite(sums).all())
+
+    def first_bad(self, sums: Any) -> tuple[int, int, float]:
+        """See `Rows`."""
+        row, column = (~torch.isfinite(sums)).nonzero()[0].tolist()
+        return row, column, float(sums[row, column])
+
+    # ---- facts
+
+    def counters(self) -> dict[str, int | float]:
+        """What went over the link, and how long the model waited for it."""
+        return {
+            "device_stall_s": self.stall_s,
+            "device_bytes_up": self.link.bytes_up,
+            "device_bytes_down": self.link.bytes_down,
+        }

@@ -1,0 +1,403 @@
+"""`DeviceTier`: the hot rows of one table on a device, above its tiers in RAM and on disk.
+
+The plan (DESIGN section 5): the host knows, from ids alone, which frames the rows of a batch get, what must be loaded
+and what gives way; the device only gathers, computes, sums segments and updates.
+
+1. A lookup's ids are deduped and checked on the host, and its rows get frames (`_native.DeviceMap.plan`).
+2. Rows to load are read from the table; dirty victims are copied down and written to the table; then the loaded records
+   go up. In this order: a table that cannot give or take them leaves the device as it was, and the plan is undone.
+3. The lookup gathers from the frames. Backward sums the gradients of equal ids on the device; `Optimizer.step` updates
+   the frames and marks them dirty. The table's step counts on, with no rows.
+4. Whoever reads the table from elsewhere (`Table._above`), and every commit, has the dirty rows written back first; who
+   writes it has the device forget all rows too.
+
+Plans are made and carried out one at a time under `_lock`, by whoever needs one: the training thread, or the thread
+that stages coming batches (window.py). So a row that just gave way is in the table before anybody loads it again, and
+no plan overtakes another. `_frames_lock` is held while frames get new values, and while dirty ones are written back: a
+commit beside a step sees all of the step or nothing. Where both are held, `_lock` was taken first.
+
+Exactness: which frame a row lies in, and whether it came from RAM a moment ago, changes nothing of its value; sums and
+updates are functions of the batch alone (sums.py, update_rules.py). Rows after training have the same bits with every
+size of cache, with and without `lookahead`, and on a CPU device those of the table's own updates.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from bunkbed import _native
+from bunkbed.budget import Budget, format_bytes, parse_bytes
+from bunkbed.errors import BunkbedError
+from bunkbed.torch.device.batches import FramedBatch
+from bunkbed.torch.device.link import Link
+from bunkbed.torch.device.records import DeviceRecords
+from bunkbed.torch.device.rows import DeviceRows
+from bunkbed.torch.device.update_rules import step_constants
+from bunkbed.torch.gradients import IntArray
+
+#: Bytes of records that a write-back moves at once.
+_CHUNK_BYTES = 64 << 20
+
+
+class DeviceTier(DeviceRows):
+    """A cache of a table's hot records on the device of its layers; a `bunkbed.torch.gradients.Rows`.
+
+    Owns the device memory from the first lookup on, until the table or its layers go. One thread trains; the table may
+    be used by others meanwhile.
+
+    Args:
+        table: a `bunkbed.Table` open for writing.
+        size: bytes of device memory for records, as ``"2GiB"``, or a `bunkbed.Budget` that several tables share.
+        anchor: see `DeviceRows`.
+
+    Raises:
+        MemoryError: not one record fits.
+    """
+
+    def __init__(self, table: Any, size: int | str | Budget, anchor: Any) -> None:
+        super().__init__(table, anchor)
+        self._budget = size if isinstance(size, Budget) else None
+        self._bytes = 0 if isinstance(size, Budget) else parse_bytes(size)
+        self._lock = threading.RLock()
+        self._frames_lock = threading.RLock()
+        self._map: Any = None
+        self._records: DeviceRecords | None = None
+        self._placed: weakref.WeakSet[FramedBatch] = weakref.WeakSet()
+        self._lost = ""  # why the device's rows are gone, where they are
+        if self._budget is not None:
+            self._budget.join(self)
+        self._require_room()
+        table._above = weakref.ref(self)
+
+    # ---- as a member of a shared budget (see Budget)
+
+    def wanted_bytes(self) -> int | None:
+        """Bytes beyond which more is of no use."""
+        rows = self.table.num_rows
+        return None if rows is None else int(rows * self.table.record_bytes)
+
+    def minimum_bytes(self) -> int:
+        """Bytes below which nothing fits."""
+        return int(self.table.record_bytes)
+
+    def apply_share(self, num_bytes: int) -> None:
+        """Live within `num_bytes` from now on."""
+        self._bytes = num_bytes
+        if self._records is not None and self._frames() != self._records.frames:
+            self.leave()
+
+    def _frames(self) -> int:
+        frames = self._bytes // int(self.table.record_bytes)
+        rows = self.table.num_rows
+        return int(frames if rows is None else min(frames, rows))
+
+    def _require_room(self) -> None:
+        if self._frames() < 1:
+            need = int(self.table.record_bytes)
+            raise MemoryError(
+                f"table {self.table.name!r}: a device_cache of {self._bytes} bytes holds not one record of {need} "
+                "bytes; it must hold the rows of the largest batch"
+            )
+
+    # ---- lookups
+
+    def lookup(self, ids: IntArray) -> tuple[Any, FramedBatch]:
+        """float32[N, dim] rows of int64[N] ids on the device, and their batch, in frames.
+
+        Raises:
+            IndexError, CorruptionError, OSError: see `Table.lookup`; nothing is changed.
+            MemoryError: the batch's rows do not fit the cache; says how much is needed.
+        """
+        batch = self._framed(ids)
+        return self._read(batch, lambda records: records.weights(batch.positions)), batch
+
+    def lookup_rows(self, ids: IntArray) -> tuple[Any, FramedBatch]:
+        """`lookup` of each row once: float32[U, dim] in the order of the batch."""
+        batch = self._framed(ids)
+        return self._read(batch, lambda records: records.weights(batch.frames)), batch
+
+    def _framed(self, ids: IntArray) -> FramedBatch:
+        batch = self._batch(ids)
+        assert isinstance(batch, FramedBatch)
+        return batch
+
+    def _read(self, batch: FramedBatch, gather: Callable[[DeviceRecords], Any]) -> Any:
+        """What `gather` makes of the records while the rows of `batch` have their frames."""
+        while True:
+            if not batch.is_here:
+                with self._lock:
+                    self._start()
+                    self._place(batch)
+            with self._frames_lock:
+                if batch.is_here:  # nobody had the device forget all rows in between
+                    self.link.wait(batch.ready)
+                    values = gather(self._require_records())
+                    self.link.used()
+                    return values
+
+    def _require_records(self) -> DeviceRecords:
+        assert self._records is not None
+        return self._records
+
+    def evaluate(self, batch: FramedBatch) -> Any:
+        """float32[U, dim] rows of a batch on the device, without bringing any into the cache."""
+        unique = batch.unique()
+        with self._lock:
+            self._start()
+            records = self._require_records()
+            frames = self._map.find(unique)
+            is_here = frames >= 0
+            elsewhere = unique[~is_here]
+            rows = _native.empty_rows(elsewhere.size, self.table.dim)
+            self.table._native.lookup(elsewhere, False, rows)
+            if elsewhere.size == unique.size:
+                return self.link.up(rows)
+            values = torch.empty((unique.size, self.table.dim), dtype=torch.float32, device=self.link.device)
+            values[self.link.up(np.flatnonzero(~is_here))] = self.link.up(rows)
+            values[self.link.up(np.flatnonzero(is_here))] = records.weights(self.link.up(frames[is_here]))
+            self.link.used()
+        return values
+
+    def deduped(self, ids: IntArray) -> FramedBatch:
+        """The batch of int64[N] ids, checked and deduped, in no frames yet."""
+        with self._lock:
+            self._start()
+            return FramedBatch(self.table.batch(ids), ids.size, self.link)
+
+    # ---- frames
+
+    def _start(self) -> None:
+        """Device memory and map, where the anchor is now."""
+        self._require_usable()
+        device = self._anchor().device
+        if self._records is not None:
+            if self._records.device == device:
+                return
+            self.leave()
+        table = self.table
+        spec = table.optimizer
+        frames = self._frames()
+        fields = [(name, int(length)) for name, length in table._native.fields()]
+        try:
+            records = DeviceRecords(frames, fields, table.dtype, getattr(spec, "state_dtype", "float32"), device)
+        except RuntimeError as error:  # torch's out-of-memory error is one
+            raise MemoryError(
+                f"table {table.name!r}: a device_cache of {format_bytes(self._bytes)} does not fit {device}: {error}"
+            ) from None
+        if records.words * 4 != table.record_bytes:
+            raise BunkbedError(f"table {table.name!r}: records of {table.record_bytes} bytes are not laid out as known")
+        self._map = _native.DeviceMap(table._native, frames)
+        this = weakref.ref(self)
+
+        def write_back() -> None:
+            tier = this()
+            if tier is not None:
+                tier.write_back()
+
+        table._native.set_holder(self._map, write_back)
+        self._records = records
+        self.link = Link(device, self.delay)
+
+    def place(self, batch: FramedBatch, number: int = 0) -> bool:
+        """Gives the rows of a batch to come their frames; False where others hold too many. For `lookahead`."""
+        with self._lock:
+            self._start()
+            return self._try_place(batch, number)
+
+    def expect(self, batch: FramedBatch) -> int:
+        """The batch is to come: its number, `_native.DeviceMap.WINDOW_FULL`. See window.py."""
+        with self._lock:
+            self._start()
+            return int(self._map.expect(batch.batch))
+
+    def forget(self, number: int) -> None:
+        """The batch of that number will not come."""
+        with self._lock:
+            if self._map is not None:
+                self._map.forget(number)
+
+    def missing(self, batch: FramedBatch) -> IntArray:
+        """The rows of a batch that lie in no frame, int64[M]."""
+        unique = batch.unique()
+        return unique if self._map is None else unique[self._map.find(unique) < 0]
+
+    def _place(self, batch: FramedBatch) -> None:
+        """As `place`, and takes frames from batches that only keep them for speed."""
+        frames = self._require_records().frames
+        if len(batch) > frames:
+            need = len(batch) * int(self.table.record_bytes)
+            raise MemoryError(
+                f"table {self.table.name!r}: a lookup wants {len(batch):,} rows, and a device_cache of "
+                f"{format_bytes(self._bytes)} holds {frames:,}; give at least {need} bytes "
+                f"({format_bytes(need)}), or look up fewer ids at once"
+            )
+        if not self._try_place(batch, 0):
+            for other in list(self._placed):
+                other.let_go()
+            if not self._try_place(batch, 0):
+                raise BunkbedError(
+                    f"table {self.table.name!r}: frames of its device cache are in use by another thread"
+                )
+
+    def _try_place(self, batch: FramedBatch, number: int) -> bool:
+        plan = self._map.plan(batch.batch, number)
+        if plan is None:
+            return False
+        try:
+            self._carry_out(plan)
+            positions = np.empty(batch.size, np.int64)
+            plan.positions(positions)
+            with self.link.copying():
+                batch.frames = self.link.up(plan.frames)
+                batch.positions = self.link.up(positions)
+                batch.ready = self.link.ready()
+        except BaseException:
+            plan.undo()
+            raise
+        batch.plan = plan
+        self._placed.add(batch)
+        return True
+
+    def _carry_out(self, plan: Any) -> None:
+        records, link, native = self._require_records(), self.link, self.table._native
+        loads = plan.load_ids
+        if loads.size:
+            coming = link.host_memory((loads.size, records.words), torch.int32)
+            native.gather_records(loads, coming.numpy().view(np.uint8))
+        going = plan.evict_ids
+        if going.size:
+            with link.copying():
+                victims = link.down(records.read(link.up(plan.evict_frames)))
+            native.scatter_records(going, victims.numpy().view(np.uint8))
+        if loads.size:
+            with link.copying():
+                records.write(link.up(plan.load_frames), link.up(coming))
+
+    # ---- steps
+
+    def step(self, batch: FramedBatch, sums: Any, *, lr: float, step: int | None) -> None:
+        """See `Rows`. A batch that lost its frames gets them again; more rows than there are frames go in pieces."""
+        number = self.table.step + 1 if step is None else step
+        while True:
+            if not batch.is_here:
+                with self._lock:
+                    self._start()
+                    if len(batch) > self._require_records().frames:
+                        self._step_in_pieces(batch, sums, lr, number)
+                        return
+                    self._place(batch)
+            with self._frames_lock:
+                if batch.is_here:
+                    new = self._stepped(batch, sums, lr, number)
+                    self._count_step(lr, number)
+                    self._store(batch, new)
+                    break
+        batch.let_go()  # a second step with the same gradients is rare enough to place it again
+
+    def _step_in_pieces(self, batch: FramedBatch, sums: Any, lr: float, number: int) -> None:
+        unique, frames = batch.unique(), self._require_records().frames
+        is_counted = False
+        try:
+            for begin in range(0, unique.size, frames):
+                piece = self.deduped(unique[begin : begin + frames])
+                self._place(piece)
+                with self._frames_lock:
+                    new = self._stepped(piece, sums[begin : begin + frames], lr, number)
+                    if not is_counted:
+                        self._count_step(lr, number)
+                        is_counted = True
+                    self._store(piece, new)
+                piece.let_go()
+        except BaseException as error:
+            if is_counted:
+                self._lost = f"a step larger than its device cache failed half-way ({error})"
+            raise
+
+    def _stepped(self, batch: FramedBatch, sums: Any, lr: float, number: int) -> Any:
+        records, optimizer = self._require_records(), self.table.optimizer
+        self.link.wait(batch.ready)
+        ids = self.link.up(batch.unique()) if records.is_narrow else None
+        return records.stepped(
+            optimizer,
+            step_constants(optimizer, lr, number),
+            batch.frames,
+            sums,
+            seed=self.table.seed,
+            ids=ids,
+            number=number,
+        )
+
+    def _count_step(self, lr: float, number: int) -> None:
+        dim = self.table.dim
+        self.table._native.update(np.empty(0, np.int64), np.empty((0, dim), np.float32), lr, number)
+
+    def _store(self, batch: FramedBatch, new: Any) -> None:
+        batch.plan.mark_dirty()
+        self._require_records().store(batch.frames, new)
+        self.link.used()
+
+    # ---- what the table asks for: see `Table._above`
+
+    def write_back(self) -> None:
+        """Writes every dirty row to the table; the rows stay in their frames.
+
+        Raises:
+            BunkbedError: the device does not give them; says how many rows are lost. OSError: see `Table.update`.
+        """
+        with self._lock, self._frames_lock:
+            if self._records is None:
+                return
+            self._require_usable()
+            ids, frames = self._map.dirty()
+            chunk = max(1, _CHUNK_BYTES // (self._records.words * 4))
+            for begin in range(0, ids.size, chunk):
+                part = frames[begin : begin + chunk]
+                try:
+                    with self.link.copying():
+                        records = self.link.down(self._records.read(self.link.up(part)))
+                except RuntimeError as error:
+                    self._lost = (
+                        f"{self.link.device} does not give back {ids.size - begin:,} rows that were updated since the "
+                        f"last commit ({error})"
+                    )
+                    self._require_usable()
+                self.table._native.scatter_records(ids[begin : begin + chunk], records.numpy().view(np.uint8))
+                self._map.mark_clean(part)
+
+    def leave(self) -> None:
+        """Writes every dirty row to the table and gives the device memory back, until the next lookup."""
+        with self._lock, self._frames_lock:
+            if self._records is None:
+                return
+            self.write_back()
+            for batch in list(self._placed):
+                batch.let_go()
+            self.present.clear()
+            self._map.forget_all()
+            self.table._native.set_holder(None, None)
+            self._map = self._records = None
+
+    def _require_usable(self) -> None:
+        if self._lost:
+            raise BunkbedError(
+                f"table {self.table.name!r} refuses use until it is reopened at its last commit, {self.table.epoch}: "
+                f"{self._lost}; close it with close(commit=False)"
+            )
+
+    # ---- facts
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the first lookup, for `Table.stats`."""
+        counts = self.counters()
+        counts["device_bytes"] = 0 if self._records is None else self._records.nbytes
+        if self._map is not None:
+            found = self._map.stats()
+            counts["device_map_bytes"] = found.pop("bytes")  # in RAM
+            counts.update({f"device_{name}": value for name, value in found.items()})
+        return counts

@@ -1,0 +1,154 @@
+"""`TransferTier`: rows stay in RAM; each batch sends its own to the device, and gets their gradients' sums back.
+
+What ``device_cache=0`` is, for devices with no memory to spare for a cache. Up go the weights of a batch's unique rows,
+in their storage type; down come the sums of equal ids' gradients, added up on the device; the table steps in RAM.
+
+`lookahead` sends the rows of coming batches early, beside the model's work. Those of them that a step has changed since
+are sent again when the batch begins: a copy knows how many steps had been taken when it was read, and the tier which
+rows the last few changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from bunkbed import _native
+from bunkbed.torch.device.batches import SentBatch
+from bunkbed.torch.device.link import Link
+from bunkbed.torch.device.rows import DeviceRows
+from bunkbed.torch.gradients import IntArray
+
+#: Steps whose rows are remembered; a copy older than that is read anew.
+_REMEMBERED = 8
+_WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TransferTier(DeviceRows):
+    """Copies of rows on the device for the batches under way, and nothing of them later.
+
+    Owns no device memory but those copies. One thread trains; the table may be used by others meanwhile.
+
+    Args:
+        table, anchor: see `DeviceRows`.
+    """
+
+    def __init__(self, table: Any, anchor: Any) -> None:
+        super().__init__(table, anchor)
+        self._lock = threading.RLock()  # guards the three below
+        self._steps = 0
+        self._changed: deque[tuple[int, Any]] = deque(maxlen=_REMEMBERED)  # (number of the step, its batch)
+        self._forgotten = 0  # copies as of a step up to this one are of no use
+        table._above = weakref.ref(self)
+
+    # ---- lookups
+
+    def lookup(self, ids: IntArray) -> tuple[Any, SentBatch]:
+        """float32[N, dim] rows of int64[N] ids on the device, and their batch."""
+        rows, batch = self.lookup_rows(ids)
+        return rows.index_select(0, batch.inverse()), batch
+
+    def lookup_rows(self, ids: IntArray) -> tuple[Any, SentBatch]:
+        """`lookup` of each row once: float32[U, dim] in the order of the batch."""
+        batch = self._batch(ids)
+        assert isinstance(batch, SentBatch)
+        self._send_what_changed(batch)
+        self.link.wait(batch.ready)
+        rows = batch.rows
+        batch.let_go()
+        return rows, batch
+
+    def evaluate(self, batch: SentBatch) -> Any:
+        """float32[U, dim] rows of a batch on the device; in RAM the cache stays as it is."""
+        return self._send(batch.unique(), touch=False)
+
+    def deduped(self, ids: IntArray) -> SentBatch:
+        """See `DeviceRows`."""
+        device = self._anchor().device
+        if self.link.device != device:
+            self.link = Link(device, self.delay)
+        return SentBatch(self.table.batch(ids), ids.size, self.link)
+
+    def _send(self, ids: IntArray, *, touch: bool) -> Any:
+        native, dtype, shape = self.table._native, self.table.dtype, (ids.size, self.table.dim)
+        rows = _native.empty_rows(*shape)
+        native.lookup(ids, touch, rows)
+        if dtype not in _WIDE:
+            return self.link.up(rows)
+        halves = np.empty(shape, np.uint16)
+        _native.narrow(rows.reshape(-1), self.table._spec.dtype, halves.reshape(-1))  # exact
+        return self.link.up(halves.view(np.int16)).view(_WIDE[dtype]).float()
+
+    def _send_what_changed(self, batch: SentBatch) -> None:
+        """Has the batch's rows on the device as they are now."""
+        with self._lock:
+            first = self._changed[0][0] if self._changed else self._steps
+            is_known = batch.is_here and batch.as_of > self._forgotten and batch.as_of >= first - 1
+            later = [stepped for number, stepped in self._changed if number > batch.as_of]
+        if not is_known:
+            self._bring(batch)
+            return
+        is_old = np.zeros(len(batch), np.bool_)
+        for stepped in later:
+            is_old |= batch.batch.rows_in(stepped)
+        if is_old.any():
+            self.link.wait(batch.ready)
+            again = self._send(batch.unique()[is_old], touch=False)  # they counted as wanted when they were sent
+            batch.rows.index_copy_(0, self.link.up(np.flatnonzero(is_old)), again)
+
+    def _bring(self, batch: SentBatch) -> None:
+        with self._lock:
+            as_of = self._steps
+        with self.link.copying():
+            batch.rows = self._send(batch.unique(), touch=True)
+            batch.ready = self.link.ready()
+        batch.as_of = as_of
+
+    # ---- for `lookahead`
+
+    def place(self, batch: SentBatch, number: int = 0) -> bool:
+        """Sends the rows of a batch to come."""
+        self._bring(batch)
+        return True
+
+    def expect(self, batch: SentBatch) -> int:
+        """Nothing is planned here: the table's own window is all there is."""
+        return 0
+
+    def forget(self, number: int) -> None:
+        """See `expect`."""
+
+    def missing(self, batch: SentBatch) -> IntArray:
+        """The rows of a batch that come from the table: all of them, int64[U]."""
+        return batch.unique()
+
+    # ---- steps
+
+    def step(self, batch: SentBatch, sums: Any, *, lr: float, step: int | None) -> None:
+        """See `bunkbed.torch.gradients.Rows`."""
+        values = np.ascontiguousarray(self.link.down(sums).numpy())
+        with self._lock:
+            self.table.update_batch(batch.batch, values, lr=lr, step=step)
+            self._steps += 1
+            self._changed.append((self._steps, batch.batch))
+
+    # ---- what the table asks for: see `Table._above`
+
+    def write_back(self) -> None:
+        """The table has every row already."""
+
+    def leave(self) -> None:
+        """Copies are of no use any more."""
+        with self._lock:
+            self._steps += 1
+            self._forgotten = self._steps
+            self._changed.clear()
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the first lookup, for `Table.stats`."""
+        return self.counters()
