@@ -10,6 +10,7 @@ import pytest
 import bunkbed as bb
 from bunkbed.keras import Embedding, lookups
 from keras_setup import (
+    ADAM,
     BATCH,
     DIM,
     ROWS,
@@ -21,10 +22,6 @@ from keras_setup import (
     tf,
     trained_reference,
 )  # fmt: skip
-
-pytestmark = pytest.mark.filterwarnings("default")
-
-ADAM = bb.Adam(0.01, eps=1e-7)
 
 
 def mirrored(replicas: int):

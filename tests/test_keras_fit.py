@@ -8,6 +8,7 @@ import pytest
 import bunkbed as bb
 from bunkbed.keras import Embedding
 from keras_setup import (
+    ADAM,
     BATCH,
     DIM,
     ROWS,
@@ -22,9 +23,6 @@ from keras_setup import (
     trained_reference,
 )  # fmt: skip
 
-pytestmark = pytest.mark.filterwarnings("default")
-
-ADAM = bb.Adam(0.01, eps=1e-7)
 MODES = {
     "graph": {},
     "eager": {"run_eagerly": True},

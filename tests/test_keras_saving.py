@@ -14,8 +14,6 @@ import bunkbed as bb
 from bunkbed.keras import Embedding, moved
 from keras_setup import BATCH, DIM, ROWS, SEED, all_rows, batches, keras, row_model, tf
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 def model_on(path: Path | None, **arguments):
     layer = Embedding(ROWS, DIM, seed=SEED, path=path, name="rows", **arguments)

@@ -11,5 +11,6 @@ from bunkbed.keras.export import export
 from bunkbed.keras.functions import embedding_lookup, token_of
 from bunkbed.keras.lookahead import lookahead
 from bunkbed.keras.places import moved
+from bunkbed.keras.tensorboard import TensorBoard
 
-__all__ = ["Embedding", "embedding_lookup", "export", "lookahead", "moved", "token_of"]
+__all__ = ["Embedding", "TensorBoard", "embedding_lookup", "export", "lookahead", "moved", "token_of"]

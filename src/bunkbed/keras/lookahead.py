@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from bunkbed.keras.callbacks import ranged
 from bunkbed.keras.embedding import Embedding
 from bunkbed.window import MAX_BATCHES, Window
 
@@ -186,7 +187,7 @@ class _Plan:
             for key, window in windows.items():
                 parts = wanted[key][1] if key in wanted else []
                 with contextlib.suppress(IndexError):  # the lookup says so, where it comes
-                    window.push(np.concatenate(parts) if parts else None)
+                    ranged("stage", window.table.name, window.push, np.concatenate(parts) if parts else None)
             self._entered[iteration] += 1
 
     def advance(self, iteration: Any) -> Any:
@@ -195,5 +196,5 @@ class _Plan:
             if windows is not None:
                 self._entered[int(iteration)] -= 1
                 for window in windows.values():
-                    window.advance()
+                    ranged("stage", window.table.name, window.advance)
         return np.int64(0)

@@ -26,7 +26,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         touch: see `bunkbed.Table.lookup`.
         is_certain: that a gradient will come back.
     """
-    name, this = f"bunkbed lookup {shared.name}", weakref.ref(shared)
+    name, this = shared.name, weakref.ref(shared)
 
     def plain(ids: IntArray) -> FloatArray:
         rows: FloatArray = alive(this).for_lookup().lookup(ids, touch=touch)
@@ -46,10 +46,12 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         return np.float64(found.pending.push(int(handle), tuple(place.tolist()), ids.reshape(-1), grads))
 
     if not train:
-        rows = call(name, plain, [ids], tf.float32)
+        rows = call("lookup", name, plain, [ids], tf.float32)
     else:
         place = _place(shared)
-        rows, handle = call(name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64])
+        rows, handle = call(
+            "lookup", name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64]
+        )
         rows = _answered(shared, rows, handle, [ids], place, push)
     if not tf.executing_eagerly():
         rows.set_shape([*ids.shape, shared.dim])
@@ -75,7 +77,7 @@ def bags_of(
         skip_zero: leave id 0 out.
         train, touch, is_certain: see `rows_of`.
     """
-    name, this = f"bunkbed bags {shared.name}", weakref.ref(shared)
+    name, this = shared.name, weakref.ref(shared)
     has_weights = weights is not None
     inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
 
@@ -102,11 +104,11 @@ def bags_of(
         return np.float64(alive(this).pending.push(int(handle), order, made.ids, grads, bags=made.gradients()))
 
     if not train:
-        pooled = call(name, plain, inputs, tf.float32)
+        pooled = call("bags", name, plain, inputs, tf.float32)
     else:
         place = _place(shared)
         token = tf.stop_gradient(shared.token.value)
-        pooled, handle = call(name, trained, [*inputs, place, token], [tf.float32, tf.int64])
+        pooled, handle = call("bags", name, trained, [*inputs, place, token], [tf.float32, tf.int64])
         pooled = _answered(shared, pooled, handle, inputs, place, push)
     if not tf.executing_eagerly():
         pooled.set_shape([None, shared.dim])
@@ -122,13 +124,13 @@ def _answered(
             f"table {shared.name!r}: a lookup inside tf.vectorized_map loses its gradient; look all ids up at once, "
             "outside of it"
         )
-    name = f"bunkbed gradients {shared.name}"
+    name = shared.name
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def attach(rows: Any, _: Any) -> Any:
         def backward(grads: Any) -> Any:
             grads = tf.convert_to_tensor(grads)  # from IndexedSlices, where rows were gathered from
-            value = call(name, push, [handle, *inputs, grads, place], tf.float64)
+            value = call("gradients", name, push, [handle, *inputs, grads, place], tf.float64)
             if not tf.executing_eagerly():
                 value.set_shape([])
             return None, value

@@ -306,7 +306,7 @@ class SharedTable:
             )
             return np.zeros((), np.float64)
 
-        zero = call(f"bunkbed update {self.name}", step, [gradients, rate, unscale, is_update(optimizer)], tf.float64)
+        zero = call("update", self.name, step, [gradients, rate, unscale, is_update(optimizer)], tf.float64)
         if not tf.executing_eagerly():
             zero.set_shape([])
         return zero

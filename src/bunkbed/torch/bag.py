@@ -15,6 +15,7 @@ from bunkbed.init import Initializer
 from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
+from bunkbed.torch.ranges import ranged
 
 
 class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -222,6 +223,9 @@ class EmbeddingBag(TableLayer):
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input, offsets, per_sample_weights)
+        return ranged("lookup", self.table, self._pooled, input, offsets, per_sample_weights)
+
+    def _pooled(self, input: Any, offsets: Any, per_sample_weights: Any) -> torch.Tensor:
         bags = self._bags(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()

@@ -12,6 +12,7 @@ from bunkbed.init import Initializer
 from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch.layer import TableLayer, grad_array, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
+from bunkbed.torch.ranges import is_profiling, ranged
 
 #: Up to here copying repeated rows is cheaper than knowing them before backward.
 FEW_IDS = 256
@@ -181,6 +182,9 @@ class Embedding(TableLayer):
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input)
+        return ranged("lookup", self.table, self._rows, input) if is_profiling() else self._rows(input)
+
+    def _rows(self, input: torch.Tensor) -> torch.Tensor:
         grad = torch.is_grad_enabled()
         anchor = self._parameters["anchor"]
         if grad and anchor.requires_grad:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bunkbed.torch.layer import TableLayer, id_array
+from bunkbed.torch.ranges import ranged
 from bunkbed.window import MAX_BATCHES, Window
 
 #: Batches pulled from the loader for each one handed over, until the window is full: a slow loader then delays the
@@ -132,13 +133,13 @@ class _Plan:
                 for _ in self.queue:
                     window.push(None)
         for key, window in self._windows.items():
-            window.push(wanted[key][1] if key in wanted else None)
+            ranged("stage", window.table, window.push, wanted[key][1] if key in wanted else None)
         self.queue.append(batch)
 
     def begin(self) -> Any:
         """The next batch, whose turn it is."""
         for window in self._windows.values():
-            window.advance()
+            ranged("stage", window.table, window.advance)
         return self.queue.popleft()
 
     def close(self) -> None:
