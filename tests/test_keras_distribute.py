@@ -120,13 +120,13 @@ def test_a_replica_that_is_late_at_random_changes_nothing_in_1000_steps(monkeypa
     rng = np.random.default_rng(1)
     real = lookups.call
 
-    def late(name, function, inputs, dtypes):
+    def late(what, table, function, inputs, dtypes):
         def delayed(*arrays):
             if rng.random() < 0.2:
                 time.sleep(rng.random() * 1e-3)
             return function(*arrays)
 
-        return real(name, delayed, inputs, dtypes)
+        return real(what, table, delayed, inputs, dtypes)
 
     monkeypatch.setattr(lookups, "call", late)
 
