@@ -25,6 +25,27 @@ def ranged(what: str, table: str, function: Callable[..., Any], *arguments: Any)
         return _native.with_stalls(lambda: trace(f"bunkbed stall {table}"), function, *arguments)
 
 
+#: Outside of a graph that is being traced.
+outside_graph = tf.init_scope
+
+
+def is_eager() -> bool:
+    """Whether no graph is being traced."""
+    return bool(tf.executing_eagerly())
+
+
+def answer_with_error(shared: Any, rows: Any) -> Any:
+    """`rows`: in a graph nobody knows yet whether a gradient will be asked for, and outside of one no tape does."""
+    return rows
+
+
+def as_scalar(value: Any) -> Any:
+    """`value`, whose shape is known from now on: []."""
+    if not tf.executing_eagerly():
+        value.set_shape([])
+    return value
+
+
 def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
     """``function(*inputs)`` on NumPy arrays, as tensors.
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.bag_gradients import FloatArray, IntArray
+from bunkbed.keras.bags import Bags
 from bunkbed.keras.callbacks import call
 from bunkbed.keras.shared import SharedTable, alive
 
@@ -81,8 +82,8 @@ def bags_of(
     has_weights = weights is not None
     inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
 
-    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> _Bags:
-        return _Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
+    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> Bags:
+        return Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
 
     def plain(*arrays: Any) -> FloatArray:
         return bags(*arrays).lookup(alive(this).for_lookup(), touch=touch)
@@ -153,40 +154,3 @@ def _place(shared: SharedTable) -> Any:
     replica = tf.distribute.get_replica_context()
     number = 0 if replica is None else tf.get_static_value(replica.replica_id_in_sync_group)
     return tf.constant([0 if number is None else int(number), shared.next_place()], tf.int64)
-
-
-class _Bags:
-    """Bags of ids as the table wants them: int64[N], int64[B] offsets, float32[N] weights or None."""
-
-    def __init__(
-        self, ids: IntArray, splits: IntArray, weights: FloatArray | None, combiner: str, skip_zero: bool
-    ) -> None:
-        if skip_zero:
-            kept = ids != 0
-            before = np.concatenate([[0], np.cumsum(kept)])
-            ids, splits = ids[kept], before[splits]
-            weights = None if weights is None else weights[kept]
-        self.ids = ids
-        self.weights = weights
-        self._combiner = combiner
-        self._splits = splits
-
-    def lookup(self, table: Any, *, touch: bool) -> FloatArray:
-        pooled: FloatArray = table.lookup_bags(
-            self.ids, self._splits[:-1], pooling=self._combiner, weights=self.weights, touch=touch
-        )
-        return pooled
-
-    def gradients(self) -> BagGradients:
-        """What each id has of its bag's gradient: its weight by the sum of weights, or the root of that of squares."""
-        offsets, weights = np.ascontiguousarray(self._splits[:-1]), self.weights
-        if self._combiner == "sum" or (self._combiner == "mean" and weights is None):
-            return BagGradients(self.ids, offsets, weights, self._combiner == "mean")
-        lengths = np.diff(self._splits)
-        given = np.ones(self.ids.size, np.float32) if weights is None else weights
-        terms = given if self._combiner == "mean" else given * given
-        # reduceat cannot say that a bag is empty; a cumulative sum in float64 can.
-        sums = np.diff(np.concatenate([[0.0], np.cumsum(terms, dtype=np.float64)])[self._splits])
-        divisors = sums if self._combiner == "mean" else np.sqrt(sums)
-        factors = given / np.repeat(np.where(lengths > 0, divisors, 1.0), lengths)
-        return BagGradients(self.ids, offsets, factors.astype(np.float32), False)

@@ -223,7 +223,7 @@ class EmbeddingBag(TableLayer):
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input, offsets, per_sample_weights)
-        return ranged("lookup", self.table, self._pooled, input, offsets, per_sample_weights)
+        return ranged("lookup", self._pending.name, self._pooled, input, offsets, per_sample_weights)
 
     def _pooled(self, input: Any, offsets: Any, per_sample_weights: Any) -> torch.Tensor:
         bags = self._bags(input, offsets, per_sample_weights)

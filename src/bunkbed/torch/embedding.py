@@ -182,7 +182,7 @@ class Embedding(TableLayer):
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input)
-        return ranged("lookup", self.table, self._rows, input) if is_profiling() else self._rows(input)
+        return ranged("lookup", self._pending.name, self._rows, input) if is_profiling() else self._rows(input)
 
     def _rows(self, input: torch.Tensor) -> torch.Tensor:
         grad = torch.is_grad_enabled()

@@ -133,13 +133,13 @@ class _Plan:
                 for _ in self.queue:
                     window.push(None)
         for key, window in self._windows.items():
-            ranged("stage", window.table, window.push, wanted[key][1] if key in wanted else None)
+            ranged("stage", window.table.name, window.push, wanted[key][1] if key in wanted else None)
         self.queue.append(batch)
 
     def begin(self) -> Any:
         """The next batch, whose turn it is."""
         for window in self._windows.values():
-            ranged("stage", window.table, window.advance)
+            ranged("stage", window.table.name, window.advance)
         return self.queue.popleft()
 
     def close(self) -> None:

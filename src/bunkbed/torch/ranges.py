@@ -19,10 +19,10 @@ from bunkbed import _native
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
-def ranged(what: str, table: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which does `what` to a table; as a range, where a profiler records this thread."""
+def ranged(what: str, table: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, which does `what` to that table; as a range, where a profiler records this thread."""
     if not is_profiling():
         return function(*arguments)
     range_of = torch.profiler.record_function
-    with range_of(f"bunkbed {what} {table.name}"):
-        return _native.with_stalls(lambda: range_of(f"bunkbed stall {table.name}"), function, *arguments)
+    with range_of(f"bunkbed {what} {table}"):
+        return _native.with_stalls(lambda: range_of(f"bunkbed stall {table}"), function, *arguments)
