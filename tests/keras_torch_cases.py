@@ -263,6 +263,13 @@ def two_layers_on_one_table_and_mixed_precision(folder: Path) -> None:
     np.testing.assert_allclose(moved, 0.5 * 2 * 2 * 2 * before[:BATCH] / (BATCH * DIM), rtol=1e-2, atol=1e-6)
 
 
+def weights_of_a_table_that_is_not_there_yet_are_set(folder: Path) -> None:
+    model = row_model(Embedding(ROWS, DIM, seed=SEED))
+    model.set_weights(model.get_weights())
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    fit(model, *batches(1))
+
+
 def saved_weights_refer_to_kept_epochs(folder: Path) -> None:
     ids, targets = batches(4)
     layer = Embedding(ROWS, DIM, seed=SEED, path=folder / "user", name="rows")

@@ -45,7 +45,8 @@ class Token(SteppedVariable):
         stepping, scaling, gradient = self.assigned_by(value, sys._getframe(1).f_locals)
         value = gradient if stepping is None else value
         replica = tf.distribute.get_replica_context()
-        if replica is None:  # set from outside, as set_weights() does
+        # Set from outside, as set_weights() does; of a table that is not there yet nothing can wait.
+        if replica is None or (stepping is None and not owner.has_table):
             return value
         if replica.num_replicas_in_sync == 1:
             # The lookups of the next step read the variable: they come after the step that its value came of.
