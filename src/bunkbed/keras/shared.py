@@ -274,6 +274,10 @@ class SharedTable:
     def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
         """The op of an optimizer's step.
 
+        One for each table, also of those that step together: Keras assigns to token after token and never says which is
+        the last one, and leaves out those without a gradient. An op that all shared would have to guess where a step
+        ends, and a table it missed would be a step behind. A further op costs some 25 us of a step's milliseconds.
+
         Args:
             gradients: float64[replicas], the token's gradient in each.
             optimizer: the Keras optimizer that steps; None where it is another caller.
