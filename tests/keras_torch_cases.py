@@ -263,6 +263,23 @@ def two_layers_on_one_table_and_mixed_precision(folder: Path) -> None:
     np.testing.assert_allclose(moved, 0.5 * 2 * 2 * 2 * before[:BATCH] / (BATCH * DIM), rtol=1e-2, atol=1e-6)
 
 
+def a_sharded_table_has_the_same_bits(folder: Path) -> None:
+    ids, targets = batches(10)
+    found = []
+    for name, arguments in (
+        ("one", {}),
+        ("two", {"placement": "sharded", "directories": [folder / "ssd0", folder / "ssd1"]}),
+    ):
+        layer = Embedding(ROWS, DIM, seed=SEED, path=folder / name, **arguments)
+        model = row_model(layer)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        fit(model, ids, targets)
+        found.append(layer.table.get(EVERY))
+        assert isinstance(layer.table, bb.ShardedTable) == bool(arguments)
+        layer.table.close()
+    np.testing.assert_array_equal(*found)
+
+
 def weights_of_a_table_that_is_not_there_yet_are_set(folder: Path) -> None:
     model = row_model(Embedding(ROWS, DIM, seed=SEED))
     model.set_weights(model.get_weights())
