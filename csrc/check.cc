@@ -28,8 +28,9 @@ constexpr uint64_t kBytesWorthAThread = 16u << 20;
 // One segment's verification.
 class SegmentCheck {
  public:
-  SegmentCheck(Log* log, Segment* segment, const std::vector<uint64_t>& epochs, std::vector<Problem>* problems)
-      : log_(log), segment_(segment), epochs_(epochs), problems_(problems) {}
+  SegmentCheck(Log* log, Segment* segment, const std::vector<uint64_t>& epochs, std::vector<Problem>* problems,
+               ShardPlace place)
+      : log_(log), segment_(segment), epochs_(epochs), problems_(problems), place_(place) {}
 
   void run(const std::function<void(uint64_t)>& at) {
     check_header();
@@ -113,6 +114,7 @@ class SegmentCheck {
       return;
     }
     if (chunk.kind != ChunkKind::kData) return;
+    check_shard(chunk);
     const size_t piece = std::max<size_t>(1, kPieceBytes / log_->stride());
     for (size_t from = 0; from < ids_.size(); from += piece) {
       const size_t count = std::min(piece, ids_.size() - from);
@@ -130,6 +132,17 @@ class SegmentCheck {
     } catch (const Error& error) {
       report("chunk", static_cast<int64_t>(chunk.begin), error.what());
     }
+  }
+
+  // A row in another shard's directory is one that no lookup finds, while its own shard may have it too.
+  void check_shard(const ChunkTrailer& chunk) {
+    const auto bad = std::find_if(ids_.begin(), ids_.end(), [this](int64_t id) { return !place_.owns(id); });
+    if (bad == ids_.end() || has_misplaced_) return;
+    has_misplaced_ = true;  // one a segment is enough
+    const uint64_t slot = chunk.first_slot + static_cast<uint64_t>(bad - ids_.begin());
+    report("misplaced", static_cast<int64_t>(slot * log_->stride()),
+           "segment " + segment_->file->path() + ": a record of id " + std::to_string(*bad) + ", which is shard " +
+               std::to_string(shard_of(*bad, place_.shards)) + "'s, in shard " + std::to_string(place_.index));
   }
 
   void check_record_padding(const ChunkTrailer& chunk, size_t from, size_t count, const std::byte* records) {
@@ -163,6 +176,8 @@ class SegmentCheck {
   std::vector<uint64_t> versions_;
   size_t damaged_records_ = 0;
   bool has_padding_ = false;
+  const ShardPlace place_;
+  bool has_misplaced_ = false;
 };
 
 LogMemory small_memory() {
@@ -173,8 +188,8 @@ LogMemory small_memory() {
 
 class TableCheck {
  public:
-  TableCheck(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes, const CheckProgress& progress)
-      : vfs_(vfs), path_(path), ram_bytes_(ram_bytes), progress_(progress), manifests_(vfs, path) {}
+  TableCheck(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes, const CheckProgress& progress, ShardPlace place)
+      : vfs_(vfs), path_(path), ram_bytes_(ram_bytes), progress_(progress), place_(place), manifests_(vfs, path) {}
 
   CheckedTable run() {
     load_manifests();
@@ -307,7 +322,7 @@ class TableCheck {
       check_segment(&log, log.find_segment(wanted.entry.segment), wanted.epochs, &found.problems, [&](uint64_t bytes) {
         done += bytes;
         at(bytes);
-      });
+      }, place_);
     }
     at(wanted.entry.bytes - std::min(done, wanted.entry.bytes));
     return found;
@@ -403,6 +418,7 @@ class TableCheck {
   const std::string path_;
   const size_t ram_bytes_;
   const CheckProgress& progress_;
+  const ShardPlace place_;
   const Manifests manifests_;
   std::map<uint64_t, Manifest> loaded_;
   std::map<uint64_t, Wanted> wanted_;
@@ -415,12 +431,13 @@ class TableCheck {
 }  // namespace
 
 void check_segment(Log* log, Segment* segment, const std::vector<uint64_t>& epochs, std::vector<Problem>* problems,
-                   const std::function<void(uint64_t bytes)>& at) {
-  SegmentCheck(log, segment, epochs, problems).run(at);
+                   const std::function<void(uint64_t bytes)>& at, ShardPlace place) {
+  SegmentCheck(log, segment, epochs, problems, place).run(at);
 }
 
-CheckedTable inspect_table(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes, const CheckProgress& progress) {
-  return TableCheck(vfs, path, ram_bytes, progress).run();
+CheckedTable inspect_table(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes, const CheckProgress& progress,
+                           ShardPlace place) {
+  return TableCheck(vfs, path, ram_bytes, progress, place).run();
 }
 
 std::vector<std::string> check_table(vfs::Vfs& vfs, const std::string& path) {

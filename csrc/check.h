@@ -12,12 +12,13 @@
 #include <string>
 #include <vector>
 
+#include "shard_rule.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {
 
 struct Problem {
-  // manifest, foreign, fields, segment, chunk, record, padding, directory, rows, stranger
+  // manifest, foreign, fields, segment, chunk, record, padding, directory, rows, stranger, misplaced
   std::string kind;
   std::string file;      // its name in the table's directory; empty: no single one
   int64_t offset = -1;   // byte in it; -1: all of it
@@ -44,9 +45,9 @@ struct CheckedTable {
 // (bytes done, bytes in all); may throw, and then the check ends with what it threw.
 using CheckProgress = std::function<void(uint64_t done, uint64_t total)>;
 
-// Error only when `path` is no table at all.
+// Error only when `path` is no table at all. Of a shard, `place` says which rows it may have.
 CheckedTable inspect_table(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes = 256u << 20,
-                           const CheckProgress& progress = nullptr);
+                           const CheckProgress& progress = nullptr, ShardPlace place = {});
 
 // The same, one line a problem; empty when the table is sound.
 std::vector<std::string> check_table(vfs::Vfs& vfs, const std::string& path);
@@ -56,6 +57,6 @@ struct Segment;
 // Verifies one open segment of `log`, from its header to its committed length, and appends what is wrong with it.
 // `at` is called with each number of bytes done.
 void check_segment(Log* log, Segment* segment, const std::vector<uint64_t>& epochs, std::vector<Problem>* problems,
-                   const std::function<void(uint64_t bytes)>& at);
+                   const std::function<void(uint64_t bytes)>& at, ShardPlace place = {});
 
 }  // namespace bunkbed

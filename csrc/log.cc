@@ -9,6 +9,7 @@
 #include "error.h"
 #include "failpoints.h"
 #include "kernels/kernels.h"
+#include "stall.h"
 #include "workers.h"
 
 namespace bunkbed {
@@ -435,6 +436,7 @@ void Log::read(std::vector<ReadRequest> requests, size_t read_bytes, const std::
     if (meanwhile) meanwhile();
     return;
   }
+  const Stall stall;
   const auto started = std::chrono::steady_clock::now();
   const ReadPlan plan = plan_reads(std::move(requests));
   const auto count = [&] {

@@ -213,7 +213,8 @@ RepairedTable repair_table(vfs::Vfs& vfs, const std::string& path, const RepairO
     throw Error(ErrorKind::kLocked, "table " + path + " is being written by " + error.what() +
                                         "; close it there before repairing it; nothing was changed");
   }
-  RepairedTable result = Repair(vfs, path, options, inspect_table(vfs, path, options.ram_bytes, progress)).run();
+  CheckedTable found = inspect_table(vfs, path, options.ram_bytes, progress, options.place);
+  RepairedTable result = Repair(vfs, path, options, std::move(found)).run();
   lock->unlock();
   return result;
 }

@@ -28,6 +28,7 @@ struct RepairOptions {
   bool through_run = false;     // the run it belongs to asks
   std::set<uint64_t> pinned;    // commits that run's manifests name
   size_t ram_bytes = 256u << 20;
+  ShardPlace place;             // of a shard
 };
 
 struct RepairedTable {

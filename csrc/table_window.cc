@@ -12,9 +12,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <thread>
 
 #include "error.h"
+#include "stall.h"
 #include "table.h"
 #include "table_rows.h"
 #include "workers.h"
@@ -208,20 +210,22 @@ void Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, 
     });
   };
   std::chrono::steady_clock::time_point started;
-  bool waited = false;
+  std::optional<Stall> stall;
   for (size_t begin = 0; begin < n && is_staging();) {
     if (is_read(begin)) {
       begin += kBlockIds;
       continue;
     }
-    if (!waited) started = std::chrono::steady_clock::now();
-    waited = true;
+    if (!stall) {
+      started = std::chrono::steady_clock::now();
+      stall.emplace();
+    }
     const uint64_t staged = batches_staged_;
     staged_.wait(guard, [&] { return batches_staged_ != staged; });
     require_usable();  // it may have been closed meanwhile
     begin = 0;         // the lock was given up: others may have staged rows that had been looked at
   }
-  if (!waited) return;
+  if (!stall) return;
   const double seconds = seconds_since(started);
   ahead_.waited_s += seconds;
   stall_s_ += seconds;

@@ -54,6 +54,12 @@ def native_defaults():
     bb.set_num_threads(threads)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith("test_keras_"):  # TensorFlow and Keras warn of themselves
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(autouse=True)
 def _no_keras_model_outlives_its_test(request: pytest.FixtureRequest):
     """Models are cycles: their tables would go, with a warning of uncommitted rows, in the middle of another test."""

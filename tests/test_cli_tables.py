@@ -80,6 +80,25 @@ def test_info_of_a_table(cli: Run, table: Path) -> None:
     assert about["disk_bytes"] >= about["live_bytes"] > 0
 
 
+def test_info_of_a_sharded_table(cli: Run, tmp_path: Path) -> None:
+    path = tmp_path / "user"
+    places = [tmp_path / "ssd0", tmp_path / "ssd1"]
+    with bb.ShardedTable.create(path, directories=places, dim=8, num_rows=1000, ram="32MiB") as made:
+        made.update(np.arange(20), np.ones((20, 8), np.float32))
+        made.commit(keep="first")
+        owned = np.bincount(made.shards_of(np.arange(20)), minlength=2).tolist()
+    code, out, err = cli("info", str(path))
+    assert (code, err) == (0, "") and out.startswith(f"sharded table {path}")
+    assert "20 stored of 1,000" in out and "first (epoch 1)" in out and "1, after step 1" in out
+    for index in range(2):
+        assert f"shard {index}" in out and str(places[index] / f"shard-000{index}") in out
+    about = json.loads(cli("info", str(path), "--json")[1])
+    assert (about["kind"], about["stored_rows"], about["step"]) == ("sharded table", 20, 1)
+    assert [shard["stored_rows"] for shard in about["shards"]] == owned and sum(owned) == 20
+    assert sum(shard["disk_bytes"] for shard in about["shards"]) == about["disk_bytes"] > 0
+    assert cli("check", str(path))[1] == f"sound  sharded table {path}\n"
+
+
 def test_info_of_a_run(cli: Run, run_folder: Path) -> None:
     code, out, err = cli("info", str(run_folder))
     assert (code, err) == (0, "")

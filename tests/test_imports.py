@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -81,17 +80,6 @@ def test_keras_adapter_with_an_old_framework_says_what_to_install(tmp_path: Path
     assert (
         'bunkbed.keras needs keras 3.15 or newer, and 2.15.0 is installed: pip install "bunkbed[keras]"' in done.stderr
     )
-
-
-def test_keras_adapter_on_another_backend_says_what_to_do() -> None:
-    pytest.importorskip("keras")
-    done = subprocess.run(
-        [sys.executable, "-c", "import bunkbed.keras"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "KERAS_BACKEND": "torch"},
-    )
-    assert done.returncode != 0 and "this process uses 'torch'; set KERAS_BACKEND=tensorflow" in done.stderr
 
 
 def test_the_command_line_starts_without_frameworks() -> None:

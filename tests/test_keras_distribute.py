@@ -10,6 +10,7 @@ import pytest
 import bunkbed as bb
 from bunkbed.keras import Embedding, lookups
 from keras_setup import (
+    ADAM,
     BATCH,
     DIM,
     ROWS,
@@ -21,10 +22,6 @@ from keras_setup import (
     tf,
     trained_reference,
 )  # fmt: skip
-
-pytestmark = pytest.mark.filterwarnings("default")
-
-ADAM = bb.Adam(0.01, eps=1e-7)
 
 
 def mirrored(replicas: int):
@@ -123,13 +120,13 @@ def test_a_replica_that_is_late_at_random_changes_nothing_in_1000_steps(monkeypa
     rng = np.random.default_rng(1)
     real = lookups.call
 
-    def late(name, function, inputs, dtypes):
+    def late(what, table, function, inputs, dtypes):
         def delayed(*arrays):
             if rng.random() < 0.2:
                 time.sleep(rng.random() * 1e-3)
             return function(*arrays)
 
-        return real(name, delayed, inputs, dtypes)
+        return real(what, table, delayed, inputs, dtypes)
 
     monkeypatch.setattr(lookups, "call", late)
 

@@ -7,11 +7,21 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.keras import Embedding, embedding_lookup, lookahead, token_of
-from keras_setup import BATCH, DIM, ROWS, SEED, all_rows, batches, keras, row_model, tf, trained_reference
-
-pytestmark = pytest.mark.filterwarnings("default")
-
-ADAM = bb.Adam(0.01, eps=1e-7)
+from keras_setup import (
+    ADAM,
+    BATCH,
+    DIM,
+    ROWS,
+    SEED,
+    all_rows,
+    batches,
+    keras,
+    row_model,
+    stored_dataset,
+    stored_layers,
+    tf,
+    trained_reference,
+)
 
 
 def new_table():
@@ -68,19 +78,7 @@ def test_a_graph_whose_gradients_leave_the_token_out_is_an_error() -> None:
 
 @pytest.fixture
 def on_disk(tmp_path):
-    """A layer on a table of which a tenth fits the budget, all rows stored."""
-    rows, dim = 20_000, 32
-    path = tmp_path / "user"
-    with bb.create(path, dim=dim, num_rows=rows, optimizer=bb.Adam(0.01), ram="64MiB", seed=1) as table:
-        for start in range(0, rows, 5000):
-            table.update(np.arange(start, start + 5000), np.ones((5000, dim), np.float32))
-    return lambda: Embedding(rows, dim, path=path, ram="3MiB", optimizer=bb.Adam(0.01))
-
-
-def dataset(rows: int = 20_000, dim: int = 32, steps: int = 12):
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, rows, steps * 256)
-    return tf.data.Dataset.from_tensor_slices((ids, rng.standard_normal((len(ids), dim)).astype(np.float32))).batch(256)
+    return stored_layers(tmp_path / "user")
 
 
 def flat_model(layer, inside):
@@ -102,7 +100,7 @@ def test_lookahead_stages_rows_and_changes_no_bit(on_disk, tmp_path, replicas: i
             layer = on_disk()
             model = flat_model(layer, inside)
             model.compile(keras.optimizers.SGD(0.1), "mse")
-        data = lookahead(dataset(), model) if ahead else dataset()
+        data = lookahead(stored_dataset(), model) if ahead else stored_dataset()
         before = layer.table.stats()
         model.fit(data.repeat(2), steps_per_epoch=24, verbose=0)
         after = layer.table.stats()
@@ -115,7 +113,7 @@ def test_lookahead_stages_rows_and_changes_no_bit(on_disk, tmp_path, replicas: i
 def test_lookahead_hands_batches_over_unchanged(on_disk) -> None:
     layer = on_disk()
     model = row_model(layer)
-    data = dataset()
+    data = stored_dataset()
     ahead = lookahead(data, model)
     assert ahead.element_spec == data.element_spec and len(ahead) == len(data) == 12
     for _ in range(3):

@@ -7,11 +7,8 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.keras import Embedding
-from keras_setup import BATCH, DIM, ROWS, SEED, all_rows, batches, keras, reference, row_model, tf
+from keras_setup import ADAM, BATCH, DIM, ROWS, SEED, all_rows, batches, keras, reference, row_model, tf
 
-pytestmark = pytest.mark.filterwarnings("default")
-
-ADAM = bb.Adam(0.01, eps=1e-7)
 PLAIN = {"optimizer": ADAM, "seed": SEED}
 BAGS = [[3, 1, 3], [], [7], [0, 2, 0, 9, 9]]
 WEIGHTS = [[1.0, 0.5, 2.0], [], [3.0], [0.25, 1.0, 1.0, 2.0, 4.0]]

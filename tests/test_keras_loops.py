@@ -24,8 +24,6 @@ from keras_setup import (
     trained_reference,
 )  # fmt: skip
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 ONE = bb.SGD(1.0)
 
 

@@ -14,8 +14,6 @@ import bunkbed as bb
 from bunkbed.keras import Embedding, moved
 from keras_setup import BATCH, DIM, ROWS, SEED, all_rows, batches, keras, row_model, tf
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 def model_on(path: Path | None, **arguments):
     layer = Embedding(ROWS, DIM, seed=SEED, path=path, name="rows", **arguments)
@@ -293,3 +291,10 @@ def test_printing_a_model_commits_nothing(tmp_path: Path) -> None:
     model.summary(print_fn=lambda text: None)
     repr(model.weights)
     assert layer.table.epoch == 0
+
+
+def test_weights_of_a_table_that_is_not_there_yet_are_set(tmp_path: Path) -> None:
+    layer, model = model_on(None)
+    model.set_weights(model.get_weights())
+    fit(model)
+    assert layer.table.step == 4

@@ -303,6 +303,16 @@ def test_a_shared_budget_and_a_disk_limit_are_of_the_whole(tmp_path: Path) -> No
 # ---- Mistakes change nothing
 
 
+def test_a_plain_table_is_not_created_on_a_sharded_one(tmp_path: Path) -> None:
+    make(tmp_path / "user").close()
+    before = sorted(tmp_path.rglob("*"))
+    for durability in ("durable", "scratch"):
+        with pytest.raises(FileExistsError, match=r"there is a sharded table; open it with bunkbed\.open"):
+            bb.create(tmp_path / "user", dim=4, durability=durability)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert bb.check(tmp_path / "user") == []
+
+
 def test_errors_name_the_table_and_the_place_in_the_callers_batch(tmp_path: Path) -> None:
     one = bb.create(None, **FACTS)
     one._name = "user"
@@ -345,3 +355,22 @@ def test_errors_name_the_table_and_the_place_in_the_callers_batch(tmp_path: Path
     train(one, table, seed=1)
     assert_same_tables(table, one)
     table.close()
+
+
+def test_check_finds_a_row_in_another_shards_directory(tmp_path: Path) -> None:
+    path = tmp_path / "user"
+    with make(path) as table:
+        train(table)
+        owners = table.shards_of(EVERY)
+        table.commit(keep="sound")
+        first, stranger = table._native.tables()[0], int(EVERY[owners == 2][0])
+        # What somebody would do who opens a shard's core by itself.
+        first._native.set(np.array([stranger]), 0, np.zeros((1, FACTS["dim"]), np.float32))
+        table.commit()
+    for repair in (False, True):
+        (problem,) = [each for each in bb.check(path, repair=repair) if each.kind == "misplaced"]
+        assert f"a record of id {stranger}, which is shard 2's, in shard 0" in problem.found
+        assert "put it back from a copy" in problem.remedy and problem.epochs
+        assert problem.file.parent == first.path and problem.offset > 0
+    report = bb.check(path)
+    assert report.sound_epochs == [1]  # the commit before is all there

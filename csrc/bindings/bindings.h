@@ -23,6 +23,7 @@ nanobind::object own_block(void* address, size_t bytes);
 void bind_batch(nanobind::module_& m);
 void bind_losses(nanobind::module_& m);
 void bind_seen_pairs(nanobind::module_& m);
+void bind_stalls(nanobind::module_& m);
 void bind_table(nanobind::module_& m);
 void bind_maintenance(nanobind::module_& m);
 void bind_device(nanobind::module_& m);

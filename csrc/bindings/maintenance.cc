@@ -64,27 +64,28 @@ nb::dict checked_values(const CheckedTable& table) {
 void bind_maintenance(nb::module_& m) {
   m.def(
       "check_table",
-      [](const std::string& path, size_t ram_bytes, const nb::object& progress) {
+      [](const std::string& path, size_t ram_bytes, const nb::object& progress, uint32_t shard, uint32_t shards) {
         const CheckProgress report = python_progress(progress);
         CheckedTable table;
         {
           const nb::gil_scoped_release release;
-          table = inspect_table(vfs::current(), path, ram_bytes, report);
+          table = inspect_table(vfs::current(), path, ram_bytes, report, {shard, shards});
         }
         return checked_values(table);
       },
-      "path"_a, "ram_bytes"_a, "progress"_a.none(),
+      "path"_a, "ram_bytes"_a, "progress"_a.none(), "shard"_a = 0, "shards"_a = 1,
       "What is wrong with a table's files; progress(bytes done, bytes in all) is called now and then.");
   m.def(
       "repair_table",
       [](const std::string& path, size_t ram_bytes, std::optional<uint64_t> fall_back_to, std::set<uint64_t> pinned,
-         bool through_run, const nb::object& progress) {
+         bool through_run, const nb::object& progress, uint32_t shard, uint32_t shards) {
         const CheckProgress report = python_progress(progress);
         RepairOptions options;
         options.fall_back_to = fall_back_to;
         options.through_run = through_run;
         options.pinned = std::move(pinned);
         options.ram_bytes = ram_bytes;
+        options.place = {shard, shards};
         RepairedTable repaired;
         {
           const nb::gil_scoped_release release;
@@ -92,7 +93,8 @@ void bind_maintenance(nb::module_& m) {
         }
         return nb::make_tuple(checked_values(repaired.table), repaired.done);
       },
-      "path"_a, "ram_bytes"_a, "fall_back_to"_a.none(), "pinned"_a, "through_run"_a, "progress"_a.none(),
+      "path"_a, "ram_bytes"_a, "fall_back_to"_a.none(), "pinned"_a, "through_run"_a, "progress"_a.none(), "shard"_a = 0,
+      "shards"_a = 1,
       "Repairs a table's files: (what is wrong with them now, what was done, one line each).");
   m.def(
       "commits",

@@ -143,6 +143,7 @@ NB_MODULE(_native, m) {
   bind_losses(m);
   bind_seen_pairs(m);
   bind_device(m);
+  bind_stalls(m);
   bind_table(m);
   bind_maintenance(m);
   bind_files(m);

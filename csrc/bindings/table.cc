@@ -367,7 +367,9 @@ void bind_table(nb::module_& m) {
       });
 
   nb::class_<Scan>(m, "Scan", "A walk over every stored row.")
-      .def(nb::init<Table*, size_t>(), "table"_a, "field"_a, nb::keep_alive<1, 2>())
+      .def("__init__",
+           [](Scan* self, Table* table, size_t field) { unlocked([&] { new (self) Scan(table, field); }); },
+           "table"_a, "field"_a, nb::keep_alive<1, 2>())
       .def("next",
            [](Scan& scan, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
               const FloatsOut& values) {

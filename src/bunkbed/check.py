@@ -26,8 +26,9 @@ def check(
 ) -> Report:
     """Problems of the table or run at `path`; empty when it is sound.
 
-    Reads every commit, chunk, record and dense file and verifies every checksum. Without `repair` it changes nothing
-    and takes no lock: what is being written may be checked, and what its writer removes meanwhile is no problem.
+    Reads every commit, chunk, record and dense file and verifies every checksum, and of a sharded table that each row
+    lies in its own shard. Without `repair` it changes nothing and takes no lock: what is being written may be checked,
+    and what its writer removes meanwhile is no problem.
 
     With `repair` it takes the writer's lock and does what needs no guess: it removes what no commit names (unfinished
     commits, segments and bytes of sessions that died), and commits that are damaged and superseded. It goes back to

@@ -90,6 +90,12 @@ class _RunCheck:
         """Where tables lie that do not lie in the run's directory."""
         return self.manifests[max(self.manifests)].places
 
+    def shard(self, name: str) -> tuple[int, int]:
+        """Which shard of how many a table of the run is; (0, 1) where it is none."""
+        shardings = [manifest.sharding for manifest in self.manifests.values()]
+        names = [] if not shardings or shardings[-1] is None else shardings[-1].names()
+        return (names.index(name), len(names)) if name in names else (0, 1)
+
     def sound(self) -> list[int]:
         return [epoch for epoch in self.epochs if epoch not in self.damaged]
 
@@ -135,7 +141,7 @@ def check_run(
     """`bunkbed.check` of a run."""
     if not repair:
         look = _RunCheck(files, ram_bytes, progress)
-        look.check_tables(lambda name, path: _native.check_table(str(path), ram_bytes, progress))
+        look.check_tables(lambda name, path: _native.check_table(str(path), ram_bytes, progress, *look.shard(name)))
         return look.report()
     lock = files.lock()
     try:
@@ -147,7 +153,7 @@ def check_run(
 def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -> Report:
     """Under the run's lock. Tables first: what a run's manifest names is durable before the manifest is."""
     look = _RunCheck(files, ram_bytes, progress)
-    look.check_tables(lambda name, path: _native.check_table(str(path), ram_bytes, progress))
+    look.check_tables(lambda name, path: _native.check_table(str(path), ram_bytes, progress, *look.shard(name)))
     done: list[str] = []
     if epoch is not None:
         _require_sound(look, epoch)
@@ -168,7 +174,9 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
         if not look.tables[name]["epochs"]:
             continue  # reported as missing
         back_to = target.tables.get(name) if target is not None else None
-        checked, lines = _native.repair_table(str(path), ram_bytes, back_to, pinned[name], True, progress)
+        checked, lines = _native.repair_table(
+            str(path), ram_bytes, back_to, pinned[name], True, progress, *look.shard(name)
+        )
         done += [f"table {name!r}: {line}" for line in lines]
         repaired[name] = checked
         if back_to is not None:
@@ -200,7 +208,9 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
         done.append(f"removed {path.name}, which no commit names ({path.stat().st_size} bytes)")
         path.unlink()
     # What the repair found stands: nobody else writes.
-    after.check_tables(lambda name, path: repaired.get(name) or _native.check_table(str(path), ram_bytes, progress))
+    after.check_tables(
+        lambda name, path: repaired.get(name) or _native.check_table(str(path), ram_bytes, progress, *after.shard(name))
+    )
     report = after.report()
     report.repaired = done
     return report

@@ -40,6 +40,13 @@ def require_same(kind: str, table: Any, **given: Any) -> None:
             )
 
 
+def require_alone(kind: str, **given: Any) -> None:
+    """Raises ValueError where an argument is given that a table given by ``table=`` brings itself."""
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
+        raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
+
+
 def open_stored(
     kind: str,
     path: Path,

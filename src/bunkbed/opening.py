@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import threading
 import weakref
@@ -16,7 +17,7 @@ from bunkbed import _native
 from bunkbed import init as _init
 from bunkbed import optim as _optim
 from bunkbed.budget import Budget, parse_bytes
-from bunkbed.errors import FormatError, ReadOnlyError
+from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
 from bunkbed.run_files import RunFiles
 from bunkbed.table import DTYPES, Table
 from bunkbed.uncommitted import warn_when_it_goes
@@ -172,6 +173,10 @@ def create(
         raise ValueError('a run\'s tables are committed together, and durability="scratch" keeps nothing: bb.create it')
     spec = make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None, is_scratch)
     place = None if path is None else _resolve(path)
+    if place is not None and _has_sharded(place):
+        raise FileExistsError(
+            errno.EEXIST, "there is a sharded table; open it with bunkbed.open, or give another path", str(place)
+        )
     table = Table(spec, place, "w")
     table._name = _name or table._name
     table._run = _run
@@ -241,7 +246,7 @@ def open(
             raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
         if optimizer is not None:
             create.setdefault("optimizer", optimizer)
-    if open_sharded is not None and _is_sharded(place):
+    if open_sharded is not None and is_sharded(place):
         return open_sharded(place, mode=mode, ram=ram, snapshot=snapshot, create=create, optimizer=optimizer, disk=disk)
     if create is not None and not _is_table(place):
         if not writable:
@@ -291,9 +296,18 @@ _create_table = create
 open_sharded: Callable[..., Table] | None = None
 
 
-def _is_sharded(place: Path) -> bool:
+def is_sharded(place: Path) -> bool:
+    """Whether a sharded table lies there."""
     files = RunFiles(place)
     return bool(files.epochs()) and files.load_newest().sharding is not None
+
+
+def _has_sharded(place: Path) -> bool:
+    """`is_sharded`, of which damage is no concern."""
+    try:
+        return is_sharded(place)
+    except (BunkbedError, OSError):
+        return False
 
 
 def _is_table(place: Path) -> bool:

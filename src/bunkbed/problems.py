@@ -119,6 +119,9 @@ def _explain(place: Path, checked: dict[str, Any], found: dict[str, Any], owner:
     elif kind == "padding":
         meaning = "no value is touched, but the disk changed what was written"
         remedy = "look after the disk, and keep a copy on another one"
+    elif kind == "misplaced":
+        meaning = f"no lookup finds it there, and rows may be missing from their own shard, in {commits}"
+        remedy = "the shard was written by itself, or its folder was put here from elsewhere: put it back from a copy"
     elif kind == "directory":
         meaning = f"{commits} cannot be opened until it is repaired; no row is lost: the segments hold them all"
         remedy = f"{command} builds the directory from the segments"

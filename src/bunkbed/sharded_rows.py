@@ -139,6 +139,13 @@ class ShardedRows:
                 raise result.error
         return results
 
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """To another thread, whose stalls a profiler sees where it sees this one's."""
+        ranges = _native.stall_ranges()
+        if ranges is None:
+            return self._threads.submit(work, *arguments)
+        return self._threads.submit(_native.with_stalls, ranges, work, *arguments)
+
     def _outcomes(self, work: Callable[[int, Any], Any], size: int, among: Sequence[int] | None = None) -> list[Any]:
         """As `_each`; a `_Failed` in place of what failed."""
 
@@ -151,7 +158,7 @@ class ShardedRows:
         indices = range(len(self._cores)) if among is None else among
         if len(indices) < 2 or size <= FEW_IDS or _native.get_num_threads() == 1:
             return [one(index) for index in indices]
-        others: list[Future[Any]] = [self._threads.submit(one, index) for index in indices[1:]]
+        others: list[Future[Any]] = [self._submit(one, index) for index in indices[1:]]
         try:
             first = one(indices[0])
         finally:
@@ -171,7 +178,7 @@ class ShardedRows:
         if threading.current_thread() is not threading.main_thread():
             results = run()
         else:
-            future = self._threads.submit(run)
+            future = self._submit(run)
             try:
                 results = future.result()
             except BaseException:

@@ -28,12 +28,15 @@ RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar=
 
 
 def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = None, json: JsonOption = False) -> None:
-    """Show what a table or a run holds: rows, optimizer, bytes per tier, epoch, snapshots."""
+    """Show what a table, sharded or not, or a run holds: rows, optimizer, bytes per tier, epoch, snapshots."""
     import bunkbed as bb
 
-    if kind_of(path) == "table":
+    kind = kind_of(path)
+    if kind != "run":
         with bb.open(path, mode="r", ram=ram) as table:
-            about = {"kind": "table", "path": path, **_about(table), "snapshots": bb.snapshots(path)}
+            about = {"kind": kind, "path": path, **_about(table), "snapshots": bb.snapshots(path)}
+            if isinstance(table, bb.ShardedTable):
+                about["shards"] = _shards(table)
         if json:
             print_json(about)
         else:
@@ -194,8 +197,15 @@ def _about(table: Any) -> dict[str, Any]:
     }
 
 
+def _shards(table: Any) -> list[dict[str, Any]]:
+    names = ("stored_rows", "disk_bytes", "live_bytes")
+    return [
+        {"path": shard.path, **{name: int(shard.stats()[name]) for name in names}} for shard in table._native.tables()
+    ]
+
+
 def _print_table(console: Console, about: dict[str, Any]) -> None:
-    console.print(f"table [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
+    console.print(f"{about['kind']} [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
     grid = _grid()
     grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
     grid.add_row("row", f"{about['dim']} x {about['dtype']}, {about['record_bytes']:,} bytes with its state")
@@ -209,6 +219,10 @@ def _print_table(console: Console, about: dict[str, Any]) -> None:
         grid.add_row("meta", escape(_meta(about["meta"])))
     grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
     console.print(grid, soft_wrap=True)
+    for index, shard in enumerate(about.get("shards", ())):
+        size = format_bytes(shard["disk_bytes"])
+        line = f"[dim]shard {index}[/]  {shard['stored_rows']:,} rows, {size}, {escape(str(shard['path']))}"
+        console.print(line, soft_wrap=True)
 
 
 def _print_run(console: Console, about: dict[str, Any]) -> None:

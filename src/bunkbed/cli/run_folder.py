@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bunkbed.cli.common import UsageProblem
-from bunkbed.errors import FormatError
+from bunkbed.errors import BunkbedError, FormatError
+from bunkbed.opening import is_sharded
 
 CONFIG_NAME = "config.json"
 DATA_NAME = "data"
@@ -74,8 +76,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def kind_of(path: Path) -> Literal["run", "table"]:
-    """Whether a folder holds a run (several tables) or one table.
+def kind_of(path: Path) -> Literal["run", "sharded table", "table"]:
+    """Whether a folder holds a run (several tables), or one table, sharded or not; damage is no concern here.
 
     Raises:
         FileNotFoundError: no such path.
@@ -85,4 +87,9 @@ def kind_of(path: Path) -> Literal["run", "table"]:
         raise FileNotFoundError(2, "no such table or run", str(path))
     if not path.is_dir():
         raise FormatError(f"{path}: is a file; give the folder of a table or of a run")
-    return "run" if (path / "tables").is_dir() else "table"
+    if not (path / "tables").is_dir():
+        return "table"
+    with contextlib.suppress(BunkbedError, OSError):
+        if is_sharded(path):
+            return "sharded table"
+    return "run"

@@ -1,15 +1,41 @@
 """Keras and TensorFlow layers over tables.
 
 >>> from bunkbed.keras import Embedding
+
+On Keras's torch backend there are `Embedding`, `TensorBoard` and `moved`; what takes and gives tensors of TensorFlow is
+there on its backend only.
 """
 
 from __future__ import annotations
 
-from bunkbed.keras import _backend  # noqa: F401  # first: says what is missing
-from bunkbed.keras.embedding import Embedding
-from bunkbed.keras.export import export
-from bunkbed.keras.functions import embedding_lookup, token_of
-from bunkbed.keras.lookahead import lookahead
-from bunkbed.keras.places import moved
+from typing import TYPE_CHECKING, NoReturn
 
-__all__ = ["Embedding", "embedding_lookup", "export", "lookahead", "moved", "token_of"]
+from bunkbed.keras._backend import IS_TORCH  # first: says what is missing
+from bunkbed.keras.embedding import Embedding
+from bunkbed.keras.places import moved
+from bunkbed.keras.tensorboard import TensorBoard
+
+_TENSORFLOW_ONLY = {
+    "embedding_lookup": "use bunkbed.torch.Embedding(..., table=table)",
+    "export": "write the rows with bunkbed.export_rows, or serve them from a reader, bunkbed.open(path, mode='r')",
+    "lookahead": "use bunkbed.torch.Embedding and bunkbed.torch.lookahead, or layer.table.stage(ids)",
+    "token_of": "use layer.token",
+}
+
+if not IS_TORCH or TYPE_CHECKING:
+    from bunkbed.keras.export import export
+    from bunkbed.keras.functions import embedding_lookup, token_of
+    from bunkbed.keras.lookahead import lookahead
+
+    __all__ = ["Embedding", "TensorBoard", "embedding_lookup", "export", "lookahead", "moved", "token_of"]
+else:
+    __all__ = ["Embedding", "TensorBoard", "moved"]
+
+    def __getattr__(name: str) -> NoReturn:
+        if name in _TENSORFLOW_ONLY:
+            # Of an AttributeError, "from bunkbed.keras import" would hide the text.
+            raise ImportError(
+                f"bunkbed.keras.{name} is there on Keras's TensorFlow backend, and this process uses torch; "
+                f"{_TENSORFLOW_ONLY[name]}"
+            )
+        raise AttributeError(f"module 'bunkbed.keras' has no attribute {name!r}")

@@ -10,20 +10,36 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import bunkbed as bb
 from bunkbed import optim
 from bunkbed.budget import Budget
 from bunkbed.init import from_native as initializer_from_native
-from bunkbed.keras.ids_layer import COMBINERS, IdsLayer, is_recorded
+from bunkbed.keras._backend import IS_TORCH
 from bunkbed.keras.initializers import initializer_of
-from bunkbed.keras.lookups import bags_of, rows_of
 from bunkbed.keras.places import current_path
+from bunkbed.keras.rows_layer import COMBINERS
 from bunkbed.keras.shared import TableArguments, shared_of, shared_of_table
-from bunkbed.layer_table import require_same
+from bunkbed.layer_table import require_alone, require_same
 from bunkbed.references import Reference
 from bunkbed.table import DTYPES
+
+if IS_TORCH:
+    from bunkbed.keras.torch_backend import (
+        IdsLayer,
+        answer_with_error,
+        bags_of,
+        is_eager,
+        is_recorded,
+        require_one_process,
+        rows_of,
+    )
+else:
+    import tensorflow as tf
+
+    from bunkbed.keras.callbacks import answer_with_error, is_eager
+    from bunkbed.keras.ids_layer import IdsLayer, is_recorded
+    from bunkbed.keras.lookups import bags_of, rows_of
 
 #: What a saved layer holds of its table, as the bytes of JSON.
 _REFERENCE = "table"
@@ -42,8 +58,8 @@ class Embedding(IdsLayer):
     table and keeps that epoch, loading goes back to it, optimizer state too. Rows are durable once committed, which
     saving does and ``layer.table.commit()``. A table without `path` ends with its process.
 
-    Ids are int64 or a smaller integer, dense, ragged or sparse. An id outside the table is an error that names it and
-    its position. ``training=False`` lookups leave the cache alone.
+    Ids are int64 or a smaller integer, dense, ragged or sparse; on Keras's torch backend dense. An id outside the table
+    is an error that names it and its position. ``training=False`` lookups leave the cache alone.
 
     Args:
         input_dim: ids lie in ``[0, input_dim)``; None admits any non-negative int64.
@@ -122,7 +138,7 @@ class Embedding(IdsLayer):
             raise ValueError('Embedding: directories= are those of shards; give placement="sharded" too')
         if placement == "sharded" and (path is None or durability == "scratch"):
             raise ValueError('Embedding: placement="sharded" needs a path, and a table that is kept')
-        _require_one_process()
+        _require_one_process("table" if path is None else Path(path).name)
         if keep_checkpoints is not None and keep_checkpoints < 1:
             raise ValueError(f"Embedding: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
         if optimizer is not None:
@@ -142,19 +158,9 @@ class Embedding(IdsLayer):
         self._path = None if path is None else str(path)
         self._directories = None if directories is None else [str(each) for each in directories]
         if table is not None:
-            given = {
-                "path": path,
-                "ram": ram,
-                "optimizer": optimizer,
-                "seed": seed,
-                "durability": durability,
-                "disk": disk,
-            }
-            extra = [name for name, value in given.items() if value is not None]
-            if extra:
-                raise ValueError(
-                    f"Embedding: {extra[0]}= cannot be given together with table=; the table brings its own"
-                )
+            require_alone(
+                "Embedding", path=path, ram=ram, optimizer=optimizer, seed=seed, durability=durability, disk=disk
+            )
             require_same("Embedding", table, input_dim=input_dim, output_dim=output_dim)
             self._shared = shared_of_table(table)
         else:
@@ -252,11 +258,13 @@ class Embedding(IdsLayer):
         """
         is_recorded_now = training is not False and self.trainable and is_recorded(self._token)
         # In a graph without a tape of its own, one around the call of the graph may want gradients all the same.
-        train = self.trainable and training is not False and (is_recorded_now or not tf.executing_eagerly())
-        is_certain = train and (training is True or is_recorded_now)
-        if train:
-            train = self._begin(is_certain)
-        return self._look_up(inputs, weights, {"train": train, "touch": train and is_certain, "is_certain": is_certain})
+        wanted = self.trainable and training is not False and (is_recorded_now or not is_eager())
+        # On torch gradients are on unless somebody switched them off.
+        is_certain = wanted and (training is True or (is_recorded_now and not IS_TORCH))
+        train = wanted and self._begin(is_certain)
+        touch = train and (is_certain or IS_TORCH)
+        rows = self._look_up(inputs, weights, {"train": train, "touch": touch, "is_certain": is_certain})
+        return answer_with_error(self._shared, rows) if wanted and not train else rows
 
     def _begin(self, is_certain: bool) -> bool:
         """A lookup for training begins, as far as one can know; False where it can be none."""
@@ -268,9 +276,10 @@ class Embedding(IdsLayer):
                     "or open the table for writing"
                 )
             return False
-        if is_certain:
-            shared.follow(getattr(self._get_call_context().entry_layer, "optimizer", None))
-        return shared.has_table
+        optimizer = getattr(self._get_call_context().entry_layer, "optimizer", None)
+        if is_certain or (IS_TORCH and optimizer is not None):
+            shared.follow(optimizer)
+        return bool(shared.has_table)
 
     def follow(self, optimizer: Any) -> None:
         """Make the table of a layer without ``optimizer=``, for this Keras optimizer that will step it.
@@ -364,8 +373,11 @@ class Embedding(IdsLayer):
         return super()._trackable_children(save_type, **kwargs)
 
 
-def _require_one_process() -> None:
+def _require_one_process(name: str) -> None:
     """Raises ValueError under a strategy whose processes would each train a table of their own."""
+    if IS_TORCH:
+        require_one_process(name)
+        return
     strategy = tf.distribute.get_strategy()
     resolver = getattr(strategy, "cluster_resolver", None)
     cluster = None if resolver is None else resolver.cluster_spec()
@@ -379,6 +391,8 @@ def _require_one_process() -> None:
 
 def _require_same_strategy(shared: Any) -> None:
     """Raises ValueError where a table that began outside a strategy is used inside it: its token has no replicas."""
+    if IS_TORCH:
+        return
     strategy = tf.distribute.get_strategy()
     if strategy is not shared.token.strategy and tf.distribute.has_strategy():
         raise ValueError(

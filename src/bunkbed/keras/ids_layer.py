@@ -8,12 +8,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record  # for the one question that TensorFlow has no public name for
 
-COMBINERS = ("sum", "mean", "sqrtn")
-
-#: Beyond it int32 ids cannot name every row, and a cast to int32 may have wrapped what they were.
-_MOST_INT32 = 2**31
-#: Beyond it a float32 cannot name every row.
-_MOST_FLOAT32 = 2**24
+from bunkbed.keras.rows_layer import RowsLayer
 
 
 def is_recorded(value: Any) -> bool:
@@ -22,16 +17,11 @@ def is_recorded(value: Any) -> bool:
     return bool(record.should_record_backprop([tf.convert_to_tensor(value)]))
 
 
-class IdsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped here
+class IdsLayer(RowsLayer):
     """A layer from ids to rows, or to pooled rows with a combiner: dtypes, ragged and sparse ids, masks, shapes.
 
-    A subclass sets ``input_dim``, ``output_dim``, ``mask_zero`` and ``combiner``, and gives `_rows` and `_bags`.
+    A subclass sets what `RowsLayer` names, and gives `_rows` and `_bags`.
     """
-
-    input_dim: int | None
-    output_dim: int
-    mask_zero: bool
-    combiner: str | None
 
     def _rows(self, ids: Any, options: Any) -> Any:
         """float32[..., output_dim] rows of int64[...] ids."""
@@ -60,23 +50,8 @@ class IdsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped he
     def _as_ids(self, ids: Any, entry: Any) -> Any:
         """int64 ids; raises TypeError where they cannot be what the caller meant."""
         ids = tf.convert_to_tensor(ids)
-        most = self.input_dim
-        if ids.dtype in (tf.int64, tf.uint32):
-            return tf.cast(ids, tf.int64)
-        if ids.dtype in (tf.int32, tf.int16, tf.int8, tf.uint16, tf.uint8):
-            if most is None or most > _MOST_INT32:
-                raise TypeError(
-                    f"Embedding: ids come as {ids.dtype.name}, and the table has ids beyond {_MOST_INT32 - 1:,}, which "
-                    "a cast to it wraps; give int64, and declare it: keras.Input(shape, dtype='int64')"
-                )
-            return tf.cast(ids, tf.int64)
-        # Sequential without an Input, and Input without dtype=, make float32 of integers before they come here.
-        if ids.dtype in (tf.float32, tf.float64) and entry is not self and most is not None and most <= _MOST_FLOAT32:
-            return tf.cast(_whole(ids), tf.int64)
-        raise TypeError(
-            f"Embedding: ids must be integers, got {ids.dtype.name}; give int64, and declare it: "
-            "keras.Input(shape, dtype='int64')"
-        )
+        is_float = self._ids_are_float(ids.dtype.name, entry)
+        return tf.cast(_whole(ids) if is_float else ids, tf.int64)
 
     def _pooled(self, inputs: Any, weights: Any, entry: Any, options: Any) -> Any:
         assert self.combiner is not None
@@ -120,25 +95,6 @@ class IdsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped he
             factors = tf.cast(factors, tf.float32)
         pooled = self._bags(self._as_ids(values, entry), splits, factors, options)
         return pooled if shape is None else tf.ensure_shape(tf.reshape(pooled, shape), self._output(inputs.shape))
-
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """bool[...]: which ids are not 0, where `mask_zero` and nothing is pooled."""
-        if not self.mask_zero or self.combiner is not None:
-            return None
-        return keras.ops.not_equal(inputs, 0)
-
-    def _output(self, shape: Any) -> tuple[int | None, ...]:
-        shape = tuple(shape)
-        return (*(shape if self.combiner is None else shape[:-1]), self.output_dim)
-
-    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
-        """[..., output_dim]; with a combiner without the ids' last axis."""
-        return self._output(input_shape)
-
-    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        """The output, without looking anything up."""
-        is_ragged = getattr(inputs, "ragged", False) and self.combiner is None
-        return keras.KerasTensor(self._output(inputs.shape), dtype=self.compute_dtype, ragged=is_ragged)
 
 
 def _whole(ids: Any) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from bunkbed.keras.callbacks import ranged
 from bunkbed.keras.embedding import Embedding
 from bunkbed.window import MAX_BATCHES, Window
 
@@ -70,19 +73,19 @@ def lookahead(
             layers, tensors = list(wanted), list(wanted.values())
 
             def push(iteration: Any, *arrays: Any) -> Any:
-                plan.push(int(iteration), layers, arrays)
-                return np.int64(0)
+                return plan.push(int(iteration), layers, arrays)
 
-            done = tf.numpy_function(push, [iteration, *tensors], tf.int64, stateful=True)
-            with tf.control_dependencies([done]):
-                return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+            goes_on = tf.numpy_function(push, [iteration, *tensors], tf.bool, stateful=True)
+            goes_on.set_shape([])
+            return goes_on, batch if isinstance(dataset.element_spec, tuple) else batch[0]
 
         def leave(*batch: Any) -> Any:
             done = tf.numpy_function(plan.advance, [iteration], tf.int64, stateful=True)
             with tf.control_dependencies([done]):
                 return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
-        return dataset.map(_packed(dataset, enter)).prefetch(window or MAX_BATCHES).map(_packed(dataset, leave))
+        entered = dataset.map(enter).take_while(lambda goes_on, _: goes_on).map(lambda _, batch: batch)
+        return entered.prefetch(window or MAX_BATCHES).map(_packed(dataset, leave))
 
     made = tf.data.Dataset.range(1).flat_map(begin)
     if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY:
@@ -146,6 +149,54 @@ def _by_graph(model: Any) -> Callable[[Any], dict[Any, Any]]:
     return find
 
 
+class _Calls:
+    """Calls of tf.data's threads into this process, which must be over when the interpreter goes.
+
+    A thread that waits for the GIL then waits for good, or is ended in the middle of TensorFlow: whoever destroys the
+    iterator waits for it, or the process aborts. So at exit the pipelines are told to end, and are waited for: until
+    none has called for a while. One whose prefetch is full, or that is over, calls no more.
+    """
+
+    #: How long there must be no call; longer where batches come slowly, up to `MOST_S`.
+    QUIET_S, MOST_S = 0.1, 2.0
+
+    def __init__(self) -> None:
+        self.goes_on = True
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._last_s = -self.MOST_S
+        self._apart_s = 0.0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """A call, while it lasts."""
+        with self._lock:
+            self._under_way += 1
+            now = time.monotonic()
+            self._apart_s, self._last_s = now - self._last_s, now
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                self._last_s = time.monotonic()
+
+    def end(self) -> None:
+        """Ends all pipelines, and waits for their calls."""
+        self.goes_on = False
+        began = time.monotonic()
+        quiet_s = min(max(self.QUIET_S, 2 * self._apart_s), self.MOST_S)
+        while time.monotonic() < began + self.MOST_S:
+            with self._lock:
+                if not self._under_way and time.monotonic() > self._last_s + quiet_s:
+                    return
+            time.sleep(0.005)
+
+
+_calls = _Calls()
+atexit.register(_calls.end)
+
+
 class _Plan:
     """The windows of every iteration over one pipeline. Thread-safe: tf.data's threads call it."""
 
@@ -158,7 +209,7 @@ class _Plan:
         self._entered: dict[int, int] = {}  # batches that came in and have not left, by iteration
 
     def begin(self) -> Any:
-        with self._lock:
+        with _calls.one(), self._lock:
             number = next(self._numbers)
             self._iterations[number] = {}
             self._entered[number] = 0
@@ -169,7 +220,14 @@ class _Plan:
                     window.close()
             return np.int64(number)
 
-    def push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> None:
+    def push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> Any:
+        """Plans a batch; False where there should be no more."""
+        with _calls.one():
+            if _calls.goes_on:
+                self._push(iteration, layers, arrays)
+            return np.bool_(_calls.goes_on)
+
+    def _push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> None:
         wanted: dict[int, tuple[Any, list[Any]]] = {}
         for layer, array in zip(layers, arrays, strict=True):
             if layer._shared.has_table:
@@ -186,14 +244,14 @@ class _Plan:
             for key, window in windows.items():
                 parts = wanted[key][1] if key in wanted else []
                 with contextlib.suppress(IndexError):  # the lookup says so, where it comes
-                    window.push(np.concatenate(parts) if parts else None)
+                    ranged("stage", window.table.name, window.push, np.concatenate(parts) if parts else None)
             self._entered[iteration] += 1
 
     def advance(self, iteration: Any) -> Any:
-        with self._lock:
+        with _calls.one(), self._lock:
             windows = self._iterations.get(int(iteration))
             if windows is not None:
                 self._entered[int(iteration)] -= 1
                 for window in windows.values():
-                    window.advance()
+                    ranged("stage", window.table.name, window.advance)
         return np.int64(0)

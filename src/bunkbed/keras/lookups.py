@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.bag_gradients import FloatArray, IntArray
+from bunkbed.keras.bags import Bags
 from bunkbed.keras.callbacks import call
 from bunkbed.keras.shared import SharedTable, alive
 
@@ -26,7 +27,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         touch: see `bunkbed.Table.lookup`.
         is_certain: that a gradient will come back.
     """
-    name, this = f"bunkbed lookup {shared.name}", weakref.ref(shared)
+    name, this = shared.name, weakref.ref(shared)
 
     def plain(ids: IntArray) -> FloatArray:
         rows: FloatArray = alive(this).for_lookup().lookup(ids, touch=touch)
@@ -46,10 +47,12 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         return np.float64(found.pending.push(int(handle), tuple(place.tolist()), ids.reshape(-1), grads))
 
     if not train:
-        rows = call(name, plain, [ids], tf.float32)
+        rows = call("lookup", name, plain, [ids], tf.float32)
     else:
         place = _place(shared)
-        rows, handle = call(name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64])
+        rows, handle = call(
+            "lookup", name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64]
+        )
         rows = _answered(shared, rows, handle, [ids], place, push)
     if not tf.executing_eagerly():
         rows.set_shape([*ids.shape, shared.dim])
@@ -75,12 +78,12 @@ def bags_of(
         skip_zero: leave id 0 out.
         train, touch, is_certain: see `rows_of`.
     """
-    name, this = f"bunkbed bags {shared.name}", weakref.ref(shared)
+    name, this = shared.name, weakref.ref(shared)
     has_weights = weights is not None
     inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
 
-    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> _Bags:
-        return _Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
+    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> Bags:
+        return Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
 
     def plain(*arrays: Any) -> FloatArray:
         return bags(*arrays).lookup(alive(this).for_lookup(), touch=touch)
@@ -102,11 +105,11 @@ def bags_of(
         return np.float64(alive(this).pending.push(int(handle), order, made.ids, grads, bags=made.gradients()))
 
     if not train:
-        pooled = call(name, plain, inputs, tf.float32)
+        pooled = call("bags", name, plain, inputs, tf.float32)
     else:
         place = _place(shared)
         token = tf.stop_gradient(shared.token.value)
-        pooled, handle = call(name, trained, [*inputs, place, token], [tf.float32, tf.int64])
+        pooled, handle = call("bags", name, trained, [*inputs, place, token], [tf.float32, tf.int64])
         pooled = _answered(shared, pooled, handle, inputs, place, push)
     if not tf.executing_eagerly():
         pooled.set_shape([None, shared.dim])
@@ -122,13 +125,13 @@ def _answered(
             f"table {shared.name!r}: a lookup inside tf.vectorized_map loses its gradient; look all ids up at once, "
             "outside of it"
         )
-    name = f"bunkbed gradients {shared.name}"
+    name = shared.name
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def attach(rows: Any, _: Any) -> Any:
         def backward(grads: Any) -> Any:
             grads = tf.convert_to_tensor(grads)  # from IndexedSlices, where rows were gathered from
-            value = call(name, push, [handle, *inputs, grads, place], tf.float64)
+            value = call("gradients", name, push, [handle, *inputs, grads, place], tf.float64)
             if not tf.executing_eagerly():
                 value.set_shape([])
             return None, value
@@ -151,40 +154,3 @@ def _place(shared: SharedTable) -> Any:
     replica = tf.distribute.get_replica_context()
     number = 0 if replica is None else tf.get_static_value(replica.replica_id_in_sync_group)
     return tf.constant([0 if number is None else int(number), shared.next_place()], tf.int64)
-
-
-class _Bags:
-    """Bags of ids as the table wants them: int64[N], int64[B] offsets, float32[N] weights or None."""
-
-    def __init__(
-        self, ids: IntArray, splits: IntArray, weights: FloatArray | None, combiner: str, skip_zero: bool
-    ) -> None:
-        if skip_zero:
-            kept = ids != 0
-            before = np.concatenate([[0], np.cumsum(kept)])
-            ids, splits = ids[kept], before[splits]
-            weights = None if weights is None else weights[kept]
-        self.ids = ids
-        self.weights = weights
-        self._combiner = combiner
-        self._splits = splits
-
-    def lookup(self, table: Any, *, touch: bool) -> FloatArray:
-        pooled: FloatArray = table.lookup_bags(
-            self.ids, self._splits[:-1], pooling=self._combiner, weights=self.weights, touch=touch
-        )
-        return pooled
-
-    def gradients(self) -> BagGradients:
-        """What each id has of its bag's gradient: its weight by the sum of weights, or the root of that of squares."""
-        offsets, weights = np.ascontiguousarray(self._splits[:-1]), self.weights
-        if self._combiner == "sum" or (self._combiner == "mean" and weights is None):
-            return BagGradients(self.ids, offsets, weights, self._combiner == "mean")
-        lengths = np.diff(self._splits)
-        given = np.ones(self.ids.size, np.float32) if weights is None else weights
-        terms = given if self._combiner == "mean" else given * given
-        # reduceat cannot say that a bag is empty; a cumulative sum in float64 can.
-        sums = np.diff(np.concatenate([[0.0], np.cumsum(terms, dtype=np.float64)])[self._splits])
-        divisors = sums if self._combiner == "mean" else np.sqrt(sums)
-        factors = given / np.repeat(np.where(lengths > 0, divisors, 1.0), lengths)
-        return BagGradients(self.ids, offsets, factors.astype(np.float32), False)

@@ -17,7 +17,6 @@ import math
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import bunkbed as bb
 from bunkbed.keras.pending import StepRule
@@ -28,6 +27,12 @@ OURS = "bunkbed.SGD, bunkbed.Adagrad, bunkbed.RowwiseAdagrad or bunkbed.Adam"
 def _inner(optimizer: Any) -> Any:
     """The optimizer that steps: the one inside a LossScaleOptimizer, or itself."""
     return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+
+
+def _kind(optimizer: Any) -> Any:
+    """Its class as Keras documents it: on torch ``keras.optimizers.Adam(...)`` makes one of another class."""
+    kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend.")]
+    return kinds[0]
 
 
 def _refuse(optimizer: Any, what: str, *, own: bool = False) -> ValueError:
@@ -49,7 +54,7 @@ def rule_of(optimizer: Any, token: Any, lr: float) -> bb.optim.Optimizer:
         ValueError: a class or a setting that no rule of ours follows; lists ours.
     """
     inner = _inner(optimizer)
-    kind = type(inner)
+    kind = _kind(inner)
     step_rule(inner, follows=True)
     if inner.global_clipnorm is not None:
         raise _refuse(inner, "clips by the norm of all gradients together (global_clipnorm)")
@@ -101,7 +106,9 @@ def step_rule(optimizer: Any, *, follows: bool) -> StepRule:
 def is_update(optimizer: Any) -> Any:
     """bool[]: whether the step that is under way ends an accumulation; as Keras computes it."""
     steps = None if optimizer is None else optimizer.gradient_accumulation_steps
-    return tf.constant(True) if not steps else tf.equal((optimizer._iterations + 1) % steps, 0)
+    if not steps:
+        return keras.ops.convert_to_tensor(True)
+    return keras.ops.equal((keras.ops.convert_to_tensor(optimizer._iterations) + 1) % steps, 0)
 
 
 def loss_scale(optimizer: Any, scaling: Any) -> Any:

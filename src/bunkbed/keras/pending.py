@@ -117,7 +117,7 @@ class Pending:
         with self._lock:
             is_next = self._open.pop(replica, None) is not None
             self._unanswered += is_certain
-            self._unsettled += is_next and is_certain
+            self._unsettled += is_next  # a backward came: the lookup before was for training
             if self._unsettled > MOST_UNSETTLED or self._unanswered > MOST_UNANSWERED:
                 self._unsettled = self._unanswered = 0
                 raise RuntimeError(

@@ -17,20 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import keras
 import numpy as np
-import tensorflow as tf
 from numpy.typing import NDArray
 
 import bunkbed as bb
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
-from bunkbed.keras.callbacks import call
+from bunkbed.keras._backend import IS_TORCH
 from bunkbed.keras.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
 from bunkbed.keras.pending import Pending
-from bunkbed.keras.variables import KeptEpoch, Token
+from bunkbed.keras.stepping import require_known_keras
+from bunkbed.keras.variables import KeptEpoch
 from bunkbed.layer_table import open_or_create, open_stored
 from bunkbed.optim import check_same_slots
 from bunkbed.references import Reference, References
+
+if IS_TORCH:
+    from bunkbed.keras.torch_backend import Token, as_scalar, call, outside_graph
+else:
+    from bunkbed.keras.callbacks import as_scalar, call, outside_graph
+    from bunkbed.keras.variables import Token
 
 _log = logging.getLogger("bunkbed.keras")
 
@@ -126,6 +133,7 @@ class SharedTable:
         self._keep: int | None = 0
         if table is not None:
             self._start(table)
+        require_known_keras()
         name = re.sub(r"[^A-Za-z0-9]+", "_", self.name).strip("_") or "table"  # a scope of TensorFlow takes no others
         self.token = Token(self, f"{name}_embeddings_token")
         self.kept_epoch = KeptEpoch(self, f"{name}_embeddings_epoch")
@@ -258,13 +266,17 @@ class SharedTable:
                 "that is called was not compiled; call model.compile(optimizer=...), or layer.follow(optimizer) before "
                 "a loop of your own, or give the layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
             )
-        with tf.init_scope():
+        with outside_graph():
             rule = rule_of(optimizer, self.token, learning_rate_now(optimizer))
             assert self._arguments is not None
             self._start(self._arguments.created(rule))
 
     def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
         """The op of an optimizer's step.
+
+        One for each table, also of those that step together: Keras assigns to token after token and never says which is
+        the last one, and leaves out those without a gradient. An op that all shared would have to guess where a step
+        ends, and a table it missed would be a step behind. A further op costs some 25 us of a step's milliseconds.
 
         Args:
             gradients: float64[replicas], the token's gradient in each.
@@ -281,15 +293,15 @@ class SharedTable:
         rule = step_rule(optimizer, follows=follows)
         if follows:
             self.follow(optimizer)
-            with tf.init_scope():
+            with outside_graph():
                 definition = rule_of(optimizer, self.token, learning_rate_now(optimizer))
             check_same_slots(self.name, self.table.optimizer, definition)
         else:
             definition = None
             self._tell(optimizer)
-        rate = tf.cast(optimizer.learning_rate, tf.float64) if follows else tf.zeros([], tf.float64)
+        rate = keras.ops.cast(optimizer.learning_rate if follows else 0.0, "float64")
         scale = loss_scale(optimizer, scaling)
-        unscale = tf.ones([], tf.float64) if scale is None else 1.0 / tf.cast(scale, tf.float64)
+        unscale = 1.0 / keras.ops.cast(1.0 if scale is None else scale, "float64")
         this, whose = weakref.ref(self), 0 if optimizer is None else id(optimizer)
 
         def step(gradients: Any, rate: Any, unscale: Any, is_update: Any) -> Any:
@@ -306,10 +318,8 @@ class SharedTable:
             )
             return np.zeros((), np.float64)
 
-        zero = call(f"bunkbed update {self.name}", step, [gradients, rate, unscale, is_update(optimizer)], tf.float64)
-        if not tf.executing_eagerly():
-            zero.set_shape([])
-        return zero
+        inputs = [gradients, rate, unscale, is_update(optimizer)]
+        return as_scalar(call("update", self.name, step, inputs, np.float64))
 
     def _tell(self, optimizer: Any) -> None:
         """Says once that the table does not follow the optimizer that steps it."""

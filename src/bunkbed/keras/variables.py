@@ -9,82 +9,44 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import weakref
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from bunkbed.keras._backend import IS_TORCH
+from bunkbed.keras.stepping import SteppedVariable
 from bunkbed.references import Reference
 
+if IS_TORCH:
+    from bunkbed.keras.torch_backend import EpochParameter
+else:
+    import tensorflow as tf
 
-class Token(keras.Variable):  # type: ignore[misc]  # keras is untyped here
+
+class Token(SteppedVariable):
     """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
 
-    See `bunkbed.keras.pending` for the protocol. Its value is 0 and stays 0.
-
-    Keras does not tell a variable which optimizer steps it, and the table must know: for its learning rate, clipping,
-    gradient accumulation and the scale of the loss. The optimizer asks for `overwrite_with_gradient` and then assigns,
-    so both look at who called them. Where that is not the Keras this was written for, the step is an error.
+    See `bunkbed.keras.pending` for the protocol. Its value is 0 and stays 0. Of TensorFlow; torch's is in
+    `bunkbed.keras.torch_backend`.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner = weakref.ref(owner)
-        self._scaling = threading.local()  # a strategy's replicas are threads
         self.strategy = tf.distribute.get_strategy()
-        # float64: 52 bits. Never autocast: float16 has 10.
-        super().__init__(
-            initializer=keras.initializers.Zeros(),
-            shape=(),
-            dtype="float64",
-            trainable=True,
-            autocast=False,
-            aggregation="mean",
-            name=name,
-        )
-
-    @property
-    def overwrite_with_gradient(self) -> bool:
-        """True: optimizers assign the gradient, past clipping, decay and slots."""
-        caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
-            self._scaling.optimizer = caller  # about to have its inner optimizer step
-        return True
-
-    @overwrite_with_gradient.setter
-    def overwrite_with_gradient(self, value: bool) -> None:
-        pass
-
-    @property
-    def trainable(self) -> bool:
-        """Always True: a frozen layer looks rows up without it, and another layer on the table may train."""
-        return True
-
-    @trainable.setter
-    def trainable(self, value: bool) -> None:
-        pass
+        super().__init__(name, aggregation="mean")
 
     def assign(self, value: Any) -> Any:
         """The optimizer's step: what the gradient names becomes an update of the table."""
         owner = self._owner()
         if owner is None:
             raise RuntimeError("the table of this token is closed")
-        caller = sys._getframe(1).f_locals
-        stepping = caller.get("self")
-        if not isinstance(stepping, keras.optimizers.Optimizer):
-            stepping = None
-            value = gradient = tf.cast(value, tf.float64)
-        elif "g" not in caller:
-            raise RuntimeError(f"keras {keras.__version__} steps variables in a way that bunkbed.keras does not know")
-        else:  # under accumulation `value` is not the gradient
-            gradient = tf.cast(caller["g"], tf.float64)
-        scaling, self._scaling.optimizer = getattr(self._scaling, "optimizer", None), None
-        if scaling is not None and scaling.inner_optimizer is not stepping:
-            scaling = None
+        stepping, scaling, gradient = self.assigned_by(value, sys._getframe(1).f_locals)
+        value = gradient if stepping is None else value
         replica = tf.distribute.get_replica_context()
-        if replica is None:  # set from outside, as set_weights() does
+        # Set from outside, as set_weights() does; of a table that is not there yet nothing can wait.
+        if replica is None or (stepping is None and not owner.has_table):
             return value
         if replica.num_replicas_in_sync == 1:
             # The lookups of the next step read the variable: they come after the step that its value came of.
@@ -115,6 +77,8 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
         super().__init__(
             initializer=keras.initializers.Zeros(), shape=(), dtype="int64", trainable=False, autocast=False, name=name
         )
+        if IS_TORCH:
+            self._value = EpochParameter.of(self)
 
     def _alive(self) -> Any:
         owner = self._owner()
@@ -124,8 +88,12 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
 
     def numpy(self) -> Any:
         """Commits the table, keeps the epoch, and returns int64[]: 0 for a table that was not trained yet."""
-        reference = self._alive().save(in_process=True)
-        return np.asarray(0 if reference is None else _number(reference.uuid, reference.epoch), np.int64)
+        return np.asarray(self.saved(in_process=True), np.int64)
+
+    def saved(self, *, in_process: bool = False) -> int:
+        """Commits the table and keeps the epoch; its number, 0 for a table that was not trained yet."""
+        reference = self._alive().save(in_process=in_process)
+        return 0 if reference is None else _number(reference.uuid, reference.epoch)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return np.asarray(self.numpy(), dtype)

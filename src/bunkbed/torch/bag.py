@@ -17,6 +17,7 @@ from bunkbed.torch.device.lookups import look_up_bags
 from bunkbed.torch.gradients import grad_array
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
+from bunkbed.torch.ranges import ranged
 
 
 class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -233,6 +234,9 @@ class EmbeddingBag(TableLayer):
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input, offsets, per_sample_weights)
+        return ranged("lookup", self._pending.name, self._pooled, input, offsets, per_sample_weights)
+
+    def _pooled(self, input: Any, offsets: Any, per_sample_weights: Any) -> torch.Tensor:
         bags = self._bags(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()

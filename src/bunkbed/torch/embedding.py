@@ -14,6 +14,7 @@ from bunkbed.torch.device.lookups import look_up
 from bunkbed.torch.gradients import grad_array
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
+from bunkbed.torch.ranges import is_profiling, ranged
 
 #: Up to here copying repeated rows is cheaper than knowing them before backward.
 FEW_IDS = 256
@@ -190,6 +191,9 @@ class Embedding(TableLayer):
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input)
+        return ranged("lookup", self._pending.name, self._rows, input) if is_profiling() else self._rows(input)
+
+    def _rows(self, input: torch.Tensor) -> torch.Tensor:
         grad = torch.is_grad_enabled()
         anchor = self._parameters["anchor"]
         pending = self._pending

@@ -12,7 +12,7 @@ import torch
 import bunkbed as bb
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
-from bunkbed.layer_table import open_or_create, require_same
+from bunkbed.layer_table import open_or_create, require_alone, require_same
 from bunkbed.optim import Optimizer as UpdateRule
 from bunkbed.torch import checkpoint
 from bunkbed.torch.gradients import IntArray
@@ -114,19 +114,10 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
                 disk=disk,
             )
         else:
-            given = {
-                "path": path,
-                "ram": ram,
-                "optimizer": optimizer,
-                "init": init,
-                "seed": seed,
-                "dtype": dtype,
-                "durability": durability,
-                "disk": disk,
-            }
-            extra = [name for name, value in given.items() if value is not None]
-            if extra:
-                raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
+            require_alone(
+                kind, path=path, ram=ram, optimizer=optimizer, init=init, seed=seed, dtype=dtype, durability=durability,
+                disk=disk,
+            )  # fmt: skip
             require_same(kind, table, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim

@@ -13,6 +13,7 @@ from bunkbed.torch.device.window import DeviceWindow
 from bunkbed.torch.gradients import IntArray
 from bunkbed.torch.layer import TableLayer, id_array
 from bunkbed.torch.pending import pending_of
+from bunkbed.torch.ranges import ranged
 from bunkbed.window import MAX_BATCHES, Window
 
 #: Batches pulled from the loader for each one handed over, until the window is full: a slow loader then delays the
@@ -135,11 +136,10 @@ class _Plan:
                 for _ in self.queue:
                     window.push(None)
         for key, window in self._windows.items():
-            parts = wanted[key][1] if key in wanted else None
-            if parts is not None and isinstance(window, Window):
-                window.push(parts[0] if len(parts) == 1 else np.concatenate(parts))
-            else:
-                window.push(parts)
+            ids: Any = wanted[key][1] if key in wanted else None
+            if ids is not None and isinstance(window, Window):
+                ids = ids[0] if len(ids) == 1 else np.concatenate(ids)
+            ranged("stage", window.table.name, window.push, ids)
         self.queue.append(batch)
 
     def _window(self, table: Any) -> Window | DeviceWindow:
@@ -153,7 +153,7 @@ class _Plan:
     def begin(self) -> Any:
         """The next batch, whose turn it is."""
         for window in self._windows.values():
-            window.advance()
+            ranged("stage", window.table.name, window.advance)
         return self.queue.popleft()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from bunkbed.torch.layer import TableLayer
 from bunkbed.torch.pending import Pending, anchors, distinct
+from bunkbed.torch.ranges import ranged
 
 
 class _TableGroup:
@@ -230,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 ready.append(table)
         # Tables first: what may still fail (a full disk) then fails before the dense weights moved.
         for table in ready:
-            table.pending.update(float(table.group["lr"]))
+            ranged("update", table.pending.name, table.pending.update, float(table.group["lr"]))
         if self._dense is not None:
             self._stepping = True
             try:

@@ -67,6 +67,11 @@ class DeviceWindow:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bunkbed-device")
 
     @property
+    def table(self) -> Any:
+        """The table."""
+        return self._tier.table
+
+    @property
     def plans(self) -> bool:
         """Whether there is something to plan: always."""
         return True

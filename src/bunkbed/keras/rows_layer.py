@@ -1,0 +1,69 @@
+"""What a layer from ids to rows is whatever backend Keras runs on: which ids it takes, masks, shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+COMBINERS = ("sum", "mean", "sqrtn")
+
+#: Beyond it int32 ids cannot name every row, and a cast to int32 may have wrapped what they were.
+_MOST_INT32 = 2**31
+#: Beyond it a float32 cannot name every row.
+_MOST_FLOAT32 = 2**24
+
+
+class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped here
+    """A layer from ids to rows, or to pooled rows with a combiner.
+
+    A subclass sets ``input_dim``, ``output_dim``, ``mask_zero`` and ``combiner``.
+    """
+
+    input_dim: int | None
+    output_dim: int
+    mask_zero: bool
+    combiner: str | None
+
+    def _ids_are_float(self, dtype: str, entry: Any) -> bool:
+        """Whether ids of this dtype are floats, to be checked for whole numbers.
+
+        Raises:
+            TypeError: they cannot be what the caller meant.
+        """
+        most = self.input_dim
+        if dtype in ("int64", "uint32"):
+            return False
+        if dtype in ("int32", "int16", "int8", "uint16", "uint8"):
+            if most is None or most > _MOST_INT32:
+                raise TypeError(
+                    f"Embedding: ids come as {dtype}, and the table has ids beyond {_MOST_INT32 - 1:,}, which a cast "
+                    "to it wraps; give int64, and declare it: keras.Input(shape, dtype='int64')"
+                )
+            return False
+        # Sequential without an Input, and Input without dtype=, make float32 of integers before they come here.
+        if dtype in ("float32", "float64") and entry is not self and most is not None and most <= _MOST_FLOAT32:
+            return True
+        raise TypeError(
+            f"Embedding: ids must be integers, got {dtype}; give int64, and declare it: "
+            "keras.Input(shape, dtype='int64')"
+        )
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """bool[...]: which ids are not 0, where `mask_zero` and nothing is pooled."""
+        if not self.mask_zero or self.combiner is not None:
+            return None
+        return keras.ops.not_equal(inputs, 0)
+
+    def _output(self, shape: Any) -> tuple[int | None, ...]:
+        shape = tuple(shape)
+        return (*(shape if self.combiner is None else shape[:-1]), self.output_dim)
+
+    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
+        """[..., output_dim]; with a combiner without the ids' last axis."""
+        return self._output(input_shape)
+
+    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        """The output, without looking anything up."""
+        is_ragged = getattr(inputs, "ragged", False) and self.combiner is None
+        return keras.KerasTensor(self._output(inputs.shape), dtype=self.compute_dtype, ragged=is_ragged)
