@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bunkbed as bb
+import bunkbed.torch as bt
 from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -79,3 +80,35 @@ def test_pending_rows_move_with_the_module() -> None:
     emb(torch.tensor([1])).sum().backward()
     opt.step()
     assert torch.equal(rows(emb)[1], before[1] - 2)
+
+
+def trained(cache: Any, lookahead: bool) -> tuple[Any, Any]:
+    """Rows after training on the GPU with such a device cache, and the layer's statistics."""
+    emb = Embedding(2000, 16, optimizer=bb.Adam(lr=0.01), init=bb.Normal(std=0.1), seed=1, device_cache=cache)
+    model = torch.nn.ModuleDict({"emb": emb, "head": torch.nn.Linear(16, 1)}).to("cuda")
+    torch.nn.init.constant_(model["head"].weight, 0.5)
+    opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.0))
+    rng = np.random.default_rng(0)
+    stream = [torch.from_numpy(rng.zipf(1.2, 300) % 2000) for _ in range(60)]
+    loader: Any = bt.lookahead(stream, model, ids=lambda ids: {emb: ids}) if lookahead else stream
+    for ids in loader:
+        opt.zero_grad()
+        model["head"](emb(ids)).square().sum().backward()
+        opt.step()
+    found, stats = rows(emb), emb.table.stats()
+    emb.table.close()
+    return found, stats
+
+
+def test_a_device_cache_has_the_same_bits_with_every_size() -> None:
+    plain, _ = trained(None, False)
+    record = 16 * 4 * 3
+    found = {}
+    for cache in (300 * record, 2000 * record, 0):
+        for lookahead in (False, True):
+            found[cache, lookahead], stats = trained(cache, lookahead)
+            assert cache == 0 or stats["device_bytes"] <= cache
+    first = found[300 * record, False]
+    torch.testing.assert_close(first, plain, rtol=0, atol=1e-6)
+    assert all(torch.equal(other, first) for (cache, _), other in found.items() if cache), "of the caches"
+    torch.testing.assert_close(found[0, True], plain, rtol=0, atol=1e-6)

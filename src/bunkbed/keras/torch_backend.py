@@ -23,7 +23,8 @@ from bunkbed.errors import ReadOnlyError
 from bunkbed.keras.bags import Bags
 from bunkbed.keras.rows_layer import RowsLayer
 from bunkbed.keras.stepping import SteppedVariable
-from bunkbed.torch.layer import grad_array, id_array
+from bunkbed.torch.gradients import grad_array
+from bunkbed.torch.layer import id_array
 from bunkbed.torch.pending import require_one_process
 from bunkbed.torch.ranges import ranged
 
