@@ -135,7 +135,7 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
 // What becomes of one batch's rows. Its pins go with it, or earlier; the map lives as long as a plan of it.
 class DeviceMap::Plan {
  public:
-  ~Plan() { release(); }
+  ~Plan() { is_done_ ? release() : undo(); }
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
@@ -151,7 +151,10 @@ class DeviceMap::Plan {
   void positions(int64_t* out) const;
   // Gives the pins back; only the first call does.
   void release();
-  // It could not be carried out: no frame was loaded. Rows that were to be loaded are in none again, and dirty rows that
+  // It was carried out: its frames hold what they should. A plan that goes before that, or before release(), was given up
+  // by an error or an interrupt, and is undone.
+  void done() { is_done_ = true; }
+  // It could not be carried out. Rows that were to be loaded are in none again, and dirty rows that
   // gave way are back in theirs, unless the table has got them meanwhile; clean ones stay away, being no more than copies.
   // Releases the plan; nothing once that has happened. No other plan may have been made since.
   void undo();
@@ -169,6 +172,7 @@ class DeviceMap::Plan {
   ArrayVector<uint32_t> pinned_;  // a copy that no caller of arrays() can change
   uint64_t generation_ = 0;       // of the map
   std::atomic<bool> is_released_{true};  // until the pins are taken
+  std::atomic<bool> is_done_{false};
 };
 
 }  // namespace bunkbed

@@ -217,6 +217,7 @@ class Table {
   void require_disk_above(const int64_t* ids, size_t n) const;
   // The holder's rows, of which any may be written back at any time.
   size_t rows_above() const;
+  void require_directory_above(const int64_t* ids, size_t n) const;
   void make_commit_fit(const std::string& meta, const std::string& keep);
   void count_checkpoint_bytes();
   void consider_checkpoint();

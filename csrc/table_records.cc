@@ -17,6 +17,7 @@ void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
   check_ids(ids, n);
   check_not_held(ids, n);
   require_disk_above(ids, n);
+  require_directory_above(ids, n);
   const size_t piece = std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / payload_bytes_));
   for (size_t begin = 0; begin < n; begin += piece) {
     const size_t count = std::min(piece, n - begin);

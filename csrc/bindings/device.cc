@@ -62,6 +62,9 @@ void bind_device(nb::module_& m) {
           "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<nb::gil_scoped_release>(),
           "Its frames hold newer values than the table: after their loads, before release().")
       .def(
+          "done", [](Plan& plan) { plan.done(); },
+          "It was carried out. A plan that goes without it, or release(), is undone.")
+      .def(
           "undo", [](Plan& plan) { plan.undo(); }, nb::call_guard<nb::gil_scoped_release>(),
           "It could not be carried out, and no frame was loaded: rows to be loaded are in none again, dirty rows that gave "
           "way are back in theirs, unless the table has got them. Releases it; before any other plan is made.")

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -28,16 +29,20 @@ from bunkbed.uncommitted import warn_when_it_goes
 DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("sum", "mean", "sqrtn", "none")
 _INIT_KINDS = ("zeros", "normal", "uniform")
+_NOTHING_ABOVE = nullcontext()
 
 
 class Above(Protocol):
-    """What a table asks of a cache that lies above it, before others read or write its rows."""
+    """What a table asks of a cache that lies above it. Contexts may be entered within each other, by one thread."""
 
-    def write_back(self) -> None:
-        """Write every row that is newer there to the table."""
+    def reading(self) -> AbstractContextManager[None]:
+        """Within, the table has the newest rows, and nothing above changes them."""
 
-    def leave(self) -> None:
-        """The same, and forget all rows."""
+    def writing(self) -> AbstractContextManager[None]:
+        """Within, the table may change: it has the newest rows, and after it there are no copies of them above."""
+
+    def table_closed(self) -> None:
+        """The table is closed: what is not written back is lost."""
 
     def stats(self) -> dict[str, int | float]:
         """Its counters, for `Table.stats`."""
@@ -69,6 +74,7 @@ class Table(TableCommits):
         self._native: _native.Table = None  # type: ignore[assignment]
         self._budget: Budget | None = None
         self._ram_bytes = 0
+        self._ram_above = 0  # of them, what a cache above takes for its id map
         self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
         self._above: Callable[[], Above | None] | None = None  # a cache with newer rows, where one lies above
         self._opens = 1
@@ -205,9 +211,8 @@ class Table(TableCommits):
 
     def __len__(self) -> int:
         """Rows stored: those updated or set at least once."""
-        if self._above is not None:
-            self._before_read()
-        return int(self._native.stats()["stored_rows"])
+        with self._reading():
+            return int(self._native.stats()["stored_rows"])
 
     def __bool__(self) -> bool:
         return True
@@ -259,17 +264,16 @@ class Table(TableCommits):
     # ---- A cache above
 
     def _cache_above(self) -> Above | None:
-        return None if self._above is None else self._above()
+        # In a forked child its locks may be held for ever; the core says what is wrong.
+        return None if self._above is None or self._pid != os.getpid() else self._above()
 
-    def _before_read(self) -> None:
+    def _reading(self) -> AbstractContextManager[None]:
         above = self._cache_above()
-        if above is not None:
-            above.write_back()
+        return _NOTHING_ABOVE if above is None else above.reading()
 
-    def _before_write(self) -> None:
+    def _writing(self) -> AbstractContextManager[None]:
         above = self._cache_above()
-        if above is not None:
-            above.leave()
+        return _NOTHING_ABOVE if above is None else above.writing()
 
     # ---- Rows
 
@@ -292,8 +296,12 @@ class Table(TableCommits):
             CorruptionError: a stored record fails its checksum.
         """
         array = as_ids(ids, table=f"table '{self._name}'")
-        if self._above is not None:
-            self._before_read()
+        if self._above is None:
+            return self._lookup(array, touch, out)
+        with self._reading():
+            return self._lookup(array, touch, out)
+
+    def _lookup(self, array: Ids, touch: bool, out: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
         shape = (*array.shape, self._dim)
         if out is None:
             rows: Floats = _native.empty_rows(array.size, self._dim)
@@ -343,16 +351,15 @@ class Table(TableCommits):
             raise ValueError(f"{label}: ids of bags must be int64[N], got {describe(array)}")
         starts = as_offsets(offsets, array.size, table=label)
         factors = None if weights is None else as_rows(weights, array.shape, what="weights", table=label)
-        if self._above is not None:
-            self._before_read()
         shape = (array.size if pooling == "none" else starts.size, self._dim)
         result: Floats = _native.empty_rows(*shape) if out is None else as_out(out, shape, table=label)
-        if pooling == "none":
-            self._native.lookup(array, touch, result)
-            if factors is not None:
-                result *= factors[:, None]
-        else:
-            self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, result)
+        with self._reading():
+            if pooling == "none":
+                self._native.lookup(array, touch, result)
+            else:
+                self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, result)
+        if pooling == "none" and factors is not None:
+            result *= factors[:, None]
         return result
 
     def update(self, ids: Any, grads: Any, *, lr: float | None = None, step: int | None = None) -> None:
@@ -376,9 +383,8 @@ class Table(TableCommits):
         label = f"table '{self._name}'"
         array = as_ids(ids, table=label)
         values = as_rows(grads, (*array.shape, self._dim), what="grads", table=label)
-        if self._above is not None:
-            self._before_write()
-        self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
+        with self._writing():
+            self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
 
     # What a framework's training step does, with its ids deduped once: lookup_batch, then Batch.sum, then update_batch.
 
@@ -430,10 +436,9 @@ class Table(TableCommits):
         """
         index, length = self._field(slot)
         array = as_ids(ids, table=f"table '{self._name}'")
-        if self._above is not None:
-            self._before_read()
         out = np.empty((*array.shape, length), np.float32)
-        self._native.get(array.reshape(-1), index, out.reshape(-1, length))
+        with self._reading():
+            self._native.get(array.reshape(-1), index, out.reshape(-1, length))
         return out
 
     def set(self, ids: Any, values: Any, slot: str = "weight") -> None:
@@ -455,17 +460,15 @@ class Table(TableCommits):
         label = f"table '{self._name}'"
         array = as_ids(ids, table=label)
         rows = as_rows(values, (*array.shape, length), what="values", table=label)
-        if self._above is not None:
-            self._before_write()
-        self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
+        with self._writing():
+            self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
 
     def contains(self, ids: Any) -> npt.NDArray[np.bool_]:
         """Whether each row was ever updated or set. ids: int64[...]; returns bool[...]."""
         array = as_ids(ids, table=f"table '{self._name}'")
-        if self._above is not None:
-            self._before_read()
         out = np.empty(array.shape, np.bool_)
-        self._native.contains(array.reshape(-1), out.reshape(-1))
+        with self._reading():
+            self._native.contains(array.reshape(-1), out.reshape(-1))
         return out
 
     def scan(self, slot: str = "weight", chunk: int = 65_536) -> Iterator[tuple[Ids, Floats]]:
@@ -484,12 +487,12 @@ class Table(TableCommits):
         index, length = self._field(slot)
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
-        if self._above is not None:
-            self._before_read()
         return self._scan(index, length, chunk)
 
     def _scan(self, index: int, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
-        yield from self._rows_of(_native.Scan(self._native, index), length, chunk)
+        with self._reading():
+            scan = _native.Scan(self._native, index)
+        yield from self._rows_of(scan, length, chunk)
 
     @staticmethod
     def _rows_of(scan: _native.Scan, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
@@ -546,8 +549,11 @@ class Table(TableCommits):
 
     def _close(self) -> None:
         self._closed = True
+        above = self._cache_above()
         self._native.close()
         self._native.set_holder(None, None)  # a holder that refers to this table would keep both alive
+        if above is not None:
+            above.table_closed()
         if self._budget is not None:
             self._budget.leave(self)
 
@@ -581,12 +587,29 @@ class Table(TableCommits):
         stats = self._native.stats() if self._native is not None else {"stored_rows": 0, "directory_bytes": 0}
         on_disk = self._path is not None
         stored = max(self._spec.minimum_ram(stats["stored_rows"], on_disk), self._stored_hint)
-        return int(max(stored, self._spec.minimum_ram(0, on_disk) + stats["directory_bytes"]))
+        return int(max(stored, self._spec.minimum_ram(0, on_disk) + stats["directory_bytes"])) + self._ram_above
 
     #: Bytes a table about to be opened needs, before there is a core to ask.
     _stored_hint = 0
 
     def apply_share(self, num_bytes: int) -> None:
         """Live within `num_bytes` from now on."""
+        self._native.set_ram(num_bytes and num_bytes - self._ram_above)
         self._ram_bytes = num_bytes
-        self._native.set_ram(num_bytes)
+
+    def reserve_ram(self, num_bytes: int) -> None:
+        """So many bytes more of the budget belong to a cache above; negative gives them back.
+
+        Raises:
+            MemoryError: the budget is too small for both.
+        """
+        above = self._ram_above + num_bytes
+        if self._ram_bytes and not self._closed:
+            needed = self.minimum_bytes() + num_bytes
+            if num_bytes > 0 and needed > self._ram_bytes:
+                raise MemoryError(
+                    f"table '{self._name}': its device cache's id map takes {num_bytes} of the {self._ram_bytes} bytes "
+                    f"of its ram, which must be at least {needed}; make it more, or the device cache smaller"
+                )
+            self._native.set_ram(self._ram_bytes - above)
+        self._ram_above = above

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from bunkbed import _native
@@ -78,6 +79,7 @@ class TableCommits:
     _name: str
     _native: _native.Table
     _run: Any
+    _above: Any
 
     def commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> int:
         """Make everything so far durable.
@@ -132,10 +134,13 @@ class TableCommits:
         return self._begin_commit(meta, keep)
 
     def _begin_commit(self, meta: dict[str, Any] | None, keep: str | None) -> PendingCommit:
-        pending = self._native.begin_commit(self._checked_meta(meta), self._checked_keep(keep))
+        with self._reading():  # what the commit holds is settled within: all of a step above, or nothing of it
+            pending = self._native.begin_commit(self._checked_meta(meta), self._checked_keep(keep))
         return PendingCommit(pending.wait, pending.is_over)
 
     def _commit(self, meta: dict[str, Any] | None, keep: str | None) -> int:
+        if self._above is not None:
+            return self._begin_commit(meta, keep).wait()  # training above goes on while it is written
         return int(self._native.commit(self._checked_meta(meta), self._checked_keep(keep)))
 
     def _checked_keep(self, keep: str | None) -> str:
@@ -174,15 +179,20 @@ class TableCommits:
             raise BunkbedError(f"table '{self._name}' belongs to a run; go back with run.rewind()")
         self._rewind(to)
 
-    def _before_write(self) -> None:
+    def _reading(self) -> AbstractContextManager[None]:
+        """Within, the table has the newest rows; see `bunkbed.table.Above`."""
+        raise NotImplementedError
+
+    def _writing(self) -> AbstractContextManager[None]:
+        """Within, the table may change; see `bunkbed.table.Above`."""
         raise NotImplementedError
 
     def _rewind(self, to: str | int) -> None:
-        self._before_write()
-        if isinstance(to, str):
-            self._native.rewind(to, None)
-        else:
-            self._native.rewind("", int(to))
+        with self._writing():
+            if isinstance(to, str):
+                self._native.rewind(to, None)
+            else:
+                self._native.rewind("", int(to))
 
     def refresh(self) -> int:
         """Reader only: move to the newest commit, at the cost of what changed since. Returns its epoch.

@@ -104,6 +104,7 @@ class lookahead:  # in lower case, as it is used like a function
                 elif ended is not None:
                     raise ended
         finally:
+            ended = None  # its traceback refers to this very frame: a cycle, which would keep tables open
             plan.close()
             close = getattr(batches, "close", None)
             if close is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -10,16 +10,22 @@ from bunkbed.torch.device.link import Link
 from bunkbed.torch.gradients import IntArray
 
 
+class HasLink(Protocol):
+    """A tier, which has another link once the model has moved to another device."""
+
+    link: Link
+
+
 class DeviceBatch:
     """Ids deduped once for a lookup, the sums of its gradients and the step."""
 
-    __slots__ = ("__weakref__", "_inverse", "_link", "_offsets", "_order", "batch", "ready", "size")
+    __slots__ = ("__weakref__", "_inverse", "_offsets", "_order", "_tier", "batch", "ready", "size")
 
-    def __init__(self, batch: Any, size: int, link: Link) -> None:
+    def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
         self.batch = batch  # the core's
         self.size = size  # ids, repeated ones counted
         self.ready: Any = None  # see `Link.wait`
-        self._link = link
+        self._tier = tier
         self._inverse: Any = None
         self._order: Any = None
         self._offsets: Any = None
@@ -43,15 +49,17 @@ class DeviceBatch:
 
     def inverse(self) -> Any:
         """int64[N] on the device: the row of each id."""
-        if self._inverse is None:
-            self._inverse = self._link.up(np.asarray(self.batch.inverse(), np.int64))
+        link = self._tier.link
+        if self._inverse is None or self._inverse.device != link.device:
+            self._inverse = link.up(self.batch.inverse())
         return self._inverse
 
     def segments(self) -> tuple[Any, Any]:
         """Places in the batch grouped by row, int64[N], and where each row's begin, int64[U]: on the device."""
-        if self._order is None:
-            self._order = self._link.up(np.asarray(self.batch.order(), np.int64))
-            self._offsets = self._link.up(np.asarray(self.batch.offsets(), np.int64)[:-1])
+        link = self._tier.link
+        if self._order is None or self._order.device != link.device:
+            self._order = link.up(self.batch.order())
+            self._offsets = link.up(self.batch.offsets()[:-1])
         return self._order, self._offsets
 
     def pieces(self, most: int) -> tuple[Any, Any]:
@@ -60,13 +68,14 @@ class DeviceBatch:
         Returns:
             Where each piece begins, int64[P], and the first piece of each row, int64[U]; None where no row was cut.
         """
-        bounds = np.asarray(self.batch.offsets(), np.int64)
+        bounds = self.batch.offsets()
         counts = -(-np.diff(bounds) // most)
         if counts.size == 0 or counts.max() == 1:
             return self.segments()[1], None
         firsts = np.cumsum(counts) - counts
         within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(firsts, counts)
-        return self._link.up(np.repeat(bounds[:-1], counts) + within * most), self._link.up(firsts)
+        up = self._tier.link.up
+        return up(np.repeat(bounds[:-1], counts) + within * most), up(firsts)
 
 
 class FramedBatch(DeviceBatch):
@@ -77,8 +86,8 @@ class FramedBatch(DeviceBatch):
 
     __slots__ = ("frames", "plan", "positions")
 
-    def __init__(self, batch: Any, size: int, link: Link) -> None:
-        super().__init__(batch, size, link)
+    def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
+        super().__init__(batch, size, tier)
         self.plan: Any = None
         self.frames: Any = None  # int64[U] on the device: of each row
         self.positions: Any = None  # int64[N] on the device: of each id
@@ -101,8 +110,8 @@ class SentBatch(DeviceBatch):
 
     __slots__ = ("as_of", "rows")
 
-    def __init__(self, batch: Any, size: int, link: Link) -> None:
-        super().__init__(batch, size, link)
+    def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
+        super().__init__(batch, size, tier)
         self.rows: Any = None  # float32[U, dim] on the device
         self.as_of = 0  # the steps that had been taken when they were read
 

@@ -1,8 +1,10 @@
 """What travels between the host and one device: copies on a stream of their own, in order with what uses the frames.
 
-Where a device has streams (CUDA, XPU) copies run beside the model's kernels. Two events keep them in order: a copy that
+Where a device has streams (CUDA, XPU) copies run beside the model's kernels. Events keep them in order: a copy that
 takes frames over waits for the last use of any frame so far (`used`), and a use of loaded frames waits for the copy
-that loaded them (`ready`, `wait`). Elsewhere every operation is done when it returns, and there is nothing to order.
+that loaded them (`ready`, `wait`). Memory that is made on one stream and used on another is announced to the allocator
+where it is used (`wait`), on whichever stream that is. Elsewhere every operation is done when it returns, and there is
+nothing to order.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _WITH_STREAMS = ("cuda", "xpu")
 
 
 class Link:
-    """Copies to and from `device`. Owns a stream, no memory. What it counts is read by `DeviceTier.stats`.
+    """Copies to and from `device`. Owns a stream, no memory. What it counts is read by `DeviceRows.counters`.
 
     Args:
         device: the other end.
@@ -33,6 +35,7 @@ class Link:
         self._module: Any = torch.get_device_module(device) if device.type in _WITH_STREAMS else None
         self._stream: Any = None if self._module is None else self._module.Stream(device)
         self._used: Any = None
+        self._copied: Any = None
 
     def used(self) -> None:
         """What was issued so far to the stream of the model used frames: copies begun later wait for it."""
@@ -49,22 +52,37 @@ class Link:
             if self._used is not None:
                 self._stream.wait_event(self._used)
             yield
+            self._copied = self._stream.record_event()
 
     def ready(self) -> Any:
         """Marks where the copies are now, for `wait`."""
         return None if self._stream is None else self._stream.record_event()
 
-    def wait(self, ready: Any) -> None:
-        """The model's stream goes on only after the copies up to `ready`."""
+    def wait(self, ready: Any, *made: Any) -> None:
+        """The model's stream goes on only after the copies up to `ready`; it then uses the tensors they `made`."""
+        if self._module is None:
+            return
+        stream = self._module.current_stream(self.device)
         if ready is not None:
-            self._module.current_stream(self.device).wait_event(ready)
+            stream.wait_event(ready)
+        for tensor in made:
+            tensor.record_stream(stream)
+
+    def wait_for_all(self) -> None:
+        """`wait` for every copy so far."""
+        self.wait(self._copied)
+
+    def finish(self) -> None:
+        """Returns when every copy so far is done: before memory they write to is given back."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def host_memory(self, shape: Any, dtype: torch.dtype) -> Any:
         """A tensor in memory that the device copies from and to beside other work."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def up(self, values: Any) -> Any:
-        """A host tensor or array, on the device. On a CPU it may be the same memory."""
+        """A host tensor or array, on the device, made on the present stream. On a CPU it may be the same memory."""
         tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
         if self.delay is not None:
             self.delay("up")
@@ -73,10 +91,7 @@ class Link:
             return tensor.to(self.device)
         if not tensor.is_pinned():
             tensor = tensor.pin_memory()
-        on_device = tensor.to(self.device, non_blocking=True)
-        # Made on one stream and used on another: the allocator must not give its memory away in between.
-        on_device.record_stream(self._module.default_stream(self.device))
-        return on_device
+        return tensor.to(self.device, non_blocking=True)
 
     def down(self, values: Any) -> Any:
         """A device tensor in host memory, once it is all there."""

@@ -71,6 +71,8 @@ class DeviceRows:
 
     def sum(self, parts: list[Part]) -> tuple[DeviceBatch, Any, float]:
         """See `Rows`."""
+        for part in parts:
+            part.grads = part.grads.to(self.link.device)  # the model may have moved since
         if len(parts) == 1:
             part = parts[0]
             batch = self.deduped(part.ids) if part.batch is None else part.batch

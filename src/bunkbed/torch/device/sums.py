@@ -30,7 +30,7 @@ def sum_rows(batch: DeviceBatch, grads: Any) -> Any:
 def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Any, link: Link) -> Any:
     """float32[B, dim] gradients of bags to float32[U, dim] of the rows in them, without one for every id."""
     lengths = np.diff(bags.offsets, append=bags.ids.size)
-    order = np.asarray(batch.batch.order(), np.int64)
+    order = batch.batch.order()
     bag_of = np.repeat(np.arange(lengths.size, dtype=np.int64), lengths)[order]
     if bags.is_mean:
         counts = link.up(np.maximum(lengths, 1).astype(np.float32))

@@ -8,13 +8,14 @@ and what gives way; the device only gathers, computes, sums segments and updates
    go up. In this order: a table that cannot give or take them leaves the device as it was, and the plan is undone.
 3. The lookup gathers from the frames. Backward sums the gradients of equal ids on the device; `Optimizer.step` updates
    the frames and marks them dirty. The table's step counts on, with no rows.
-4. Whoever reads the table from elsewhere (`Table._above`), and every commit, has the dirty rows written back first; who
-   writes it has the device forget all rows too.
+4. Whoever reads the table from elsewhere, and every commit, does so `reading`: the dirty rows have been written back,
+   and nothing changes them until it is done. Who writes it (`writing`) has the device forget all rows too.
 
 Plans are made and carried out one at a time under `_lock`, by whoever needs one: the training thread, or the thread
 that stages coming batches (window.py). So a row that just gave way is in the table before anybody loads it again, and
-no plan overtakes another. `_frames_lock` is held while frames get new values, and while dirty ones are written back: a
-commit beside a step sees all of the step or nothing. Where both are held, `_lock` was taken first.
+no plan overtakes another. `_frames_lock` is held while frames are used or get new values: a commit beside a step sees
+all of the step or nothing. Where both are held, `_lock` was taken first. Neither is waited for with a budget's lock
+wanted, nor in a forked child.
 
 Exactness: which frame a row lies in, and whether it came from RAM a moment ago, changes nothing of its value; sums and
 updates are functions of the batch alone (sums.py, update_rules.py). Rows after training have the same bits with every
@@ -23,9 +24,12 @@ size of cache, with and without `lookahead`, and on a CPU device those of the ta
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,6 +47,8 @@ from bunkbed.torch.gradients import IntArray
 
 #: Bytes of records that a write-back moves at once.
 _CHUNK_BYTES = 64 << 20
+#: Bytes of RAM that the map takes for a frame, about: they count in the table's `ram`.
+_MAP_BYTES = 72
 
 
 class DeviceTier(DeviceRows):
@@ -69,6 +75,7 @@ class DeviceTier(DeviceRows):
         self._map: Any = None
         self._records: DeviceRecords | None = None
         self._placed: weakref.WeakSet[FramedBatch] = weakref.WeakSet()
+        self._reserved = 0  # bytes of the table's RAM that the map takes
         self._lost = ""  # why the device's rows are gone, where they are
         if self._budget is not None:
             self._budget.join(self)
@@ -88,9 +95,10 @@ class DeviceTier(DeviceRows):
 
     def apply_share(self, num_bytes: int) -> None:
         """Live within `num_bytes` from now on."""
-        self._bytes = num_bytes
-        if self._records is not None and self._frames() != self._records.frames:
-            self.leave()
+        with self._lock, self._frames_lock:
+            self._bytes = num_bytes
+            if self._records is not None and self._frames() != self._records.frames and not self._lost:
+                self._give_memory_back()
 
     def _frames(self) -> int:
         frames = self._bytes // int(self.table.record_bytes)
@@ -136,7 +144,7 @@ class DeviceTier(DeviceRows):
                     self._place(batch)
             with self._frames_lock:
                 if batch.is_here:  # nobody had the device forget all rows in between
-                    self.link.wait(batch.ready)
+                    self.link.wait(batch.ready, batch.frames, batch.positions)
                     values = gather(self._require_records())
                     self.link.used()
                     return values
@@ -151,6 +159,7 @@ class DeviceTier(DeviceRows):
         with self._lock:
             self._start()
             records = self._require_records()
+            self.link.wait_for_all()  # rows that are staged are here too
             frames = self._map.find(unique)
             is_here = frames >= 0
             elsewhere = unique[~is_here]
@@ -166,27 +175,29 @@ class DeviceTier(DeviceRows):
 
     def deduped(self, ids: IntArray) -> FramedBatch:
         """The batch of int64[N] ids, checked and deduped, in no frames yet."""
-        with self._lock:
-            self._start()
-            return FramedBatch(self.table.batch(ids), ids.size, self.link)
+        return FramedBatch(self.table.batch(ids), ids.size, self)
 
     # ---- frames
 
     def _start(self) -> None:
         """Device memory and map, where the anchor is now."""
         self._require_usable()
-        device = self._anchor().device
+        table, device = self.table, self._anchor().device
         if self._records is not None:
             if self._records.device == device:
                 return
-            self.leave()
-        table = self.table
+            self._give_memory_back()
+        if table.closed:
+            table.batch(np.empty(0, np.int64))  # says so
         spec = table.optimizer
         frames = self._frames()
         fields = [(name, int(length)) for name, length in table._native.fields()]
+        reserved = frames * _MAP_BYTES
+        table.reserve_ram(reserved)
         try:
             records = DeviceRecords(frames, fields, table.dtype, getattr(spec, "state_dtype", "float32"), device)
         except RuntimeError as error:  # torch's out-of-memory error is one
+            table.reserve_ram(-reserved)
             raise MemoryError(
                 f"table {table.name!r}: a device_cache of {format_bytes(self._bytes)} does not fit {device}: {error}"
             ) from None
@@ -201,31 +212,33 @@ class DeviceTier(DeviceRows):
                 tier.write_back()
 
         table._native.set_holder(self._map, write_back)
-        self._records = records
+        self._records, self._reserved = records, reserved
         self.link = Link(device, self.delay)
+        self.link.used()  # the memory may have been another tensor's, which queued work still reads
 
     def place(self, batch: FramedBatch, number: int = 0) -> bool:
         """Gives the rows of a batch to come their frames; False where others hold too many. For `lookahead`."""
         with self._lock:
-            self._start()
-            return self._try_place(batch, number)
+            return self._records is not None and not self._lost and self._try_place(batch, number)
 
     def expect(self, batch: FramedBatch) -> int:
         """The batch is to come: its number, `_native.DeviceMap.WINDOW_FULL`. See window.py."""
-        with self._lock:
-            self._start()
-            return int(self._map.expect(batch.batch))
+        if self._map is None:
+            with self._lock:
+                self._start()
+        known = self._map
+        return int(_native.DeviceMap.WINDOW_FULL if known is None else known.expect(batch.batch))
 
     def forget(self, number: int) -> None:
         """The batch of that number will not come."""
-        with self._lock:
-            if self._map is not None:
-                self._map.forget(number)
+        known = self._map
+        if known is not None:
+            known.forget(number)
 
     def missing(self, batch: FramedBatch) -> IntArray:
         """The rows of a batch that lie in no frame, int64[M]."""
-        unique = batch.unique()
-        return unique if self._map is None else unique[self._map.find(unique) < 0]
+        unique, known = batch.unique(), self._map
+        return unique if known is None else unique[known.find(unique) < 0]
 
     def _place(self, batch: FramedBatch) -> None:
         """As `place`, and takes frames from batches that only keep them for speed."""
@@ -246,10 +259,11 @@ class DeviceTier(DeviceRows):
                 )
 
     def _try_place(self, batch: FramedBatch, number: int) -> bool:
+        # A plan that goes without `done` is undone: so is one that an interrupt strikes before the next line.
         plan = self._map.plan(batch.batch, number)
-        if plan is None:
-            return False
         try:
+            if plan is None:
+                return False
             self._carry_out(plan)
             positions = np.empty(batch.size, np.int64)
             plan.positions(positions)
@@ -257,8 +271,9 @@ class DeviceTier(DeviceRows):
                 batch.frames = self.link.up(plan.frames)
                 batch.positions = self.link.up(positions)
                 batch.ready = self.link.ready()
+            plan.done()
         except BaseException:
-            plan.undo()
+            plan.undo()  # now, as the traceback keeps it alive
             raise
         batch.plan = plan
         self._placed.add(batch)
@@ -294,9 +309,7 @@ class DeviceTier(DeviceRows):
                     self._place(batch)
             with self._frames_lock:
                 if batch.is_here:
-                    new = self._stepped(batch, sums, lr, number)
-                    self._count_step(lr, number)
-                    self._store(batch, new)
+                    self._take_step(batch, self._stepped(batch, sums, lr, number), lr, number)
                     break
         batch.let_go()  # a second step with the same gradients is rare enough to place it again
 
@@ -309,10 +322,11 @@ class DeviceTier(DeviceRows):
                 self._place(piece)
                 with self._frames_lock:
                     new = self._stepped(piece, sums[begin : begin + frames], lr, number)
-                    if not is_counted:
-                        self._count_step(lr, number)
+                    if is_counted:
+                        self._store(piece, new)
+                    else:
+                        self._take_step(piece, new, lr, number)
                         is_counted = True
-                    self._store(piece, new)
                 piece.let_go()
         except BaseException as error:
             if is_counted:
@@ -321,7 +335,7 @@ class DeviceTier(DeviceRows):
 
     def _stepped(self, batch: FramedBatch, sums: Any, lr: float, number: int) -> Any:
         records, optimizer = self._require_records(), self.table.optimizer
-        self.link.wait(batch.ready)
+        self.link.wait(batch.ready, batch.frames)
         ids = self.link.up(batch.unique()) if records.is_narrow else None
         return records.stepped(
             optimizer,
@@ -333,19 +347,44 @@ class DeviceTier(DeviceRows):
             number=number,
         )
 
-    def _count_step(self, lr: float, number: int) -> None:
-        dim = self.table.dim
-        self.table._native.update(np.empty(0, np.int64), np.empty((0, dim), np.float32), lr, number)
+    def _take_step(self, batch: FramedBatch, new: Any, lr: float, number: int) -> None:
+        """Counts the step and stores what it made: both, whatever interrupts it in between."""
+        native, nothing = self.table._native, np.empty((0, self.table.dim), np.float32)
+        steps = native.stats()["updates"]
+        try:
+            native.update(np.empty(0, np.int64), nothing, lr, number)
+            self._store(batch, new)
+        except BaseException as error:
+            if native.stats()["updates"] != steps:  # counted: then the rows must follow, and storing twice is storing
+                try:
+                    self._store(batch, new)
+                except BaseException:
+                    self._lost = f"a step was interrupted half-way ({error!r})"
+            raise
 
     def _store(self, batch: FramedBatch, new: Any) -> None:
         batch.plan.mark_dirty()
         self._require_records().store(batch.frames, new)
         self.link.used()
 
-    # ---- what the table asks for: see `Table._above`
+    # ---- what the table asks for: see `bunkbed.table.Above`
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """See `Above`; the rows stay in their frames."""
+        with self._lock, self._frames_lock:
+            self.write_back()
+            yield
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `Above`."""
+        with self._lock, self._frames_lock:
+            self._leave_frames()
+            yield
 
     def write_back(self) -> None:
-        """Writes every dirty row to the table; the rows stay in their frames.
+        """Writes every dirty row to the table.
 
         Raises:
             BunkbedError: the device does not give them; says how many rows are lost. OSError: see `Table.update`.
@@ -359,6 +398,7 @@ class DeviceTier(DeviceRows):
             for begin in range(0, ids.size, chunk):
                 part = frames[begin : begin + chunk]
                 try:
+                    self.link.used()  # what this thread's stream has issued is part of it
                     with self.link.copying():
                         records = self.link.down(self._records.read(self.link.up(part)))
                 except RuntimeError as error:
@@ -370,18 +410,47 @@ class DeviceTier(DeviceRows):
                 self.table._native.scatter_records(ids[begin : begin + chunk], records.numpy().view(np.uint8))
                 self._map.mark_clean(part)
 
-    def leave(self) -> None:
-        """Writes every dirty row to the table and gives the device memory back, until the next lookup."""
-        with self._lock, self._frames_lock:
-            if self._records is None:
-                return
+    def _leave_frames(self) -> None:
+        """Every row is written back, and in no frame any more."""
+        if self._records is not None:
             self.write_back()
-            for batch in list(self._placed):
-                batch.let_go()
-            self.present.clear()
+            self._let_all_go()
             self._map.forget_all()
-            self.table._native.set_holder(None, None)
-            self._map = self._records = None
+
+    def _let_all_go(self) -> None:
+        for batch in list(self._placed):
+            batch.let_go()
+        self.present.clear()
+
+    def _give_memory_back(self) -> None:
+        """The same, and no device memory is held until the next lookup."""
+        self._leave_frames()
+        self._detach()
+
+    def _detach(self) -> None:
+        self.table._native.set_holder(None, None)
+        self._drop_memory()
+        self.table.reserve_ram(-self._reserved)
+        self._reserved = 0
+
+    def _drop_memory(self) -> None:
+        self.link.finish()
+        self._map = self._records = None
+
+    def table_closed(self) -> None:
+        """See `Above`."""
+        with self._lock, self._frames_lock:
+            self._let_all_go()
+            self._drop_memory()
+        if self._budget is not None:
+            self._budget.leave(self)
+
+    def __del__(self) -> None:
+        # The table may outlive its layers, and then needs their rows. One that goes with them warns of what is lost.
+        if sys.is_finalizing() or self.table.closed or self._records is None or os.getpid() != self.table._pid:
+            return
+        self.write_back()
+        self._detach()
 
     def _require_usable(self) -> None:
         if self._lost:

@@ -10,9 +10,11 @@ rows the last few changed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,7 @@ class TransferTier(DeviceRows):
         batch = self._batch(ids)
         assert isinstance(batch, SentBatch)
         self._send_what_changed(batch)
-        self.link.wait(batch.ready)
+        self.link.wait(batch.ready, batch.rows)
         rows = batch.rows
         batch.let_go()
         return rows, batch
@@ -69,10 +71,11 @@ class TransferTier(DeviceRows):
 
     def deduped(self, ids: IntArray) -> SentBatch:
         """See `DeviceRows`."""
+        batch = self.table.batch(ids)
         device = self._anchor().device
         if self.link.device != device:
             self.link = Link(device, self.delay)
-        return SentBatch(self.table.batch(ids), ids.size, self.link)
+        return SentBatch(batch, ids.size, self)
 
     def _send(self, ids: IntArray, *, touch: bool) -> Any:
         native, dtype, shape = self.table._native, self.table.dtype, (ids.size, self.table.dim)
@@ -88,7 +91,12 @@ class TransferTier(DeviceRows):
         """Has the batch's rows on the device as they are now."""
         with self._lock:
             first = self._changed[0][0] if self._changed else self._steps
-            is_known = batch.is_here and batch.as_of > self._forgotten and batch.as_of >= first - 1
+            is_known = (
+                batch.is_here
+                and batch.rows.device == self.link.device
+                and batch.as_of > self._forgotten
+                and batch.as_of >= first - 1
+            )
             later = [stepped for number, stepped in self._changed if number > batch.as_of]
         if not is_known:
             self._bring(batch)
@@ -97,7 +105,7 @@ class TransferTier(DeviceRows):
         for stepped in later:
             is_old |= batch.batch.rows_in(stepped)
         if is_old.any():
-            self.link.wait(batch.ready)
+            self.link.wait(batch.ready, batch.rows)
             again = self._send(batch.unique()[is_old], touch=False)  # they counted as wanted when they were sent
             batch.rows.index_copy_(0, self.link.up(np.flatnonzero(is_old)), again)
 
@@ -137,17 +145,27 @@ class TransferTier(DeviceRows):
             self._steps += 1
             self._changed.append((self._steps, batch.batch))
 
-    # ---- what the table asks for: see `Table._above`
+    # ---- what the table asks for: see `bunkbed.table.Above`
 
-    def write_back(self) -> None:
-        """The table has every row already."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """See `Above`: the table has every row already."""
+        yield
 
-    def leave(self) -> None:
-        """Copies are of no use any more."""
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `Above`: copies made before and meanwhile are of no use afterwards."""
         with self._lock:
-            self._steps += 1
-            self._forgotten = self._steps
-            self._changed.clear()
+            try:
+                yield
+            finally:
+                self._steps += 1
+                self._forgotten = self._steps
+                self._changed.clear()
+
+    def table_closed(self) -> None:
+        """See `Above`."""
+        self.present.clear()
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the first lookup, for `Table.stats`."""
