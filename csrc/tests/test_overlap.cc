@@ -1,11 +1,14 @@
+#include "overlap.h"
+
+#include <memory>
 #include <random>
 #include <set>
 #include <vector>
 
-#include "overlap.h"
-#include "tests/check.h"
+#include "check.h"
 
-namespace bunkbed {
+using namespace bunkbed;
+using namespace bunkbed::test;
 
 TEST(overlap_is_that_of_two_sets) {
   std::mt19937_64 random(7);
@@ -25,5 +28,3 @@ TEST(overlap_is_that_of_two_sets) {
     }
   }
 }
-
-}  // namespace bunkbed
