@@ -34,7 +34,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
 
     def trained(ids: IntArray, place: Any, token: Any) -> tuple[FloatArray, np.int64]:
         found = alive(this)
-        _require_zero(found, token)
+        require_zero(found, token)
         table, pending = found.table, found.pending
         batch = table.batch(ids)
         rows = table.lookup_batch(batch, ids.size, touch=touch)
@@ -48,9 +48,9 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
     if not train:
         rows = call(name, plain, [ids], tf.float32)
     else:
-        place = _place(shared)
+        place = place_of(shared)
         rows, handle = call(name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64])
-        rows = _answered(shared, rows, handle, [ids], place, push)
+        rows = answered(shared, rows, handle, [ids], place, push)
     if not tf.executing_eagerly():
         rows.set_shape([*ids.shape, shared.dim])
     return rows
@@ -79,8 +79,8 @@ def bags_of(
     has_weights = weights is not None
     inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
 
-    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> _Bags:
-        return _Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
+    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> Bags:
+        return Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
 
     def plain(*arrays: Any) -> FloatArray:
         return bags(*arrays).lookup(alive(this).for_lookup(), touch=touch)
@@ -89,7 +89,7 @@ def bags_of(
         ids: IntArray, splits: IntArray, weights: FloatArray, place: Any, token: Any
     ) -> tuple[FloatArray, np.int64]:
         found, made = alive(this), bags(ids, splits, weights)
-        _require_zero(found, token)
+        require_zero(found, token)
         pooled = made.lookup(found.table, touch=touch)
         batch = found.table.batch(made.ids)
         return pooled, np.int64(found.pending.began(batch, int(place[0]), is_certain=is_certain))
@@ -104,16 +104,16 @@ def bags_of(
     if not train:
         pooled = call(name, plain, inputs, tf.float32)
     else:
-        place = _place(shared)
+        place = place_of(shared)
         token = tf.stop_gradient(shared.token.value)
         pooled, handle = call(name, trained, [*inputs, place, token], [tf.float32, tf.int64])
-        pooled = _answered(shared, pooled, handle, inputs, place, push)
+        pooled = answered(shared, pooled, handle, inputs, place, push)
     if not tf.executing_eagerly():
         pooled.set_shape([None, shared.dim])
     return pooled
 
 
-def _answered(
+def answered(
     shared: SharedTable, rows: Any, handle: Any, inputs: list[Any], place: Any, push: Callable[..., Any]
 ) -> Any:
     """`rows` whose gradient goes to `push`, and whose answer becomes the token's gradient."""
@@ -138,7 +138,8 @@ def _answered(
     return attach(rows, tf.convert_to_tensor(shared.token.value))
 
 
-def _require_zero(shared: SharedTable, token: Any) -> None:
+def require_zero(shared: SharedTable, token: Any) -> None:
+    """Raises RuntimeError where something else than a step set the token, whose value a lookup was given."""
     if token != 0.0:
         raise RuntimeError(
             f"table {shared.name!r}: its token's variable was set to {float(token):g} and no row was updated; give the "
@@ -146,14 +147,14 @@ def _require_zero(shared: SharedTable, token: Any) -> None:
         )
 
 
-def _place(shared: SharedTable) -> Any:
+def place_of(shared: SharedTable) -> Any:
     """int64[2]: replica and place in the forward order, by which gradients are summed."""
     replica = tf.distribute.get_replica_context()
     number = 0 if replica is None else tf.get_static_value(replica.replica_id_in_sync_group)
     return tf.constant([0 if number is None else int(number), shared.next_place()], tf.int64)
 
 
-class _Bags:
+class Bags:
     """Bags of ids as the table wants them: int64[N], int64[B] offsets, float32[N] weights or None."""
 
     def __init__(
@@ -169,6 +170,11 @@ class _Bags:
         self._combiner = combiner
         self._splits = splits
 
+    @property
+    def offsets(self) -> IntArray:
+        """int64[B], where each bag begins."""
+        return np.ascontiguousarray(self._splits[:-1])
+
     def lookup(self, table: Any, *, touch: bool) -> FloatArray:
         pooled: FloatArray = table.lookup_bags(
             self.ids, self._splits[:-1], pooling=self._combiner, weights=self.weights, touch=touch
@@ -177,7 +183,7 @@ class _Bags:
 
     def gradients(self) -> BagGradients:
         """What each id has of its bag's gradient: its weight by the sum of weights, or the root of that of squares."""
-        offsets, weights = np.ascontiguousarray(self._splits[:-1]), self.weights
+        offsets, weights = self.offsets, self.weights
         if self._combiner == "sum" or (self._combiner == "mean" and weights is None):
             return BagGradients(self.ids, offsets, weights, self._combiner == "mean")
         lengths = np.diff(self._splits)

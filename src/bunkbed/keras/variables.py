@@ -17,8 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.references import Reference
-
 
 class Token(keras.Variable):  # type: ignore[misc]  # keras is untyped here
     """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
@@ -86,7 +84,12 @@ class Token(keras.Variable):  # type: ignore[misc]  # keras is untyped here
         replica = tf.distribute.get_replica_context()
         if replica is None:  # set from outside, as set_weights() does
             return value
-        if replica.num_replicas_in_sync == 1:
+        if owner.workers is not None:
+            if stepping is None and tf.executing_eagerly() and not owner.workers.is_in_replica() and not gradient:
+                return value  # restored from a checkpoint, which holds its 0
+            zero = owner.settle(tf.reshape(gradient, [1]), stepping, scaling)
+            replica.merge_call(_set, args=(self, zero))
+        elif replica.num_replicas_in_sync == 1:
             # The lookups of the next step read the variable: they come after the step that its value came of.
             self.value.assign(owner.settle(tf.reshape(gradient, [1]), stepping, scaling))
         elif tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -99,7 +102,11 @@ class Token(keras.Variable):  # type: ignore[misc]  # keras is untyped here
 def _settle_once(strategy: Any, token: Token, owner: Any, gradients: Any, stepping: Any, scaling: Any) -> None:
     stepping, scaling = (strategy.experimental_local_results(each)[0] for each in (stepping, scaling))
     zero = owner.settle(tf.stack(strategy.experimental_local_results(gradients)), stepping, scaling)
-    strategy.extended.update(token.value, lambda variable, value: variable.assign(value), args=(zero,))
+    _set(strategy, token, zero)
+
+
+def _set(strategy: Any, token: Token, value: Any) -> None:
+    strategy.extended.update(token.value, lambda variable, value: variable.assign(value), args=(value,))
 
 
 class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
@@ -151,7 +158,7 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
         fields = json.loads(restored_tensors["REFERENCE"].numpy())
-        self._alive().load(None if fields is None else Reference(**fields))
+        self._alive().load(fields)
         return self.value
 
 
