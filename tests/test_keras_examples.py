@@ -23,6 +23,8 @@ SAYS = {
     "lazy_table": r"1,000 rows stored of 2\^63 possible; accuracy 1\.00\n.*\nand is not stored: False",
     "migrate": r"taken over: True\ngiven back: True",
     "mirrored": r"120 updates\nnumbers in mirrored variables: \d+; keras.layers.Embedding would mirror 6,400,000",
+    "multi_worker": r"loss \d\.\d+ -> 0\.\d+, 60 updates\nusers of each worker: \d{3} in shard-0000-of-0002, "
+    r"\d{3} in shard-0001-of-0002\nitems of both workers are the same bits: True",
     "prefetch": r"[\d,]{5,} rows were read ahead of their batch",
 }
 

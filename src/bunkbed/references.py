@@ -54,6 +54,7 @@ class References:
         self._ram: RamSnapshots | None = None
         # Epochs of the same contents: a rewind, or a commit for its name only, gives old contents a new number.
         self._same: set[int] = set()
+        self._has_new = False
 
     def keep_at_least(self, keep: int | None) -> None:
         """Of the layers on one table the one that keeps most decides; None is all."""
@@ -79,15 +80,30 @@ class References:
 
     # ---- save and load
 
-    def save(self, prefix: str | None = None) -> Reference:
+    def save(self, prefix: str | None = None, *, drop: bool = True) -> Reference:
         """Commits the table if it changed, and keeps that epoch.
 
         Args:
             prefix: of the names, where these are to be counted apart from the others; None is the usual one.
+            drop: let go of what is beyond `keep`; False leaves it to a call of `drop_old`.
         """
         table = self.table
-        epoch = self._commit(prefix or self._prefix) if table.mode != "r" and table.run is None else table.epoch
+        if table.mode == "r" or table.run is not None:
+            return Reference(table.uuid, table.name, table.epoch, self.step)
+        epoch = self._commit(prefix or self._prefix)
+        if drop:
+            self.drop_old(prefix)
         return Reference(table.uuid, table.name, epoch, self.step)
+
+    def drop_old(self, prefix: str | None = None) -> None:
+        """Lets go of the oldest epochs of a prefix beyond `keep`, if the last `save` made their successor."""
+        if self.keep is None or not self._has_new:
+            return
+        self._has_new = False
+        prefix, kept = prefix or self._prefix, self._kept()
+        ours = sorted(int(name.removeprefix(prefix)) for name in kept.snapshots() if _is_of(name, prefix))
+        for number in ours[: max(0, len(ours) - self.keep)]:
+            kept.drop(f"{prefix}{number:06d}")
 
     def load(self, reference: Reference) -> str | None:
         """Puts the table back to the epoch of `reference`; returns what prevents it, or None."""
@@ -145,15 +161,12 @@ class References:
         # One of another prefix may be let go before its time.
         stays = {epoch for name, epoch in snapshots.items() if _is_of(name, prefix) or not _AUTOMATIC.fullmatch(name)}
         same = set() if table.is_dirty else self._equal_epochs()
+        self._has_new = not same & stays
         if same & stays:
             return max(same & stays)
         ours = sorted(int(name.removeprefix(prefix)) for name in snapshots if _is_of(name, prefix))
         epoch: int = kept.commit(keep=f"{prefix}{ours[-1] + 1 if ours else 1:06d}")
         self._same = same | {epoch}
-        if self.keep is not None:
-            # The new one first: an epoch is let go only once its successor is durable.
-            for number in ours[: max(0, len(ours) + 1 - self.keep)]:
-                kept.drop(f"{prefix}{number:06d}")
         return epoch
 
 

@@ -28,17 +28,14 @@ import numpy.typing as npt
 
 from bunkbed import _native
 from bunkbed.arguments import Floats, Ids
+from bunkbed.bag_pooling import BagPooling
 from bunkbed.errors import BunkbedError, ReadOnlyError, TableClosedError
-from bunkbed.opening import make_spec
-from bunkbed.optim import SGD
 from bunkbed.sharding import Split
 
 #: Up to this many ids one thread does all shards: handing work over costs about as much as such a lookup.
 FEW_IDS = 256
 
 _NO_IDS: Ids = np.empty(0, np.int64)
-# Poolings as the core numbers them.
-_MEAN, _SQRTN = 1, 2
 # Of `Table.stats`: what is not the sum of what the shards say.
 _OWN = ("lookups", "updates")
 _MOST = ("commits", "window_batches", "staging_depth")
@@ -81,8 +78,7 @@ class ShardedRows:
         self._cores = list(cores)
         self._writable = writable
         self._checker = _native.create("", name, spec, 0, 0)
-        any_id = make_spec(1, None, SGD(lr=1.0), None, 0, "float32", False)
-        self._bags = _native.create("", name, any_id, 0, 0)  # for its batches of any number of bags
+        self._bags = BagPooling(name)
         self._lock = threading.RLock()  # guards all below, and the order of calls
         self._closed = False
         self._torn = ""  # why the shards do not agree
@@ -262,22 +258,7 @@ class ShardedRows:
         """See `bunkbed.Table.lookup_bags`; all rows of a call are in memory at once."""
         rows: Floats = _native.empty_rows(len(ids), self._spec.dim)
         self.lookup(ids, touch, rows)
-        lengths = np.diff(offsets, append=len(ids))
-        # Sums of equal "ids", which here are numbers of bags, in batch order.
-        bags = self._bags.batch(np.repeat(np.arange(len(offsets), dtype=np.int64), lengths))
-        if weights is not None:
-            rows *= weights[:, None]
-        sums = bags.sum(rows)[0]
-        sums += np.float32(0)  # a sum begins with 0, so it is never -0
-        if pooling in (_MEAN, _SQRTN):
-            if weights is None:
-                masses = lengths[bags.unique()].astype(np.float32)[:, None]
-            else:
-                masses = bags.sum((weights if pooling == _MEAN else weights * weights)[:, None])[0] + np.float32(0)
-            with np.errstate(all="ignore"):  # weights that cancel each other out: the core divides by them too
-                sums /= np.sqrt(masses) if pooling == _SQRTN else masses
-        out[...] = 0
-        out[bags.unique()] = sums
+        self._bags.pool(rows, offsets, pooling, weights, out)
 
     def get(self, ids: Ids, field: int, out: Floats) -> None:
         """See `bunkbed.Table.get`."""

@@ -25,6 +25,11 @@ class Bags:
         self._combiner = combiner
         self._splits = splits
 
+    @property
+    def offsets(self) -> IntArray:
+        """int64[B], where each bag begins."""
+        return np.ascontiguousarray(self._splits[:-1])
+
     def lookup(self, table: Any, *, touch: bool) -> FloatArray:
         """float32[B, dim] pooled rows."""
         pooled: FloatArray = table.lookup_bags(
@@ -34,7 +39,7 @@ class Bags:
 
     def gradients(self) -> BagGradients:
         """What each id has of its bag's gradient: its weight by the sum of weights, or the root of that of squares."""
-        offsets, weights = np.ascontiguousarray(self._splits[:-1]), self.weights
+        offsets, weights = self.offsets, self.weights
         if self._combiner == "sum" or (self._combiner == "mean" and weights is None):
             return BagGradients(self.ids, offsets, weights, self._combiner == "mean")
         lengths = np.diff(self._splits)

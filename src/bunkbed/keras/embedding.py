@@ -21,7 +21,6 @@ from bunkbed.keras.places import current_path
 from bunkbed.keras.rows_layer import COMBINERS
 from bunkbed.keras.shared import TableArguments, shared_of, shared_of_table
 from bunkbed.layer_table import require_alone, require_same
-from bunkbed.references import Reference
 from bunkbed.table import DTYPES
 
 if IS_TORCH:
@@ -40,6 +39,9 @@ else:
     from bunkbed.keras.callbacks import answer_with_error, is_eager
     from bunkbed.keras.ids_layer import IdsLayer, is_recorded
     from bunkbed.keras.lookups import bags_of, rows_of
+    from bunkbed.keras.workers import require_whole, workers_of
+    from bunkbed.keras.workers_lookups import bags_of_workers, rows_of_workers
+    from bunkbed.keras.workers_table import require_shared_by, workers_table_of
 
 #: What a saved layer holds of its table, as the bytes of JSON.
 _REFERENCE = "table"
@@ -81,7 +83,10 @@ class Embedding(IdsLayer):
             holds.
         placement: ``"central"``: one table, which all replicas of a `tf.distribute.MirroredStrategy` look up and which
             is updated once a step; nothing is mirrored. ``"sharded"``: the same, divided by a hash of the id over
-            `directories`, one per SSD (`bunkbed.ShardedTable`); `path` holds what binds them.
+            `directories`, one per SSD (`bunkbed.ShardedTable`); `path` holds what binds them. ``"replicated"`` is
+            ``"central"`` in one process. Under a `tf.distribute.MultiWorkerMirroredStrategy` give ``"sharded"``, each
+            worker having the rows of its own, or ``"replicated"``, each having all rows and the same bits; either way
+            each in a directory of its own below `path`: see `bunkbed.keras.workers_table`.
         directories: of a new sharded table, one for each shard; a stored one knows its own.
         durability, disk: see `bunkbed.create`.
         keep_checkpoints: how many epochs kept by saved weights stay loadable, None for all; give at least what a
@@ -111,7 +116,7 @@ class Embedding(IdsLayer):
         dtype: Any = None,
         seed: int | None = None,
         table: Any = None,
-        placement: Literal["central", "sharded"] = "central",
+        placement: Literal["central", "sharded", "replicated"] = "central",
         directories: Sequence[str | PathLike[str]] | None = None,
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
@@ -132,13 +137,17 @@ class Embedding(IdsLayer):
         _require_size("output_dim", output_dim)
         if combiner is not None and combiner not in COMBINERS:
             raise ValueError(f"Embedding: combiner must be None, {', '.join(COMBINERS)}, got {combiner!r}")
-        if placement not in ("central", "sharded"):
-            raise ValueError(f'Embedding: placement must be "central" or "sharded", got {placement!r}')
-        if placement == "central" and directories is not None:
+        if placement not in ("central", "sharded", "replicated"):
+            raise ValueError(f'Embedding: placement must be "central", "sharded" or "replicated", got {placement!r}')
+        if placement != "sharded" and directories is not None:
             raise ValueError('Embedding: directories= are those of shards; give placement="sharded" too')
-        if placement == "sharded" and (path is None or durability == "scratch"):
+        workers = None if IS_TORCH else workers_of(placement)
+        if workers is not None and directories is not None:
+            raise ValueError("Embedding: directories= are those of one process; each worker has one below path=")
+        if workers is None and placement == "sharded" and (path is None or durability == "scratch"):
             raise ValueError('Embedding: placement="sharded" needs a path, and a table that is kept')
-        _require_one_process("table" if path is None else Path(path).name)
+        if IS_TORCH:
+            require_one_process("table" if path is None else Path(path).name)
         if keep_checkpoints is not None and keep_checkpoints < 1:
             raise ValueError(f"Embedding: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
         if optimizer is not None:
@@ -163,6 +172,8 @@ class Embedding(IdsLayer):
             )
             require_same("Embedding", table, input_dim=input_dim, output_dim=output_dim)
             self._shared = shared_of_table(table)
+            if workers is not None:
+                require_shared_by(workers, self._shared)
         else:
             is_default = isinstance(embeddings_initializer, str) and embeddings_initializer == "uniform"
             init, drawn = initializer_of(embeddings_initializer, input_dim, output_dim)
@@ -184,10 +195,15 @@ class Embedding(IdsLayer):
                 disk,
                 durability,
                 same,
-                placement == "sharded",
+                placement == "sharded" and workers is None,
                 None if directories is None else tuple(Path(each) for each in directories),
             )
-            self._shared = shared_of(arguments, optimizer)
+            if workers is not None:
+                self._shared = workers_table_of(arguments, optimizer, workers)
+            else:
+                if arguments.path is not None:
+                    require_whole(arguments.path)
+                self._shared = shared_of(arguments, optimizer)
         _require_same_strategy(self._shared)
         self.embeddings_initializer = self._shared.init
         self._shared.keep_at_least(keep_checkpoints)
@@ -293,11 +309,13 @@ class Embedding(IdsLayer):
         self._shared.follow(optimizer)
 
     def _rows(self, ids: Any, options: Any) -> Any:
-        return rows_of(self._shared, ids, **options)
+        look_up: Any = rows_of_workers if self._shared.is_divided else rows_of
+        return look_up(self._shared, ids, **options)
 
     def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
         assert self.combiner is not None
-        return bags_of(self._shared, ids, splits, weights, self.combiner, skip_zero=self.mask_zero, **options)
+        look_up: Any = bags_of_workers if self._shared.is_divided else bags_of
+        return look_up(self._shared, ids, splits, weights, self.combiner, skip_zero=self.mask_zero, **options)
 
     # ---- saving
 
@@ -357,7 +375,7 @@ class Embedding(IdsLayer):
         """
         if _REFERENCE in store:
             fields = json.loads(bytes(np.asarray(store[_REFERENCE], np.uint8)))
-            self._shared.load(None if fields is None else Reference(**fields))
+            self._shared.load(fields)
         elif "0" in store:
             self._import(np.asarray(store["0"]))
         else:
@@ -371,22 +389,6 @@ class Embedding(IdsLayer):
                 'fit; or serve rows from a reader, bunkbed.open(path, mode="r"), beside the rest of the model'
             )
         return super()._trackable_children(save_type, **kwargs)
-
-
-def _require_one_process(name: str) -> None:
-    """Raises ValueError under a strategy whose processes would each train a table of their own."""
-    if IS_TORCH:
-        require_one_process(name)
-        return
-    strategy = tf.distribute.get_strategy()
-    resolver = getattr(strategy, "cluster_resolver", None)
-    cluster = None if resolver is None else resolver.cluster_spec()
-    tasks = 1 if not cluster else sum(cluster.num_tasks(job) for job in cluster.jobs)
-    if tasks > 1 or isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.ParameterServerStrategy)):
-        raise ValueError(
-            f"Embedding: under {type(strategy).__name__} with {tasks} processes each would train a table of its own; a "
-            "table has one writing process, and tf.distribute.MirroredStrategy is what spreads its devices"
-        )
 
 
 def _require_same_strategy(shared: Any) -> None:

@@ -46,6 +46,12 @@ def export(
     if any(layer not in model.layers for layer in layers):
         raise ValueError("export: a layer of bunkbed.keras lies inside another layer of the model; export that one")
     shared = {id(layer._shared): layer for layer in layers}
+    for layer in layers:
+        if layer._shared.is_divided:
+            raise ValueError(
+                f"export: table {layer._shared.name!r} is divided among workers, and this process has its rows only; "
+                "copy the rows of all shards into one table first (see bunkbed.keras.workers_table)"
+            )
     needs = {key: _plan(layer) for key, layer in shared.items()}
     total, most = sum(need for need, _ in needs.values()), parse_bytes(max_bytes)
     if total > most:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from bunkbed.keras.ids_layer import is_recorded
 from bunkbed.keras.lookups import rows_of
 from bunkbed.keras.shared import shared_of_table
+from bunkbed.keras.workers import workers_of
 
 
 def token_of(table: Any) -> Any:
@@ -57,6 +58,7 @@ def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
     >>> table.lookup([3])
     array([[-2., -2.]], dtype=float32)
     """
+    workers_of("central")
     shared = _shared_of(table)
     ids = tf.convert_to_tensor(ids)
     if not ids.dtype.is_integer or ids.dtype == tf.uint64:

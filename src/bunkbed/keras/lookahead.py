@@ -230,7 +230,8 @@ class _Plan:
     def _push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> None:
         wanted: dict[int, tuple[Any, list[Any]]] = {}
         for layer, array in zip(layers, arrays, strict=True):
-            if layer._shared.has_table:
+            # The lookups of a table whose rows are other workers' too are not those of this worker's batches.
+            if layer._shared.has_table and not layer._shared.is_divided:
                 wanted.setdefault(id(layer.table), (layer.table, []))[1].append(array)
         with self._lock:
             windows = self._iterations.get(iteration)

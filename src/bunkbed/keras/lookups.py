@@ -35,7 +35,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
 
     def trained(ids: IntArray, place: Any, token: Any) -> tuple[FloatArray, np.int64]:
         found = alive(this)
-        _require_zero(found, token)
+        require_zero(found, token)
         table, pending = found.table, found.pending
         batch = table.batch(ids)
         rows = table.lookup_batch(batch, ids.size, touch=touch)
@@ -49,11 +49,11 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
     if not train:
         rows = call("lookup", name, plain, [ids], tf.float32)
     else:
-        place = _place(shared)
+        place = place_of(shared)
         rows, handle = call(
             "lookup", name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64]
         )
-        rows = _answered(shared, rows, handle, [ids], place, push)
+        rows = answered(shared, rows, handle, [ids], place, push)
     if not tf.executing_eagerly():
         rows.set_shape([*ids.shape, shared.dim])
     return rows
@@ -92,7 +92,7 @@ def bags_of(
         ids: IntArray, splits: IntArray, weights: FloatArray, place: Any, token: Any
     ) -> tuple[FloatArray, np.int64]:
         found, made = alive(this), bags(ids, splits, weights)
-        _require_zero(found, token)
+        require_zero(found, token)
         pooled = made.lookup(found.table, touch=touch)
         batch = found.table.batch(made.ids)
         return pooled, np.int64(found.pending.began(batch, int(place[0]), is_certain=is_certain))
@@ -107,16 +107,16 @@ def bags_of(
     if not train:
         pooled = call("bags", name, plain, inputs, tf.float32)
     else:
-        place = _place(shared)
+        place = place_of(shared)
         token = tf.stop_gradient(shared.token.value)
         pooled, handle = call("bags", name, trained, [*inputs, place, token], [tf.float32, tf.int64])
-        pooled = _answered(shared, pooled, handle, inputs, place, push)
+        pooled = answered(shared, pooled, handle, inputs, place, push)
     if not tf.executing_eagerly():
         pooled.set_shape([None, shared.dim])
     return pooled
 
 
-def _answered(
+def answered(
     shared: SharedTable, rows: Any, handle: Any, inputs: list[Any], place: Any, push: Callable[..., Any]
 ) -> Any:
     """`rows` whose gradient goes to `push`, and whose answer becomes the token's gradient."""
@@ -141,7 +141,8 @@ def _answered(
     return attach(rows, tf.convert_to_tensor(shared.token.value))
 
 
-def _require_zero(shared: SharedTable, token: Any) -> None:
+def require_zero(shared: SharedTable, token: Any) -> None:
+    """Raises RuntimeError where something else than a step set the token, whose value a lookup was given."""
     if token != 0.0:
         raise RuntimeError(
             f"table {shared.name!r}: its token's variable was set to {float(token):g} and no row was updated; give the "
@@ -149,7 +150,7 @@ def _require_zero(shared: SharedTable, token: Any) -> None:
         )
 
 
-def _place(shared: SharedTable) -> Any:
+def place_of(shared: SharedTable) -> Any:
     """int64[2]: replica and place in the forward order, by which gradients are summed."""
     replica = tf.distribute.get_replica_context()
     number = 0 if replica is None else tf.get_static_value(replica.replica_id_in_sync_group)

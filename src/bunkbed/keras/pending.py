@@ -286,19 +286,26 @@ class Pending:
         return f"table {self.table.name!r}: its token's gradient is NaN; nothing was changed"
 
     def _update(self, pushes: list[_Push], rule: StepRule, lr: float | None) -> None:
+        batch, sums, norm, factor = self._summed(pushes)
+        self._step(batch, sums, norm, factor / rule.accumulate, rule, lr)
+
+    def _summed(self, pushes: list[_Push]) -> tuple[Any, FloatArray, float, float]:
+        """The sums of pushes, in order: their batch, float32[U, dim], the norm, and what both are to be multiplied by.
+
+        The sums may be those of a push: nobody needs them after its step.
+        """
         table = self.table
         if len(pushes) == 1:
-            batch, sums, norm = pushes[0].batch, pushes[0].sums, pushes[0].norm
             # Its sums, of scaled gradients; a scale is a power of two in practice, so this is exact.
-            factor = pushes[0].unscale / rule.accumulate
-        elif pushes:
+            return pushes[0].batch, pushes[0].sums, pushes[0].norm, pushes[0].unscale
+        if pushes:
             pushes.sort(key=lambda push: push.order)
             batch = table.batch(np.concatenate([push.ids for push in pushes]))
-            sums, norm = batch.sum(np.concatenate([push.rows() for push in pushes]))
-            factor = 1.0 / rule.accumulate
-        else:
-            batch, factor, norm = table.batch(np.empty(0, np.int64)), 1.0, 0.0
-            sums = np.empty((0, table.dim), np.float32)
+            return batch, *batch.sum(np.concatenate([push.rows() for push in pushes])), 1.0
+        return table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32), 0.0, 1.0
+
+    def _step(self, batch: Any, sums: FloatArray, norm: float, factor: float, rule: StepRule, lr: float | None) -> None:
+        """The table's update by `sums` times `factor`, clipped."""
         norm *= factor
         if rule.clip_norm is not None and norm > rule.clip_norm:
             factor *= rule.clip_norm / norm
@@ -308,7 +315,10 @@ class Pending:
             np.clip(sums, -rule.clip_value, rule.clip_value, out=sums)
         if not np.isfinite(norm):
             raise ValueError(
-                f"table {table.name!r}: the summed gradients of this step are not finite (norm {norm}); nothing was "
-                "changed"
+                f"table {self.table.name!r}: the summed gradients of this step are not finite (norm {norm}); nothing "
+                "was changed"
             )
-        table.update_batch(batch, sums, lr=lr)
+        self._write(batch, sums, lr)
+
+    def _write(self, batch: Any, sums: FloatArray, lr: float | None) -> None:
+        self.table.update_batch(batch, sums, lr=lr)

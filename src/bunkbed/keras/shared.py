@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ from bunkbed.budget import Budget
 from bunkbed.init import Initializer
 from bunkbed.keras._backend import IS_TORCH
 from bunkbed.keras.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
-from bunkbed.keras.pending import Pending
+from bunkbed.keras.pending import Pending, StepRule
 from bunkbed.keras.stepping import require_known_keras
 from bunkbed.keras.variables import KeptEpoch
 from bunkbed.layer_table import open_or_create, open_stored
@@ -39,6 +39,7 @@ else:
     from bunkbed.keras.callbacks import as_scalar, call, outside_graph
     from bunkbed.keras.variables import Token
 
+_Shared = TypeVar("_Shared", bound="SharedTable")
 _log = logging.getLogger("bunkbed.keras")
 
 #: Rows per `Table.set` when weights are imported.
@@ -110,13 +111,17 @@ class TableArguments:
 class SharedTable:
     """One table and what Keras needs of it, for every layer on it.
 
-    Thread-safe where TensorFlow's threads call it: lookups, pushes, steps.
+    Thread-safe where TensorFlow's threads call it: lookups, pushes, steps. `bunkbed.keras.workers_table` has the one
+    that several workers train, each a part or a copy of it.
 
     Args:
         arguments: of the layer that came first; None with `table`.
         table: an open table; None while it is not known what state its rows have.
         is_explicit: whether its optimizer was given; otherwise it follows compile's.
     """
+
+    #: The `bunkbed.keras.workers.Workers` that train it.
+    workers: Any = None
 
     def __init__(self, arguments: TableArguments | None, table: Any, *, is_explicit: bool) -> None:
         assert arguments is not None or table is not None
@@ -170,6 +175,11 @@ class SharedTable:
         assert self._arguments is not None
         return self._arguments.init
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether each of several workers has rows of its own."""
+        return self.workers is not None and bool(self.workers.is_sharded)
+
     def next_place(self) -> int:
         """The next number of the forward order."""
         return next(self._places)
@@ -217,12 +227,15 @@ class SharedTable:
     def _start(self, table: Any) -> None:
         _by_table[id(table)] = self
         self._table = table
-        self._pending = Pending(table)
+        self._pending = self._new_pending(table)
         self._references = References(table, _PREFIX, "saved model")
         self._references.keep_at_least(self._keep)
         if self._initial is not None:
-            _import(table, self._initial)
+            self._import(table, self._initial)
         self._initial = self._stand_in = None
+
+    def _new_pending(self, table: Any) -> Pending:
+        return Pending(table)
 
     def keep_at_least(self, keep: int | None) -> None:
         """Of the layers on one table the one that keeps most checkpoints decides; None is all."""
@@ -233,10 +246,18 @@ class SharedTable:
     def import_rows(self, weights: NDArray[np.float32]) -> None:
         """Overwrites rows ``0 .. len(weights)`` with float32[rows, output_dim]."""
         if self._table is not None:
-            _import(self._table, weights)
+            self._import(self._table, weights)
             return
         self._initial = weights
         self._stand_in = None
+
+    def _import(self, table: Any, weights: NDArray[np.float32]) -> None:
+        for start in range(0, len(weights), _CHUNK):
+            chunk = weights[start : start + _CHUNK]
+            self._set_rows(table, np.arange(start, start + len(chunk), dtype=np.int64), chunk)
+
+    def _set_rows(self, table: Any, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+        table.set(ids, rows)
 
     def for_lookup(self) -> Any:
         """The table, or what stands in for it."""
@@ -247,7 +268,7 @@ class SharedTable:
                 assert self._arguments is not None
                 self._stand_in = self._arguments.stand_in()
                 if self._initial is not None:
-                    _import(self._stand_in, self._initial)
+                    self._import(self._stand_in, self._initial)
             return self._stand_in if self._table is None else self._table
 
     # ---- training
@@ -289,19 +310,7 @@ class SharedTable:
         Raises:
             ValueError: the table cannot follow the optimizer, or it does what no table does.
         """
-        follows = not self.is_explicit and optimizer is not None
-        rule = step_rule(optimizer, follows=follows)
-        if follows:
-            self.follow(optimizer)
-            with outside_graph():
-                definition = rule_of(optimizer, self.token, learning_rate_now(optimizer))
-            check_same_slots(self.name, self.table.optimizer, definition)
-        else:
-            definition = None
-            self._tell(optimizer)
-        rate = keras.ops.cast(optimizer.learning_rate if follows else 0.0, "float64")
-        scale = loss_scale(optimizer, scaling)
-        unscale = 1.0 / keras.ops.cast(1.0 if scale is None else scale, "float64")
+        rule, definition, rate, unscale, follows = self._what_steps(optimizer, scaling)
         this, whose = weakref.ref(self), 0 if optimizer is None else id(optimizer)
 
         def step(gradients: Any, rate: Any, unscale: Any, is_update: Any) -> Any:
@@ -320,6 +329,28 @@ class SharedTable:
 
         inputs = [gradients, rate, unscale, is_update(optimizer)]
         return as_scalar(call("update", self.name, step, inputs, np.float64))
+
+    def _what_steps(self, optimizer: Any, scaling: Any) -> tuple[StepRule, bb.optim.Optimizer | None, Any, Any, bool]:
+        """What an optimizer's step asks of the table.
+
+        Returns:
+            Its rule, the optimizer that the table is to have (None: its own), float64[] learning rate, float64[] one
+            over the loss scale, and whether that learning rate counts.
+        """
+        follows = not self.is_explicit and optimizer is not None
+        rule = step_rule(optimizer, follows=follows)
+        if follows:
+            self.follow(optimizer)
+            with outside_graph():
+                definition = rule_of(optimizer, self.token, learning_rate_now(optimizer))
+            check_same_slots(self.name, self.table.optimizer, definition)
+        else:
+            definition = None
+            self._tell(optimizer)
+        rate = keras.ops.cast(optimizer.learning_rate if follows else 0.0, "float64")
+        scale = loss_scale(optimizer, scaling)
+        unscale = 1.0 / keras.ops.cast(1.0 if scale is None else scale, "float64")
+        return rule, definition, rate, unscale, follows
 
     def _tell(self, optimizer: Any) -> None:
         """Says once that the table does not follow the optimizer that steps it."""
@@ -343,6 +374,9 @@ class SharedTable:
         Raises:
             ValueError: rows were given, and there is no table to hold them yet.
         """
+        return self._keep_epoch(_PREFIX_IN_PROCESS if in_process else None)
+
+    def _keep_epoch(self, prefix: str | None, *, drop: bool = True) -> Reference | None:
         if self._references is None:
             if self._initial is not None:
                 raise ValueError(
@@ -353,7 +387,7 @@ class SharedTable:
             return None
         if self.pending.accumulates:
             _log.warning("table %r: gradients that still accumulate are not part of what is saved", self.table.name)
-        return self._references.save(_PREFIX_IN_PROCESS if in_process else None)
+        return self._references.save(prefix, drop=drop)
 
     def go_back(self, number: int, number_of: Callable[[str, int], int]) -> None:
         """Puts the table back to the epoch that `number` stands for, and forgets gradients that wait; see `KeptEpoch`.
@@ -380,16 +414,17 @@ class SharedTable:
         if table.epoch != before:
             self.pending.drop()
 
-    def load(self, reference: Reference | None) -> None:
-        """Puts the table back to the epoch of `reference`, and forgets gradients that wait.
+    def load(self, fields: dict[str, Any] | None) -> None:
+        """Puts the table back to the epoch of a reference's fields, and forgets gradients that wait.
 
         Raises:
             ValueError: it was dropped, or is another table's, or the table is not there.
         """
-        if reference is None:
+        if fields is None:
             return
         if self._references is None:
             raise ValueError(self._not_there())
+        reference = reference_of(fields, self.table.uuid)
         before = self.table.epoch
         error = self._references.load(reference)
         if error is not None:
@@ -410,7 +445,14 @@ class SharedTable:
         )
 
 
-def alive(shared: weakref.ref[SharedTable]) -> SharedTable:
+def reference_of(fields: dict[str, Any], uuid: str) -> Reference:
+    """The reference that was saved; of those that several workers saved together, the one to the table of `uuid`."""
+    own = {name: value for name, value in fields.items() if name != "workers"}
+    epochs = dict(fields.get("workers") or [])
+    return Reference(**{**own, "uuid": uuid, "epoch": epochs[uuid]} if uuid in epochs else own)
+
+
+def alive(shared: weakref.ref[_Shared]) -> _Shared:
     """What TensorFlow's graphs, which outlive models, hold weakly.
 
     Raises:
@@ -420,12 +462,6 @@ def alive(shared: weakref.ref[SharedTable]) -> SharedTable:
     if found is None:
         raise RuntimeError("the layers on this table are gone, and the table with them")
     return found
-
-
-def _import(table: Any, weights: NDArray[np.float32]) -> None:
-    for start in range(0, len(weights), _CHUNK):
-        chunk = weights[start : start + _CHUNK]
-        table.set(np.arange(start, start + len(chunk), dtype=np.int64), chunk)
 
 
 _lock = threading.Lock()
@@ -441,8 +477,10 @@ def shared_of_table(table: Any) -> SharedTable:
         return SharedTable(None, table, is_explicit=True) if found is None else found
 
 
-def shared_of(arguments: TableArguments, optimizer: bb.optim.Optimizer | None) -> SharedTable:
-    """What the layers share whose table these arguments describe.
+def shared_of(
+    arguments: TableArguments, optimizer: bb.optim.Optimizer | None, make: Callable[..., SharedTable] = SharedTable
+) -> SharedTable:
+    """What the layers share whose table these arguments describe; `make` is called where it is not there yet.
 
     Raises:
         ValueError: a stored table, or one that another layer waits for, is another than they describe.
@@ -460,7 +498,7 @@ def shared_of(arguments: TableArguments, optimizer: bb.optim.Optimizer | None) -
             waiting.adopt(table)  # a layer without optimizer= came first, and this one has it
             found = waiting
         if found is None:
-            found = SharedTable(arguments, table, is_explicit=optimizer is not None)
+            found = make(arguments, table, is_explicit=optimizer is not None)
             if key is not None:
                 _by_path[key] = found
         elif table is None:

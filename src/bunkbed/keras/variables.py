@@ -17,7 +17,6 @@ import numpy as np
 
 from bunkbed.keras._backend import IS_TORCH
 from bunkbed.keras.stepping import SteppedVariable
-from bunkbed.references import Reference
 
 if IS_TORCH:
     from bunkbed.keras.torch_backend import EpochParameter
@@ -48,7 +47,12 @@ class Token(SteppedVariable):
         # Set from outside, as set_weights() does; of a table that is not there yet nothing can wait.
         if replica is None or (stepping is None and not owner.has_table):
             return value
-        if replica.num_replicas_in_sync == 1:
+        if owner.workers is not None:
+            if stepping is None and tf.executing_eagerly() and not owner.workers.is_in_replica() and not gradient:
+                return value  # restored from a checkpoint, which holds its 0
+            zero = owner.settle(tf.reshape(gradient, [1]), stepping, scaling)
+            replica.merge_call(_set, args=(self, zero))
+        elif replica.num_replicas_in_sync == 1:
             # The lookups of the next step read the variable: they come after the step that its value came of.
             self.value.assign(owner.settle(tf.reshape(gradient, [1]), stepping, scaling))
         elif tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -61,7 +65,11 @@ class Token(SteppedVariable):
 def _settle_once(strategy: Any, token: Token, owner: Any, gradients: Any, stepping: Any, scaling: Any) -> None:
     stepping, scaling = (strategy.experimental_local_results(each)[0] for each in (stepping, scaling))
     zero = owner.settle(tf.stack(strategy.experimental_local_results(gradients)), stepping, scaling)
-    strategy.extended.update(token.value, lambda variable, value: variable.assign(value), args=(zero,))
+    _set(strategy, token, zero)
+
+
+def _set(strategy: Any, token: Token, value: Any) -> None:
+    strategy.extended.update(token.value, lambda variable, value: variable.assign(value), args=(value,))
 
 
 class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
@@ -119,7 +127,7 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
         fields = json.loads(restored_tensors["REFERENCE"].numpy())
-        self._alive().load(None if fields is None else Reference(**fields))
+        self._alive().load(fields)
         return self.value
 
 
