@@ -16,6 +16,7 @@ from bunkbed import optim
 from bunkbed.budget import Budget
 from bunkbed.init import from_native as initializer_from_native
 from bunkbed.keras._backend import IS_TORCH
+from bunkbed.keras.folders import require_whole
 from bunkbed.keras.initializers import initializer_of
 from bunkbed.keras.places import current_path
 from bunkbed.keras.rows_layer import COMBINERS
@@ -39,7 +40,7 @@ else:
     from bunkbed.keras.callbacks import answer_with_error, is_eager
     from bunkbed.keras.ids_layer import IdsLayer, is_recorded
     from bunkbed.keras.lookups import bags_of, rows_of
-    from bunkbed.keras.workers import require_whole, workers_of
+    from bunkbed.keras.workers import workers_of
     from bunkbed.keras.workers_lookups import bags_of_workers, rows_of_workers
     from bunkbed.keras.workers_table import require_shared_by, workers_table_of
 

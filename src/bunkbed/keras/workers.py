@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from bunkbed import opening
+from bunkbed.keras.folders import folders_of_workers
 from bunkbed.keras.messages import error_message, message, told
 
 Placement = Literal["sharded", "replicated"]
 
 #: What the directories of workers are called below the path of a table.
 _FOLDER = {"sharded": "shard", "replicated": "replica"}
-_OF_A_WORKER = re.compile(r"(shard|replica)-\d{4}-of-\d{4}")
 #: How long a worker waits for the others where all make a layer or save before it says so.
 _PATIENCE_S = 60.0
 _log = logging.getLogger("bunkbed.keras")
@@ -203,22 +202,3 @@ def workers_of(placement: str) -> Workers | None:
         )
     index = int(resolver.task_id) + ("chief" in cluster.jobs and resolver.task_type == "worker")  # as replicas count
     return Workers(strategy, index, tasks, "sharded" if placement == "sharded" else "replicated")
-
-
-def folders_of_workers(path: Path) -> list[str]:
-    """The directories of workers below the path of a table."""
-    try:
-        return sorted(part.name for part in path.iterdir() if _OF_A_WORKER.fullmatch(part.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def require_whole(path: Path) -> None:
-    """Raises ValueError where one process would make a table among the parts that workers left."""
-    found = folders_of_workers(path)
-    if found:
-        raise ValueError(
-            f"Embedding: {path} holds {found[0]}, of a table that several workers trained; open a replica by its own "
-            f"path, {path / found[0]} (a saved model with bunkbed.keras.moved), copy the rows of all shards into one "
-            "table (see bunkbed.keras.workers_table), or start as many workers as there were"
-        )
