@@ -84,6 +84,13 @@ CASES = (
     Case("small-lookup", "small:small_lookup", "lookup of 64 ids, 4M x 64 in RAM", "<= 10 us over nn.Embedding"),
     Case("small-adam", "small:small_adam", "Adam step of 64 ids, 4M x 64 in RAM", ">= 2x torch SparseAdam"),
     Case(
+        "device-planner",
+        "device_planner:device_planner",
+        "a device cache's plans on one core: 65,536 Zipf(1.05) ids over 4M and 40M rows, 5 % and 20 % of them cached",
+        ">= 30M ids/s, dedupe included",
+        (),
+    ),
+    Case(
         "larger-than-memory",
         "larger_than_memory:larger_than_memory",
         f"Adam step beside np.memmap, {LARGER}",

@@ -51,11 +51,13 @@ Cache::Cache(size_t record_bytes, size_t max_frames)
   dirty_ = static_cast<uint64_t*>(reserve(dirty_bytes_));
   frozen_ = static_cast<uint64_t*>(reserve(dirty_bytes_));
   ghosts_ = static_cast<uint8_t*>(reserve(ghosts_bytes_));
+  if (record_bytes == 0) pins_ = static_cast<uint16_t*>(reserve(heats_bytes_));
 #ifdef MADV_HUGEPAGE
   if (records_bytes_ >= kHugePagesFrom) ::madvise(records_, records_bytes_, MADV_HUGEPAGE);
-  if (records_bytes_ >= kHugeInfosFrom) {
+  if (records_bytes_ >= kHugeInfosFrom || (stride_ == 0 && infos_bytes_ >= 2 * kHugePage)) {
     ::madvise(infos_, infos_bytes_, MADV_HUGEPAGE);
     ::madvise(heats_, heats_bytes_, MADV_HUGEPAGE);
+    if (pins_ != nullptr) ::madvise(pins_, heats_bytes_, MADV_HUGEPAGE);
   }
 #endif
 }
@@ -64,6 +66,7 @@ Cache::~Cache() {
   ::munmap(records_, records_bytes_);
   ::munmap(infos_, infos_bytes_);
   ::munmap(heats_, heats_bytes_);
+  if (pins_ != nullptr) ::munmap(pins_, heats_bytes_);
   ::munmap(dirty_, dirty_bytes_);
   ::munmap(frozen_, dirty_bytes_);
   ::munmap(ghosts_, ghosts_bytes_);
@@ -147,7 +150,7 @@ bool Cache::take_by_hand(uint32_t* frame) {
       // Much may have happened since it was found.
       if (here >= high_water_ || count(here) > 0) continue;
       const FrameInfo& info = infos_[here];
-      if (info.row < 0 || info.pinned || is_wanted(here)) continue;
+      if (info.row < 0 || is_pinned(here) || is_wanted(here)) continue;
       if (++taken_ * 128 > high_water_) walked_ = taken_ = 0;
       *frame = here;
       return true;
@@ -192,7 +195,7 @@ bool Cache::lately_unwanted(uint32_t* frame) {
     const uint32_t last = unwanted_.back();
     unwanted_.pop_back();
     // A frame above the high-water mark is no frame: trim() has taken its metadata away.
-    if (last >= high_water_ || infos_[last].row < 0 || infos_[last].pinned || is_wanted(last)) continue;
+    if (last >= high_water_ || infos_[last].row < 0 || is_pinned(last) || is_wanted(last)) continue;
     *frame = last;
     return true;
   }
@@ -209,7 +212,7 @@ bool Cache::furthest(uint32_t* frame, uint32_t keep_until) {
       if (frames[at - 1] >= high_water_ || info.row < 0 || info.next_use != batch) {
         frames[at - 1] = frames.back();
         frames.pop_back();
-      } else if (!info.pinned) {
+      } else if (!is_pinned(frames[at - 1])) {
         *frame = frames[at - 1];
         return true;
       }
@@ -221,8 +224,11 @@ bool Cache::furthest(uint32_t* frame, uint32_t keep_until) {
 void Cache::set_first_batch(uint32_t batch) {
   for (; first_batch_ < batch; ++first_batch_) {
     if (uses_.empty()) continue;
-    for (const uint32_t frame : uses_.front()) {
-      if (frame < high_water_ && infos_[frame].next_use == first_batch_) forget_use(frame);
+    constexpr size_t kAhead = 16;
+    const BlockVector<uint32_t>& frames = uses_.front();
+    for (size_t i = 0; i < frames.size(); ++i) {
+      if (i + kAhead < frames.size()) prefetch(frames[i + kAhead]);
+      if (frames[i] < high_water_ && infos_[frames[i]].next_use == first_batch_) forget_use(frames[i]);
     }
     uses_.pop_front();
   }
@@ -308,6 +314,7 @@ void Cache::clear() {
   give_back(reinterpret_cast<std::byte*>(heats_), reinterpret_cast<std::byte*>(heats_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(ghosts_), reinterpret_cast<std::byte*>(ghosts_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(dirty_), reinterpret_cast<std::byte*>(dirty_) + dirty_bytes_);
+  if (pins_ != nullptr) give_back(reinterpret_cast<std::byte*>(pins_), reinterpret_cast<std::byte*>(pins_) + heats_bytes_);
   high_water_ = 0;
   hand_ = 0;
   num_candidates_ = next_candidate_ = 0;

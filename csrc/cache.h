@@ -28,7 +28,7 @@ struct FrameInfo {
   int64_t row;        // -1: the frame is free
   uint64_t position;  // of the same bytes in the log; kNoPosition when dirty or never stored
   uint32_t next_use;  // the coming batch that wants the row next (Window's numbers); past ones mean none
-  uint16_t pinned;    // how often; 0: it may be a victim
+  uint8_t pinned;
   uint8_t loading;  // its record is being read by staging
 };
 inline constexpr uint64_t kNoPosition = ~0ull;
@@ -74,20 +74,36 @@ class Cache {
   bool allocate(uint32_t* frame);
   // The row whose record the frame is to hold; wanted in this step.
   void admit(uint32_t frame, int64_t row);
-  // ---- Pins that last (a device cache's), beside those that come and go with one operation and are not counted. Such a
-  // frame has no next use: whoever takes the last pin says what that is.
+  // ---- Pins that last and are counted, of a cache without record bytes, beside those that come and go with one operation.
+  // Such a frame has no next use: whoever takes the last pin says what that is. Two bytes apart from FrameInfo, for the
+  // reason that heats have.
   void pin(uint32_t frame) {
-    if (infos_[frame].pinned++ > 0) return;
+    if (pins_[frame]++ > 0) return;
     ++num_pinned_;
-    forget_use(frame);
+    if (num_wanted_ > 0) forget_use(frame);
   }
   // Whether that was the last one.
   bool unpin(uint32_t frame) {
-    if (--infos_[frame].pinned > 0) return false;
+    if (--pins_[frame] > 0) return false;
     --num_pinned_;
     return true;
   }
+  uint16_t pins(uint32_t frame) const { return pins_[frame]; }
   size_t num_pinned() const { return num_pinned_; }
+  // Before touch_alone() and pin().
+  void prefetch_pin(uint32_t frame) const {
+    prefetch_heat(frame);
+    __builtin_prefetch(&pins_[frame], 1);
+    if (num_wanted_ > 0) prefetch(frame);
+  }
+  // A frame that victim() gave up and pin() took gets another row at once; release(), allocate() and admit() in one.
+  void reassign(uint32_t frame, int64_t row) {
+    infos_[frame].row = row;
+    infos_[frame].position = kNoPosition;
+    set_dirty(frame, false);
+    heats_[frame] = static_cast<uint16_t>(step_ << kStepShift);
+    admit(frame, row);
+  }
 
   // The next frame to give up, or false when there is none: pinned frames stay, and so do those that a batch up to
   // `keep_until` wants. The caller writes it back if dirty, tells the directory, and release()s it.
@@ -188,6 +204,7 @@ class Cache {
     if (unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
   }
   uint32_t next_set(const uint64_t* words, uint32_t frame) const;
+  bool is_pinned(uint32_t frame) const { return infos_[frame].pinned || (pins_ != nullptr && pins_[frame] > 0); }
 
   static size_t padded(size_t record_bytes) {
     // Whole cache lines for records that are near one anyway; small records are packed.
@@ -213,6 +230,7 @@ class Cache {
   std::byte* records_ = nullptr;
   FrameInfo* infos_ = nullptr;
   uint16_t* heats_ = nullptr;
+  uint16_t* pins_ = nullptr;
   uint64_t* dirty_ = nullptr;
   uint64_t* frozen_ = nullptr;
   uint8_t* ghosts_ = nullptr;  // fingerprints of evicted rows, 0: none

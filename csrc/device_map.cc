@@ -11,8 +11,8 @@ namespace bunkbed {
 namespace {
 constexpr size_t kAhead = 16;  // rows and frames whose memory is asked for in advance: it lies anywhere
 
-// Slots for so many rows: at most two thirds of them are in use.
-size_t slots_for(size_t rows) { return rows + rows / 2 + 16; }
+// Slots for so many rows: at most half of them are in use.
+size_t slots_for(size_t rows) { return 2 * rows + 16; }
 }  // namespace
 
 DeviceMap::DeviceMap(Private, std::string name, size_t frames)
@@ -29,22 +29,64 @@ size_t DeviceMap::home(int64_t row) const {
   return static_cast<size_t>((static_cast<unsigned __int128>(mix_id(row)) * slots_.size()) >> 64);
 }
 
-size_t DeviceMap::slot_of(int64_t row) const {
-  size_t place = home(row);
-  while (slots_[place].row != row && slots_[place].row != kFree) place = after(place);
-  return place;
+// Calls visit(i, place) with the slot of rows[i], or the free one it would get. Slots are asked for a run ahead: each is a
+// miss of the processor's cache. What visit() changes may be in the same run.
+template <typename Visit>
+void DeviceMap::visit_slots(const int64_t* rows, size_t n, const Visit& visit) const {
+  constexpr size_t kRun = 16;
+  size_t homes[2 * kRun];  // of a run and of the next one
+  const auto ask = [&](size_t begin) {
+    for (size_t i = begin; i < std::min(n, begin + kRun); ++i) {
+      homes[i % (2 * kRun)] = home(rows[i]);
+      __builtin_prefetch(&slots_[homes[i % (2 * kRun)]], 1);
+    }
+  };
+  ask(0);
+  for (size_t begin = 0; begin < n; begin += kRun) {
+    ask(begin + kRun);
+    for (size_t i = begin; i < std::min(n, begin + kRun); ++i) visit(i, slot_from(homes[i % (2 * kRun)], rows[i]));
+  }
 }
 
-void DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames) const {
-  if (used_ == 0) {
+// The rows' frames. Returns how many have none, and puts down where those would be inserted, in order.
+size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, size_t* places) const {
+  if (slots_.empty()) {
     std::fill_n(frames, n, kNowhere);
-    return;
+    return n;
   }
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
-    const Slot& slot = slots_[slot_of(rows[i])];
-    frames[i] = slot.row == kFree ? kNowhere : slot.frame;
+  constexpr size_t kRun = 32;
+  size_t homes[2][kRun];  // of a run and of the next one
+  const auto ask = [&](size_t begin) {
+    size_t* const home_of = homes[begin / kRun % 2];
+    for (size_t i = begin; i < std::min(n, begin + kRun); ++i) {
+      home_of[i - begin] = home(rows[i]);
+      __builtin_prefetch(&slots_[home_of[i - begin]]);
+    }
+  };
+  size_t missing = 0;
+  ask(0);
+  for (size_t begin = 0; begin < n; begin += kRun) {
+    ask(begin + kRun);
+    const size_t* const home_of = homes[begin / kRun % 2];
+    // Most are where they are looked for first, and a branch on which would be guessed wrong for many.
+    uint32_t others[kRun];
+    size_t num_others = 0;
+    for (size_t i = begin; i < std::min(n, begin + kRun); ++i) {
+      const Slot& slot = slots_[home_of[i - begin]];
+      const bool is_here = slot.row == rows[i] && slot.frame != kNowhere;
+      frames[i] = is_here ? slot.frame : kNowhere;
+      others[num_others] = static_cast<uint32_t>(i - begin);
+      num_others += !is_here;
+    }
+    for (size_t k = 0; k < num_others; ++k) {
+      const size_t i = begin + others[k];
+      const size_t place = slot_from(home_of[others[k]], rows[i]);
+      frames[i] = slots_[place].frame;
+      if (places != nullptr) places[missing] = place;
+      missing += frames[i] == kNowhere;
+    }
   }
+  return missing;
 }
 
 // Room for so many more rows, so that insert() cannot fail. At most as many as there are frames have one, so this ends
@@ -64,8 +106,8 @@ void DeviceMap::grow(size_t capacity) {
   }
 }
 
-void DeviceMap::insert(int64_t row, uint32_t frame) {
-  Slot& slot = slots_[slot_of(row)];
+void DeviceMap::insert(size_t place, int64_t row, uint32_t frame) {
+  Slot& slot = slots_[place];
   if (slot.row == kFree) {
     slot = {row, frame, 0};
     ++used_;
@@ -74,8 +116,7 @@ void DeviceMap::insert(int64_t row, uint32_t frame) {
   }
 }
 
-void DeviceMap::leave_frame(int64_t row, bool is_dirty) {
-  const size_t place = slot_of(row);
+void DeviceMap::leave_frame(size_t place, bool is_dirty) {
   slots_[place].frame = kNowhere;
   if (is_dirty) {
     ++slots_[place].leaving;
@@ -118,7 +159,7 @@ uint32_t DeviceMap::expect(const Batch& batch) {
   locate(rows, n, frames.data());
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch(frames[i + kAhead]);
-    if (frames[i] == kNowhere || cache_.info(frames[i]).pinned > 0 || cache_.is_wanted(frames[i])) continue;
+    if (frames[i] == kNowhere || cache_.pins(frames[i]) > 0 || cache_.is_wanted(frames[i])) continue;
     cache_.set_next_use(frames[i], number);
   }
   return number;
@@ -134,7 +175,7 @@ void DeviceMap::forget(uint32_t number) {
   ArrayVector<uint32_t> frames(n);
   locate(rows_.data(), n, frames.data());
   for (size_t i = 0; i < n; ++i) {
-    if (frames[i] == kNowhere || cache_.info(frames[i]).pinned > 0) continue;
+    if (frames[i] == kNowhere || cache_.pins(frames[i]) > 0) continue;
     cache_.set_next_use(frames[i], window_.next_use(rows_[i]));
   }
 }
@@ -159,21 +200,21 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   Plan::Arrays& arrays = *made->arrays_;
   ArrayVector<uint32_t>& frames = made->pinned_;
   frames.resize(n);
-  locate(rows, n, frames.data());
-  size_t missing = 0;
+  reserve(n);
+  ArrayVector<size_t> places(n);  // of missing rows: their slots, or where to look for a free one
+  const size_t missing = locate(rows, n, frames.data(), places.data());
   size_t own_pins = 0;  // frames of the batch that are pinned already
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch(frames[i + kAhead]);
-    if (frames[i] == kNowhere) {
-      ++missing;
-      continue;
+  if (cache_.num_pinned() > 0) {
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch_pin(frames[i + kAhead]);
+      if (frames[i] == kNowhere) continue;
+      const uint16_t pins = cache_.pins(frames[i]);
+      if (pins == kMaxPins) {
+        throw Error(ErrorKind::kInvalid, "table '" + name_ + "': too many plans hold row " + std::to_string(rows[i]) +
+                                             "; release them");
+      }
+      own_pins += pins > 0;
     }
-    const uint16_t pins = cache_.info(frames[i]).pinned;
-    if (pins == kMaxPins) {
-      throw Error(ErrorKind::kInvalid, "table '" + name_ + "': too many plans hold row " + std::to_string(rows[i]) +
-                                           "; release them");
-    }
-    own_pins += pins > 0;
   }
   const size_t others_pins = cache_.num_pinned() - own_pins;
   if (others_pins + n > num_frames_) return nullptr;
@@ -184,48 +225,39 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   arrays.load_frames.resize(missing);
   arrays.evict_rows.reserve(missing);
   arrays.evict_frames.reserve(missing);
-  reserve(missing);
-  if (window_.holds(number)) finish(number);
+  ArrayVector<uint32_t> taken(missing);
+  size_t num_fresh = 0;
   cache_.begin_step();
   // Residents first: a row that this very batch wants must not be the victim of another.
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && frames[i + kAhead] != kNowhere) {
-      cache_.prefetch_heat(frames[i + kAhead]);
-      cache_.prefetch(frames[i + kAhead]);
-    }
+    if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch_pin(frames[i + kAhead]);
     if (frames[i] == kNowhere) continue;
     cache_.touch_alone(frames[i]);
     cache_.pin(frames[i]);
   }
+  if (window_.holds(number)) finish(number);  // its frames are pinned and wanted no more: next to nothing is left to do
+  take_frames(missing, taken.data(), &num_fresh);
   size_t loaded = 0;
   for (size_t i = 0; i < n; ++i) {
     if (frames[i] == kNowhere) {
-      uint32_t frame;
-      if (!cache_.allocate(&frame)) {
-        if (!cache_.victim(&frame)) {
-          throw Error(ErrorKind::kBroken, "table '" + name_ + "': no frame of its device cache can be given up");
-        }
-        const int64_t victim = cache_.info(frame).row;
-        const bool is_dirty = cache_.is_dirty(frame);
-        if (is_dirty) {
-          arrays.evict_rows.push_back(victim);
-          arrays.evict_frames.push_back(frame);
-          --dirty_;
-        }
-        leave_frame(victim, is_dirty);
-        cache_.release(frame);
-        cache_.allocate(&frame);
-        ++counts_.evictions;
-      }
-      cache_.info(frame).pinned = 0;  // allocate() pins without counting
-      cache_.pin(frame);
-      cache_.admit(frame, rows[i]);
-      insert(rows[i], frame);
+      frames[i] = taken[loaded];
       arrays.load_rows[loaded] = rows[i];
-      arrays.load_frames[loaded++] = frame;
-      frames[i] = frame;
+      arrays.load_frames[loaded++] = frames[i];
     }
     arrays.frames[i] = frames[i];
+  }
+  // In before victims go out: until then every place is where it was found, or further on where another row took it.
+  for (size_t i = 0; i < missing; ++i) {
+    if (i + kAhead < missing) __builtin_prefetch(&slots_[places[i + kAhead]], 1);
+    insert(slot_from(places[i], arrays.load_rows[i]), arrays.load_rows[i], taken[i]);
+  }
+  evict(taken.data() + num_fresh, missing - num_fresh, &arrays);
+  for (size_t i = 0; i < missing; ++i) {
+    if (i + kAhead < missing) {
+      cache_.prefetch(taken[i + kAhead]);
+      cache_.prefetch_ghost(arrays.load_rows[i + kAhead]);
+    }
+    cache_.reassign(taken[i], arrays.load_rows[i]);
   }
   counts_.hits += n - missing;
   counts_.misses += missing;
@@ -234,6 +266,39 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   made->generation_ = generation_;
   made->is_released_ = false;
   return made;
+}
+
+// Frames for so many rows, pinned: `num_fresh` that were free, then victims, whose rows they still have. The caller knows
+// that there are enough.
+void DeviceMap::take_frames(size_t n, uint32_t* frames, size_t* num_fresh) {
+  size_t taken = 0;
+  for (; taken < n && cache_.allocate(&frames[taken]); ++taken) {
+    cache_.info(frames[taken]).pinned = 0;  // allocate() pins without counting
+    cache_.pin(frames[taken]);
+  }
+  *num_fresh = taken;
+  for (; taken < n; ++taken) {
+    if (!cache_.victim(&frames[taken])) {
+      throw Error(ErrorKind::kBroken, "table '" + name_ + "': no frame of its device cache can be given up");
+    }
+    cache_.pin(frames[taken]);  // nor is it a victim again
+  }
+}
+
+// The rows of these frames leave them.
+void DeviceMap::evict(const uint32_t* frames, size_t n, PlanArrays* arrays) {
+  rows_.resize(n);
+  for (size_t i = 0; i < n; ++i) rows_[i] = cache_.info(frames[i]).row;
+  visit_slots(rows_.data(), n, [&](size_t i, size_t place) {
+    const bool is_dirty = cache_.is_dirty(frames[i]);
+    if (is_dirty) {
+      arrays->evict_rows.push_back(rows_[i]);
+      arrays->evict_frames.push_back(frames[i]);
+      --dirty_;
+    }
+    leave_frame(place, is_dirty);
+  });
+  counts_.evictions += n;
 }
 
 void DeviceMap::Plan::positions(int64_t* out) const {
@@ -272,7 +337,7 @@ void DeviceMap::undo(const Plan& plan) {
   size_t evicted = 0;  // plan() lists victims in the order of the loads that took their frames
   for (size_t i = 0; i < arrays.load_rows.size(); ++i) {
     const auto frame = static_cast<uint32_t>(arrays.load_frames[i]);
-    leave_frame(arrays.load_rows[i], false);
+    leave_frame(slot_of(arrays.load_rows[i]), false);
     cache_.release(frame);
     if (evicted == arrays.evict_rows.size() || arrays.evict_frames[evicted] != frame) continue;
     const int64_t victim = arrays.evict_rows[evicted++];
@@ -295,7 +360,7 @@ void DeviceMap::unpin(const Plan& plan) {
   const size_t n = plan.pinned_.size();
   const bool has_window = !window_.is_empty();
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) cache_.prefetch(frames[i + kAhead]);
+    if (i + kAhead < n) cache_.prefetch_pin(frames[i + kAhead]);
     if (has_window && i + kAhead / 2 < n) window_.prefetch(cache_.info(frames[i + kAhead / 2]).row);
     if (!cache_.unpin(frames[i]) || !has_window) continue;
     if (const uint32_t next = window_.next_use(cache_.info(frames[i]).row); next != kNoUse) {
@@ -421,13 +486,13 @@ size_t DeviceMap::give_up(const int64_t* rows, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
     const Slot& slot = slots_[slot_of(rows[i])];
-    if (slot.row != kFree && (is_held(slot) || cache_.info(slot.frame).pinned > 0)) return i;
+    if (slot.row != kFree && (is_held(slot) || cache_.pins(slot.frame) > 0)) return i;
   }
   for (size_t i = 0; i < n; ++i) {
     const size_t place = slot_of(rows[i]);
     if (slots_[place].row == kFree) continue;
     const uint32_t frame = slots_[place].frame;
-    leave_frame(rows[i], false);
+    leave_frame(place, false);
     cache_.release(frame);
   }
   return n;

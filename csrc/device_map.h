@@ -47,6 +47,7 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
 
  public:
   class Plan;
+  struct PlanArrays;
   // `name`: of the table, for errors.
   static std::shared_ptr<DeviceMap> make(const std::string& name, size_t frames) {
     return std::make_shared<DeviceMap>(Private{}, name, frames);
@@ -99,12 +100,20 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
 
   size_t home(int64_t row) const;
   size_t after(size_t place) const { return place + 1 == slots_.size() ? 0 : place + 1; }
-  size_t slot_of(int64_t row) const;  // the row's, or the free one it would get
-  void locate(const int64_t* rows, size_t n, uint32_t* frames) const;
+  size_t slot_of(int64_t row) const { return slot_from(home(row), row); }  // the row's, or the free one it would get
+  size_t slot_from(size_t place, int64_t row) const {
+    while (slots_[place].row != row && slots_[place].row != kFree) place = after(place);
+    return place;
+  }
+  template <typename Visit>
+  void visit_slots(const int64_t* rows, size_t n, const Visit& visit) const;
+  size_t locate(const int64_t* rows, size_t n, uint32_t* frames, size_t* places = nullptr) const;
   void reserve(size_t more);
   void grow(size_t capacity);
-  void insert(int64_t row, uint32_t frame);
-  void leave_frame(int64_t row, bool is_dirty);
+  void insert(size_t place, int64_t row, uint32_t frame);
+  void leave_frame(size_t place, bool is_dirty);
+  void take_frames(size_t n, uint32_t* frames, size_t* num_fresh);
+  void evict(const uint32_t* frames, size_t n, PlanArrays* arrays);
   void erase(size_t place);
   bool is_held(const Slot& slot) const { return slot.leaving > 0 || (slot.frame != kNowhere && cache_.is_dirty(slot.frame)); }
   size_t first_of(const int64_t* rows, size_t n, bool held) const;
@@ -132,6 +141,13 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   std::vector<int64_t> rows_;  // scratch of finish()
 };
 
+// int64, as the frameworks index.
+struct DeviceMap::PlanArrays {
+  ArrayVector<int64_t> frames;                    // of batch.unique(), in that order
+  ArrayVector<int64_t> load_rows, load_frames;    // rows that were in no frame
+  ArrayVector<int64_t> evict_rows, evict_frames;  // dirty victims: written back before the frame is loaded
+};
+
 // What becomes of one batch's rows. Its pins go with it, or earlier; the map lives as long as a plan of it.
 class DeviceMap::Plan {
  public:
@@ -139,12 +155,8 @@ class DeviceMap::Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // int64, as the frameworks index. Shared: an array a caller keeps must not keep the pins.
-  struct Arrays {
-    ArrayVector<int64_t> frames;                     // of batch.unique(), in that order
-    ArrayVector<int64_t> load_rows, load_frames;     // rows that were in no frame
-    ArrayVector<int64_t> evict_rows, evict_frames;   // dirty victims: written back before the frame is loaded
-  };
+  // Shared: an array that a caller keeps must not keep the pins.
+  using Arrays = PlanArrays;
   const std::shared_ptr<Arrays>& arrays() const { return arrays_; }
   const Batch& batch() const { return *batch_; }  // which must live as long
   // The frame of every id of the batch, in its order.

@@ -191,7 +191,7 @@ std::vector<int64_t> Store::absent_of(const int64_t* rows, size_t n) const {
   return absent;
 }
 
-void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
+void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite) {
   const uint64_t hits = touch_distinct(rows, n, frames, true);
   if (std::find(frames, frames + n, kNoFrame) == frames + n) {
     if (create) write_frozen_frames(frames, n);
@@ -225,11 +225,12 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
       FrameInfo& info = cache_.info(frame);
       hold_row(frame, rows[i]);
       if (entries[i] == kAbsent) {
-        initial_(rows[i], frame_bytes_, cache_.record(frame));
+        if (!overwrite) initial_(rows[i], frame_bytes_, cache_.record(frame));
         continue;
       }
       info.position = position_of(entries[i]);
       directory_->set(rows[i], entry_of_frame(frame));
+      if (overwrite) continue;
       ++misses;
       if (const std::byte* payload = log_->pending(info.position)) {
         std::memcpy(cache_.record(frame), payload, frame_bytes_);
@@ -238,7 +239,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
       }
     }
     if (!requests.empty()) late = requests.front();
-    if (log_ != nullptr && (!requests.empty() || misses > 0)) {
+    if (log_ != nullptr && (!requests.empty() || misses > 0 || overwrite)) {
       log_->read(std::move(requests), frame_bytes_, [this] { compact_some(); });
     }
     if (create) write_frozen_frames(frames, n);
@@ -265,10 +266,11 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames) {
     // Seeded bug for the exactness tests: a read that came too late shows the initial record.
     initial_(late.id, frame_bytes_, late.payload);
   }
-  stats_.hits += hits;
+  count_hits(hits);
+  if (overwrite) return;  // nobody wanted what they were
   stats_.misses += misses;
   stats_.first_touches += missing.size() - misses;
-  stats_.unique_rows += hits + missing.size();
+  stats_.unique_rows += missing.size();
 }
 
 Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batch) {
@@ -410,35 +412,6 @@ void Store::mark_dirty(const uint32_t* frames, size_t n) {
     --segment->live;
     info.position = kNoPosition;
   }
-}
-
-void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
-  std::vector<Entry> entries(n);
-  directory_->locate(rows, n, entries.data());
-  std::vector<ReadRequest> requests;
-  for (size_t i = 0; i < n; ++i) {
-    std::byte* out = records + i * record_bytes;
-    uint64_t position = kNoPosition;
-    if (entries[i] == kAbsent) {
-      initial_(rows[i], record_bytes, out);
-    } else if (is_frame(entries[i])) {
-      const uint32_t frame = frame_of(entries[i]);
-      if (record_bytes <= frame_bytes_) {
-        std::memcpy(out, cache_.record(frame), record_bytes);
-      } else {
-        position = cache_.info(frame).position;  // a reader's frame is clean and holds less than is asked for
-      }
-    } else {
-      position = position_of(entries[i]);
-    }
-    if (position == kNoPosition) continue;
-    if (const std::byte* payload = log_->pending(position)) {
-      std::memcpy(out, payload, record_bytes);
-    } else {
-      requests.push_back({position, rows[i], out});
-    }
-  }
-  if (!requests.empty()) log_->read(std::move(requests), record_bytes, nullptr);
 }
 
 void Store::flush() {

@@ -77,8 +77,9 @@ class Store {
   }
 
   // Makes distinct rows resident and pins them. `create`: the caller means to write them. Absent rows: with `create` they get a dirty frame with their
-  // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
-  void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames);
+  // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost. `overwrite`: the caller, who
+  // cannot fail from then on, writes whole records and marks them dirty, so none is read or made first.
+  void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false);
   // Makes sure that the directory can take those of these distinct rows that are new, shrinking the cache if it must;
   // Error(kMemory) when the budget cannot, and then nothing has changed. After it, pin(create) of parts of them cannot
   // fail for want of directory.
@@ -123,7 +124,7 @@ class Store {
   bool is_loading(uint32_t frame) const { return cache_.info(frame).loading != 0; }
   void mark_dirty(uint32_t frame) { mark_dirty(&frame, 1); }
   void mark_dirty(const uint32_t* frames, size_t n);
-  // Copies the first `record_bytes` of distinct rows' records; changes nothing in the cache.
+  // Copies the first `record_bytes` of rows' records, a row's as often as it is named; changes nothing in the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
 
   // ---- The window: rows that coming batches want go last.

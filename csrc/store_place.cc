@@ -1,6 +1,7 @@
 // Where rows are: what most of a training step's calls to the store come to once its rows are in RAM.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "store.h"
 #include "workers.h"
@@ -8,6 +9,8 @@
 namespace bunkbed {
 
 namespace {
+
+constexpr size_t kFetchBlockBytes = 64u << 10;  // what one thread copies at a time
 
 // Locates rows and hands each frame to `touch`, which says whether that was news; asks for the heats ahead.
 template <typename Touch>
@@ -46,6 +49,62 @@ uint64_t Store::touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, 
   if (touch) begin_touches();
   return locate_and_touch(*directory_, cache_, rows, n, frames,
                           [this, touch](uint32_t frame) { return touch && cache_.touch_alone(frame); });
+}
+
+void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
+  // Whatever needs no read is copied by several threads; what is left is put down by its place in `rows`.
+  constexpr size_t kAhead = 6;
+  constexpr size_t kLines = 1024;  // of a record that are asked for ahead
+  ArrayVector<uint64_t> positions(n);
+  parallel_for(n, std::max<size_t>(16, kFetchBlockBytes / record_bytes), [&](size_t from, size_t to) {
+    Entry entries[kBlockRows];
+    for (size_t begin = from; begin < to; begin += kBlockRows) {
+      const size_t count = std::min(kBlockRows, to - begin);
+      directory_->locate(rows + begin, count, entries);
+      for (size_t i = 0; i < count; ++i) {
+        if (i + kAhead < count && is_frame(entries[i + kAhead])) {
+          const std::byte* const record = cache_.record(frame_of(entries[i + kAhead]));
+          for (size_t at = 0; at < std::min(record_bytes, kLines); at += 64) __builtin_prefetch(record + at);
+        }
+        uint64_t position = kNoPosition;
+        std::byte* const out = records + (begin + i) * record_bytes;
+        if (entries[i] == kAbsent) {
+          initial_(rows[begin + i], record_bytes, out);
+        } else if (!is_frame(entries[i])) {
+          position = position_of(entries[i]);
+        } else if (record_bytes <= frame_bytes_) {
+          std::memcpy(out, cache_.record(frame_of(entries[i])), record_bytes);
+        } else {
+          position = cache_.info(frame_of(entries[i])).position;  // a reader's frame is clean and holds less than asked for
+        }
+        positions[begin + i] = position;
+      }
+    }
+  });
+  if (log_ == nullptr) return;
+  std::vector<ReadRequest> requests;
+  std::vector<size_t> places;  // in `rows`, of what the log has
+  for (size_t i = 0; i < n; ++i) {
+    if (positions[i] != kNoPosition) places.push_back(i);
+  }
+  if (places.empty()) return;
+  // Each record is read once.
+  std::sort(places.begin(), places.end(), [&](size_t a, size_t b) { return positions[a] < positions[b]; });
+  for (size_t k = 0; k < places.size(); ++k) {
+    const size_t i = places[k];
+    if (k > 0 && positions[places[k - 1]] == positions[i]) continue;
+    std::byte* const out = records + i * record_bytes;
+    if (const std::byte* payload = log_->pending(positions[i])) {
+      std::memcpy(out, payload, record_bytes);
+    } else {
+      requests.push_back({positions[i], rows[i], out});
+    }
+  }
+  if (!requests.empty()) log_->read(std::move(requests), record_bytes, nullptr);
+  for (size_t k = 1; k < places.size(); ++k) {
+    if (positions[places[k - 1]] != positions[places[k]]) continue;
+    std::memcpy(records + places[k] * record_bytes, records + places[k - 1] * record_bytes, record_bytes);
+  }
 }
 
 void Store::begin_touches() {

@@ -522,8 +522,11 @@ uint64_t Table::epoch() {
 
 Table::Uncommitted Table::uncommitted() {
   const auto guard = lock_beside_staging();
-  if (closed_ || (!changed_ && is_durable_) || store_ == nullptr || spec_.is_scratch) return {};
-  Uncommitted found{store_->dirty_rows(), true, std::max<int64_t>(0, step_ - committed_.step)};
+  const size_t held = holder_ == nullptr ? 0 : holder_->num_held();
+  if (closed_ || (!changed_ && is_durable_ && held == 0) || store_ == nullptr || spec_.is_scratch) return {};
+  // A row that is held may be dirty here, too.
+  Uncommitted found{store_->dirty_rows() + held, held == 0 || store_->dirty_rows() == 0,
+                    std::max<int64_t>(0, step_ - committed_.step)};
   if (Log* log = store_->log()) {
     for (const auto& [id, segment] : log->segments()) {
       if (segment->epoch <= committed_.epoch || segment->live == 0) continue;
@@ -531,13 +534,13 @@ Table::Uncommitted Table::uncommitted() {
       found.is_exact = false;
     }
   }
-  found.rows = std::min<uint64_t>(found.rows, store_->directory().stored_rows());
+  found.rows = std::min<uint64_t>(found.rows, store_->directory().stored_rows() + held);
   return found;
 }
 
 bool Table::is_changed() {
   const auto guard = lock_beside_staging();
-  return changed_ || !is_durable_;
+  return changed_ || !is_durable_ || (holder_ != nullptr && holder_->num_held() > 0);
 }
 
 std::string Table::meta() {

@@ -318,7 +318,9 @@ class Table {
     int64_t number;
     StepConstants constants;
   };
+  std::unique_lock<std::mutex> lock_to_write(const int64_t* ids, size_t n);
   std::unique_lock<std::mutex> begin_update(const int64_t* ids, size_t n);
+  void require_distinct(const int64_t* ids, size_t n);
   Step next_step(std::optional<double> lr, std::optional<int64_t> step) const;
   template <typename Apply>
   void take_step(const Step& step, const Apply& apply);

@@ -58,6 +58,7 @@ MemoryPlan Table::plan_within_disk(const MemoryPlan& plan) const {
 }
 
 bool Table::has_disk_for(const int64_t* ids, size_t n) {
+  require_disk_above(ids, n);
   if (const uint64_t stored = store_->rows_beyond_disk(ids, n)) {
     throw out_of_disk("table '" + name_ + "': " + std::to_string(stored) + " stored rows are more than its limit of disk=" +
                           std::to_string(store_->disk_limit()) + " bytes has room for, beside " +
@@ -88,10 +89,7 @@ std::unique_lock<std::mutex> Table::lock_with_disk_for(const int64_t* ids, size_
     auto guard = lock();
     require_writable();
     check_ids(ids, n);
-    // There is room for as many rows as the holder has frames, wherever they are on their way.
-    const bool are_held =
-        holder_ != nullptr && holder_->num_held() <= holder_->max_held() && holder_->first_not_held(ids, n) == n;
-    if (are_held || has_disk_for(ids, n)) return guard;
+    if (has_disk_for(ids, n)) return guard;
     guard.unlock();
     make_disk_room(ids, n);
   }
@@ -120,8 +118,8 @@ std::unique_lock<std::mutex> Table::lock_with_disk_above(size_t rows) {
               ENOSPC, path_);
 }
 
-// Before rows are trained above that are stored nowhere yet: it would be too late when they are written back. All the
-// holder's rows may be such.
+// Before rows that are stored nowhere yet are trained above, where it would be too late once they are written back, or
+// here, where they would take the room of those above: all the holder's rows may be such.
 void Table::require_disk_above(const int64_t* ids, size_t n) const {
   if (holder_ == nullptr) return;
   const uint64_t most = spec_.num_rows < 0 ? ~uint64_t{0} : static_cast<uint64_t>(spec_.num_rows);

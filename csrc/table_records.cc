@@ -1,57 +1,93 @@
 // Records as they are: raw slots for imports, whole records for a tier above.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "error.h"
 #include "record.h"
 #include "table.h"
 #include "table_rows.h"
+#include "workers.h"
 
 namespace bunkbed {
+
+namespace {
+constexpr size_t kCopyBlockBytes = 64u << 10;  // what one thread copies at a time
+}  // namespace
 
 // ---- Whole records, for a tier above ---------------------------------------------------------------------------
 
 void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
-  const auto guard = lock();
+  auto guard = lock_beside_staging();
   require_writable();
   check_ids(ids, n);
+  settle_for(guard, ids, n);
+  require_writable();
   check_not_held(ids, n);
   require_disk_above(ids, n);
   require_directory_above(ids, n);
-  const size_t piece = std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / payload_bytes_));
+  const size_t piece = piece_ids();
   for (size_t begin = 0; begin < n; begin += piece) {
-    const size_t count = std::min(piece, n - begin);
-    batch_.assign(ids + begin, count);
-    records_.resize(std::max(records_.size(), batch_.num_unique() * payload_bytes_));
-    store_->fetch(batch_.unique().data(), batch_.num_unique(), payload_bytes_, records_.data());
-    for (size_t i = 0; i < count; ++i) {
-      std::memcpy(records + (begin + i) * payload_bytes_, records_.data() + batch_.inverse()[i] * payload_bytes_,
-                  payload_bytes_);
+    store_->fetch(ids + begin, std::min(piece, n - begin), payload_bytes_, records + begin * payload_bytes_);
+  }
+}
+
+// In parts by hash, so that a large call needs no more memory than a small one.
+void Table::require_distinct(const int64_t* ids, size_t n) {
+  constexpr int64_t kFree = -1;
+  constexpr size_t kAhead = 8;
+  const size_t parts = std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids());
+  const size_t capacity = std::bit_ceil(std::max<size_t>(16, 2 * n / parts + n / parts / 2));
+  const auto slot_of = [&](int64_t id) { return mix_id(id) & (capacity - 1); };
+  ArrayVector<int64_t> seen;
+  for (size_t p = 0; p < parts; ++p) {
+    seen.assign(capacity, kFree);
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&seen[slot_of(ids[i + kAhead])], 1);
+      if (parts > 1 && (mix_id(ids[i]) >> 32) % parts != p) continue;
+      size_t slot = slot_of(ids[i]);
+      while (seen[slot] != kFree && seen[slot] != ids[i]) slot = (slot + 1) & (capacity - 1);
+      if (seen[slot] == ids[i]) {
+        throw Error(ErrorKind::kInvalid, "table '" + name_ + "': records to scatter name an id twice: " +
+                                             std::to_string(ids[i]) + ", again at position " + std::to_string(i) +
+                                             "; nothing was changed");
+      }
+      seen[slot] = ids[i];
     }
   }
 }
 
 void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
-  const auto guard = lock_with_disk_for(ids, n);
-  batch_.assign(ids, n);
-  if (batch_.num_unique() != n) {
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': records to scatter name an id twice");
-  }
+  const auto guard = lock_to_write(ids, n);
+  require_distinct(ids, n);
   const bool is_write_back = holder_ != nullptr && holder_->first_not_held(ids, n) == n;
   if (!is_write_back) release_for_change(ids, n);
   store_->reserve_rows(ids, n);
-  for (size_t begin = 0; begin < n;) {
-    const size_t count = std::min(store_->max_pinned(), n - begin);
-    frames_.resize(count);
-    store_->pin(ids + begin, count, true, frames_.data());
-    for (size_t i = 0; i < count; ++i) {
-      std::memcpy(store_->cache().record(frames_[i]), records + (begin + i) * payload_bytes_, payload_bytes_);
-      store_->mark_dirty(frames_[i]);
+  bool wrote = false;
+  try {
+    for (size_t begin = 0; begin < n;) {
+      const size_t count = std::min({store_->max_pinned(), piece_ids(), n - begin});
+      frames_.resize(count);
+      store_->pin(ids + begin, count, true, frames_.data(), true);
+      wrote = true;
+      const Cache& cache = store_->cache();
+      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / payload_bytes_), [&](size_t from, size_t to) {
+        constexpr size_t kAhead = 6;
+        for (size_t i = from; i < to; ++i) {
+          if (i + kAhead < to) cache.prefetch_record(frames_[i + kAhead], payload_bytes_);
+          std::memcpy(cache.record(frames_[i]), records + (begin + i) * payload_bytes_, payload_bytes_);
+        }
+      });
+      store_->mark_dirty(frames_.data(), count);
+      store_->unpin(frames_.data(), count);
+      begin += count;
     }
-    store_->unpin(frames_.data(), count);
-    begin += count;
+  } catch (const std::exception& error) {
+    if (wrote) broken_ = std::string("scattering more records than its memory takes failed half-way (") + error.what() + ")";
+    throw;
   }
   if (is_write_back) holder_->arrived(ids, n);
+  if (n == 0) return;
   changed_ = true;
   ++changes_;
 }

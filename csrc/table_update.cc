@@ -34,6 +34,13 @@ void Table::require_places(size_t n) const {
 }
 
 std::unique_lock<std::mutex> Table::begin_update(const int64_t* ids, size_t n) {
+  auto guard = lock_to_write(ids, n);
+  release_for_change(ids, n);
+  return guard;
+}
+
+// The lock, once none of these rows is being read, and with disk for them. Other rows' staging goes on.
+std::unique_lock<std::mutex> Table::lock_to_write(const int64_t* ids, size_t n) {
   for (;;) {
     auto guard = lock_beside_staging();
     require_writable();
@@ -44,10 +51,10 @@ std::unique_lock<std::mutex> Table::begin_update(const int64_t* ids, size_t n) {
     } else {
       settle_for(guard, ids, n);
     }
-    if (has_disk_for(ids, n)) {
-      release_for_change(ids, n);  // last: the lock may have been given up since it was taken
-      return guard;
-    }
+    // There is room for as many rows as the holder has frames, wherever they are on their way.
+    const bool are_held = store_->disk_limit() != 0 && holder_ != nullptr && holder_->num_held() <= holder_->max_held() &&
+                          holder_->first_not_held(ids, n) == n;
+    if (are_held || has_disk_for(ids, n)) return guard;
     guard.unlock();
     make_disk_room(ids, n);
   }
