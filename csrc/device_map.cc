@@ -316,6 +316,7 @@ void DeviceMap::Plan::mark_dirty() {
     throw Error(ErrorKind::kInvalid, "table '" + map_->name_ +
                                          "': rows of a released plan cannot be marked dirty; release it afterwards");
   }
+  is_done_ = true;  // else nothing could have been computed
   map_->mark_dirty(*this);
 }
 

@@ -198,6 +198,7 @@ uint64_t misses(size_t ahead, size_t frames, int64_t rows) {
     read_on();
     const auto plan = map->plan(coming.front().first, coming.front().second);
     CHECK(plan != nullptr);
+    plan->done();
     coming.pop_front();
     if (step == kWarm) warm = map->stats().misses;
   }
@@ -281,6 +282,7 @@ TEST(device_map_follows_a_plain_model) {
           for (size_t i = 0; i < arrays.load_rows.size(); ++i) {
             model.frames[static_cast<size_t>(arrays.load_frames[i])].value = model.table[arrays.load_rows[i]];
           }
+          now.plan->done();
           // No lookup ever sees an old value.
           for (size_t i = 0; i < arrays.frames.size(); ++i) {
             CHECK_EQ(model.frames[static_cast<size_t>(arrays.frames[i])].value, model.truth[now.batch.unique()[i]]);
@@ -372,7 +374,7 @@ TEST(device_map_forgets_all_but_not_under_a_plan) {
   plan->mark_dirty();
   CHECK_THROWS(map->forget_all(), ErrorKind::kBroken, "1 plans of its device cache still hold frames");
   plan->release();
-  (void)map->plan(other, 0);
+  map->plan(other, 0)->done();
   CHECK(map->stats().leaving > 0);
   map->forget_all();
   CHECK_EQ(map->num_held(), size_t{0});
@@ -456,6 +458,7 @@ TEST(device_map_takes_several_threads) {
           continue;
         }
         ++planned;
+        plan->done();
         // Mine while it is pinned, whatever the others do.
         std::vector<int64_t> found(batch.num_unique());
         map->find(batch.unique().data(), found.size(), found.data());
@@ -473,4 +476,24 @@ TEST(device_map_takes_several_threads) {
   const DeviceStats stats = map->stats();
   CHECK_EQ(stats.dirty, map->dirty().rows.size());
   CHECK_EQ(stats.window_batches, size_t{0});
+}
+
+TEST(device_map_undoes_a_plan_that_was_not_carried_out) {
+  const auto map = DeviceMap::make("t", 3);
+  const Batch first = batch_of({1, 2, 3}), second = batch_of({2, 7, 8});
+  auto plan = map->plan(first, 0);
+  plan->mark_dirty();
+  const auto before = plan->arrays();
+  plan.reset();
+  for (const bool is_explicit : {true, false}) {
+    auto failed = map->plan(second, 0);
+    CHECK_EQ(failed->arrays()->evict_rows.size(), size_t{2});
+    if (is_explicit) failed->undo();
+    failed.reset();
+    for (size_t i = 0; i < 3; ++i) CHECK_EQ(frame_of_row(*map, first.unique()[i]), before->frames[i]);
+    CHECK_EQ(frame_of_row(*map, 7), int64_t{-1});
+    CHECK_EQ(map->stats().dirty, size_t{3});
+    CHECK_EQ(map->stats().leaving, size_t{0});
+    CHECK_EQ(map->num_in_use(), size_t{0});
+  }
 }
