@@ -194,6 +194,14 @@ CASES = (
         ("keras", "tensorflow", "pyarrow"),
         limit_s=600,
     ),
+    Case(
+        "device",
+        "device:device",
+        "matrix factorisation with a device cache beside nn.Embedding resident and on the CPU, on the accelerator here",
+        "the same bits; with an accelerator, 5 % cached: >= 1x resident, >= 10x CPU, 70 % of the link; 4x rows <= 1.1x",
+        limit_s=600,
+        correctness=True,
+    ),
     Case("exactness", "exactness:exactness", "rows after training, bit for bit", "identical", (), correctness=True),
     Case("optimizers", "optimizers:optimizers", "weights beside torch's optimizers", "<= 1e-6", correctness=True),
     Case(

@@ -422,8 +422,13 @@ class DeviceTier(DeviceRows):
             batch.let_go()
         self.present.clear()
 
+    def leave(self) -> None:
+        """Writes every row back and holds no device memory until the next lookup."""
+        with self._lock, self._frames_lock:
+            if self._records is not None:
+                self._give_memory_back()
+
     def _give_memory_back(self) -> None:
-        """The same, and no device memory is held until the next lookup."""
         self._leave_frames()
         self._detach()
 
