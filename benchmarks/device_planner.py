@@ -34,7 +34,7 @@ def device_planner(settings: Settings) -> list[Figure]:
         return [
             figure
             for num_rows in sizes
-            for figure in of_size(num_rows, num_ids, settings.pick(4, 60, 100), settings.seed)
+            for figure in of_size(num_rows, num_ids, settings.pick(12, 60, 100), settings.seed)
         ]
     finally:
         bb.set_num_threads(before)
