@@ -171,7 +171,7 @@ def test_an_id_outside_the_table_is_an_error_from_fit_that_names_it(bad: int, ea
         ({"input_dim": 0}, ValueError, "input_dim must be at least 1, got 0"),
         ({"output_dim": 2.5}, TypeError, "output_dim must be an int, got 2.5"),
         ({"combiner": "max"}, ValueError, "combiner must be None, sum, mean, sqrtn, got 'max'"),
-        ({"placement": "mirrored"}, ValueError, 'placement must be "central" or "sharded"'),
+        ({"placement": "mirrored"}, ValueError, 'placement must be "central", "sharded" or "replicated"'),
         ({"placement": "sharded"}, ValueError, "needs a path"),
         ({"directories": ["a", "b"]}, ValueError, 'give placement="sharded" too'),
         ({"keep_checkpoints": 0}, ValueError, "keep_checkpoints must be at least 1, or None for all, got 0"),

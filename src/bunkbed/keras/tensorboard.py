@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from os import PathLike
 from pathlib import Path
@@ -40,6 +41,12 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
 
     def __init__(self, log_dir: str | PathLike[str] = "logs", *, update_freq: Literal["epoch"] | int = "epoch") -> None:
         super().__init__()
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "bunkbed.keras.TensorBoard writes what TensorBoard reads, which is missing; install it with: "
+                "pip install tensorboard",
+                name="tensorboard",
+            )
         if update_freq != "epoch":
             if isinstance(update_freq, (bool, str)) or not isinstance(update_freq, int):
                 raise TypeError(f'TensorBoard: update_freq must be "epoch" or an int, got {update_freq!r}')
