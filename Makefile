@@ -57,7 +57,7 @@ lint: $(VENV)/.test
 
 cpp-test: $(VENV)/.test
 	$(BIN)/cmake -S . -B build/cpp-test -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DBUNKBED_BUILD_PYTHON=OFF -DBUNKBED_BUILD_TESTS=ON \
+	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DBUNKBED_BUILD_PYTHON=OFF -DBUNKBED_BUILD_TESTS=ON \
 	  -DBUNKBED_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/cpp-test
 	build/cpp-test/bunkbed_tests
