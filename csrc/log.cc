@@ -161,26 +161,32 @@ uint64_t Log::append(int64_t id, const std::byte* payload, uint64_t version) {
   return append_to(&running_, id, payload, version);
 }
 
-uint64_t Log::append_ending(int64_t id, const std::byte* payload) {
-  if (!is_ending_ || ending_.next_version == ending_versions_end_) {
-    throw Error(ErrorKind::kBroken, "in " + directory_ + ": more records for a commit than were dirty when it began");
-  }
-  return append_to(&ending_, id, payload, 0);
-}
-
-uint64_t Log::append_to(Stream* stream, int64_t id, const std::byte* payload, uint64_t version) {
+// The open chunk, which has room for a record.
+Log::Chunk& Log::chunk_for(Stream* stream) {
   if (stream->chunk != nullptr && stream->chunk->ids.size() == stream->chunk->capacity) close_chunk(stream);
   if (stream->chunk == nullptr) open_chunk(stream);
-  Chunk& chunk = *stream->chunk;
-  const uint64_t slot = chunk.first_slot + chunk.ids.size();
+  return *stream->chunk;
+}
+
+uint64_t Log::checked_position(const Chunk& chunk, uint64_t slot) const {
   const uint64_t place = position(chunk.segment->id, slot);
   if (place > (1ull << 40) - (1ull << 32) - 2) {
     throw Error(ErrorKind::kInvalid, "the log is full: record number " + std::to_string(place) + " needs more than 40 bits");
   }
-  std::byte* record = chunk.memory.data() + (slot * stride_ - chunk.begin);
+  return place;
+}
+
+void Log::put_record(int64_t id, const std::byte* payload, std::byte* record) const {
   std::memcpy(record, payload, payload_bytes_);
   std::memset(record + payload_bytes_, 0, stride_ - payload_bytes_);
   put_record_crc(record_crc(crc_seed_, id, payload, payload_bytes_), record + payload_bytes_);
+}
+
+uint64_t Log::append_to(Stream* stream, int64_t id, const std::byte* payload, uint64_t version) {
+  Chunk& chunk = chunk_for(stream);
+  const uint64_t slot = chunk.first_slot + chunk.ids.size();
+  const uint64_t place = checked_position(chunk, slot);
+  put_record(id, payload, chunk.memory.data() + (slot * stride_ - chunk.begin));
   chunk.ids.push_back(id);
   chunk.versions.push_back(version != 0 ? version : stream->next_version++);
   ++chunk.segment->records;

@@ -159,6 +159,13 @@ class Log {
   // The next epoch begins. `records` may be added to the one that ends.
   void begin_next_epoch(uint64_t records);
   uint64_t append_ending(int64_t id, const std::byte* payload);
+  // The same of as many of n >= 1 records as the open chunk takes, copied and checksummed by all threads; their number,
+  // at least 1. The payloads must not change meanwhile. They lie in the order of `sources`, whatever the threads.
+  struct Source {
+    int64_t id;
+    const std::byte* payload;
+  };
+  size_t append_ending(const Source* sources, size_t n, uint64_t* positions);
   // Whether append_ending() finds a buffer without waiting and leaves others one.
   bool has_free_buffers();
   // Nothing will be added: hands the last chunk to its writer and seals the segment. Also when the commit failed.
@@ -249,6 +256,10 @@ class Log {
   };
 
   uint64_t append_to(Stream* stream, int64_t id, const std::byte* payload, uint64_t version);
+  void require_ending(size_t records) const;
+  Chunk& chunk_for(Stream* stream);
+  uint64_t checked_position(const Chunk& chunk, uint64_t slot) const;
+  void put_record(int64_t id, const std::byte* payload, std::byte* record) const;
   void seal(Stream* stream);
   void open_segment(Stream* stream);
   void open_chunk(Stream* stream);

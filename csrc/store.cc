@@ -14,6 +14,7 @@ namespace {
 
 // Looking at this many records for each one appended keeps pace with segments that are up to 75 % live.
 constexpr size_t kCompactionPace = 4;
+constexpr size_t kFrozenBatch = 1024;  // records appended at once for a commit
 constexpr size_t kCompactionSlice = 512;  // records looked at before another call may have the lock: a fraction of a ms
 
 }  // namespace
@@ -434,32 +435,55 @@ void Store::freeze() {
 }
 
 void Store::write_frozen_frame(uint32_t frame) {
-  FrameInfo& info = cache_.info(frame);
-  info.position = log_->append_ending(info.row, cache_.record(frame));
-  cache_.set_written(frame);
-  --frozen_rows_;
-  ++stats_.written_back;
-  ++appended_seen_;
-  commit_debt_ += kCompactionPace;
+  write_frozen_batch(&frame, 1);
+}
+
+// Appends the records of frozen frames, in this order. Where it fails, those before are written.
+void Store::write_frozen_batch(const uint32_t* frames, size_t n) {
+  Log::Source sources[kFrozenBatch];
+  uint64_t positions[kFrozenBatch];
+  for (size_t i = 0; i < n; ++i) sources[i] = {cache_.info(frames[i]).row, cache_.record(frames[i])};
+  for (size_t done = 0; done < n;) {
+    const size_t taken = log_->append_ending(sources + done, n - done, positions);
+    for (size_t i = 0; i < taken; ++i) {
+      cache_.info(frames[done + i]).position = positions[i];
+      cache_.set_written(frames[done + i]);
+    }
+    done += taken;
+    frozen_rows_ -= taken;
+    stats_.written_back += taken;
+    appended_seen_ += taken;
+    commit_debt_ += taken * kCompactionPace;
+  }
 }
 
 // Before the caller writes into these frames.
 void Store::write_frozen_frames(const uint32_t* frames, size_t n) {
   if (frozen_rows_ == 0 || fault_is("update_before_copy")) return;
-  // Their records lie anywhere: a few of them are asked for ahead.
-  constexpr size_t kAhead = 8;
+  uint32_t batch[kFrozenBatch];
+  size_t count = 0;
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && frames[i + kAhead] != kNoFrame && cache_.is_frozen(frames[i + kAhead])) {
-      cache_.prefetch_record(frames[i + kAhead], frame_bytes_);
-    }
-    if (frames[i] != kNoFrame && cache_.is_frozen(frames[i])) write_frozen_frame(frames[i]);
+    if (frames[i] == kNoFrame || !cache_.is_frozen(frames[i])) continue;
+    cache_.prefetch(frames[i]);
+    batch[count++] = frames[i];
+    if (count == kFrozenBatch) write_frozen_batch(batch, std::exchange(count, 0));
   }
+  if (count > 0) write_frozen_batch(batch, count);
 }
 
 bool Store::write_frozen(size_t most_bytes) {
-  for (size_t bytes = 0; frozen_rows_ > 0 && bytes < most_bytes; bytes += frame_bytes_) {
-    next_to_write_ = cache_.next_frozen(next_to_write_);
-    write_frozen_frame(next_to_write_);
+  uint32_t batch[kFrozenBatch];
+  size_t left = std::min(frozen_rows_, std::max<size_t>(1, most_bytes / frame_bytes_));
+  while (left > 0) {
+    const size_t count = std::min(left, kFrozenBatch);
+    uint32_t next = next_to_write_;
+    for (size_t i = 0; i < count; ++i) {
+      batch[i] = cache_.next_frozen(next);
+      next = batch[i] + 1;
+    }
+    write_frozen_batch(batch, count);
+    next_to_write_ = next;
+    left -= count;
   }
   return frozen_rows_ > 0;
 }

@@ -248,6 +248,7 @@ class Store {
   uint64_t unnoted_in_ = 0;
   void evict(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
+  void write_frozen_batch(const uint32_t* frames, size_t n);
   void write_frozen_frames(const uint32_t* frames, size_t n);
   uint32_t take_frame();
   uint32_t take_frame_for(uint32_t batch);

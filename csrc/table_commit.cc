@@ -35,7 +35,7 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kSliceBytes = 1u << 20;  // of records appended at once, under the lock: half a millisecond
+constexpr size_t kSliceBytes = 1u << 20;  // of records appended at once, under the lock: some tenths of a millisecond
 
 }  // namespace
 

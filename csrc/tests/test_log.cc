@@ -7,6 +7,7 @@
 #include "replay.h"
 #include "sandbox.h"
 #include "sample.h"
+#include "workers.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;
@@ -231,6 +232,65 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
       for (const auto& [id, record] : newest) all.push_back(record);
       check_readable(&again, all);
     }
+  }
+}
+
+// Whoever copies them, records appended together are what they would be one by one, to the last byte of the files.
+TEST(log_ending_records_appended_by_all_threads) {
+  const Sandbox sandbox;
+  LogMemory memory = small_memory();
+  memory.chunk_bytes = 1u << 20;
+  const size_t threads = num_threads();
+  set_num_threads(4);
+  constexpr size_t kRecords = 30'000;  // several chunks and two segments
+  std::vector<std::byte> payloads;
+  std::vector<Log::Source> sources(kRecords);
+  for (size_t i = 0; i < kRecords; ++i) {
+    const auto payload = payload_of(static_cast<int64_t>(7 * i), 1);
+    payloads.insert(payloads.end(), payload.begin(), payload.end());
+  }
+  for (size_t i = 0; i < kRecords; ++i) sources[i] = {static_cast<int64_t>(7 * i), payloads.data() + i * kPayload};
+  std::vector<uint64_t> positions[2];
+  std::vector<SegmentEntry> entries[2];
+  for (const size_t together : {0, 1}) {
+    const std::string path = sandbox / (together ? "together" : "single");
+    vfs::posix().make_directories(path);
+    Log log(vfs::posix(), path, Uuid{1, 2, 3}, kPayload, 20'000, memory);
+    log.begin_epoch(1, 1, 1);
+    log.begin_next_epoch(kRecords);
+    positions[together].resize(kRecords);
+    size_t calls = 0;
+    for (size_t i = 0; i < kRecords; ++calls) {
+      if (together) {
+        const size_t taken = log.append_ending(&sources[i], std::min(kRecords - i, 1 + calls * 977 % 6000), &positions[1][i]);
+        CHECK(taken > 0);
+        i += taken;
+      } else {
+        positions[0][i] = log.append_ending(sources[i].id, sources[i].payload);
+        ++i;
+      }
+    }
+    CHECK_EQ(log.stats().written_records, uint64_t{kRecords});
+    CHECK_THROWS(log.append_ending(sources.data(), 1, positions[together].data()), ErrorKind::kBroken, "more records for a commit");
+    log.finish_ending();
+    while (!log.is_written(1)) log.wait_for_write(log.writes_ended() - 1);
+    entries[together] = entries_of(log);
+    uint64_t live = 0;
+    for (const auto& [id, segment] : log.segments()) live += segment->live;
+    CHECK_EQ(live, uint64_t{kRecords});
+  }
+  set_num_threads(threads);
+  CHECK(positions[0] == positions[1]);
+  CHECK_EQ(entries[0].size(), entries[1].size());
+  CHECK(entries[0].size() > 1);
+  for (const SegmentEntry& entry : entries[0]) {
+    vfs::Buffer bytes[2] = {vfs::Buffer(entry.bytes), vfs::Buffer(entry.bytes)};
+    for (const size_t together : {0, 1}) {
+      const auto file = vfs::posix().open(sandbox / (together ? "together/" : "single/") + segment_name(entry.segment), true);
+      CHECK_EQ(file->size(), entry.bytes);
+      file->read(bytes[together].data(), entry.bytes, 0);
+    }
+    CHECK(std::memcmp(bytes[0].data(), bytes[1].data(), entry.bytes) == 0);
   }
 }
 
