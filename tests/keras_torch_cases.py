@@ -1,12 +1,15 @@
 """What `test_keras_torch` runs: `bunkbed.keras` on Keras's torch backend, which a process has for good.
 
-Each function is a case: called with an empty folder, in a process of its own that has never seen TensorFlow.
+Each function is a case: called with an empty folder, in a process of its own that has never seen TensorFlow. The
+processes are forks of one that has only imported, which takes longer than most cases do.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import keras
@@ -380,7 +383,31 @@ def nothing_of_a_model_is_left_when_it_goes(folder: Path) -> None:
     assert table() is None
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    if "saved" not in (sys.argv[1].split("_")):  # Keras itself looks for TensorFlow when it saves a model
+def run(case: str, folder: Path) -> None:
+    globals()[case](folder)
+    if "saved" not in case.split("_"):  # Keras itself looks for TensorFlow when it saves a model
         assert "tensorflow" not in sys.modules
+
+
+def run_in_a_fork(case: str, folder: Path) -> int:
+    """The case's exit status; what it printed is in ``log``."""
+    folder.mkdir(exist_ok=True)
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with (folder / "log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        run(case, folder)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        print(name, run_in_a_fork(name, Path(sys.argv[1]) / name), flush=True)

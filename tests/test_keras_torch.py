@@ -16,7 +16,7 @@ pytest.importorskip("keras", reason="keras is not installed")
 
 CASES = Path(__file__).with_name("keras_torch_cases.py")
 NAMES = [node.name for node in ast.parse(CASES.read_text()).body if isinstance(node, ast.FunctionDef)]
-HELPERS = {"batches", "row_model", "fit", "reference", "check"}
+HELPERS = {"batches", "row_model", "fit", "reference", "check", "run", "run_in_a_fork"}
 NEEDS_TENSORFLOW = "a_model_saved_on_tensorflow_goes_on"
 
 
@@ -32,14 +32,32 @@ def run(*arguments: object, backend: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("case", sorted(set(NAMES) - HELPERS - {NEEDS_TENSORFLOW}))
-def test_on_torch(case: str, tmp_path: Path) -> None:
-    done = run(CASES, case, tmp_path, backend="torch")
+ON_TORCH = sorted(set(NAMES) - HELPERS - {NEEDS_TENSORFLOW})
+
+
+def run_cases(folder: Path, *cases: str) -> dict[str, int]:
+    """Exit status by case; what a case printed is in ``folder/case/log``."""
+    done = run(CASES, folder, *cases, backend="torch")
     assert done.returncode == 0, done.stderr[-4000:]
+    return {case: int(status) for case, status in (line.split() for line in done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def statuses(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    folder = tmp_path_factory.mktemp("cases")
+    return folder, run_cases(folder, *ON_TORCH)
+
+
+@pytest.mark.parametrize("case", ON_TORCH)
+def test_on_torch(case: str, statuses: tuple[Path, dict[str, int]]) -> None:
+    folder, status_of = statuses
+    assert status_of[case] == 0, (folder / case / "log").read_text()[-4000:]
 
 
 def test_a_model_saved_on_tensorflow_goes_on_on_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+    folder = tmp_path / NEEDS_TENSORFLOW
+    folder.mkdir()
     script = """
         import sys, numpy as np, keras
         from bunkbed.keras import Embedding
@@ -52,10 +70,10 @@ def test_a_model_saved_on_tensorflow_goes_on_on_torch(tmp_path: Path) -> None:
         np.save(sys.argv[1] + "/rows.npy", layer.table.get(np.arange(50)))
         layer.table.close()
     """
-    done = run("-c", textwrap.dedent(script), tmp_path, backend="tensorflow")
+    done = run("-c", textwrap.dedent(script), folder, backend="tensorflow")
     assert done.returncode == 0, done.stderr[-4000:]
-    done = run(CASES, NEEDS_TENSORFLOW, tmp_path, backend="torch")
-    assert done.returncode == 0, done.stderr[-4000:]
+    status_of = run_cases(tmp_path, NEEDS_TENSORFLOW)
+    assert status_of == {NEEDS_TENSORFLOW: 0}, (folder / "log").read_text()[-4000:]
 
 
 def test_another_backend_is_refused() -> None:
