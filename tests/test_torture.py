@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,27 @@ def test_unknown_parts_are_named() -> None:
     run = subprocess.run([sys.executable, "-m", "torture", "flood"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
     assert "there is no part 'flood'; there are: powerloss" in run.stderr
+
+
+def test_processes_that_send_much_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    # In a process of its own, as parts fork. The second sends more than a pipe takes before the first ends.
+    script = """
+        import sys, time
+        from pathlib import Path
+        from torture.parts import in_processes
+        sent = Path(sys.argv[1])
+
+        def work(index, send):
+            if index == 1:
+                for number in range(5000):
+                    send("x" * 100)
+                sent.touch()
+            while not sent.exists():
+                time.sleep(0.01)
+            return index
+
+        print(in_processes(work, 2, 20.0))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "sent")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "[0, 1]\n", run.stderr

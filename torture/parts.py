@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
@@ -109,6 +110,15 @@ class Child:
             self.sent.append(item)
             yield item
 
+    def receive_one(self) -> None:
+        """What it sent next, once that is there."""
+        next(self.receive(), None)
+
+    @property
+    def pipe(self) -> Connection | None:
+        """Where it sends, until it ends."""
+        return None if self._ended else self._pipe
+
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
@@ -145,6 +155,10 @@ def in_processes(work: Callable[[int, Callable[[Any], None]], Any], processes: i
     The processes run at once; each is ended when it takes longer than `seconds`.
     """
     children = [Child(lambda send, i=i: work(i, send), seconds) for i in range(processes)]
+    # From all at once: a child whose pipe is full would wait, and be taken for one that hangs.
+    while sending := {child.pipe: child for child in children if child.pipe is not None}:
+        for pipe in multiprocessing.connection.wait(list(sending)):
+            sending[pipe].receive_one()
     outcomes = []
     errors = []
     for child in children:
