@@ -60,7 +60,7 @@ class Plan:
     limit: str = "1GiB"
     # Beside it inside the limit: torch and a step's own tensors (337 MiB where it was read last) and a turn's batches
     # (26 MiB). 600 MiB, which the table takes to the last page, left nothing, and the cgroup ended the process.
-    ram: str = "512MiB"
+    ram: str = "576MiB"
     rounds: int = 3
     steps: int = 50
     warm_steps: int = 1400
