@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch is pinned: a bare `torch` pulls gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint cpp-test bench torture clean
+.PHONY: demo test lint cpp-test wheel-test bench torture clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -16,25 +16,42 @@ $(VENV)/.torch: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --prefer-binary $(TORCH)
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml CMakeLists.txt $(shell find csrc src -type f -not -name '*.pyc')
-	$(BIN)/python -m pip install --quiet '.[train]'
+SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find csrc src -type f -not -name '*.pyc' -not -name '_native*')
+
+# Compiled once, whatever is installed from it.
+$(VENV)/.wheel: $(SOURCES) | $(BIN)/python
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.torch pyproject.toml CMakeLists.txt $(shell find csrc src -type f -not -name '*.pyc')
-	$(BIN)/python -m pip install --quiet '.[dev]' cmake ninja
+# $(call install,EXTRA): the wheel in dist with what EXTRA needs, in place of one of the same version.
+install = $(BIN)/python -m pip install --quiet "$$(echo dist/*.whl)[$(1)]" && \
+  $(BIN)/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
+
+$(VENV)/.demo: $(VENV)/.torch $(VENV)/.wheel
+	$(call install,train)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch $(VENV)/.wheel
+	$(call install,dev)
+	$(BIN)/python -m pip install --quiet cmake ninja
 	@touch $@
 
 # FBGEMM's wheel names no torch, but fits only the one pinned above.
-$(VENV)/.bench: $(VENV)/.torch pyproject.toml CMakeLists.txt $(shell find csrc src -type f -not -name '*.pyc')
-	$(BIN)/python -m pip install --quiet '.[bench]'
+$(VENV)/.bench: $(VENV)/.torch $(VENV)/.wheel
+	$(call install,bench)
 	$(BIN)/python -m pip install --quiet --no-deps fbgemm-gpu-cpu==1.8.0
 	@touch $@
 
 demo: $(VENV)/.demo
 	$(BIN)/bunkbed demo
 
-test: lint cpp-test
+test: lint cpp-test wheel-test
 	$(BIN)/python -m pytest
+
+# In a fresh virtual environment, without a compiler.
+wheel-test: $(VENV)/.test
+	$(BIN)/python packaging/check_wheel.py dist
 
 # Every peer in one run, about 40 minutes on two idle cores; needs 40 GB of disk, and root for the memory limits.
 # `make bench BENCH=--quick` takes smaller tables and fewer turns, `BENCH="adam lookup"` runs those cases alone.

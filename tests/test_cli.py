@@ -9,9 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import bunkbed
+from bunkbed import _native
 from bunkbed.cli import main, train_command
 from bunkbed.train.config import TrainConfig
 
@@ -50,6 +52,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_version(cli: Run) -> None:
     assert cli("--version") == (0, f"bunkbed {bunkbed.__version__}\n", "")
+
+
+def test_verbose_version_says_what_a_report_of_a_defect_needs(cli: Run) -> None:
+    code, out, err = cli("--version", "--verbose")
+    assert (code, err) == (0, "")
+    first, *lines = out.splitlines()
+    assert first == f"bunkbed {bunkbed.__version__}"
+    facts = dict(line.split(maxsplit=1) for line in lines)
+    assert facts["kernels"].startswith(_native.simd())
+    assert facts["threads"] == str(bunkbed.get_num_threads())
+    assert facts["tables"] == "format 1"
+    assert facts["numpy"] == np.__version__
+    assert {"built", "reads", "Python", "system"} <= facts.keys()
+    assert cli("--verbose")[0] == 2
+    assert "goes with --version" in cli("--verbose", "train")[2]
 
 
 def test_help_lists_every_command(cli: Run) -> None:

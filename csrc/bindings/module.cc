@@ -17,6 +17,7 @@
 #include "error.h"
 #include "fault.h"
 #include "float_mode.h"
+#include "format.h"
 #include "gradients.h"
 #include "kernels/kernels.h"
 #include "manifests.h"
@@ -97,6 +98,12 @@ Simd simd_of(const std::string& name) {
   throw Error(ErrorKind::kInvalid, "simd must be one of scalar, avx2, avx512, auto; got '" + name + "'");
 }
 
+#if defined(__clang__)
+constexpr const char* kCompiler = __VERSION__;  // names itself
+#else
+constexpr const char* kCompiler = "GCC " __VERSION__;
+#endif
+
 const char* simd_name(Simd level) {
   return level == Simd::kAvx512 ? "avx512" : level == Simd::kAvx2 ? "avx2" : "scalar";
 }
@@ -172,6 +179,15 @@ NB_MODULE(_native, m) {
   m.def(
       "simd_supported", [](const std::string& name) { return simd_supported(simd_of(name)); }, "name"_a,
       "Whether this processor has the instruction set.");
+  m.def(
+      "build",
+      [] {
+        nb::dict found;
+        found["compiler"] = kCompiler;
+        found["format"] = kFormatVersion;
+        return found;
+      },
+      "What built this module, and the newest version of the table format that it writes.");
   m.def("get_num_threads", &num_threads, "Compute threads of one operation.");
   m.def("set_num_threads", &set_num_threads, "n"_a, "Set the compute threads of one operation, process-wide.");
   m.def(

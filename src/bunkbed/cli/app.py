@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-import bunkbed
 from bunkbed.cli.copy_command import copy
 from bunkbed.cli.demo_command import demo
 from bunkbed.cli.inspect_commands import check, info, snapshots
@@ -14,6 +13,7 @@ from bunkbed.cli.judge_commands import evaluate, recommend
 from bunkbed.cli.plan_command import plan
 from bunkbed.cli.rows_commands import export_table, import_table
 from bunkbed.cli.train_command import train
+from bunkbed.cli.version import version_text
 
 app = typer.Typer(
     name="bunkbed",
@@ -25,16 +25,12 @@ app = typer.Typer(
 )
 
 
-def _version(value: bool) -> None:
-    if value:
-        typer.echo(f"bunkbed {bunkbed.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With --version: also the build, this machine and the libraries.")
     ] = False,
     # Taken out of the arguments before they get here, see `bunkbed.cli.main`; declared for --help.
     debug: Annotated[
@@ -42,6 +38,13 @@ def root(
     ] = False,
 ) -> None:
     """Embedding tables larger than RAM, trained exactly as if they fitted."""
+    if version:
+        typer.echo(version_text(verbose))
+        raise typer.Exit
+    if verbose:
+        raise typer.BadParameter("goes with --version; sub-commands have their own options", param_hint="--verbose")
+    if context.invoked_subcommand is None:
+        raise typer.BadParameter("a command is missing; `bunkbed --help` lists them")
 
 
 _LEARN, _LOOK, _ROWS = "Learn", "Look", "Rows in and out"
