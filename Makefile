@@ -37,6 +37,13 @@ $(VENV)/.test: $(VENV)/.torch $(VENV)/.wheel
 	$(BIN)/python -m pip install --quiet cmake ninja
 	@touch $@
 
+# In a folder of its own, for the processes of tests/test_device_kernels.py alone: imported after TensorFlow, Triton
+# crashes a process, and torch imports it where it finds it. Elsewhere there is no wheel, and those tests are skipped.
+$(VENV)/.triton: | $(BIN)/python
+	case "$$(uname -sm)" in "Linux x86_64") \
+	  $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton 'triton==3.7.*';; esac
+	@touch $@
+
 # FBGEMM's wheel names no torch, but fits only the one pinned above.
 $(VENV)/.bench: $(VENV)/.torch $(VENV)/.wheel
 	$(call install,bench)
@@ -46,7 +53,7 @@ $(VENV)/.bench: $(VENV)/.torch $(VENV)/.wheel
 demo: $(VENV)/.demo
 	$(BIN)/bunkbed demo
 
-test: lint cpp-test wheel-test
+test: lint cpp-test wheel-test $(VENV)/.triton
 	$(BIN)/python -m pytest
 
 # In a fresh virtual environment, without a compiler.

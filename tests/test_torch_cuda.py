@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,21 @@ import torch
 import bunkbed as bb
 import bunkbed.torch as bt
 from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
+from bunkbed.torch.device.kernels.choice import Chooser, chooser
+from bunkbed.torch.device.kernels.operations import Gather, Scatter, SumPieces, update_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+ADAM = bb.Adam(lr=0.01)
+STEPS = [
+    bb.SGD(lr=0.1, weight_decay=0.1),
+    bb.Adagrad(lr=0.1, weight_decay=0.01, decoupled=True),
+    bb.RowwiseAdagrad(lr=0.1, weight_decay=0.01),
+    ADAM,
+    bb.Adam(lr=0.01, weight_decay=0.1, decoupled=True),
+]
+DIMS = (1, 7, 64, 100, 256)
 
 
 def rows(layer: Any) -> Any:
@@ -82,9 +97,9 @@ def test_pending_rows_move_with_the_module() -> None:
     assert torch.equal(rows(emb)[1], before[1] - 2)
 
 
-def trained(cache: Any, lookahead: bool) -> tuple[Any, Any]:
+def trained(cache: Any, lookahead: bool, optimizer: Any = ADAM) -> tuple[Any, Any]:
     """Rows after training on the GPU with such a device cache, and the layer's statistics."""
-    emb = Embedding(2000, 16, optimizer=bb.Adam(lr=0.01), init=bb.Normal(std=0.1), seed=1, device_cache=cache)
+    emb = Embedding(2000, 16, optimizer=optimizer, init=bb.Normal(std=0.1), seed=1, device_cache=cache)
     model = torch.nn.ModuleDict({"emb": emb, "head": torch.nn.Linear(16, 1)}).to("cuda")
     torch.nn.init.constant_(model["head"].weight, 0.5)
     opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.0))
@@ -112,3 +127,42 @@ def test_a_device_cache_has_the_same_bits_with_every_size() -> None:
     torch.testing.assert_close(first, plain, rtol=0, atol=1e-6)
     assert all(torch.equal(other, first) for (cache, _), other in found.items() if cache), "of the caches"
     torch.testing.assert_close(found[0, True], plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("lookahead", [False, True], ids=["plain", "lookahead"])
+@pytest.mark.parametrize("optimizer", STEPS, ids=repr)
+def test_kernels_and_plain_operations_train_the_same_bits(optimizer: Any, lookahead: bool) -> None:
+    """The whole of a small cache's life through kernels alone, through plain operations alone, and as it is chosen."""
+    found = []
+    for is_kernel in (False, True, None):
+        with contextlib.nullcontext() if is_kernel is None else chooser.forced(is_kernel):
+            found.append(trained(300 * 4 * 3 * 16, lookahead, optimizer)[0])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("dim", DIMS)
+def test_trials_find_every_kernel_equal(dim: int) -> None:
+    """On this card; whether one is faster too, is the card's affair."""
+    made = [update_of(optimizer, dim) for optimizer in STEPS]
+    fresh, before = Chooser(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for operation in (Gather(3 * dim, dim, torch.float32), Scatter(3 * dim), SumPieces(dim), *made):
+        assert operation is not None
+        args = [v.cuda() if isinstance(v, torch.Tensor) else v for v in operation.sample(np.random.default_rng(1))]
+        fresh.run(operation, *args)
+        del args
+    assert [choice.speedup is not None for choice in fresh.choices] == [True] * (3 + len(STEPS)), fresh.choices
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() - before <= 128 << 20
+
+
+def test_nothing_is_tried_while_a_graph_is_captured() -> None:
+    fresh, operation = Chooser(), Gather(8, 8, torch.float32)
+    source, index = torch.randn(5, 8, device="cuda"), torch.tensor([4, 4, 0], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = fresh.run(operation, source, index)
+    graph.replay()
+    assert fresh.choices == [] and torch.equal(found, source[index])

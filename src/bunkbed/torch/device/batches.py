@@ -9,6 +9,11 @@ import numpy as np
 from bunkbed.torch.device.link import Link
 from bunkbed.torch.gradients import IntArray
 
+#: Gradients of one row that a device adds one after another; longer rows are added in pieces of so many, then those. A
+#: frequent id would otherwise keep one multiprocessor busy while the others wait. Not on a CPU, where the order is then
+#: the core's.
+PIECE = 64
+
 
 class HasLink(Protocol):
     """A tier, which has another link once the model has moved to another device."""
@@ -68,14 +73,29 @@ class DeviceBatch:
         Returns:
             Where each piece begins, int64[P], and the first piece of each row, int64[U]; None where no row was cut.
         """
-        bounds = self.batch.offsets()
-        counts = -(-np.diff(bounds) // most)
-        if counts.size == 0 or counts.max() == 1:
+        first, again = cut(self.batch.offsets(), most)
+        if again is None:
             return self.segments()[1], None
-        firsts = np.cumsum(counts) - counts
-        within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(firsts, counts)
         up = self._tier.link.up
-        return up(np.repeat(bounds[:-1], counts) + within * most), up(firsts)
+        return up(first), up(again)
+
+
+def cut(bounds: IntArray, most: int) -> tuple[IntArray, IntArray | None]:
+    """Segments cut into pieces of at most `most` places.
+
+    Args:
+        bounds: int64[U + 1] where each segment, none of them empty, begins; then where the last one ends.
+        most: at least 1.
+
+    Returns:
+        Where each piece begins, int64[P], and the first piece of each segment, int64[U]; None where none was cut.
+    """
+    counts = -(-np.diff(bounds) // most)
+    if counts.size == 0 or counts.max() == 1:
+        return bounds[:-1], None
+    firsts = np.cumsum(counts) - counts
+    within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(firsts, counts)
+    return np.repeat(bounds[:-1], counts) + within * most, firsts
 
 
 class FramedBatch(DeviceBatch):

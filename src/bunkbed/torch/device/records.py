@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from bunkbed import optim
+from bunkbed.torch.device.kernels.choice import chooser
+from bunkbed.torch.device.kernels.operations import Gather, Scatter, update_of
 from bunkbed.torch.device.rounding import random_halves, round_to_bfloat16, round_to_float16
 from bunkbed.torch.device.update_rules import StepConstants, update_rows
 
@@ -57,15 +59,18 @@ class DeviceRecords:
 
     def read(self, frames: Any) -> Any:
         """Whole records, int32[n, words]."""
-        return self._raw.index_select(0, frames)
+        return chooser.run(Gather(self.words, self.words, torch.int32), self._raw, frames)
 
     def write(self, frames: Any, records: Any) -> None:
         """Whole records into distinct frames: int32[n, words]."""
-        self._raw.index_copy_(0, frames, records)
+        chooser.run(Scatter(self.words), self._raw, frames, records)
 
     def weights(self, frames: Any) -> Any:
         """float32[n, dim], widened exactly; frames may repeat."""
-        return self._views[0].index_select(0, frames).to(torch.float32)
+        view = self._views[0]
+        if self._dtypes[0] == "float32":
+            return chooser.run(Gather(self.words, view.shape[1], torch.float32), view, frames)
+        return view.index_select(0, frames).to(torch.float32)
 
     def stepped(
         self,
@@ -77,8 +82,8 @@ class DeviceRecords:
         seed: int,
         ids: Any,
         number: int,
-    ) -> list[Any]:
-        """The fields of distinct frames after one optimizer step, for `store`: nothing is changed yet.
+    ) -> Any:
+        """The records of distinct frames after one optimizer step, for `store`: nothing is changed yet.
 
         Args:
             optimizer, constants: of this step.
@@ -87,6 +92,9 @@ class DeviceRecords:
             seed, ids, number: what keys the rounding of 16-bit fields: the table's seed, int64[U] ids (None where no
                 field `is_narrow`), the step's number.
         """
+        step = None if self.is_narrow else update_of(optimizer, self._views[0].shape[1])
+        if step is not None:
+            return chooser.run(step, self._raw, frames, grads, constants)
         fields = [view.index_select(0, frames).to(torch.float32) for view in self._views]
         weight, slots = update_rows(optimizer, constants, grads, fields[0], fields[1:])
         new = []
@@ -98,9 +106,12 @@ class DeviceRecords:
             new.append(values)
         return new
 
-    def store(self, frames: Any, fields: list[Any]) -> None:
-        """What `stepped` made, into the same frames."""
-        for view, values in zip(self._views, fields, strict=True):
+    def store(self, frames: Any, new: Any) -> None:
+        """What `stepped` made, into the same frames: whole records, or field by field."""
+        if isinstance(new, torch.Tensor):
+            self.write(frames, new)
+            return
+        for view, values in zip(self._views, new, strict=True):
             view.index_copy_(0, frames, values)
 
     @property

@@ -12,13 +12,10 @@ import numpy as np
 import torch
 
 from bunkbed.bag_gradients import BagGradients
-from bunkbed.torch.device.batches import DeviceBatch
+from bunkbed.torch.device.batches import PIECE, DeviceBatch
+from bunkbed.torch.device.kernels.choice import chooser
+from bunkbed.torch.device.kernels.operations import SumPieces
 from bunkbed.torch.device.link import Link
-
-#: Gradients of one row that a device adds one after another; longer rows are added in pieces of so many, then those. A
-#: frequent id would otherwise keep one multiprocessor busy while the others wait. Not on a CPU, where the order is then
-#: the core's.
-PIECE = 64
 
 
 def sum_rows(batch: DeviceBatch, grads: Any) -> Any:
@@ -62,6 +59,8 @@ def _sum_segments(places: Any, starts: Any, grads: Any, batch: DeviceBatch, weig
     if adds_in_order(grads.device):
         return pool(places, grads, starts, mode="sum", per_sample_weights=weights)
     first, again = batch.pieces(PIECE)
+    if weights is None:
+        return chooser.run(SumPieces(grads.shape[1]), grads, places, first, again)
     pieces = pool(places, grads, first, mode="sum", per_sample_weights=weights)
     if again is None:
         return pieces

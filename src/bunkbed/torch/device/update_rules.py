@@ -72,8 +72,9 @@ def update_rows(
         slots[0] += grad * grad
         weight -= (grad / (_sqrt(slots[0]) + constants.eps)) * constants.step_size
     elif isinstance(optimizer, optim.RowwiseAdagrad):
-        slots[0] += (_lane_sum(grad * grad) / float(grad.shape[1]))[:, None]
-        # By a tensor: a number divided by a tensor is its reciprocal, multiplied.
+        # Both divisions are by and of tensors: with a number a device takes the product with a reciprocal instead.
+        squares = _lane_sum(grad * grad)[:, None]
+        slots[0] += squares / torch.full_like(squares, grad.shape[1])
         size = torch.full_like(slots[0], constants.step_size)
         weight -= grad * (size / (_sqrt(slots[0]) + constants.eps))
     elif isinstance(optimizer, optim.Adam):

@@ -1,0 +1,133 @@
+"""Launches the kernels of code.py on torch tensors, on the stream that is current on the device of the tensors.
+
+Imports Triton at the first launch. Results are new tensors from torch's allocator, as those of plain operations are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from bunkbed.torch.device.update_rules import StepConstants
+
+#: How every kernel is compiled. A product and a sum round on their own, as two torch operations do.
+OPTIONS = {"enable_fp_fusion": False}
+#: Elements of a tile, and the most columns of one.
+_TILE, _MOST_COLS = 1024, 256
+
+
+def tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a tile for rows of `width` elements, both powers of two."""
+    cols = min(_MOST_COLS, 1 << (width - 1).bit_length())
+    return min(128, _TILE // cols), cols
+
+
+def gather(source: Any, index: Any) -> Any:
+    """``source.index_select(0, index)`` of (frames, width) rows, which lie ``source.stride(0)`` apart."""
+    code = _code()
+    count, width = len(index), source.shape[1]
+    out = torch.empty((count, width), dtype=source.dtype, device=source.device)
+    rows, cols = tile(width)
+    with _on(source.device):
+        code.gather[_grid(count, rows, width, cols)](
+            _dense_rows(source), index.contiguous(), out, count, source.stride(0), width, rows, cols, **OPTIONS
+        )
+    return out
+
+
+def scatter(target: Any, index: Any, rows: Any) -> Any:
+    """``target.index_copy_(0, index, rows)``, the index without repetitions."""
+    code = _code()
+    count, width = len(index), target.shape[1]
+    tile_rows, cols = tile(width)
+    with _on(target.device):
+        code.scatter[_grid(count, tile_rows, width, cols)](
+            _dense_rows(target), index.contiguous(), rows.contiguous(), count, target.stride(0), width, tile_rows, cols,
+            **OPTIONS,
+        )  # fmt: skip
+    return target
+
+
+def sum_pieces(grads: Any, places: Any, starts: Any, end: int) -> Any:
+    """float32[count, width]: rows of `grads` added up piece by piece.
+
+    Args:
+        grads: float32[n, width].
+        places: int64[end] rows of `grads`, in the order of addition; None where they follow each other as they lie.
+        starts: int64[count] where each piece begins, rising; it ends where the next one begins, the last at `end`.
+        end: places in all.
+    """
+    code = _code()
+    count, width = len(starts), grads.shape[1]
+    out = torch.empty((count, width), dtype=torch.float32, device=grads.device)
+    rows, cols = tile(width)
+    grads, has_places = grads.contiguous(), places is not None
+    places = places.contiguous() if has_places else starts
+    with _on(grads.device):
+        code.sum_pieces[_grid(count, rows, width, cols)](
+            grads, places, starts.contiguous(), out, count, end, width, has_places, rows, cols, **OPTIONS
+        )
+    return out
+
+
+def update(
+    rule: str,
+    records: Any,
+    frames: Any,
+    grads: Any,
+    constants: StepConstants,
+    *,
+    has_decay: bool,
+    has_keep: bool,
+) -> Any:
+    """int32[U, words]: the records of distinct frames after one step.
+
+    Args:
+        rule: ``"sgd"``, ``"adagrad"``, ``"rowwise"`` or ``"adam"``.
+        records: int32[frames, words] of float32 fields, left alone.
+        frames: int64[U].
+        grads: float32[U, dim], summed.
+        constants: of the step.
+        has_decay, has_keep: whether there is coupled or decoupled weight decay.
+    """
+    code = _code()
+    count, dim = grads.shape
+    words = records.shape[1]
+    new = torch.empty((count, words), dtype=torch.float32, device=records.device)
+    tensors = _dense_rows(records).view(torch.float32), frames.contiguous(), grads.contiguous(), new
+    numbers = [constants.step_size, constants.eps, constants.decay, constants.keep]
+    rows, cols = tile(dim)
+    with _on(records.device):
+        if rule == "rowwise":
+            code.update_rowwise[_grid(count, rows, 1, 1)](
+                *tensors, count, *numbers, dim, words, has_decay, has_keep, rows, cols, **OPTIONS
+            )
+        else:
+            numbers += [constants.one_minus_beta1, constants.one_minus_beta2]
+            code.update[_grid(count, rows, dim, cols)](
+                *tensors, count, *numbers, dim, words, rule, has_decay, has_keep, rows, cols, **OPTIONS
+            )
+    return new.view(torch.int32)
+
+
+def _code() -> Any:
+    from bunkbed.torch.device.kernels import code
+
+    return code
+
+
+def _grid(count: int, rows: int, width: int, cols: int) -> tuple[int, int]:
+    return -(-count // rows), -(-width // cols)
+
+
+def _dense_rows(rows: Any) -> Any:
+    if rows.stride(1) != 1 and rows.shape[1] > 1:
+        raise ValueError(f"elements of a row must lie side by side, got strides {rows.stride()}")
+    return rows
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current device, whatever the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,253 @@
+"""The operations a device cache has a kernel for, each beside the plain torch operations whose bits it must have.
+
+An operation is a value: equal ones are one decision of the chooser (choice.py). `plain` and `kernel` take the same
+arguments and do the same; `sample` makes arguments of a realistic size to try them on; `finish` does with the result
+what its user does next, and returns what must be equal.
+
+What stays plain: everything of float16 and bfloat16 fields but moving whole records, sums of gradients weighted by
+per_sample_weights, and what tables without a cache (`TransferTier`) do besides sums. The sums of equal ids' gradients
+and the step are two kernels, not one: in between a step knows the sums' norm, may scale them (clipping, `GradScaler`)
+and refuses what is not finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bunkbed import optim
+from bunkbed.torch.device.batches import PIECE, cut
+from bunkbed.torch.device.kernels import launch
+from bunkbed.torch.device.update_rules import StepConstants, step_constants, update_rows
+
+#: Lookups in a trial, and the bytes it may take in all: rows too long for both are fewer.
+_TRIAL_ROWS, _TRIAL_BYTES = 8192, 64 << 20
+_RULES = {optim.SGD: "sgd", optim.Adagrad: "adagrad", optim.RowwiseAdagrad: "rowwise", optim.Adam: "adam"}
+
+
+class Operation(Protocol):
+    """See above."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    def plain(self, *args: Any) -> Any:
+        """By plain torch operations, on any device."""
+
+    def kernel(self, *args: Any) -> Any:
+        """By a kernel: the same bits."""
+
+    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+        """Arguments on the CPU."""
+
+    def finish(self, made: Any, *args: Any) -> Any:
+        """What its user does with the result; a tensor that must be equal."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """float32 or int32 rows that lie `stride` apart, by index: ``(source, index)`` to new rows."""
+
+    stride: int
+    width: int
+    dtype: Any
+
+    @property
+    def name(self) -> str:
+        """See `Operation`."""
+        return f"gather {self.width} of {self.stride} words"
+
+    def plain(self, source: Any, index: Any) -> Any:
+        """See `Operation`."""
+        return source.index_select(0, index)
+
+    def kernel(self, source: Any, index: Any) -> Any:
+        """See `Operation`."""
+        return launch.gather(source, index) if len(index) else self.plain(source, index)
+
+    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+        """See `Operation`."""
+        rows = _rows(self.stride)
+        source = torch.from_numpy(_bits(rng, (rows, self.stride))).view(self.dtype)[:, : self.width]
+        return source, torch.from_numpy(_skewed(rng, rows, rows))
+
+    def finish(self, made: Any, *args: Any) -> Any:
+        """See `Operation`."""
+        return made
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Whole records of int32[words] into distinct frames: ``(records, frames, rows)`` to the records."""
+
+    words: int
+
+    @property
+    def name(self) -> str:
+        """See `Operation`."""
+        return f"scatter {self.words} words"
+
+    def plain(self, records: Any, frames: Any, rows: Any) -> Any:
+        """See `Operation`."""
+        return records.index_copy_(0, frames, rows)
+
+    def kernel(self, records: Any, frames: Any, rows: Any) -> Any:
+        """See `Operation`."""
+        return launch.scatter(records, frames, rows) if len(frames) else records
+
+    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+        """See `Operation`."""
+        rows = _rows(self.words)
+        frames = torch.from_numpy(rng.permutation(rows)[: rows // 2])
+        values = [torch.from_numpy(_bits(rng, (count, self.words))) for count in (rows, len(frames))]
+        return values[0], frames, values[1]
+
+    def finish(self, made: Any, *args: Any) -> Any:
+        """See `Operation`."""
+        return made
+
+
+@dataclass(frozen=True)
+class SumPieces:
+    """Sums of equal ids' gradients (sums.py): ``(grads, places, first, again)`` to float32[U, width].
+
+    `first` and `again` are `DeviceBatch.pieces`: each piece is added up in order, then the pieces of each row are.
+    """
+
+    width: int
+
+    @property
+    def name(self) -> str:
+        """See `Operation`."""
+        return f"sum of {self.width}"
+
+    def plain(self, grads: Any, places: Any, first: Any, again: Any) -> Any:
+        """See `Operation`."""
+        pool = torch.nn.functional.embedding_bag
+        pieces = pool(places, grads, first, mode="sum")
+        if again is None:
+            return pieces
+        return pool(torch.arange(len(pieces), device=grads.device), pieces, again, mode="sum")
+
+    def kernel(self, grads: Any, places: Any, first: Any, again: Any) -> Any:
+        """See `Operation`."""
+        pieces = launch.sum_pieces(grads, places, first, len(places))
+        return pieces if again is None else launch.sum_pieces(pieces, None, again, len(pieces))
+
+    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+        """See `Operation`."""
+        rows = _rows(self.width)
+        ids = np.sort(_skewed(rng, rows, rows))
+        bounds = np.append(np.flatnonzero(np.diff(ids, prepend=-1)), rows)
+        first, again = cut(bounds, PIECE)
+        grads = torch.from_numpy(_floats(rng, (rows, self.width)))
+        return (
+            grads,
+            torch.from_numpy(rng.permutation(rows)),
+            torch.from_numpy(first),
+            None if again is None else torch.from_numpy(again),
+        )
+
+    def finish(self, made: Any, *args: Any) -> Any:
+        """See `Operation`."""
+        return made
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step of float32 records: ``(records, frames, grads, constants)``, of distinct frames.
+
+    `plain` returns the new fields, `kernel` whole new records; the records are left alone. `update_of` makes one.
+    """
+
+    dim: int
+    rule: str
+    has_decay: bool
+    has_keep: bool
+    optimizer: Any = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """See `Operation`."""
+        decay = ", decay" if self.has_decay else ", decoupled decay" if self.has_keep else ""
+        return f"step of {self.dim}, {self.rule}{decay}"
+
+    def fields(self, records: Any) -> list[Any]:
+        """Views of the weights and each slot, float32."""
+        wide = records.view(torch.float32)
+        lengths = {"sgd": [], "adagrad": [self.dim], "rowwise": [1], "adam": [self.dim, self.dim]}[self.rule]
+        return list(wide.split([self.dim, *lengths], dim=1))
+
+    def plain(self, records: Any, frames: Any, grads: Any, constants: StepConstants) -> Any:
+        """See `Operation`."""
+        fields = [view.index_select(0, frames) for view in self.fields(records)]
+        weight, slots = update_rows(self.optimizer, constants, grads, fields[0], fields[1:])
+        return [weight, *slots]
+
+    def kernel(self, records: Any, frames: Any, grads: Any, constants: StepConstants) -> Any:
+        """See `Operation`."""
+        if not len(frames):
+            return self.plain(records, frames, grads, constants)
+        return launch.update(
+            self.rule, records, frames, grads, constants, has_decay=self.has_decay, has_keep=self.has_keep
+        )
+
+    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+        """See `Operation`."""
+        words = self.dim + {"sgd": 0, "adagrad": self.dim, "rowwise": 1, "adam": 2 * self.dim}[self.rule]
+        rows = _rows(words)
+        values = _floats(rng, (rows, words))
+        values[:, self.dim :] = abs(values[:, self.dim :])  # Adam's first moment may have either sign; no matter
+        frames = torch.from_numpy(rng.permutation(rows))
+        grads = torch.from_numpy(_floats(rng, (rows, self.dim)))
+        constants = step_constants(self.optimizer, self.optimizer.lr, 7)
+        return torch.from_numpy(values).view(torch.int32), frames, grads, constants
+
+    def finish(self, made: Any, *args: Any) -> Any:
+        """See `Operation`: stores the records."""
+        records, frames = args[:2]
+        if isinstance(made, torch.Tensor):
+            return records.index_copy_(0, frames, made)
+        for view, values in zip(self.fields(records), made, strict=True):
+            view.index_copy_(0, frames, values)
+        return records
+
+
+def update_of(optimizer: optim.Optimizer, dim: int) -> Update | None:
+    """The step of an optimizer; None for one that no kernel knows."""
+    rule = _RULES.get(type(optimizer))
+    if rule is None:
+        return None
+    decay = bool(np.float32(getattr(optimizer, "weight_decay", 0.0)))
+    is_decoupled = bool(getattr(optimizer, "decoupled", False))
+    return Update(dim, rule, decay and not is_decoupled, decay and is_decoupled, optimizer)
+
+
+# ---- random inputs
+
+
+def _rows(words: int) -> int:
+    """Rows of a trial: of each, two samples and about as much again for what is made of them lie on the device."""
+    return int(max(256, min(_TRIAL_ROWS, _TRIAL_BYTES // (8 * 4 * words))))
+
+
+def _bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+    """Any int32: moving them changes none, whatever they are as floats."""
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int32)
+
+
+def _floats(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+    """float32 of either sign over many orders of magnitude, with zeros and subnormals; sums of them are finite."""
+    values = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 3, shape)
+    values[rng.random(shape) < 0.01] *= 1e-36
+    values[rng.random(shape) < 0.01] = 0.0
+    return values.astype(np.float32)
+
+
+def _skewed(rng: np.random.Generator, count: int, rows: int) -> Any:
+    """int64[count] numbers below `rows`, a few of them very frequent."""
+    return np.minimum(rng.zipf(1.2, count) - 1, rows - 1)
