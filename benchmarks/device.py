@@ -358,6 +358,7 @@ def main() -> None:
     results = measure(here, plan, options.dir)
     found = device_report.figures(results, here, judge=not options.tiny)
     print("\n".join(figure.line() for figure in found))
+    print("\n".join(device_report.kernel_lines(device_report.chooser.choices)))
     options.out.mkdir(parents=True, exist_ok=True)
     took = time.perf_counter() - began
     others = max(0.0, common.busy_seconds() - busy - sum(os.times()[:2])) / took

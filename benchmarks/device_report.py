@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.device_check import Checked
 from benchmarks.device_sides import Device, Sample
 from benchmarks.figures import Figure
+from bunkbed.torch.device.kernels.choice import Choice, chooser
 
 SIDES = {
     "a": "resident, SparseAdam",
@@ -130,6 +131,12 @@ def checked_line(checked: Checked) -> str:
         f"check: {checked.runs} runs of a small case, {checked.evictions:,} evictions in the smallest cache: "
         f"{verdict}; largest difference from the table on the CPU {checked.difference:.2g}"
     )
+
+
+def kernel_lines(choices: list[Choice]) -> list[str]:
+    """For people: which operations ran as kernels, and how many times as fast as plain ones they measured."""
+    lines = [f"  {c}" + ("" if c.speedup is None else f", {c.speedup:.2f}x") for c in choices]
+    return ["kernels:", *lines] if lines else ["kernels: none was tried, every operation was plain"]
 
 
 # ---- printed
@@ -260,6 +267,7 @@ def to_json(results: Results, device: Device, plan: Any, machine: str, found: li
             }
             for key, measured in results.measured.items()
         ],
+        "kernels": [dataclasses.asdict(choice) for choice in chooser.choices],
         "skipped": results.skipped,
         "failures": results.failures,
     }

@@ -49,6 +49,7 @@ def test_runs_with_only_torch_and_numpy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "NO ACCELERATOR" in done.stdout and "no plot: No module named 'matplotlib'" in done.stdout
     assert "not measured" not in done.stdout
+    assert "kernels: none was tried" in done.stdout
     assert not (tmp_path / "space").exists(), "temporary files stayed behind"
     found = json.loads((tmp_path / "out" / "device.json").read_text())
     assert found["check"]["differing"] == 0 and found["check"]["evictions"] > 100
