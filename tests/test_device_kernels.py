@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,15 +30,32 @@ APART = Path(sys.prefix) / "triton"
 IS_THERE = APART.is_dir() or importlib.util.find_spec("triton") is not None
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Both files of cases, each in a process that has Triton's interpreter or its compiler for good, at once."""
+    started = {}
+    for cases in ("interpreted", "compiled"):
+        environment = {
+            **os.environ,
+            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+            "TRITON_INTERPRET": "01"[cases == "interpreted"],
+            "PYTHONPATH": os.pathsep.join([str(APART), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / f"kernel_cases_{cases}.py"]
+        started[cases] = subprocess.Popen(
+            command, env=environment, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.skipif(not IS_THERE, reason="triton is not installed")
 @pytest.mark.parametrize("cases", ["interpreted", "compiled"])
-def test_kernels(cases: str, tmp_path: Path) -> None:
-    """In processes of their own: one can have Triton's interpreter or its compiler, for good."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "01"[cases == "interpreted"]}
-    environment["PYTHONPATH"] = os.pathsep.join([str(APART), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / f"kernel_cases_{cases}.py"]
-    done = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+def test_kernels(cases: str, runs: dict[str, Any]) -> None:
+    output, _ = runs[cases].communicate(timeout=280)
+    assert runs[cases].returncode == 0, output[-8000:]
 
 
 def test_triton_is_not_imported_where_it_is_of_no_use_or_crashes_the_process() -> None:

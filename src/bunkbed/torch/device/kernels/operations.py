@@ -231,8 +231,8 @@ def update_of(optimizer: optim.Optimizer, dim: int) -> Update | None:
 
 
 def _rows(words: int) -> int:
-    """Rows of a trial: of each, two samples and about as much again for what is made of them lie on the device."""
-    return int(max(256, min(_TRIAL_ROWS, _TRIAL_BYTES // (8 * 4 * words))))
+    """Rows of a trial, in which up to nine numbers, with room for a dozen, are on the device for each word."""
+    return int(max(256, min(_TRIAL_ROWS, _TRIAL_BYTES // (12 * 4 * words))))
 
 
 def _bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
