@@ -184,6 +184,7 @@ CASES = (
         "resident memory over 10,000 steps of bunkbed.keras, in a graph and eagerly",
         "grows <= 20 MiB from step 100",
         ("torch", "keras", "tensorflow"),
+        limit_s=900,
         correctness=True,
     ),
     Case(
