@@ -2,8 +2,9 @@
 
 65,536 Zipf(1.05) ids a step over 4M and 40M rows, a cache of 5 % and of 20 % of them that is full and warm, and half of
 whose steps train. What a step costs is told apart: *dedupe* (`Table.batch`, which the step needs without a device
-too), *plan* (which row goes where, what is loaded and what gives way), *release* of its pins, and with a window of 8
-batches *expect*. The records themselves are not moved here.
+too), *plan* (which row goes where, what is loaded and what gives way), the *positions* of all ids, *release* of its
+pins, and with a window of 8 batches *expect*. The rate is of the first three, what stands between a batch's ids and its
+plan; the note has that of all. The records themselves are not moved here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def fill(device: _native.DeviceMap, table: _native.Table, place: Callable[[np.nd
 
 def measured(device: Any, table: Any, batches: list[np.ndarray], window: int) -> tuple[Samples, float, float]:
     """Seconds of the parts of each step of the second half; unique rows and misses of one."""
-    times: Samples = {"dedupe": [], "expect": [], "plan": [], "release": []}
+    times: Samples = {"dedupe": [], "expect": [], "plan": [], "positions": [], "release": []}
+    positions = np.empty(batches[0].size, np.int64)
     coming: deque[tuple[Any, int]] = deque()
     unique, warm = 0, len(batches) // 2
     before = device.stats()
@@ -82,6 +84,7 @@ def measured(device: Any, table: Any, batches: list[np.ndarray], window: int) ->
             continue
         batch, number = coming.popleft()
         plan = timed("plan", lambda batch=batch, number=number: device.plan(batch, number))
+        timed("positions", lambda plan=plan: plan.positions(positions))
         if len(times["plan"]) % 2:
             plan.mark_dirty()
         device.arrived(plan.evict_ids)
@@ -101,11 +104,12 @@ def figures_of(
 ) -> list[Figure]:
     where = f"{num_rows:,} rows, {share:.0%} cached" + (f", window of {window}" if window else "")
     parts = {part: statistics.median(samples) * 1e6 for part, samples in times.items()}
-    rates = [num_ids / (a + b) / 1e6 for a, b in zip(times["dedupe"], times["plan"], strict=True)]
+    rates = [
+        num_ids / (a + b + c) / 1e6 for a, b, c in zip(times["dedupe"], times["plan"], times["positions"], strict=True)
+    ]
     note = f"{unique:,.0f} unique rows, {misses:,.0f} missed; us: "
     note += ", ".join(f"{part} {value:,.0f}" for part, value in parts.items())
     note += f"; all of it {num_ids / sum(parts.values()):.1f} M ids/s"
-    target = {} if window else {"at_least": 30.0}
     return [
         Figure(
             f"ids planned and deduped, {where}",
@@ -115,6 +119,6 @@ def figures_of(
             max(rates),
             len(rates),
             note=note,
-            **target,
+            at_least=30.0,
         )
     ]

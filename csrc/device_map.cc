@@ -9,7 +9,7 @@
 namespace bunkbed {
 
 namespace {
-constexpr size_t kAhead = 16;  // rows and frames whose memory is asked for in advance: it lies anywhere
+constexpr size_t kAhead = 32;  // rows and frames whose memory is asked for in advance: it lies anywhere
 
 // Slots for so many rows: at most half of them are in use.
 size_t slots_for(size_t rows) { return 2 * rows + 16; }
@@ -26,10 +26,10 @@ DeviceMap::DeviceMap(Private, std::string name, size_t frames)
 // ---- The id map
 
 size_t DeviceMap::home(int64_t row) const {
-  return static_cast<size_t>((static_cast<unsigned __int128>(mix_id(row)) * slots_.size()) >> 64);
+  return kLine * static_cast<size_t>((static_cast<unsigned __int128>(mix_id(row)) * (slots_.size() / kLine)) >> 64);
 }
 
-// Calls visit(i, place) with the slot of rows[i], or the free one it would get. Slots are asked for a run ahead: each is a
+// Calls visit(i, place) with the slot of rows[i], or the free one it would get. Lines are asked for a run ahead: each is a
 // miss of the processor's cache. What visit() changes may be in the same run.
 template <typename Visit>
 void DeviceMap::visit_slots(const int64_t* rows, size_t n, const Visit& visit) const {
@@ -48,8 +48,16 @@ void DeviceMap::visit_slots(const int64_t* rows, size_t n, const Visit& visit) c
   }
 }
 
-// The rows' frames. Returns how many have none, and puts down where those would be inserted, in order.
-size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, size_t* places) const {
+// What plan() goes on with: lists, so that no loop of its own must guess which rows are missing.
+struct DeviceMap::Located {
+  explicit Located(size_t n) : hits(n), missing(n), lines(n) {}
+  ArrayVector<uint32_t> hits;     // frames of the rows that have one, in any order
+  ArrayVector<uint32_t> missing;  // which rows have none, in order
+  ArrayVector<size_t> lines;      // of those: where to look for their slots, or for free ones
+};
+
+// The rows' frames, kNowhere for those that have none. Returns how many those are.
+size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, Located* out) const {
   if (slots_.empty()) {
     std::fill_n(frames, n, kNowhere);
     return n;
@@ -63,43 +71,57 @@ size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, size_t
       __builtin_prefetch(&slots_[home_of[i - begin]]);
     }
   };
-  size_t missing = 0;
+  size_t num_missing = 0, num_hits = 0;
   ask(0);
   for (size_t begin = 0; begin < n; begin += kRun) {
     ask(begin + kRun);
     const size_t* const home_of = homes[begin / kRun % 2];
-    // Most are where they are looked for first, and a branch on which would be guessed wrong for many.
+    const size_t count = std::min(n - begin, kRun);
+    // Most are in the line where they are looked for first, and a branch on which would be guessed wrong for many.
     uint32_t others[kRun];
     size_t num_others = 0;
-    for (size_t i = begin; i < std::min(n, begin + kRun); ++i) {
-      const Slot& slot = slots_[home_of[i - begin]];
-      const bool is_here = slot.row == rows[i] && slot.frame != kNowhere;
-      frames[i] = is_here ? slot.frame : kNowhere;
-      others[num_others] = static_cast<uint32_t>(i - begin);
-      num_others += !is_here;
+    uint32_t* const found = frames + begin;
+    for (size_t j = 0; j < count; ++j) {
+      const Slot* const line = &slots_[home_of[j]];
+      const int64_t row = rows[begin + j];
+      uint32_t frame = kNowhere;
+      for (size_t i = 0; i < kLine; ++i) frame &= line[i].frame | (uint32_t{line[i].row == row} - 1);
+      found[j] = frame;
+      others[num_others] = static_cast<uint32_t>(j);
+      num_others += frame == kNowhere;
+    }
+    if (out != nullptr) {
+      for (size_t j = 0; j < count; ++j) {
+        out->hits[num_hits] = found[j];
+        num_hits += found[j] != kNowhere;
+      }
     }
     for (size_t k = 0; k < num_others; ++k) {
-      const size_t i = begin + others[k];
-      const size_t place = slot_from(home_of[others[k]], rows[i]);
-      frames[i] = slots_[place].frame;
-      if (places != nullptr) places[missing] = place;
-      missing += frames[i] == kNowhere;
+      const uint32_t j = others[k];
+      const size_t place = slot_from(home_of[j], rows[begin + j]);
+      found[j] = slots_[place].frame;
+      if (out != nullptr) {
+        out->missing[num_missing] = static_cast<uint32_t>(begin + j);
+        out->lines[num_missing] = place / kLine * kLine;
+        if (found[j] != kNowhere) out->hits[num_hits++] = found[j];
+      }
+      num_missing += found[j] == kNowhere;
     }
   }
-  return missing;
+  return num_missing;
 }
 
 // Room for so many more rows, so that insert() cannot fail. At most as many as there are frames have one, so this ends
 // unless what is on its way down never arrives.
 void DeviceMap::reserve(size_t more) {
   if (slots_for(used_ + more) <= slots_.size()) return;
-  const size_t all = slots_for(num_frames_);
+  const size_t all = slots_for(num_frames_);  // rounded up by grow(), to whole lines
   const size_t wanted = slots_for(used_ + more);
   grow(wanted <= all ? std::min(all, 2 * wanted) : wanted + wanted / 4);
 }
 
 void DeviceMap::grow(size_t capacity) {
-  BlockVector<Slot> before(capacity, Slot{kFree, kNowhere, 0});
+  BlockVector<Slot> before((capacity + kLine - 1) / kLine * kLine, Slot{kFree, kNowhere, 0});
   before.swap(slots_);
   for (const Slot& slot : before) {
     if (slot.row != kFree) slots_[slot_of(slot.row)] = slot;
@@ -125,13 +147,20 @@ void DeviceMap::leave_frame(size_t place, bool is_dirty) {
   if (slots_[place].leaving == 0) erase(place);
 }
 
-// Moves later slots of the run back, so that no probe ends at the hole too early.
+// A line that was full may have sent rows on: one of them comes back, so that no search ends at the hole too early.
 void DeviceMap::erase(size_t place) {
   const auto distance = [this](size_t from, size_t to) { return to >= from ? to - from : to + slots_.size() - from; };
-  for (size_t next = after(place); slots_[next].row != kFree; next = after(next)) {
-    if (distance(home(slots_[next].row), next) >= distance(place, next)) {
-      slots_[place] = slots_[next];
-      place = next;
+  size_t line = place / kLine * kLine;
+  bool is_full = slots_with(line, kFree) == 0;
+  for (size_t next = line; is_full;) {
+    next = line_after(next);
+    is_full = slots_with(next, kFree) == 0;
+    for (size_t i = next; i < next + kLine; ++i) {
+      if (slots_[i].row == kFree || distance(home(slots_[i].row), next) < distance(line, next)) continue;
+      slots_[place] = slots_[i];
+      place = i;
+      line = next;
+      break;
     }
   }
   slots_[place] = {kFree, kNowhere, 0};
@@ -159,7 +188,7 @@ uint32_t DeviceMap::expect(const Batch& batch) {
   locate(rows, n, frames.data());
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch(frames[i + kAhead]);
-    if (frames[i] == kNowhere || cache_.pins(frames[i]) > 0 || cache_.is_wanted(frames[i])) continue;
+    if (frames[i] == kNowhere || cache_.is_wanted(frames[i]) || cache_.pins(frames[i]) > 0) continue;
     cache_.set_next_use(frames[i], number);
   }
   return number;
@@ -201,55 +230,54 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   ArrayVector<uint32_t>& frames = made->pinned_;
   frames.resize(n);
   reserve(n);
-  ArrayVector<size_t> places(n);  // of missing rows: their slots, or where to look for a free one
-  const size_t missing = locate(rows, n, frames.data(), places.data());
-  size_t own_pins = 0;  // frames of the batch that are pinned already
-  if (cache_.num_pinned() > 0) {
-    for (size_t i = 0; i < n; ++i) {
-      if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch_pin(frames[i + kAhead]);
-      if (frames[i] == kNowhere) continue;
-      const uint16_t pins = cache_.pins(frames[i]);
+  Located located(n);
+  const size_t missing = locate(rows, n, frames.data(), &located);
+  const size_t num_hits = n - missing;
+  const uint32_t* const hits = located.hits.data();
+  // Whose pins those are that others hold need not be known where there is room beside all of them.
+  if (cache_.num_pinned() + n > num_frames_ || plans_ >= kMaxPins) {
+    size_t own_pins = 0;  // frames of the batch that are pinned already
+    for (size_t i = 0; i < num_hits; ++i) {
+      if (i + kAhead < num_hits) cache_.prefetch_pin(hits[i + kAhead]);
+      const uint16_t pins = cache_.pins(hits[i]);
       if (pins == kMaxPins) {
-        throw Error(ErrorKind::kInvalid, "table '" + name_ + "': too many plans hold row " + std::to_string(rows[i]) +
-                                             "; release them");
+        throw Error(ErrorKind::kInvalid, "table '" + name_ + "': too many plans hold row " +
+                                             std::to_string(cache_.info(hits[i]).row) + "; release them");
       }
       own_pins += pins > 0;
     }
+    if (cache_.num_pinned() - own_pins + n > num_frames_) return nullptr;
   }
-  const size_t others_pins = cache_.num_pinned() - own_pins;
-  if (others_pins + n > num_frames_) return nullptr;
 
   // Nothing has changed so far. All memory is taken before anything does.
   arrays.frames.resize(n);
   arrays.load_rows.resize(missing);
   arrays.load_frames.resize(missing);
-  arrays.evict_rows.reserve(missing);
-  arrays.evict_frames.reserve(missing);
+  arrays.evict_rows.resize(missing);
+  arrays.evict_frames.resize(missing);
+  rows_.resize(missing);
   ArrayVector<uint32_t> taken(missing);
   size_t num_fresh = 0;
   cache_.begin_step();
   // Residents first: a row that this very batch wants must not be the victim of another.
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && frames[i + kAhead] != kNowhere) cache_.prefetch_pin(frames[i + kAhead]);
-    if (frames[i] == kNowhere) continue;
-    cache_.touch_alone(frames[i]);
-    cache_.pin(frames[i]);
+  for (size_t i = 0; i < num_hits; ++i) {
+    if (i + kAhead < num_hits) cache_.prefetch_pin(hits[i + kAhead]);
+    cache_.touch_alone(hits[i]);
+    cache_.pin(hits[i]);
   }
   if (window_.holds(number)) finish(number);  // its frames are pinned and wanted no more: next to nothing is left to do
   take_frames(missing, taken.data(), &num_fresh);
-  size_t loaded = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (frames[i] == kNowhere) {
-      frames[i] = taken[loaded];
-      arrays.load_rows[loaded] = rows[i];
-      arrays.load_frames[loaded++] = frames[i];
-    }
-    arrays.frames[i] = frames[i];
+  for (size_t i = 0; i < missing; ++i) {
+    const uint32_t at = located.missing[i];
+    frames[at] = taken[i];
+    arrays.load_rows[i] = rows[at];
+    arrays.load_frames[i] = taken[i];
   }
+  std::copy(frames.begin(), frames.end(), arrays.frames.begin());
   // In before victims go out: until then every place is where it was found, or further on where another row took it.
   for (size_t i = 0; i < missing; ++i) {
-    if (i + kAhead < missing) __builtin_prefetch(&slots_[places[i + kAhead]], 1);
-    insert(slot_from(places[i], arrays.load_rows[i]), arrays.load_rows[i], taken[i]);
+    if (i + kAhead < missing) __builtin_prefetch(&slots_[located.lines[i + kAhead]], 1);
+    insert(slot_from(located.lines[i], arrays.load_rows[i]), arrays.load_rows[i], taken[i]);
   }
   evict(taken.data() + num_fresh, missing - num_fresh, &arrays);
   for (size_t i = 0; i < missing; ++i) {
@@ -289,15 +317,17 @@ void DeviceMap::take_frames(size_t n, uint32_t* frames, size_t* num_fresh) {
 void DeviceMap::evict(const uint32_t* frames, size_t n, PlanArrays* arrays) {
   rows_.resize(n);
   for (size_t i = 0; i < n; ++i) rows_[i] = cache_.info(frames[i]).row;
+  size_t num_dirty = 0;
   visit_slots(rows_.data(), n, [&](size_t i, size_t place) {
     const bool is_dirty = cache_.is_dirty(frames[i]);
-    if (is_dirty) {
-      arrays->evict_rows.push_back(rows_[i]);
-      arrays->evict_frames.push_back(frames[i]);
-      --dirty_;
-    }
+    arrays->evict_rows[num_dirty] = rows_[i];
+    arrays->evict_frames[num_dirty] = frames[i];
+    num_dirty += is_dirty;
     leave_frame(place, is_dirty);
   });
+  dirty_ -= num_dirty;
+  arrays->evict_rows.resize(num_dirty);
+  arrays->evict_frames.resize(num_dirty);
   counts_.evictions += n;
 }
 

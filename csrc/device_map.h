@@ -19,6 +19,7 @@
 #pragma once
 
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -98,16 +99,29 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   static constexpr uint32_t kNowhere = ~0u;
   static constexpr uint32_t kMaxPins = 0xffff;
 
-  size_t home(int64_t row) const;
-  size_t after(size_t place) const { return place + 1 == slots_.size() ? 0 : place + 1; }
+  // Slots come in lines of kLine: a row is in the line its hash says or, where that is full, in the next that is not. So a
+  // line with a free slot ends every search, and nearly every search ends in the line where it began.
+  static constexpr size_t kLine = 4;
+  size_t home(int64_t row) const;  // the first slot of its line
+  size_t line_after(size_t line) const { return line + kLine == slots_.size() ? 0 : line + kLine; }
+  // Bits of the line's slots that hold `row`, kFree for those that are free.
+  unsigned slots_with(size_t line, int64_t row) const {
+    const Slot* const slots = &slots_[line];
+    unsigned found = 0;
+    for (unsigned i = 0; i < kLine; ++i) found |= unsigned{slots[i].row == row} << i;
+    return found;
+  }
   size_t slot_of(int64_t row) const { return slot_from(home(row), row); }  // the row's, or the free one it would get
-  size_t slot_from(size_t place, int64_t row) const {
-    while (slots_[place].row != row && slots_[place].row != kFree) place = after(place);
-    return place;
+  size_t slot_from(size_t line, int64_t row) const {
+    for (;; line = line_after(line)) {
+      if (const unsigned own = slots_with(line, row); own != 0) return line + static_cast<size_t>(std::countr_zero(own));
+      if (const unsigned free = slots_with(line, kFree); free != 0) return line + static_cast<size_t>(std::countr_zero(free));
+    }
   }
   template <typename Visit>
   void visit_slots(const int64_t* rows, size_t n, const Visit& visit) const;
-  size_t locate(const int64_t* rows, size_t n, uint32_t* frames, size_t* places = nullptr) const;
+  struct Located;
+  size_t locate(const int64_t* rows, size_t n, uint32_t* frames, Located* out = nullptr) const;
   void reserve(size_t more);
   void grow(size_t capacity);
   void insert(size_t place, int64_t row, uint32_t frame);
@@ -131,7 +145,7 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   mutable std::mutex mutex_;  // guards everything below
   Cache cache_;
   Window window_;
-  BlockVector<Slot> slots_;  // open addressing, linear probing
+  BlockVector<Slot> slots_;  // whole lines
   size_t used_ = 0;          // slots that are not free
   size_t dirty_ = 0;         // frames
   size_t leaving_ = 0;

@@ -330,6 +330,7 @@ void Store::end_staging(const Staging& staging, bool failed) {
 
 uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {
   if (!window_.has_room()) return kNoUse;
+  window_.tidy();  // what it takes is counted in the budget
   if (window_must_grow(n)) {
     const size_t needed = window_needs(n);
     if (needed > most_bytes) return kNoUse;

@@ -36,17 +36,25 @@ size_t Window::find(int64_t row) const {
 }
 
 void Window::add(const Rows& rows, uint32_t batch) {
-  const uint32_t bit = uint32_t{1} << (batch % kMaxBatches);
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (i + kAhead < rows.size()) prefetch(rows[i + kAhead]);
-    const uint32_t tag = tag_of(rows[i]);
-    size_t place = home(tag);
-    while (entries_[place].uses != 0 && entries_[place].tag != tag) place = after(place);
-    if (entries_[place].uses == 0) {
-      entries_[place].tag = tag;
-      ++num_rows_;
+  const uint32_t bit = bit_of(batch);
+  constexpr size_t kRun = 16;
+  uint32_t tags[2 * kRun];  // of a run and of the next one
+  const auto ask = [&](size_t begin) {
+    for (size_t i = begin; i < std::min(rows.size(), begin + kRun); ++i) {
+      tags[i % (2 * kRun)] = tag_of(rows[i]);
+      __builtin_prefetch(&entries_[home(tags[i % (2 * kRun)])], 1);
     }
-    entries_[place].uses |= bit;
+  };
+  ask(0);
+  for (size_t begin = 0; begin < rows.size(); begin += kRun) {
+    ask(begin + kRun);
+    for (size_t i = begin; i < std::min(rows.size(), begin + kRun); ++i) {
+      const uint32_t tag = tags[i % (2 * kRun)];
+      size_t place = home(tag);
+      while (entries_[place].uses != 0 && entries_[place].tag != tag) place = after(place);
+      num_rows_ += entries_[place].uses == 0;
+      entries_[place] = {tag, entries_[place].uses | bit};
+    }
   }
 }
 
@@ -54,17 +62,19 @@ void Window::add(const Rows& rows, uint32_t batch) {
 void Window::grow(size_t capacity) {
   entries_ = BlockVector<Entry>();
   entries_.assign(capacity, Entry{0, 0});
-  num_rows_ = 0;
+  num_rows_ = untidied_ = 0;
   for (uint32_t batch = first_batch_; batch < next_batch(); ++batch) {
     if (holds(batch)) add(batches_[batch - first_batch_].rows, batch);
   }
 }
 
 uint32_t Window::push(const int64_t* rows, size_t n) {
-  if (capacity_for(num_rows_ + n) > entries_.size()) grow(capacity_for(num_rows_ + num_rows_ / 4 + n));
   const uint32_t batch = next_batch();
+  if ((untidied_ & bit_of(batch)) != 0 || capacity_for(num_rows_ + n) > entries_.size()) tidy();
+  if (capacity_for(num_rows_ + n) > entries_.size()) grow(capacity_for(num_rows_ + num_rows_ / 4 + n));
   batches_.push_back({Rows(rows, n), false});
   ++num_unfinished_;
+  unfinished_ |= bit_of(batch);
   list_bytes_ += batches_.back().rows.bytes();
   add(batches_.back().rows, batch);
   return batch;
@@ -84,23 +94,27 @@ void Window::erase(size_t place) {
 
 void Window::finish(uint32_t batch) {
   Batch& over = batches_[batch - first_batch_];
-  const uint32_t bit = uint32_t{1} << (batch % kMaxBatches);
-  const Rows rows = std::move(over.rows);
+  list_bytes_ -= over.rows.bytes();
   over.rows = Rows(nullptr, 0);
   over.is_over = true;
   --num_unfinished_;
-  list_bytes_ -= rows.bytes();
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (i + kAhead < rows.size()) prefetch(rows[i + kAhead]);
-    const size_t place = find(rows[i]);
-    if (place == kNowhere) continue;  // a row of the same tag was here before
-    entries_[place].uses &= ~bit;
-    if (entries_[place].uses == 0) erase(place);
-  }
+  unfinished_ &= ~bit_of(batch);
+  untidied_ |= bit_of(batch);
   while (!batches_.empty() && batches_.front().is_over) {
     batches_.pop_front();
     ++first_batch_;
   }
+}
+
+// In the order of memory, for all batches that ended since: looking for the rows of each took several times as long.
+void Window::tidy() {
+  if (untidied_ == 0) return;
+  for (size_t place = 0; place < entries_.size(); ++place) {
+    // What moves back into the place may be of no use either.
+    while (entries_[place].uses != 0 && (entries_[place].uses & unfinished_) == 0) erase(place);
+    entries_[place].uses &= unfinished_;
+  }
+  untidied_ = 0;
 }
 
 void Window::copy_rows(uint32_t batch, size_t from, size_t to, int64_t* out) const {
@@ -113,6 +127,7 @@ void Window::clear() {
   batches_.clear();
   entries_ = BlockVector<Entry>();
   num_rows_ = num_unfinished_ = list_bytes_ = 0;
+  unfinished_ = untidied_ = 0;
 }
 
 size_t Window::bytes() const { return entries_.capacity() * sizeof(Entry) + list_bytes_; }

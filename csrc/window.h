@@ -22,8 +22,10 @@ class Window {
 
   // Adds the next batch and returns its number: 1, 2, ... . Distinct rows; there must be room() for it.
   uint32_t push(const int64_t* rows, size_t n);
-  // The batch is over (batches may end in any order): its rows no longer count.
+  // The batch is over (batches may end in any order): its rows no longer count. Their places are free from the next
+  // tidy() on: push() does that where it needs them.
   void finish(uint32_t batch);
+  void tidy();
   // Forgets every batch and gives the memory back; numbers go on.
   void clear();
 
@@ -42,8 +44,9 @@ class Window {
   // The first batch that wants the row; 0 when none does.
   uint32_t next_use(int64_t row) const {
     const size_t place = find(row);
-    if (place == kNowhere) return 0;
-    const int rotated = std::countr_zero(std::rotr(entries_[place].uses, static_cast<int>(first_batch_ % kMaxBatches)));
+    const uint32_t uses = place == kNowhere ? 0 : entries_[place].uses & unfinished_;
+    if (uses == 0) return 0;
+    const int rotated = std::countr_zero(std::rotr(uses, static_cast<int>(first_batch_ % kMaxBatches)));
     return first_batch_ + static_cast<uint32_t>(rotated);
   }
   void prefetch(int64_t row) const;
@@ -55,7 +58,7 @@ class Window {
  private:
   struct Entry {
     uint32_t tag;   // of the row
-    uint32_t uses;  // 0: the place is free
+    uint32_t uses;  // 0: the place is free. Bits of batches that are over mean nothing
   };
   // Rows of one batch, in four bytes each where that is enough.
   class Rows {
@@ -74,6 +77,7 @@ class Window {
     bool is_over = false;
   };
   static constexpr size_t kNowhere = ~size_t{0};
+  static uint32_t bit_of(uint32_t batch) { return uint32_t{1} << (batch % kMaxBatches); }
   static size_t capacity_for(size_t rows) { return rows + rows / 4 + 16; }
   static uint32_t tag_of(int64_t row);
   size_t home(uint32_t tag) const { return static_cast<size_t>(uint64_t{tag} * entries_.size() >> 32); }
@@ -85,7 +89,9 @@ class Window {
   void erase(size_t place);
 
   BlockVector<Entry> entries_;  // open addressing, linear probing
-  size_t num_rows_ = 0;
+  size_t num_rows_ = 0;      // whose place is not free
+  uint32_t unfinished_ = 0;  // bits of the batches that are not over
+  uint32_t untidied_ = 0;    // bits of batches that are, and may still be in entries
   std::deque<Batch> batches_;   // [i] is batch first_batch_ + i; the first is not over
   uint32_t first_batch_ = 1;
   size_t num_unfinished_ = 0;
