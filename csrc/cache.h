@@ -142,6 +142,12 @@ class Cache {
   }
   // The row was brought in for a step to come, and counted.
   void mark_staged(uint32_t frame) { heats_[frame] = static_cast<uint16_t>(kStagedBit | count(frame)); }
+  // Whether it still waited for its first use since, which this was. Safe from several threads at once.
+  bool take_staged(uint32_t frame) {
+    std::atomic_ref<uint16_t> heat(heats_[frame]);
+    if ((heat.load(std::memory_order_relaxed) & kStagedBit) == 0) return false;
+    return (heat.fetch_and(static_cast<uint16_t>(~kStagedBit), std::memory_order_relaxed) & kStagedBit) != 0;
+  }
   uint8_t count(uint32_t frame) const { return heats_[frame] & kMaxCount; }
   void set_count(uint32_t frame, uint8_t count) {
     heats_[frame] = static_cast<uint16_t>((heats_[frame] & ~uint16_t{kMaxCount}) | count);

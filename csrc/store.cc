@@ -196,7 +196,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
   const uint64_t hits = touch_distinct(rows, n, frames, true);
   if (std::find(frames, frames + n, kNoFrame) == frames + n) {
     if (create) write_frozen_frames(frames, n);
-    count_hits(hits);
+    if (!overwrite) count_hits(hits);
     return;  // nothing gives way before the next pin(): these need no pins
   }
   // Residents first: a row that this very batch wants must not be the victim of another.
@@ -267,8 +267,8 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     // Seeded bug for the exactness tests: a read that came too late shows the initial record.
     initial_(late.id, frame_bytes_, late.payload);
   }
-  count_hits(hits);
   if (overwrite) return;  // nobody wanted what they were
+  count_hits(hits);
   stats_.misses += misses;
   stats_.first_touches += missing.size() - misses;
   stats_.unique_rows += missing.size();

@@ -125,7 +125,12 @@ class Store {
   void mark_dirty(uint32_t frame) { mark_dirty(&frame, 1); }
   void mark_dirty(const uint32_t* frames, size_t n);
   // Copies the first `record_bytes` of rows' records, a row's as often as it is named; changes nothing in the cache.
-  void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
+  void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
+    fetch(rows, n, record_bytes, records, nullptr);
+  }
+  // The same for a tier above: the rows count as wanted, those staged for it once. The cache ranks them no higher, for it is
+  // the tier above that has them now.
+  void fetch_counted(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
 
   // ---- The window: rows that coming batches want go last.
   // False while every stored row is in RAM: then there is nothing to plan.
@@ -266,6 +271,8 @@ class Store {
   uint64_t reserved_bytes() const { return reserved_rows() * log_->record_disk_bytes() + slack(); }
   bool fits_disk(size_t rows) const;
   size_t rows_to_dirty(const int64_t* rows, size_t n) const;
+  struct Fetched;
+  void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts);
 
   const std::string name_;
   const size_t frame_bytes_;

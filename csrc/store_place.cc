@@ -51,17 +51,37 @@ uint64_t Store::touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, 
                           [this, touch](uint32_t frame) { return touch && cache_.touch_alone(frame); });
 }
 
-void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
+struct Store::Fetched {
+  std::atomic<uint64_t> hits{0}, misses{0}, first_touches{0};
+};
+
+void Store::fetch_counted(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
+  Fetched counts;
+  fetch(rows, n, record_bytes, records, &counts);
+  count_hits(counts.hits);
+  stats_.misses += counts.misses;
+  stats_.first_touches += counts.first_touches;
+  stats_.unique_rows += counts.misses + counts.first_touches;
+}
+
+void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts) {
   // Whatever needs no read is copied by several threads; what is left is put down by its place in `rows`.
   constexpr size_t kAhead = 6;
   constexpr size_t kLines = 1024;  // of a record that are asked for ahead
   ArrayVector<uint64_t> positions(n);
   parallel_for(n, std::max<size_t>(16, kFetchBlockBytes / record_bytes), [&](size_t from, size_t to) {
     Entry entries[kBlockRows];
+    uint64_t hits = 0, misses = 0, first_touches = 0;
     for (size_t begin = from; begin < to; begin += kBlockRows) {
       const size_t count = std::min(kBlockRows, to - begin);
       directory_->locate(rows + begin, count, entries);
       for (size_t i = 0; i < count; ++i) {
+        if (counts != nullptr) {
+          const bool in_ram = is_frame(entries[i]);
+          hits += in_ram && !cache_.take_staged(frame_of(entries[i]));
+          first_touches += entries[i] == kAbsent;
+          misses += !in_ram && entries[i] != kAbsent;
+        }
         if (i + kAhead < count && is_frame(entries[i + kAhead])) {
           const std::byte* const record = cache_.record(frame_of(entries[i + kAhead]));
           for (size_t at = 0; at < std::min(record_bytes, kLines); at += 64) __builtin_prefetch(record + at);
@@ -79,6 +99,11 @@ void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte*
         }
         positions[begin + i] = position;
       }
+    }
+    if (counts != nullptr) {
+      counts->hits += hits;
+      counts->misses += misses;
+      counts->first_touches += first_touches;
     }
   });
   if (log_ == nullptr) return;

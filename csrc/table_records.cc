@@ -28,7 +28,7 @@ void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
   require_directory_above(ids, n);
   const size_t piece = piece_ids();
   for (size_t begin = 0; begin < n; begin += piece) {
-    store_->fetch(ids + begin, std::min(piece, n - begin), payload_bytes_, records + begin * payload_bytes_);
+    store_->fetch_counted(ids + begin, std::min(piece, n - begin), payload_bytes_, records + begin * payload_bytes_);
   }
 }
 

@@ -9,8 +9,22 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.torch.device import window as window_module
 from bunkbed.torch.device.records import DeviceRecords
-from device_setup import BATCH, DIM, NUM_ROWS, batches, bt, cache_of, contents, loss_of, make_layer, torch, train
+from device_setup import (
+    BATCH,
+    DIM,
+    NUM_ROWS,
+    batches,
+    bt,
+    cache_of,
+    contents,
+    loss_of,
+    make_layer,
+    most_rows,
+    torch,
+    train,
+)
 
 
 class Failing:
@@ -281,6 +295,84 @@ def test_the_cache_takes_its_budget_and_no_more() -> None:
     train(large, batches(2))
     assert large.table.stats()["device_bytes"] == large.table.nbytes, "no more than the table"
     large.table.close()
+
+
+@pytest.mark.parametrize("lookahead", [{}, {"depth": 2}], ids=["plain", "lookahead"])
+def test_rows_brought_from_below_count_in_the_tables_own_hit_rate(tmp_path: Path, lookahead: dict[str, int]) -> None:
+    """Each row that the device asks for is wanted once, wherever it was; writing back adds nothing."""
+    stream = batches(60)
+    make_layer(tmp_path / "t", ram="1MiB").table.close()
+    with bb.open(tmp_path / "t", ram="1MiB") as table:
+        half = np.arange(NUM_ROWS // 2)
+        table.set(half, np.ones((half.size, DIM), np.float32))
+    layer = make_layer(tmp_path / "t", ram="1MiB", device_cache=cache_of(most_rows(stream) + 8))
+    train(layer, stream, **lookahead)
+    stats = layer.table.stats()
+    assert stats["device_write_backs"] > 100
+    if lookahead:  # what was staged may have come up meanwhile, for another batch: then it was read for nothing
+        assert stats["unique_rows"] >= stats["device_misses"]
+    else:
+        assert stats["unique_rows"] == stats["device_misses"]
+    assert stats["hits"] + stats["misses"] + stats["first_touches"] == stats["unique_rows"]
+    seen = np.unique(torch.cat(stream).numpy())
+    assert stats["misses"] >= (seen < half.size).sum()
+    assert stats["first_touches"] >= (seen >= half.size).sum()
+    assert stats["hits"] > 100, "rows written back are in RAM when they come again"
+    layer.table.close()
+
+
+def test_a_staged_record_is_counted_once_and_a_written_one_not_at_all(tmp_path: Path) -> None:
+    ids = np.arange(20)
+    with bb.create(tmp_path / "t", dim=DIM, num_rows=NUM_ROWS, ram="1MiB") as table:
+        table.set(ids, np.ones((20, DIM), np.float32))
+    table = bb.open(tmp_path / "t", ram="1MiB")
+    core = table._native
+    records = np.empty((20, core.payload_bytes()), np.uint8)
+
+    def counts() -> tuple[int, int, int]:
+        stats = core.stats()
+        assert stats["hits"] + stats["misses"] + stats["first_touches"] == stats["unique_rows"]
+        return stats["hits"], stats["misses"], stats["first_touches"]
+
+    core.gather_records(ids, records)
+    assert counts() == (0, 20, 0)
+    table.stage(ids)
+    core.gather_records(ids, records)
+    assert counts() == (0, 40, 0), "read once, by staging"
+    core.gather_records(ids, records)
+    assert counts() == (20, 40, 0)
+    core.gather_records(ids + 100, np.empty_like(records))
+    assert counts() == (20, 40, 20)
+    core.scatter_records(ids, records)  # all in RAM
+    core.scatter_records(ids + 200, records)  # none
+    assert counts() == (20, 40, 20)
+    with pytest.raises(IndexError):
+        core.gather_records(ids + NUM_ROWS, records)
+    assert counts() == (20, 40, 20)
+    table.close(commit=False)
+
+
+def test_planning_counts_as_time_the_model_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes only while the tier is asked for something."""
+    layer = make_layer(device_cache="64KiB")
+    tier: Any = layer._pending.require_tier()
+    clock = [0.0]
+
+    def taking(seconds: float, call: Any) -> Any:
+        def slow(*args: Any) -> Any:
+            clock[0] += seconds
+            return call(*args)
+
+        return slow
+
+    monkeypatch.setattr(window_module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(tier, "deduped", taking(1.0, tier.deduped))
+    monkeypatch.setattr(tier, "expect", taking(100.0, tier.expect))
+    stream = batches(8)
+    for _ in bt.lookahead(stream, layer, ids=lambda ids: {layer: ids}, depth=1):
+        pass  # nothing else asks the tier: no lookup
+    assert layer.table.stats()["device_stall_s"] == 8 * 101.0
+    layer.table.close()
 
 
 def test_a_closed_table_lets_its_device_memory_go() -> None:

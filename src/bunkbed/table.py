@@ -231,8 +231,10 @@ class Table(TableCommits):
         """Counters since the table was opened, and its memory now.
 
         ``hits + misses + first_touches == unique_rows``: rows wanted, each counted once a step. ``hits`` were in RAM,
-        ``misses`` read from disk, ``first_touches`` never trained before (they cost no read). ``open_s``: seconds since
-        it was opened. ``indexed_records``: records looked at to find rows, by opening, `refresh` and `rewind`.
+        ``misses`` read from disk, ``first_touches`` never trained before (they cost no read). A device cache above has
+        its own, ``device_hits`` and ``device_misses``; of its rows those it brings count here, each time, and none that
+        it writes back. ``open_s``: seconds since it was opened. ``indexed_records``: records looked at to find rows, by
+        opening, `refresh` and `rewind`.
         """
         values: dict[str, int | float] = self._native.stats()
         values["threads"] = _native.get_num_threads()

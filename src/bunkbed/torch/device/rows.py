@@ -27,7 +27,7 @@ class DeviceRows:
         self.link = Link(torch.device("cpu"))
         #: What `lookahead` brought for the batch that has begun: (ids, batch) of each lookup, oldest first.
         self.present: list[tuple[IntArray, DeviceBatch]] = []
-        self.stall_s = 0.0  # waited for batches that were still on their way
+        self.stall_s = 0.0  # the loop waited: for plans of coming batches, and for batches still on their way
         self.delay: Any = None  # of the link; for tests
         self._anchor = anchor
 
