@@ -230,6 +230,66 @@ def test_import_from_npy(cli: Run, tmp_path: Path) -> None:
         assert np.array_equal(table.lookup(np.arange(30)), rows)
 
 
+def test_import_maps_ids_and_export_keeps_what_is_there(cli: Run, tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((3, 4), dtype=np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    np.save(tmp_path / "ids.npy", np.array([7, 1, 5]))
+    code, _, err = cli("import", "t", "rows.npy", "--dim", "4", "--ids", "ids.npy", "--optimizer", "sgd")
+    assert (code, err) == (0, "")
+    (tmp_path / "words").write_text("".join(f"w{at}\n" for at in range(8)))
+    assert cli("export", "t", "rows.vec", "--vocab", "words")[0] == 0
+    assert [line.split()[0] for line in Path("rows.vec").read_text().splitlines()[1:]] == ["w1", "w5", "w7"]
+    code, _, err = cli("export", "t", "rows.vec")
+    assert code == 1 and "exists already and is as it was" in err and "--overwrite" in err and err.count("\n") == 1
+    assert cli("export", "t", "rows.vec", "--overwrite")[0] == 0
+    assert cli("import", "u", "rows.vec", "--dim", "4", "--ids", "word")[0] == 0
+    assert cli("import", "v", "rows.vec", "--dim", "4", "--vocab", "new", "--num-rows", "3")[0] == 0
+    assert Path("new").read_text() == "1\n5\n7\n"
+    with bb.open("u", mode="r", ram="4MiB") as table, bb.open("v", mode="r", ram="4MiB") as packed:
+        assert np.array_equal(table.lookup([7, 1, 5]), rows)
+        assert np.array_equal(packed.lookup([2, 0, 1]), rows)
+    code, _, err = cli("import", "u", "rows.any", "--format", "word2vec", "--ids", "word")
+    assert code == 1 and "rows.any: no such file" in err
+
+
+def test_an_interrupted_import_or_export_leaves_things_as_they_were(
+    cli: Run, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "rows.npy", np.ones((3, 8), np.float32))
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bb.Table, "set", interrupted)
+        message = "error: interrupted; {} {}\n"
+        assert cli("import", "t", "rows.npy", "--dim", "8") == (130, "", message.format("t", "was not created"))
+        assert cli("import", str(table), "rows.npy") == (130, "", message.format(table, "is as it was"))
+    assert not (tmp_path / "t").exists()
+    with bb.open(table, mode="r", ram="4MiB") as reader:
+        assert reader.epoch == 2
+    monkeypatch.setattr(bb.Table, "scan", interrupted)
+    assert cli("export", str(table), "out.npy") == (130, "", message.format("out.npy", "is as it was"))
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_progress_shows_rows_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from rich.console import Console
+
+    from bunkbed.cli import rows_commands
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(rows_commands, "stderr", lambda: console)
+    with rows_commands._row_bars("checking", "importing") as (checking, importing):
+        checking(20, 20)
+        importing(7, 20)
+    shown = screen.getvalue()
+    assert "checking" in shown and "importing" in shown and "7/20" in shown and "rows" in shown
+
+
 def test_export_of_optimizer_state(cli: Run, table: Path) -> None:
     pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq

@@ -1,0 +1,8 @@
+"""Rows in and out of a table, streaming in memory of a few chunks.
+
+`import_rows` and `export_rows` are the whole surface; `formats` lists the formats, each in a file of its own.
+"""
+
+from bunkbed.io.exporting import export_rows as export_rows
+from bunkbed.io.importing import import_rows as import_rows
+from bunkbed.io.source import Progress as Progress

@@ -1,0 +1,246 @@
+"""`export_rows`.
+
+1. What is asked is checked against the table and the format; a target that is there ends it here.
+2. A folder ``.NAME.part`` is made beside the target and locked: a second export to the same target is an error, and
+   what a killed one left there goes.
+3. The format writes its files into that folder, and nothing else anywhere.
+4. They are synced, take their names, and the folder goes. Without `overwrite` they are linked, which fails where
+   somebody put a file there meanwhile; with it they are renamed over what is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bunkbed.arguments import Floats, Ids
+from bunkbed.io.formats import FORMATS, Format, format_of
+from bunkbed.io.naming import read_vocabulary
+from bunkbed.io.source import Progress, chunk_rows, slot_length
+from bunkbed.run_files import sync_directory
+from bunkbed.table import Table
+
+
+class Writing:
+    """What a format is asked to write, and where; see `export_rows` for the arguments."""
+
+    def __init__(
+        self,
+        table: Table,
+        target: Path,
+        format: str,
+        slots: Sequence[str],
+        chunk: int | None,
+        name: str | None,
+        vocab: Path | None,
+        progress: Progress | None,
+    ) -> None:
+        self.table = table
+        self.target = target
+        self.format = format
+        self.lengths = {slot: slot_length(table, slot) for slot in slots}
+        self.chunk = chunk
+        self.name = name
+        self.vocab = vocab
+        self.words = None if vocab is None else read_vocabulary(vocab)
+        self._progress = progress
+        #: Where its files go, under the names they are to have.
+        self.out = Path()
+        #: Where it may put what it needs meanwhile.
+        self.scratch = Path()
+
+    @property
+    def file(self) -> Path:
+        """The file to write, of a format that is one file."""
+        return self.out / self.target.name
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Slots that are optimizer state."""
+        return tuple(slot for slot in self.lengths if slot != "weight")
+
+    def rows_of(self) -> int:
+        """Rows of a chunk."""
+        return chunk_rows(self.chunk, max(self.lengths.values()))
+
+    def every_row(self) -> int:
+        """Number of rows of a format that holds all of them.
+
+        Raises:
+            ValueError: the table has no such number.
+        """
+        if self.table.num_rows is None:
+            raise ValueError(
+                f"table '{self.table.name}' takes any id, which {self.target.suffix or self.target.name} cannot name; "
+                "export to .parquet"
+            )
+        return self.table.num_rows
+
+    def stored(self) -> Iterator[tuple[Ids, dict[str, Floats]]]:
+        """Stored rows in log order with all slots at once: one scan each, in step."""
+        chunk = self.rows_of()
+        total, done = len(self.table), 0
+        scans = [self.table.scan(slot, chunk) for slot in self.lengths]
+        for parts in zip(*scans, strict=True):
+            yield parts[0][0], {slot: part[1] for slot, part in zip(self.lengths, parts, strict=True)}
+            done += len(parts[0][0])
+            self.report(done, total)
+
+    def report(self, done: int, total: int) -> None:
+        """Calls `progress`."""
+        if self._progress is not None:
+            self._progress(done, total)
+
+
+def export_rows(
+    table: Table,
+    path: str | os.PathLike[str],
+    *,
+    slots: Sequence[str] = ("weight",),
+    format: str | None = None,
+    name: str | None = None,
+    vocab: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    chunk: int | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Write rows of `table` to a file, which is there whole or not at all.
+
+    Args:
+        table: an open table, a reader too.
+        path: the file to make; its name's end tells the format.
+        slots: what to write beside the ids; with optimizer state goes its step, where the format carries both.
+        format: a name of `bunkbed.io.formats.FORMATS`, where the file's name does not tell.
+        name: what the array is called in a format that holds several by name.
+        vocab: for rows named by words: a file of one word a line, whose number from 0 is the id. Default: the ids.
+        overwrite: take the place of a file that is there.
+        chunk: rows held in memory at a time; default: 4 MiB of them.
+        progress: called after each chunk with (rows done, rows in all).
+
+    Returns:
+        Rows written.
+
+    Raises:
+        FileExistsError: something is at `path`; it stays as it is.
+        ValueError: an unknown suffix or slot; a format that cannot hold so many slots, or any id; an id without a word.
+        OSError: the disk is full, or another export to `path` is under way. ImportError: the format's library is
+        missing. Whatever is raised, nothing is left behind.
+
+    >>> import bunkbed as bb, numpy as np
+    >>> with bb.create(None, dim=2, num_rows=3, init=bb.Zeros()) as table:
+    ...     table.set([1], np.ones((1, 2), np.float32))
+    ...     bb.export_rows(table, "rows.npy")
+    3
+    >>> np.load("rows.npy").tolist()
+    [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    """
+    target = Path(path).absolute()
+    chosen = format_of(target, format)
+    if not chosen.can_export:
+        able = ", ".join(one.name for one in FORMATS if one.can_export)
+        raise ValueError(f"{target}: the format {chosen.name} is only imported; export to one of {able}")
+    if not slots or len(set(slots)) != len(slots):
+        raise ValueError(f"slots must name at least one slot, each once, got {tuple(slots)!r}")
+    if vocab is not None and not chosen.has_words:
+        raise ValueError(f"{target}: the format {chosen.name} names no rows by words; leave vocab= out")
+    words = None if vocab is None else Path(vocab)
+    writing = Writing(table, target, chosen.name, slots, chunk, name, words, progress)
+    if len(writing.lengths) > 1 and not chosen.has_state:
+        holders = ", ".join(one.suffixes[0] for one in FORMATS if one.has_state and one.can_export)
+        raise ValueError(f"{target}: {chosen.name} holds one slot, got {', '.join(slots)}; export to one of {holders}")
+    return _write(chosen, writing, overwrite)
+
+
+def _write(chosen: Format, writing: Writing, overwrite: bool) -> int:
+    target = writing.target
+    module = chosen.load()
+    for path in module.targets(target) if hasattr(module, "targets") else (target,):
+        _require_free(path, overwrite)
+    with _staging(target) as folder:
+        writing.out, writing.scratch = folder / "out", folder / "scratch"
+        writing.out.mkdir()
+        writing.scratch.mkdir()
+        count: int = module.write(writing)
+        made = sorted(writing.out.iterdir())
+        for path in made:
+            for file in [path, *path.rglob("*")]:
+                _sync(file)
+        for path in made:  # all of them, before the first is there
+            _require_free(target.parent / path.name, overwrite)
+        for path in made:  # the index of a checkpoint comes last
+            _publish(path, target.parent / path.name, overwrite)
+        sync_directory(target.parent)
+    return count
+
+
+def _require_free(path: Path, overwrite: bool) -> None:
+    if not overwrite and os.path.lexists(path):
+        raise FileExistsError(
+            f"{path} exists already and is as it was; give another name, or overwrite=True (--overwrite)"
+        )
+
+
+@contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    folder = target.with_name(f".{target.name}.part")
+    descriptor = _lock(folder, target)
+    try:
+        for left in folder.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _lock(folder: Path, target: Path) -> int:
+    while True:
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                if folder.stat().st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            except FileNotFoundError:
+                pass  # the one before us removed it after we opened it
+        except BlockingIOError:
+            os.close(descriptor)
+            raise OSError(errno.EBUSY, "another export to it is under way", str(target)) from None
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(path: Path, target: Path, overwrite: bool) -> None:
+    _require_free(target, overwrite)
+    if path.is_dir() and overwrite and target.is_dir():
+        # Directories cannot be renamed over each other: the old one steps aside first, and is whole until the new is.
+        aside = path.parent.parent / "old"
+        target.rename(aside)
+        try:
+            path.rename(target)
+        except BaseException:
+            aside.rename(target)
+            raise
+    elif overwrite or path.is_dir():
+        path.rename(target)
+    else:
+        try:
+            os.link(path, target)
+        except FileExistsError:
+            _require_free(target, overwrite)
+            raise
+        except OSError:  # a file system without links
+            path.rename(target)

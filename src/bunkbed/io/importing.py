@@ -1,0 +1,186 @@
+"""`import_rows`.
+
+1. The file's kind, shapes and dtypes are read; what does not fit the table ends it here.
+2. The file is read once to check every id and every value: the first bad one ends it here, with its place.
+3. It is read again, and rows are set. From here on only the disk, memory or the user can end it; the error says what is
+   in, and nothing of it is in the last commit.
+4. The optimizer's step, where the file brings state; then a new vocabulary.
+
+Two readings rather than a copy that is swapped in at the end: a table is larger than the room for two of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bunkbed.arguments import Floats, Ids
+from bunkbed.errors import ReadOnlyError
+from bunkbed.io.formats import format_of
+from bunkbed.io.naming import Naming
+from bunkbed.io.source import Progress, Reading, Source, slot_length
+from bunkbed.table import Table
+
+#: The least magnitude that a 16-bit dtype rounds to infinity.
+_BEYOND = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32))}
+#: Slots of which a square root is taken.
+_SQUARES = ("sum", "exp_avg_sq")
+
+
+def import_rows(
+    table: Table,
+    path: str | os.PathLike[str],
+    *,
+    ids: Any = None,
+    format: str | None = None,
+    name: str | None = None,
+    state: str | None = None,
+    slots: Sequence[str] | None = None,
+    vocab: str | os.PathLike[str] | None = None,
+    chunk: int | None = None,
+    progress: Progress | None = None,
+    checking: Progress | None = None,
+) -> int:
+    """Set rows of `table` from a file; commits nothing.
+
+    The whole file is checked before the first row is set. Rows already in the table are overwritten; of equal ids the
+    last row wins.
+
+    Args:
+        table: an open table, its writer.
+        path: the file; its name's end tells the format.
+        ids: int64[N], the id of each row, instead of what the file says; or the name of the file's column of ids (words
+            in it are ids in decimal). Default: the file's ids, or ``0 .. N-1`` where it has none.
+        format: a name of `bunkbed.io.formats.FORMATS`, where the file's name does not tell.
+        name: which array of the file, where it holds several.
+        state: where in a checkpoint the optimizer state of that array stands, where it is not plain.
+        slots: what to import. Default: the weights and every slot that both have. With state comes its step.
+        vocab: for rows named by words: a file of one word a line, whose number from 0 is the id. One that is there is
+            followed; otherwise rows get the ids ``0 .. N-1`` and it is written.
+        chunk: rows held in memory at a time; default: 4 MiB of them.
+        progress: called after each chunk with (rows set, rows in all).
+        checking: as `progress`, while the file is checked.
+
+    Returns:
+        Rows set.
+
+    Raises:
+        ValueError: an unknown suffix, another dim, too many rows, a column missing, a word unknown, a value not finite
+            or beyond the table's dtype; state of an earlier step than the table has taken. TypeError: not floats of 32
+            or 16 bits. IndexError: an id outside the table. Each names the first bad one and its place, and nothing was
+            changed.
+        ReadOnlyError: a reader. ImportError: the format's library is missing; says how to install it.
+        OSError, MemoryError, KeyboardInterrupt: met while rows were set: a note says which are in. None is committed.
+
+    >>> import bunkbed as bb, numpy as np
+    >>> np.save("rows.npy", np.ones((3, 2), np.float32))
+    >>> with bb.create(None, dim=2, num_rows=10, init=bb.Zeros()) as table:
+    ...     bb.import_rows(table, "rows.npy", ids=[4, 5, 9])
+    ...     table.lookup([4, 6])
+    3
+    array([[1., 1.],
+           [0., 0.]], dtype=float32)
+    """
+    source_path = Path(path)
+    if table.mode == "r":
+        raise ReadOnlyError(f"table '{table.name}' is a reader; open it with mode=\"w\" to import rows")
+    for slot in slots or ():
+        slot_length(table, slot)  # a slot that the table has not is an error that lists those it has
+    if slots is not None and not slots:
+        raise ValueError("slots must name at least one of the table's slots, got none")
+    column = ids if isinstance(ids, str) else None
+    chosen = format_of(source_path, format)
+    if not source_path.exists() and chosen.name != "tensorflow":
+        raise FileNotFoundError(2, "No such file or directory", str(source_path))
+    reading = Reading(
+        path=source_path,
+        format=chosen.name,
+        table=table,
+        slots=("weight", *table.slots) if slots is None else tuple(slots),
+        chunk=chunk,
+        name=name,
+        state=state,
+        id_column=column,
+    )
+    source: Source = chosen.load().read(reading)
+    absent = [slot for slot in slots or () if slot not in source.slots]
+    if absent:
+        raise ValueError(f"{source_path} holds no {absent[0]!r}; it holds: {', '.join(source.slots)}")
+    steps = _steps(table, source, source_path)
+    naming = Naming(
+        table, source_path, source.rows, None if column else ids, column is not None, Path(vocab) if vocab else None
+    )
+    _check(table, source, naming, source_path, checking)
+    done = 0
+    try:
+        for keys, values in source.chunks():
+            count = len(next(iter(values.values())))
+            own = naming.ids_of(keys, done, count)
+            for slot, rows in values.items():
+                table.set(own, rows, slot=slot)
+            done += count
+            if progress is not None:
+                progress(done, source.rows)
+        if steps:  # a step without rows, for its number only: bias correction goes on where it was
+            table.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), step=source.step)
+        naming.finish()
+    except BaseException as error:
+        error.add_note(
+            f"rows 0 to {done} of {source_path} are in table '{table.name}', not committed; "
+            "close(commit=False) leaves the table at its last commit"
+        )
+        raise
+    return done
+
+
+def _steps(table: Table, source: Source, path: Path) -> bool:
+    """Whether the table's step is to move to that of the file's state."""
+    if source.step is None or not any(slot != "weight" for slot in source.slots):
+        return False
+    if source.step < table.step:
+        raise ValueError(
+            f"{path} holds optimizer state of step {source.step}, table '{table.name}' has taken {table.step}, which "
+            'cannot be taken back; import into a new table, or only weights: slots=("weight",)'
+        )
+    return source.step > table.step
+
+
+def _check(table: Table, source: Source, naming: Naming, path: Path, checking: Progress | None) -> None:
+    """Reads all of the file; raises at the first id or value that the table cannot take."""
+    done = 0
+    for keys, values in source.chunks():
+        count = len(next(iter(values.values())))
+        ids = naming.ids_of(keys, done, count)
+        for slot, rows in values.items():
+            _check_values(table, slot, rows, ids, done, path)
+        done += count
+        if checking is not None:
+            checking(done, source.rows)
+    if done != source.rows:
+        raise ValueError(f"{path} says that it holds {source.rows} rows, and holds {done}; nothing was changed")
+    if done:
+        naming.require_used()
+
+
+def _check_values(table: Table, slot: str, rows: Floats, ids: Ids, begin: int, path: Path) -> None:
+    dtype = table.dtype if slot == "weight" else getattr(table.optimizer, "state_dtype", "float32")
+    what = ""
+    good = np.isfinite(rows)
+    if not good.all():
+        what = "which is not finite"
+    elif dtype in _BEYOND:
+        good = np.abs(rows) < _BEYOND[dtype]
+        what = "" if good.all() else f"beyond {dtype}"
+    if not what and slot in _SQUARES:
+        good = rows >= 0
+        what = "" if good.all() else "a sum of squares below 0"
+    if what:
+        row, element = (int(one) for one in np.argwhere(~good)[0])
+        raise ValueError(
+            f"{path}: {slot} of row {begin + row} (id {ids[row]}), element {element}, is {rows[row, element]}, {what}; "
+            "nothing was changed"
+        )

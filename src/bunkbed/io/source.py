@@ -1,0 +1,158 @@
+"""What a file's rows are once its format is understood, and the checks that all formats share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bunkbed.arguments import Floats, Ids
+from bunkbed.table import Table
+
+#: (rows done, rows in all) after each chunk.
+Progress = Callable[[int, int], None]
+#: What the file calls its rows (ids, words, or nothing), and their values. Arrays may be used again for the next chunk.
+Chunk = tuple[Ids | Sequence[str] | None, dict[str, Floats]]
+
+#: Most bytes of one slot in a chunk, where the caller does not say how many rows it is to have.
+CHUNK_BYTES = 4 << 20
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of a file.
+
+    Args:
+        rows: how many.
+        slots: what there is of them that the table has too.
+        chunks: begins anew whenever it is called: a file is read once to check it and once to import it.
+        step: the optimizer's step that the state belongs to; None where the file does not tell.
+    """
+
+    rows: int
+    slots: tuple[str, ...]
+    chunks: Callable[[], Iterator[Chunk]]
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a format is asked to read; see `bunkbed.io.import_rows` for the arguments."""
+
+    path: Path
+    format: str
+    table: Table
+    slots: tuple[str, ...]
+    chunk: int | None
+    name: str | None
+    state: str | None
+    id_column: str | None
+
+    def rows_of(self, chunk_bytes: int = CHUNK_BYTES) -> int:
+        """Rows of a chunk."""
+        return chunk_rows(self.chunk, max(self.length(slot) for slot in self.slots), chunk_bytes)
+
+    def length(self, slot: str) -> int:
+        """Values of a slot of one row of the table."""
+        return slot_length(self.table, slot)
+
+    def refuse(self, **given: Any) -> None:
+        """Raises where an argument was given that means nothing to this format."""
+        for argument, value in given.items():
+            if value is not None:
+                raise ValueError(f"{self.path}: {argument}={value!r} means nothing for the format {self.format}")
+
+
+def chunk_rows(chunk: int | None, length: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Rows of a chunk: those asked for, or so many that one slot of them takes `chunk_bytes`."""
+    if chunk is None:
+        return max(256, min(65_536, chunk_bytes // (4 * length)))
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    return chunk
+
+
+def slot_length(table: Table, slot: str) -> int:
+    """Values of a slot of one row.
+
+    Raises:
+        ValueError: no such slot; lists those there are.
+    """
+    return table._field(slot)[1]
+
+
+def check_rows(where: str, shape: Sequence[int], dtype: str, length: int) -> None:
+    """Raises unless these are rows of `length` floats.
+
+    16-bit floats are widened, which changes no value; float64 would lose digits and is the caller's to convert.
+
+    Raises:
+        TypeError: another dtype. ValueError: another shape.
+    """
+    wanted, got = f"float32[N, {length}]", f"{dtype}[{', '.join(map(str, shape))}]"
+    if dtype not in FLOATS:
+        raise TypeError(f"{where} must be {wanted}, got {got}")
+    if len(shape) != 2 or shape[1] != length:
+        raise ValueError(f"{where} must be {wanted}, got {got}")
+
+
+def widened(values: Any, dtype: str) -> Floats:
+    """Float32 of 16-bit floats, exactly; bfloat16 comes as uint16."""
+    if dtype == "bfloat16":
+        wide: Floats = (values.astype(np.uint32) << 16).view(np.float32)
+        return wide
+    return np.asarray(values, np.float32)
+
+
+def rows_of_file(path: Path, offset: int, rows: int, length: int, dtype: str, chunk: int) -> Iterator[Floats]:
+    """Rows that lie one after the other in a file, in one buffer that is used again.
+
+    Read rather than mapped: a page fault for every 16 pages took longer than the copy.
+
+    Raises:
+        ValueError: the file ends early.
+    """
+    stored = np.dtype({"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype])
+    buffer = np.empty((min(chunk, rows), length), stored)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        os.posix_fadvise(file.fileno(), offset, rows * length * stored.itemsize, os.POSIX_FADV_SEQUENTIAL)
+        for begin in range(0, rows, chunk):
+            part = buffer[: min(chunk, rows - begin)]
+            read_fully(file, part, path)
+            yield widened(part, dtype)
+
+
+def read_fully(file: Any, array: Any, path: Path) -> None:
+    """Fills an array from an unbuffered file.
+
+    Raises:
+        ValueError: the file ends early.
+    """
+    view = memoryview(array.reshape(-1).view(np.uint8))
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise ValueError(f"{path} ends after {file.tell()} bytes, in the middle of its rows")
+        done += count
+
+
+def need(module: str, what: str, install: str) -> Any:
+    """An optional library.
+
+    Raises:
+        ImportError: it is not there; says how to install it.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        raise ModuleNotFoundError(f"{what} needs {name}; install it with: pip install {install}", name=name) from None

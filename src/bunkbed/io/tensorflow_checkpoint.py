@@ -1,0 +1,89 @@
+"""TensorFlow's checkpoints: ``NAME.index`` and ``NAME.data-...``, of which a variable is read and written whole.
+
+TensorFlow's reader gives a tensor whole, so rows take memory here: twice their bytes for an export, once for an import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bunkbed.io.dense import fill
+from bunkbed.io.exporting import Writing
+from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, widened
+
+_INSTALL = '"bunkbed[keras]"'
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def prefix_of(path: Path) -> Path:
+    """What TensorFlow calls a checkpoint: its files' names up to the last dot."""
+    return path.with_suffix("") if path.suffix == ".index" else path
+
+
+def targets(path: Path) -> list[Path]:
+    """The files that an export makes."""
+    prefix = prefix_of(path)
+    return [prefix.with_name(f"{prefix.name}.{end}") for end in ("data-00000-of-00001", "index")]
+
+
+def read(reading: Reading) -> Source:
+    """Rows of a variable by position."""
+    path = reading.path
+    reading.refuse(ids=reading.id_column, state=reading.state)
+    if not targets(path)[1].exists():
+        raise FileNotFoundError(2, "No such checkpoint", str(targets(path)[1]))
+    tf = need("tensorflow", "a TensorFlow checkpoint", _INSTALL)
+    try:
+        reader = tf.train.load_checkpoint(str(prefix_of(path)))
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a TensorFlow checkpoint: {error}") from None
+    dtypes = {name: kind.name for name, kind in reader.get_variable_to_dtype_map().items()}
+    shapes = reader.get_variable_to_shape_map()
+    name = _named(reading, shapes, dtypes)
+    check_rows(f"{path}: {name.removesuffix(_VALUE)}", shapes[name], dtypes[name], reading.length("weight"))
+    rows, chunk = int(shapes[name][0]), reading.rows_of()
+
+    def chunks() -> Iterator[Chunk]:
+        values = reader.get_tensor(name)
+        for begin in range(0, rows, chunk):
+            part = values[begin : begin + chunk]
+            is_brain = dtypes[name] == "bfloat16"
+            yield None, {"weight": widened(part.view(np.uint16) if is_brain else part, dtypes[name])}
+
+    return Source(rows, ("weight",), chunks)
+
+
+def _named(reading: Reading, shapes: dict[str, Any], dtypes: dict[str, str]) -> str:
+    """The one variable that is meant."""
+    tables = [
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 2 and "float" in dtypes[name] and ".OPTIMIZER_SLOT" not in name and name[:10] != "optimizer/"
+    ]
+    listed = ", ".join(f"{name.removesuffix(_VALUE)} {list(shapes[name])}" for name in sorted(tables)) or "none"
+    if reading.name is not None:
+        for name in (reading.name, f"{reading.name}{_VALUE}"):
+            if name in shapes:
+                return name
+        raise ValueError(f"{reading.path} has no variable {reading.name!r}; its matrices are: {listed}")
+    if len(tables) != 1:
+        raise ValueError(f"{reading.path} has {len(tables)} matrices, say which one with name=: {listed}")
+    return tables[0]
+
+
+def write(writing: Writing) -> int:
+    """Every id in ``[0, num_rows)``: ``tf.train.Checkpoint(weight=variable).read(prefix)`` reads it."""
+    tf = need("tensorflow", "a TensorFlow checkpoint", _INSTALL)
+    rows = writing.every_row()
+    ((slot, length),) = writing.lengths.items()
+    values = np.empty((rows, length), np.float32)
+    fill(writing.table, slot, length, values, writing.scratch, writing.report)
+    with tf.device("CPU:0"):
+        variable = tf.Variable(values, trainable=False)
+    del values
+    tf.train.Checkpoint(**{writing.name or "weight": variable}).write(str(writing.out / prefix_of(writing.target).name))
+    return rows
