@@ -203,6 +203,14 @@ CASES = (
         limit_s=600,
         correctness=True,
     ),
+    Case(
+        "rows-in-out",
+        "rows_in_out:rows_in_out",
+        "import and export of .npy and Parquet beside numpy.save and pyarrow, all synced; an import in a memory cgroup",
+        ">= .5x numpy.save and pyarrow",
+        ("pyarrow",),
+        limit_s=600,
+    ),
     Case("exactness", "exactness:exactness", "rows after training, bit for bit", "identical", (), correctness=True),
     Case("optimizers", "optimizers:optimizers", "weights beside torch's optimizers", "<= 1e-6", correctness=True),
     Case(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,9 +25,9 @@ from bunkbed.arguments import Floats, Ids
 from bunkbed.io.source import read_fully
 from bunkbed.table import Table
 
-#: Bytes of a region, and most regions: above 64 GiB they grow instead.
-_REGION_BYTES = 32 << 20
-_MAX_REGIONS = 2048
+#: Bytes of a region, two of which are in memory, and most regions: above 64 GiB they grow instead.
+_REGION_BYTES = 16 << 20
+_MAX_REGIONS = 4096
 _LEAST_ROWS = 256
 
 
@@ -77,7 +78,8 @@ def fill(table: Table, slot: str, length: int, out: Rows, scratch: Path, report:
     """
     assert table.num_rows is not None
     rows = max(_LEAST_ROWS, _REGION_BYTES // (4 * length), -(-table.num_rows // _MAX_REGIONS))
-    _Filling(table, slot, length, out, scratch, report, rows).run(max(256, (1 << 20) // (4 * length)))
+    with ThreadPoolExecutor(1, "bunkbed-export") as writer:
+        _Filling(table, slot, length, out, scratch, report, rows, writer).run(max(256, (1 << 20) // (4 * length)))
 
 
 class _Filling:
@@ -90,6 +92,7 @@ class _Filling:
         scratch: Path,
         report: Callable[[int, int], None],
         region_rows: int,
+        writer: ThreadPoolExecutor,
     ) -> None:
         assert table.num_rows is not None
         self._table, self._slot, self._length = table, slot, length
@@ -98,15 +101,20 @@ class _Filling:
         self._written: set[int] = set()
         self._aside: set[int] = set()
         self._now = -1  # the region being gathered
-        self._buffer: Floats = np.empty((min(region_rows, table.num_rows), length), np.float32)
+        # Two of them: one is written by a thread while rows are gathered in the other.
+        shape = (min(region_rows, table.num_rows), length)
+        self._buffer: Floats = np.empty(shape, np.float32)
+        self._other: Floats = np.empty(shape, np.float32)
         self._present = np.zeros(len(self._buffer), np.bool_)
+        self._writer = writer
+        self._writing: Future[None] | None = None
         self._count = 0
 
     def run(self, chunk: int) -> None:
         """All four steps."""
         for ids, values in self._table.scan(self._slot, chunk):
             regions = ids // self._rows
-            if regions[0] == regions[-1] and (regions == regions[0]).all():
+            if (regions == regions[0]).all():
                 self._take(int(regions[0]), ids, values, gather=True)
                 continue
             order = np.argsort(regions, kind="stable")
@@ -118,6 +126,7 @@ class _Filling:
         for region in range(-(-self._total // self._rows)):
             if region in self._aside or region not in self._written:
                 self._complete(region)
+        self._wait()
 
     def _take(self, region: int, ids: Ids, values: Floats, *, gather: bool) -> None:
         if gather and region != self._now and region not in self._written and region not in self._aside:
@@ -125,15 +134,23 @@ class _Filling:
             self._now = region
             self._present[:] = False
         if region == self._now:
-            at = ids - region * self._rows
-            self._buffer[at] = values
-            self._present[at] = True
+            self._place(ids - region * self._rows, values)
             return
         self._aside.add(region)
         with (self._scratch / f"{region}.ids").open("ab") as file:
             file.write(np.ascontiguousarray(ids).data)
         with (self._scratch / f"{region}.rows").open("ab") as file:
             file.write(np.ascontiguousarray(values).data)
+
+    def _place(self, at: Ids, values: Floats) -> None:
+        """Rows of the region in `_buffer`; those that follow each other as one copy."""
+        first, last = int(at[0]), int(at[-1])
+        if last - first == len(at) - 1 and (np.diff(at) == 1).all():
+            self._buffer[first : last + 1] = values
+            self._present[first : last + 1] = True
+        else:
+            self._buffer[at] = values
+            self._present[at] = True
 
     def _finish(self) -> None:
         """Writes the region that was gathered; should more of it come, that is set aside and added."""
@@ -148,6 +165,7 @@ class _Filling:
         count = min(self._rows, self._total - begin)
         self._present[:] = False
         if region in self._written:
+            self._wait()
             self._buffer[:count] = self._out[begin : begin + count]
             self._present[:] = True
         if region in self._aside:
@@ -159,8 +177,7 @@ class _Filling:
                     part = at[start : start + step]
                     rows = np.empty((len(part), self._length), np.float32)
                     read_fully(file, rows, rows_file)
-                    self._buffer[part] = rows
-            self._present[at] = True
+                    self._place(part, rows)
             ids_file.unlink()
             rows_file.unlink()
         self._put(region)
@@ -176,7 +193,15 @@ class _Filling:
             self._buffer[part] = (
                 self._table.lookup(ids, touch=False) if self._slot == "weight" else self._table.get(ids, self._slot)
             )
-        self._out[begin : begin + count] = self._buffer[:count]
+        self._wait()
+        self._writing = self._writer.submit(self._out.__setitem__, slice(begin, begin + count), self._buffer[:count])
+        self._buffer, self._other = self._other, self._buffer
         if region not in self._written:
             self._count += count
             self._report(self._count, self._total)
+
+    def _wait(self) -> None:
+        """Until the region before this one is written; raises what that failed with."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None

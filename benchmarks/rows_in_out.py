@@ -1,0 +1,238 @@
+"""Rows in and out: `bb.import_rows` and `bb.export_rows` beside ``numpy.save`` and pyarrow of the same bytes.
+
+All sides end with their bytes synced to the disk. Exports read the table from its files past the page cache, where the
+peers have the rows in RAM; imports read a file that is in the page cache, check it, and end with a commit. A peer's
+reading alone, into RAM, stands beside them without a target.
+
+``python -m benchmarks.rows_in_out --bytes 20GB --limit 512MiB`` imports a ``.npy`` file of any size inside a memory
+cgroup, by the command line's own path: `bb.create`, `bb.import_rows`, `close`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bunkbed as bb
+from benchmarks import common, turns
+from benchmarks.figures import Figure, Settings
+from bunkbed.budget import parse_bytes
+
+DIM = 64
+TARGET = 0.5
+STATE = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def rows_in_out(settings: Settings) -> list[Figure]:
+    """Throughput of both directions, and memory of an import."""
+    rows = settings.pick(3_000, 250_000, 1_000_000)
+    with common.workspace(settings.dir, rows * DIM * 4 * 16) as folder:
+        figures = _npy(folder, rows, settings)
+        figures += _parquet(folder, rows, settings)
+    given = ["--dir", str(settings.dir), "--seed", str(settings.seed)]
+    given += settings.pick(["--tiny"], ["--bytes", "256MiB", "--limit", "120MiB"], [])
+    return [*figures, measure(arguments(given))]
+
+
+def _npy(folder: Path, rows: int, settings: Settings) -> list[Figure]:
+    """Weights, of a table without state: the file's bytes are the records' bytes."""
+    values = np.random.default_rng(settings.seed).standard_normal((rows, DIM), dtype=np.float32)
+    source, target, plain = folder / "source.npy", folder / "ours.npy", folder / "plain.npy"
+    np.save(source, values)
+    with bb.create(folder / "out", dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram="256MiB") as table:
+        bb.import_rows(table, source)
+
+    def save() -> None:
+        np.save(plain, values)
+        _sync(plain)
+
+    def load() -> None:
+        np.load(source)
+
+    with bb.open(folder / "out", mode="r", ram="256MiB") as reader:
+        ours = _alone(lambda: bb.export_rows(reader, target), target)
+        times = _turns({turns.OURS: ours, "numpy.save": _alone(save, plain)}, settings)
+        bb.export_rows(reader, target)
+        assert target.read_bytes()[-values.nbytes :] == values.tobytes()
+        target.unlink()
+    figures = _figures("export to .npy", times, "numpy.save", values.nbytes)
+    made = folder / "in"
+
+    def bring_in() -> None:
+        with bb.create(made, dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram="256MiB") as table:
+            bb.import_rows(table, source)
+
+    sides = {turns.OURS: _alone(bring_in, made), "numpy.save": _alone(save, plain), "numpy.load": _alone(load, plain)}
+    return figures + _figures("import of .npy", _turns(sides, settings), "numpy.save", values.nbytes, "numpy.load")
+
+
+def _parquet(folder: Path, rows: int, settings: Settings) -> list[Figure]:
+    """Weights with Adam's state: ids and three columns of lists."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    rng = np.random.default_rng(settings.seed)
+    rows //= 3
+    values = [rng.random((rows, DIM), dtype=np.float32) for _ in STATE]
+    columns = [pa.array(np.arange(rows))]
+    columns += [pa.FixedSizeListArray.from_arrays(pa.array(one.reshape(-1)), DIM) for one in values]
+    content = pa.table(columns, names=["id", *STATE])
+    source, target, plain = folder / "source.parquet", folder / "ours.parquet", folder / "plain.parquet"
+    num_bytes = rows * (8 + 4 * DIM * len(STATE))
+    parquet.write_table(content, source, use_dictionary=False)
+
+    def save() -> None:
+        parquet.write_table(content, plain, use_dictionary=False)
+        _sync(plain)
+
+    def load() -> None:
+        parquet.read_table(source)
+
+    # Readers hold weights only.
+    with bb.create(folder / "state", dim=DIM, num_rows=rows, ram="256MiB") as table:
+        bb.import_rows(table, source)
+        table.commit()
+        ours = _alone(lambda: bb.export_rows(table, target, slots=STATE), target)
+        times = _turns({turns.OURS: ours, "pyarrow write": _alone(save, plain)}, settings)
+    figures = _figures("export to Parquet with Adam state", times, "pyarrow write", num_bytes)
+    made = folder / "state-in"
+
+    def bring_in() -> None:
+        with bb.create(made, dim=DIM, num_rows=rows, ram="256MiB") as table:
+            bb.import_rows(table, source)
+
+    sides = {turns.OURS: _alone(bring_in, made), "pyarrow write": _alone(save, plain)}
+    sides["pyarrow read"] = _alone(load, plain)
+    name = "import of Parquet with Adam state"
+    return figures + _figures(name, _turns(sides, settings), "pyarrow write", num_bytes, "pyarrow read")
+
+
+def _alone(call: Callable[[], Any], makes: Path) -> turns.Turn:
+    """A turn that times calls which make something; removing it is not timed."""
+
+    def turn(indices: Any) -> list[float]:
+        seconds = []
+        for _ in indices:
+            seconds.append(common.timed(call))
+            shutil.rmtree(makes, ignore_errors=True)
+            makes.unlink(missing_ok=True)
+        return seconds
+
+    return turn
+
+
+def _turns(sides: dict[str, turns.Turn], settings: Settings) -> turns.Times:
+    return turns.take(sides, 1, rounds=settings.pick(1, 5, 9), steps=1, warmup=settings.pick(0, 1, 1))
+
+
+def _figures(what: str, times: turns.Times, peer: str, num_bytes: int, *beside: str) -> list[Figure]:
+    note = f"{common.bb_bytes(num_bytes)}; {num_bytes / times.median(turns.OURS) / 1e6:,.0f} MB/s"
+    note += "".join(f", {side} {num_bytes / times.median(side) / 1e6:,.0f}" for side in (peer, *beside))
+    figures = [turns.ratio(times, peer, name=f"{what}, ratio {peer} / bunkbed", note=note, at_least=TARGET)]
+    figures += [turns.ratio(times, side, name=f"{what}, ratio {side} / bunkbed") for side in beside]
+    for figure in figures:
+        print(figure.line())
+    return figures
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+# ---- within a memory limit
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    options = common.parser(__doc__)
+    options.add_argument("--bytes", default="1GiB", help="size of the .npy file")
+    options.add_argument("--ram", default="48MiB", help="the table's budget; of 20 GB at least 400MiB")
+    options.add_argument("--limit", default="128MiB", help="the memory cgroup")
+    options.add_argument("--child", nargs=2, type=Path, metavar=("TABLE", "FILE"), help=argparse.SUPPRESS)
+    parsed = options.parse_args(given)
+    if parsed.tiny:
+        parsed.bytes, parsed.ram = "4MiB", "8MiB"
+    return parsed
+
+
+def child(options: argparse.Namespace) -> None:
+    """Imports inside the cgroup."""
+    path, file = options.child
+    rows = np.load(file, mmap_mode="r").shape[0]
+
+    def handle() -> dict[str, Any]:
+        with bb.create(path, dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram=options.ram) as table:
+            seconds = common.timed(lambda: bb.import_rows(table, file))
+            seconds += common.timed(table.commit)
+        return {"seconds": seconds}
+
+    common.serve(handle)
+
+
+def measure(options: argparse.Namespace) -> Figure:
+    """Writes a file, imports it in a child inside the memory limit, and compares what came in."""
+    num_bytes = parse_bytes(options.bytes)
+    rows, chunk = num_bytes // (DIM * 4), 50_000
+    with common.workspace(options.dir, int(num_bytes * 2.5)) as folder:
+        print(common.machine(folder))
+        file = folder / "rows.npy"
+        block = np.random.default_rng(options.seed).standard_normal((chunk, DIM), dtype=np.float32)
+        with file.open("wb") as out:
+            np.lib.format.write_array_header_2_0(out, {"descr": "<f4", "fortran_order": False, "shape": (rows, DIM)})
+            for begin in range(0, rows, chunk):
+                block[:, 0] = begin
+                out.write(block[: min(chunk, rows - begin)].data)
+        common.forget_pages(folder)
+        command = ["-m", "benchmarks.rows_in_out", "--child", str(folder / "table"), str(file), "--ram", options.ram]
+        why_not = common.MemoryLimit.why_not()
+        note = f"ram={options.ram!r}"
+        peak = None
+        if why_not:
+            if not options.tiny:
+                return Figure("peak of an import of .npy within a memory limit", None, note=why_not)
+            answer = _ask(common.Child(command))
+        else:
+            with common.MemoryLimit(parse_bytes(options.limit)) as limit:
+                answer = _ask(common.Child(command, limit))
+                peak = limit.peak_bytes()
+        with bb.open(folder / "table", mode="r", ram="1GiB") as table:
+            seen = np.arange(0, rows, max(1, rows // 997))
+            np.testing.assert_array_equal(table.lookup(seen), np.load(file, mmap_mode="r")[seen])
+    size = common.bb_bytes(num_bytes)
+    print(f"{size} imported and committed in {answer['seconds']:.1f} s, {note}, cgroup {options.limit}")
+    rate = num_bytes / answer["seconds"] / common.MIB
+    return Figure(
+        f"import of a .npy of {size} inside a memory cgroup of {options.limit}",
+        rate,
+        "MiB/s",
+        note=note if peak is None else f"{note}; peak {common.bb_bytes(peak)}, page cache included",
+    )
+
+
+def _ask(process: common.Child) -> dict[str, Any]:
+    try:
+        return process.ask()
+    finally:
+        process.close()
+
+
+def main() -> None:
+    options = arguments()
+    if options.child:
+        return child(options)
+    figure = measure(options)
+    print(figure.line())
+    if figure.value is None:
+        sys.exit("no figure without a memory limit")
+    return None
+
+
+if __name__ == "__main__":
+    main()
