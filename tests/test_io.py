@@ -121,6 +121,32 @@ def test_npy_of_rows_in_order_is_written_as_it_is_read(tmp_path: Path, monkeypat
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), rows)
 
 
+def test_npy_of_rows_in_order_some_of_which_were_trained_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their newest records lie at the end of the log, after their regions were written."""
+    monkeypatch.setattr(dense, "_REGION_BYTES", 2000)
+    monkeypatch.setattr(dense, "_SCAN_BYTES", 1000)
+    monkeypatch.setattr(dense, "_LEAST_ROWS", 7)
+    rows = np.random.default_rng(1).standard_normal((9000, 6)).astype(np.float32)
+    np.save(tmp_path / "in.npy", rows)
+    with bb.create(tmp_path / "t", dim=6, num_rows=9010, ram="1MiB") as table:
+        bb.import_rows(table, tmp_path / "in.npy")
+        table.commit()
+        for ids in ([8000, 3, 4000, 77], [4001, 8001]):
+            table.update(ids, np.ones((len(ids), 6), np.float32))
+        table.commit()
+        aside: list[int] = []
+        complete = dense._Filling._complete
+
+        def spy(filling: Any, region: int) -> None:
+            aside.append(region in filling._written)
+            complete(filling, region)
+
+        monkeypatch.setattr(dense._Filling, "_complete", spy)
+        bb.export_rows(table, tmp_path / "out.npy")
+        np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), table.lookup(np.arange(9010)))
+        assert any(aside), "no region was written before it was complete: the test tests nothing"
+
+
 def test_a_sharded_table_goes_out_and_in(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     with (
@@ -251,6 +277,29 @@ def test_values_beyond_16_bits_and_negative_squares_are_refused(other: bb.Table,
     safetensors_numpy.save_file({"weight": rows, "exp_avg_sq": squares}, tmp_path / "rows.safetensors")
     with pytest.raises(ValueError, match=r"exp_avg_sq of row 0 \(id 0\), element 5, is -.*, a sum of squares below 0"):
         bb.import_rows(other, tmp_path / "rows.safetensors")
+    assert len(other) == 0
+
+
+def test_tensors_that_do_not_fit_each_other_or_the_file_are_refused(other: bb.Table, tmp_path: Path) -> None:
+    file, rows = tmp_path / "rows.safetensors", np.ones((3, 6), np.float32)
+    safetensors_numpy.save_file({"weight": rows, "exp_avg": rows[:2]}, file)
+    with pytest.raises(ValueError, match="exp_avg has 2 rows, weight has 3"):
+        bb.import_rows(other, file)
+    safetensors_numpy.save_file({"weight": rows, "id": np.arange(2)}, file)
+    with pytest.raises(TypeError, match=r"id must be I64\[3\], got I64\[2\]"):
+        bb.import_rows(other, file)
+    safetensors_numpy.save_file({"weight": rows}, file)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="tensor 'weight' lies outside the file"):
+        bb.import_rows(other, file)
+    assert len(other) == 0
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_said(other: bb.Table, tmp_path: Path) -> None:
+    file = tmp_path / "rows.npy"
+    np.save(file, np.ones((300, 6), np.float32))
+    with pytest.raises(ValueError, match=r"rows.npy ends after \d+ bytes, in the middle of its rows"):
+        bb.import_rows(other, file, chunk=100, checking=lambda *at: os.truncate(file, 4000))
     assert len(other) == 0
 
 

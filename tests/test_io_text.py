@@ -81,6 +81,9 @@ def test_files_of_the_original_tools(other: bb.Table, tmp_path: Path) -> None:
         (tmp_path / "c.bin").write_bytes(b"3 8\n" + b"".join(part + end for part in parts))
         bb.import_rows(other, tmp_path / "c.bin", format="word2vec-binary", ids=[5, 6, 7])
         np.testing.assert_array_equal(other.lookup([5, 6, 7]), rows)
+        vocab = tmp_path / f"words-{len(end)}"
+        bb.import_rows(other, tmp_path / "c.bin", format="word2vec-binary", vocab=vocab)
+        assert vocab.read_text() == "a\nb\nc\n"
     (tmp_path / "c.vec").write_text(text + "\n")
     bb.import_rows(other, tmp_path / "c.vec", ids=[1, 2, 3])
     np.testing.assert_array_equal(other.lookup([1, 2, 3]), rows)

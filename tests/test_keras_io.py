@@ -79,6 +79,13 @@ def test_tensorflow_restores_what_we_export(table: bb.Table, empty: bb.Table, tm
         bb.export_rows(table, tmp_path / "rows.index")
 
 
+def test_one_of_two_files_that_appears_meanwhile_stops_both(table: bb.Table, tmp_path: Path) -> None:
+    index = tmp_path / "rows.index"
+    with pytest.raises(FileExistsError, match=r"rows.index exists already"):
+        bb.export_rows(table, index, progress=lambda *at: index.write_bytes(b"theirs"))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.index"] and index.read_bytes() == b"theirs"
+
+
 def test_a_checkpoint_of_tensorflow_comes_in_by_name(empty: bb.Table, tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((2, 40, 5)).astype(np.float32)
     half = tf.cast(tf.constant(values[0]), tf.bfloat16)

@@ -29,6 +29,8 @@ from bunkbed.table import Table
 _REGION_BYTES = 16 << 20
 _MAX_REGIONS = 4096
 _LEAST_ROWS = 256
+#: Bytes of what is scanned at once.
+_SCAN_BYTES = 1 << 20
 
 
 class Rows(Protocol):
@@ -79,7 +81,9 @@ def fill(table: Table, slot: str, length: int, out: Rows, scratch: Path, report:
     assert table.num_rows is not None
     rows = max(_LEAST_ROWS, _REGION_BYTES // (4 * length), -(-table.num_rows // _MAX_REGIONS))
     with ThreadPoolExecutor(1, "bunkbed-export") as writer:
-        _Filling(table, slot, length, out, scratch, report, rows, writer).run(max(256, (1 << 20) // (4 * length)))
+        _Filling(table, slot, length, out, scratch, report, rows, writer).run(
+            max(_LEAST_ROWS, _SCAN_BYTES // (4 * length))
+        )
 
 
 class _Filling:
