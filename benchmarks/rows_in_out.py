@@ -4,8 +4,8 @@ All sides end with their bytes synced to the disk. Exports read the table from i
 peers have the rows in RAM; imports read a file that is in the page cache, check it, and end with a commit. A peer's
 reading alone, into RAM, stands beside them without a target.
 
-``python -m benchmarks.rows_in_out --bytes 20GB --limit 512MiB`` imports a ``.npy`` file of any size inside a memory
-cgroup, by the command line's own path: `bb.create`, `bb.import_rows`, `close`.
+``python -m benchmarks.rows_in_out --bytes 20GB --ram 384MiB --limit 512MiB`` imports a ``.npy`` file of any size inside
+a memory cgroup, by the command line's own path: `bb.create`, `bb.import_rows`, a commit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATE = ("weight", "exp_avg", "exp_avg_sq")
 
 def rows_in_out(settings: Settings) -> list[Figure]:
     """Throughput of both directions, and memory of an import."""
-    rows = settings.pick(3_000, 250_000, 1_000_000)
+    rows = settings.pick(3_000, 500_000, 1_000_000)
     with common.workspace(settings.dir, rows * DIM * 4 * 16) as folder:
         figures = _npy(folder, rows, settings)
         figures += _parquet(folder, rows, settings)
@@ -129,7 +129,7 @@ def _alone(call: Callable[[], Any], makes: Path) -> turns.Turn:
 
 
 def _turns(sides: dict[str, turns.Turn], settings: Settings) -> turns.Times:
-    return turns.take(sides, 1, rounds=settings.pick(1, 5, 9), steps=1, warmup=settings.pick(0, 1, 1))
+    return turns.take(sides, 1, rounds=settings.pick(1, 3, 5), steps=1, warmup=settings.pick(0, 1, 1))
 
 
 def _figures(what: str, times: turns.Times, peer: str, num_bytes: int, *beside: str) -> list[Figure]:
@@ -153,7 +153,8 @@ def _sync(path: Path) -> None:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     options = common.parser(__doc__)
     options.add_argument("--bytes", default="1GiB", help="size of the .npy file")
-    options.add_argument("--ram", default="48MiB", help="the table's budget; of 20 GB at least 400MiB")
+    options.add_argument("--ram", default="48MiB", help="the table's budget; its directory grows with the rows")
+    options.add_argument("--dim", type=int, default=256, help="numbers of a row")
     options.add_argument("--limit", default="128MiB", help="the memory cgroup")
     options.add_argument("--child", nargs=2, type=Path, metavar=("TABLE", "FILE"), help=argparse.SUPPRESS)
     parsed = options.parse_args(given)
@@ -165,10 +166,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def child(options: argparse.Namespace) -> None:
     """Imports inside the cgroup."""
     path, file = options.child
-    rows = np.load(file, mmap_mode="r").shape[0]
+    rows, dim = np.load(file, mmap_mode="r").shape
 
     def handle() -> dict[str, Any]:
-        with bb.create(path, dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram=options.ram) as table:
+        with bb.create(path, dim=dim, num_rows=rows, optimizer=bb.SGD(), ram=options.ram) as table:
             seconds = common.timed(lambda: bb.import_rows(table, file))
             seconds += common.timed(table.commit)
         return {"seconds": seconds}
@@ -179,13 +180,15 @@ def child(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> Figure:
     """Writes a file, imports it in a child inside the memory limit, and compares what came in."""
     num_bytes = parse_bytes(options.bytes)
-    rows, chunk = num_bytes // (DIM * 4), 50_000
+    rows, chunk = num_bytes // (options.dim * 4), 10_000
     with common.workspace(options.dir, int(num_bytes * 2.5)) as folder:
         print(common.machine(folder))
         file = folder / "rows.npy"
-        block = np.random.default_rng(options.seed).standard_normal((chunk, DIM), dtype=np.float32)
+        block = np.random.default_rng(options.seed).standard_normal((chunk, options.dim), dtype=np.float32)
         with file.open("wb") as out:
-            np.lib.format.write_array_header_2_0(out, {"descr": "<f4", "fortran_order": False, "shape": (rows, DIM)})
+            np.lib.format.write_array_header_2_0(
+                out, {"descr": "<f4", "fortran_order": False, "shape": (rows, options.dim)}
+            )
             for begin in range(0, rows, chunk):
                 block[:, 0] = begin
                 out.write(block[: min(chunk, rows - begin)].data)
@@ -209,7 +212,7 @@ def measure(options: argparse.Namespace) -> Figure:
     print(f"{size} imported and committed in {answer['seconds']:.1f} s, {note}, cgroup {options.limit}")
     rate = num_bytes / answer["seconds"] / common.MIB
     return Figure(
-        f"import of a .npy of {size} inside a memory cgroup of {options.limit}",
+        f"import of a .npy of {size}, {options.dim} numbers a row, inside a memory cgroup of {options.limit}",
         rate,
         "MiB/s",
         note=note if peak is None else f"{note}; peak {common.bb_bytes(peak)}, page cache included",
