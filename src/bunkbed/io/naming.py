@@ -30,6 +30,7 @@ class Naming:
     def __init__(self, table: Table, path: Path, rows: int, ids: Any, column: bool, vocab: Path | None) -> None:
         self._table = table
         self._path = path
+        self._rows = rows
         self._given = None if ids is None else as_ids(ids, table=f"table '{table.name}'").reshape(-1)
         if self._given is not None and self._given.size != rows:
             raise ValueError(f"{path} holds {rows} rows, ids names {self._given.size}")
@@ -45,12 +46,17 @@ class Naming:
         """Ids of the rows ``begin .. begin + count`` of the file, all of them in the table.
 
         Raises:
-            IndexError: an id outside the table. ValueError: a word that is no id, or not in the vocabulary, or one that
-            stands twice in a new one. Each names the first and its place.
+            IndexError: an id outside the table. ValueError: more rows by position than the table has, a word that is no
+            id, or not in the vocabulary, or one that stands twice in a new one. Each names the first and its place.
         """
         if self._given is not None:
             ids = self._given[begin : begin + count]
         elif keys is None:
+            if self._table.num_rows is not None and self._rows > self._table.num_rows:
+                raise ValueError(
+                    f"{self._path} holds {self._rows} rows, table '{self._table.name}' has {self._table.num_rows}; "
+                    "nothing was changed"
+                )
             ids = np.arange(begin, begin + count)
         elif isinstance(keys, np.ndarray):
             ids = as_ids(keys, table=str(self._path))
