@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def build(clang: str, folder_: Path) -> str | None:
     return None
 
 
+_seeding = threading.Lock()  # when checkpoints are taken is set for the whole process
+
+
 def seeds(target: str, path: Path) -> None:
     """What tables of several kinds hold, as the target takes it."""
     path.mkdir(parents=True)
@@ -87,7 +91,8 @@ def seeds(target: str, path: Path) -> None:
 def fuzz(target: str, binary: Path, runs: int, longest: int, seconds: float, seed: int) -> Result:
     result = Result(f"fuzz executions without a crash: {target}")
     with folder() as root:
-        seeds(target, root / "seeds")
+        with _seeding:
+            seeds(target, root / "seeds")
         (root / "found").mkdir()
         limits = [
             f"-runs={runs}",
