@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from bunkbed.torch.device import rows, tier, transfer
+from bunkbed.torch.device.link import Link
 from device_deferred import DeferredLink, WatchedRecords
 from device_setup import NUM_ROWS, batches, bt, cache_of, contents, make_layer, most_rows, torch, train
 from test_device_schedules import ACTIONS, run
@@ -120,3 +122,43 @@ def test_memory_is_given_back_after_the_copies_into_it(deferred: list[DeferredLi
         layer.table.close()
     assert link.pending == 0
     layer.table.close()
+
+
+class Stream:
+    """Stands for a device's stream: notes which events it waits for, and records its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waited: list[str] = []
+        self.wait_event = self.waited.append
+
+    def record_event(self) -> str:
+        return self.name
+
+
+class Streams:
+    """Stands for a device's module."""
+
+    def __init__(self) -> None:
+        self.current = Stream("")
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def stream(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def test_a_copy_waits_for_uses_on_every_stream() -> None:
+    """Threads train and commit on streams of their own."""
+    link, streams, copies = Link(torch.device("cpu")), Streams(), Stream("copies")
+    link._module, link._stream = streams, copies
+    for name in ("training", "commit"):
+        streams.current = Stream(name)
+        link.used()
+    link.used()
+    with link.copying():
+        assert copies.waited == ["training", "commit"]

@@ -34,13 +34,14 @@ class Link:
         self.delay = delay
         self._module: Any = torch.get_device_module(device) if device.type in _WITH_STREAMS else None
         self._stream: Any = None if self._module is None else self._module.Stream(device)
-        self._used: Any = None
+        self._used: dict[Any, Any] = {}  # by stream: threads may train and commit on streams of their own
         self._copied: Any = None
 
     def used(self) -> None:
-        """What was issued so far to the stream of the model used frames: copies begun later wait for it."""
+        """What was issued so far to the present stream used frames: copies begun later wait for it."""
         if self._module is not None:
-            self._used = self._module.current_stream(self.device).record_event()
+            stream = self._module.current_stream(self.device)
+            self._used[stream] = stream.record_event()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -49,8 +50,8 @@ class Link:
             yield
             return
         with self._module.device(self.device), self._module.stream(self._stream):
-            if self._used is not None:
-                self._stream.wait_event(self._used)
+            for event in list(self._used.values()):
+                self._stream.wait_event(event)
             yield
             self._copied = self._stream.record_event()
 
