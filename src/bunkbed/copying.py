@@ -14,7 +14,7 @@ from bunkbed.budget import parse_bytes
 from bunkbed.copy_run import copy_run, rewrite_run
 from bunkbed.rewriting import Rewritten, rewrite_rows, rewritten_spec
 from bunkbed.run_files import RunFiles, sync_directory
-from bunkbed.table import DTYPES
+from bunkbed.table_facts import DTYPES
 
 #: (done, in all), a few times a second: bytes of files, or rows where rows are rewritten.
 Progress = Callable[[int, int], None]

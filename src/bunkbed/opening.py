@@ -19,7 +19,8 @@ from bunkbed import optim as _optim
 from bunkbed.budget import Budget, parse_bytes
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
 from bunkbed.run_files import RunFiles
-from bunkbed.table import DTYPES, Table
+from bunkbed.table import Table
+from bunkbed.table_facts import DTYPES
 from bunkbed.uncommitted import warn_when_it_goes
 
 DEFAULT_RAM = "1GiB"

@@ -165,6 +165,15 @@ def sync_directory(path: Path) -> None:
     _native.sync_directory(str(path))
 
 
+def sync_file(path: Path) -> None:
+    """Make the bytes of a file that is written durable; of a directory its names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """A new file whose bytes are durable; its name is, once the directory is synced."""
     _native.write_file(str(path), data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,19 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
-from bunkbed import init as _init
-from bunkbed import optim as _optim
 from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_out, as_rows, describe
 from bunkbed.budget import Budget
 from bunkbed.explain import Explanation, explain
 from bunkbed.machine import Machine, remembered
 from bunkbed.table_commits import TableCommits
+from bunkbed.table_facts import TableFacts
 from bunkbed.topk import topk
 from bunkbed.uncommitted import warn_when_it_goes
 
-DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("sum", "mean", "sqrtn", "none")
-_INIT_KINDS = ("zeros", "normal", "uniform")
 _NOTHING_ABOVE = nullcontext()
 
 
@@ -48,7 +44,7 @@ class Above(Protocol):
         """Its counters, for `Table.stats`."""
 
 
-class Table(TableCommits):
+class Table(TableFacts, TableCommits):
     """An embedding table: rows of `dim` weights and their optimizer state, in RAM and, with a path, on disk.
 
     Made by `bunkbed.create` and `bunkbed.open`.
@@ -90,124 +86,13 @@ class Table(TableCommits):
         self._opened_s = time.monotonic()
         self._fields = {name: (index, length) for index, (name, length) in enumerate(native.fields())}
 
-    # ---- What the table is
-
-    @property
-    def name(self) -> str:
-        """The last part of its path; ``"table"`` in RAM."""
-        return self._name
-
-    @property
-    def path(self) -> Path | None:
-        """Its directory; None in RAM."""
-        return self._path
-
-    @property
-    def mode(self) -> Literal["w", "r"]:
-        """``"w"``: this process writes it; ``"r"``: a reader."""
-        return self._mode
-
-    @property
-    def dim(self) -> int:
-        """Weights of a row."""
-        return self._dim
-
-    @property
-    def num_rows(self) -> int | None:
-        """Ids lie in ``[0, num_rows)``; None: any non-negative int64."""
-        rows = int(self._spec.num_rows)
-        return None if rows < 0 else rows
-
-    @property
-    def dtype(self) -> str:
-        """Storage type of the weights: float32, bfloat16 or float16; of the state: `optimizer.state_dtype`."""
-        return DTYPES[self._spec.dtype]
-
-    @property
-    def init(self) -> _init.Initializer:
-        """The initialiser of untouched rows."""
-        return _init.from_native(_INIT_KINDS[self._spec.init_kind], self._spec.init_a, self._spec.init_b)
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initialiser and of stochastic rounding."""
-        return int(self._spec.seed)
-
-    @property
-    def durability(self) -> Literal["durable", "scratch"]:
-        """``"scratch"``: a table to throw away, of which nothing is kept; see `bunkbed.create`."""
-        return "scratch" if self._spec.is_scratch else "durable"
-
-    @property
-    def optimizer(self) -> _optim.Optimizer:
-        """The optimizer. Assigning one of the same class changes lr, betas, eps and weight decay from now on.
-
-        Raises:
-            ValueError: on assignment, an optimizer with other slots or state dtype.
-        """
-        return _optim.from_native(self._native.optimizer())
-
-    @optimizer.setter
-    def optimizer(self, value: _optim.Optimizer) -> None:
-        _optim.check_same_slots(self._name, self.optimizer, _optim.require_optimizer(value))
-        self._native.set_optimizer(value.native())
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """Names of the per-row optimizer arrays; ``"weight"`` is not among them."""
-        return tuple(name for name in self._fields if name != "weight")
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps accepted so far; one for each `update`, however many ids it held."""
-        return int(self._native.step())
-
-    @property
-    def epoch(self) -> int:
-        """Number of the last commit; 0 when the table was just created."""
-        return int(self._native.epoch())
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """What the last `commit` was given as `meta`."""
-        value: dict[str, Any] = json.loads(self._native.meta())
-        return value
-
-    @property
-    def uuid(self) -> str:
-        """Identity of the table as 32 hexadecimal digits; a copy of its directory has the same."""
-        return bytes(self._native.uuid()).hex()
-
-    @property
-    def run(self) -> Any:
-        """The `bunkbed.Run` that commits this table with others, if it belongs to one; else None."""
-        return self._run
-
-    @property
-    def closed(self) -> bool:
-        """True once closed."""
-        return self._closed
-
-    @property
-    def is_dirty(self) -> bool:
-        """True when rows were updated or set since the last commit."""
-        return bool(self._native.is_changed())
-
-    @property
-    def ram_bytes(self) -> int:
-        """The RAM budget in bytes; 0: without bound."""
-        return self._ram_bytes
+    # ---- What it holds
 
     @property
     def nbytes(self) -> int:
         """Bytes of all records (weights and optimizer state): of `num_rows` rows, or of the stored ones."""
         rows = self.num_rows
         return self.record_bytes * (len(self) if rows is None else rows)
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of a row's weights and optimizer state, as they are stored."""
-        return int(self._native.payload_bytes())
 
     def __len__(self) -> int:
         """Rows stored: those updated or set at least once."""
@@ -216,16 +101,6 @@ class Table(TableCommits):
 
     def __bool__(self) -> bool:
         return True
-
-    def __repr__(self) -> str:
-        where = "in RAM" if self._path is None else f"at {self._path}"
-        if self._closed:
-            return f"<bunkbed.Table '{self._name}' {where}, closed>"
-        rows = "any id" if self.num_rows is None else f"{self.num_rows} rows"
-        return (
-            f"<bunkbed.Table '{self._name}' {where}: {rows} x {self.dim} {self.dtype}, "
-            f"{type(self.optimizer).__name__}, step {self.step}, epoch {self.epoch}>"
-        )
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the table was opened, and its memory now.

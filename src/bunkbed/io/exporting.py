@@ -22,7 +22,7 @@ from bunkbed.arguments import Floats, Ids
 from bunkbed.io.formats import FORMATS, Format, format_of
 from bunkbed.io.naming import read_vocabulary
 from bunkbed.io.source import Progress, chunk_rows, slot_length
-from bunkbed.run_files import sync_directory
+from bunkbed.run_files import sync_directory, sync_file
 from bunkbed.table import Table
 
 
@@ -169,7 +169,7 @@ def _write(chosen: Format, writing: Writing, overwrite: bool) -> int:
         made = sorted(writing.out.iterdir())
         for path in made:
             for file in [path, *path.rglob("*")]:
-                _sync(file)
+                sync_file(file)
         for path in made:  # all of them, before the first is there
             _require_free(target.parent / path.name, overwrite)
         for path in made:  # the index of a checkpoint comes last
@@ -212,14 +212,6 @@ def _lock(folder: Path, target: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise OSError(errno.EBUSY, "another export to it is under way", str(target)) from None
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
         os.close(descriptor)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from bunkbed.io.dense import fill
 from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, widened
+from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, the_array_meant, widened
 
 _INSTALL = "h5py"
 _WEIGHTS = "model.weights.h5"
@@ -128,16 +128,7 @@ def _named(reading: Reading, shapes: dict[str, Any]) -> str:
         if len(shape) == 2 and "float" in kind and name[:10] != "optimizer/"
     ]
     listed = ", ".join(f"{name} {list(shapes[name][0])}" for name in tables) or "none"
-    if reading.name is not None:
-        fits = [name for name in shapes if name == reading.name or name.endswith(f"/{reading.name}")]
-        fits = [reading.name] if reading.name in fits else fits
-        if len(fits) == 1:
-            return fits[0]
-        what = f"several arrays {reading.name!r}: {', '.join(fits)}" if fits else f"no array {reading.name!r}"
-        raise ValueError(f"{reading.path} has {what}; its matrices are: {listed}")
-    if len(tables) != 1:
-        raise ValueError(f"{reading.path} has {len(tables)} matrices, say which one with name=: {listed}")
-    return tables[0]
+    return the_array_meant(reading, shapes, tables, listed, separator="/", what="array")
 
 
 def _optimizer_of(path: Path) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,32 @@ def slot_length(table: Table, slot: str) -> int:
         ValueError: no such slot; lists those there are.
     """
     return table._field(slot)[1]
+
+
+def the_array_meant(
+    reading: Reading, names: Collection[str], matrices: Collection[str], listed: str, *, separator: str, what: str
+) -> str:
+    """Of the arrays of a checkpoint the one that `Reading.name` names, by its end too, or the only matrix.
+
+    Args:
+        names: of all arrays. matrices: of those that may be rows.
+        listed: the matrices, for people.
+        separator: between the parts of a name.
+        what: an array is called in this format.
+
+    Raises:
+        ValueError: there is none, or several; lists the matrices.
+    """
+    if reading.name is not None:
+        fits = [name for name in names if name == reading.name or name.endswith(separator + reading.name)]
+        fits = [reading.name] if reading.name in fits else fits
+        if len(fits) == 1:
+            return fits[0]
+        problem = f"several {what}s {reading.name!r}: {', '.join(fits)}" if fits else f"no {what} {reading.name!r}"
+        raise ValueError(f"{reading.path} has {problem}; its matrices are: {listed}")
+    if len(matrices) != 1:
+        raise ValueError(f"{reading.path} has {len(matrices)} matrices, say which one with name=: {listed}")
+    return next(iter(matrices))
 
 
 def check_rows(where: str, shape: Sequence[int], dtype: str, length: int) -> None:

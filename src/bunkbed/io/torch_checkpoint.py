@@ -12,7 +12,7 @@ from typing import Any
 
 from bunkbed.io.dense import FileRows, fill
 from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, need
+from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, the_array_meant
 from bunkbed.optim import Adagrad, Adam
 
 _INSTALL = '"bunkbed[torch]"'
@@ -83,16 +83,7 @@ def _named(reading: Reading, tensors: dict[str, Any]) -> str:
     """The one tensor that is meant."""
     matrices = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 2 and tensor.is_floating_point()}
     listed = ", ".join(f"{name} [{tensor.shape[0]}, {tensor.shape[1]}]" for name, tensor in matrices.items()) or "none"
-    if reading.name is not None:
-        fits = [name for name in tensors if name == reading.name or name.endswith(f".{reading.name}")]
-        fits = [reading.name] if reading.name in fits else fits
-        if len(fits) == 1:
-            return fits[0]
-        what = f"several tensors {reading.name!r}: {', '.join(fits)}" if fits else f"no tensor {reading.name!r}"
-        raise ValueError(f"{reading.path} has {what}; its matrices are: {listed}")
-    if len(matrices) != 1:
-        raise ValueError(f"{reading.path} has {len(matrices)} matrices, say which one with name=: {listed}")
-    return next(iter(matrices))
+    return the_array_meant(reading, tensors, matrices, listed, separator=".", what="tensor")
 
 
 def _state_of(

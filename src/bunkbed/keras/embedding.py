@@ -22,7 +22,7 @@ from bunkbed.keras.places import current_path
 from bunkbed.keras.rows_layer import COMBINERS
 from bunkbed.keras.shared import TableArguments, shared_of, shared_of_table
 from bunkbed.layer_table import require_alone, require_same
-from bunkbed.table import DTYPES
+from bunkbed.table_facts import DTYPES
 
 if IS_TORCH:
     from bunkbed.keras.torch_backend import (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bunkbed.run_files import sync_directory, sync_file
 from bunkbed.train.data import Candidates, Dataset, Interactions
 from bunkbed.train.vocab import DataError, Int64Array, Vocab
 
@@ -142,14 +143,6 @@ def _replace_file(path: Path, content: bytes) -> None:
 
 
 def _make_durable(temporary: Path, path: Path) -> None:
-    _sync(temporary)
+    sync_file(temporary)
     temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_directory(path.parent)
