@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from bunkbed.cli.compare_command import compare
 from bunkbed.cli.copy_command import copy
 from bunkbed.cli.demo_command import demo
 from bunkbed.cli.inspect_commands import check, info, snapshots
@@ -52,6 +53,7 @@ app.command("demo", rich_help_panel=_LEARN)(demo)
 app.command("train", rich_help_panel=_LEARN)(train)
 app.command("eval", rich_help_panel=_LEARN)(evaluate)
 app.command("recommend", rich_help_panel=_LEARN)(recommend)
+app.command("compare", rich_help_panel=_LEARN)(compare)
 app.command("plan", rich_help_panel=_LOOK)(plan)
 app.command("info", rich_help_panel=_LOOK)(info)
 app.command("check", rich_help_panel=_LOOK)(check)

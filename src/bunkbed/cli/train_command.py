@@ -41,12 +41,14 @@ from bunkbed.cli.train_options import (
     OPTIMIZER_DEFAULT,
     RANKING_DEFAULT,
     RUN,
+    SAMPLING_DEFAULT,
     FileLayout,
     Loss,
     Model,
     OptimizerName,
     Ranking,
     RowType,
+    Sampling,
     option,
 )
 from bunkbed.train.config import TrainConfig
@@ -81,11 +83,20 @@ def train(
         Path | None,
         option(DATA, "What each held-out item competes with: '(user,item) item ...'.", metavar="FILE"),
     ] = None,
-    model: Annotated[Model, option(MODEL, "Dot product (mf) or weighted product (gmf).")] = MODEL_DEFAULT,
+    model: Annotated[
+        Model,
+        option(
+            MODEL,
+            "Dot product (mf), weighted (gmf), that and a perceptron (neumf), or one a side (two-tower).",
+        ),
+    ] = MODEL_DEFAULT,
+    layers: Annotated[
+        str, option(MODEL, "Widths of a perceptron's hidden layers; default: chosen by --dim.", metavar="N,N")
+    ] = DEFAULTS.layers,
     dim: Annotated[int, option(MODEL, "Numbers per row.")] = DEFAULTS.dim,
     bias: Annotated[bool, option(MODEL, "Learn an item bias.", "--bias/--no-bias")] = DEFAULTS.bias,
     init_std: Annotated[float, option(MODEL, "Standard deviation of initial rows.")] = DEFAULTS.init_std,
-    loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr) or pointwise (bce).")] = LOSS_DEFAULT,
+    loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr), pointwise (bce) or sampled softmax.")] = LOSS_DEFAULT,
     optimizer: Annotated[OptimizerName, option(LEARNING, "Optimizer of the tables.")] = OPTIMIZER_DEFAULT,
     dtype: Annotated[
         RowType, option(MODEL, "Stored weights; 16 bits with stochastic rounding and float32 sums.")
@@ -96,6 +107,9 @@ def train(
     epochs: Annotated[int, option(LEARNING, "Passes over the pairs.")] = DEFAULTS.epochs,
     batch_size: Annotated[int, option(LEARNING, "Positive pairs per step.")] = DEFAULTS.batch_size,
     negatives: Annotated[int, option(LEARNING, "Sampled negatives per pair.")] = DEFAULTS.negatives,
+    sampling: Annotated[
+        Sampling, option(LEARNING, "Negatives drawn evenly, or as often as they are popular.")
+    ] = SAMPLING_DEFAULT,
     share_negatives: Annotated[
         bool,
         option(
@@ -243,6 +257,7 @@ def _fit(
 ) -> int:
     from bunkbed.train.display import open_display
     from bunkbed.train.plots import plot_run
+    from bunkbed.train.results import save_test
 
     source = Path(data.train.source).name
     name = f"{config.model}, {config.loss}, dim {config.dim}, {config.optimizer}"
@@ -268,6 +283,7 @@ def _fit(
     if not outcome.interrupted and (data.test is not None or data.candidates is not None):
         with console.status("ranking the test items"):
             result = judge(folder, config, data)
+        save_test(folder, result, step=outcome.step)
     if as_json:
         test = None if result is None else asdict(result)
         print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), "test": test})

@@ -72,6 +72,7 @@ class EpochReport:
         eval_seconds: wall time of the evaluation.
         stall_s: of `seconds`, how long steps waited for reads.
         device_hit_rate: as in `StepReport`, over the epoch's steps in this session.
+        samples_per_s: positive pairs a second of those steps.
     """
 
     epoch: int
@@ -91,6 +92,7 @@ class EpochReport:
     eval_seconds: float = 0.0
     stall_s: float = 0.0
     device_hit_rate: float | None = None
+    samples_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
