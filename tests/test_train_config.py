@@ -14,7 +14,7 @@ from bunkbed.train.config import TrainConfig
         ({"sampling": "zipf"}, ValueError, "option sampling must be one of uniform, popularity, got 'zipf'"),
         ({"layers": "8"}, ValueError, "option layers='8' needs model neumf or two-tower, got model 'mf'"),
         ({"model": "neumf", "layers": "8,x"}, ValueError, "option layers must be whole numbers .*, got '8,x'"),
-        ({"model": "neumf", "layers": "8,0"}, ValueError, "option layers must be at least 1 each, got 0"),
+        ({"model": "neumf", "layers": "8,0"}, ValueError, "option layers must be at least 1, got 0"),
         (
             {"optimizer": "lamb"},
             ValueError,

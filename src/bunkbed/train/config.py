@@ -58,6 +58,19 @@ _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
 
+def _whole_numbers(name: str, text: str, *, such_as: str) -> tuple[int, ...]:
+    """The numbers of an option that lists them, each at least 1."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except (AttributeError, ValueError):
+        raise ValueError(
+            f'option {name} must be whole numbers between commas such as "{such_as}", got {text!r}'
+        ) from None
+    if min(numbers) < 1:
+        raise ValueError(f"option {name} must be at least 1, got {min(numbers)}")
+    return numbers
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
@@ -249,15 +262,7 @@ class TrainConfig:
             return tuple(max(1, width) for width in chosen.get(self.model, ()))
         if self.model not in ("neumf", "two-tower"):
             raise ValueError(f"option layers={self.layers!r} needs model neumf or two-tower, got model {self.model!r}")
-        try:
-            widths = tuple(int(part) for part in self.layers.split(","))
-        except (AttributeError, ValueError):
-            raise ValueError(
-                f'option layers must be whole numbers between commas such as "64,32", got {self.layers!r}'
-            ) from None
-        if min(widths) < 1:
-            raise ValueError(f"option layers must be at least 1 each, got {min(widths)}")
-        return widths
+        return _whole_numbers("layers", self.layers, such_as="64,32")
 
     @property
     def row_dim(self) -> int:
@@ -267,14 +272,7 @@ class TrainConfig:
     @property
     def cutoffs(self) -> tuple[int, ...]:
         """`ks` as numbers, ascending, with the cut-off of `metric`."""
-        try:
-            ks = {int(part) for part in self.ks.split(",")}
-        except (AttributeError, ValueError):
-            raise ValueError(
-                f'option ks must be whole numbers between commas such as "10,20", got {self.ks!r}'
-            ) from None
-        if min(ks) < 1:
-            raise ValueError(f"option ks must be at least 1, got {min(ks)}")
+        ks = set(_whole_numbers("ks", self.ks, such_as="10,20"))
         if "@" in self.metric:
             ks.add(int(self.metric.partition("@")[2]))
         return tuple(sorted(ks))
