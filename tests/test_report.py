@@ -159,6 +159,8 @@ def test_a_training_before_its_first_commit(tmp_path: Path) -> None:
         run.close(commit=False)
     assert "reported until step 3" in page.text
     assert "Nothing is committed yet" in page.sections["tables"]
+    waiting = sum(path.stat().st_size for path in (folder / "tables").rglob("*") if path.is_file())
+    assert f"older records {bb.budget.format_bytes(waiting)}" in page.sections["disk"]
     assert "last report 0.5000" in page.sections["learning"]
 
 
@@ -253,8 +255,10 @@ def test_hot_rows_are_counted(tmp_path: Path) -> None:
     assert one.share[-1] == 1.0 and one.part[-1] == 1.0 and (np.diff(one.share) >= 0).all()
     assert [line.name for line in hot_rows([one]).lines] == ["item: the hottest 1 % of the rows take"]
     text = page_of(folder).sections["rows"]
-    assert "What share of the 220 saved pairs the hottest rows take" in text
+    assert "What share of the 220 saved pairs, held-out ones included, the hottest rows take" in text
     assert "The 3 negatives sampled for each pair" in text
+    shared = page_of(make_run(tmp_path / "shared", options={"share_negatives": True})).sections["rows"]
+    assert "The 3 negatives sampled for each step" in shared
     assert curve("item", np.zeros(3, np.int64)) is None
     with pytest.raises(ValueError, match="column 'item' names rows outside"):
         count_uses(folder / "data", "item", 9)
@@ -301,6 +305,43 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     assert write_report(folder, out, overwrite=True) == out
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_file_that_comes_meanwhile_stays_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = make_table(tmp_path / "user"), tmp_path / "page.html"
+
+    def render(facts: Any) -> str:
+        out.write_text("another's")
+        return "page"
+
+    monkeypatch.setattr("bunkbed.train.report.render", render)
+    with pytest.raises(FileExistsError, match="exists already"):
+        write_report(folder, out)
+    assert out.read_text() == "another's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "user"]
+
+
+def test_a_commit_removed_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bunkbed.train.report import facts
+
+    folder = make_run(tmp_path / "first")
+    writer = bb.Run(folder, ram="8MiB")
+    real, failures = facts._about, []
+
+    def about(name: str, table: bb.Table) -> facts.AboutTable:
+        if not failures:
+            failures.append(name)
+            writer.table("user").update([30], np.ones((1, 4), np.float32))
+            writer.commit()
+            raise bb.CorruptionError("its file is gone")
+        return real(name, table)
+
+    monkeypatch.setattr(facts, "_about", about)
+    assert "user 21 40 4" in page_of(folder).sections["tables"]
+    monkeypatch.setattr(facts, "_about", lambda name, table: (_ for _ in ()).throw(bb.CorruptionError("damaged")))
+    with pytest.raises(bb.CorruptionError, match="damaged"):
+        page_of(folder)
+    writer.close()
 
 
 @pytest.mark.parametrize(

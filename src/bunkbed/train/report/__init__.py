@@ -39,11 +39,11 @@ def write_report(
         FileExistsError: something is at `out`; it stays as it is. FileNotFoundError: nothing is at `path`.
         FormatError: neither a run nor a table. CorruptionError: its last commit, or its configuration, is damaged.
         ValueError: `ram` is too small (says how much is needed), or a line of the run's metrics is not a report.
-        ModuleNotFoundError: matplotlib or jinja2 is not installed.
+        OSError: the page cannot be written. ModuleNotFoundError: matplotlib, jinja2 or pyarrow is not installed.
     """
     place = Path(path).expanduser()
     kind = kind_of(place)
-    place = place.absolute()
+    place = place.resolve()
     default = place / "report.html" if kind == "run" else place.with_name(f"{place.name}.html")
     target = default if out is None else Path(out).expanduser()
     _require_free(target, overwrite)

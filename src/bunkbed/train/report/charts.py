@@ -280,7 +280,5 @@ def _at_home(text: str) -> str:
             element.set("style", style)
         if "d" in element.attrib:
             element.set("d", re.sub(r"(\.\d\d)\d+", r"\1", element.get("d", "")).replace("\n", ""))
-    for size in ("width", "height", "version"):
-        root.attrib.pop(size, None)
     root.set("aria-hidden", "true")  # the sentence and the legend beside it say what it shows
     return ET.tostring(root, encoding="unicode")

@@ -165,7 +165,7 @@ def _learning(facts: Facts, metrics: Metrics) -> list[Figure]:
     judged = (
         f"How well the held-out pairs are ranked after each epoch ({ranking})"
         if ranking
-        else ("How well the held-out pairs are ranked after each epoch")
+        else "How well the held-out pairs are ranked after each epoch"
     )
     return [
         Figure(
@@ -294,14 +294,15 @@ def _hot_text(facts: Facts) -> str:
         return ""
     halves = " and ".join(f"{one.rows_for(0.5):.1%} of the {one.table} rows" for one in counted)
     negatives = facts.option("negatives")
+    each = "step" if facts.option("share_negatives") is True else "pair"
     more = (
-        f" The {negatives} negatives sampled for each pair come on top of the item rows and are not counted."
+        f" The {negatives} negatives sampled for each {each} come on top of the item rows and are not counted."
         if negatives
         else ""
     )
     return (
-        f"What share of the {max(one.pairs for one in counted):,} saved pairs the hottest rows take, by part of all "
-        f"rows: half of them goes to {halves}.{more}"
+        f"What share of the {max(one.pairs for one in counted):,} saved pairs, held-out ones included, the hottest "
+        f"rows take, by part of all rows: half of them goes to {halves}.{more}"
     )
 
 
