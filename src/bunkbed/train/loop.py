@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import bunkbed as bb
+from bunkbed.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Dataset
@@ -68,10 +69,16 @@ class _Counters:
     stall_s: float
     device_rows: int
     device_hits: int
+    reads: int
+    moved_bytes: int
 
     @classmethod
     def of(cls, tables: dict[str, Any]) -> _Counters:
         every = [table.stats() for table in tables.values()]
+        moved = sum(
+            memory_bytes(stats["ids"], stats["unique_rows"], table.dim, table.record_bytes)
+            for table, stats in zip(tables.values(), every, strict=True)
+        )
 
         def total(name: str) -> int:
             return int(sum(stats[name] for stats in every))
@@ -85,6 +92,8 @@ class _Counters:
             float(sum(stats["stall_s"] + stats.get("device_stall_s", 0.0) for stats in every)),
             int(sum(stats.get("device_hits", 0) + stats.get("device_misses", 0) for stats in every)),
             int(sum(stats.get("device_hits", 0) for stats in every)),
+            total("reads"),
+            int(moved),
         )
 
     def hit_rate_since(self, before: _Counters) -> float:
@@ -416,6 +425,8 @@ class _Session:
             stall_s=now.stall_s - before.stall_s,
             device_hit_rate=now.device_hit_rate_since(before),
             samples_per_s=pairs / seconds if seconds else 0.0,
+            disk_reads=now.reads - before.reads,
+            moved_bytes=now.moved_bytes - before.moved_bytes,
             time_s=time.perf_counter() - self._began,
         )
         # The line first, then the commit: after a crash between them, opening the log drops the line again.
