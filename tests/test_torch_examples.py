@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+import bunkbed as bb
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "torch"
 
 #: Every script, as its README lists them.
-SCRIPTS = {"after", "before"}
+SCRIPTS = {"after", "before", "click_log", "dlrm_criteo"}
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +64,63 @@ def test_the_swap_is_a_handful_of_lines_and_trains_alike(run: Any) -> None:
     ours = losses("after")
     assert wanted[1] < 0.5 * wanted[0] and ours == pytest.approx(wanted, abs=2e-4)
     assert losses("after")[0] < 0.5 * ours[0]  # goes on from the file it wrote, and its tables
+
+
+def test_the_planted_click_log_is_criteos_and_its_optimum_known(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import click_log
+
+    log, file = click_log.ClickLog(100), tmp_path / "clicks.tsv"
+    labels, chances = log.write(file, 3_000, seed=1)
+    assert abs(labels.mean() - chances.mean()) < 0.03
+    above = chances[labels][:, None] > chances[~labels]
+    assert click_log.auc(labels, chances) == pytest.approx(above.mean()) and 0.65 < above.mean() < 0.9
+
+    with file.open("a") as lines:
+        lines.write("\t".join(["1", "-2", *[""] * 12, "68fd1e64", *[""] * 25]) + "\n")
+    fields = [line.split("\t") for line in file.read_text().splitlines()]
+    assert {len(line) for line in fields} == {40} and [line[0] == "1" for line in fields[:-1]] == labels.tolist()
+    rows = [size + 1 for size in log.sizes]
+    batches = list(click_log.read(file, rows, 512))
+    assert [len(batch[0]) for batch in batches] == [512] * 5 + [441]
+    clicked, numbers, ids = (np.concatenate([batch[n] for batch in batches], axis=n // 2) for n in range(3))
+    assert clicked.tolist() == [float(line[0]) for line in fields]
+    given = np.array([[float(text or 0) for text in line[1:14]] for line in fields])
+    np.testing.assert_allclose(numbers, np.sign(given) * np.log1p(abs(given)), rtol=1e-6)
+    for column, size in enumerate(log.sizes):
+        texts = [line[14 + column] for line in fields]
+        assert ids[column].tolist() == [int(text, 16) % size if text else size for text in texts]
+        assert "" in texts and all(re.fullmatch("[0-9a-f]{8}|", text) for text in texts)
+
+    file.write_text(file.read_text().replace("68fd1e64", "68fd1e6"))
+    with pytest.raises(ValueError, match=r"8 hexadecimal digits, got '68fd1e6'"):
+        list(click_log.read(file, rows, 512))
+
+
+def test_dlrm_has_the_same_losses_at_a_tenth_of_the_memory(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import click_log
+    import dlrm_criteo
+
+    log, files = click_log.ClickLog(40_000), (tmp_path / "train.tsv", tmp_path / "test.tsv")
+    for file, samples in zip(files, (8_000, 1_000), strict=True):
+        log.write(file, samples, seed=samples)
+    rows = [size + 1 for size in log.sizes]
+    found = []
+    for ram in ("1GiB", sum(rows) * 64 * 12 // 10):
+        budget = bb.Budget(ram)
+        losses, auc, model = dlrm_criteo.train(files, 8_000, rows, tmp_path / f"{ram}", budget)
+        tables = [layer.table for layer in model.tables]
+        misses = sum(table.stats()["misses"] for table in tables)
+        found.append((losses, auc, [table.get(np.arange(table.num_rows)) for table in tables], misses))
+        for table in tables:
+            table.close()
+    (losses, auc, weights, none), (ours, our_auc, our_weights, many) = found
+    assert none == 0 and many > 1_000 and len(losses) == 16
+    assert ours == losses and our_auc == auc
+    for one, other in zip(weights, our_weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+    out = run("dlrm_criteo", "--samples", 2_000)
+    assert "129,806 rows of 100 MB, 10 MB of RAM" in out
+    assert re.search(r"mean loss 0\.\d+, .*\nAUC 0\.[4-7]\d+, planted optimum 0\.7\d+", out), out
