@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "torch"
 
 #: Every script, as its README lists them.
-SCRIPTS = {"after", "before", "click_log", "dlrm_criteo"}
+SCRIPTS = {"after", "before", "click_log", "dlrm_criteo", "lightning_fit"}
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +124,13 @@ def test_dlrm_has_the_same_losses_at_a_tenth_of_the_memory(run: Any, tmp_path: P
     out = run("dlrm_criteo", "--samples", 2_000)
     assert "129,806 rows of 100 MB, 10 MB of RAM" in out
     assert re.search(r"mean loss 0\.\d+, .*\nAUC 0\.[4-7]\d+, planted optimum 0\.7\d+", out), out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_lightning_goes_back_to_the_best_epoch(run: Any) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    out = run("lightning_fit", "--samples", 20_000)
+    losses = re.search(r"last epoch (0\.\d+), best (0\.\d+), best loaded (0\.\d+)", out)
+    assert losses is not None, out
+    last, best, loaded = (float(number) for number in losses.groups())
+    assert best == loaded and best < last and best < 0.15
