@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "torch"
 
 #: Every script, as its README lists them.
-SCRIPTS = {"after", "before", "click_log", "dlrm_criteo", "lightning_fit"}
+SCRIPTS = {"after", "before", "click_log", "dlrm_criteo", "frozen_vectors", "lightning_fit"}
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +134,12 @@ def test_lightning_goes_back_to_the_best_epoch(run: Any) -> None:
     assert losses is not None, out
     last, best, loaded = (float(number) for number in losses.groups())
     assert best == loaded and best < last and best < 0.15
+
+
+def test_frozen_vectors_are_imported_once_and_stay(run: Any, tmp_path: Path) -> None:
+    first = run("frozen_vectors", "--folder", tmp_path)
+    assert "imported 20,000 rows of 256 bytes" in first and "rows are the file's: True" in first
+    again = run("frozen_vectors", "--folder", tmp_path, "--steps", 10)
+    assert "imported" not in again and "rows are the file's: True" in again
+    accuracy = re.search(r"accuracy (\d\.\d+)", first)
+    assert accuracy is not None and float(accuracy[1]) > 0.9
