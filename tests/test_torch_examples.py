@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "torch"
 
 #: Every script, as its README lists them.
-SCRIPTS = {"after", "before", "click_log", "dlrm_criteo", "frozen_vectors", "lightning_fit"}
+SCRIPTS = {"after", "before", "click_log", "dlrm_criteo", "frozen_vectors", "lightning_fit", "online_reader"}
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +143,12 @@ def test_frozen_vectors_are_imported_once_and_stay(run: Any, tmp_path: Path) -> 
     assert "imported" not in again and "rows are the file's: True" in again
     accuracy = re.search(r"accuracy (\d\.\d+)", first)
     assert accuracy is not None and float(accuracy[1]) > 0.9
+
+
+def test_an_online_reader_sees_whole_commits(run: Any) -> None:
+    out = run("online_reader", "--commits", 6, "--steps", 40)
+    seen = re.findall(r"epoch (\d+): rows of step (\d+), loss (\d\.\d+), as committed: (\w+)", out)
+    assert len(seen) >= 2 and {same for *_, same in seen} == {"True"}, out
+    epochs = [int(epoch) for epoch, *_ in seen]
+    assert epochs == sorted(set(epochs)) and seen[-1][1] == "240"
+    assert all(int(step) % 40 == 0 for _, step, *_ in seen) and float(seen[-1][2]) < 0.55
