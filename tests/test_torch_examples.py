@@ -19,7 +19,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "torch"
 
 #: Every script, as its README lists them.
-SCRIPTS = {"after", "before", "click_log", "dlrm_criteo", "frozen_vectors", "lightning_fit", "online_reader"}
+SCRIPTS = {
+    "after", "before", "click_log", "dlrm_criteo", "frozen_vectors", "lightning_fit", "next_item", "online_reader",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -152,3 +154,9 @@ def test_an_online_reader_sees_whole_commits(run: Any) -> None:
     epochs = [int(epoch) for epoch, *_ in seen]
     assert epochs == sorted(set(epochs)) and seen[-1][1] == "240"
     assert all(int(step) % 40 == 0 for _, step, *_ in seen) and float(seen[-1][2]) < 0.55
+
+
+def test_a_tied_sequence_model_comes_near_the_planted_optimum(run: Any) -> None:
+    out = run("next_item")
+    rates = re.findall(r"HR@10 (0\.\d+), planted optimum (0\.\d+)", out)
+    assert len(rates) == 4 and float(rates[-1][0]) > 0.8 * float(rates[-1][1]), out
