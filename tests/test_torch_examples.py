@@ -20,7 +20,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "torch"
 
 #: Every script, as its README lists them.
 SCRIPTS = {
-    "after", "before", "click_log", "dlrm_criteo", "frozen_vectors", "lightning_fit", "next_item", "online_reader",
+    "after", "before", "click_log", "complex_fb15k237", "dlrm_criteo", "frozen_vectors", "lightning_fit", "next_item",
+    "online_reader",
 }  # fmt: skip
 
 
@@ -160,3 +161,42 @@ def test_a_tied_sequence_model_comes_near_the_planted_optimum(run: Any) -> None:
     out = run("next_item")
     rates = re.findall(r"HR@10 (0\.\d+), planted optimum (0\.\d+)", out)
     assert len(rates) == 4 and float(rates[-1][0]) > 0.8 * float(rates[-1][1]), out
+
+
+def test_a_knowledge_graph_is_completed(run: Any) -> None:
+    out = run("complex_fb15k237", "--rank", 32, "--epochs", 12, "--batch", 200)
+    ranks = re.findall(r"(\w+): filtered MRR (\d\.\d+)", out)
+    assert [name for name, _ in ranks] == ["valid", "test"] and min(float(rank) for _, rank in ranks) > 0.5, out
+
+
+def test_filtered_mrr_is_what_its_definition_says(tmp_path: Path) -> None:
+    import complex_fb15k237
+
+    entities, relations, rank = 30, 3, 4
+    rng = np.random.default_rng(0)
+    model = complex_fb15k237.ComplEx(entities, relations, rank, 0.1, tmp_path, "16MiB")
+    rows = {}
+    for layer in (model.entity, model.relation):
+        values = rng.standard_normal((layer.num_embeddings, 2 * rank)).astype(np.float32)
+        layer.table.set(np.arange(len(values)), values)
+        rows[layer] = values[:, :rank] + 1j * values[:, rank:]
+    triples = np.stack([rng.integers(0, 5, 80), rng.integers(0, 6, 80), rng.integers(0, entities, 80)], 1)
+    triples = np.unique(triples, axis=0)
+    known: dict[tuple[int, int], list[int]] = {}
+    for head, relation, tail in triples.tolist():
+        known.setdefault((head, relation), []).append(tail)
+    assert max(map(len, known.values())) > 3
+
+    inverse = []
+    for head, relation, tail in triples.tolist():
+        scores = (rows[model.entity][head] * rows[model.relation][relation] * rows[model.entity].conj()).sum(1).real
+        others = np.setdiff1d(np.arange(entities), known[head, relation])
+        inverse.append(1 / (1 + (scores[others] > scores[tail]).sum()))
+    found = complex_fb15k237.mrr(model, triples, known, chunk=7)
+    assert found == pytest.approx(np.mean(inverse), abs=1e-6)
+
+    model.entity.table.set(np.arange(entities), np.zeros((entities, 2 * rank), np.float32))  # all are equally good
+    ties = [1 / (1 + (entities - len(known[head, relation])) / 2) for head, relation, _ in triples.tolist()]
+    assert complex_fb15k237.mrr(model, triples, known) == pytest.approx(np.mean(ties), abs=1e-6)
+    for layer in (model.entity, model.relation):
+        layer.table.close()
