@@ -158,9 +158,9 @@ def test_an_online_reader_sees_whole_commits(run: Any) -> None:
 
 
 def test_a_tied_sequence_model_comes_near_the_planted_optimum(run: Any) -> None:
-    out = run("next_item")
+    out = run("next_item", "--epochs", 3)
     rates = re.findall(r"HR@10 (0\.\d+), planted optimum (0\.\d+)", out)
-    assert len(rates) == 4 and float(rates[-1][0]) > 0.8 * float(rates[-1][1]), out
+    assert len(rates) == 3 and float(rates[-1][0]) > 0.8 * float(rates[-1][1]), out
 
 
 def test_a_knowledge_graph_is_completed(run: Any) -> None:
