@@ -253,6 +253,15 @@ CASES = (
         default=False,
     ),
     Case(
+        "quality-neumf",
+        "quality_cases:movielens_neumf",
+        "MovieLens-1M NeuMF trained within a quarter of its records' bytes and all in RAM (15 minutes)",
+        "HR@10 >= .69; identical",
+        ("torch", "pyarrow"),
+        limit_s=1500,
+        default=False,
+    ),
+    Case(
         "quality-gowalla",
         "quality_cases:gowalla",
         "Gowalla MF-BPR trained within a quarter of its records' bytes and all in RAM (10 minutes)",

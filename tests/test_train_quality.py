@@ -13,7 +13,7 @@ from bunkbed.train.recipes import RECIPES
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("name", ["gowalla", "ml1m"])
+@pytest.mark.parametrize("name", ["gowalla", "ml1m", "ml1m-neumf"])
 def test_quality_runs_tiny(name, tmp_path):
     pytest.importorskip("torch")
     done = subprocess.run(

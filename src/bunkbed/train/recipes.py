@@ -5,10 +5,10 @@ of each user, which chooses the epoch. What each reaches stands in ``benchmarks/
 
 `ML1M_BCE` and `ML1M` are for MovieLens-1M as the NCF authors split it (leave-one-out, 99 sampled negatives given):
 generalised matrix factorization (He et al. 2017), with eight negatives of its own for every pair and their
-cross-entropy, or with BPR. `GOWALLA` is for Gowalla as the LightGCN authors split it (full ranking): matrix
-factorization with BPR. `ML1M_BF16` is `ML1M` with bfloat16 rows and row-wise Adagrad, at 132 bytes a row rather
-than 768. With BPR the negatives are shared by the pairs of a step, so that there can be hundreds
-while a step touches few rows, and the harder ones weigh more. All need a strong L2.
+cross-entropy, or with BPR. `ML1M_NEUMF` is the former with the same paper's NeuMF. `GOWALLA` is for Gowalla as the
+LightGCN authors split it (full ranking): matrix factorization with BPR. `ML1M_BF16` is `ML1M` with bfloat16 rows and
+row-wise Adagrad, at 132 bytes a row rather than 768. With BPR the negatives are shared by the pairs of a step, so that
+there can be hundreds while a step touches few rows, and the harder ones weigh more. All need a strong L2.
 
 >>> RECIPES["gowalla"].loss
 'bpr'
@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from bunkbed.train.config import TrainConfig
 
-__all__ = ["GOWALLA", "ML1M", "ML1M_BCE", "ML1M_BF16", "RECIPES"]
+__all__ = ["GOWALLA", "ML1M", "ML1M_BCE", "ML1M_BF16", "ML1M_NEUMF", "RECIPES"]
 
 ML1M = TrainConfig(
     model="gmf",
@@ -55,6 +55,8 @@ ML1M_BCE = TrainConfig(
     ks="10",
 )
 
+ML1M_NEUMF = replace(ML1M_BCE, model="neumf", dim=32, epochs=12)
+
 ML1M_BF16 = replace(ML1M, dtype="bfloat16", optimizer="rowwise_adagrad", lr=0.15)
 
 GOWALLA = TrainConfig(
@@ -77,6 +79,7 @@ GOWALLA = TrainConfig(
 RECIPES: dict[str, TrainConfig] = {
     "ml1m": ML1M,
     "ml1m-bce": ML1M_BCE,
+    "ml1m-neumf": ML1M_NEUMF,
     "ml1m-bf16": ML1M_BF16,
     "gowalla": GOWALLA,
 }
