@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports torch: on few cores its OpenMP workers spin after each region and make tiny
 # tensors 20 times slower. Nothing here is about torch's speed.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
+
+# What a shell starts in the background inherits Ctrl-C ignored, and Python then installs no handler of its own.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings

@@ -283,3 +283,59 @@ def test_gowalla_slice(cli: Run, tmp_path: Path) -> None:
     code, out, err = cli("train", "train.txt", "--test", "test.txt", *options, "--out", "a")
     assert (code, err) == (0, "")
     assert "adjacency lines" in out and "recall@20" in out
+
+
+def test_runs_are_compared_in_one_table(cli: Run, ratings: Path, tmp_path: Path) -> None:
+    (tmp_path / "held-out.csv").write_text("user,item\n" + "".join(f"u{n},i{100 * (n % 2)}\n" for n in range(40)))
+    fast = ("--epochs", "2", "--lr", "0.02", "--metric", "hr@10")
+    assert cli("train", "ratings.csv", *SMALL, *fast, "--out", "a", "--test", "held-out.csv")[0] == 0
+    assert cli("train", "ratings.csv", *SMALL, *fast, "--out", "b", "--model", "neumf", "--l2", "0.01")[0] == 0
+    code, out, err = cli("compare", "a", "b", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["options"] == ["model", "l2"] and found["comparable"]
+    runs = {run["folder"]: run for run in found["runs"]}
+    for name, run in runs.items():
+        lines = metric_lines(tmp_path / name)
+        assert (run["epochs"], run["is_done"], run["loss"]) == (2, True, lines[-1]["loss"])
+        assert run["best"] == lines[run["best_epoch"] - 1]["metrics"]
+        assert run["best"]["hr@10"] == max(line["metrics"]["hr@10"] for line in lines)
+        assert run["pairs_per_s"] > 0 and 0 < run["hit_rate"] <= 1
+        assert run["data"] == {"users": 300, "items": 200, "pairs": len(set(ratings.read_text().split("\n"))) - 2}
+    values = [run["best"]["hr@10"] for run in found["runs"]]
+    assert values == sorted(values, reverse=True)
+    assert runs["b"]["test"] is None
+    judged = json.loads(cli("eval", "a", "--json")[1])
+    assert runs["a"]["test"]["metrics"] == judged["metrics"]
+
+    code, out, err = cli("compare", "b", "a")
+    assert (code, err) == (0, "")
+    header, *rows = out.splitlines()
+    assert header.split()[:2] == ["run", "options"] and "test hr@10" in header
+    assert [row.split()[0] for row in rows] == [run["folder"] for run in found["runs"]]
+    assert f"{values[0]:.4f}" in rows[0]
+    shown = {row.split()[0]: row for row in rows}
+    assert "model mf, l2 0 " in shown["a"] and "model neumf, l2 0.01 " in shown["b"]
+
+    # A run that went on has no figures on the test pairs until it has them again.
+    kept = json.loads((tmp_path / "a" / "test.json").read_text())
+    (tmp_path / "a" / "test.json").write_text(json.dumps({**kept, "step": kept["step"] - 1}))
+    assert json.loads(cli("compare", "a", "--json")[1])["runs"][0]["test"] is None
+
+
+def test_comparing_says_what_does_not_compare(cli: Run, ratings: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", "0"), ("b", "1")):
+        assert cli("train", "ratings.csv", *SMALL, "--epochs", "1", "--seed", seed, "--out", name)[0] == 0
+    code, out, err = cli("compare", "a", "b")
+    assert code == 0 and "seed 1" in out
+    assert "not judged alike" in err
+    code, _, err = cli("compare", "a", "./a")
+    assert code == 2 and "given twice" in err
+    code, _, err = cli("compare", "a", "nowhere")
+    assert code == 1 and "no such run" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = cli("compare", "empty")
+    assert code == 1 and "is not a training run" in err
+    (tmp_path / "a" / "test.json").write_text("{")
+    code, _, err = cli("compare", "a")
+    assert code == 1 and "test.json: is damaged" in err

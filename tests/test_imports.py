@@ -11,6 +11,7 @@ import pytest
 
 BLOCKED = (
     "torch", "tensorflow", "keras", "pyarrow", "matplotlib", "safetensors", "lightning", "yaml", "pytest",
+    "jinja2", "tensorboard",
 )  # fmt: skip
 
 

@@ -9,8 +9,12 @@ from bunkbed.train.config import TrainConfig
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"model": "als"}, ValueError, "option model must be one of mf, gmf, got 'als'"),
-        ({"loss": "softmax"}, ValueError, "option loss must be one of bpr, bce, got 'softmax'"),
+        ({"model": "als"}, ValueError, "option model must be one of mf, gmf, neumf, two-tower, got 'als'"),
+        ({"loss": "hinge"}, ValueError, "option loss must be one of bpr, bce, softmax, got 'hinge'"),
+        ({"sampling": "zipf"}, ValueError, "option sampling must be one of uniform, popularity, got 'zipf'"),
+        ({"layers": "8"}, ValueError, "option layers='8' needs model neumf or two-tower, got model 'mf'"),
+        ({"model": "neumf", "layers": "8,x"}, ValueError, "option layers must be whole numbers .*, got '8,x'"),
+        ({"model": "neumf", "layers": "8,0"}, ValueError, "option layers must be at least 1, got 0"),
         (
             {"optimizer": "lamb"},
             ValueError,
@@ -72,9 +76,17 @@ def test_numbers_of_yaml_are_taken_where_words_are_expected():
     assert TrainConfig.from_dict({"valid": 0.1, "ks": 5}) == TrainConfig(valid="0.1", ks="5")
 
 
+def test_a_perceptron_chooses_its_layers_by_dim():
+    assert TrainConfig().layer_widths == ()
+    assert TrainConfig(model="neumf", dim=16).layer_widths == (16, 8, 4)
+    assert TrainConfig(model="neumf", dim=1).layer_widths == (1, 1, 1)
+    assert TrainConfig(model="two-tower", dim=16).layer_widths == (32,)
+    assert TrainConfig.from_dict({"model": "two-tower", "layers": 8}).layer_widths == (8,)
+
+
 def test_an_unknown_option_lists_those_that_exist():
     with pytest.raises(
-        ValueError, match=r"unknown option 'learning_rate'; the options are model, loss, dim, .*threads"
+        ValueError, match=r"unknown option 'learning_rate'; the options are model, layers, loss, dim, .*threads"
     ):
         TrainConfig.from_dict({"learning_rate": 1})
 
@@ -101,5 +113,6 @@ def test_the_tables_have_the_optimizer_asked_for(name, kind):
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "sgd"])
 def test_bytes_of_a_record_are_those_of_the_table(name, dtype):
     config = TrainConfig(optimizer=name, dtype=dtype, dim=6)
+    assert TrainConfig(model="neumf", optimizer=name, dtype=dtype, dim=3).record_bytes() == config.record_bytes()
     with bb.create(None, dim=6, num_rows=10, optimizer=config.table_optimizer(), dtype=dtype) as table:
         assert table.nbytes == 10 * config.record_bytes()

@@ -13,11 +13,12 @@ import bunkbed as bb
 from bunkbed.run_files import RunFiles
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Candidates, Dataset, Interactions, Vocab
+from bunkbed.train.dense import DENSE_FILE, dense_state
 from bunkbed.train.evaluate import evaluate_run
 from bunkbed.train.events import EpochReport, EvalReport, StepReport
 from bunkbed.train.loop import Trainer
-from bunkbed.train.models import DENSE_FILE, dense_state, scorer_of_run
 from bunkbed.train.recommend import recommend
+from bunkbed.train.scorer import scorer_of_run
 
 NUM_USERS, NUM_ITEMS, PER_USER = 150, 90, 9
 
@@ -40,7 +41,27 @@ GMF = TrainConfig(
 SHARED = TrainConfig(
     dim=8, batch_size=64, epochs=3, lr=0.02, ram="16MiB", negatives=30, share_negatives=True, hardness=1.0, threads=1
 )
-CONFIGS = pytest.mark.parametrize("config", [MF, GMF, SHARED], ids=["mf", "gmf", "shared"])
+NEUMF = TrainConfig(
+    model="neumf", layers="16,8", loss="bce", dim=8, batch_size=64, epochs=3, lr=0.03, ram="16MiB", l2=0.001, threads=1
+)
+TOWERS = TrainConfig(
+    model="two-tower",
+    loss="softmax",
+    sampling="popularity",
+    dim=8,
+    bias=True,
+    batch_size=64,
+    epochs=3,
+    lr=0.03,
+    ram="16MiB",
+    negatives=40,
+    share_negatives=True,
+    l2=0.001,
+    threads=1,
+)
+CONFIGS = pytest.mark.parametrize(
+    "config", [MF, GMF, SHARED, NEUMF, TOWERS], ids=["mf", "gmf", "shared", "neumf", "two-tower"]
+)
 
 
 def dataset(seed=0, num_users=NUM_USERS, num_items=NUM_ITEMS):
@@ -481,9 +502,7 @@ def test_recommendations_are_the_best_unseen_items(tmp_path, config):
     with bb.Run(tmp_path / "run", mode="r") as run:
         scorer = scorer_of_run(run, config)
         everything = np.arange(NUM_ITEMS)
-        scores = scorer.items(everything) @ scorer.queries(np.array([17]))[0]
-        biases = scorer.biases(everything)
-        scores = scores if biases is None else scores + biases
+        scores = scorer.pair_scores(scorer.queries(np.array([17])), everything[None])[0].numpy()
         exclude = DATA.train.items[DATA.train.users == 17]
         items, values = recommend(run, config, 17, 5, exclude)
         order = [item for item in np.argsort(-scores, kind="stable") if item not in exclude]

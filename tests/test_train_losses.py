@@ -21,6 +21,9 @@ def spelled_out(users, items, weight, bias, kind, l2, hardness=0.0, counts=None)
         if hardness:
             shares = torch.softmax((hardness * negative.detach()).masked_fill(counts == 0, -torch.inf), 1)
         loss = (functional.softplus(negative - positive) * shares).sum(1).mean()
+    elif kind == "softmax":
+        competing = torch.cat([positive, negative.masked_fill(counts == 0, -torch.inf)], 1)
+        loss = functional.cross_entropy(competing, torch.zeros(len(users), dtype=torch.int64))
     else:
         labels = torch.zeros_like(scores)
         labels[:, 0] = 1
@@ -45,7 +48,7 @@ def leaves_of(*shapes):
     return [torch.randn(*s, generator=generator).requires_grad_() for s in shapes]
 
 
-@pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0)])
+@pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0), ("softmax", 0.0)])
 @pytest.mark.parametrize("with_weight", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("l2", [0.0, 0.3])
@@ -58,7 +61,7 @@ def test_loss_and_gradients_are_those_of_autograd(kind, hardness, with_weight, w
     assert_same_gradients(actual, expected, [x for x in (users, items, weight, bias) if x is not None])
 
 
-@pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0)])
+@pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0), ("softmax", 0.0)])
 @pytest.mark.parametrize("with_weight", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("l2", [0.0, 0.3])

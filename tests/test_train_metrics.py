@@ -5,14 +5,16 @@ import math
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from bunkbed.train import ranking
-from bunkbed.train.data import Candidates, Interactions, Vocab
-from bunkbed.train.evaluate import Evaluator, sample_candidates
-from bunkbed.train.metrics import ranking_metrics
-from bunkbed.train.models import Scorer
-from bunkbed.train.ranking import full_ranks, sampled_ranks
+from bunkbed.train import ranking  # noqa: E402
+from bunkbed.train.config import TrainConfig  # noqa: E402
+from bunkbed.train.data import Candidates, Interactions, Vocab  # noqa: E402
+from bunkbed.train.evaluate import Evaluator, sample_candidates  # noqa: E402
+from bunkbed.train.heads import DotHead, make_head  # noqa: E402
+from bunkbed.train.metrics import ranking_metrics  # noqa: E402
+from bunkbed.train.ranking import full_ranks, sampled_ranks  # noqa: E402
+from bunkbed.train.scorer import Scorer  # noqa: E402
 
 
 class Rows:
@@ -61,7 +63,8 @@ def case(seed, *, num_users=23, num_items=57, dim=4, with_bias=False, with_weigh
     user, item = rng.integers(-2, 3, (num_users, dim)), rng.integers(-2, 3, (num_items, dim))
     bias = rng.integers(-2, 3, (num_items, 1)) if with_bias else None
     weight = rng.integers(-1, 3, dim).astype(np.float32) if with_weight else None
-    scorer = Scorer(Rows(user), Rows(item), weight=weight, item_bias=None if bias is None else Rows(bias))
+    head = DotHead(None if weight is None else torch.from_numpy(weight))
+    scorer = Scorer(Rows(user), Rows(item), head, item_bias=None if bias is None else Rows(bias))
     scores = (user * (1 if weight is None else weight)) @ item.T + (0 if bias is None else bias[:, 0])
     everything = [(int(u), int(i)) for u in range(num_users) for i in range(num_items)]
     chosen = rng.permutation(len(everything))
@@ -95,6 +98,47 @@ def test_blocks_of_users_and_chunks_of_items_change_nothing(monkeypatch, kept_by
     assert len(seen) > 3 and seen[-1] == len({user for user, _ in targets})
     expected = brute_force(scores, targets, excluded, [10])
     assert ranking_metrics(owners, ranks, [10]) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("model", ["neumf", "two-tower"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_perceptrons_rank_as_their_scores_one_by_one_say(monkeypatch, model, kept_bytes):
+    monkeypatch.setattr(ranking, "_KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(ranking, "_BLOCK_SCORES", 3 * 1024)
+    monkeypatch.setattr("bunkbed.train.heads._BLOCK_HIDDEN", 5_000)
+    config = TrainConfig(model=model, dim=4, layers="6,5", seed=3)
+    rng = np.random.default_rng(0)
+    user, item = rng.normal(size=(11, config.row_dim)), rng.normal(size=(1500, config.row_dim))
+    bias = rng.normal(size=(1500, 1))
+    head = make_head(config).requires_grad_(False)
+    scorer = Scorer(Rows(user), Rows(item), head, item_bias=Rows(bias))
+    double = make_head(config).requires_grad_(False).double()
+    queries, vectors = double.queries(torch.from_numpy(user)), double.vectors(torch.from_numpy(item))
+    scores = double.pair_scores(queries, vectors.expand(11, -1, -1)).numpy() + bias[:, 0]
+    targets, excluded = {(n, 7 * n) for n in range(11)}, {(n, 7 * n + 1) for n in range(11)}
+    owners, ranks = full_ranks(scorer, pairs(targets, 11, 1500), pairs(excluded, 11, 1500))
+    expected = brute_force(scores, targets, excluded, [10, 100])
+    assert ranking_metrics(owners, ranks, [10, 100]) == pytest.approx(expected, abs=1e-12)
+    negatives = rng.integers(0, 1500, (11, 40))
+    _, ranks = sampled_ranks(scorer, Candidates(np.arange(11), 7 * np.arange(11), negatives))
+    own = scores[np.arange(11), 7 * np.arange(11)]
+    assert ranks.tolist() == (1 + (scores[np.arange(11)[:, None], negatives] >= own[:, None]).sum(1)).tolist()
+
+
+@pytest.mark.parametrize("model", ["mf", "gmf", "neumf", "two-tower"])
+def test_rounding_is_well_within_what_counts_as_a_tie(model):
+    config = TrainConfig(model=model, dim=32, seed=1)
+    head = make_head(config).requires_grad_(False)
+    users, items = torch.randn(2, 400, config.row_dim, generator=torch.Generator().manual_seed(0)).unbind()
+    users[:100, : config.dim] = 0  # neumf's product is nothing there, its perceptron is all
+    queries, vectors = head.queries(users), head.vectors(items)
+    double = make_head(config).requires_grad_(False).double()
+    exact = double.pair_scores(queries.double(), vectors.double()[:, None])[:, 0]
+    off = (head.pair_scores(queries, vectors[:, None])[:, 0] - exact).abs()
+    allowed = ranking._TIE * head.magnitudes(queries, vectors)
+    assert (off < allowed).all()
+    # And it tells apart what differs by more than rounding.
+    assert (allowed < 1e-3 * exact.std()).all()
 
 
 def test_a_model_that_scores_everything_alike_ranks_last():

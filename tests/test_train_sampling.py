@@ -76,6 +76,77 @@ def test_negatives_are_never_items_the_user_has():
             assert not any((user, item) in has for item in items[1:])
 
 
+def popular_source(pairs, *, shared=False, negatives=5, reject=True):
+    seen = SeenPairs(pairs.users, pairs.items, NUM_ITEMS) if reject else None
+    options = {"batch_size": 64, "negatives": negatives, "seed": 7, "seen": seen}
+    return BatchSource(pairs, **options, shared=shared, popular=True, log_q=True)
+
+
+def skewed_interactions():
+    """Item n of 40 has about 50 / (n + 1) users; the last ten have none."""
+    rng = np.random.default_rng(0)
+    chosen = [(user, item) for item in range(30) for user in rng.choice(50, max(1, 50 // (item + 1)), replace=False)]
+    return interactions(chosen)
+
+
+def test_popular_negatives_come_as_often_as_their_pairs_and_each_may_come():
+    pairs = skewed_interactions()
+    drawn = np.concatenate([popular_source(pairs, reject=False).batch(e, 0).items[:, 1:].ravel() for e in range(300)])
+    expected = (np.bincount(pairs.items, minlength=NUM_ITEMS) + 1) / (len(pairs) + NUM_ITEMS)
+    found = np.bincount(drawn, minlength=NUM_ITEMS) / len(drawn)
+    np.testing.assert_allclose(found, expected, atol=5 * np.sqrt(expected.max() / len(drawn)))
+    assert found.min() > 0
+
+
+def test_popular_negatives_are_never_items_the_user_has():
+    pairs = skewed_interactions()
+    has = set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
+    for batch in popular_source(pairs).batches(1):
+        for user, items in zip(batch.users.tolist(), batch.items.tolist(), strict=True):
+            assert not any((user, item) in has for item in items[1:])
+
+
+def test_a_batch_says_how_likely_its_items_were():
+    pairs = skewed_interactions()
+    likely = np.log((np.bincount(pairs.items, minlength=NUM_ITEMS) + 1) / (len(pairs) + NUM_ITEMS))
+    own = popular_source(pairs).batch(1, 0)
+    assert own.log_q.dtype == np.float32
+    np.testing.assert_allclose(own.log_q, likely[own.items], rtol=1e-6)
+    shared = popular_source(pairs, shared=True, negatives=500, reject=False).batch(1, 0)
+    negatives, positives = shared.items[len(shared.users) :], shared.items[: len(shared.users)]
+    assert len(set(negatives.tolist())) == len(negatives) < 500
+    np.testing.assert_allclose(shared.log_q[: len(positives)], likely[positives], rtol=1e-6)
+    # What was drawn twice counts twice: the counts add up to the draws.
+    counts = np.exp(likely[negatives] - shared.log_q[len(positives) :])
+    np.testing.assert_allclose(counts, np.rint(counts), rtol=1e-5)
+    assert round(counts.sum()) == 500
+    assert source(pairs).batch(1, 0).log_q is None
+
+
+def test_a_corrected_softmax_over_popular_items_is_the_softmax_over_all():
+    torch = pytest.importorskip("torch")
+    from bunkbed.train.losses import shared_loss
+
+    pairs = skewed_interactions()
+    generator = torch.Generator().manual_seed(0)
+    users = torch.randn(NUM_USERS, 4, generator=generator)
+    items = torch.randn(NUM_ITEMS, 4, generator=generator).requires_grad_()
+    batch = popular_source(pairs, shared=True, negatives=2_000_000, reject=False).batch(1, 0)
+    rows = users[torch.from_numpy(batch.users)]
+
+    def gradient(log_q):
+        loss = shared_loss(rows, items[torch.from_numpy(batch.items)], kind="softmax", bias=log_q)
+        return torch.autograd.grad(loss, items)[0]
+
+    positives = torch.from_numpy(batch.items[: len(rows)])
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(rows @ items.T, positives), items)
+    torch.testing.assert_close(gradient(-torch.from_numpy(batch.log_q)), expected, rtol=0, atol=2e-3)
+    # Without q, items count as often as they were drawn, and the popular ones too much.
+    likely = (np.bincount(pairs.items, minlength=NUM_ITEMS) + 1) / (len(pairs) + NUM_ITEMS)
+    drawn = np.log(likely)[batch.items].astype(np.float32) - batch.log_q
+    assert (gradient(torch.from_numpy(drawn)) - expected).abs().max() > 0.02
+
+
 def test_negatives_are_uniform_over_the_items_a_user_has_not():
     pairs = interactions([(0, item) for item in range(30)])
     drawn = np.concatenate([b.items[:, 1:].ravel() for e in range(40) for b in source(pairs).batches(e)])

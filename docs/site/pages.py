@@ -23,6 +23,7 @@ ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "results.md": "benchmarks/RESULTS.md",
+    "torch-examples.md": "examples/torch/README.md",
     "keras-examples.md": "examples/keras/README.md",
 }
 COMMAND_LINE = "api/command-line.md"

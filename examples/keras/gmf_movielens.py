@@ -17,13 +17,15 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+import torch
 
 from bunkbed.keras import Embedding
 from bunkbed.train.data import read_dataset
 from bunkbed.train.evaluate import Evaluator
-from bunkbed.train.models import Scorer
+from bunkbed.train.heads import DotHead
 from bunkbed.train.recipes import ML1M_BCE
 from bunkbed.train.sampling import BatchSource, SeenPairs
+from bunkbed.train.scorer import Scorer
 from bunkbed.train.splits import split
 
 
@@ -55,7 +57,7 @@ def build(users: int, items: int, folder: Path, ram: str) -> keras.Model:
 def scorer_of(model: keras.Model) -> Scorer:
     """Reads the tables for a ranking."""
     user, item = (model.get_layer(name).table for name in ("users", "items"))
-    return Scorer(user, item, weight=model.get_layer("gmf").w.numpy())
+    return Scorer(user, item, DotHead(torch.from_numpy(model.get_layer("gmf").w.numpy())))
 
 
 class Validate(keras.callbacks.Callback):

@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from bunkbed.cli.compare_command import compare
 from bunkbed.cli.copy_command import copy
 from bunkbed.cli.demo_command import demo
 from bunkbed.cli.inspect_commands import check, info, snapshots
 from bunkbed.cli.judge_commands import evaluate, recommend
 from bunkbed.cli.plan_command import plan
+from bunkbed.cli.report_command import report
 from bunkbed.cli.rows_commands import export_table, import_table
 from bunkbed.cli.train_command import train
 from bunkbed.cli.version import version_text
@@ -52,8 +54,10 @@ app.command("demo", rich_help_panel=_LEARN)(demo)
 app.command("train", rich_help_panel=_LEARN)(train)
 app.command("eval", rich_help_panel=_LEARN)(evaluate)
 app.command("recommend", rich_help_panel=_LEARN)(recommend)
+app.command("compare", rich_help_panel=_LEARN)(compare)
 app.command("plan", rich_help_panel=_LOOK)(plan)
 app.command("info", rich_help_panel=_LOOK)(info)
+app.command("report", rich_help_panel=_LOOK)(report)
 app.command("check", rich_help_panel=_LOOK)(check)
 app.command("snapshots", rich_help_panel=_LOOK)(snapshots)
 app.command("copy", rich_help_panel=_ROWS)(copy)

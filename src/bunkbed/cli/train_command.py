@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from enum import StrEnum
 from pathlib import Path
@@ -41,12 +41,14 @@ from bunkbed.cli.train_options import (
     OPTIMIZER_DEFAULT,
     RANKING_DEFAULT,
     RUN,
+    SAMPLING_DEFAULT,
     FileLayout,
     Loss,
     Model,
     OptimizerName,
     Ranking,
     RowType,
+    Sampling,
     option,
 )
 from bunkbed.train.config import TrainConfig
@@ -81,11 +83,20 @@ def train(
         Path | None,
         option(DATA, "What each held-out item competes with: '(user,item) item ...'.", metavar="FILE"),
     ] = None,
-    model: Annotated[Model, option(MODEL, "Dot product (mf) or weighted product (gmf).")] = MODEL_DEFAULT,
+    model: Annotated[
+        Model,
+        option(
+            MODEL,
+            "Dot product (mf), weighted (gmf), that and a perceptron (neumf), or one a side (two-tower).",
+        ),
+    ] = MODEL_DEFAULT,
+    layers: Annotated[
+        str, option(MODEL, "Widths of a perceptron's hidden layers; default: chosen by --dim.", metavar="N,N")
+    ] = DEFAULTS.layers,
     dim: Annotated[int, option(MODEL, "Numbers per row.")] = DEFAULTS.dim,
     bias: Annotated[bool, option(MODEL, "Learn an item bias.", "--bias/--no-bias")] = DEFAULTS.bias,
     init_std: Annotated[float, option(MODEL, "Standard deviation of initial rows.")] = DEFAULTS.init_std,
-    loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr) or pointwise (bce).")] = LOSS_DEFAULT,
+    loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr), pointwise (bce) or sampled softmax.")] = LOSS_DEFAULT,
     optimizer: Annotated[OptimizerName, option(LEARNING, "Optimizer of the tables.")] = OPTIMIZER_DEFAULT,
     dtype: Annotated[
         RowType, option(MODEL, "Stored weights; 16 bits with stochastic rounding and float32 sums.")
@@ -96,6 +107,9 @@ def train(
     epochs: Annotated[int, option(LEARNING, "Passes over the pairs.")] = DEFAULTS.epochs,
     batch_size: Annotated[int, option(LEARNING, "Positive pairs per step.")] = DEFAULTS.batch_size,
     negatives: Annotated[int, option(LEARNING, "Sampled negatives per pair.")] = DEFAULTS.negatives,
+    sampling: Annotated[
+        Sampling, option(LEARNING, "Negatives drawn evenly, or as often as they are popular.")
+    ] = SAMPLING_DEFAULT,
     share_negatives: Annotated[
         bool,
         option(
@@ -140,6 +154,9 @@ def train(
     out: Annotated[Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")] = None,
     resume: Annotated[Path | None, option(RUN, "Go on with a run where its last commit stands.", metavar="RUN")] = None,
     commit_every: Annotated[int, option(RUN, "Epochs between commits.")] = DEFAULTS.commit_every,
+    tensorboard: Annotated[
+        bool, option(RUN, "Also write scalars for TensorBoard, into the run's folder.", "--tensorboard")
+    ] = False,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -158,10 +175,12 @@ def train(
     new_config = _checked(options) if resume is None else None
     resumed = _resumed_config(resume, options, given) if resume is not None else None
     need("torch", "pyarrow", "matplotlib", command="train")
+    if tensorboard:
+        need("tensorboard", command="train --tensorboard", extra="tensorboard")
     console = stderr() if json else stdout()
     if resume is not None:
         assert resumed is not None
-        return _go_on(resume, resumed, console, as_json=json)
+        return _go_on(resume, resumed, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None
     reading = {
         "user_col": user_col,
@@ -171,7 +190,7 @@ def train(
         "test": test,
         "test_negatives": test_negatives,
     }
-    return _start(file, reading, out, new_config, console, as_json=json)
+    return _start(file, reading, out, new_config, console, as_json=json, tensorboard=tensorboard)
 
 
 def _start(
@@ -182,6 +201,7 @@ def _start(
     console: Console,
     *,
     as_json: bool,
+    tensorboard: bool,
 ) -> int:
     """Read, create the run folder, train. A failure before anything is committed leaves no folder behind."""
     from bunkbed.run import Run
@@ -208,10 +228,10 @@ def _start(
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    return _fit(folder, config, run, trainer, data, console, as_json=as_json)
+    return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
 
 
-def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool) -> int:
+def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
     from bunkbed.run import Run
     from bunkbed.train.data_store import load_dataset
     from bunkbed.train.loop import Trainer
@@ -228,7 +248,7 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
     if trainer.epoch >= config.epochs:
         where += "; nothing left to do, --epochs more of them goes on"
     console.print(f"resuming {escape(str(folder))} {where}", soft_wrap=True)
-    return _fit(folder, config, run, trainer, data, console, as_json=as_json)
+    return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
 
 
 def _fit(
@@ -240,9 +260,12 @@ def _fit(
     console: Console,
     *,
     as_json: bool,
+    tensorboard: bool,
 ) -> int:
     from bunkbed.train.display import open_display
     from bunkbed.train.plots import plot_run
+    from bunkbed.train.results import save_test
+    from bunkbed.train.scalars import Scalars
 
     source = Path(data.train.source).name
     name = f"{config.model}, {config.loss}, dim {config.dim}, {config.optimizer}"
@@ -250,6 +273,8 @@ def _fit(
 
     def on_event(event: Event) -> None:
         display(event)
+        if scalars is not None:
+            scalars(event)
         if isinstance(event, EpochReport):
             last[:] = [event]
             if as_json:
@@ -260,6 +285,7 @@ def _fit(
         with (
             open_display(console, title=f"{source}   {name}   {folder}", metric=config.metric) as display,
             _graceful(trainer, display),
+            Scalars(trainer) if tensorboard else nullcontext() as scalars,
         ):
             outcome = trainer.fit(on_event)
     title = f"{folder.name}   {name}, {_ram(config)} of RAM"
@@ -268,6 +294,7 @@ def _fit(
     if not outcome.interrupted and (data.test is not None or data.candidates is not None):
         with console.status("ranking the test items"):
             result = judge(folder, config, data)
+        save_test(folder, result, step=outcome.step)
     if as_json:
         test = None if result is None else asdict(result)
         print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), "test": test})

@@ -33,6 +33,8 @@ class Model(StrEnum):
 
     mf = "mf"
     gmf = "gmf"
+    neumf = "neumf"
+    two_tower = "two-tower"
 
 
 class Loss(StrEnum):
@@ -40,6 +42,14 @@ class Loss(StrEnum):
 
     bpr = "bpr"
     bce = "bce"
+    softmax = "softmax"
+
+
+class Sampling(StrEnum):
+    """How negatives are drawn."""
+
+    uniform = "uniform"
+    popularity = "popularity"
 
 
 class OptimizerName(StrEnum):
@@ -76,6 +86,7 @@ class FileLayout(StrEnum):
 
 MODEL_DEFAULT = Model(DEFAULTS.model)
 LOSS_DEFAULT = Loss(DEFAULTS.loss)
+SAMPLING_DEFAULT = Sampling(DEFAULTS.sampling)
 OPTIMIZER_DEFAULT = OptimizerName(DEFAULTS.optimizer)
 DTYPE_DEFAULT = RowType(DEFAULTS.dtype)
 RANKING_DEFAULT = Ranking(DEFAULTS.ranking)

@@ -22,8 +22,9 @@ OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
 
 # Option -> the words it may be.
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "model": ("mf", "gmf"),
-    "loss": ("bpr", "bce"),
+    "model": ("mf", "gmf", "neumf", "two-tower"),
+    "loss": ("bpr", "bce", "softmax"),
+    "sampling": ("uniform", "popularity"),
     "optimizer": tuple(OPTIMIZERS),
     "dtype": ("float32", "bfloat16", "float16"),
     "ranking": ("full", "sampled"),
@@ -57,6 +58,19 @@ _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
 
+def _whole_numbers(name: str, text: str, *, such_as: str) -> tuple[int, ...]:
+    """The numbers of an option that lists them, each at least 1."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except (AttributeError, ValueError):
+        raise ValueError(
+            f'option {name} must be whole numbers between commas such as "{such_as}", got {text!r}'
+        ) from None
+    if min(numbers) < 1:
+        raise ValueError(f"option {name} must be at least 1, got {min(numbers)}")
+    return numbers
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
@@ -66,10 +80,13 @@ class TrainConfig:
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
-            2017, without its sigmoid, which no ranking sees).
+            2017, without its sigmoid, which no ranking sees); ``"neumf"``: gmf plus a perceptron of rows of its own
+            (the same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019).
+        layers: widths of a perceptron's hidden layers, such as ``"64,32,16"``; empty: for neumf dim, dim / 2 and
+            dim / 4, for two-tower 2 * dim. The other models have none.
         loss: ``"bpr"``: mean of softplus(negative - positive); ``"bce"``: mean binary cross-entropy of one
-            positive and its negatives.
-        dim: weights a row.
+            positive and its negatives; ``"softmax"``: cross-entropy of the positive among itself and its negatives.
+        dim: weights a row; neumf's rows have twice as many, one half for each part.
         ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
         optimizer: of the tables; dense weights always have Adam.
         dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
@@ -82,6 +99,10 @@ class TrainConfig:
         epochs: passes over the training pairs.
         batch_size: positive pairs a step.
         negatives: items sampled for each positive pair, anew every epoch.
+        sampling: ``"uniform"``, or ``"popularity"``: in proportion to 1 + the item's training pairs; shared negatives
+            are then this many draws, of which equal ones stand once. For ``loss="softmax"`` log q is taken off every
+            score, q being how likely an item is drawn, so that the loss is still that of all items (Bengio and Senecal
+            2008; Yi et al. 2019); evenly drawn ones need no such correction.
         share_negatives: one set of negatives for all pairs of a step, instead of its own for each pair. A step
             then touches far fewer rows, which is what counts when they come from disk, and can afford hundreds
             of negatives.
@@ -121,6 +142,7 @@ class TrainConfig:
     """
 
     model: str = "mf"
+    layers: str = ""
     loss: str = "bpr"
     dim: int = 64
     ram: str | int = "1GiB"
@@ -133,6 +155,7 @@ class TrainConfig:
     epochs: int = 20
     batch_size: int = 4096
     negatives: int = 4
+    sampling: str = "uniform"
     share_negatives: bool = False
     hardness: float = 0.0
     reject_seen: bool = True
@@ -179,6 +202,7 @@ class TrainConfig:
             raise ValueError(f"option lr_decay must be above 0 and at most 1, got {self.lr_decay}")
         if self.hardness and self.loss != "bpr":
             raise ValueError(f"option hardness={self.hardness} needs loss bpr, got loss {self.loss!r}")
+        _ = self.layer_widths
         if self.seed >= 2**63:
             raise ValueError(f"option seed must be below 2^63, got {self.seed}")
         try:
@@ -231,16 +255,24 @@ class TrainConfig:
         return fraction
 
     @property
+    def layer_widths(self) -> tuple[int, ...]:
+        """`layers` as numbers, chosen by the model where it is empty."""
+        if self.layers in ("", None):
+            chosen = {"neumf": (self.dim, self.dim // 2, self.dim // 4), "two-tower": (2 * self.dim,)}
+            return tuple(max(1, width) for width in chosen.get(self.model, ()))
+        if self.model not in ("neumf", "two-tower"):
+            raise ValueError(f"option layers={self.layers!r} needs model neumf or two-tower, got model {self.model!r}")
+        return _whole_numbers("layers", self.layers, such_as="64,32")
+
+    @property
+    def row_dim(self) -> int:
+        """Weights of a row of users and items."""
+        return 2 * self.dim if self.model == "neumf" else self.dim
+
+    @property
     def cutoffs(self) -> tuple[int, ...]:
         """`ks` as numbers, ascending, with the cut-off of `metric`."""
-        try:
-            ks = {int(part) for part in self.ks.split(",")}
-        except (AttributeError, ValueError):
-            raise ValueError(
-                f'option ks must be whole numbers between commas such as "10,20", got {self.ks!r}'
-            ) from None
-        if min(ks) < 1:
-            raise ValueError(f"option ks must be at least 1, got {min(ks)}")
+        ks = set(_whole_numbers("ks", self.ks, such_as="10,20"))
         if "@" in self.metric:
             ks.add(int(self.metric.partition("@")[2]))
         return tuple(sorted(ks))
@@ -251,7 +283,7 @@ class TrainConfig:
 
     def record_bytes(self, dim: int | None = None) -> int:
         """Bytes of weights and optimizer state of a row of `dim` weights; the default is that of users and items."""
-        dim = self.dim if dim is None else dim
+        dim = self.row_dim if dim is None else dim
         optimizer = self.table_optimizer()
         return dim * (4 if self.dtype == "float32" else 2) + 4 * len(optimizer.slots) * optimizer.slot_dim(dim)
 
@@ -275,5 +307,5 @@ class TrainConfig:
             if name not in known:
                 raise ValueError(f"unknown option {name!r}; the options are {', '.join(known)}")
         # A fraction reads as a number from YAML and JSON.
-        fixed: dict[str, Any] = {name: str(v) if name in ("valid", "ks") else v for name, v in values.items()}
+        fixed: dict[str, Any] = {name: str(v) if name in ("valid", "ks", "layers") else v for name, v in values.items()}
         return cls(**fixed)

@@ -12,9 +12,9 @@ import numpy as np
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Candidates, Dataset, Interactions
 from bunkbed.train.metrics import ranking_metrics
-from bunkbed.train.models import Scorer, scorer_of_run
 from bunkbed.train.ranking import Progress, full_ranks, sampled_ranks
 from bunkbed.train.sampling import STREAM_EVAL, SeenPairs, random_order, sample_unseen
+from bunkbed.train.scorer import Scorer, scorer_of_run
 from bunkbed.train.splits import split
 
 if TYPE_CHECKING:

@@ -72,6 +72,10 @@ class EpochReport:
         eval_seconds: wall time of the evaluation.
         stall_s: of `seconds`, how long steps waited for reads.
         device_hit_rate: as in `StepReport`, over the epoch's steps in this session.
+        samples_per_s: positive pairs a second of those steps.
+        disk_reads: reads of the log during the epoch; neighbouring rows share one. None in files of earlier releases.
+        moved_bytes: bytes that the tables' steps had to move through memory at least (`bunkbed.limits.memory_bytes`).
+            None in files of earlier releases.
     """
 
     epoch: int
@@ -91,6 +95,9 @@ class EpochReport:
     eval_seconds: float = 0.0
     stall_s: float = 0.0
     device_hit_rate: float | None = None
+    samples_per_s: float = 0.0
+    disk_reads: int | None = None
+    moved_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import bunkbed as bb
+from bunkbed.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Dataset
+from bunkbed.train.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.evaluate import Evaluator
 from bunkbed.train.events import EpochReport, EvalReport, Event, Outcome, StepReport
-from bunkbed.train.models import DENSE_FILE, Recommender, create_tables, dense_bytes, dense_state
+from bunkbed.train.models import Recommender, create_tables
 from bunkbed.train.progress import MetricsLog, Progress
 from bunkbed.train.sampling import BatchesAhead, BatchSource, SeenPairs
 from bunkbed.train.splits import split
@@ -67,10 +69,16 @@ class _Counters:
     stall_s: float
     device_rows: int
     device_hits: int
+    reads: int
+    moved_bytes: int
 
     @classmethod
     def of(cls, tables: dict[str, Any]) -> _Counters:
         every = [table.stats() for table in tables.values()]
+        moved = sum(
+            memory_bytes(stats["ids"], stats["unique_rows"], table.dim, table.record_bytes)
+            for table, stats in zip(tables.values(), every, strict=True)
+        )
 
         def total(name: str) -> int:
             return int(sum(stats[name] for stats in every))
@@ -84,6 +92,8 @@ class _Counters:
             float(sum(stats["stall_s"] + stats.get("device_stall_s", 0.0) for stats in every)),
             int(sum(stats.get("device_hits", 0) + stats.get("device_misses", 0) for stats in every)),
             int(sum(stats.get("device_hits", 0) for stats in every)),
+            total("reads"),
+            int(moved),
         )
 
     def hit_rate_since(self, before: _Counters) -> float:
@@ -127,6 +137,8 @@ class Trainer:
             batch_size=config.batch_size,
             negatives=config.negatives,
             shared=config.share_negatives,
+            popular=config.sampling == "popularity",
+            log_q=config.loss == "softmax",
             seed=config.seed,
             seen=seen,
         )
@@ -217,9 +229,7 @@ class Trainer:
 
     def _load_dense(self) -> None:
         state = dense_state(self.run.read(DENSE_FILE))
-        if self.model.weight is not None:
-            with torch.no_grad():
-                self.model.weight.copy_(state["weights"]["weight"])
+        self.model.head.load_state_dict(state["weights"])
         if self._dense is not None:
             self._dense.load_state_dict(state["optimizer"])
 
@@ -232,7 +242,7 @@ class Trainer:
         """Begins a commit of the run as it stands; raises what the one before it failed with."""
         self._owes_commit = True
         self._pending = self.run.begin_commit(
-            files={DENSE_FILE: dense_bytes(self.model, self._dense)},
+            files={DENSE_FILE: dense_bytes(self.model.head, self._dense)},
             meta=self._progress.to_meta(self.config),
             keep=keep,
         )
@@ -286,9 +296,9 @@ class _Session:
         """Train, evaluate and commit one epoch, or what is left of it; False when told to stop first."""
         trainer, progress = self._trainer, self._progress
         before = _Counters.of(trainer.run.tables)
-        seconds = trainer.step_seconds
+        seconds, pairs = trainer.step_seconds, trainer.pairs_done
         finished = self._steps(progress.epoch + 1)
-        seconds = trainer.step_seconds - seconds
+        seconds, pairs = trainer.step_seconds - seconds, trainer.pairs_done - pairs
         if not finished:
             trainer._commit()
             return False
@@ -300,7 +310,7 @@ class _Session:
             trainer._commit()
             return False
         eval_seconds = time.perf_counter() - began
-        self._end_epoch(result, ranking, before, seconds, eval_seconds)
+        self._end_epoch(result, ranking, before, seconds, pairs, eval_seconds)
         self._epoch_ends_done += 1
         self._epoch_end_seconds += time.perf_counter() - began
         return True
@@ -345,11 +355,8 @@ class _Session:
 
         def pairs() -> Iterator[tuple[Any, ...]]:
             for batch in self._source.batches(epoch, first):
-                tensors = torch.from_numpy(batch.users), torch.from_numpy(batch.items)
-                if batch.seen is None:
-                    yield tensors
-                else:
-                    yield *tensors, torch.from_numpy(batch.seen)
+                parts = batch.users, batch.items, batch.seen, batch.log_q
+                yield tuple(None if part is None else torch.from_numpy(part) for part in parts)
 
         def ids(batch: tuple[Any, ...]) -> dict[Any, torch.Tensor]:
             wanted = {model.user: batch[0], model.item: batch[1]}
@@ -379,7 +386,13 @@ class _Session:
             torch.set_num_threads(threads)
 
     def _end_epoch(
-        self, metrics: dict[str, float], ranking: str, before: _Counters, seconds: float, eval_seconds: float
+        self,
+        metrics: dict[str, float],
+        ranking: str,
+        before: _Counters,
+        seconds: float,
+        pairs: int,
+        eval_seconds: float,
     ) -> None:
         trainer, progress, config = self._trainer, self._progress, self._config
         loss = progress.loss_sum / progress.step
@@ -411,6 +424,9 @@ class _Session:
             disk_written_bytes=now.written_bytes - before.written_bytes,
             stall_s=now.stall_s - before.stall_s,
             device_hit_rate=now.device_hit_rate_since(before),
+            samples_per_s=pairs / seconds if seconds else 0.0,
+            disk_reads=now.reads - before.reads,
+            moved_bytes=now.moved_bytes - before.moved_bytes,
             time_s=time.perf_counter() - self._began,
         )
         # The line first, then the commit: after a crash between them, opening the log drops the line again.

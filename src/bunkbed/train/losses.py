@@ -15,10 +15,10 @@ from torch import Tensor
 from bunkbed import _native
 from bunkbed.train import plain_losses
 
-__all__ = ["pair_loss", "shared_loss"]
+__all__ = ["aligned", "pair_loss", "shared_loss"]
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """`x` at a 64-byte boundary: MKL's sums depend on the alignment, and ours must not depend on chance."""
     x = x.contiguous()
     return x if x.data_ptr() % 64 == 0 else x.clone()
@@ -32,6 +32,14 @@ def _loss_and_slopes(
     Both are contiguous, and their memory becomes the derivatives'. A negative score of -inf counts as a loss of 0.
     """
     batch, count = negative.shape
+    if kind == "softmax":
+        scores = torch.cat([positive[:, None], negative], 1)
+        largest = scores.amax(1, keepdim=True)
+        shares = scores.sub_(largest).exp_()
+        totals = shares.sum(1, keepdim=True)
+        loss = (totals.log() + largest).view(-1).sub_(positive).double().sum().float() / batch
+        shares /= totals
+        return loss, shares[:, 0] - 1, shares[:, 1:].contiguous(), 1.0 / batch
     if kind == "bpr":
         scale = 1.0 / (batch * (1 if hardness else count))
         total = _native.bpr_slopes(positive.numpy(), negative.numpy(), hardness)
@@ -43,7 +51,7 @@ def _loss_and_slopes(
 
 def _square(x: Tensor) -> Tensor:
     """Sum of squares; one pass without a temporary."""
-    flat = _aligned(x).view(-1)
+    flat = aligned(x).view(-1)
     return torch.dot(flat, flat)
 
 
@@ -110,7 +118,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
         hardness: float,
     ) -> Tensor:
         batch = len(users)
-        users, positives, negatives = _aligned(users), items[:batch], _aligned(items[batch:])
+        users, positives, negatives = aligned(users), items[:batch], aligned(items[batch:])
         queries = users if weight is None else users * weight
         positive = torch.linalg.vecdot(queries, positives)
         negative = queries @ negatives.T
@@ -169,15 +177,16 @@ def pair_loss(
     """Mean loss of a batch in which every positive item competes with its own negatives.
 
     A score is ``sum(weight * user * item) + bias``. ``"bpr"`` (Rendle et al. 2009) is the mean over pairs of
-    softplus(negative - positive); ``"bce"`` the mean binary cross-entropy with label 1 for the positive. `l2`
-    adds ``l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2)``, averaged over the batch. `hardness` makes the
-    mean over the negatives of a pair a weighted one, by softmax(hardness * score), through which no gradient
-    flows.
+    softplus(negative - positive); ``"bce"`` the mean binary cross-entropy with label 1 for the positive;
+    ``"softmax"`` the mean cross-entropy of the positive among itself and its negatives (sampled softmax, Jean et al.
+    2015; where negatives are not drawn evenly, the caller takes log q off the scores by way of `bias`). `l2` adds
+    ``l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2)``, averaged over the batch. `hardness` makes the mean over the
+    negatives of a pair a weighted one, by softmax(hardness * score), through which no gradient flows.
 
     Args:
         users: ``float32[B, dim]``.
         items: ``float32[B, 1 + K, dim]``, the positive first, K at least 1.
-        kind: ``"bpr"`` or ``"bce"``.
+        kind: ``"bpr"``, ``"bce"`` or ``"softmax"``.
         weight: ``float32[dim]``, or None for ones.
         bias: ``float32[B, 1 + K]``, or None for zeros.
         hardness: for ``"bpr"``.
@@ -210,7 +219,7 @@ def shared_loss(
     Args:
         users: ``float32[B, dim]``.
         items: ``float32[B + M, dim]``: the positives, then the negatives, M at least 1.
-        kind: ``"bpr"`` or ``"bce"``.
+        kind: ``"bpr"``, ``"bce"`` or ``"softmax"``.
         seen: ``int64[S]`` places in the matrix of B x M scores, row by row, of negatives that do not compete,
             since the user has the item; their loss counts as 0 in the means.
         weight: ``float32[dim]``, or None for ones.

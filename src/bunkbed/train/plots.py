@@ -38,7 +38,7 @@ def read_metrics(path: PathLike) -> Metrics:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a line before the last is not JSON; the message names it.
+        ValueError: a line before the last is not JSON, or a line is not a report; the message names it.
     """
     result = Metrics()
     lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -49,6 +49,9 @@ def read_metrics(path: PathLike) -> Metrics:
             if number == len(lines):
                 break
             raise ValueError(f"{os.fspath(path)} line {number}: is not JSON ({error.msg})") from error
+        step = entry.get("global_step") if isinstance(entry, dict) else None
+        if isinstance(step, bool) or not isinstance(step, (int, float)) or not math.isfinite(step):
+            raise ValueError(f"{os.fspath(path)} line {number}: is not a report, it tells no number as its global_step")
         (result.epochs if entry.get("kind") == "epoch" else result.steps).append(entry)
     return result
 

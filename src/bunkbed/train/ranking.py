@@ -18,7 +18,7 @@ import torch
 
 from bunkbed.train.data import Candidates, Interactions
 from bunkbed.train.events import EvalReport
-from bunkbed.train.models import Float32Array, Int64Array, Scorer
+from bunkbed.train.scorer import Float32Array, Int64Array, Scorer
 
 __all__ = ["Progress", "full_ranks", "sampled_ranks"]
 
@@ -28,21 +28,15 @@ Progress = Callable[[EvalReport], object]
 _KEPT_BYTES = 64 << 20
 # Scores held at once.
 _BLOCK_SCORES = 8 << 20
-# Scores this close (relative to |query| |item|) are a tie: float32 dot products differ so much by the order in
-# which they sum.
+# Scores this close (relative to the sums they are rounded in) are a tie: float32 dot products differ so much by the
+# order in which they sum.
 _TIE = 1e-6
 
 
-def _scores_and_floors(scorer: Scorer, queries: Float32Array, items: Int64Array) -> tuple[Float32Array, Float32Array]:
-    """Scores of ``int64[N]`` items for ``float32[N, dim]`` queries, and the lowest that tie with them."""
-    vectors = scorer.items(items)
-    scores = np.einsum("nd,nd->n", queries, vectors)
-    slack = _TIE * np.linalg.norm(queries, axis=1) * np.linalg.norm(vectors, axis=1)
-    biases = scorer.biases(items)
-    if biases is not None:
-        scores += biases
-        slack += _TIE * np.abs(biases)
-    return scores, (scores - slack).astype(np.float32)
+def _scores_and_floors(scorer: Scorer, queries: torch.Tensor, items: Int64Array) -> tuple[Float32Array, Float32Array]:
+    """Scores of ``int64[N]`` items for ``float32[N, q]`` queries, and the lowest that tie with them."""
+    scores, magnitudes = scorer.scores_and_magnitudes(queries, items)
+    return scores.numpy(), (scores - _TIE * magnitudes).numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +100,8 @@ class _FullRanking:
     def __init__(self, scorer: Scorer, num_items: int) -> None:
         self._scorer = scorer
         self._num_items = num_items
-        dim = scorer.items(np.zeros(1, dtype=np.int64)).shape[1]
-        is_kept = num_items * dim * 4 <= _KEPT_BYTES
+        width = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1]
+        is_kept = num_items * width * 4 <= _KEPT_BYTES
         # Where items are read anew for each block of users, few wide blocks read them least often.
         self._chunk = min(num_items, 8192 if is_kept else 1024)
         self.block_users = max(1, _BLOCK_SCORES // self._chunk)
@@ -119,9 +113,7 @@ class _FullRanking:
         """First item, vectors and biases of each chunk."""
         for first in range(0, self._num_items, self._chunk):
             items = np.arange(first, min(first + self._chunk, self._num_items), dtype=np.int64)
-            biases = self._scorer.biases(items)
-            vectors = torch.from_numpy(self._scorer.items(items))
-            yield first, vectors, None if biases is None else torch.from_numpy(biases)
+            yield first, self._scorer.vectors(items), self._scorer.biases(items)
 
     def ranks(self, users: Int64Array, held: _Pairs, hidden: _Pairs) -> Int64Array:
         """Ranks of the held-out pairs of some users, whose numbers of them descend."""
@@ -134,13 +126,10 @@ class _FullRanking:
         by_item = np.argsort(columns, kind="stable")
         rows, columns = rows[by_item], columns[by_item]
         starts = np.searchsorted(held.places, np.arange(len(users) + 1))
-        query_block = torch.from_numpy(queries)
         for first, vectors, biases in self._read_items() if self._kept is None else self._kept:
             # A view of the front of the buffer, so that a narrower last chunk is contiguous too.
             block = self._scores[: len(users) * len(vectors)].view(len(users), len(vectors))
-            torch.mm(query_block, vectors.T, out=block)
-            if biases is not None:
-                block += biases
+            self._scorer.all_scores(queries, vectors, biases, block)
             here = slice(*np.searchsorted(columns, [first, first + len(vectors)]))
             block[torch.from_numpy(rows[here]), torch.from_numpy(columns[here] - first)] = -torch.inf
             self._count_ahead(block.numpy(), floors, starts, ranks)
@@ -177,16 +166,13 @@ def sampled_ranks(
     """The rank of every positive among its own negatives: ``int64[Q]`` users and ranks from 1."""
     total, width = candidates.negatives.shape
     ranks = np.empty(total, dtype=np.int64)
-    dim = scorer.items(np.zeros(1, dtype=np.int64)).shape[1]
-    step = max(1, _BLOCK_SCORES // (max(width, 1) * dim))
+    numbers = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1] + scorer.numbers_per_score
+    step = max(1, _BLOCK_SCORES // (max(width, 1) * numbers))
     for first in range(0, total, step):
         mine = slice(first, min(first + step, total))
         queries = scorer.queries(candidates.users[mine])
         _, floors = _scores_and_floors(scorer, queries, candidates.positives[mine])
-        scores = np.matmul(scorer.items(candidates.negatives[mine]), queries[:, :, None])[:, :, 0]
-        biases = scorer.biases(candidates.negatives[mine])
-        if biases is not None:
-            scores += biases
+        scores = scorer.pair_scores(queries, candidates.negatives[mine]).numpy()
         ranks[mine] = 1 + (scores >= floors[:, None]).sum(1)
         if on_event is not None:
             on_event(EvalReport(mine.stop, total))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from bunkbed.train.config import TrainConfig
-from bunkbed.train.models import Float32Array, Int64Array, scorer_of_run
+from bunkbed.train.scorer import Float32Array, Int64Array, scorer_of_run
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
@@ -40,7 +41,7 @@ def recommend(
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     scorer = scorer_of_run(run, config)
-    query = scorer.queries(np.array([user_index], dtype=np.int64))[0]
+    query = scorer.queries(np.array([user_index], dtype=np.int64))
     num_items = run.table("item").num_rows
     assert num_items is not None  # tables of a trainer are bounded
     hidden = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
@@ -48,10 +49,8 @@ def recommend(
     best_scores = np.empty(0, dtype=np.float32)
     for start in range(0, num_items, _CHUNK):
         items = np.arange(start, min(start + _CHUNK, num_items), dtype=np.int64)
-        scores = scorer.items(items) @ query
-        biases = scorer.biases(items)
-        if biases is not None:
-            scores += biases
+        out = torch.empty(1, len(items))
+        scores = scorer.all_scores(query, scorer.vectors(items), scorer.biases(items), out)[0].numpy()
         keep = ~np.isin(items, hidden)
         items = np.concatenate([best_items, items[keep]])
         scores = np.concatenate([best_scores, scores[keep]])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from bunkbed.train.data import Interactions
 __all__ = ["Batch", "BatchSource", "BatchesAhead", "SeenPairs", "random_order", "sample_unseen"]
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+# Draws so many items; every bit is the generator's.
+Draw = Callable[[np.random.Philox, int], Int64Array]
 
 # Streams: one for each use, so that no two uses share random bits.
 STREAM_ORDER = 1
@@ -123,6 +127,9 @@ class Batch:
         users: ``int64[B]``.
         items: ``int64[B, 1 + K]``: each user's positive, then its own negatives; or, with shared negatives,
             ``int64[B + K]``: the positives, then the negatives, all different.
+        log_q: where it was asked for, what to take off the score of each of `items` before a softmax: ``float32`` of
+            their shape, the logarithm of how likely the item was to be drawn (with shared negatives, divided by how
+            often it was drawn).
         seen: with shared negatives, which of them which user has: ``int64[S]`` places in the matrix of B x K
             scores, row by row. None where that was not asked.
     """
@@ -130,20 +137,23 @@ class Batch:
     users: Int64Array
     items: Int64Array
     seen: Int64Array | None = None
+    log_q: Float32Array | None = None
 
 
 class BatchSource:
     """Batches of positive pairs with sampled negatives; any batch can be asked for at any time.
 
-    Owns the order of one epoch (8 bytes a pair) and, when it rejects seen items, a `SeenPairs`. Not
-    thread-safe: the order is cached.
+    Owns the order of one epoch (8 bytes a pair), when it rejects seen items a `SeenPairs`, and with `log_q` 4 bytes an
+    item. Not thread-safe: the order is cached.
 
     Args:
         shared: one set of negatives for all pairs of a step.
+        popular: draw an item in proportion to 1 + its pairs, rather than every item alike.
+        log_q: batches say how likely their items were; None where all are alike.
         seen: pairs never to be sampled as negatives, or None to sample any item.
 
     Raises:
-        ValueError: no pairs to train on, or more shared negatives than items.
+        ValueError: no pairs to train on, more shared negatives than items, or more items than can be drawn from.
     """
 
     def __init__(
@@ -155,12 +165,19 @@ class BatchSource:
         seed: int,
         seen: SeenPairs | None,
         shared: bool = False,
+        popular: bool = False,
+        log_q: bool = False,
     ) -> None:
         if len(pairs) == 0:
             raise ValueError(f"{pairs.source or 'the data'} has no pairs to train on")
         if pairs.num_items > 2**32:
             raise ValueError(f"at most 2^32 items can be sampled from, got {pairs.num_items}")
-        if shared and negatives > pairs.num_items:
+        if popular and pairs.num_items + len(pairs) > 2**32:
+            raise ValueError(
+                f"at most 2^32 pairs and items can be sampled from by popularity, got {pairs.num_items + len(pairs)}; "
+                "sample uniformly"
+            )
+        if shared and not popular and negatives > pairs.num_items:
             raise ValueError(
                 f"option negatives={negatives} is more than the {pairs.num_items} items there are to share"
             )
@@ -170,6 +187,8 @@ class BatchSource:
         self._negatives = negatives
         self._seed = seed
         self._seen = seen
+        self._popular = popular
+        self._log_q = _log_popularity(pairs) if popular and log_q else None
         self._order: tuple[int, Int64Array] | None = None
 
     @property
@@ -185,15 +204,39 @@ class BatchSource:
         users, positives = self._pairs.users[chosen], self._pairs.items[chosen]
         random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
         if self._shared:
-            negatives = _distinct_items(random, self._negatives, self._pairs.num_items)
+            negatives, counts = self._shared_negatives(random)
             seen = None if self._seen is None else self._seen.clashes(users, negatives)
-            return Batch(users, np.concatenate([positives, negatives]), seen)
+            items = np.concatenate([positives, negatives])
+            log_q = None
+            if self._log_q is not None:
+                log_q = self._log_q[items]
+                log_q[len(positives) :] -= np.log(counts, dtype=np.float32)
+            return Batch(users, items, seen, log_q)
         owners = np.repeat(users, self._negatives)
-        sampled = _sample_items(random, owners, self._pairs.num_items, self._seen)
+        sampled = _sample_items(random, owners, self._draw, self._seen)
         items = np.empty((len(users), 1 + self._negatives), dtype=np.int64)
         items[:, 0] = positives
         items[:, 1:] = sampled.reshape(len(users), -1)
-        return Batch(users, items)
+        return Batch(users, items, log_q=None if self._log_q is None else self._log_q[items])
+
+    def _draw(self, random: np.random.Philox, count: int) -> Int64Array:
+        """Items, of which the same may come again."""
+        pairs = self._pairs
+        if not self._popular:
+            return _draw(random, count, pairs.num_items)
+        # A pair's item, or any item: so that each has a chance, and the logarithm of it is finite.
+        items = _draw(random, count, len(pairs) + pairs.num_items)
+        of_pairs = items < len(pairs)
+        items[~of_pairs] -= len(pairs)
+        items[of_pairs] = pairs.items[items[of_pairs]]
+        return items
+
+    def _shared_negatives(self, random: np.random.Philox) -> tuple[Int64Array, Int64Array]:
+        """Different items, and how often each was drawn."""
+        if not self._popular:
+            negatives = _distinct_items(random, self._negatives, self._pairs.num_items)
+            return negatives, np.ones(len(negatives), dtype=np.int64)
+        return np.unique(self._draw(random, self._negatives), return_counts=True)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `first` on."""
@@ -258,7 +301,7 @@ def sample_unseen(seed: int, stream: int, owners: Int64Array, num_items: int, se
 
     Uniform over the user's unseen items; any item for a user who has them all.
     """
-    return _sample_items(_philox(seed, stream, 0, 0), owners, num_items, seen)
+    return _sample_items(_philox(seed, stream, 0, 0), owners, partial(_draw, bound=num_items), seen)
 
 
 def _draw(random: np.random.Philox, count: int, bound: int) -> Int64Array:
@@ -278,15 +321,22 @@ def _distinct_items(random: np.random.Philox, count: int, num_items: int) -> Int
     return items[:count]
 
 
-def _sample_items(random: np.random.Philox, owners: Int64Array, num_items: int, seen: SeenPairs | None) -> Int64Array:
-    items = _draw(random, len(owners), num_items)
+def _log_popularity(pairs: Interactions) -> Float32Array:
+    """``float32[num_items]``: the logarithm of how likely `BatchSource._draw` is to draw an item by popularity."""
+    counts = np.bincount(pairs.items, minlength=pairs.num_items) + 1
+    likely: Float32Array = np.log(counts / counts.sum()).astype(np.float32)
+    return likely
+
+
+def _sample_items(random: np.random.Philox, owners: Int64Array, draw: Draw, seen: SeenPairs | None) -> Int64Array:
+    items = draw(random, len(owners))
     if seen is None:
         return items
     bad = np.flatnonzero(seen.contains(owners, items))
     for _ in range(_MAX_TRIES):
         if not len(bad):
             return items
-        items[bad] = _draw(random, len(bad), num_items)
+        items[bad] = draw(random, len(bad))
         bad = bad[seen.contains(owners[bad], items[bad])]
     ranks = np.asarray(random.random_raw(len(bad)), dtype=np.uint64)
     seen.replace_by_unseen(owners, items, bad, ranks)

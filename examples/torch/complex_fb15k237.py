@@ -1,0 +1,149 @@
+"""How do I train a knowledge graph whose entities outgrow memory, and rank by filtered MRR?
+
+    python examples/torch/complex_fb15k237.py                                          # a planted graph, seconds
+    python examples/torch/complex_fb15k237.py FOLDER --epochs 3                        # FOLDER with FB15k-237, minutes
+
+ComplEx (Trouillon et al. 2016) as Lacroix et al. 2018 train it: reciprocal relations, Adagrad, the N3 penalty, and a
+softmax over entities, here over a sample that the batch shares (`--candidates`; as many as there are entities: all of
+them). FOLDER holds train.txt, valid.txt and test.txt, or each with .gz, of ``head<TAB>relation<TAB>tail``. FB15k-237's
+test MRR was .316 after three epochs, two minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import bunkbed as bb
+from bunkbed.torch import Embedding, Optimizer, lookahead
+
+
+class ComplEx(nn.Module):
+    """score(h, r, t) = Re<h, r, conj(t)>: the product of the query (h, r) with the row of t."""
+
+    def __init__(self, entities: int, relations: int, rank: int, lr: float, folder: Path, ram: str) -> None:
+        super().__init__()
+        budget, ours = bb.Budget(ram), {"init": bb.Normal(1e-3), "optimizer": bb.Adagrad(lr)}
+        self.entity = Embedding(entities, 2 * rank, path=folder / "entity", ram=budget, seed=0, **ours)
+        self.relation = Embedding(2 * relations, 2 * rank, path=folder / "relation", ram=budget, seed=1, **ours)
+
+    @staticmethod
+    def query(heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
+        (a, b), (c, d) = heads.chunk(2, -1), relations.chunk(2, -1)
+        return torch.cat([a * c - b * d, a * d + b * c], -1)
+
+    def loss(self, triples: torch.Tensor, candidates: torch.Tensor, penalty: float) -> torch.Tensor:
+        """Of int64[B, 3] triples, among int64[K] entities."""
+        heads, relations, tails = self.entity(triples[:, 0]), self.relation(triples[:, 1]), self.entity(triples[:, 2])
+        query = self.query(heads, relations)
+        # Each candidate stands for as many entities as were not drawn.
+        others = (self.entity.num_embeddings - 1) / len(candidates)
+        wrong = query @ self.entity(candidates).T + np.log(max(others, 1.0))
+        wrong = wrong.masked_fill(triples[:, 2:] == candidates, -torch.inf)
+        logits = torch.cat([(query * tails).sum(1, keepdim=True), wrong], 1)
+        cubes = sum(rows.unflatten(1, (2, -1)).square().sum(1).pow(1.5).sum() for rows in (heads, relations, tails))
+        right = torch.zeros(len(logits), dtype=torch.int64)
+        return nn.functional.cross_entropy(logits, right) + penalty * cubes / len(heads)
+
+
+@torch.no_grad()
+def mrr(model: ComplEx, triples: np.ndarray, known: dict[tuple[int, int], list[int]], chunk: int = 4096) -> float:
+    """Filtered mean reciprocal rank, in both directions; a tie counts half. Entities are read chunk by chunk."""
+    total, entities = 0.0, model.entity.num_embeddings
+    for part in torch.from_numpy(triples).split(1024):
+        query = model.query(model.entity(part[:, 0]), model.relation(part[:, 1]))
+        wanted = (query * model.entity(part[:, 2])).sum(1, keepdim=True)
+        above, ties = torch.zeros(len(part)), torch.zeros(len(part))
+        right = [(at, tail) for at, (head, rel, _) in enumerate(part.tolist()) for tail in known[head, rel]]
+        row, tail = torch.tensor(right).T
+        for start in range(0, entities, chunk):
+            ids = torch.arange(start, min(start + chunk, entities))
+            scores = query @ model.entity(ids).T
+            inside = (tail >= start) & (tail <= ids[-1])  # every tail known to be right, this triple's own too
+            scores[row[inside], tail[inside] - start] = -torch.inf
+            above += (scores > wanted).sum(1)
+            ties += (scores == wanted).sum(1)
+        total += (1 / (1 + above + ties / 2)).sum().item()
+    return total / len(triples)
+
+
+def read(folder: Path) -> tuple[list[np.ndarray], int, int]:
+    """Triples of train, valid and test, each in both directions, and how many entities and relations there are."""
+    both, entities, relations = [], defaultdict(count().__next__), defaultdict(count(0, 2).__next__)
+    for name in ("train", "valid", "test"):
+        file = folder / f"{name}.txt"
+        with file.open() if file.exists() else gzip.open(f"{file}.gz", "rt") as lines:
+            triples = [line.rstrip("\n").split("\t") for line in lines]
+        there = np.array([(entities[h], relations[r], entities[t]) for h, r, t in triples], np.int64)
+        both.append(np.concatenate([there, there[:, ::-1] + [0, 1, 0]]))  # relation r's reciprocal is r + 1
+    return both, len(entities), len(relations)
+
+
+def plant(folder: Path) -> None:
+    """A graph of 200 entities: relation r leads from e to e + r + 1, around a circle; a tenth is held out."""
+    rng = np.random.default_rng(0)
+    triples = rng.permutation([f"e{e}\tr{r}\te{(e + r + 1) % 200}\n" for e in range(200) for r in range(8)])
+    for name, lines in zip(("test", "valid", "train"), np.split(triples, [100, 200]), strict=True):
+        (folder / f"{name}.txt").write_text("".join(lines))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("folder", type=Path, nargs="?")
+    options.add_argument("--rank", type=int, default=100, help="complex numbers of a row")
+    options.add_argument("--epochs", type=int, default=40)
+    options.add_argument("--minutes", type=float, default=60, help="stop training after so many")
+    options.add_argument("--batch", type=int, default=500)
+    options.add_argument("--candidates", type=int, default=1024)
+    options.add_argument("--lr", type=float, default=0.1)
+    options.add_argument("--penalty", type=float, default=0.05, help="N3")
+    options.add_argument("--ram", default="64MiB", help="of both tables")
+    given = options.parse_args()
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as temporary:
+        if given.folder is None:
+            plant(Path(temporary))
+        (train, valid, test), entities, relations = read(given.folder or Path(temporary))
+        known = defaultdict(list)
+        for head, relation, tail in np.concatenate([train, valid, test]).tolist():
+            known[head, relation].append(tail)
+        model = ComplEx(entities, relations, given.rank, given.lr, Path(temporary), given.ram)
+        optimizer = Optimizer(model)
+
+        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for part in torch.from_numpy(train[rng.permutation(len(train))]).split(given.batch):
+                yield part, torch.from_numpy(rng.choice(entities, min(given.candidates, entities), replace=False))
+
+        def wanted(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[nn.Module, list[torch.Tensor]]:
+            return {model.entity: [batch[0][:, ::2], batch[1]], model.relation: [batch[0][:, 1]]}
+
+        done, start = 0, time.monotonic()
+        for epoch in range(1, given.epochs + 1):
+            for triples, candidates in lookahead(batches(), model, wanted):
+                loss = model.loss(triples, candidates, given.penalty)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                done += len(triples)
+            spent = time.monotonic() - start
+            print(f"epoch {epoch}: loss {loss.item():.3f}, {done / spent:,.0f} triples/s, {spent:.0f} s", flush=True)
+            if spent * (epoch + 1) / epoch > 60 * given.minutes:
+                break
+        for name, triples in (("valid", valid), ("test", test)):
+            print(f"{name}: filtered MRR {mrr(model, triples, known):.4f}")
+        model.entity.table.close()
+        model.relation.table.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`write_report`: one self-contained page about a run or a table; what ``bunkbed report`` calls.
+
+1. `facts` opens the run or table read-only and gathers what is known of it; `hot_rows` counts uses in a run's pairs.
+2. `charts` draws what happened over time as SVG whose colours are the page's, light and dark.
+3. `page` says each figure in words and fills ``page.html.j2``, which escapes every name.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bunkbed.train.report.facts import gather, kind_of
+from bunkbed.train.report.page import render
+
+__all__ = ["write_report"]
+
+PathLike = str | os.PathLike[str]
+
+
+def write_report(
+    path: PathLike, out: PathLike | None = None, *, overwrite: bool = False, ram: int | str = "1GiB"
+) -> Path:
+    """Write one HTML page about a run or a table, which needs nothing else to be read: no network, no other file.
+
+    Opens read-only and takes no lock, so that it works beside a running training. Starts no measurement: the machine's
+    limits are those that `bunkbed.machine.measure` (or ``bunkbed plan``) found here before.
+
+    Args:
+        path: folder of a run, of a table, or of a sharded table.
+        out: the page; default: ``report.html`` in a run's folder, and for a table its path with ``.html`` at the end.
+        overwrite: take the place of a file that is there.
+        ram: budget for reading, bytes or as ``"256MiB"``; holds the directories of all tables.
+
+    Returns:
+        The page's path. It is there whole or not at all.
+
+    Raises:
+        FileExistsError: something is at `out`; it stays as it is. FileNotFoundError: nothing is at `path`.
+        FormatError: neither a run nor a table. CorruptionError: its last commit, or its configuration, is damaged.
+        ValueError: `ram` is too small (says how much is needed), or a line of the run's metrics is not a report.
+        OSError: the page cannot be written. ModuleNotFoundError: matplotlib, jinja2 or pyarrow is not installed.
+    """
+    place = Path(path).expanduser()
+    kind = kind_of(place)
+    place = place.resolve()
+    default = place / "report.html" if kind == "run" else place.with_name(f"{place.name}.html")
+    target = default if out is None else Path(out).expanduser()
+    _require_free(target, overwrite)
+    page = render(gather(place, kind, ram=ram))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        _require_free(target, overwrite)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _require_free(target: Path, overwrite: bool) -> None:
+    if target.is_dir():
+        raise FileExistsError(f"{target} is a folder; name a file for the report")
+    if not overwrite and os.path.lexists(target):
+        raise FileExistsError(
+            f"{target} exists already and is as it was; give another name, or overwrite=True (--overwrite)"
+        )

@@ -1,0 +1,403 @@
+"""What is known of a run or a table, gathered read-only: from its files, and from nothing that takes long."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import bunkbed as bb
+from bunkbed.errors import BunkbedError, CorruptionError, FormatError
+from bunkbed.limits import StepTimes, step_times
+from bunkbed.machine import Machine, remembered
+from bunkbed.opening import is_sharded
+from bunkbed.run_files import RunFiles
+from bunkbed.train.config import TrainConfig
+from bunkbed.train.plots import Metrics, read_metrics
+from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
+
+Kind = Literal["run", "table", "sharded table"]
+
+_TRIES = 5
+
+#: Marks an option that this release does not know, in place of its default.
+UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class AboutTable:
+    """One table, or all shards of one.
+
+    Attributes:
+        nbytes: of all its records, were they in RAM: of `num_rows` rows, or of the stored ones where it takes any id.
+        live_bytes: of the log: the newest record of every stored row.
+        checkpoint_bytes: of the directory's checkpoint.
+        disk_bytes: of all its files, snapshots included.
+    """
+
+    name: str
+    num_rows: int | None
+    dim: int
+    dtype: str
+    optimizer: str
+    init: str
+    record_bytes: int
+    stored_rows: int
+    nbytes: int
+    live_bytes: int
+    checkpoint_bytes: int
+    disk_bytes: int
+    step: int
+    epoch: int
+    shards: int = 0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a run; `default` is `UNKNOWN` where this release has no such option."""
+
+    name: str
+    value: Any
+    default: Any
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.value != self.default)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The steps of a run beside what this machine allows for what they did.
+
+    Attributes:
+        epochs: that were counted.
+        seconds: their steps took.
+        times: seconds the resources needed for all of them, at least.
+    """
+
+    epochs: int
+    seconds: float
+    times: StepTimes
+    machine: Machine
+
+    @property
+    def share(self) -> float:
+        """Measured speed, of the limit's."""
+        return self.times.together / self.seconds
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a page tells. What is not known is empty, and `why` says why by the name of the field.
+
+    Attributes:
+        epoch: number of the commit in view; 0: none yet.
+        disk: bytes on disk by what they are for; see `_disk`.
+    """
+
+    kind: Kind
+    path: Path
+    epoch: int
+    committed: datetime | None
+    meta: dict[str, Any]
+    tables: list[AboutTable]
+    snapshots: list[bb.Snapshot]
+    disk: dict[str, int]
+    source: str = ""
+    trained_by: str = ""
+    options: list[Option] = field(default_factory=list)
+    metrics: Metrics | None = None
+    limit: Limit | None = None
+    curves: list[Curve] = field(default_factory=list)
+    why: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What the commit in view says of the training; empty where `bunkbed train` did not make it."""
+        found = self.meta.get("progress")
+        if not isinstance(found, dict) or not isinstance(found.get("best"), dict):
+            return {}
+        return found if all(isinstance(found.get(name), int) for name in ("epoch", "global_step")) else {}
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """The value of an option of the run."""
+        return next((one.value for one in self.options if one.name == name), default)
+
+
+def kind_of(place: Path) -> Kind:
+    """What lies in a folder, as far as its manifests tell; a table says itself that it is none.
+
+    Raises:
+        FileNotFoundError: no such path. FormatError: a file. CorruptionError: the newest manifest is damaged.
+    """
+    if not place.exists():
+        raise FileNotFoundError(2, "no such table or run", str(place))
+    if not place.is_dir():
+        raise FormatError(f"{place}: is a file; give the folder of a table or of a run")
+    if RunFiles(place).epochs():
+        return "sharded table" if is_sharded(place) else "run"
+    # A training whose first commit is still to come.
+    return "run" if (place / "config.json").is_file() and (place / "tables").is_dir() else "table"
+
+
+def gather(place: Path, kind: Kind, *, ram: int | str) -> Facts:
+    """All there is to tell of the run or table at `place`. Raises what `write_report` does."""
+    for _ in range(_TRIES):
+        newest = _newest(place)
+        try:
+            return _of_run(place, ram) if kind == "run" else _of_table(place, kind, ram)
+        except (BunkbedError, OSError):
+            # A writer beside may remove the commit that is being read, once it has the next one.
+            if _newest(place) == newest:
+                raise
+    return _of_run(place, ram) if kind == "run" else _of_table(place, kind, ram)
+
+
+def _newest(place: Path) -> list[str]:
+    return sorted(entry.name for entry in place.iterdir() if entry.name.startswith(("run-", "manifest-")))[-1:]
+
+
+def _of_table(place: Path, kind: Kind, ram: int | str) -> Facts:
+    with bb.open(place, mode="r", ram=ram) as table:
+        about, epoch, meta = _about(place.name, table), table.epoch, table.meta
+        folders = _folders(table)
+    kept = bb.describe_snapshots(place)
+    manifest = f"manifest-{epoch:016d}" if kind == "table" else f"run-{epoch:016d}"
+    why = {
+        "metrics": "A table keeps no history: what it did is told by the process that has it open "
+        "(print(table.explain()), table.stats()), and a run of bunkbed train writes it down.",
+        "curves": "A table does not know how often its rows were used: its cache counts for itself, in RAM, and only "
+        "as much as it needs. Of a run the saved pairs tell.",
+        "limit": "What a table did, and how near the machine's limit that was, is told by print(table.explain()) in "
+        "the process that has it open.",
+    }
+    return Facts(
+        kind=kind,
+        path=place,
+        epoch=epoch,
+        committed=_time(place / manifest),
+        meta=meta,
+        tables=[about],
+        snapshots=kept,
+        disk=_disk(place, [about], kept, {about.name: folders}),
+        why=why,
+    )
+
+
+def _of_run(place: Path, ram: int | str) -> Facts:
+    why: dict[str, str] = {}
+    tables: list[AboutTable] = []
+    folders: dict[str, list[Path]] = {}
+    epoch, meta = 0, {}
+    kept: list[bb.Snapshot] = []
+    if RunFiles(place).epochs():
+        with bb.Run(place, ram=ram, mode="r") as run:
+            epoch, meta = run.epoch, run.meta
+            for name in run.table_names:
+                table = run.table(name)
+                tables.append(_about(name, table))
+                folders[name] = _folders(table)
+        kept = bb.describe_snapshots(place)
+    else:
+        why["tables"] = "Nothing is committed yet: the tables can be read once the first epoch is."
+    config = _config(place)
+    metrics = None
+    if (place / "metrics.jsonl").is_file():
+        metrics = read_metrics(place / "metrics.jsonl")
+    elif config is None:
+        why["metrics"] = "This run was not made by bunkbed train, which is what writes down how a training goes."
+    else:
+        why["metrics"] = "This run has no metrics.jsonl: nothing was reported yet."
+    curves, why["curves"] = _curves(place, tables)
+    limit, why["limit"] = _limit(place, metrics)
+    return Facts(
+        kind="run",
+        path=place,
+        epoch=epoch,
+        committed=_time(place / f"run-{epoch:016d}"),
+        meta=meta,
+        tables=tables,
+        snapshots=kept,
+        disk=_disk(place, tables, kept, folders),
+        source=str((config or {}).get("source", "")),
+        trained_by=str((config or {}).get("bunkbed", "")),
+        options=_options((config or {}).get("train", {})),
+        metrics=metrics,
+        limit=limit,
+        curves=curves,
+        why=why,
+    )
+
+
+def _about(name: str, table: Any) -> AboutTable:
+    stats = table.stats()
+    shown = [
+        f"{one.name}={getattr(table.optimizer, one.name)}"
+        for one in fields(table.optimizer)
+        if one.name == "lr" or getattr(table.optimizer, one.name) != one.default
+    ]
+    is_sharded_table = isinstance(table, bb.ShardedTable)
+    return AboutTable(
+        name=name,
+        num_rows=table.num_rows,
+        dim=table.dim,
+        dtype=str(table.dtype),
+        optimizer=f"{type(table.optimizer).__name__}({', '.join(shown)})",
+        init=repr(table.init),
+        record_bytes=table.record_bytes,
+        stored_rows=int(stats["stored_rows"]),
+        nbytes=table.record_bytes * (int(stats["stored_rows"]) if table.num_rows is None else table.num_rows),
+        live_bytes=int(stats["live_bytes"]),
+        checkpoint_bytes=int(stats.get("checkpoint_bytes", 0)),
+        disk_bytes=sum(_bytes_below(folder) for folder in _folders(table)),
+        step=table.step,
+        epoch=table.epoch,
+        shards=len(_folders(table)) if is_sharded_table else 0,
+    )
+
+
+def _folders(table: Any) -> list[Path]:
+    if isinstance(table, bb.ShardedTable):
+        return [Path(shard.path) for shard in table._native.tables()]
+    return [Path(table.path)]
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(size for _, size in _files(folder))
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Every file below a folder with its size; those that a writer removes meanwhile are left out."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root, name)
+            try:
+                yield path, path.lstat().st_size
+            except FileNotFoundError:
+                continue
+
+
+def _disk(
+    place: Path, tables: list[AboutTable], kept: list[bb.Snapshot], folders: dict[str, list[Path]]
+) -> dict[str, int]:
+    """Bytes by what they are for. A writer beside goes on meanwhile: a part is never less than nothing."""
+    live = sum(table.live_bytes for table in tables)
+    checkpoints = sum(table.checkpoint_bytes for table in tables)
+    snapshots = sum(one.own_bytes for one in kept)
+    of_tables = sum(table.disk_bytes for table in tables)
+    inside = [folder for several in folders.values() for folder in several]
+    parts = {"files": 0, "data": 0, "rest": 0}
+    for path, size in _files(place):
+        if any(path.is_relative_to(folder) for folder in inside):
+            continue
+        first = path.relative_to(place).parts[0]
+        # What a training that has not committed yet writes into its tables' folders is the tables' all the same.
+        if first == "tables":
+            of_tables += size
+        else:
+            parts[first if first in parts else "rest"] += size
+    return {
+        "live": live,
+        "snapshots": snapshots,
+        "checkpoints": checkpoints,
+        "superseded": max(0, of_tables - live - snapshots - checkpoints),
+        "dense": parts["files"],
+        "data": parts["data"],
+        "rest": parts["rest"],
+    }
+
+
+def _config(place: Path) -> dict[str, Any] | None:
+    path = place / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptionError(f"{path}: is damaged ({error}); restore it or start a new run") from error
+    if not isinstance(values, dict) or not isinstance(values.get("train"), dict):
+        raise CorruptionError(f"{path}: is damaged (no 'train' section); restore it or start a new run")
+    return values
+
+
+def _options(values: dict[str, Any]) -> list[Option]:
+    """In the order of `TrainConfig`; then those of a run of another release."""
+    if not values:
+        return []
+    defaults = {one.name: one.default for one in fields(TrainConfig)}
+    known = [Option(name, values.get(name, default), default) for name, default in defaults.items()]
+    return known + [Option(name, value, UNKNOWN) for name, value in values.items() if name not in defaults]
+
+
+def _curves(place: Path, tables: list[AboutTable]) -> tuple[list[Curve], str]:
+    wanted = {"user", "item"}
+    found = []
+    for table in tables:
+        if table.name not in wanted or table.num_rows is None:
+            continue
+        if table.num_rows > MOST_ROWS:
+            return [], f"Counting the uses of {table.num_rows:,} rows would take more memory than a report should."
+        try:
+            counts = count_uses(place / "data", table.name, table.num_rows)
+        except FileNotFoundError:
+            return [], "The run keeps no copy of the pairs it is trained on, and tables count no uses of their rows."
+        except ValueError as error:
+            return [], f"The uses of rows could not be counted: {error}."
+        one = curve(table.name, counts)
+        if one is not None:
+            found.append(one)
+    return found, "" if found else "There are no committed tables of users and items whose uses could be counted."
+
+
+def _limit(place: Path, metrics: Metrics | None) -> tuple[Limit | None, str]:
+    counted = [
+        entry
+        for entry in (metrics.epochs if metrics else [])
+        if all(
+            isinstance(entry.get(name), (int, float))
+            for name in ("disk_reads", "moved_bytes", "disk_written_bytes", "seconds")
+        )
+        and entry["seconds"] > 0
+    ]
+    if not counted:
+        return None, "No finished epoch has counted its reads and the bytes it moved yet."
+
+    def total(name: str) -> float:
+        return float(sum(entry[name] for entry in counted))
+
+    machine = remembered(place)
+    if machine is None:
+        return None, (
+            "The limits of this machine and disk were never measured: bunkbed plan does so once, in about five "
+            "seconds, where --dir names this folder, and the next report shows them."
+        )
+    needs = (
+        ("disk_reads", machine.read_iops),
+        ("disk_written_bytes", machine.write_bytes_per_s),
+        ("moved_bytes", machine.memory_bytes_per_s),
+    )
+    if any(total(name) and not rate for name, rate in needs):
+        return None, "Of this machine not all limits are known: bunkbed plan --remeasure measures them again."
+    times = step_times(
+        reads=total("disk_reads"),
+        written_bytes=total("disk_written_bytes"),
+        moved_bytes=total("moved_bytes"),
+        read_iops=machine.read_iops or 1.0,
+        write_bytes_per_s=machine.write_bytes_per_s or 1.0,
+        memory_bytes_per_s=machine.memory_bytes_per_s or 1.0,
+    )
+    return Limit(len(counted), total("seconds"), times, machine), ""
+
+
+def _time(file: Path) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(file.stat().st_mtime).astimezone()
+    except OSError:
+        return None
+
+
+__all__ = ["UNKNOWN", "AboutTable", "Facts", "Kind", "Limit", "Option", "gather", "kind_of"]

@@ -1,0 +1,79 @@
+"""What training reports, as scalars for TensorBoard: files of a run, of which no learning depends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from bunkbed.train.events import EpochReport, Event, StepReport
+
+if TYPE_CHECKING:
+    from bunkbed.train.loop import Trainer
+
+__all__ = ["Scalars"]
+
+#: Of `StepReport` -> its name in TensorBoard, which groups by what stands before the stroke.
+_OF_STEPS = {
+    "loss": "train/loss",
+    "samples_per_s": "speed/samples_per_s",
+    "stall_share": "speed/stall_share",
+    "unique_hit_rate": "rows/unique_hit_rate",
+    "device_hit_rate": "rows/device_hit_rate",
+    "ram_bytes": "bytes/ram",
+    "ssd_read_bytes_per_s": "bytes/ssd_read_per_s",
+    "ssd_write_bytes_per_s": "bytes/ssd_written_per_s",
+}
+
+
+class Scalars:
+    """Writes events of a training into ``tensorboard`` in its run's folder; pass it to `Trainer.fit`.
+
+    The horizontal axis is the step since the run began. A resumed run writes a file of its own that begins by taking
+    back what came after the last commit: those steps are done again, and TensorBoard shows each once.
+
+    Owns the file. One thread calls it, and closes it; a ``with`` block does. Written without sync.
+
+    Args:
+        trainer: whose events these will be; not begun yet.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed. OSError: the folder cannot be written.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Stopped within an evaluation, all of the epoch's steps are done and its own figures, at the last of them, are
+        # not committed.
+        is_owed = trainer.step == (trainer.epoch + 1) * trainer.steps_per_epoch
+        self.folder = Path(trainer.run.path) / "tensorboard"
+        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + (0 if is_owed else 1))
+
+    def __call__(self, event: Event) -> None:
+        """Write what a step or an epoch reports; an evaluation under way has nothing to show."""
+        if isinstance(event, StepReport):
+            for field, name in _OF_STEPS.items():
+                self._write(name, getattr(event, field), event.global_step)
+        elif isinstance(event, EpochReport):
+            self._write("train/epoch_loss", event.loss, event.global_step)
+            self._write("rows/epoch_unique_hit_rate", event.unique_hit_rate, event.global_step)
+            for name, value in event.metrics.items():
+                self._write(f"validation/{name}", value, event.global_step)
+            self._writer.flush()
+
+    def _write(self, name: str, value: float | None, step: int) -> None:
+        if value is not None:
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left and close the file; idempotent."""
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
