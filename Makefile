@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch is pinned: a bare `torch` pulls gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint cpp-test wheel-test bench torture clean
+.PHONY: demo test lint cpp-test wheel-test bench torture docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +59,14 @@ test: lint cpp-test wheel-test $(VENV)/.triton
 # In a fresh virtual environment, without a compiler.
 wheel-test: $(VENV)/.test
 	$(BIN)/python packaging/check_wheel.py dist
+
+# The pages as a site in build/site, its search included: `python3 -m http.server -d build/site`. Also a test, tests/test_site.py.
+$(VENV)/.docs: $(VENV)/.wheel
+	$(call install,docs)
+	@touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Every peer in one run, about 40 minutes on two idle cores; needs 40 GB of disk, and root for the memory limits.
 # `make bench BENCH=--quick` takes smaller tables and fewer turns, `BENCH="adam lookup"` runs those cases alone.
