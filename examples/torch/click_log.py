@@ -29,8 +29,9 @@ PAIR = 4, 6
 class ClickLog:
     """A planted log: columns of 4 to `largest` categories, seen as Zipf's law says, each with its own effect.
 
-    The log-odds of a click are a sum over all columns, and the product of two of them. A category's effect is the
-    smaller the rarer it is, so that it can be learned from as many samples as there are.
+    The log-odds of a click are a sum over all columns, and the product of two of them; a missing number counts as 0,
+    as `read` gives it. A category's effect is the smaller the rarer it is, so that it can be learned from as many
+    samples as there are.
     """
 
     def __init__(self, largest: int, seed: int = 0) -> None:
@@ -63,7 +64,7 @@ class ClickLog:
     def _draw(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray, list[pa.Array]]:
         numbers = np.floor(rng.lognormal(1.0, 1.5, (NUMBERS, count))).astype(np.int64)
         missing = rng.random(numbers.shape) < 0.1
-        logits = -1.5 + self._slopes @ np.where(missing, 0.0, np.log1p(numbers) - 1.0)
+        logits = -1.5 + self._slopes @ np.where(missing, 0.0, np.log1p(numbers))
         columns = [pa.array(row, mask=absent) for row, absent in zip(numbers, missing, strict=True)]
         ids = []
         for size, effect, name in zip(self.sizes, self._effects, self._names, strict=True):

@@ -6,7 +6,7 @@
 
 DLRM (Naumov et al. 2019) with a linear term, on files of Criteo's format, read as a stream; see `click_log.py`.
 Categories are taken modulo the rows of their column; no two of the planted log meet there. Losses and rows have the
-same bits for every budget.
+same bits for every budget. 1,500,000 samples gave an AUC of .7777 where .7837 is possible.
 """
 
 from __future__ import annotations
