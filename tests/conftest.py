@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 # Before anything imports torch: on few cores its OpenMP workers spin after each region and make tiny
@@ -43,6 +44,25 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("the real data sets are not on this machine (../shared/data)")
     return SHARED_DATA
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command in an empty folder; gives exit code, stdout, stderr."""
+    from bunkbed.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BUNKBED_DEBUG", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
 
 import bunkbed as bb
-from bunkbed.cli import main
 from bunkbed.cli.train_command import _graceful
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -28,19 +27,6 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not
 Run = Callable[..., tuple[int, str, str]]
 # Small enough to evict, and the same threads everywhere: torch's sums depend on their number.
 SMALL = ("--dim", "8", "--ram", "4MiB", "--threads", "1", "--batch-size", "256", "--negatives", "2")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture

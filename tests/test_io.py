@@ -425,8 +425,8 @@ def test_words_map_by_a_vocabulary(other: bb.Table, tmp_path: Path) -> None:
         bb.import_rows(other, file, vocab=vocab)
 
 
-def test_the_readme_lists_every_format() -> None:
-    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+def test_the_pages_list_every_format() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "rows.md").read_text()
     lines = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `") and line.count("|") == 8}
     assert set(lines) == {one.name for one in FORMATS}
     for one in FORMATS:

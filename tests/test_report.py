@@ -16,7 +16,6 @@ pytest.importorskip("jinja2")
 
 import bunkbed as bb
 from bunkbed import machine
-from bunkbed.cli import main
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.progress import MetricsLog
 from bunkbed.train.report import write_report
@@ -35,19 +34,6 @@ def unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a report measures nothing")
 
     monkeypatch.setattr(machine, "measure", refuse)
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
 
 
 def page_of(path: Path, **options: Any) -> Page:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ pytest.importorskip("tensorboard")
 import contextlib
 
 import bunkbed as bb
-from bunkbed.cli import main
 from bunkbed.train import loop
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Dataset, Interactions
@@ -30,10 +27,6 @@ from bunkbed.train.vocab import Vocab
 
 Run = Callable[..., tuple[int, str, str]]
 CONFIG = TrainConfig(dim=4, batch_size=64, epochs=3, ram="8MiB", negatives=2, threads=1)
-
-# tensorboard's files need TensorFlow for remote file systems alone, and load all of it where it is installed; a module
-# of this name is its own way to do without.
-sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 
 
 @pytest.fixture(autouse=True)
@@ -163,19 +156,6 @@ def steps_of_an_epoch(folder: Path, data: Dataset) -> int:
     trainer = Trainer(CONFIG, data, run)
     run.close(commit=False)
     return trainer.steps_per_epoch
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
 
 
 def test_the_flag(cli: Run, tmp_path: Path) -> None:
