@@ -5,7 +5,8 @@ Steps go through `bunkbed.torch` (lookup, backward of a constant gradient, `Opti
 
 commit-stall        A cycle: quiet steps, begin_commit(), steps until it is durable and five more. The stall of each of
                     these, the five included, is its time beyond the median quiet step. Every fourth cycle commits in
-                    the foreground instead.
+                    the foreground instead. A stall is two things, told apart by the table's own count: waiting longer
+                    for the rows that the step itself reads, which is the device's, and the rest, which is the commit's.
 commit-throughput   1,000 steps with a commit begun in their midst beside 1,000 of a table that never commits, or that
                     is made with ``durability="scratch"`` where this release has it, in turns.
 """
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,18 @@ from bunkbed.torch import Embedding, Optimizer
 #: Steps after a commit is durable that are judged with those beside it: collecting, compaction and the directory
 #: checkpoint that it makes due begin only then.
 AFTERMATH = 5
+
+
+class Step(NamedTuple):
+    """What one took."""
+
+    seconds: float
+    waited: float  # of them, for rows to be read
+
+    @property
+    def rest(self) -> float:
+        """Seconds it did not wait for its reads."""
+        return self.seconds - self.waited
 
 
 class Steps:
@@ -55,15 +68,17 @@ class Steps:
         self.batches = [torch.from_numpy(sample(rng, size)) for _ in range(batches)]
         self.taken = 0
 
-    def step(self) -> float:
-        """Seconds of one step."""
+    def step(self) -> Step:
+        """Takes one."""
         ids = self.batches[self.taken % len(self.batches)]
         self.taken += 1
+        waited = float(self.table.stats()["stall_s"])
         start = time.perf_counter()
         self.optimizer.zero_grad()
         self.layer(ids).backward(self.grad)
         self.optimizer.step()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        return Step(seconds, float(self.table.stats()["stall_s"]) - waited)
 
 
 # ---- How long a commit stops training
@@ -71,20 +86,20 @@ class Steps:
 
 @dataclass
 class Cycle:
-    """Seconds of every kind of step and call, from one commit to the next."""
+    """Every kind of step, and seconds of calls, from one commit to the next."""
 
     dirty: int = 0
-    quiet: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)  # from begin_commit() until it is durable
-    after: list[float] = field(default_factory=list)
+    quiet: list[Step] = field(default_factory=list)
+    beside: list[Step] = field(default_factory=list)  # from begin_commit() until it is durable
+    after: list[Step] = field(default_factory=list)
     call: float | None = None
     durable: float | None = None
     foreground: float | None = None
 
-    def beyond(self, times: Sequence[float]) -> list[float]:
-        """Milliseconds beyond this cycle's median quiet step: a device's speed drifts over minutes."""
-        middle = statistics.median(self.quiet)
-        return [(seconds - middle) * 1e3 for seconds in times]
+    def beyond(self, steps: Sequence[Step], part: str = "seconds") -> list[float]:
+        """Milliseconds of that part beyond this cycle's median quiet step: a device's speed drifts over minutes."""
+        middle = statistics.median(getattr(step, part) for step in self.quiet)
+        return [(getattr(step, part) - middle) * 1e3 for step in steps]
 
 
 def stall_figures(name: str, cycles: Sequence[Cycle], target_ms: float) -> list[Figure]:
@@ -97,16 +112,21 @@ def stall_figures(name: str, cycles: Sequence[Cycle], target_ms: float) -> list[
             f"{name}: {part}, p99", float(p99), "ms", min(values), max(values), len(values), note=text, **target
         )
 
-    middle = statistics.median(seconds for one in cycles for seconds in one.quiet) * 1e3
+    def judged(part: str) -> list[float]:
+        return [value for one in cycles for value in one.beyond(one.beside + one.after, part)]
+
+    middle = statistics.median(step.seconds for one in cycles for step in one.quiet) * 1e3
     dirty = statistics.median(one.dirty for one in cycles)
     note = f"; beyond a quiet step's {middle:.1f} ms; {dirty:,.0f} rows dirty"
     beside = [value for one in cycles for value in one.beyond(one.beside)]
     after = [value for one in cycles for value in one.beyond(one.after)]
-    judged = beside + after
+    whole = f"stall of a step beside a commit or one of {AFTERMATH} after it"
     quiet = [value for one in cycles for value in one.beyond(one.quiet)]
     calls, durable, foreground = ([getattr(one, kind) for one in cycles] for kind in ("call", "durable", "foreground"))
     return [
-        stalls(f"stall of a step beside a commit or one of {AFTERMATH} after it", judged, note, at_most=target_ms),
+        stalls(whole, judged("seconds"), note, at_most=target_ms),
+        stalls("of it, waiting for the step's own reads", judged("waited")),
+        stalls("of it, the rest: what the commit itself stops", judged("rest")),
         stalls("those beside it alone", beside),
         stalls(f"the {AFTERMATH} after it alone", after),
         stalls("the same of quiet steps", quiet),
@@ -122,8 +142,8 @@ def spread(times: Sequence[float | None]) -> tuple[float, str, float, float, int
     return statistics.median(numbers), "ms", min(numbers), max(numbers), len(numbers)
 
 
-def cycle(steps: Steps, soil: Callable[[], list[float]], *, background: bool) -> Cycle:
-    """Makes rows dirty by `soil`, which gives the seconds of its quiet steps, and commits."""
+def cycle(steps: Steps, soil: Callable[[], list[Step]], *, background: bool) -> Cycle:
+    """Makes rows dirty by `soil`, which gives its quiet steps, and commits."""
     made = Cycle(quiet=soil())
     made.dirty = int(steps.table.stats()["dirty_rows"])
     start = time.perf_counter()
@@ -166,8 +186,8 @@ def one_per_cent(settings: Settings, path: Path, rows: int) -> list[Cycle]:
     with bb.open(path, ram=ram) as table:
         steps = Steps(table, size, settings.seed, common.zipf(rows), batches=settings.pick(20, 200, 400))
 
-        def soil() -> list[float]:
-            quiet: list[float] = []
+        def soil() -> list[Step]:
+            quiet: list[Step] = []
             while len(quiet) < 3 or table.stats()["dirty_rows"] < rows // 100:
                 quiet.append(steps.step())
             return quiet
@@ -201,7 +221,7 @@ def all_dirty(settings: Settings, path: Path, rows: int) -> list[Cycle]:
     ) as table:
         steps = Steps(table, size, settings.seed, common.zipf(rows), batches=20)
 
-        def soil() -> list[float]:
+        def soil() -> list[Step]:
             for part in range(0, rows, 100_000):
                 table.update(ids[part : part + 100_000], grads[part : part + 100_000])
             return [steps.step() for _ in range(settings.pick(2, 10, 10))]
