@@ -174,6 +174,15 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file durably and all at once: whoever looks finds the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    sync_file(temporary)
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """A new file whose bytes are durable; its name is, once the directory is synced."""
     _native.write_file(str(path), data)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, need, print_json, stderr, stdout
-from bunkbed.cli.run_folder import read_config
+from bunkbed.train.run_config import read_config
 
 if TYPE_CHECKING:
     from bunkbed.train.comparison import RunSummary

@@ -21,7 +21,8 @@ from bunkbed.cli.common import (
     print_json,
     stdout,
 )
-from bunkbed.cli.run_folder import CONFIG_NAME, kind_of, read_config
+from bunkbed.cli.run_folder import kind_of
+from bunkbed.train.run_config import CONFIG_NAME, read_config
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
 RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")]

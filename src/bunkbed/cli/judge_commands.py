@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from bunkbed.cli.common import ConfigOption, JsonOption, need, print_json, stderr, stdout
-from bunkbed.cli.run_folder import DATA_NAME, read_config
 from bunkbed.cli.train_command import judge, open_reader
 from bunkbed.cli.train_options import Ranking
+from bunkbed.train.run_config import DATA_NAME, read_config
 
 RunArgument = Annotated[Path, typer.Argument(help="Folder that bunkbed train wrote.", metavar="RUN")]
 SnapshotOption = Annotated[

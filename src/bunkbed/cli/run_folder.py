@@ -1,20 +1,16 @@
-"""A run's folder as the commands see it: where it goes, its configuration, whether a path is one."""
+"""A run's folder as the commands see it: where it goes, whether a path is one."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bunkbed.cli.common import UsageProblem
 from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.opening import is_sharded
-
-CONFIG_NAME = "config.json"
-DATA_NAME = "data"
+from bunkbed.train.run_config import CONFIG_NAME
 
 
 def choose_folder(out: Path | None, source: Path) -> Path:
@@ -41,39 +37,6 @@ def choose_folder(out: Path | None, source: Path) -> Path:
         number += 1
         folder = root / f"{stem}-{number}"
     return folder
-
-
-def write_config(folder: Path, values: dict[str, Any]) -> None:
-    """Write a run's configuration, durably and all at once."""
-    path = folder / CONFIG_NAME
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration a run was started with.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        FormatError: the folder is not a training run, or its configuration is damaged.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(2, "no such run", str(folder))
-    path = folder / CONFIG_NAME
-    if not path.exists():
-        raise FormatError(f"{folder} is not a training run: it has no {CONFIG_NAME}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: is damaged ({error}); restore it or start a new run") from error
-    if not isinstance(values, dict) or not isinstance(values.get("train"), dict):
-        raise FormatError(f"{path}: is damaged (no 'train' section); restore it or start a new run")
-    return values
 
 
 def kind_of(path: Path) -> Literal["run", "sharded table", "table"]:

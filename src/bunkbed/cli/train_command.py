@@ -27,7 +27,7 @@ from bunkbed.cli.common import (
     stderr,
     stdout,
 )
-from bunkbed.cli.run_folder import DATA_NAME, choose_folder, read_config, write_config
+from bunkbed.cli.run_folder import choose_folder
 from bunkbed.cli.train_options import (
     DATA,
     DEFAULTS,
@@ -54,6 +54,7 @@ from bunkbed.cli.train_options import (
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.events import EpochReport, Event, Outcome
 from bunkbed.train.progress import FREE_TO_CHANGE
+from bunkbed.train.run_config import DATA_NAME, read_config, write_config
 
 if TYPE_CHECKING:
     from bunkbed.run import Run

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bunkbed.run_files import replace_file
 from bunkbed.train.evaluate import EvalResult
 
 __all__ = ["load_test", "save_test"]
@@ -15,10 +16,8 @@ _NAME = "test.json"
 
 
 def save_test(folder: Path, result: EvalResult, *, step: int) -> None:
-    """Keep the figures of a run that has done `step` steps, all at once."""
-    temporary = folder / f"{_NAME}.tmp"
-    temporary.write_text(json.dumps({"step": step, **asdict(result)}, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / _NAME)
+    """Keep the figures of a run that has done `step` steps, durably and all at once."""
+    replace_file(folder / _NAME, (json.dumps({"step": step, **asdict(result)}, indent=2) + "\n").encode())
 
 
 def load_test(folder: Path, *, step: int) -> EvalResult | None:

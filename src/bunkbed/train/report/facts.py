@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import bunkbed as bb
-from bunkbed.errors import BunkbedError, CorruptionError, FormatError
+from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.limits import StepTimes, step_times
 from bunkbed.machine import Machine, remembered
 from bunkbed.opening import is_sharded
@@ -19,6 +18,7 @@ from bunkbed.run_files import RunFiles
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.plots import Metrics, read_metrics
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
+from bunkbed.train.run_config import CONFIG_NAME, read_config
 
 Kind = Literal["run", "table", "sharded table"]
 
@@ -141,7 +141,7 @@ def kind_of(place: Path) -> Kind:
     if RunFiles(place).epochs():
         return "sharded table" if is_sharded(place) else "run"
     # A training whose first commit is still to come.
-    return "run" if (place / "config.json").is_file() and (place / "tables").is_dir() else "table"
+    return "run" if (place / CONFIG_NAME).is_file() and (place / "tables").is_dir() else "table"
 
 
 def gather(place: Path, kind: Kind, *, ram: int | str) -> Facts:
@@ -204,7 +204,7 @@ def _of_run(place: Path, ram: int | str) -> Facts:
         kept = bb.describe_snapshots(place)
     else:
         why["tables"] = "Nothing is committed yet: the tables can be read once the first epoch is."
-    config = _config(place)
+    config = read_config(place) if (place / CONFIG_NAME).is_file() else None
     metrics = None
     if (place / "metrics.jsonl").is_file():
         metrics = read_metrics(place / "metrics.jsonl")
@@ -309,19 +309,6 @@ def _disk(
         "data": parts["data"],
         "rest": parts["rest"],
     }
-
-
-def _config(place: Path) -> dict[str, Any] | None:
-    path = place / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptionError(f"{path}: is damaged ({error}); restore it or start a new run") from error
-    if not isinstance(values, dict) or not isinstance(values.get("train"), dict):
-        raise CorruptionError(f"{path}: is damaged (no 'train' section); restore it or start a new run")
-    return values
 
 
 def _options(values: dict[str, Any]) -> list[Option]:
