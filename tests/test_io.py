@@ -27,6 +27,8 @@ EVERY = np.arange(500)
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")
 #: Formats that hold stored rows with their ids, state and step.
 RECORDS = [".parquet", ".arrow", ".safetensors"]
+#: Formats whose library other tests ask for.
+WRITTEN = [one.name for one in FORMATS if one.can_export and one.name not in ("tensorflow", "usearch")]
 
 
 @pytest.fixture
@@ -353,7 +355,7 @@ def test_an_interrupted_import_says_what_is_in_and_commits_nothing(table: bb.Tab
             bb.import_rows(reader, tmp_path / "rows.parquet")
 
 
-@pytest.mark.parametrize("name", [one.name for one in FORMATS if one.can_export and one.name != "tensorflow"])
+@pytest.mark.parametrize("name", WRITTEN)
 def test_an_export_is_there_whole_or_not_at_all(table: bb.Table, tmp_path: Path, name: str) -> None:
     check_whole_or_not_at_all(table, tmp_path, name)
 

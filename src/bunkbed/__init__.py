@@ -19,6 +19,7 @@ from bunkbed.io import import_rows as import_rows
 from bunkbed.kept import Snapshot as Snapshot
 from bunkbed.kept import describe_snapshots as describe_snapshots
 from bunkbed.kept import drop_snapshot as drop_snapshot
+from bunkbed.neighbors import neighbors as neighbors
 from bunkbed.opening import create as create
 from bunkbed.opening import open as open
 from bunkbed.opening import snapshots as snapshots

@@ -11,6 +11,7 @@ from bunkbed.cli.copy_command import copy
 from bunkbed.cli.demo_command import demo
 from bunkbed.cli.inspect_commands import check, info, snapshots
 from bunkbed.cli.judge_commands import evaluate, recommend
+from bunkbed.cli.neighbors_command import neighbors
 from bunkbed.cli.plan_command import plan
 from bunkbed.cli.report_command import report
 from bunkbed.cli.rows_commands import export_table, import_table
@@ -60,6 +61,7 @@ app.command("info", rich_help_panel=_LOOK)(info)
 app.command("report", rich_help_panel=_LOOK)(report)
 app.command("check", rich_help_panel=_LOOK)(check)
 app.command("snapshots", rich_help_panel=_LOOK)(snapshots)
+app.command("neighbors", rich_help_panel=_LOOK)(neighbors)
 app.command("copy", rich_help_panel=_ROWS)(copy)
 app.command("import", rich_help_panel=_ROWS)(import_table)
 app.command("export", rich_help_panel=_ROWS)(export_table)

@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, print_error, print_json, stderr, stdout
+from bunkbed.cli.neighbors_command import Metric
 from bunkbed.cli.train_options import OPTIMIZER_DEFAULT, OptimizerName
 from bunkbed.io.formats import FORMATS
 from bunkbed.train.config import OPTIMIZERS
@@ -116,6 +117,9 @@ def export_table(
     vocab: Annotated[Path | None, typer.Option(help=f"{VocabHelp}; default: the ids.", metavar="FILE")] = None,
     name: Annotated[str | None, typer.Option(help="What the array is called, in a format that names it.")] = None,
     format: FormatOption = None,
+    metric: Annotated[
+        Metric | None, typer.Option(help="Of an index of nearest rows; default: dot.", show_default=False)
+    ] = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -135,6 +139,7 @@ def export_table(
                 format=format,
                 name=name,
                 vocab=vocab,
+                metric=metric and metric.value,
                 overwrite=overwrite,
                 progress=progress,
             )

@@ -22,6 +22,7 @@ from bunkbed.arguments import Floats, Ids
 from bunkbed.io.formats import FORMATS, Format, format_of
 from bunkbed.io.naming import read_vocabulary
 from bunkbed.io.source import Progress, chunk_rows, slot_length
+from bunkbed.neighbors import METRICS
 from bunkbed.run_files import sync_directory, sync_file
 from bunkbed.table import Table
 
@@ -38,6 +39,7 @@ class Writing:
         chunk: int | None,
         name: str | None,
         vocab: Path | None,
+        metric: str,
         progress: Progress | None,
     ) -> None:
         self.table = table
@@ -47,6 +49,7 @@ class Writing:
         self.chunk = chunk
         self.name = name
         self.vocab = vocab
+        self.metric = metric
         self.words = None if vocab is None else read_vocabulary(vocab)
         self._progress = progress
         #: Where its files go, under the names they are to have.
@@ -105,6 +108,7 @@ def export_rows(
     format: str | None = None,
     name: str | None = None,
     vocab: str | os.PathLike[str] | None = None,
+    metric: str | None = None,
     overwrite: bool = False,
     chunk: int | None = None,
     progress: Progress | None = None,
@@ -118,6 +122,7 @@ def export_rows(
         format: a name of `bunkbed.io.formats.FORMATS`, where the file's name does not tell.
         name: what the array is called in a format that holds several by name.
         vocab: for rows named by words: a file of one word a line, whose number from 0 is the id. Default: the ids.
+        metric: of an index of nearest rows: ``"dot"`` (default, as `Table.topk` has it) or ``"cosine"``.
         overwrite: take the place of a file that is there.
         chunk: rows held in memory at a time; default: 4 MiB of them.
         progress: called after each chunk with (rows done, rows in all).
@@ -127,7 +132,8 @@ def export_rows(
 
     Raises:
         FileExistsError: something is at `path`; it stays as it is.
-        ValueError: an unknown suffix or slot; a format that cannot hold so many slots, or any id; an id without a word.
+        ValueError: an unknown suffix, slot or metric; a format that cannot hold so many slots, or any id; an id without
+            a word. MemoryError: an index that the table's RAM budget has no room for.
         OSError: the disk is full, or another export to `path` is under way. ImportError: the format's library is
         missing. Whatever is raised, nothing is left behind.
 
@@ -148,8 +154,12 @@ def export_rows(
         raise ValueError(f"slots must name at least one slot, each once, got {tuple(slots)!r}")
     if vocab is not None and not chosen.has_words:
         raise ValueError(f"{target}: the format {chosen.name} names no rows by words; leave vocab= out")
+    if metric is not None and not chosen.has_metric:
+        raise ValueError(f"{target}: the format {chosen.name} has no metric; leave metric= out")
+    if metric not in (None, *METRICS):
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
     words = None if vocab is None else Path(vocab)
-    writing = Writing(table, target, chosen.name, slots, chunk, name, words, progress)
+    writing = Writing(table, target, chosen.name, slots, chunk, name, words, metric or METRICS[0], progress)
     if len(writing.lengths) > 1 and not chosen.has_state:
         holders = ", ".join(one.suffixes[0] for one in FORMATS if one.has_state and one.can_export)
         raise ValueError(f"{target}: {chosen.name} holds one slot, got {', '.join(slots)}; export to one of {holders}")

@@ -20,6 +20,7 @@ class Format:
         every_row: whether an export holds every id in ``[0, num_rows)`` rather than the stored rows.
         has_words: whether its rows are named by words.
         can_export: False where it is only read.
+        has_metric: whether it is an index of nearest rows, by a metric.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Format:
     every_row: bool = False
     has_words: bool = False
     can_export: bool = True
+    has_metric: bool = False
 
     def load(self) -> Any:
         """Its module."""
@@ -47,6 +49,7 @@ FORMATS = (
     Format("word2vec", "word2vec", (".vec",), has_words=True),
     Format("word2vec-binary", "word2vec", (), has_words=True),  # .bin may be anything
     Format("projector", "projector", (".projector", ".tsv"), has_words=True),
+    Format("usearch", "usearch_index", (".usearch",), has_metric=True),
 )
 
 

@@ -1,0 +1,124 @@
+"""``bunkbed neighbors``: the rows most like a given one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+from rich.table import Table as Listing
+
+from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, need, print_json, stderr, stdout
+from bunkbed.cli.run_folder import CONFIG_NAME, DATA_NAME, kind_of
+from bunkbed.table import Table
+
+
+class Metric(StrEnum):
+    """How alike two rows are."""
+
+    dot = "dot"
+    cosine = "cosine"
+
+
+def neighbors(
+    path: Annotated[Path, typer.Argument(help="A table, or a run.", metavar="TABLE")],
+    *,
+    id: Annotated[
+        str, typer.Option("--id", help="Row to start from; in a training run as in the training file.", metavar="ID")
+    ],
+    k: Annotated[int, typer.Option("-k", "--k", help="How many rows.", min=1)] = 10,
+    metric: Annotated[Metric, typer.Option(help="How alike two rows are.")] = Metric.dot,
+    table: Annotated[
+        str | None, typer.Option("--table", help="Of a run: which table; default: item.", metavar="NAME")
+    ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(help="Kept epoch to read; default: a training run's best, else the last commit.", metavar="NAME"),
+    ] = None,
+    ram: Annotated[str, typer.Option(help="RAM budget.", metavar="BYTES")] = "1GiB",
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Print the rows most like a given one, exactly: every stored row is read."""
+    import bunkbed as bb
+
+    with _opened(path, table, snapshot, ram) as (opened, to_id, to_labels):
+        one = to_id(id)
+        with stderr().status("reading rows"):
+            found, scores = bb.neighbors(opened, one, k, metric=metric.value)
+        name = opened.name
+    is_row = found >= 0  # fewer than k are stored
+    labels = to_labels(found[is_row])
+    pairs = list(zip(labels, scores[is_row].tolist(), strict=True))
+    if json:
+        listed = [{"id": label, "score": score} for label, score in pairs]
+        print_json(
+            {
+                "path": path,
+                "table": name,
+                "id": to_labels(np.array([one]))[0],
+                "metric": metric.value,
+                "neighbors": listed,
+            }
+        )
+        return
+    listing = Listing(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    listing.add_column("", justify="right", style="dim")
+    listing.add_column("id")
+    listing.add_column(metric.value, justify="right")
+    for place, (label, score) in enumerate(pairs, start=1):
+        listing.add_row(str(place), escape(str(label)), f"{score:.4f}")
+    console = stdout()
+    console.print(f"nearest to [b]{escape(id)}[/b] in {escape(name)}", soft_wrap=True)
+    console.print(listing)
+
+
+Opened = tuple[Table, Callable[[str], int], Callable[[Any], Sequence[int | str]]]
+
+
+@contextmanager
+def _opened(path: Path, name: str | None, snapshot: str | None, ram: str) -> Iterator[Opened]:
+    """The table, and what stands for its ids outside."""
+    import bunkbed as bb
+
+    if kind_of(path) != "run":
+        if name is not None:
+            raise UsageProblem(f"{path} is one table; leave --table out")
+        with bb.open(path, mode="r", ram=ram, snapshot=snapshot) as table:
+            yield table, _number, lambda ids: ids.tolist()
+        return
+    is_trained = (path / CONFIG_NAME).exists()
+    if is_trained:
+        need("pyarrow", command="neighbors")
+        from bunkbed.train.data_store import load_vocabs
+
+        if snapshot is None and "best" in bb.snapshots(path):
+            snapshot = "best"
+    with bb.Run(path, mode="r", ram=ram, snapshot=snapshot) as run:
+        if (name or "item") not in run.table_names:
+            raise UsageProblem(
+                f"run {path} has no table {name or 'item'!r}; give --table as one of {', '.join(run.table_names)}"
+            )
+        table = run.table(name or "item")
+        if not is_trained:
+            yield table, _number, lambda ids: ids.tolist()
+            return
+        what = "user" if name == "user" else "item"
+        users, items = load_vocabs(path / DATA_NAME)
+        vocab = users if what == "user" else items
+        yield table, lambda text: vocab.index(text, what=what), vocab.decode
+
+
+def _number(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise UsageProblem(f"--id must be an integer, as this table's ids are, got {text!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise UsageProblem(f"--id must be below 2**63, got {text}")
+    return number
