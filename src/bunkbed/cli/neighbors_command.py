@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table as Listing
 
 from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, need, print_json, stderr, stdout
-from bunkbed.cli.run_folder import CONFIG_NAME, DATA_NAME, kind_of
+from bunkbed.cli.run_folder import kind_of
 from bunkbed.table import Table
+from bunkbed.train.run_config import CONFIG_NAME, DATA_NAME
 
 
 class Metric(StrEnum):
