@@ -228,6 +228,16 @@ CASES = (
         (),
     ),
     Case(
+        "stream",
+        "stream:stream",
+        "`bunkbed train --stream` of 200M interactions by 20M users, cgroup of 2 GiB (half an hour, 18 GB of disk)",
+        "within the limit",
+        ("torch", "pyarrow", "duckdb", "rich", "matplotlib"),
+        limit_s=7200,
+        default=False,
+        correctness=True,
+    ),
+    Case(
         "train-speed",
         "quality_cases:training_speed",
         "`bunkbed train` of both MovieLens-1M recipes beside the same model in plain torch with SparseAdam",

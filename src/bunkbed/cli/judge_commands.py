@@ -41,11 +41,11 @@ def evaluate(
     stored = read_config(run)
     need("torch", "pyarrow", command="eval")
     from bunkbed.train.config import TrainConfig
-    from bunkbed.train.data_store import load_dataset
+    from bunkbed.train.data_store import load_dataset, open_dataset
 
     settings = TrainConfig.from_dict(stored["train"])
     cutoffs = None if ks is None else replace(settings, ks=ks).cutoffs
-    data = load_dataset(run / DATA_NAME)
+    data = (open_dataset if settings.stream else load_dataset)(run / DATA_NAME)
     with stderr().status("ranking"):
         result = judge(run, settings, data, ranking=ranking and ranking.value, ks=cutoffs, ram=ram, snapshot=snapshot)
     if json:

@@ -127,6 +127,14 @@ def train(
     ] = DEFAULTS.reject_seen,
     seed: Annotated[int, option(LEARNING, "Of initial rows, order and negatives.")] = DEFAULTS.seed,
     ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(DEFAULTS.ram),
+    stream: Annotated[
+        bool,
+        option(
+            MEMORY,
+            "Keep the interactions on disk, for more of them than RAM holds; takes a quarter of --ram to sort them.",
+            "--stream/--no-stream",
+        ),
+    ] = DEFAULTS.stream,
     device: Annotated[str, option(MEMORY, "Where the model computes: cpu, cuda, cuda:1.")] = DEFAULTS.device,
     device_cache: Annotated[
         str | None,
@@ -183,6 +191,9 @@ def train(
         assert resumed is not None
         return _go_on(resume, resumed, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None
+    if new_config.stream:
+        need("duckdb", command="train --stream")
+        _check_streaming(new_config, test, test_negatives)
     reading = {
         "user_col": user_col,
         "item_col": item_col,
@@ -205,24 +216,31 @@ def _start(
     tensorboard: bool,
 ) -> int:
     """Read, create the run folder, train. A failure before anything is committed leaves no folder behind."""
+    import bunkbed
     from bunkbed.run import Run
     from bunkbed.train.data import read_dataset
     from bunkbed.train.data_store import save_dataset
     from bunkbed.train.loop import Trainer
 
     folder = choose_folder(out, file)
-    with console.status(f"reading {escape(str(file))}"):
-        data = read_dataset(file, **reading)
-    _say_data(console, data)
+    if not config.stream:
+        with console.status(f"reading {escape(str(file))}"):
+            data = read_dataset(file, **reading)
+        _say_data(console, data)
     existed = folder.exists()
     run: Run | None = None
     try:
-        run = Run(folder, ram=config.ram)
-        import bunkbed
-
+        run = Run(folder, ram=config.table_ram_bytes)
         write_config(folder, {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()})
-        save_dataset(folder / DATA_NAME, data)
-        trainer = Trainer(config, data, run)
+        if config.stream:
+            data = _prepare(folder, file, reading, config, console)
+            _say_data(console, data)
+        else:
+            save_dataset(folder / DATA_NAME, data)
+        if config.stream and not console.is_terminal:
+            console.print("splitting", style="dim")
+        with console.status("splitting") if config.stream else nullcontext():
+            trainer = Trainer(config, data, run)
     except BaseException:
         if run is not None:
             run.close(commit=False)
@@ -232,13 +250,49 @@ def _start(
     return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
 
 
+def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Path | None) -> None:
+    """Refuse, before any work, what cannot be done with interactions on disk."""
+    if test_negatives is not None:
+        raise UsageProblem(
+            "--stream cannot keep --test-negatives on disk; leave one of them off (--ranking sampled draws its own)"
+        )
+    if test is not None and not config.eval_users:
+        raise UsageProblem("--stream with --test needs to know how many users to ask: give --eval-users, such as 10000")
+
+
+def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainConfig, console: Console) -> Dataset:
+    """The interactions in the run's folder; where that fails, or is interrupted, nothing of them stays."""
+    from bunkbed.train.stream_prepare import prepare_dataset
+
+    options = {name: value for name, value in reading.items() if name != "test_negatives"}
+    # The tables are empty yet: all of the budget but what the reader and DuckDB's own overhead take.
+    ram_bytes = parse_bytes(config.ram) // 4 * 3
+    try:
+        with console.status(f"reading {escape(str(file))}") as status:
+
+            def on_progress(text: str, rows: int | None) -> None:
+                if console.is_terminal:
+                    status.update(escape(text) + ("" if rows is None else f": {rows:,} rows"))
+                elif said != [text]:  # a log gets one line a stage
+                    said[:] = [text]
+                    console.print(escape(text), style="dim", soft_wrap=True)
+
+            said: list[str] = []
+            return prepare_dataset(folder / DATA_NAME, file, ram_bytes=ram_bytes, on_progress=on_progress, **options)
+    except BaseException:
+        shutil.rmtree(folder / DATA_NAME, ignore_errors=True)
+        raise
+
+
 def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
     from bunkbed.run import Run
-    from bunkbed.train.data_store import load_dataset
+    from bunkbed.train.data_store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
 
-    data = load_dataset(folder / DATA_NAME)
-    run = Run(folder, ram=config.ram)
+    if config.stream:
+        need("duckdb", command="train --stream")
+    data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
+    run = Run(folder, ram=config.table_ram_bytes)
     try:
         trainer = Trainer(config, data, run)
     except BaseException:

@@ -53,7 +53,9 @@ _NUMBERS: dict[str, tuple[float, bool]] = {
     "hardness": (0.0, True),
     "init_std": (0.0, False),
 }
-_FLAGS = ("bias", "reject_seen", "share_negatives")
+_FLAGS = ("bias", "reject_seen", "share_negatives", "stream")
+# Of a budget that streaming shares with the tables.
+_DATA_SHARE = 4
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
@@ -75,8 +77,8 @@ def _whole_numbers(name: str, text: str, *, such_as: str) -> tuple[int, ...]:
 class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
 
-    Two runs with equal options but for `ram`, `device_cache`, `lookahead` and `window` (and equal data, machine and
-    library versions) end with equal rows and losses, bit for bit.
+    Two runs with equal options but for `ram`, `stream`, `device_cache`, `lookahead` and `window` (and equal data,
+    machine and library versions) end with equal rows and losses, bit for bit.
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
@@ -88,6 +90,9 @@ class TrainConfig:
             positive and its negatives; ``"softmax"``: cross-entropy of the positive among itself and its negatives.
         dim: weights a row; neumf's rows have twice as many, one half for each part.
         ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
+        stream: keep the interactions on disk, for more of them than RAM holds: labels, splits, seen items and the order
+            of every epoch. A quarter of `ram` (but at least 64 MiB) is then for sorting them, the rest for the tables.
+            Evaluations must be told how many users to ask, by `eval_users`.
         optimizer: of the tables; dense weights always have Adam.
         dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
             seed, so that equal runs stay equal); sums and optimizer state are float32 in any case.
@@ -146,6 +151,7 @@ class TrainConfig:
     loss: str = "bpr"
     dim: int = 64
     ram: str | int = "1GiB"
+    stream: bool = False
     optimizer: str = "adam"
     dtype: str = "float32"
     lr: float = 1e-3
@@ -218,6 +224,11 @@ class TrainConfig:
         if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
             raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
         _ = self.cutoffs
+        if self.stream and self.valid != "none" and not self.eval_users:
+            raise ValueError(
+                "option stream needs to know how many users an evaluation asks: "
+                "give eval_users, such as 10000, or valid none"
+            )
 
     def _check_number(self, name: str, lowest: float, inclusive: bool) -> None:
         value = getattr(self, name)
@@ -228,6 +239,17 @@ class TrainConfig:
         if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
             bound = "at least" if inclusive else "above"
             raise ValueError(f"option {name} must be finite and {bound} {lowest:g}, got {value!r}")
+
+    @property
+    def table_ram_bytes(self) -> int:
+        """The tables' part of `ram`."""
+        total = parse_bytes(self.ram)
+        return total - total // _DATA_SHARE if self.stream else total
+
+    @property
+    def data_ram_bytes(self) -> int:
+        """The part of `ram` that sorts interactions beside the tables; 0 where they are in memory."""
+        return parse_bytes(self.ram) - self.table_ram_bytes
 
     @property
     def device_cache_bytes(self) -> int:

@@ -11,6 +11,7 @@ were dropped): with implicit feedback the pairs are a set, and a repeated pair w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +34,8 @@ __all__ = [
 
 PathLike = str | os.PathLike[str]
 Column = int | str | None
+
+_BATCH_PAIRS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +72,11 @@ class Interactions:
 
     def __len__(self) -> int:
         return len(self.users)
+
+    def batches(self) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """Users and items of a million pairs at a time, in order: ``int64[n]``, or narrower where stored so."""
+        for first in range(0, len(self), _BATCH_PAIRS):
+            yield self.users[first : first + _BATCH_PAIRS], self.items[first : first + _BATCH_PAIRS]
 
     def replace(self, users: Int64Array, items: Int64Array) -> Interactions:
         """The same users and items with other pairs, such as one side of a split."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from bunkbed.run_files import sync_directory, sync_file
 from bunkbed.train.data import Candidates, Dataset, Interactions
+from bunkbed.train.data_stored import StoredInteractions, StoredVocab
 from bunkbed.train.vocab import DataError, Int64Array, Vocab
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
         columns = {"user": pa.array(rows.users), "positive": pa.array(rows.positives), "negatives": negatives}
         _write(root / "candidates.parquet", columns)
         about["candidates"] = {"source": rows.source}
+    write_description(root, about)
+
+
+def write_description(root: Path, about: dict[str, Any]) -> None:
+    """What makes the files in a folder a dataset: written last, durably and all at once."""
     _replace_file(root / "dataset.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
@@ -85,18 +91,43 @@ def load_dataset(folder: PathLike) -> Dataset:
         raise DataError(f"{root}: the saved interactions are damaged ({error})") from error
 
 
+def open_dataset(folder: PathLike) -> Dataset:
+    """The same as `load_dataset` gives, with pairs and labels left on disk until they are asked for.
+
+    Raises:
+        DataError: no dataset there, it is not whole, or it has candidates, which are only read into memory.
+    """
+    import pyarrow as pa
+
+    root = Path(folder)
+    try:
+        about = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+        if "candidates" in about:
+            raise DataError(f"{root}: has given candidates, which option stream cannot keep on disk; leave it off")
+        users, items = StoredVocab(root / "users.parquet"), StoredVocab(root / "items.parquet")
+        pairs = {
+            name: StoredInteractions(root / f"{name}.parquet", users, items, **about[name])
+            for name in ("train", "test")
+            if name in about
+        }
+        return Dataset(pairs["train"], pairs.get("test"), None, about["cold_users"], about["cold_items"])
+    except FileNotFoundError as error:
+        raise _absent(root, error) from error
+    except (KeyError, json.JSONDecodeError, pa.ArrowException) as error:
+        raise DataError(f"{root}: the saved interactions are damaged ({error})") from error
+
+
 def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
-    """Only the labels of users and items that `save_dataset` wrote.
+    """Only the labels of users and items that `save_dataset` wrote, left on disk.
 
     Raises:
         DataError: no dataset there.
     """
     root = Path(folder)
     try:
-        tables = [_read(root / name)["label"].combine_chunks() for name in ("users.parquet", "items.parquet")]
+        return StoredVocab(root / "users.parquet"), StoredVocab(root / "items.parquet")
     except FileNotFoundError as error:
         raise _absent(root, error) from error
-    return Vocab(tables[0]), Vocab(tables[1])
 
 
 def seen_items(folder: PathLike, user: int) -> Int64Array:

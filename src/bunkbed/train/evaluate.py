@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from bunkbed.train.metrics import ranking_metrics
 from bunkbed.train.ranking import Progress, full_ranks, sampled_ranks
 from bunkbed.train.sampling import STREAM_EVAL, SeenPairs, random_order, sample_unseen
 from bunkbed.train.scorer import Scorer, scorer_of_run
-from bunkbed.train.splits import split
+from bunkbed.train.splits import Split, split
+from bunkbed.train.stream import STREAM_FOLDER, StreamedSplit, open_split, pairs_of, pairs_of_some
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
@@ -127,7 +128,8 @@ def evaluate_run(
     """Figures of what a run holds as it was opened (a reader, a snapshot, or the writer).
 
     Judged by the test candidates if the data has them (sampled ranking), else by the test pairs (full
-    ranking), else by the run's own validation pairs (as `config.ranking` says).
+    ranking), else by the run's own validation pairs (as `config.ranking` says). With `config.stream` by those of
+    `config.eval_users` users.
 
     Args:
         run: committed at least once.
@@ -143,6 +145,13 @@ def evaluate_run(
     evaluate = partial(
         Evaluator, ks=tuple(ks or config.cutoffs), eval_negatives=config.eval_negatives, seed=config.seed
     )
+
+    def evaluator_of(targets: Interactions, known: Interactions, **options: Any) -> Evaluator:
+        if config.stream:  # the same users as `Evaluator` would ask, before anything of others is in memory
+            targets, asked = pairs_of_some(targets, config.eval_users, config.seed)
+            known = pairs_of(known, asked)
+        return evaluate(targets, known, **options)
+
     if data.candidates is not None and ranking != "full":
         evaluator = evaluate(
             data.train.replace(data.candidates.users, data.candidates.positives),
@@ -156,12 +165,15 @@ def evaluate_run(
         if test is None:
             assert data.candidates is not None
             test = data.train.replace(data.candidates.users, data.candidates.positives)
-        evaluator = evaluate(test, data.train, ranking=ranking or "full", split="test")
+        evaluator = evaluator_of(test, data.train, ranking=ranking or "full", split="test")
     else:
-        parts = split(data.train, config)
+        folder = run.path / STREAM_FOLDER
+        parts: Split | StreamedSplit = (
+            open_split(data.train, config, folder) if config.stream else split(data.train, config)
+        )
         if parts.valid is None:
             raise ValueError(
                 "nothing is held out to evaluate on: train with --valid random, or give a test file with --test"
             )
-        evaluator = evaluate(parts.valid, parts.train, ranking=ranking or config.ranking)
+        evaluator = evaluator_of(parts.valid, parts.train, ranking=ranking or config.ranking)
     return evaluator.evaluate(scorer_of_run(run, config), on_event)

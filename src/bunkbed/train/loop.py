@@ -35,6 +35,7 @@ from bunkbed.train.models import Recommender, create_tables
 from bunkbed.train.progress import MetricsLog, Progress
 from bunkbed.train.sampling import BatchesAhead, BatchSource, SeenPairs
 from bunkbed.train.splits import split
+from bunkbed.train.stream import STREAM_FOLDER, StoredOrder, open_split, pairs_of, pairs_of_some
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
@@ -108,11 +109,11 @@ class _Counters:
 class Trainer:
     """Trains a recommender in a run; goes on from the run's last commit where it has one.
 
-    Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives); the run
-    and its tables are the caller's, who closes them. Commits after each `commit_every` epochs, after each best epoch
-    (kept as snapshot ``"best"``), at the end, and when interrupted; a commit becomes durable beside the steps that
-    follow, and all are once `fit` returns. One thread calls it, but `request_stop` may come from anywhere, signal
-    handlers included.
+    Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives; with
+    `stream` their files in the run's folder instead); the run and its tables are the caller's, who closes them. Commits
+    after each `commit_every` epochs, after each best epoch (kept as snapshot ``"best"``), at the end, and when
+    interrupted; a commit becomes durable beside the steps that follow, and all are once `fit` returns. One thread calls
+    it, but `request_stop` may come from anywhere, signal handlers included.
 
     Args:
         config: the options; on resuming, those the run was begun with (see `progress.FREE_TO_CHANGE`).
@@ -126,14 +127,26 @@ class Trainer:
     def __init__(self, config: TrainConfig, data: Dataset, run: Run) -> None:
         self.config = config
         self.run = run
-        parts = split(data.train, config)
-        seen = None
-        if config.reject_seen:
-            seen = SeenPairs(parts.train.users, parts.train.items, data.num_items)
-        self._num_pairs = len(parts.train)
+        seen: SeenPairs | None = None
+        self._order: StoredOrder | None = None
+        if config.stream:
+            stored = open_split(data.train, config, run.path / STREAM_FOLDER)
+            train, valid, known = stored.train, stored.valid, stored.train
+            self._order = stored.order(config)
+            if config.reject_seen:
+                seen = stored.seen()
+            if valid is not None:
+                valid, asked = pairs_of_some(valid, config.eval_users, config.seed)
+                known = pairs_of(train, asked)
+        else:
+            parts = split(data.train, config)
+            train, valid, known = parts.train, parts.valid, parts.train
+            if config.reject_seen:
+                seen = SeenPairs(train.users, train.items, data.num_items)
+        self._num_pairs = len(train)
         self._num_users, self._num_items = data.num_users, data.num_items
         self._source = BatchSource(
-            parts.train,
+            train,
             batch_size=config.batch_size,
             negatives=config.negatives,
             shared=config.share_negatives,
@@ -141,12 +154,13 @@ class Trainer:
             log_q=config.loss == "softmax",
             seed=config.seed,
             seen=seen,
+            order=self._order,
         )
         self._evaluator = None
-        if parts.valid is not None:
+        if valid is not None:
             self._evaluator = Evaluator(
-                parts.valid,
-                parts.train,
+                valid,
+                known,
                 ranking=config.ranking,
                 ks=config.cutoffs,
                 eval_negatives=config.eval_negatives,
@@ -222,6 +236,8 @@ class Trainer:
             return _Session(self, log, batches, on_event).fit()
         finally:
             batches.close()
+            if self._order is not None and self._progress.is_done(self.config):
+                self._order.close()
             self._stop_requested = False
             log.close()
             torch.set_num_threads(threads[0])
@@ -275,7 +291,7 @@ class _Session:
     def fit(self) -> Outcome:
         progress, config = self._progress, self._config
         interrupted = False
-        while progress.epoch < config.epochs and not progress.stopped_early:
+        while not progress.is_done(config):
             if not self._epoch():
                 interrupted = True
                 break

@@ -15,6 +15,7 @@ __all__ = ["FREE_TO_CHANGE", "MetricsLog", "Progress"]
 #: Options a resumed run may change; any other would not continue what was begun.
 FREE_TO_CHANGE = (
     "ram",
+    "stream",
     "epochs",
     "patience",
     "commit_every",
@@ -49,6 +50,10 @@ class Progress:
     best: dict[str, float] = field(default_factory=dict)
     stale: int = 0
     stopped_early: bool = False
+
+    def is_done(self, config: TrainConfig) -> bool:
+        """Whether there is nothing left to train."""
+        return self.epoch >= config.epochs or self.stopped_early
 
     def to_meta(self, config: TrainConfig) -> dict[str, Any]:
         """For `Run.commit(meta=...)`."""

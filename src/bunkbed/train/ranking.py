@@ -31,6 +31,8 @@ _BLOCK_SCORES = 8 << 20
 # Scores this close (relative to the sums they are rounded in) are a tie: float32 dot products differ so much by the
 # order in which they sum.
 _TIE = 1e-6
+# Users up to which each has a place in an array; beyond, those who are ranked are searched for.
+_MOST_PLACES = 1 << 22
 
 
 def _scores_and_floors(scorer: Scorer, queries: torch.Tensor, items: Int64Array) -> tuple[Float32Array, Float32Array]:
@@ -47,9 +49,8 @@ class _Pairs:
     items: Int64Array
 
     @classmethod
-    def of(cls, pairs: Interactions, place: Int64Array) -> _Pairs:
-        """The pairs whose user has a place, which is not -1."""
-        places = place[pairs.users]
+    def of(cls, pairs: Interactions, places: Int64Array) -> _Pairs:
+        """The pairs whose user has a place, which is not -1: ``int64[N]``."""
         order = np.argsort(places, kind="stable")[int((places < 0).sum()) :]
         return cls(places[order], pairs.items[order])
 
@@ -78,12 +79,11 @@ def full_ranks(
     Returns:
         ``int64[Q]`` users and ``int64[Q]`` exact ranks from 1, in an order of their own.
     """
-    counts = np.bincount(targets.users, minlength=targets.num_users)
+    known, counts = np.unique(targets.users, return_counts=True)
     # Users with the most held-out items first: see _count_ahead.
-    users = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())].astype(np.int64)
-    place = np.full(targets.num_users, -1, dtype=np.int64)
-    place[users] = np.arange(len(users))
-    held, hidden = _Pairs.of(targets, place), _Pairs.of(excluded, place)
+    users = known[np.argsort(-counts, kind="stable")]
+    place_of = _place_of(users, targets.num_users)
+    held, hidden = (_Pairs.of(pairs, place_of(pairs.users)) for pairs in (targets, excluded))
     ranks = [np.empty(0, dtype=np.int64)]
     ranking = _FullRanking(scorer, targets.num_items)
     for first in range(0, len(users), ranking.block_users):
@@ -92,6 +92,24 @@ def full_ranks(
         if on_event is not None:
             on_event(EvalReport(last, len(users)))
     return users[held.places], np.concatenate(ranks)
+
+
+def _place_of(users: Int64Array, num_users: int) -> Callable[[Int64Array], Int64Array]:
+    """Gives users' places in `users`, -1 to those who are not there."""
+    if num_users <= _MOST_PLACES:
+        place = np.full(num_users, -1, dtype=np.int64)
+        place[users] = np.arange(len(users))
+        return lambda asked: place[asked]
+    order = np.argsort(users)
+    ascending = users[order]
+
+    def search(asked: Int64Array) -> Int64Array:
+        if not len(users):
+            return np.full(len(asked), -1, dtype=np.int64)
+        at = np.minimum(np.searchsorted(ascending, asked), len(users) - 1)
+        return np.where(ascending[at] == asked, order[at], -1)
+
+    return search
 
 
 class _FullRanking:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,17 @@ import numpy.typing as npt
 from bunkbed import _native
 from bunkbed.train.data import Interactions
 
-__all__ = ["Batch", "BatchSource", "BatchesAhead", "SeenPairs", "random_order", "sample_unseen"]
+__all__ = [
+    "Batch",
+    "BatchSource",
+    "BatchesAhead",
+    "PairOrder",
+    "SeenPairs",
+    "first_of_order",
+    "order_keys",
+    "random_order",
+    "sample_unseen",
+]
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -36,6 +47,9 @@ STREAM_EVAL = 4
 # Tries before the user's unseen items are listed, which takes time in proportion to all items. A user with
 # half of them gets there once in 65,536 negatives.
 _MAX_TRIES = 16
+
+# Keys and items looked at together where all of them would be too many.
+_CHUNK = 1 << 20
 
 
 def _philox(seed: int, stream: int, epoch: int, step: int) -> np.random.Philox:
@@ -59,6 +73,25 @@ def random_order(seed: int, stream: int, epoch: int, count: int) -> Int64Array:
     """A permutation of ``range(count)``: ``int64[count]``, a pure function of the arguments."""
     keys = np.asarray(_philox(seed, stream, epoch, 0).random_raw(count), dtype=np.uint64)
     return _stable_order(keys)
+
+
+def order_keys(seed: int, stream: int, epoch: int) -> Callable[[int], npt.NDArray[np.uint64]]:
+    """The keys that `random_order` sorts by (equal ones by their place), as many at a time as are asked for."""
+    philox = _philox(seed, stream, epoch, 0)
+    return lambda count: np.asarray(philox.random_raw(count), dtype=np.uint64)
+
+
+def first_of_order(seed: int, stream: int, epoch: int, count: int, first: int) -> Int64Array:
+    """``random_order(seed, stream, epoch, count)[:first]``, in memory for `first` rather than `count` numbers."""
+    draw = order_keys(seed, stream, epoch)
+    keys, places = np.empty(0, np.uint64), np.empty(0, np.int64)
+    for start in range(0, count, _CHUNK):
+        stop = min(start + _CHUNK, count)
+        keys = np.concatenate([keys, draw(stop - start)])
+        places = np.concatenate([places, np.arange(start, stop)])
+        best = np.argsort(keys, kind="stable")[:first]  # places ascend among equal keys: they were appended so
+        keys, places = keys[best], places[best]
+    return places
 
 
 def _stable_order(keys: npt.NDArray[np.uint64]) -> Int64Array:
@@ -105,6 +138,10 @@ class SeenPairs:
         """
         return self._native.clashes(users, items)
 
+    def items_of(self, user: int) -> Int64Array:
+        """The items ``int64[M]`` of one user, ascending."""
+        return self._native.items_of(user)
+
     def replace_by_unseen(
         self, users: Int64Array, items: Int64Array, at: Int64Array, random: npt.NDArray[np.uint64]
     ) -> None:
@@ -113,7 +150,7 @@ class SeenPairs:
         The slow and sure way, for users who have most items. One who has all of them keeps what stands there.
         """
         for user in np.unique(users[at]).tolist():
-            unseen = np.setdiff1d(np.arange(self._num_items), self._native.items_of(user))
+            unseen = np.setdiff1d(np.arange(self._num_items), self.items_of(user))
             if len(unseen):
                 mine = users[at] == user
                 items[at[mine]] = unseen[(random[mine] % np.uint64(len(unseen))).astype(np.int64)]
@@ -140,17 +177,40 @@ class Batch:
     log_q: Float32Array | None = None
 
 
+class PairOrder(Protocol):
+    """The pairs to train on, as each epoch takes them."""
+
+    def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
+        """``int64`` users and items of places ``[first, last)`` of the epoch, cut short at its end."""
+
+
+class _OrderInMemory:
+    """A `PairOrder` that holds the order of one epoch: 8 bytes a pair. Not thread-safe."""
+
+    def __init__(self, pairs: Interactions, seed: int) -> None:
+        self._pairs = pairs
+        self._seed = seed
+        self._order: tuple[int, Int64Array] | None = None
+
+    def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, random_order(self._seed, STREAM_ORDER, epoch, len(self._pairs)))
+        chosen = self._order[1][first:last]
+        return self._pairs.users[chosen], self._pairs.items[chosen]
+
+
 class BatchSource:
     """Batches of positive pairs with sampled negatives; any batch can be asked for at any time.
 
-    Owns the order of one epoch (8 bytes a pair), when it rejects seen items a `SeenPairs`, and with `log_q` 4 bytes an
-    item. Not thread-safe: the order is cached.
+    Owns the order of one epoch (8 bytes a pair) unless it is given one, when it rejects seen items a `SeenPairs`, and
+    with `log_q` 4 bytes an item. Not thread-safe: the order is cached.
 
     Args:
         shared: one set of negatives for all pairs of a step.
         popular: draw an item in proportion to 1 + its pairs, rather than every item alike.
         log_q: batches say how likely their items were; None where all are alike.
         seen: pairs never to be sampled as negatives, or None to sample any item.
+        order: gives every epoch's pairs, in the order that `random_order` has; None holds it in memory.
 
     Raises:
         ValueError: no pairs to train on, more shared negatives than items, or more items than can be drawn from.
@@ -167,6 +227,7 @@ class BatchSource:
         shared: bool = False,
         popular: bool = False,
         log_q: bool = False,
+        order: PairOrder | None = None,
     ) -> None:
         if len(pairs) == 0:
             raise ValueError(f"{pairs.source or 'the data'} has no pairs to train on")
@@ -189,7 +250,7 @@ class BatchSource:
         self._seen = seen
         self._popular = popular
         self._log_q = _log_popularity(pairs) if popular and log_q else None
-        self._order: tuple[int, Int64Array] | None = None
+        self._order = _OrderInMemory(pairs, seed) if order is None else order
 
     @property
     def steps_per_epoch(self) -> int:
@@ -198,10 +259,7 @@ class BatchSource:
 
     def batch(self, epoch: int, step: int) -> Batch:
         """Batch `step` (from 0) of an epoch."""
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, random_order(self._seed, STREAM_ORDER, epoch, len(self._pairs)))
-        chosen = self._order[1][step * self._batch_size : (step + 1) * self._batch_size]
-        users, positives = self._pairs.users[chosen], self._pairs.items[chosen]
+        users, positives = self._order.pairs(epoch, step * self._batch_size, (step + 1) * self._batch_size)
         random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
         if self._shared:
             negatives, counts = self._shared_negatives(random)
@@ -323,7 +381,9 @@ def _distinct_items(random: np.random.Philox, count: int, num_items: int) -> Int
 
 def _log_popularity(pairs: Interactions) -> Float32Array:
     """``float32[num_items]``: the logarithm of how likely `BatchSource._draw` is to draw an item by popularity."""
-    counts = np.bincount(pairs.items, minlength=pairs.num_items) + 1
+    counts = np.ones(pairs.num_items, dtype=np.int64)
+    for _, items in pairs.batches():  # np.bincount makes int64 of what it is given
+        counts += np.bincount(items, minlength=pairs.num_items)
     likely: Float32Array = np.log(counts / counts.sum()).astype(np.float32)
     return likely
 
