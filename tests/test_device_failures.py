@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.torch.device import capabilities
+from bunkbed.torch.device.capabilities import Capabilities
 from bunkbed.torch.device.records import DeviceRecords
 from device_setup import DIM, NUM_ROWS, batches, bt, contents, make_layer, torch, train
 
@@ -170,3 +172,44 @@ def test_layers_on_two_devices_need_no_cache_in_common() -> None:
     np.testing.assert_array_equal(user.table.get([1])[0], user(torch.tensor([1])).detach().numpy()[0])
     user.table.close()
     item.table.close()
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("cache", ["64KiB", 0])
+def test_a_first_lookup_in_inference_mode_leaves_rows_that_train(cache: Any, is_training: bool) -> None:
+    """As Lightning's check before training does it: memory that is made there must not be an inference tensor."""
+    layer, plain = make_layer(device_cache=cache), make_layer()
+    layer.train(is_training)
+    stream = batches(6)
+    with torch.inference_mode():
+        before = layer(stream[0]).clone()
+    layer.train()
+    assert torch.equal(before, plain(stream[0]))
+    for one in (layer, plain):
+        opt = bt.Optimizer(one)
+        for step, ids in enumerate(stream):
+            if step == 3:  # in between, with rows that steps have changed
+                with torch.inference_mode():
+                    one(stream[5])
+            train(one, [ids], opt)
+    assert contents(layer) == contents(plain)
+    layer.table.close()
+    plain.table.close()
+
+
+@pytest.mark.parametrize("device", [None, Capabilities(has_streams=False, has_float64=False, has_bags=False)])
+@pytest.mark.parametrize("cache", ["64KiB", 0])
+def test_batches_of_nothing(cache: Any, device: Capabilities | None) -> None:
+    layer = make_layer(device_cache=cache)
+    bag = bt.EmbeddingBag(NUM_ROWS, DIM, table=layer.table, mode="mean")
+    opt = bt.Optimizer(torch.nn.ModuleList([layer, bag]))
+    nothing = torch.empty(0, dtype=torch.int64)
+    with capabilities.forced(device or capabilities.CPU):
+        for ids in (nothing, torch.arange(4), nothing):
+            opt.zero_grad()
+            rows, pooled = layer(ids), bag(nothing, torch.tensor([0, 0]))
+            assert rows.shape == (len(ids), DIM) and not pooled.any() and pooled.shape == (2, DIM)
+            (rows.sum() + pooled.sum()).backward()
+            opt.step()
+    assert layer.table.step >= 1
+    layer.table.close()

@@ -41,12 +41,15 @@ class DeviceRecords:
             starts.append(at)
             at += (length * _DTYPES[kind].itemsize + 3) // 4  # a field begins at a multiple of 4 bytes
         self.words = at
-        self._raw = torch.empty((frames, self.words), dtype=torch.int32, device=device)
         self._views = []
-        for (_, length), kind, start in zip(fields, self._dtypes, starts, strict=True):
-            wide = self._raw.view(_DTYPES[kind])
-            begin = start * 4 // _DTYPES[kind].itemsize
-            self._views.append(wide[:, begin : begin + length])
+        # Whoever looks up first may do so in inference mode (Lightning's check before training does), whose tensors no
+        # step could write to later.
+        with torch.inference_mode(False):
+            self._raw = torch.empty((frames, self.words), dtype=torch.int32, device=device)
+            for (_, length), kind, start in zip(fields, self._dtypes, starts, strict=True):
+                wide = self._raw.view(_DTYPES[kind])
+                begin = start * 4 // _DTYPES[kind].itemsize
+                self._views.append(wide[:, begin : begin + length])
 
     @property
     def device(self) -> torch.device:
