@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -213,3 +214,39 @@ def test_batches_of_nothing(cache: Any, device: Capabilities | None) -> None:
             opt.step()
     assert layer.table.step >= 1
     layer.table.close()
+
+
+@pytest.mark.parametrize("cache", ["8KiB", 0])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_torchs_default_device_is_no_business_of_the_hosts_memory(cache: Any, is_asked: bool) -> None:
+    """As after ``torch.set_default_device("cuda")``; here a device that would hold no values."""
+    layer, plain = make_layer(device_cache=cache, device="cpu"), make_layer(device="cpu")
+    stream, grad = batches(6), torch.ones(48, DIM)
+    for one in (layer, plain):
+        opt = bt.Optimizer(one)
+        with torch.device("meta" if one is layer else "cpu"):
+            if is_asked:  # a device that is not known is asked then
+                assert capabilities.probe(torch.device("cpu")) == capabilities.CPU
+            for ids in stream:
+                opt.zero_grad()
+                one(ids).backward(grad)
+                opt.step()
+    assert contents(layer) == contents(plain)
+    layer.table.close()
+    plain.table.close()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("size", "error", "message"),
+    [
+        (-1, ValueError, r"table 'table': device_cache: a size must be above 0 bytes, got -1"),
+        ("x", ValueError, r"table 'table': device_cache: cannot read the size 'x'"),
+        ("0GiB", ValueError, r"device_cache: .*got '0GiB'; 0, a number, keeps no rows on the device"),
+        (True, TypeError, r"device_cache: a size is a number of bytes"),
+    ],
+)
+def test_a_size_that_is_none_is_named(size: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_layer(device_cache=size)
+    gc.collect()  # what was begun of the tier goes without a word

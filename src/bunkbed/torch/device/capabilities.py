@@ -86,6 +86,11 @@ def probe(device: torch.device) -> Capabilities:
     Raises:
         BunkbedError: it does not move records unchanged.
     """
+    with torch.device("cpu"):  # whatever torch's default is, what is not put on the device is the host's
+        return _probe(device)
+
+
+def _probe(device: torch.device) -> Capabilities:
     if not _succeeds(lambda: _moves_records(device)):
         raise BunkbedError(
             f"torch does not move the records of a device cache unchanged on {device} (index_select, index_copy_ and "

@@ -81,7 +81,7 @@ class Link:
 
     def host_memory(self, shape: Any, dtype: torch.dtype) -> Any:
         """A tensor in memory that the device copies from and to beside other work."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
 
     def up(self, values: Any) -> Any:
         """A host tensor or array, on the device, made on the present stream. On a CPU it may be the same memory."""

@@ -52,6 +52,15 @@ _CHUNK_BYTES = 64 << 20
 _MAP_BYTES = 72
 
 
+def _size(table: Any, size: int | str) -> int:
+    """`parse_bytes`, whose errors name the table here."""
+    try:
+        return parse_bytes(size)
+    except (TypeError, ValueError) as error:
+        hint = "; 0, a number, keeps no rows on the device" if "above 0" in str(error) else ""
+        raise type(error)(f"table {table.name!r}: device_cache: {error}{hint}") from None
+
+
 class DeviceTier(DeviceRows):
     """A cache of a table's hot records on the device of its layers; a `bunkbed.torch.gradients.Rows`.
 
@@ -64,17 +73,17 @@ class DeviceTier(DeviceRows):
         anchor: see `DeviceRows`.
 
     Raises:
-        MemoryError: not one record fits.
+        MemoryError: not one record fits. TypeError, ValueError: `size` is none.
     """
 
     def __init__(self, table: Any, size: int | str | Budget, anchor: Any) -> None:
+        self._records: DeviceRecords | None = None  # first: `__del__` asks for it, whatever is wrong with the rest
         super().__init__(table, anchor)
         self._budget = size if isinstance(size, Budget) else None
-        self._bytes = 0 if isinstance(size, Budget) else parse_bytes(size)
+        self._bytes = 0 if isinstance(size, Budget) else _size(table, size)
         self._lock = threading.RLock()
         self._frames_lock = threading.RLock()
         self._map: Any = None
-        self._records: DeviceRecords | None = None
         self._placed: weakref.WeakSet[FramedBatch] = weakref.WeakSet()
         self._reserved = 0  # bytes of the table's RAM that the map takes
         self._lost = ""  # why the device's rows are gone, where they are
@@ -481,7 +490,7 @@ class DeviceTier(DeviceRows):
 
     def __del__(self) -> None:
         # The table may outlive its layers, and then needs their rows. One that goes with them warns of what is lost.
-        if sys.is_finalizing() or self.table.closed or self._records is None or os.getpid() != self.table._pid:
+        if sys.is_finalizing() or self._records is None or self.table.closed or os.getpid() != self.table._pid:
             return
         self.write_back()
         self._detach()
