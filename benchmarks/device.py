@@ -17,9 +17,10 @@ Collaborative filtering, users x products, by matrix factorisation (`benchmarks.
    `--minutes` by itself.
 
 By default 1 % of the rows of either table hold every batch. Needs torch, NumPy and the built extension; no network.
-From a source checkout with the extension in src/bunkbed: ``PYTHONPATH=src python -m benchmarks.device``. Writes
-device.json and, where matplotlib is installed, device.png into `--out`. On a device of type cpu everything runs too,
-and the figures say nothing of an accelerator.
+From a source checkout with the extension in src/bunkbed: ``python benchmarks/device.py``, in any folder. Writes
+device.json into `--out`, anew after each cell, and device.png where matplotlib is installed. A side that fails is said,
+the others are measured, and the command ends with an error; so it does where rows differ. On a device of type cpu
+everything runs too, and the figures say nothing of an accelerator.
 """
 
 from __future__ import annotations
@@ -37,11 +38,17 @@ from typing import Any
 
 import torch
 
+if not __package__:  # run as a script: the checkout is not on the path; an installed package goes before its src
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
+
 from benchmarks import common, device_check, device_limits, device_report, turns
 from benchmarks.device_report import Key, Results
 from benchmarks.device_sides import Data, Device, Draw, Ids, Ours, Pace, Recipe, Sample, Tables, make_tables
 from benchmarks.figures import Figure, Settings
 
+#: Is given everything found so far.
+Save = Callable[[Results], Any]
 #: One side's turn: what it measured, under the names it is reported by.
 Turn = Callable[[Draw, Pace, bool], dict[Key, Sample]]
 #: Either table has so many rows for each id of a batch: then 1 % of them hold a batch.
@@ -106,14 +113,16 @@ def make_plan(
 class Bench:
     """A run: tables that are kept for several cells, and what was measured."""
 
-    def __init__(self, device: Device, plan: Plan, folder: Path) -> None:
+    def __init__(self, device: Device, plan: Plan, folder: Path, save: Save | None = None) -> None:
         self.device, self.plan, self.folder = device, plan, folder
+        self.save = save or (lambda results: None)
         self.ends = time.perf_counter() + plan.seconds
         self.results = Results()
         self.limits = device_limits.Limits()
         self._tables: dict[tuple[int, str, int], Tables] = {}
         self._fill_rate = 0.0  # bytes a second, once known
         self._took: dict[str, float] = {}  # seconds of each side's longest turn
+        self._failed: set[str] = set()  # sides that get no turn any more
 
     @property
     def left(self) -> float:
@@ -125,8 +134,13 @@ class Bench:
         plan, device = self.plan, self.device
         self.limits = device_limits.measure(device, plan.dims, plan.batch, num_bytes=plan.probe_bytes)
         print("\n".join(self.limits.lines()), flush=True)
-        self.results.checked = device_check.check(device, plan.seed)
-        print(device_report.checked_line(self.results.checked), flush=True)
+        try:
+            self.results.checked = device_check.check(device, plan.seed)
+        except Exception as error:  # the recipes may run all the same
+            self.results.failures.append(f"the check: {first_line(error)}")
+            print(self.results.failures[-1], flush=True)
+        else:
+            print(device_report.checked_line(self.results.checked), flush=True)
         main = plan.exponents[0]
         cells: list[tuple[float, str, Callable[[float], None]]] = [(3.0, "RAM", lambda s: self.cell(main, "RAM", s))]
         cells.append((1.0, "four times the rows", lambda s: self.growth(main, s)))
@@ -137,12 +151,17 @@ class Bench:
                     (1.5, f"{place}, Zipf {exponent:g}", lambda s, e=exponent, p=place: self.cell(e, p, s))  # type: ignore[misc]
                 )
         self.dense()
+        self.save(self.results)
         for index, (weight, name, cell) in enumerate(cells):
             share = self.left * weight / sum(weight for weight, *_ in cells[index:])
             if self.left <= 0:
                 self.results.skip(f"cell {name}: no time left")
                 continue
-            cell(share)
+            try:
+                cell(share)
+            except Exception as error:  # what was measured before is kept
+                self.results.failures.append(f"cell {name}: {first_line(error)}")
+            self.save(self.results)
 
     # ---- cells
 
@@ -194,7 +213,7 @@ class Bench:
                 side = Recipe(self.device, "cpu", data, dim, sparse=False)
                 sample = side.turn(data.drawer((plan.seed, dim)), Pace(warm=1, steps=3, seconds=0.02 * plan.seconds))
             except (RuntimeError, MemoryError) as error:
-                self.results.skip(f"{key}: {error}")
+                self.results.skip(f"{key}: {first_line(error)}")
             else:
                 self.results.add(key, 0, sample, None)
             gc.collect()
@@ -232,10 +251,14 @@ class Bench:
                 f"{wanted / self._fill_rate:.0f} s of {self.left:.0f} left"
             )
             return None
-        if place == "SSD":
-            common.require_space(self.folder, 3 * wanted)
         started = time.perf_counter()
-        tables = make_tables(sizes, dim, None if place == "RAM" else self.folder)
+        try:
+            if place == "SSD":
+                common.require_space(self.folder, 3 * wanted)
+            tables = make_tables(sizes, dim, None if place == "RAM" else self.folder)
+        except (SystemExit, OSError, MemoryError) as error:
+            self.results.skip(f"dim {dim}, {place}, {sum(sizes):,} rows: {first_line(error)}")
+            return None
         took = time.perf_counter() - started
         self._fill_rate = min(self._fill_rate or float("inf"), wanted / took)
         print(f"[{place}: {sum(sizes):,} rows x {tables.record_bytes} B written in {took:.1f} s]", flush=True)
@@ -251,6 +274,8 @@ class Bench:
         for index in range(plan.rounds):
             begun = time.perf_counter()
             for place, name in enumerate(turns.order(list(sides), index)):
+                if name in self._failed:
+                    continue
                 if self.left < self._took.get(name, max(self._took.values(), default=0.0)):
                     self.results.skip(f"{name}: round {index + 1}: {max(self.left, 0):.0f} s left")
                     continue
@@ -258,11 +283,11 @@ class Bench:
                 draw = (others or {}).get(name, data).drawer((plan.seed, index, place, len(self.results.measured)))
                 try:
                     samples = sides[name](draw, plan.pace, index % 2 == 1)
-                except (NotImplementedError, RuntimeError, MemoryError) as error:
-                    if name.startswith("(d)") and not isinstance(error, MemoryError):
-                        self.results.failures.append(f"{name}: {error}")
+                except Exception as error:  # of any kind: backends differ in what they raise for what they have not
+                    if name.startswith("(d)") and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                        self.results.failures.append(f"{name}: {first_line(error)}")
                     self.results.skip(f"{name}: {first_line(error)}")
-                    self._took[name] = float("inf")  # not again
+                    self._failed.add(name)
                     continue
                 self._took[name] = max(self._took.get(name, 0.0), time.perf_counter() - started)
                 for key, sample in samples.items():
@@ -289,8 +314,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def measure(device: Device, plan: Plan, directory: Path) -> Results:
-    """The whole experiment; prints as it goes."""
+def measure(device: Device, plan: Plan, directory: Path, save: Save | None = None) -> Results:
+    """The whole experiment; prints as it goes, and has `save` keep what is known after each cell."""
     print(common.machine())
     print(f"device: {device.label}")
     if not device.is_accelerator:
@@ -303,8 +328,8 @@ def measure(device: Device, plan: Plan, directory: Path) -> Results:
         f"at most {plan.seconds:.0f} s",
         flush=True,
     )
-    with common.workspace(directory, 3 * plan.rows * 12 * min(plan.dims)) as folder:
-        bench = Bench(device, plan, folder)
+    with common.workspace(directory, 0) as folder:  # room is asked for where tables are made
+        bench = Bench(device, plan, folder, save)
         try:
             bench.run()
         finally:
@@ -355,18 +380,25 @@ def main() -> None:
     plan = make_plan(settings, here, minutes=options.minutes, batch=options.batch, **changes)
     if options.rows:
         plan = Plan(**{**vars(plan), "sizes": tuple(options.rows)})
-    results = measure(here, plan, options.dir)
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def save(results: Results, **more: Any) -> dict[str, Any]:
+        found = device_report.figures(results, here, judge=not options.tiny)
+        data = {**device_report.to_json(results, here, plan, common.machine(), found), **more}
+        part = options.out / "device.json.part"
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(options.out / "device.json")
+        return data
+
+    results = measure(here, plan, options.dir, save)
     found = device_report.figures(results, here, judge=not options.tiny)
     print("\n".join(figure.line() for figure in found))
     print("\n".join(device_report.kernel_lines(device_report.chooser.choices)))
-    options.out.mkdir(parents=True, exist_ok=True)
     took = time.perf_counter() - began
     others = max(0.0, common.busy_seconds() - busy - sum(os.times()[:2])) / took
     if others > 0.2:  # as the suite says it
         print(f"DISTURBED: other processes kept {others:.1f} cores busy")
-    data = device_report.to_json(results, here, plan, common.machine(), found)
-    data["others"] = others
-    (options.out / "device.json").write_text(json.dumps(data, indent=1) + "\n")
+    data = save(results, others=others)
     print(f"written: {options.out / 'device.json'}", end="")
     try:
         from benchmarks import device_plot
@@ -376,8 +408,9 @@ def main() -> None:
         device_plot.draw(options.out / "device.png", data)
         print(f", {options.out / 'device.png'}", end="")
     print(f"; {time.perf_counter() - began:.0f} s")
-    if results.failures:
-        sys.exit("failed: " + "; ".join(results.failures))
+    failures = [*results.failures, *device_report.verdicts(results)]
+    if failures:
+        sys.exit("failed: " + "; ".join(failures))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""Whether a device trains the same rows with every device cache, and those that the table trains by itself."""
+"""Whether a device trains the same rows with every device cache, and those that the table trains by itself.
+
+``python -m benchmarks.device_check`` says so, and which kernels were chosen for it; `benchmarks.device` starts with it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,3 +92,36 @@ def train(
     for table in tables:
         table.close(commit=False)
     return rows, counts
+
+
+def small_case(device: Device, seed: int, steps: int) -> dict[str, float]:
+    """So many steps of the smallest cache with `lookahead`, where every step loads and evicts: for a sanitizer."""
+    data = Data(Ids(ROWS[0], 1.05), Ids(ROWS[1], 1.05), BATCH)
+    batches = list(data.drawer((seed, 98))(steps))
+    smallest = [max(np.unique(batch[i].numpy()).size for batch in batches) for i in range(2)]
+    return train(device, batches, smallest, ahead=True)[1]
+
+
+def main() -> None:
+    from benchmarks import device_report
+
+    options = argparse.ArgumentParser(prog="python -m benchmarks.device_check", description=__doc__)
+    options.add_argument("--device", default="", help="as torch names it; default: an accelerator, else cpu")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--steps", type=int, help="only so many steps of one small case, compared with nothing")
+    given = options.parse_args()
+    here = Device(given.device)
+    print(f"device: {here.label}")
+    if given.steps:
+        counts = small_case(here, given.seed, given.steps)
+        print(f"{given.steps:,} steps, {counts['device_evictions']:,} rows evicted")
+        return
+    results = device_report.Results(checked=check(here, given.seed))
+    print(device_report.checked_line(results.checked))  # type: ignore[arg-type]
+    print("\n".join(device_report.kernel_lines(device_report.chooser.choices)))
+    if found := device_report.verdicts(results):
+        sys.exit("failed: " + "; ".join(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,9 @@ SIDES = {
     "d": "bunkbed",
 }
 
+#: Of a weight trained on the device, from the table's own on the CPU: sums in another order, through Adam's quotient.
+LARGEST_DIFFERENCE = 1e-5
+
 
 @dataclass(frozen=True)
 class Key:
@@ -133,6 +136,21 @@ def checked_line(checked: Checked) -> str:
     )
 
 
+def verdicts(results: Results) -> list[str]:
+    """What the check found wrong, whatever was measured; nothing where it could not be made."""
+    checked = results.checked
+    if checked is None:
+        return []
+    found = [f"{checked.differing} rows differ between device caches"] if checked.differing else []
+    if not checked.difference <= LARGEST_DIFFERENCE:  # NaN is none
+        found.append(
+            f"a weight is {checked.difference:.2g} from the table's on the CPU, {LARGEST_DIFFERENCE:g} allowed"
+        )
+    if not checked.evictions:
+        found.append("the smallest cache evicted nothing, so nothing was checked")
+    return found
+
+
 def kernel_lines(choices: list[Choice]) -> list[str]:
     """For people: which operations ran as kernels, and how many times as fast as plain ones they measured."""
     lines = [f"  {c}" + ("" if c.speedup is None else f", {c.speedup:.2f}x") for c in choices]
@@ -204,7 +222,9 @@ def figures(results: Results, device: Device, *, judge: bool) -> list[Figure]:
     if results.checked is not None:
         found += [
             Figure("rows that differ between device caches", results.checked.differing, at_most=0),
-            Figure("largest difference from the table on the CPU", results.checked.difference, at_most=1e-5),
+            Figure(
+                "largest difference from the table on the CPU", results.checked.difference, at_most=LARGEST_DIFFERENCE
+            ),
         ]
     judge = judge and device.is_accelerator
     keys = list(results.measured)

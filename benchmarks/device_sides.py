@@ -414,10 +414,12 @@ class Ours:
         if ahead:
             loader = lookahead(loader, model, ids=lambda batch: {model.user: batch[0], model.product: batch[1]})
         loader = iter(loader)
-        step_s, steps = timed(self.device, loader, step, pace, begin)
-        counts = self._counts()
-        if ahead:
-            loader.close()
+        try:
+            step_s, steps = timed(self.device, loader, step, pace, begin)
+            counts = self._counts()
+        finally:
+            if ahead:
+                loader.close()
         done = {name: value / steps for name, value in common.delta(counts, start[0]).items()}
         unique = unique_rows(batches[:8])
         misses = done["device_misses"] if self.caches[0] else unique

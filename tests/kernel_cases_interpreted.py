@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.torch.device import sums
+from bunkbed.torch.device import capabilities
 from bunkbed.torch.device.batches import PIECE, cut
 from bunkbed.torch.device.kernels import launch, operations
 from bunkbed.torch.device.kernels.choice import chooser
@@ -129,7 +129,6 @@ def test_samples_are_what_a_trial_needs() -> None:
 @pytest.mark.parametrize("optimizer", [bb.Adam(lr=0.01), bb.RowwiseAdagrad(lr=0.1, weight_decay=0.1)], ids=repr)
 def test_training_through_kernels_alone(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small cache, whose rows come and go; on this device sums are cut, as they are on others."""
-    monkeypatch.setattr(sums, "adds_in_order", lambda device: False)
     launched: dict[str, int] = {}
 
     def counted(name: str) -> Any:
@@ -147,7 +146,7 @@ def test_training_through_kernels_alone(optimizer: Any, monkeypatch: pytest.Monk
     found = []
     for is_kernel in (False, True):
         layer = make_layer(optimizer=optimizer, device_cache=cache_of(most_rows(stream), {"optimizer": optimizer}))
-        with chooser.forced(is_kernel):
+        with chooser.forced(is_kernel), capabilities.forced(capabilities.Capabilities(has_streams=False)):
             train(layer, stream)
             with torch.no_grad():
                 outputs = loss_of(layer, stream[0]).numpy().tobytes()

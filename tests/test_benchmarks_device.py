@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import bunkbed as bb
+
 torch = pytest.importorskip("torch")
-from benchmarks import device_check, device_limits, device_report  # noqa: E402
+from benchmarks import common, device_check, device_limits, device_report, device_sides  # noqa: E402
+from benchmarks import device as device_bench  # noqa: E402
 from benchmarks.device_report import Key, Results  # noqa: E402
-from benchmarks.device_sides import Device, Ids, Sample  # noqa: E402
+from benchmarks.device_sides import Device, Ids, Pace, Sample  # noqa: E402
 
 from bunkbed.torch.device.records import DeviceRecords  # noqa: E402
 
@@ -66,7 +69,12 @@ def test_runs_with_only_torch_and_numpy(tmp_path: Path) -> None:
 
 
 def test_says_what_it_had_no_time_for(tmp_path: Path) -> None:
-    done = command(tmp_path, "--minutes", "0.001")
+    """As a script this time, from another folder."""
+    paths = ["--out", str(tmp_path / "out"), "--dir", str(tmp_path / "space"), "--device", "cpu"]
+    script = [sys.executable, str(ROOT / "benchmarks" / "device.py"), "--tiny", *paths, "--minutes", "0.001"]
+    done = subprocess.run(
+        script, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert "not measured: cell SSD: no time left" in done.stdout
     assert json.loads((tmp_path / "out" / "device.json").read_text())["skipped"]
@@ -80,6 +88,65 @@ def test_the_check_notices_a_cache_that_changes_what_it_loads(monkeypatch: pytes
 
     monkeypatch.setattr(DeviceRecords, "write", flipped)
     assert device_check.check(Device("cpu"), 0).differing > 0
+
+
+def bench(tmp_path: Path, **changes: Any) -> device_bench.Bench:
+    plan = device_bench.Plan(60.0, (144 * 8, 112 * 8), 8, **{"dims": (8,), "rounds": 2, **changes})
+    return device_bench.Bench(Device("cpu"), plan, tmp_path)
+
+
+@pytest.mark.parametrize("error", [TypeError("no float64"), bb.BunkbedError("gone"), torch.OutOfMemoryError("full")])
+def test_a_side_that_fails_is_said_and_the_others_are_measured(tmp_path: Path, error: Exception) -> None:
+    here = bench(tmp_path)
+    bad, good = Key("d", 8, 1.05, "RAM", 0.05), Key("a", 8, 1.05, "RAM")
+    calls = []
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        raise error
+
+    sides = {str(bad): fail, str(good): lambda *args: {good: Sample(1.0, 5, 10)}}
+    here._rounds(sides, here._data(here.plan.sizes, 1.05), here.ends)
+    assert len(here.results.measured[good].rounds) == 2
+    assert len(calls) == 1, "not again"
+    assert here.results.skipped == [f"{bad}: {error}"]
+    assert bool(here.results.failures) == (not isinstance(error, torch.OutOfMemoryError))
+
+
+def test_a_device_that_ours_does_not_work_on_still_has_the_others_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without float64, where no layer can be made; each cell's results are saved when it is done."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    monkeypatch.setattr(device_check, "train", refuse)
+    monkeypatch.setattr(device_sides, "Model", refuse)
+    saved: list[int] = []
+    pace = Pace(warm=1, steps=1, seconds=0.01)
+    changes: dict[str, Any] = {"exponents": (1.05,), "rounds": 1, "pace": pace, "shares": (0.05,), "probe_bytes": 4096}
+    plan = device_bench.Plan(60.0, (144 * 8, 112 * 8), 8, dims=(8,), **changes)
+    monkeypatch.setattr(common, "require_space", lambda folder, needed: needed and sys.exit("2 MiB free"))
+    found = device_bench.measure(
+        Device("cpu"), plan, tmp_path, save=lambda results: saved.append(len(results.measured))
+    )
+    assert {key.side for key in found.measured} == {"a", "b", "c"}
+    assert any(text.startswith("the check: Cannot convert") for text in found.failures)
+    assert any("2 MiB free" in text for text in found.skipped)
+    assert saved == sorted(saved) and len(saved) >= 3 and saved[0] > 0
+
+
+def test_rows_that_differ_end_the_command_with_an_error(tmp_path: Path) -> None:
+    results = Results(checked=device_check.Checked(differing=3, difference=1e-7, runs=7, evictions=9))
+    assert device_report.verdicts(results) == ["3 rows differ between device caches"]
+    results.checked = device_check.Checked(differing=0, difference=1e-3, runs=7, evictions=0)
+    assert [text.split(",")[0] for text in device_report.verdicts(results)] == [
+        "a weight is 0.001 from the table's on the CPU",
+        "the smallest cache evicted nothing",
+    ]
+    results.checked = device_check.Checked(differing=0, difference=1e-7, runs=7, evictions=9)
+    assert device_report.verdicts(results) == []
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.05, 1.2])

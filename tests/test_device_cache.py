@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.torch.device import capabilities
 from bunkbed.torch.device import window as window_module
 from bunkbed.torch.device.records import DeviceRecords
 from device_setup import (
@@ -25,6 +26,9 @@ from device_setup import (
     torch,
     train,
 )
+
+#: The least that a device may be able to do.
+LEAST = capabilities.Capabilities(has_streams=False, has_float64=False, has_bags=False, has_integers=False)
 
 
 class Failing:
@@ -116,7 +120,9 @@ def test_accumulated_rows_may_be_more_than_the_cache_holds() -> None:
     assert found[0] == found[1]
 
 
-def test_amp_scaling_clipping_and_padding() -> None:
+@pytest.mark.parametrize("device", [capabilities.CPU, LEAST], ids=["cpu", "least"])
+def test_amp_scaling_clipping_and_padding(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "_forced", [device])
     found = []
     for cache in (None, "8KiB", "1MiB"):
         layer = make_layer(device_cache=cache, padding_idx=3)

@@ -36,6 +36,11 @@ class DeviceBatch:
         self._offsets: Any = None
 
     @property
+    def link(self) -> Link:
+        """To the device of the tier, wherever that is now."""
+        return self._tier.link
+
+    @property
     def is_here(self) -> bool:
         """Whether its rows are on the device."""
         raise NotImplementedError

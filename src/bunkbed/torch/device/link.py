@@ -3,8 +3,9 @@
 Where a device has streams (CUDA, XPU) copies run beside the model's kernels. Events keep them in order: a copy that
 takes frames over waits for the last use of any frame so far (`used`), and a use of loaded frames waits for the copy
 that loaded them (`ready`, `wait`). Memory that is made on one stream and used on another is announced to the allocator
-where it is used (`wait`), on whichever stream that is. Elsewhere every operation is done when it returns, and there is
-nothing to order.
+where it is used (`wait`), on whichever stream that is. Elsewhere every operation is done when it returns, or there is
+one queue for all of them (MPS) and copies between it and the host return when they are done: there is nothing to order,
+and nothing is pinned, which memory shared with the host would gain nothing by.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_WITH_STREAMS = ("cuda", "xpu")
+from bunkbed.torch.device import capabilities
 
 
 class Link:
@@ -32,7 +33,7 @@ class Link:
         self.bytes_up = 0
         self.bytes_down = 0
         self.delay = delay
-        self._module: Any = torch.get_device_module(device) if device.type in _WITH_STREAMS else None
+        self._module: Any = torch.get_device_module(device) if capabilities.of(device).has_streams else None
         self._stream: Any = None if self._module is None else self._module.Stream(device)
         self._used: dict[Any, Any] = {}  # by stream: threads may train and commit on streams of their own
         self._copied: Any = None
@@ -80,7 +81,7 @@ class Link:
 
     def host_memory(self, shape: Any, dtype: torch.dtype) -> Any:
         """A tensor in memory that the device copies from and to beside other work."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
 
     def up(self, values: Any) -> Any:
         """A host tensor or array, on the device, made on the present stream. On a CPU it may be the same memory."""
@@ -105,3 +106,8 @@ class Link:
         host.copy_(values, non_blocking=True)
         self._module.current_stream(self.device).synchronize()
         return host
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch's says that memory is short, and no more. MPS has no class for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()

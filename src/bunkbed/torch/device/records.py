@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from bunkbed import optim
+from bunkbed.torch.device import capabilities
 from bunkbed.torch.device.kernels.choice import chooser
 from bunkbed.torch.device.kernels.operations import Gather, Scatter, update_of
-from bunkbed.torch.device.rounding import random_halves, round_to_bfloat16, round_to_float16
+from bunkbed.torch.device.rounding import round_rows
 from bunkbed.torch.device.update_rules import StepConstants, update_rows
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,12 +41,15 @@ class DeviceRecords:
             starts.append(at)
             at += (length * _DTYPES[kind].itemsize + 3) // 4  # a field begins at a multiple of 4 bytes
         self.words = at
-        self._raw = torch.empty((frames, self.words), dtype=torch.int32, device=device)
         self._views = []
-        for (_, length), kind, start in zip(fields, self._dtypes, starts, strict=True):
-            wide = self._raw.view(_DTYPES[kind])
-            begin = start * 4 // _DTYPES[kind].itemsize
-            self._views.append(wide[:, begin : begin + length])
+        # Whoever looks up first may do so in inference mode (Lightning's check before training does), whose tensors no
+        # step could write to later.
+        with torch.inference_mode(False):
+            self._raw = torch.empty((frames, self.words), dtype=torch.int32, device=device)
+            for (_, length), kind, start in zip(fields, self._dtypes, starts, strict=True):
+                wide = self._raw.view(_DTYPES[kind])
+                begin = start * 4 // _DTYPES[kind].itemsize
+                self._views.append(wide[:, begin : begin + length])
 
     @property
     def device(self) -> torch.device:
@@ -100,9 +104,10 @@ class DeviceRecords:
         new = []
         for field, (values, kind) in enumerate(zip([weight, *slots], self._dtypes, strict=True)):
             if kind != "float32":
-                random = random_halves(seed, ids, number, field, values.shape[1])
-                halves = round_to_bfloat16(values, random) if kind == "bfloat16" else round_to_float16(values, random)
-                values = halves.view(_DTYPES[kind])
+                # A device whose integers are not to be trusted has the host round: dear, and the same bits.
+                there = values.device if capabilities.of(values.device).has_integers else torch.device("cpu")
+                halves = round_rows(kind, values.to(there), seed=seed, ids=ids.to(there), number=number, field=field)
+                values = halves.to(values.device).view(_DTYPES[kind])
             new.append(values)
         return new
 

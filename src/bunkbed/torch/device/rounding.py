@@ -16,6 +16,12 @@ _FIELD_STREAM = 0x01000000
 _ROUNDS = 10
 
 
+def round_rows(kind: str, values: Any, *, seed: int, ids: Any, number: int, field: int) -> Any:
+    """float32[U, n] of rows `ids`, int64[U], at step `number` to 16 bits of `kind`, as int16[U, n]."""
+    random = random_halves(seed, ids, number, field, values.shape[1])
+    return round_to_bfloat16(values, random) if kind == "bfloat16" else round_to_float16(values, random)
+
+
 def random_halves(seed: int, ids: Any, step: int, field: int, count: int) -> Any:
     """int32[U, count] numbers below 2**16 for the elements of a field of rows `ids`, int64[U].
 

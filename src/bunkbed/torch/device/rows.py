@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from bunkbed.bag_gradients import BagGradients
 from bunkbed.torch.device.batches import DeviceBatch
 from bunkbed.torch.device.link import Link
-from bunkbed.torch.device.sums import spread_bags, sum_bags, sum_rows
+from bunkbed.torch.device.sums import add_segments, norm, spread_bags, sum_bags, sum_rows
 from bunkbed.torch.gradients import IntArray, Part
 
 
@@ -37,7 +38,8 @@ class DeviceRows:
 
     def _batch(self, ids: IntArray) -> DeviceBatch:
         """What `lookahead` brought for exactly these ids, if it is still there; else a new one."""
-        for index, (wanted, batch) in enumerate(self.present):
+        is_own = os.getpid() == self.table._pid  # in a forked child `deduped` says what to do
+        for index, (wanted, batch) in enumerate(self.present if is_own else []):
             if batch.is_here and wanted.size == ids.size and np.array_equal(wanted, ids):
                 del self.present[index]
                 return batch
@@ -45,11 +47,9 @@ class DeviceRows:
 
     def pooled(self, batch: DeviceBatch, rows: Any, bags: BagGradients) -> Any:
         """float32[B, dim]: float32[U, dim] rows of a batch, pooled in batch order."""
-        offsets = self.link.up(bags.offsets)
         weights = None if bags.weights is None else self.link.up(bags.weights)
-        pooled = torch.nn.functional.embedding_bag(
-            batch.inverse(), rows, offsets, mode="sum", per_sample_weights=weights
-        )
+        bounds = np.append(bags.offsets, bags.ids.size)
+        pooled = add_segments(batch.inverse(), rows, self.link.up(bags.offsets), bounds, weights, self.link)
         if bags.is_mean:
             lengths = np.diff(bags.offsets, append=bags.ids.size)
             pooled /= self.link.up(np.maximum(lengths, 1).astype(np.float32))[:, None]
@@ -83,7 +83,7 @@ class DeviceRows:
         else:
             batch = self.deduped(np.concatenate([part.ids for part in parts]))
             sums = sum_rows(batch, torch.cat([self._spread(part) for part in parts]))
-        return batch, sums, float(torch.linalg.vector_norm(sums, dtype=torch.float64))
+        return batch, sums, norm(sums)
 
     def _spread(self, part: Part) -> Any:
         grads = part.grads if part.bags is None else spread_bags(part.bags, part.grads, self.link)

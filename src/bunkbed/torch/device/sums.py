@@ -1,7 +1,8 @@
 """Sums of the gradients of equal ids on a device, the same bits in every run.
 
 Each row's gradients are added one after another in batch order, by the operation that pools bags: a bag of gradients
-for every row. No atomic additions, whose order would differ from run to run.
+for every row. A device without that operation adds them in pairs. No atomic additions, whose order would differ from
+run to run.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import numpy as np
 import torch
 
 from bunkbed.bag_gradients import BagGradients
+from bunkbed.torch.device import capabilities
 from bunkbed.torch.device.batches import PIECE, DeviceBatch
 from bunkbed.torch.device.kernels.choice import chooser
 from bunkbed.torch.device.kernels.operations import SumPieces
 from bunkbed.torch.device.link import Link
+from bunkbed.torch.gradients import IntArray
 
 
 def sum_rows(batch: DeviceBatch, grads: Any) -> Any:
@@ -47,20 +50,84 @@ def spread_bags(bags: BagGradients, grads: Any, link: Link) -> Any:
     return rows if bags.weights is None else rows * link.up(bags.weights)[:, None]
 
 
-def adds_in_order(device: torch.device) -> bool:
-    """Whether a row's gradients are added one after another, however many there are."""
-    return bool(device.type == "cpu")
+def norm(sums: Any) -> float:
+    """The 2-norm of float32[U, dim], to 1e-6 at least; what is not finite where an element is not."""
+    if capabilities.of(sums.device).has_float64:
+        return float(torch.linalg.vector_norm(sums, dtype=torch.float64))
+    if not sums.numel():
+        return 0.0
+    # Each row is scaled by a power of two, so that no square overflows or vanishes. The power is made of bits, and
+    # multiplied with its reciprocal, as a device may take quotients less exactly.
+    power = sums.abs().amax(dim=1).view(torch.int32) & 0x7F800000
+    power = power.clamp(min=0x00800000, max=0x7E800000)
+    squares = sums * (0x7F000000 - power).view(torch.float32)[:, None]
+    squares = squares * squares
+    while squares.shape[1] > 1:  # in pairs: as many roundings as the width has bits
+        half = (squares.shape[1] + 1) // 2
+        first, second = squares[:, :half].clone(), squares[:, half:]
+        first[:, : second.shape[1]] += second
+        squares = first
+    rows, scale = torch.stack([squares[:, 0], power.view(torch.float32)]).cpu().numpy().astype(np.float64)
+    return float(np.sqrt(np.sum(rows * scale * scale)))
+
+
+def add_segments(places: Any, rows: Any, starts: Any, bounds: IntArray, weights: Any, link: Link) -> Any:
+    """Sums of segments of rows, each in an order that it alone decides.
+
+    Args:
+        places: int64[N] of `rows`, segment by segment.
+        rows: float32[n, dim].
+        starts: int64[S] where each segment begins; an empty one gives zeros.
+        bounds: the same and N, on the host.
+        weights: float32[N] to multiply with, or None.
+        link: to the device of all but `bounds`.
+
+    Returns:
+        float32[S, dim].
+    """
+    if capabilities.of(rows.device).has_bags:
+        return torch.nn.functional.embedding_bag(places, rows, starts, mode="sum", per_sample_weights=weights)
+    values = rows.index_select(0, places)
+    if weights is not None:
+        values *= weights[:, None]
+    return _add_pairs(values, bounds, link)
+
+
+def _add_pairs(values: Any, bounds: IntArray, link: Link) -> Any:
+    """`add_segments` of float32[N, dim] as they lie, written over: neighbours, then pairs, then pairs of pairs.
+
+    Each round is one gather of either side and one copy to places that are all different.
+    """
+    counts = np.diff(bounds)
+    rank = np.arange(values.shape[0], dtype=np.int64) - np.repeat(bounds[:-1], counts)
+    beyond = np.repeat(counts, counts) - rank  # how many of the segment there are from here on
+    left, distance = np.arange(values.shape[0], dtype=np.int64), 1
+    while True:
+        left = left[(rank[left] % (2 * distance) == 0) & (beyond[left] > distance)]
+        if not left.size:
+            break
+        here = link.up(left)
+        total = values.index_select(0, here) + values.index_select(0, link.up(left + distance))
+        values.index_copy_(0, here, total)
+        distance *= 2
+    full = np.flatnonzero(counts)
+    found = values.index_select(0, link.up(bounds[:-1][full]))
+    if full.size == counts.size:
+        return found
+    sums = values.new_zeros((counts.size, values.shape[1]))
+    return sums.index_copy_(0, link.up(full), found)
 
 
 def _sum_segments(places: Any, starts: Any, grads: Any, batch: DeviceBatch, weights: Any) -> Any:
     if not len(batch):
         return grads.new_empty((0, grads.shape[1]))
-    pool = torch.nn.functional.embedding_bag
-    if adds_in_order(grads.device):
-        return pool(places, grads, starts, mode="sum", per_sample_weights=weights)
+    device = capabilities.of(grads.device)
+    if device.adds_in_order or not device.has_bags:
+        return add_segments(places, grads, starts, batch.batch.offsets(), weights, batch.link)
     first, again = batch.pieces(PIECE)
     if weights is None:
         return chooser.run(SumPieces(grads.shape[1]), grads, places, first, again)
+    pool = torch.nn.functional.embedding_bag
     pieces = pool(places, grads, first, mode="sum", per_sample_weights=weights)
     if again is None:
         return pieces

@@ -38,8 +38,9 @@ import torch
 from bunkbed import _native
 from bunkbed.budget import Budget, format_bytes, parse_bytes
 from bunkbed.errors import BunkbedError
+from bunkbed.torch.device import capabilities
 from bunkbed.torch.device.batches import FramedBatch
-from bunkbed.torch.device.link import Link
+from bunkbed.torch.device.link import Link, is_out_of_memory
 from bunkbed.torch.device.records import DeviceRecords
 from bunkbed.torch.device.rows import DeviceRows
 from bunkbed.torch.device.update_rules import step_constants
@@ -49,6 +50,15 @@ from bunkbed.torch.gradients import IntArray
 _CHUNK_BYTES = 64 << 20
 #: Bytes of RAM that the map takes for a frame, about: they count in the table's `ram`.
 _MAP_BYTES = 72
+
+
+def _size(table: Any, size: int | str) -> int:
+    """`parse_bytes`, whose errors name the table here."""
+    try:
+        return parse_bytes(size)
+    except (TypeError, ValueError) as error:
+        hint = "; 0, a number, keeps no rows on the device" if "above 0" in str(error) else ""
+        raise type(error)(f"table {table.name!r}: device_cache: {error}{hint}") from None
 
 
 class DeviceTier(DeviceRows):
@@ -63,17 +73,17 @@ class DeviceTier(DeviceRows):
         anchor: see `DeviceRows`.
 
     Raises:
-        MemoryError: not one record fits.
+        MemoryError: not one record fits. TypeError, ValueError: `size` is none.
     """
 
     def __init__(self, table: Any, size: int | str | Budget, anchor: Any) -> None:
+        self._records: DeviceRecords | None = None  # first: `__del__` asks for it, whatever is wrong with the rest
         super().__init__(table, anchor)
         self._budget = size if isinstance(size, Budget) else None
-        self._bytes = 0 if isinstance(size, Budget) else parse_bytes(size)
+        self._bytes = 0 if isinstance(size, Budget) else _size(table, size)
         self._lock = threading.RLock()
         self._frames_lock = threading.RLock()
         self._map: Any = None
-        self._records: DeviceRecords | None = None
         self._placed: weakref.WeakSet[FramedBatch] = weakref.WeakSet()
         self._reserved = 0  # bytes of the table's RAM that the map takes
         self._lost = ""  # why the device's rows are gone, where they are
@@ -189,21 +199,29 @@ class DeviceTier(DeviceRows):
             self._give_memory_back()
         if table.closed:
             table.batch(np.empty(0, np.int64))  # says so
+        self._require_one_device(device)
         spec = table.optimizer
         frames = self._frames()
         fields = [(name, int(length)) for name, length in table._native.fields()]
         reserved = frames * _MAP_BYTES
         table.reserve_ram(reserved)
         try:
-            records = DeviceRecords(frames, fields, table.dtype, getattr(spec, "state_dtype", "float32"), device)
-        except RuntimeError as error:  # torch's out-of-memory error is one
+            capabilities.of(device)  # asks a device that is not known; refuses one that cannot hold records
+            try:
+                records = DeviceRecords(frames, fields, table.dtype, getattr(spec, "state_dtype", "float32"), device)
+            except RuntimeError as error:  # torch's out-of-memory error is one
+                raise MemoryError(
+                    f"table {table.name!r}: a device_cache of {format_bytes(self._bytes)} does not fit {device}: "
+                    f"{error}"
+                ) from None
+            if records.words * 4 != table.record_bytes:
+                raise BunkbedError(
+                    f"table {table.name!r}: records of {table.record_bytes} bytes are not laid out as known"
+                )
+            known, link = _native.DeviceMap(table._native, frames), Link(device, self.delay)
+        except BaseException:
             table.reserve_ram(-reserved)
-            raise MemoryError(
-                f"table {table.name!r}: a device_cache of {format_bytes(self._bytes)} does not fit {device}: {error}"
-            ) from None
-        if records.words * 4 != table.record_bytes:
-            raise BunkbedError(f"table {table.name!r}: records of {table.record_bytes} bytes are not laid out as known")
-        self._map = _native.DeviceMap(table._native, frames)
+            raise
         this = weakref.ref(self)
 
         def write_back() -> None:
@@ -211,10 +229,20 @@ class DeviceTier(DeviceRows):
             if tier is not None:
                 tier.write_back()
 
-        table._native.set_holder(self._map, write_back)
-        self._records, self._reserved = records, reserved
-        self.link = Link(device, self.delay)
+        table._native.set_holder(known, write_back)
+        self._map, self._records, self._reserved, self.link = known, records, reserved, link
         self.link.used()  # the memory may have been another tensor's, which queued work still reads
+
+    def _require_one_device(self, device: torch.device) -> None:
+        """Raises ValueError where the budget is shared with a cache on another device. (A model moves as a whole.)"""
+        for other in [] if self._budget is None else list(self._budget._members):
+            anchor = other._anchor() if isinstance(other, DeviceTier) and not other.table.closed else None
+            if anchor is not None and anchor.device != device:
+                raise ValueError(
+                    f"tables {self.table.name!r} and {other.table.name!r} share a budget of device memory, but the "  # type: ignore[attr-defined]
+                    f"first is on {device} and the second on {anchor.device}, whose memories are two: move both to "
+                    "one device, or give the tables of each device a Budget of its own"
+                )
 
     def place(self, batch: FramedBatch, number: int = 0) -> bool:
         """Gives the rows of a batch to come their frames; False where others hold too many. For `lookahead`."""
@@ -388,20 +416,30 @@ class DeviceTier(DeviceRows):
 
         Raises:
             BunkbedError: the device does not give them; says how many rows are lost. OSError: see `Table.update`.
+            MemoryError: it has no memory to copy even one from; none is lost.
         """
         with self._lock, self._frames_lock:
             if self._records is None:
                 return
             self._require_usable()
             ids, frames = self._map.dirty()
-            chunk = max(1, _CHUNK_BYTES // (self._records.words * 4))
-            for begin in range(0, ids.size, chunk):
+            chunk, begin = max(1, _CHUNK_BYTES // (self._records.words * 4)), 0
+            while begin < ids.size:
                 part = frames[begin : begin + chunk]
                 try:
                     self.link.used()  # what this thread's stream has issued is part of it
                     with self.link.copying():
                         records = self.link.down(self._records.read(self.link.up(part)))
                 except RuntimeError as error:
+                    if is_out_of_memory(error):  # the rows are all there: fewer at once
+                        if part.size > 1:
+                            chunk = part.size // 2
+                            continue
+                        raise MemoryError(
+                            f"table {self.table.name!r}: no memory on {self.link.device} to write back "
+                            f"{ids.size - begin:,} rows of its device cache, which stay there; free some and try "
+                            f"again ({error})"
+                        ) from None
                     self._lost = (
                         f"{self.link.device} does not give back {ids.size - begin:,} rows that were updated since the "
                         f"last commit ({error})"
@@ -409,6 +447,7 @@ class DeviceTier(DeviceRows):
                     self._require_usable()
                 self.table._native.scatter_records(ids[begin : begin + chunk], records.numpy().view(np.uint8))
                 self._map.mark_clean(part)
+                begin += part.size
 
     def _leave_frames(self) -> None:
         """Every row is written back, and in no frame any more."""
@@ -434,25 +473,24 @@ class DeviceTier(DeviceRows):
 
     def _detach(self) -> None:
         self.table._native.set_holder(None, None)
-        self._drop_memory()
-        self.table.reserve_ram(-self._reserved)
-        self._reserved = 0
-
-    def _drop_memory(self) -> None:
         self.link.finish()
         self._map = self._records = None
+        self.table.reserve_ram(-self._reserved)
+        self._reserved = 0
 
     def table_closed(self) -> None:
         """See `Above`."""
         with self._lock, self._frames_lock:
             self._let_all_go()
-            self._drop_memory()
+            with contextlib.suppress(RuntimeError):  # of a device that is gone: nothing lands there any more
+                self.link.finish()
+            self._map = self._records = None
         if self._budget is not None:
             self._budget.leave(self)
 
     def __del__(self) -> None:
         # The table may outlive its layers, and then needs their rows. One that goes with them warns of what is lost.
-        if sys.is_finalizing() or self.table.closed or self._records is None or os.getpid() != self.table._pid:
+        if sys.is_finalizing() or self._records is None or self.table.closed or os.getpid() != self.table._pid:
             return
         self.write_back()
         self._detach()

@@ -103,8 +103,11 @@ def _integer_power(base: float, exponent: int) -> float:
 
 
 def _sqrt(values: Any) -> Any:
-    """Correctly rounded. A CPU build of torch may leave the root to a library that is not: it takes it in double."""
-    return values.double().sqrt_().float() if values.is_cpu else values.sqrt()
+    """Correctly rounded. A CPU build of torch may leave the root to a library that is not: there it is NumPy's."""
+    if not values.is_cpu:
+        return values.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def _lane_sum(values: Any) -> Any:
