@@ -81,6 +81,8 @@ def forms(tmp_path):
     pq.write_table(
         pa.table({"user": users.astype(np.uint64) + 2**63, "item": items.astype(str)}), tmp_path / "hashes.parquet"
     )
+    names = pa.array([f"u{u}" for u in users[::-1]]).dictionary_encode()[::-1]
+    pq.write_table(pa.table({"user": names, "item": items}), tmp_path / "categories.parquet")
     (tmp_path / "lines.txt").write_text("7 8 9 8\n8\n9 1\n7 1 2 3 4 9\n")
     return [
         ("ints.csv", None),
@@ -90,6 +92,7 @@ def forms(tmp_path):
         ("mixed.csv", None),
         ("long.parquet", None),
         ("hashes.parquet", "ints.csv"),
+        ("categories.parquet", None),
         ("lines.txt", None),
     ]
 
