@@ -95,9 +95,9 @@ def _measure(folder: Path, size: Size, limit: common.MemoryLimit | None) -> list
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["kind"] == "step"]
     about = json.loads((run / "data" / "dataset.json").read_text())
-    evaluate = ["eval", str(run), "--json", "--ram", size.ram]
     evaluated = time.perf_counter()
-    _run(evaluate, limit, most)
+    if size.train_s:  # else the training has shown one
+        _run(["eval", str(run), "--json", "--ram", size.ram], limit, most)
     evaluated = time.perf_counter() - evaluated
     rates = [step["samples_per_s"] for step in steps[len(steps) // 4 :]]  # the first steps fill the cache
     note = (
@@ -120,9 +120,10 @@ def _measure(folder: Path, size: Size, limit: common.MemoryLimit | None) -> list
             )
         )
     figures.append(Figure("from the file to the first step", began - start, "s", note=note))
-    figures.append(
-        Figure(f"evaluation of {EVAL_USERS:,} users, starting included", evaluated, "s", note="sampled ranking")
-    )
+    if size.train_s:
+        figures.append(
+            Figure(f"evaluation of {EVAL_USERS:,} users, starting included", evaluated, "s", note="sampled ranking")
+        )
     figures.append(Figure("the run's folder", _bytes_in(run) / common.MIB, "MiB", note="tables included"))
     return figures
 

@@ -196,6 +196,41 @@ def test_bad_files_name_the_place(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "count", "first"),
+    [
+        ("a.csv", "1,2,3\n4,5,6\n\n7,8\n,9,9\n9,9,9\n", 2, "expected 3 columns, found 2: '7,8'"),
+        ("a.tsv", "1\t2\n4\t5\n7\t8\t9\n \t8\n9\t9\n", 2, "expected 2 columns, found 3: '7\\t8\\t9'"),
+        ("a.dat", "1::2::3\n4::5\n4::5::6\n9::9::9\n", 1, "expected 3 columns, found 2: '4::5'"),
+        ("a.txt", "1 2\n4 5\n7 8 9\n7\n9 9\n", 2, "line 3: expected 2 columns, found 3"),
+        ("b.csv", "user,item\n1,2\n,7\n8,\n4,5\n9,9\n", 2, "the user of row 1 (from 0) is missing"),
+    ],
+)
+def test_malformed_rows_are_left_out_and_counted(
+    name: str, content: str, count: int, first: str, tmp_path: Path
+) -> None:
+    data = read_interactions(write(tmp_path / name, content), strict=False, layout="columns")
+    assert labelled(data) == [(1, 2), (4, 5), (9, 9)]
+    assert (data.malformed, data.first_malformed) == (count, first)
+
+
+def test_rows_of_parquet_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    items = pa.array(["a", "b", "", "a", "c"]).dictionary_encode()
+    pq.write_table(pa.table({"user": [1, None, 3, 1, 5], "item": items}), path)
+    data = read_interactions(path, strict=False)
+    assert sorted(labelled(data)) == [(1, "a"), (5, "c")]
+    assert (data.malformed, data.duplicates) == (2, 1)
+    assert data.first_malformed == "the user of row 1 (from 0) is missing"
+
+
+def test_labels_of_a_parquet_dictionary_are_numbered_as_they_appear(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    users = pa.DictionaryArray.from_arrays(pa.array([2, 0, 2]), pa.array(["a", "nobody", "c"]))
+    pq.write_table(pa.table({"user": users, "item": [1, 2, 3]}), path)
+    assert read_interactions(path).user_vocab.labels.tolist() == ["c", "a"]
+
+
+@pytest.mark.parametrize(
     ("columns", "message"),
     [
         ({"user_col": "usr"}, "has no column 'usr'; it has: user, item, when; did you mean 'user'"),

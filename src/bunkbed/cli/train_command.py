@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from bunkbed.train.evaluate import EvalResult
     from bunkbed.train.loop import Trainer
 
-_READING = ("user_col", "item_col", "header", "layout", "test", "test_negatives")
+_READING = ("user_col", "item_col", "header", "layout", "strict", "test", "test_negatives")
 
 
 def train(
@@ -79,6 +79,9 @@ def train(
         bool | None, option(DATA, "Whether line 1 names the columns; default: looks.", "--header/--no-header")
     ] = None,
     layout: Annotated[FileLayout, option(DATA, "Columns, or 'user item item ...'.")] = FileLayout.auto,
+    strict: Annotated[
+        bool, option(DATA, "Stop at a malformed row instead of leaving it out and counting it.", "--strict")
+    ] = False,
     test: Annotated[Path | None, option(DATA, "Held-out interactions to judge by.", metavar="FILE")] = None,
     test_negatives: Annotated[
         Path | None,
@@ -199,6 +202,7 @@ def train(
         "item_col": item_col,
         "header": "auto" if header is None else header,
         "layout": layout.value,
+        "strict": strict,
         "test": test,
         "test_negatives": test_negatives,
     }
@@ -231,7 +235,11 @@ def _start(
     run: Run | None = None
     try:
         run = Run(folder, ram=config.table_ram_bytes)
-        write_config(folder, {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()})
+        about = {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()}
+        if config.stream:  # what a preparation that was killed is begun again from
+            paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
+            about["reading"] = {**reading, **paths, "file": str(file.resolve())}
+        write_config(folder, about)
         if config.stream:
             data = _prepare(folder, file, reading, config, console)
             _say_data(console, data)
@@ -291,9 +299,13 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
 
     if config.stream:
         need("duckdb", command="train --stream")
-    data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
+    reading = read_config(folder).get("reading")
     run = Run(folder, ram=config.table_ram_bytes)
     try:
+        if reading is not None and not (folder / DATA_NAME / "dataset.json").exists():
+            console.print("the interactions were not read to their end; reading them again", soft_wrap=True)
+            _say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
+        data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         trainer = Trainer(config, data, run)
     except BaseException:
         run.close(commit=False)
@@ -404,7 +416,7 @@ def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> T
         UsageProblem: an option that shapes what is learned differs.
     """
     stored = dict(read_config(folder)["train"])
-    for name in sorted(given & {*options, "user_col", "item_col", "header", "layout", "test", "test_negatives"}):
+    for name in sorted(given & {*options, *_READING}):
         flag = "--" + name.replace("_", "-")
         if name not in options:
             raise UsageProblem(f"{flag} cannot change on resuming: {folder} keeps its own copy of the data")
@@ -433,6 +445,12 @@ def _say_data(console: Console, data: Dataset) -> None:
     ]
     if train.duplicates:
         lines.append(f"{train.duplicates:,} repeated pairs dropped: a pair counts once")
+    for pairs in (train, data.test):
+        if pairs is not None and pairs.malformed:
+            lines.append(
+                f"[yellow]{pairs.malformed:,} malformed rows of {escape(Path(pairs.source).name)} left out[/], "
+                f"the first: {escape(pairs.first_malformed)}; --strict stops there"
+            )
     if data.test is not None:
         lines.append(f"[b]{escape(Path(data.test.source).name)}[/b]  {len(data.test):,} pairs to judge by")
     if data.candidates is not None:

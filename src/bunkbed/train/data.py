@@ -50,6 +50,8 @@ class Interactions:
         source: the path as given.
         duplicates: repeated pairs that were dropped.
         form: how the file was read, for people: ``"CSV, users from column 'user', ..."``.
+        malformed: rows that were left out because they were not strictly read.
+        first_malformed: what was wrong with the first of them.
     """
 
     users: Int64Array
@@ -59,6 +61,8 @@ class Interactions:
     source: str = ""
     duplicates: int = 0
     form: str = ""
+    malformed: int = 0
+    first_malformed: str = ""
 
     @property
     def num_users(self) -> int:
@@ -142,6 +146,7 @@ def read_interactions(
     header: HeaderChoice = "auto",
     layout: LayoutChoice = "auto",
     vocabs: tuple[Vocab, Vocab] | None = None,
+    strict: bool = True,
 ) -> Interactions:
     """Read one file of interactions.
 
@@ -153,6 +158,7 @@ def read_interactions(
         layout: ``"columns"``, ``"adjacency"``, or ``"auto"``: adjacency when blanks (or tabs) separate lines
             that mostly differ in length. Adjacency lines of equal length need to be told.
         vocabs: users and items already known; new labels are appended after them.
+        strict: a ragged line or an empty label is an error; else such rows are left out, and counted as `malformed`.
 
     Raises:
         DataError: the file is empty, not text, has no such column, a ragged line, a missing value; the
@@ -161,10 +167,10 @@ def read_interactions(
     """
     known = vocabs or (None, None)
     users, items = LabelEncoder(known[0]), LabelEncoder(known[1])
-    pairs = open_pairs(path, user_col=user_col, item_col=item_col, header=header, layout=layout)
+    pairs = open_pairs(path, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict)
     user_parts: list[Int64Array] = []
     item_parts: list[Int64Array] = []
-    for user_labels, item_labels in pairs.batches():
+    for user_labels, item_labels in pairs.whole_rows():
         user_parts.append(users.add(user_labels))
         item_parts.append(items.add(item_labels))
     user_index = _join(user_parts)
@@ -181,7 +187,17 @@ def read_interactions(
     if duplicates:
         user_index, item_index = user_index[kept], item_index[kept]
     source = os.fspath(path)
-    return Interactions(user_index, item_index, user_vocab, item_vocab, source, duplicates, pairs.form)
+    return Interactions(
+        user_index,
+        item_index,
+        user_vocab,
+        item_vocab,
+        source,
+        duplicates,
+        pairs.form,
+        pairs.malformed,
+        pairs.first_malformed,
+    )
 
 
 def read_candidates(path: PathLike, vocabs: tuple[Vocab, Vocab]) -> tuple[Candidates, tuple[Vocab, Vocab]]:
@@ -212,6 +228,7 @@ def read_dataset(
     item_col: Column = None,
     header: HeaderChoice = "auto",
     layout: LayoutChoice = "auto",
+    strict: bool = True,
 ) -> Dataset:
     """Read a training file and, when given, what to test on, under one numbering.
 
@@ -223,17 +240,24 @@ def read_dataset(
         item_col: as in `read_interactions`.
         header: as in `read_interactions`.
         layout: as in `read_interactions`.
+        strict: as in `read_interactions`.
 
     Raises:
         DataError: as `read_interactions`; or the candidates hold out other pairs than `test`.
     """
-    train = read_interactions(path, user_col=user_col, item_col=item_col, header=header, layout=layout)
+    train = read_interactions(path, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict)
     vocabs = (train.user_vocab, train.item_vocab)
     held_out: Interactions | None = None
     candidates: Candidates | None = None
     if test is not None:
         held_out = read_interactions(
-            test, user_col=user_col, item_col=item_col, header=header, layout=layout, vocabs=vocabs
+            test,
+            user_col=user_col,
+            item_col=item_col,
+            header=header,
+            layout=layout,
+            vocabs=vocabs,
+            strict=strict,
         )
         vocabs = (held_out.user_vocab, held_out.item_vocab)
     if test_negatives is not None:

@@ -6,6 +6,7 @@
 3. Stream: Arrow's CSV reader for one-character separators, a plain line reader for blanks and adjacency.
 4. When Arrow refuses a line, read again with the plain reader to name the line and what stands there;
    its own messages count rows of a block, not lines of the file.
+5. Not strict: rows of another number of columns, or without a user or an item, are left out and counted instead.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from bunkbed.train.data_columns import HeaderChoice, LayoutChoice, find_columns, looks_like_header, shown
 from bunkbed.train.vocab import DataError
@@ -58,11 +60,41 @@ class Pairs(ABC):
         path: as given, for messages.
         form: how it is read, for people.
         emptiness: what it holds when it holds no pairs.
+        is_strict: a malformed row is an error.
+        malformed: rows left out so far, where that is not so.
+        first_malformed: what was wrong with the first of them.
     """
 
     path: str
     form: str
     emptiness: str = "a header line"
+    is_strict: bool = True
+    malformed: int = 0
+    first_malformed: str = ""
+
+    def whole_rows(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        """As `batches`, without rows that lack a label where that is allowed."""
+        done = 0
+        for batch in self.batches():
+            yield batch if self.is_strict else self._with_labels(batch, done)
+            done += len(batch[0])
+
+    def _with_labels(self, batch: tuple[pa.Array, pa.Array], done: int) -> tuple[pa.Array, pa.Array]:
+        import pyarrow.compute as pc
+
+        there = [_has_label(labels) for labels in batch]
+        keep = pc.and_(*there)
+        absent = len(keep) - (keep.true_count)
+        if not absent:
+            return batch
+        at = keep.index(False).as_py()
+        what = "item" if there[0][at].as_py() else "user"
+        self._leave_out(absent, f"the {what} of row {done + at} (from 0) is missing")
+        return batch[0].filter(keep), batch[1].filter(keep)
+
+    def _leave_out(self, count: int, problem: str) -> None:
+        self.first_malformed = self.first_malformed or problem
+        self.malformed += count
 
     @abstractmethod
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
@@ -80,14 +112,25 @@ def open_pairs(
     item_col: int | str | None = None,
     header: HeaderChoice = "auto",
     layout: LayoutChoice = "auto",
+    strict: bool = True,
 ) -> Pairs:
     """Look at a file and choose how to read it; every argument given narrows the choice.
+
+    Args:
+        strict: a malformed row is an error; else it is left out and counted.
 
     Raises:
         DataError: empty, not text, or its columns cannot be told.
         OSError: it cannot be opened.
     """
-    name = os.fspath(path)
+    pairs = _open_pairs(os.fspath(path), user_col, item_col, header, layout)
+    pairs.is_strict = strict
+    return pairs
+
+
+def _open_pairs(
+    name: str, user_col: int | str | None, item_col: int | str | None, header: HeaderChoice, layout: LayoutChoice
+) -> Pairs:
     text = TextFile(name)
     if text.magic.startswith(b"PAR1"):
         return ParquetPairs(name, user_col, item_col)
@@ -248,13 +291,22 @@ class ParquetPairs(Pairs):
         done = 0
         try:
             with pq.ParquetFile(self.path) as file:
-                for batch in file.iter_batches(columns=self._columns):
+                # One group at a time: asked for all of them, Arrow keeps the bytes of those it is done with.
+                groups = (
+                    file.iter_batches(row_groups=[at], columns=self._columns) for at in range(file.num_row_groups)
+                )
+                for batch in chain.from_iterable(groups):
                     columns = [batch.column(batch.schema.get_field_index(name)) for name in self._columns]
                     for name, column in zip(self._columns, columns, strict=True):
-                        if column.null_count:
+                        if column.null_count and self.is_strict:
                             at = done + column.is_null().to_pylist().index(True)
                             raise DataError(f"{self.path} row {at}: column {name!r} is missing (null); drop such rows")
-                    yield columns[0], columns[1]
+                    # A dictionary would number labels in its own order, and those that no row has.
+                    plain = [
+                        column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+                        for column in columns
+                    ]
+                    yield plain[0], plain[1]
                     done += len(batch)
         except pa.ArrowException as error:
             raise DataError(f"{self.path}: is damaged Parquet ({_first_line(error)})") from error
@@ -266,7 +318,7 @@ class ParquetPairs(Pairs):
         for columns in self.batches():
             labels = columns[0 if what == "user" else 1].cast(pa.string()).to_pylist()
             for at, label in enumerate(labels):
-                if label.strip() in words:
+                if label is not None and label.strip() in words:
                     raise DataError(
                         f"{self.path} row {done + at}: the {what} is missing ({shown(label)}); drop such rows"
                     )
@@ -307,6 +359,7 @@ class DelimitedPairs(Pairs):
                         delimiter=layout.separator[0],
                         quote_char='"' if self._quoted else False,
                         newlines_in_values=self._quoted,
+                        invalid_row_handler=None if self.is_strict else self._skip_row,
                     ),
                     convert_options=arrow_csv.ConvertOptions(
                         include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
@@ -321,6 +374,13 @@ class DelimitedPairs(Pairs):
 
     def raise_missing(self, what: str, words: set[str]) -> None:
         self._raise_first_bad_line(words, only=what)
+
+    def _skip_row(self, row: Any) -> Literal["skip"]:
+        # Between the two ':' of a separator Arrow sees a column too.
+        stride = len(self._layout.separator or ",")
+        found = (row.actual_columns - 1) // stride + 1
+        self._leave_out(1, f"expected {self._layout.width} columns, found {found}: {shown(row.text)}")
+        return "skip"
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
         """Line number and fields of each row that is not blank, by Python's reader."""
@@ -345,7 +405,9 @@ class DelimitedPairs(Pairs):
             if at == 0 and layout.names is not None:
                 continue
             if len(row) != layout.width:
-                raise _ragged(self.path, number, layout.width, row)
+                if self.is_strict:
+                    raise _ragged(self.path, number, layout.width, row)
+                continue
             for what, column in wanted:
                 field = row[column]
                 if only in (None, what) and words and field.strip() in words:
@@ -370,7 +432,10 @@ class BlankSeparatedPairs(Pairs):
         items: list[str] = []
         for number, row in self._rows():
             if len(row) != layout.width:
-                raise _ragged(self.path, number, layout.width, row)
+                if self.is_strict:
+                    raise _ragged(self.path, number, layout.width, row)
+                self._leave_out(1, f"line {number}: expected {layout.width} columns, found {len(row)}")
+                continue
             for what, at in (("user", layout.user), ("item", layout.item)):
                 _check_utf8(self.path, number, what, row[at])
             users.append(row[layout.user])
@@ -392,7 +457,7 @@ class BlankSeparatedPairs(Pairs):
     def raise_missing(self, what: str, words: set[str]) -> None:
         at = self._layout.user if what == "user" else self._layout.item
         for number, row in self._rows():
-            if row[at] in words:
+            if len(row) == self._layout.width and row[at] in words:
                 raise DataError(f"{self.path} line {number}: the {what} is missing (found {row[at]!r})")
 
 
@@ -494,6 +559,15 @@ def _is_ragged(rows: list[list[str]], separator: str | None) -> bool:
     share = Counter(map(len, rows)).most_common(1)[0][1] / len(rows)
     # Blanks mostly separate adjacency, tabs mostly columns, so tabs need the clearer evidence.
     return share < (0.75 if separator is None else 0.5)
+
+
+def _has_label(labels: pa.Array) -> pa.BooleanArray:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_integer(labels.type):
+        return labels.is_valid()
+    return pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(labels), ""), False)
 
 
 def _ragged(path: str, number: int, width: int, row: list[str]) -> DataError:

@@ -37,7 +37,13 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
     for name, pairs in (("train", train), ("test", dataset.test)):
         if pairs is not None:
             _write(root / f"{name}.parquet", {"user": pa.array(pairs.users), "item": pa.array(pairs.items)})
-            about[name] = {"source": pairs.source, "duplicates": pairs.duplicates, "form": pairs.form}
+            about[name] = {
+                "source": pairs.source,
+                "duplicates": pairs.duplicates,
+                "form": pairs.form,
+                "malformed": pairs.malformed,
+                "first_malformed": pairs.first_malformed,
+            }
     if dataset.candidates is not None:
         rows = dataset.candidates
         width = rows.negatives.shape[1]

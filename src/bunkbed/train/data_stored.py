@@ -99,6 +99,8 @@ class StoredInteractions(Interactions):
         source: str = "",
         duplicates: int = 0,
         form: str = "",
+        malformed: int = 0,
+        first_malformed: str = "",
     ) -> None:
         import pyarrow.parquet as pq
 
@@ -110,6 +112,8 @@ class StoredInteractions(Interactions):
             "source": source,
             "duplicates": duplicates,
             "form": form,
+            "malformed": malformed,
+            "first_malformed": first_malformed,
         }
         for name, value in fields.items():  # a frozen dataclass lets nobody else set them
             object.__setattr__(self, name, value)

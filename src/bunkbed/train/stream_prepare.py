@@ -63,11 +63,11 @@ class _Part:
     def open(cls, name: str, pairs: Pairs) -> _Part:
         import pyarrow as pa
 
-        batches = pairs.batches()
+        batches = pairs.whole_rows()
         first = next(batches, None)
         if first is None:
             return cls(name, pairs, iter(()), (pa.string(), pa.string()))
-        return cls(name, pairs, chain([first], batches), tuple(map(_value_type, first)))
+        return cls(name, pairs, chain([first], batches), tuple(labels.type for labels in first))
 
 
 def prepare_dataset(
@@ -80,6 +80,7 @@ def prepare_dataset(
     item_col: Column = None,
     header: HeaderChoice = "auto",
     layout: LayoutChoice = "auto",
+    strict: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Dataset:
     """Read interactions into `folder` and open the dataset there, whose pairs and labels stay on disk.
@@ -101,7 +102,9 @@ def prepare_dataset(
     parts = []
     for name, source in (("train", path), ("test", test)):
         if source is not None:
-            pairs = open_pairs(source, user_col=user_col, item_col=item_col, header=header, layout=layout)
+            pairs = open_pairs(
+                source, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict
+            )
             parts.append(_Part.open(name, pairs))
     with Sorter(root / "preparing", ram_bytes, is_stored=True) as sorter:
         about = _Preparation(sorter, root, parts, tell).run()
@@ -129,6 +132,8 @@ class _Preparation:
                 "source": part.pairs.path,
                 "duplicates": part.rows - kept,
                 "form": part.pairs.form,
+                "malformed": part.pairs.malformed,
+                "first_malformed": part.pairs.first_malformed,
             }
         return about
 
@@ -254,12 +259,6 @@ class _Preparation:
         return self._root / f"{what}s.parquet"
 
 
-def _value_type(labels: pa.Array) -> pa.DataType:
-    import pyarrow as pa
-
-    return labels.type.value_type if pa.types.is_dictionary(labels.type) else labels.type
-
-
 def _is_number(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
@@ -271,11 +270,9 @@ def _labels(labels: pa.Array, kind: pa.DataType) -> pa.Array:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    value_type = _value_type(labels)
-    plain = labels.cast(value_type) if pa.types.is_dictionary(labels.type) else labels
-    if kind == pa.int64() or pa.types.is_integer(value_type):
-        return plain.cast(kind)
-    return pc.utf8_trim_whitespace(plain.cast(kind))
+    if pa.types.is_integer(labels.type):
+        return labels.cast(kind)
+    return pc.utf8_trim_whitespace(labels.cast(kind))
 
 
 def _write(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
