@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options.add_argument("--device", default="", help="as torch names it; default: an accelerator, else cpu")
     known, others = options.parse_known_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs in a session of its own is ended too
     device = ["--device", known.device] if known.device else []
     build()
     started = time.monotonic()

@@ -27,6 +27,7 @@ class Commands:
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: str, tools: tuple[str, ...] = (), **statuses: int) -> Commands:
     commands = Commands(**statuses)
     monkeypatch.setattr(device_run, "run", commands)
+    monkeypatch.setattr(device_run.signal, "signal", lambda *args: None)  # the tests' process keeps its own
     monkeypatch.setattr(device_run.shutil, "which", lambda name: name if name in tools else None)
     try:
         device_run.main(list(arguments))

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bunkbed as bb
 from bunkbed.torch.device import capabilities, sums
 from bunkbed.torch.device.capabilities import CPU, Capabilities
+from bunkbed.torch.device.records import DeviceRecords
+from bunkbed.torch.device.update_rules import step_constants
 from device_setup import NUM_ROWS, batches, bt, cache_of, contents, make_layer, most_rows, torch, train
 from test_device_schedules import ACTIONS, run
 
@@ -209,3 +211,20 @@ def test_norms_in_float32_are_those_in_float64(dim: int) -> None:
             values[3, dim // 2] = bad
             assert not math.isfinite(sums.norm(values))
         assert sums.norm(torch.full((2, dim), 3e38)) > 4e38, "no overflow where the norm has none"
+
+
+def test_the_host_rounds_where_integers_are_wrong() -> None:
+    """On the meta device, off which nothing can be copied: so it shows where the rounding is done."""
+    meta = torch.device("meta")
+    records = DeviceRecords(9, [("weight", 8)], "bfloat16", "float32", meta)
+    optimizer = bb.SGD(lr=0.1)
+    frames = torch.arange(3, device=meta)
+
+    def step() -> Any:
+        grads, constants = torch.ones(3, 8, device=meta), step_constants(optimizer, 0.1, 1)
+        return records.stepped(optimizer, constants, frames, grads, seed=1, ids=frames, number=1)
+
+    with capabilities.forced(MPS):
+        assert step()[0].device == meta and step()[0].dtype == torch.bfloat16
+    with capabilities.forced(LEAST), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        step()
