@@ -23,8 +23,8 @@ namespace bunkbed {
 
 namespace {
 
-// Of what is read ahead, in chunks of the size that the budget allows. A writer's own buffers for as many are idle
-// meanwhile: the log was drained.
+// Of what is read ahead, in chunks of the size that the budget allows: a twenty-fourth of it, 4 MiB at most. A reader's
+// plan has as much for chunks that it never writes; a writer takes it beside its budget while it scans.
 constexpr size_t kChunksAhead = 4;
 // Chunks of a table that was written with a smaller budget are smaller.
 constexpr size_t kMaxReadsAhead = 32;
