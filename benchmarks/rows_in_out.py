@@ -1,8 +1,10 @@
-"""Rows in and out: `bb.import_rows` and `bb.export_rows` beside ``numpy.save`` and pyarrow of the same bytes.
+"""Rows in and out: `bb.import_rows` and `bb.export_rows` beside what writes the same bytes: ``numpy.save``, pyarrow,
+safetensors.
 
 All sides end with their bytes synced to the disk. Exports read the table from its files past the page cache, where the
-peers have the rows in RAM; imports read a file that is in the page cache, check it, and end with a commit. A peer's
-reading alone, into RAM, stands beside them without a target.
+peers have the rows in RAM; imports read a file that is in the page cache, check it, and end with a commit. Beside them
+stand without a target: a peer's reading alone, into RAM; ``numpy.save`` that nobody syncs; and, for the export,
+``numpy.save`` of rows that it too has to read from the disk first.
 
 ``python -m benchmarks.rows_in_out --bytes 20GB --ram 384MiB --limit 512MiB`` imports a ``.npy`` file of any size inside
 a memory cgroup, by the command line's own path: `bb.create`, `bb.import_rows`, a commit.
@@ -15,6 +17,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from bunkbed.budget import parse_bytes
 
 DIM = 64
 TARGET = 0.5
+UNSYNCED = "numpy.save not synced"
+FROM_DISK = "numpy.save of a file on disk"
 STATE = ("weight", "exp_avg", "exp_avg_sq")
 
 
@@ -35,7 +40,8 @@ def rows_in_out(settings: Settings) -> list[Figure]:
     rows = settings.pick(3_000, 500_000, 1_000_000)
     with common.workspace(settings.dir, rows * DIM * 4 * 16) as folder:
         figures = _npy(folder, rows, settings)
-        figures += _parquet(folder, rows, settings)
+        for format in RECORDS:
+            figures += _records(folder / format.name, rows, settings, format)
     given = ["--dir", str(settings.dir), "--seed", str(settings.seed)]
     given += settings.pick(["--tiny"], ["--bytes", "256MiB", "--limit", "120MiB"], [])
     return [*figures, measure(arguments(given))]
@@ -56,13 +62,25 @@ def _npy(folder: Path, rows: int, settings: Settings) -> list[Figure]:
     def load() -> None:
         np.load(source)
 
+    def copy() -> None:
+        np.save(plain, np.load(source))
+        _sync(plain)
+
+    def forget() -> None:
+        common.forget_pages(folder)
+
     with bb.open(folder / "out", mode="r", ram="256MiB") as reader:
-        ours = _alone(lambda: bb.export_rows(reader, target), target)
-        times = _turns({turns.OURS: ours, "numpy.save": _alone(save, plain)}, settings)
+        sides = {
+            turns.OURS: _alone(lambda: bb.export_rows(reader, target), target),
+            "numpy.save": _alone(save, plain),
+            UNSYNCED: _alone(lambda: np.save(plain, values), plain),
+            FROM_DISK: _alone(copy, plain, forget),
+        }
+        times = _turns(sides, settings)
         bb.export_rows(reader, target)
         assert target.read_bytes()[-values.nbytes :] == values.tobytes()
         target.unlink()
-    figures = _figures("export to .npy", times, "numpy.save", values.nbytes)
+    figures = _figures("export to .npy", times, "numpy.save", values.nbytes, UNSYNCED, FROM_DISK)
     made = folder / "in"
 
     def bring_in() -> None:
@@ -73,53 +91,120 @@ def _npy(folder: Path, rows: int, settings: Settings) -> list[Figure]:
     return figures + _figures("import of .npy", _turns(sides, settings), "numpy.save", values.nbytes, "numpy.load")
 
 
-def _parquet(folder: Path, rows: int, settings: Settings) -> list[Figure]:
-    """Weights with Adam's state: ids and three columns of lists."""
+@dataclass(frozen=True)
+class Records:
+    """A format of ids and slots, and the library that writes and reads it.
+
+    Args:
+        write: (ids and slots by name, path). read: (path).
+    """
+
+    name: str
+    peer: str
+    write: Callable[[dict[str, Any], Path], Any]
+    read: Callable[[Path], Any]
+
+
+def _arrow_table(content: dict[str, Any]) -> Any:
     import pyarrow as pa
+
+    columns = {"id": pa.array(content["id"])}
+    for slot in STATE:
+        columns[slot] = pa.FixedSizeListArray.from_arrays(pa.array(content[slot].reshape(-1)), DIM)
+    return pa.table(columns)
+
+
+def _write_parquet(content: dict[str, Any], path: Path) -> None:
     import pyarrow.parquet as parquet
 
+    parquet.write_table(_arrow_table(content), path, use_dictionary=False)
+
+
+def _read_parquet(path: Path) -> None:
+    import pyarrow.parquet as parquet
+
+    parquet.read_table(path)
+
+
+def _write_arrow(content: dict[str, Any], path: Path) -> None:
+    import pyarrow as pa
+
+    rows = _arrow_table(content)
+    with pa.ipc.new_file(str(path), rows.schema) as writer:
+        writer.write_table(rows)
+
+
+def _read_arrow(path: Path) -> None:
+    import pyarrow as pa
+
+    with pa.OSFile(str(path)) as file:
+        pa.ipc.open_file(file).read_all()
+
+
+def _write_safetensors(content: dict[str, Any], path: Path) -> None:
+    import safetensors.numpy
+
+    safetensors.numpy.save_file(content, path)
+
+
+def _read_safetensors(path: Path) -> None:
+    import safetensors.numpy
+
+    safetensors.numpy.load_file(path)
+
+
+RECORDS = [
+    Records("parquet", "pyarrow", _write_parquet, _read_parquet),
+    Records("arrow", "pyarrow", _write_arrow, _read_arrow),
+    Records("safetensors", "safetensors", _write_safetensors, _read_safetensors),
+]
+
+
+def _records(folder: Path, rows: int, settings: Settings, format: Records) -> list[Figure]:
+    """Weights with Adam's state: ids and three slots."""
+    folder.mkdir()
     rng = np.random.default_rng(settings.seed)
     rows //= 3
-    values = [rng.random((rows, DIM), dtype=np.float32) for _ in STATE]
-    columns = [pa.array(np.arange(rows))]
-    columns += [pa.FixedSizeListArray.from_arrays(pa.array(one.reshape(-1)), DIM) for one in values]
-    content = pa.table(columns, names=["id", *STATE])
-    source, target, plain = folder / "source.parquet", folder / "ours.parquet", folder / "plain.parquet"
+    content: dict[str, Any] = {"id": np.arange(rows)}
+    content |= {slot: rng.random((rows, DIM), dtype=np.float32) for slot in STATE}
+    source, target, plain = (folder / f"{name}.{format.name}" for name in ("source", "ours", "plain"))
     num_bytes = rows * (8 + 4 * DIM * len(STATE))
-    parquet.write_table(content, source, use_dictionary=False)
+    format.write(content, source)
+    write, read = f"{format.peer} write", f"{format.peer} read"
 
     def save() -> None:
-        parquet.write_table(content, plain, use_dictionary=False)
+        format.write(content, plain)
         _sync(plain)
 
-    def load() -> None:
-        parquet.read_table(source)
-
     # Readers hold weights only.
-    with bb.create(folder / "state", dim=DIM, num_rows=rows, ram="256MiB") as table:
+    with bb.create(folder / "out", dim=DIM, num_rows=rows, ram="256MiB") as table:
         bb.import_rows(table, source)
         table.commit()
         ours = _alone(lambda: bb.export_rows(table, target, slots=STATE), target)
-        times = _turns({turns.OURS: ours, "pyarrow write": _alone(save, plain)}, settings)
-    figures = _figures("export to Parquet with Adam state", times, "pyarrow write", num_bytes)
-    made = folder / "state-in"
+        times = _turns({turns.OURS: ours, write: _alone(save, plain)}, settings)
+    name = f"{format.name} with Adam state"
+    figures = _figures(f"export to {name}", times, write, num_bytes)
+    made = folder / "in"
 
     def bring_in() -> None:
         with bb.create(made, dim=DIM, num_rows=rows, ram="256MiB") as table:
             bb.import_rows(table, source)
 
-    sides = {turns.OURS: _alone(bring_in, made), "pyarrow write": _alone(save, plain)}
-    sides["pyarrow read"] = _alone(load, plain)
-    name = "import of Parquet with Adam state"
-    return figures + _figures(name, _turns(sides, settings), "pyarrow write", num_bytes, "pyarrow read")
+    sides = {turns.OURS: _alone(bring_in, made), write: _alone(save, plain)}
+    sides[read] = _alone(lambda: format.read(source), plain)
+    figures += _figures(f"import of {name}", _turns(sides, settings), write, num_bytes, read)
+    shutil.rmtree(folder)
+    return figures
 
 
-def _alone(call: Callable[[], Any], makes: Path) -> turns.Turn:
-    """A turn that times calls which make something; removing it is not timed."""
+def _alone(call: Callable[[], Any], makes: Path, before: Callable[[], Any] = lambda: None) -> turns.Turn:
+    """A turn that times calls which make something; removing it, and what comes `before`, is not timed."""
 
     def turn(indices: Any) -> list[float]:
         seconds = []
         for _ in indices:
+            before()
+            os.sync()  # nobody's writing is left to the next
             seconds.append(common.timed(call))
             shutil.rmtree(makes, ignore_errors=True)
             makes.unlink(missing_ok=True)

@@ -8,11 +8,13 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -414,15 +416,22 @@ class Table {
 // Walks every stored row once, in log order. Fails when the table is changed meanwhile.
 class Scan {
  public:
-  Scan(Table* table, size_t field);
-  // Up to n rows; 0 at the end. values: (n, length of the field).
-  size_t next(size_t n, int64_t* ids, float* values);
+  // Of each row these fields.
+  Scan(Table* table, std::vector<size_t> fields);
+  ~Scan();
+  Scan(const Scan&) = delete;
+  Scan& operator=(const Scan&) = delete;
+  // Up to n rows; 0 at the end. values: for each field (n, its length).
+  size_t next(size_t n, int64_t* ids, std::span<float* const> values);
 
  private:
-  void copy(const std::byte* record, float* out) const;
+  struct ReadAhead;
+  void read_ahead();
+  void take(const Segment& segment, const ChunkTrailer& chunk);
+  void copy(const std::byte* record, size_t row, std::span<float* const> values) const;
 
   Table* table_;
-  size_t field_;
+  const std::vector<size_t> fields_;
   uint64_t changes_;
   std::vector<uint64_t> segments_;
   size_t segment_ = 0;
@@ -433,6 +442,9 @@ class Scan {
   std::vector<int64_t> ids_;
   std::vector<uint64_t> versions_;
   Span span_;
+  std::deque<std::shared_ptr<ReadAhead>> ahead_;  // in the order of the scan
+  Span spare_;  // memory for the next one
+  const int owner_pid_;
   uint32_t frame_ = 0;
 };
 

@@ -1,14 +1,72 @@
 // Every stored row once, in log order: chunk by chunk with large sequential reads.
+//
+// 1. The chunks that come next are read ahead, several at once, each whole with one read: a disk asked for one at a time
+//    gives a third of what it can.
+// 2. Which records of a chunk are the newest of their rows is settled when the scan comes to it, under the table's lock,
+//    and only then are they verified. What was read ahead is bytes and no more: the rows and their order do not depend on
+//    when a read ends.
+// 3. A read ahead that failed, or that nobody began, is left out: the chunk is then read by whoever comes to it, and what
+//    that meets is the scan's error. So a part that nobody needs cannot end a scan.
+#include <unistd.h>
+
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
 #include "record.h"
 #include "table.h"
+#include "workers.h"
 
 namespace bunkbed {
 
-Scan::Scan(Table* table, size_t field) : table_(table), field_(field) {
+namespace {
+
+// Of what is read ahead, in chunks of the size that the budget allows: a twenty-fourth of it, 4 MiB at most. A reader's
+// plan has as much for chunks that it never writes; a writer takes it beside its budget while it scans.
+constexpr size_t kChunksAhead = 4;
+// Chunks of a table that was written with a smaller budget are smaller.
+constexpr size_t kMaxReadsAhead = 32;
+
+}  // namespace
+
+// A chunk on its way into memory. Belongs to the scan and to the thread that reads.
+struct Scan::ReadAhead {
+  uint64_t segment = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  std::shared_ptr<vfs::File> file;  // stays open where compaction drops the segment meanwhile
+  Span span;                        // the reader's until is_over
+
+  std::mutex mutex;  // guards is_over
+  std::condition_variable over;
+  bool is_over = false;
+
+  void run() {
+    span.segment = 0;
+    try {
+      if (span.memory.size() < end - begin) span.memory = vfs::Buffer(end - begin);
+      file->read(span.memory.data(), end - begin, begin);
+      span.segment = segment;
+      span.begin = begin;
+      span.end = end;
+    } catch (...) {  // rule 3
+    }
+    file.reset();  // who waits for this may take away what it lies on
+    const std::lock_guard guard(mutex);
+    is_over = true;
+    over.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock guard(mutex);
+    over.wait(guard, [this] { return is_over; });
+  }
+};
+
+Scan::Scan(Table* table, std::vector<size_t> fields)
+    : table_(table), fields_(std::move(fields)), owner_pid_(::getpid()) {
   table->ask_holder();
   const auto guard = table->lock_alone();
   table->require_usable();
@@ -25,11 +83,73 @@ Scan::Scan(Table* table, size_t field) : table_(table), field_(field) {
   for (const auto& [id, segment] : log->segments()) segments_.push_back(id);
 }
 
-void Scan::copy(const std::byte* record, float* out) const {
-  read_field(table_->fields_[field_], record, out);
+Scan::~Scan() {
+  if (owner_pid_ != ::getpid()) {
+    // A forked child: the threads that would end these reads are the parent's.
+    for (auto& read : ahead_) new std::shared_ptr<ReadAhead>(std::move(read));
+    return;
+  }
+  for (const auto& read : ahead_) read->wait();  // no file stays open behind a scan
 }
 
-size_t Scan::next(size_t n, int64_t* ids, float* values) {
+// Begins to read the chunks from here on, as many as there is room for.
+void Scan::read_ahead() {
+  Log* const log = table_->store_->log();
+  const size_t most = kChunksAhead * table_->store_->plan().log.chunk_bytes;
+  size_t bytes = 0, reads = 0;
+  for (size_t s = segment_; s < segments_.size(); ++s) {
+    Segment* const segment = log->find_segment(segments_[s]);
+    if (segment == nullptr || segment->live == 0) continue;
+    const std::vector<ChunkTrailer>& chunks = s == segment_ ? chunks_ : log->chunks(*segment);
+    for (size_t c = s == segment_ ? chunk_ : 0; c < chunks.size(); ++c) {
+      if (chunks[c].kind != ChunkKind::kData) continue;
+      bytes += chunks[c].end - chunks[c].begin;
+      if (bytes > most || ++reads > kMaxReadsAhead) return;
+      const bool is_new = std::none_of(ahead_.begin(), ahead_.end(), [&](const auto& read) {
+        return read->segment == segment->id && read->begin == chunks[c].begin;
+      });
+      if (!is_new) continue;
+      auto read = std::make_shared<ReadAhead>();
+      std::swap(read->span, spare_);  // its memory
+      read->segment = segment->id;
+      read->begin = chunks[c].begin;
+      read->end = chunks[c].end;
+      read->file = segment->file;
+      ahead_.push_back(read);
+      try {
+        io_pool().submit([read] { read->run(); });
+      } catch (const std::exception&) {  // no thread is to be had
+        ahead_.pop_back();
+        return;
+      }
+    }
+  }
+}
+
+// What was read ahead of this chunk becomes span_.
+void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
+  while (!ahead_.empty()) {
+    const std::shared_ptr<ReadAhead> read = std::move(ahead_.front());
+    ahead_.pop_front();
+    read->wait();
+    const bool is_it = read->segment == segment.id && read->begin == chunk.begin;
+    if (is_it && read->span.segment != 0) {
+      std::swap(span_, read->span);
+      table_->store_->log()->count_read_bytes(chunk.end - chunk.begin);
+    }
+    std::swap(spare_, read->span);
+    if (is_it) return;
+  }
+}
+
+void Scan::copy(const std::byte* record, size_t row, std::span<float* const> values) const {
+  for (size_t f = 0; f < fields_.size(); ++f) {
+    const Field& field = table_->fields_[fields_[f]];
+    read_field(field, record, values[f] + row * field.length);
+  }
+}
+
+size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
   const auto guard = table_->lock();
   table_->require_usable();
   if (table_->changes_ != changes_) {
@@ -37,7 +157,6 @@ size_t Scan::next(size_t n, int64_t* ids, float* values) {
                                         "' was changed while it was scanned; finish the scan first, or collect the ids "
                                         "and change the rows afterwards");
   }
-  const size_t length = table_->fields_[field_].length;
   Store& store = *table_->store_;
   Cache& cache = store.cache();
   size_t found = 0;
@@ -46,7 +165,7 @@ size_t Scan::next(size_t n, int64_t* ids, float* values) {
     for (; frame_ < cache.high_water() && found < n; ++frame_) {
       if (cache.info(frame_).row < 0) continue;
       ids[found] = cache.info(frame_).row;
-      copy(cache.record(frame_), values + found++ * length);
+      copy(cache.record(frame_), found++, values);
     }
     return found;
   }
@@ -73,7 +192,11 @@ size_t Scan::next(size_t n, int64_t* ids, float* values) {
       ++chunk_;
       continue;
     }
-    if (ids_.empty()) log->read_index(*segment, chunk, &span_, &ids_, &versions_);
+    if (ids_.empty()) {
+      read_ahead();
+      take(*segment, chunk);
+      log->read_index(*segment, chunk, &span_, &ids_, &versions_);
+    }
     const size_t count = std::min({n - found, std::max<size_t>(1, buffer_bytes / log->stride()), ids_.size() - record_});
     const std::byte* records = nullptr;
     for (size_t i = record_; i < record_ + count; ++i) {
@@ -84,7 +207,7 @@ size_t Scan::next(size_t n, int64_t* ids, float* values) {
       if (!is_current) continue;
       if (records == nullptr) records = log->read_records(*segment, chunk, record_, count, ids_.data(), &span_);
       ids[found] = ids_[i];
-      copy(records + (i - record_) * log->stride(), values + found++ * length);
+      copy(records + (i - record_) * log->stride(), found++, values);
     }
     record_ += count;
     if (record_ == ids_.size()) {

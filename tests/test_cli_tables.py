@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.io.setting import Setting
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -247,7 +248,7 @@ def test_an_interrupted_import_or_export_leaves_things_as_they_were(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(bb.Table, "set", interrupted)
+        patch.setattr(Setting, "set", interrupted)
         message = "error: interrupted; {} {}\n"
         assert cli("import", "t", "rows.npy", "--dim", "8") == (130, "", message.format("t", "was not created"))
         assert cli("import", str(table), "rows.npy") == (130, "", message.format(table, "is as it was"))

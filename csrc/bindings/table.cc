@@ -368,12 +368,16 @@ void bind_table(nb::module_& m) {
 
   nb::class_<Scan>(m, "Scan", "A walk over every stored row.")
       .def("__init__",
-           [](Scan* self, Table* table, size_t field) { unlocked([&] { new (self) Scan(table, field); }); },
-           "table"_a, "field"_a, nb::keep_alive<1, 2>())
+           [](Scan* self, Table* table, std::vector<size_t> fields) {
+             unlocked([&] { new (self) Scan(table, std::move(fields)); });
+           },
+           "table"_a, "fields"_a, nb::keep_alive<1, 2>())
       .def("next",
            [](Scan& scan, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
-              const FloatsOut& values) {
-             return unlocked([&] { return scan.next(ids.shape(0), ids.data(), values.data()); });
+              const std::vector<FloatsOut>& values) {
+             std::vector<float*> out;
+             for (const FloatsOut& one : values) out.push_back(one.data());
+             return unlocked([&] { return scan.next(ids.shape(0), ids.data(), out); });
            });
 }
 

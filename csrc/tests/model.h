@@ -81,11 +81,12 @@ inline void check_table_is(Table* table, const Rows& expected, const std::string
   check_values(expected, ids, values, dim, when + ", lookup");
   CHECK_EQ(table->stats().stored_rows, expected.size());
   if (!scan) return;
-  Scan walk(table, 0);
+  Scan walk(table, {0});
   std::map<int64_t, int> seen;
   std::vector<int64_t> some(7);
   std::vector<float> rows(some.size() * dim);
-  while (const size_t n = walk.next(some.size(), some.data(), rows.data())) {
+  float* const out[] = {rows.data()};
+  while (const size_t n = walk.next(some.size(), some.data(), out)) {
     check_values(expected, {some.begin(), some.begin() + static_cast<ptrdiff_t>(n)}, rows, dim, when + ", scan");
     for (size_t i = 0; i < n; ++i) ++seen[some[i]];
   }

@@ -180,11 +180,12 @@ TEST(table_scan_meets_every_row_while_others_look_up_and_commit) {
     apply(&rows, ids, grads);
     if (step % 20 == 7) table->commit("{\"s\":" + std::to_string(step) + "}", "");
   }
-  Scan scan(table.get(), 0);
+  Scan scan(table.get(), {0});
   std::map<int64_t, int> seen;
   std::vector<int64_t> some(50), others(200);
   std::vector<float> values(50 * spec.dim), more(200 * spec.dim);
-  for (int round = 0; const size_t n = scan.next(50, some.data(), values.data()); ++round) {
+  float* const out[] = {values.data()};
+  for (int round = 0; const size_t n = scan.next(50, some.data(), out); ++round) {
     for (size_t i = 0; i < n; ++i) ++seen[some[i]];
     for (int64_t& id : others) id = static_cast<int64_t>(sampler.bits() % 3000);
     table->lookup(others.data(), others.size(), true, more.data());

@@ -272,9 +272,9 @@ class ShardedTable(Table):
             else text.replace(f"at {self._path}:", f"at {self._path}: {self.num_shards} shards,", 1)
         )
 
-    def _scan(self, index: int, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
-        for scan in self._native.scans(index):
-            yield from self._rows_of(scan, length, chunk)
+    def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
+        for scan in self._native.scans([index for index, _ in fields]):
+            yield from self._rows_of(scan, fields, chunk)
 
     def _machine(self) -> Machine | None:
         """Rates of all its disks together: with rows divided evenly, the disk with most for its speed sets the pace."""

@@ -270,10 +270,10 @@ class ShardedRows:
         with self._alone():
             self._fill(ids, out, lambda core, part, found: core.contains(part, found))
 
-    def scans(self, field: int) -> list[_native.Scan]:
+    def scans(self, fields: list[int]) -> list[_native.Scan]:
         """A walk over every stored row, begun in all shards at once: a change ends it wherever it stands."""
         with self._alone():
-            return [_native.Scan(core, field) for core in self._cores]
+            return [_native.Scan(core, fields) for core in self._cores]
 
     # ---- Writing
 

@@ -361,25 +361,31 @@ class Table(TableFacts, TableCommits):
         Raises:
             BunkbedError: the table was changed during the scan. ValueError: no such slot.
         """
-        index, length = self._field(slot)
+        return ((ids, values) for ids, (values,) in self._scan_slots((slot,), chunk))
+
+    def _scan_slots(self, slots: Sequence[str], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
+        """`scan` of several slots with one reading of the log: yields (int64[n], [float32[n, length], ...])."""
+        fields = [self._field(slot) for slot in slots]
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
-        return self._scan(index, length, chunk)
+        return self._scan(fields, chunk)
 
-    def _scan(self, index: int, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
+    def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
         with self._reading():
-            scan = _native.Scan(self._native, index)
-        yield from self._rows_of(scan, length, chunk)
+            scan = _native.Scan(self._native, [index for index, _ in fields])
+        yield from self._rows_of(scan, fields, chunk)
 
     @staticmethod
-    def _rows_of(scan: _native.Scan, length: int, chunk: int) -> Iterator[tuple[Ids, Floats]]:
+    def _rows_of(
+        scan: _native.Scan, fields: Sequence[tuple[int, int]], chunk: int
+    ) -> Iterator[tuple[Ids, list[Floats]]]:
         while True:
             ids = np.empty(chunk, np.int64)
-            values = np.empty((chunk, length), np.float32)
+            values = [np.empty((chunk, length), np.float32) for _, length in fields]
             count = scan.next(ids, values)
             if count == 0:
                 return
-            yield ids[:count], values[:count]
+            yield ids[:count], [one[:count] for one in values]
 
     def topk(
         self,

@@ -15,16 +15,20 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from bunkbed.arguments import Floats, Ids
+from bunkbed.io.ahead import ahead
 from bunkbed.io.formats import FORMATS, Format, format_of
 from bunkbed.io.naming import read_vocabulary
 from bunkbed.io.source import Progress, chunk_rows, slot_length
 from bunkbed.neighbors import METRICS
 from bunkbed.run_files import sync_directory, sync_file
 from bunkbed.table import Table
+
+#: Bytes of rows after which the disk is told to begin with them.
+_DISK_BYTES = 32 << 20
 
 
 class Writing:
@@ -85,14 +89,28 @@ class Writing:
         return self.table.num_rows
 
     def stored(self) -> Iterator[tuple[Ids, dict[str, Floats]]]:
-        """Stored rows in log order with all slots at once: one scan each, in step."""
-        chunk = self.rows_of()
-        total, done = len(self.table), 0
-        scans = [self.table.scan(slot, chunk) for slot in self.lengths]
-        for parts in zip(*scans, strict=True):
-            yield parts[0][0], {slot: part[1] for slot, part in zip(self.lengths, parts, strict=True)}
-            done += len(parts[0][0])
-            self.report(done, total)
+        """Stored rows in log order with all slots at once; the next ones are read while these are written."""
+        total, done, begun = len(self.table), 0, 0
+        each = max(1, _DISK_BYTES // (4 * sum(self.lengths.values())))
+        with closing(ahead(self.table._scan_slots(tuple(self.lengths), self.rows_of()))) as parts:
+            for ids, values in parts:
+                yield ids, dict(zip(self.lengths, values, strict=True))
+                done += len(ids)
+                if done - begun >= each:
+                    begun = done
+                    self._begin_writing()
+                self.report(done, total)
+
+    def _begin_writing(self) -> None:
+        """What the file has got goes to the disk from now on, and not all at once when it is synced."""
+        try:
+            descriptor = os.open(self.file, os.O_RDONLY)
+        except OSError:  # of several files, or under another name: no more than time is lost
+            return
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
     def report(self, done: int, total: int) -> None:
         """Calls `progress`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import numpy as np
 
 from bunkbed.arguments import Floats, Ids
 from bunkbed.errors import ReadOnlyError
+from bunkbed.io.ahead import ahead
 from bunkbed.io.formats import format_of
 from bunkbed.io.naming import Naming
+from bunkbed.io.setting import Setting
 from bunkbed.io.source import Progress, Reading, Source, slot_length
 from bunkbed.table import Table
 
@@ -115,16 +118,16 @@ def import_rows(
         table, source_path, source.rows, None if column else ids, column is not None, Path(vocab) if vocab else None
     )
     _check(table, source, naming, source_path, checking)
+    setting = Setting(table, source_path, source.slots)
     done = 0
     try:
-        for keys, values in source.chunks():
-            count = len(next(iter(values.values())))
-            own = naming.ids_of(keys, done, count)
-            for slot, rows in values.items():
-                table.set(own, rows, slot=slot)
-            done += count
-            if progress is not None:
-                progress(done, source.rows)
+        with closing(ahead(source.chunks())) as chunks:
+            for keys, values in chunks:
+                count = len(next(iter(values.values())))
+                setting.set(naming.ids_of(keys, done, count), values)
+                done += count
+                if progress is not None:
+                    progress(done, source.rows)
         if steps:  # a step without rows, for its number only: bias correction goes on where it was
             table.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), step=source.step)
         naming.finish()
@@ -152,14 +155,15 @@ def _steps(table: Table, source: Source, path: Path) -> bool:
 def _check(table: Table, source: Source, naming: Naming, path: Path, checking: Progress | None) -> None:
     """Reads all of the file; raises at the first id or value that the table cannot take."""
     done = 0
-    for keys, values in source.chunks():
-        count = len(next(iter(values.values())))
-        ids = naming.ids_of(keys, done, count)
-        for slot, rows in values.items():
-            _check_values(table, slot, rows, ids, done, path)
-        done += count
-        if checking is not None:
-            checking(done, source.rows)
+    with closing(ahead(source.chunks())) as chunks:
+        for keys, values in chunks:
+            count = len(next(iter(values.values())))
+            ids = naming.ids_of(keys, done, count)
+            for slot, rows in values.items():
+                _check_values(table, slot, rows, ids, done, path)
+            done += count
+            if checking is not None:
+                checking(done, source.rows)
     if done != source.rows:
         raise ValueError(f"{path} says that it holds {source.rows} rows, and holds {done}; nothing was changed")
     if done:

@@ -1,0 +1,147 @@
+"""What makes rows go in and out fast changes no bit of them: whole records, one scan of all slots, one chunk ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bunkbed as bb
+from bunkbed.io.ahead import ahead
+from bunkbed.io.setting import Setting
+
+OPTIMIZERS = {
+    "sgd": bb.SGD(),
+    "adam": bb.Adam(),
+    "adagrad": bb.Adagrad(initial_accumulator=0.1),
+    "rowwise": bb.RowwiseAdagrad(),
+    "half": bb.Adam(state_dtype="bfloat16"),
+}
+IDS = {
+    "in order": np.arange(3, 303),
+    "shuffled": np.random.default_rng(5).permutation(400)[:300],
+    "repeated": np.random.default_rng(6).integers(0, 400, 300),
+}
+
+
+def random(rng: np.random.Generator, table: bb.Table, slot: str, count: int) -> Any:
+    return rng.random((count, table._field(slot)[1]), np.float32)
+
+
+@pytest.mark.parametrize("order", IDS)
+@pytest.mark.parametrize(
+    ("name", "brings"),
+    [
+        (name, brings)
+        for name in OPTIMIZERS
+        for brings in ("weight", "state", "all")
+        if (name, brings) != ("sgd", "state")
+    ],
+)
+def test_rows_are_set_as_table_set_does(tmp_path: Path, name: str, brings: str, order: str) -> None:
+    """Rows that are new, in RAM or on disk; what their other slots hold stays."""
+    rng = np.random.default_rng(1)
+    kwargs: dict[str, Any] = {"dim": 3, "num_rows": 400, "optimizer": OPTIMIZERS[name], "ram": "256KiB"}
+    with bb.create(tmp_path / "a", **kwargs) as ours, bb.create(tmp_path / "b", **kwargs) as theirs:
+        every = tuple(ours._fields)
+        brought = {"weight": every[:1], "state": every[1:], "all": every}[brings]
+        for round_index in range(3):
+            setting = Setting(ours, tmp_path / "file", brought)
+            for begin in range(0, 300, 70):
+                ids = IDS[order][begin : begin + 70] if round_index else IDS[order][begin // 2 : begin // 2 + 70]
+                values = {slot: random(rng, ours, slot, len(ids)) for slot in brought}
+                setting.set(ids, values)
+                for slot, rows in values.items():
+                    theirs.set(ids, rows, slot)
+            grads = rng.standard_normal((100, 3)).astype(np.float32)
+            for table in (ours, theirs):
+                table.update(np.arange(100), grads)
+            ours.commit()
+        everyone = np.arange(400)
+        np.testing.assert_array_equal(ours.contains(everyone), theirs.contains(everyone))
+        for slot in every:
+            np.testing.assert_array_equal(ours.get(everyone, slot), theirs.get(everyone, slot))
+
+
+def test_whole_records_are_taken_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the test above compares `Table.set` with itself."""
+    rows = np.ones((10, 3), np.float32)
+    with bb.create(tmp_path / "a", dim=3, num_rows=20, ram="1MiB") as table:
+        monkeypatch.setattr(bb.Table, "set", lambda *args, **kwargs: pytest.fail("set row by row"))
+        Setting(table, tmp_path, ("weight",)).set(np.arange(10), {"weight": rows})
+        Setting(table, tmp_path, tuple(table._fields)).set(np.arange(10)[::-1], dict.fromkeys(table._fields, rows))
+        with pytest.raises(ValueError, match="file changed while it was imported: weight has values that are not fin"):
+            Setting(table, tmp_path / "file", ("weight",)).set(np.arange(10, 20), {"weight": rows * np.inf})
+        assert len(table) == 10
+        np.testing.assert_array_equal(table.get(np.arange(10), "exp_avg"), rows)
+
+
+def test_a_16_bit_number_alone_takes_the_bytes_of_a_32_bit_one(tmp_path: Path) -> None:
+    """And must not be taken for one."""
+    with bb.create(None, dim=1, num_rows=4, dtype="bfloat16", optimizer=bb.SGD()) as table:
+        Setting(table, tmp_path, ("weight",)).set(np.arange(2), {"weight": np.array([[1.5], [-2.0]], np.float32)})
+        np.testing.assert_array_equal(table.lookup([0, 1]), [[1.5], [-2.0]])
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".safetensors"])
+def test_a_large_table_goes_out_and_in(tmp_path: Path, suffix: str) -> None:
+    """Many chunks of the log, trained in no order, with less memory than they take."""
+    pytest.importorskip("pyarrow" if suffix != ".safetensors" else "safetensors")
+    rng = np.random.default_rng(2)
+    with bb.create(tmp_path / "a", dim=16, num_rows=20_000, ram="1MiB") as table:
+        for _ in range(4):
+            ids = rng.integers(0, 20_000, 6000)
+            table.update(ids, rng.standard_normal((6000, 16)).astype(np.float32))
+        every = np.arange(20_000)
+        slots = tuple(table._fields)
+        values = {slot: table.get(every, slot) for slot in slots}
+        bb.export_rows(table, tmp_path / f"rows{suffix}", slots=slots, chunk=999)
+        stored = table.contains(every)
+    with bb.create(tmp_path / "b", dim=16, num_rows=20_000, ram="1MiB") as other:
+        bb.import_rows(other, tmp_path / f"rows{suffix}", chunk=777)
+        np.testing.assert_array_equal(other.contains(every), stored)
+        for slot in slots:
+            np.testing.assert_array_equal(other.get(every[stored], slot), values[slot][stored])
+
+
+def test_items_come_in_order_one_ahead() -> None:
+    asked: list[int] = []
+    second = threading.Event()
+
+    def items() -> Iterator[int]:
+        for item in range(5):
+            asked.append(item)
+            if item == 1:
+                second.set()
+            yield item
+
+    got = ahead(items())
+    assert next(got) == 0
+    assert second.wait(10)  # while the first is used
+    assert next(got) == 1 and max(asked) <= 2  # arrays of the next but one may be the first's
+    assert list(got) == [2, 3, 4]
+
+
+def test_what_asking_raises_comes_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise KeyError("third")
+
+    got = ahead(items())
+    assert [next(got), next(got)] == [1, 2]
+    with pytest.raises(KeyError, match="third"):
+        next(got)
+
+
+def test_nothing_is_under_way_once_it_is_closed() -> None:
+    before = threading.active_count()
+    with closing(ahead(range(1000))) as got:
+        next(got)
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
