@@ -18,7 +18,8 @@ Rows are summed in forward order, then batch position, one by one (the order `Ta
 is bit-identical however backward visited the graph. -0.0 is what makes the protocol exact: x + -0.0 is x for
 every x, and a norm that is really zero is written as -0.0, which clipping keeps and
 zero_grad(set_to_none=False) does not. The norm is float64, so that a ratio survives a round trip and scaled
-rows get exactly the factor the dense gradients got.
+rows get exactly the factor the dense gradients got. On a device without float64 it is float32, and the factor
+right to about 1e-7.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch
 from bunkbed.errors import ReadOnlyError
 from bunkbed.references import References
 from bunkbed.torch.checkpoint import PREFIX
+from bunkbed.torch.device import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
 from bunkbed.torch.gradients import HostRows, IntArray, Part, Rows
 
@@ -70,7 +72,7 @@ class Pending:
 
         # torch's default dtype, as any layer's: outputs must fit the layers around.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
-        self._no_change = torch.full((1,), -0.0, dtype=torch.float64, device=self.anchor.device)
+        self._no_change = torch.full((1,), -0.0, dtype=_grad_dtype(self.anchor.device), device=self.anchor.device)
         if device_cache is not None:
             this = self.ref  # as above
 
@@ -90,7 +92,7 @@ class Pending:
     def _new_anchor(self, value: Any, *, requires_grad: bool) -> Any:
         anchor = torch.nn.Parameter(value)  # torch registers hooks only on what requires gradients
         # Grad in float64 whatever the anchor's dtype is, so that the anchor may follow model.half() and so on.
-        anchor.grad_dtype = torch.float64
+        anchor.grad_dtype = _grad_dtype(anchor.device)
         this = self.ref  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
 
         def accept(anchor: Any) -> None:
@@ -112,14 +114,17 @@ class Pending:
         value = torch.zeros(1, device=moved.device, dtype=moved.dtype)
         if torch._has_compatible_shallow_copy_type(anchor, value):
             anchor.data = value
+            anchor.grad_dtype = _grad_dtype(value.device)
         else:  # to or from the meta device: the same Python object with other insides
             torch.utils.swap_tensors(anchor, self._new_anchor(value, requires_grad=anchor.requires_grad))
-        self._no_change = torch.full_like(self._no_change, -0.0, device=moved.device)
+        dtype = _grad_dtype(moved.device)
+        self._no_change = torch.full((1,), -0.0, dtype=dtype, device=moved.device)
         if grad is not None:
             ours = grad is self._written
-            anchor.grad = grad.to(moved.device)
+            anchor.grad = grad.cpu().to(dtype).to(moved.device)
             if ours:
                 self._written = anchor.grad
+                self._norm = _rounded(self._norm, dtype)
 
     def require_anchor(self, anchor: Any) -> None:
         """Raises RuntimeError where the module's anchor was swapped for another tensor."""
@@ -223,6 +228,7 @@ class Pending:
             return  # something else than a lookup used the anchor, such as an L2 term over all parameters
         self._sum()
         grad = anchor.grad
+        self._norm = _rounded(self._norm, grad.dtype)
         grad.fill_(self._norm if self._norm != 0.0 else -0.0)
         self._written = grad
 
@@ -314,6 +320,16 @@ class Pending:
     def forget_aborted(self) -> None:
         """Forgets gradients of backward calls that never finished (torch.autograd.grad, or an error half way)."""
         self._arrived.clear()
+
+
+def _grad_dtype(device: Any) -> Any:
+    """float64, or float32 where the device has no other."""
+    return torch.float64 if device.type == "meta" or capabilities.of(device).has_float64 else torch.float32
+
+
+def _rounded(norm: float, dtype: Any) -> float:
+    """The norm as ``anchor.grad`` holds it: what is read back must be equal."""
+    return norm if dtype is torch.float64 else float(torch.tensor(norm, dtype=dtype))
 
 
 _pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
