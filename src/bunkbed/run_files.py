@@ -174,13 +174,18 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file durably and all at once: whoever looks finds the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    sync_file(temporary)
-    temporary.replace(path)
+def put_in_place(made: Path, path: Path) -> None:
+    """Give a file that was written beside `path` its name, durably: whoever looks finds the old one or the new one."""
+    sync_file(made)
+    made.replace(path)
     sync_directory(path.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file durably and all at once."""
+    made = path.with_name(f"{path.name}.tmp")
+    made.write_bytes(content)
+    put_in_place(made, path)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bunkbed.run_files import sync_directory, sync_file
+from bunkbed.run_files import put_in_place, replace_file
 from bunkbed.train.data import Candidates, Dataset, Interactions
 from bunkbed.train.data_stored import StoredInteractions, StoredVocab
 from bunkbed.train.vocab import DataError, Int64Array, Vocab
@@ -56,7 +56,7 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
 
 def write_description(root: Path, about: dict[str, Any]) -> None:
     """What makes the files in a folder a dataset: written last, durably and all at once."""
-    _replace_file(root / "dataset.json", (json.dumps(about, indent=2) + "\n").encode())
+    replace_file(root / "dataset.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
 def load_dataset(folder: PathLike) -> Dataset:
@@ -162,7 +162,7 @@ def _write(path: Path, columns: dict[str, pa.Array]) -> None:
     temporary = path.with_suffix(".tmp")
     # Small row groups: `seen_items` skips those whose bounds leave the user out.
     pq.write_table(pa.table(columns), temporary, compression="zstd", row_group_size=1 << 17)
-    _make_durable(temporary, path)
+    put_in_place(temporary, path)
 
 
 def _read(path: Path) -> pa.Table:
@@ -171,15 +171,3 @@ def _read(path: Path) -> pa.Table:
     if not path.exists():
         raise FileNotFoundError(2, "no such file", str(path))
     return pq.read_table(path)
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    _make_durable(temporary, path)
-
-
-def _make_durable(temporary: Path, path: Path) -> None:
-    sync_file(temporary)
-    temporary.replace(path)
-    sync_directory(path.parent)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
-from bunkbed.run_files import sync_directory, sync_file
+from bunkbed.run_files import put_in_place, replace_file, sync_directory, sync_file
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Interactions
 from bunkbed.train.sampling import STREAM_EVAL, STREAM_ORDER, STREAM_SPLIT, SeenPairs, first_of_order, order_keys
@@ -118,7 +117,7 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
             about = {**wanted, **_Making(pairs, config, made).run()}
             for path in made.iterdir():
                 sync_file(path)
-            _write_description(made, about)
+            replace_file(made / _DESCRIPTION, json.dumps(about, indent=2).encode())
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
             sync_directory(folder.parent)
@@ -290,9 +289,7 @@ class StoredOrder:
                 records["user"] = batch.column(0).to_numpy()
                 records["item"] = batch.column(1).to_numpy()
                 records.tofile(file)
-        sync_file(making)
-        making.rename(path)
-        sync_directory(self._folder)
+        put_in_place(making, path)
 
     def close(self) -> None:
         """Removes the file of the epoch; it is made again where it is asked for."""
@@ -398,11 +395,3 @@ def _description(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) else None
-
-
-def _write_description(folder: Path, about: dict[str, Any]) -> None:
-    with (folder / _DESCRIPTION).open("w", encoding="utf-8") as file:
-        json.dump(about, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(folder)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bunkbed.run_files import sync_directory, sync_file
+from bunkbed.run_files import put_in_place
 from bunkbed.train.data import Column, Dataset
 from bunkbed.train.data_columns import HeaderChoice, LayoutChoice
 from bunkbed.train.data_encode import MISSING_WORDS
@@ -283,6 +283,4 @@ def _write(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> 
     with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for batch in batches:
             writer.write_batch(batch, row_group_size=_ROW_GROUP)
-    sync_file(temporary)
-    temporary.replace(path)
-    sync_directory(path.parent)
+    put_in_place(temporary, path)
