@@ -140,6 +140,18 @@ def test_a_bad_row_after_good_batches_says_the_same(tmp_path):
             read(tmp_path / "a.parquet")
 
 
+def test_ctrl_c_in_a_query_is_ctrl_c(tmp_path):
+    class Interrupted:
+        def execute(self, sql):
+            raise RuntimeError("Query interrupted")
+
+    with stream_sort.Sorter(tmp_path / "sorting", 64 * MIB) as sorter, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sorter, "_connection", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            sorter.run("SELECT 1")
+    assert not (tmp_path / "sorting").exists()
+
+
 def test_labels_on_disk_answer_as_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("bunkbed.train.stream_prepare._ROW_GROUP", 16)
     users, items = interactions(np.random.default_rng(2))

@@ -15,7 +15,6 @@ __all__ = ["FREE_TO_CHANGE", "MetricsLog", "Progress"]
 #: Options a resumed run may change; any other would not continue what was begun.
 FREE_TO_CHANGE = (
     "ram",
-    "stream",
     "epochs",
     "patience",
     "commit_every",
@@ -24,6 +23,7 @@ FREE_TO_CHANGE = (
     "lookahead",
     "window",
     "threads",
+    "stream",
 )
 
 

@@ -128,6 +128,8 @@ class _Errors:
             return
         if sorter._failure is not None and error is not sorter._failure:
             raise sorter._failure from None
+        if isinstance(error, RuntimeError) and str(error) == "Query interrupted":  # how DuckDB tells of Ctrl-C
+            raise KeyboardInterrupt from None
         if isinstance(error, sorter._duckdb.OutOfMemoryException):
             raise DataError(
                 f"{sorter._folder.parent}: DuckDB cannot sort the interactions within "
