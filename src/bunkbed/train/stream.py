@@ -218,18 +218,20 @@ class StoredSeenPairs(SeenPairs):
 
     def __init__(self, folder: Path, num_users: int, num_items: int, num_pairs: int) -> None:
         self._num_items = num_items
-        self._starts = _mapped(folder / "seen.starts", np.dtype(np.int64), num_users + 1, is_random=True)
-        self._items = _mapped(folder / "seen.items", _kind(num_items), num_pairs, is_random=True)
+        self._starts = _Scattered(folder / "seen.starts", np.dtype(np.int64), num_users + 1)
+        self._items = _Scattered(folder / "seen.items", _kind(num_items), num_pairs)
 
     def _of(self, users: Int64Array) -> tuple[_native.SeenPairs, Int64Array]:
         """The pairs of some users, who are numbered anew there: ``int64[N]``."""
         known, numbers = np.unique(users, return_inverse=True)
-        starts = self._starts[known]
-        counts = self._starts[known + 1] - starts
+        self._starts.want(known, known + 2)
+        starts = self._starts.values[known]
+        counts = self._starts.values[known + 1] - starts
+        self._items.want(starts, starts + counts)
         before = np.cumsum(counts) - counts
         at = np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
         owners = np.repeat(np.arange(len(known)), counts)
-        return _native.SeenPairs(owners * self._num_items + self._items[at], self._num_items), numbers
+        return _native.SeenPairs(owners * self._num_items + self._items.values[at], self._num_items), numbers
 
     def contains(self, users: Int64Array, items: Int64Array) -> npt.NDArray[np.bool_]:
         """As `SeenPairs.contains`."""
@@ -243,7 +245,8 @@ class StoredSeenPairs(SeenPairs):
 
     def items_of(self, user: int) -> Int64Array:
         """As `SeenPairs.items_of`."""
-        return self._items[self._starts[user] : self._starts[user + 1]].astype(np.int64)
+        first, last = self._starts.values[user : user + 2]
+        return self._items.values[first:last].astype(np.int64)
 
 
 class StoredOrder:
@@ -372,8 +375,38 @@ def _kind(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count <= 2**31 else np.int64)
 
 
-def _mapped(path: Path, kind: np.dtype[Any], count: int, *, is_random: bool = False) -> npt.NDArray[Any]:
-    """``kind[count]`` of a file, read-only.
+class _Scattered:
+    """A file of numbers of which few are wanted at a time, here and there: mapped, and asked for before it is read.
+
+    A read of a page that is not in memory waits for the disk, one after another; asked for together, a disk gives many
+    at once. Owns the mapping.
+    """
+
+    def __init__(self, path: Path, kind: np.dtype[Any], count: int) -> None:
+        self._map = _map(path, kind, count)
+        #: All of them, read-only.
+        self.values = np.frombuffer(self._map or b"", kind)
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_RANDOM)  # no neighbours of what is asked for
+
+    def want(self, first: Int64Array, last: Int64Array) -> None:
+        """Begins to read ``values[first[i]:last[i]]`` for every i; does not wait."""
+        if self._map is None:
+            return
+        size = self.values.itemsize
+        begins, ends = first * size // mmap.PAGESIZE, -(-last * size // mmap.PAGESIZE)
+        pages = np.unique(np.stack([begins, ends], 1)[ends > begins], axis=0) * mmap.PAGESIZE
+        for begin, end in pages.tolist():
+            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+
+def _mapped(path: Path, kind: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """``kind[count]`` of a file, read-only; raises as `_map` does."""
+    return np.frombuffer(_map(path, kind, count) or b"", kind)
+
+
+def _map(path: Path, kind: np.dtype[Any], count: int) -> mmap.mmap | None:
+    """The bytes of ``kind[count]``; None for none.
 
     Raises:
         DataError: the file is missing or of another length.
@@ -381,12 +414,9 @@ def _mapped(path: Path, kind: np.dtype[Any], count: int, *, is_random: bool = Fa
     if not path.exists() or path.stat().st_size != count * kind.itemsize:
         raise DataError(f"{path}: is damaged; remove the folder {path.parent}, it is made again")
     if not count:
-        return np.empty(0, kind)
+        return None
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if is_random:
-        mapped.madvise(mmap.MADV_RANDOM)  # no neighbours of what is asked for
-    return np.frombuffer(mapped, kind)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _description(folder: Path) -> dict[str, Any] | None:
