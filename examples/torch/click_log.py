@@ -23,7 +23,7 @@ NAMES = ["label", *(f"I{n + 1}" for n in range(NUMBERS)), *(f"C{n + 1}" for n in
 SCHEMA = pa.schema([(name, pa.string() if name[0] == "C" else pa.int64()) for name in NAMES])
 CHUNK = 100_000
 #: Two columns whose vectors' product counts: what a sum over columns cannot learn.
-PAIR = 4, 6
+PAIR = 2, 4
 
 
 class ClickLog:
@@ -38,7 +38,7 @@ class ClickLog:
         rng = np.random.default_rng(seed)
         self.sizes = [int(size) for size in np.geomspace(4, largest, CATEGORIES)]
         # Of each column one more than its size: the missing value.
-        self._effects = [rng.normal(0, 0.3, size + 1) / (1 + np.arange(size + 1) / 50) for size in self.sizes]
+        self._effects = [rng.normal(0, 0.5, size + 1) / (1 + np.arange(size + 1) / 10) for size in self.sizes]
         self._vectors = [rng.normal(0, 0.4, (self.sizes[column] + 1, 4)) for column in PAIR]
         self._slopes = rng.normal(0, 0.1, NUMBERS)
         self._names = []

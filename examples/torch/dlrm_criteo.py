@@ -1,12 +1,12 @@
 """How do I train a model of 26 categorical columns, a table for each, within one RAM budget for all of them?
 
     python examples/torch/dlrm_criteo.py                                                  # a planted log, seconds
-    python examples/torch/dlrm_criteo.py --samples 2_000_000                              # minutes
+    python examples/torch/dlrm_criteo.py --samples 2_500_000                              # minutes, both AUCs
     python examples/torch/dlrm_criteo.py --train day_0 --test day_1 --samples 195_000_000 --rows 5_000_000 --ram 16GiB
 
 DLRM (Naumov et al. 2019) with a linear term, on files of Criteo's format, read as a stream; see `click_log.py`.
 Categories are taken modulo the rows of their column; no two of the planted log meet there. Losses and rows have the
-same bits for every budget. 1,500,000 samples gave an AUC of .7777 where .7837 is possible.
+same bits for every budget. 2,500,000 samples gave an AUC of .8246 where .8258 is possible.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from bunkbed.torch import Embedding, Optimizer, lookahead
 class DLRM(nn.Module):
     def __init__(self, rows: list[int], dim: int, lr: float, folder: Path, budget: bb.Budget) -> None:
         super().__init__()
+        # A row that one sample of 2,048 touches has a gradient of about 2e-4, and Adam would move it as far as one that
+        # all touch: eps holds it back, so that rare categories stay near 0 instead of learning their noise.
+        adam = bb.Adam(lr, eps=1e-3)
         self.tables = nn.ModuleList(
-            Embedding(size, dim, path=folder / f"C{n}", ram=budget, init=bb.Normal(0.01), optimizer=bb.Adam(lr), seed=n)
+            Embedding(size, dim, path=folder / f"C{n}", ram=budget, init=bb.Normal(0.03), optimizer=adam, seed=n)
             for n, size in enumerate(rows, 1)
         )
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
@@ -48,8 +51,8 @@ class DLRM(nn.Module):
 
 
 def train(
-    files: tuple[Path, Path], samples: int, rows: list[int], folder: Path, budget: bb.Budget, *, dim: int = 64,
-    batch: int = 512, lr: float = 1e-2,
+    files: tuple[Path, Path], samples: int, rows: list[int], folder: Path, budget: bb.Budget, *, dim: int = 48,
+    batch: int = 2048, lr: float = 2e-2,
 ) -> tuple[list[float], float, DLRM]:  # fmt: skip
     """One pass over the first file, in which lr falls to nothing.
 
@@ -63,7 +66,7 @@ def train(
 
     torch.manual_seed(0)
     model = DLRM(rows, dim, lr, folder, budget)
-    optimizer = Optimizer(model, dense=torch.optim.Adam(model.parameters(), lr))
+    optimizer = Optimizer(model, dense=torch.optim.Adam(model.parameters(), lr / 4))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.01, 1 - step * batch / samples))
     losses = []
     coming = lookahead(batches(files[0]), model, ids=lambda batch: dict(zip(model.tables, batch[2], strict=True)))
@@ -92,16 +95,16 @@ def main() -> None:
     options.add_argument("--samples", type=number, default=50_000, help="of the planted log, or lines of --train")
     options.add_argument("--largest", type=number, default=40_000, help="categories of the planted log's last column")
     options.add_argument("--ram", default="10%", help="of all tables: bytes, 2GiB, or a part of their rows' bytes")
-    options.add_argument("--dim", type=number, default=64)
+    options.add_argument("--dim", type=number, default=48)
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if given.train:
-            files, rows, best = (given.train, given.test), [given.rows] * CATEGORIES, ""
+            files, rows, best = (given.train, given.test), [given.rows] * CATEGORIES, None
         else:
             log, files = ClickLog(given.largest), (folder / "train.tsv", folder / "test.tsv")
             log.write(files[0], given.samples, seed=1)
-            best = f", planted optimum {auc(*log.write(files[1], given.samples // 5, seed=2)):.4f}"
+            best = auc(*log.write(files[1], max(given.samples // 5, 10_000), seed=2))
             rows = [size + 1 for size in log.sizes]
         whole = sum(rows) * given.dim * 12  # weights and Adam's two averages
         ram = int(whole * float(given.ram[:-1]) / 100) if given.ram.endswith("%") else given.ram
@@ -110,7 +113,10 @@ def main() -> None:
         print(f"{sum(rows):,} rows of {whole / 1e6:.0f} MB, {budget.total_bytes / 1e6:.0f} MB of RAM for all tables")
         print(f"loss {losses[0]:.4f} -> {np.mean(losses[-20:]):.4f} in {time.perf_counter() - start:.0f} s")
         print(f"mean loss {np.mean(losses):.12f}, the same with any --ram")
-        print(f"AUC {found:.4f}{best}")
+        print(
+            f"AUC {found:.4f}"
+            + ("" if best is None else f", planted optimum {best:.4f}, {best - found:.4f} short of it")
+        )
         for layer in model.tables:
             layer.table.close()
 
