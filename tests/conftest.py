@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +39,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bunkbed"))
 
 #: Real data lies beside a developer's checkout, never in it.
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_whatever_ran_before():
+    """Tests are shared out between processes as these come free: what one has drawn must not change the next."""
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed"), ("tensorflow", "random.set_seed")):
+        if name in sys.modules:
+            operator.attrgetter(seed)(sys.modules[name])(0)
 
 
 @pytest.fixture(scope="session")
