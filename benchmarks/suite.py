@@ -206,8 +206,8 @@ CASES = (
     Case(
         "rows-in-out",
         "rows_in_out:rows_in_out",
-        "import and export of .npy and Parquet beside numpy.save and pyarrow, all synced; an import in a memory cgroup",
-        ">= .5x numpy.save and pyarrow",
+        "import and export of every format beside what else writes it, all synced; an import in a memory cgroup",
+        ">= .5x numpy.save and each format's library",
         ("pyarrow",),
         limit_s=600,
     ),
