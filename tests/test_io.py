@@ -419,9 +419,10 @@ def test_words_map_by_a_vocabulary(other: bb.Table, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"word 'cy' at position 2 stands at position 0 already; nothing"):
         bb.import_rows(other, file, vocab=tmp_path / "new.txt", chunk=1)
     assert not (tmp_path / "new.txt").exists()
-    parquet.write_table(pa.table({"id": ["7", "x", "8"], "weight": rows}), file)
-    with pytest.raises(ValueError, match=r"'x' at position 1 is no id; nothing"):
-        bb.import_rows(other, file, ids="id")
+    for bad in ("x", "", "-1", "1.0", " 8", "٣", str(2**63), "9" * 5_000):
+        parquet.write_table(pa.table({"id": ["7", bad, "8"], "weight": rows}), file)
+        with pytest.raises(ValueError, match=rf"'{bad}' at position 1 is no id; nothing"):
+            bb.import_rows(other, file, ids="id")
     vocab.write_text("a\nb\na\n")
     with pytest.raises(ValueError, match=r"words.txt: word 'a' stands in line 1 and in line 3"):
         bb.import_rows(other, file, vocab=vocab)

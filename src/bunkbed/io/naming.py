@@ -82,7 +82,7 @@ class Naming:
             )
         self._used = True
         if self._vocab is None:
-            return np.array([self._number(word, begin + at) for at, word in enumerate(words)], np.int64)
+            return self._numbers(words, begin)
         if not self._is_new:
             try:
                 return np.array([self._words[word] for word in words], np.int64)
@@ -100,8 +100,18 @@ class Naming:
                 )
         return np.arange(begin, begin + len(words))
 
+    def _numbers(self, words: Sequence[str], begin: int) -> Ids:
+        together = "".join(words)
+        if together.isascii() and together.isdecimal():  # else, or where it fails: one by one, to say which
+            try:
+                return np.fromiter(map(int, words), np.int64, len(words))
+            except (ValueError, OverflowError):  # an empty word; a number past int64
+                pass
+        return np.array([self._number(word, begin + at) for at, word in enumerate(words)], np.int64)
+
     def _number(self, word: str, at: int) -> int:
-        if word.isascii() and word.isdecimal() and int(word) < 2**63:
+        is_number = word.isascii() and word.isdecimal() and len(word.lstrip("0")) < 20
+        if is_number and int(word) < 2**63:
             return int(word)
         raise ValueError(f"{self._path}: {word!r} at position {at} is no id; nothing was changed")
 
