@@ -16,7 +16,7 @@ from bunkbed.train import data as data_module
 from bunkbed.train import ranking, sampling, stream, stream_sort
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import DataError, read_dataset
-from bunkbed.train.data_store import load_dataset, save_dataset
+from bunkbed.train.data_store import load_dataset, load_vocabs, open_dataset, save_dataset, seen_items
 from bunkbed.train.evaluate import evaluate_run
 from bunkbed.train.loop import Trainer
 from bunkbed.train.sampling import BatchSource, SeenPairs, first_of_order, random_order
@@ -283,3 +283,36 @@ def test_training_from_disk_has_the_bits_of_memory(tmp_path, monkeypatch, source
         assert found[3] == expected[3]
     if config is not TOWERS:
         assert not list((tmp_path / "disk" / "stream").glob("epoch-*"))  # done with
+
+
+def in_the_middle(content):
+    """The footer is whole: the damage shows only when rows are read."""
+    return content[:4] + b"\xff" * 60 + content[64:]
+
+
+@pytest.mark.parametrize("damage", [lambda _: b"", lambda _: b"garbage", lambda content: content[:-20], in_the_middle])
+@pytest.mark.parametrize("name", ["users", "train"])
+def test_a_damaged_file_of_a_saved_dataset_is_named(tmp_path, source, name, damage):
+    folder = tmp_path / "data"
+    save_dataset(folder, read_dataset(source))
+    file = folder / f"{name}.parquet"
+    readers = {
+        "users": [
+            lambda: load_dataset(folder),
+            lambda: open_dataset(folder).train.user_vocab.array,
+            lambda: load_vocabs(folder)[0].decode([1]),
+            lambda: load_vocabs(folder)[0].encode([1]),
+        ],
+        "train": [
+            lambda: load_dataset(folder),
+            lambda: open_dataset(folder).train.users,
+            lambda: list(open_dataset(folder).train.batches()),
+            lambda: seen_items(folder, 1),
+        ],
+    }[name]
+    for reader in readers:
+        reader()
+    file.write_bytes(damage(file.read_bytes()))
+    for reader in readers:
+        with pytest.raises(DataError, match=rf"{name}\.parquet: is damaged \(.*put a copy of it back"):
+            reader()

@@ -11,7 +11,7 @@ import numpy as np
 
 from bunkbed.run_files import put_in_place, replace_file
 from bunkbed.train.data import Candidates, Dataset, Interactions
-from bunkbed.train.data_stored import StoredInteractions, StoredVocab
+from bunkbed.train.data_stored import StoredInteractions, StoredVocab, opened
 from bunkbed.train.vocab import DataError, Int64Array, Vocab
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
     """Only the labels of users and items that `save_dataset` wrote, left on disk.
 
     Raises:
-        DataError: no dataset there.
+        DataError: no dataset there, or it is damaged.
     """
     root = Path(folder)
     try:
@@ -138,10 +138,8 @@ def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
 
 def seen_items(folder: PathLike, user: int) -> Int64Array:
     """Items ``int64[M]`` of one user's training pairs, streamed from the saved dataset, in file order."""
-    import pyarrow.parquet as pq
-
     parts = [np.empty(0, np.int64)]
-    with pq.ParquetFile(Path(folder) / "train.parquet") as file:
+    with opened(Path(folder) / "train.parquet") as file:
         for group in range(file.num_row_groups):
             bounds = file.metadata.row_group(group).column(0).statistics
             if bounds is not None and not bounds.min <= user <= bounds.max:
@@ -166,8 +164,5 @@ def _write(path: Path, columns: dict[str, pa.Array]) -> None:
 
 
 def _read(path: Path) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    if not path.exists():
-        raise FileNotFoundError(2, "no such file", str(path))
-    return pq.read_table(path)
+    with opened(path) as file:
+        return file.read()

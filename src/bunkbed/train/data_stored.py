@@ -6,18 +6,42 @@ Both may be used wherever `Interactions` and `Vocab` are: what they are asked fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bunkbed.train.data import Interactions
-from bunkbed.train.vocab import Int64Array, Label, Vocab
+from bunkbed.train.vocab import DataError, Int64Array, Label, Vocab
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
-__all__ = ["StoredInteractions", "StoredVocab"]
+__all__ = ["StoredInteractions", "StoredVocab", "opened"]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[ParquetFile]:
+    """A Parquet file of a saved dataset, to read from.
+
+    Raises:
+        DataError: it is damaged, which may show only when a part is read. FileNotFoundError: it is not there.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError, KeyError) as error:
+        if getattr(error, "errno", None) is not None:  # the system's, of a file that may be whole
+            raise
+        why = " ".join(str(error).split())  # Arrow's go over several lines
+        raise DataError(
+            f"{path}: is damaged ({why}); put a copy of it back, or start a new run from the interactions"
+        ) from error
 
 
 class StoredVocab(Vocab):
@@ -25,10 +49,9 @@ class StoredVocab(Vocab):
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         self._path = path
-        with pq.ParquetFile(path) as file:
+        with opened(path) as file:
             kind = file.schema_arrow.field("label").type
             self.kind = "int" if pa.types.is_integer(kind) else "str"
             groups = [file.metadata.row_group(at).num_rows for at in range(file.num_row_groups)]
@@ -37,17 +60,14 @@ class StoredVocab(Vocab):
     @property
     def array(self) -> pa.Array:
         """Every label, read anew."""
-        import pyarrow.parquet as pq
-
-        return Vocab(pq.read_table(self._path)["label"].combine_chunks()).array
+        with opened(self._path) as file:
+            return Vocab(file.read()["label"].combine_chunks()).array
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def _parts(self) -> Iterator[tuple[int, Vocab]]:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self._path) as file:
+        with opened(self._path) as file:
             for at, start in enumerate(self._starts[:-1].tolist()):
                 yield start, Vocab(file.read_row_group(at)["label"].combine_chunks())
 
@@ -62,8 +82,6 @@ class StoredVocab(Vocab):
 
     def decode(self, indices: Int64Array | Sequence[int]) -> list[Label]:
         """As `Vocab.decode`."""
-        import pyarrow.parquet as pq
-
         wanted = np.asarray(indices, dtype=np.int64)
         outside = np.flatnonzero((wanted < 0) | (wanted >= len(self)))
         if outside.size:
@@ -71,7 +89,7 @@ class StoredVocab(Vocab):
             raise IndexError(f"index {wanted[at]} at position {at} is outside [0, {len(self)})")
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
         labels: list[Label] = [0] * len(wanted)
-        with pq.ParquetFile(self._path) as file:
+        with opened(self._path) as file:
             for group in np.unique(groups).tolist():
                 places = np.flatnonzero(groups == group)
                 part = Vocab(file.read_row_group(group)["label"].combine_chunks())
@@ -102,11 +120,11 @@ class StoredInteractions(Interactions):
         malformed: int = 0,
         first_malformed: str = "",
     ) -> None:
-        import pyarrow.parquet as pq
-
+        with opened(path) as file:
+            length = file.metadata.num_rows
         fields = {
             "_path": path,
-            "_length": pq.read_metadata(path).num_rows,
+            "_length": length,
             "user_vocab": user_vocab,
             "item_vocab": item_vocab,
             "source": source,
@@ -132,9 +150,8 @@ class StoredInteractions(Interactions):
         return self._read("item")
 
     def _read(self, column: str) -> Int64Array:
-        import pyarrow.parquet as pq
-
-        values: Int64Array = pq.read_table(self._path, columns=[column])[column].to_numpy()
+        with opened(self._path) as file:
+            values: Int64Array = file.read(columns=[column])[column].to_numpy()
         return values
 
     def __len__(self) -> int:
@@ -142,9 +159,7 @@ class StoredInteractions(Interactions):
 
     def batches(self) -> Iterator[tuple[Int64Array, Int64Array]]:
         """As `Interactions.batches`."""
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self._path) as file:
+        with opened(self._path) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group)
                 yield table["user"].to_numpy(), table["item"].to_numpy()
