@@ -233,6 +233,21 @@ def test_pending_rows_survive_a_change_of_dtype() -> None:
     assert torch.equal(rows(emb)[1], before[1] - 1)
 
 
+@pytest.mark.parametrize("grad", [1.0, 0.0])
+def test_pending_rows_survive_the_meta_device(grad: float) -> None:
+    emb = Embedding(10, 4, optimizer=bb.SGD(lr=1.0))
+    opt = Optimizer(emb)
+    before = rows(emb)
+    (grad * emb(torch.tensor([1]))).sum().backward()
+    emb.anchor.grad.mul_(0.5)  # as clipping does it
+    emb.to("meta")
+    assert emb.anchor.grad.is_meta
+    emb.to_empty(device="cpu")
+    opt.step()
+    assert torch.equal(rows(emb)[1], before[1] - grad / 2)
+    assert emb.table.step == 1
+
+
 def test_the_table_stays_when_the_module_moves() -> None:
     emb = Embedding(10, 4, device="meta")
     assert emb.anchor.device.type == "meta"

@@ -109,6 +109,8 @@ class Pending:
         anchor = self.anchor
         if moved.device == anchor.device and moved.dtype == anchor.dtype:
             return
+        if moved.is_meta:
+            self.reconcile()  # no value shows there what was done to the gradient
         grad = anchor.grad
         anchor.grad = None
         value = torch.zeros(1, device=moved.device, dtype=moved.dtype)
@@ -121,7 +123,9 @@ class Pending:
         self._no_change = torch.full((1,), -0.0, dtype=dtype, device=moved.device)
         if grad is not None:
             ours = grad is self._written
-            anchor.grad = grad.cpu().to(dtype).to(moved.device)
+            if grad.is_meta:
+                grad = torch.tensor([self._norm or -0.0], dtype=torch.float64)
+            anchor.grad = grad.to("meta" if moved.is_meta else "cpu").to(dtype).to(moved.device)
             if ours:
                 self._written = anchor.grad
                 self._norm = _rounded(self._norm, dtype)
