@@ -248,6 +248,16 @@ def test_pending_rows_survive_the_meta_device(grad: float) -> None:
     assert emb.table.step == 1
 
 
+def test_transforms_of_torch_func_are_refused_by_torch_itself() -> None:
+    emb, ids = Embedding(10, 4), torch.tensor([[1, 2], [3, 4]])
+    for transformed in (
+        lambda: torch.func.vmap(emb)(ids),
+        lambda: torch.func.grad(lambda weight: (emb(ids) * weight).sum())(torch.ones(4)),
+    ):
+        with pytest.raises(RuntimeError, match="functorch transforms.*setup_context"):
+            transformed()
+
+
 def test_the_table_stays_when_the_module_moves() -> None:
     emb = Embedding(10, 4, device="meta")
     assert emb.anchor.device.type == "meta"
