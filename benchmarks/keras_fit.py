@@ -81,7 +81,7 @@ def _ratio(name: str, values: list[float], **target: float) -> Figure:
 
 def memory(settings: Settings) -> list[Figure]:
     """What the process's resident memory grew by between step 100 and the last, in a graph and eagerly."""
-    steps = settings.pick(600, 3_000, 10_000)
+    steps = settings.pick(200, 3_000, 10_000)
     figures = []
     for how in ("graph", "eager"):
         child = common.Child(
