@@ -254,7 +254,7 @@ def test_transforms_of_torch_func_are_refused_by_torch_itself() -> None:
         lambda: torch.func.vmap(emb)(ids),
         lambda: torch.func.grad(lambda weight: (emb(ids) * weight).sum())(torch.ones(4)),
     ):
-        with pytest.raises(RuntimeError, match="functorch transforms.*setup_context"):
+        with pytest.raises(RuntimeError, match=r"functorch transforms.*setup_context"):
             transformed()
 
 
