@@ -316,3 +316,13 @@ def test_a_damaged_file_of_a_saved_dataset_is_named(tmp_path, source, name, dama
     for reader in readers:
         with pytest.raises(DataError, match=rf"{name}\.parquet: is damaged \(.*put a copy of it back"):
             reader()
+
+
+def test_a_missing_file_of_a_saved_dataset_is_named(tmp_path, source):
+    folder = tmp_path / "data"
+    for name in ("users", "train"):
+        save_dataset(folder, read_dataset(source))
+        (folder / f"{name}.parquet").unlink()
+        for reader in (load_dataset, open_dataset, *([load_vocabs] if name == "users" else [])):
+            with pytest.raises(DataError, match=rf"holds no saved interactions \({name}\.parquet is missing\)"):
+                reader(folder)

@@ -32,6 +32,8 @@ def opened(path: Path) -> Iterator[ParquetFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if not path.exists():  # Arrow's own error has no name in it
+        raise FileNotFoundError(2, "no such file", str(path))
     try:
         with pq.ParquetFile(path) as file:
             yield file
