@@ -241,6 +241,7 @@ def test_pending_rows_survive_the_meta_device(grad: float) -> None:
     (grad * emb(torch.tensor([1]))).sum().backward()
     emb.anchor.grad.mul_(0.5)  # as clipping does it
     emb.to("meta")
+    emb.bfloat16()
     assert emb.anchor.grad.is_meta
     emb.to_empty(device="cpu")
     opt.step()

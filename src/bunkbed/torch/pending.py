@@ -109,7 +109,7 @@ class Pending:
         anchor = self.anchor
         if moved.device == anchor.device and moved.dtype == anchor.dtype:
             return
-        if moved.is_meta:
+        if moved.is_meta and not anchor.is_meta:
             self.reconcile()  # no value shows there what was done to the gradient
         grad = anchor.grad
         anchor.grad = None
@@ -125,7 +125,7 @@ class Pending:
             ours = grad is self._written
             if grad.is_meta:
                 grad = torch.tensor([self._norm or -0.0], dtype=torch.float64)
-            anchor.grad = grad.to("meta" if moved.is_meta else "cpu").to(dtype).to(moved.device)
+            anchor.grad = grad.cpu().to(dtype).to(moved.device)
             if ours:
                 self._written = anchor.grad
                 self._norm = _rounded(self._norm, dtype)
