@@ -50,6 +50,7 @@ def test_training_takes_its_budget_and_what_a_batch_needs(optimizer: bb.Optimize
         for num_rows in (50_000, 1_000_000)
         for frames in (3_000, 9_000)
     }
+    print(f"beside the budget, in records of a batch's rows, by rows of table and cache: {beside}")
     # Neither the cache nor the table has a part in it: a batch's records as they come and as they are updated, its
     # lookups, their gradients, and the sums of these. A record of Adam is three times the weights.
     allowed = 3 if optimizer.slots else 6
