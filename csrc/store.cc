@@ -280,50 +280,62 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batc
   directory_->locate(rows, n, entries.data());
   const size_t most = cache_.capacity() / 2;
   std::vector<ReadRequest> requests;
+  std::vector<uint32_t> copied;  // pinned until this is over, so that none of them gives way to another
+  const auto release_copied = [&] {
+    for (const uint32_t frame : copied) hold_staged(frame);
+  };
   try {
     for (; staging.looked < n; ++staging.looked) {
       const Entry entry = entries[staging.looked];
       if (!is_position(entry)) continue;
-      if (frames_staging_ >= most) break;
+      if (frames_staging_ + copied.size() >= most) break;
       const uint32_t frame = take_frame_for(batch);
       if (frame == kNoFrame) break;
       const int64_t row = rows[staging.looked];
       hold_row(frame, row);
       FrameInfo& info = cache_.info(frame);
       info.position = position_of(entry);
-      staging.frames.push_back(frame);
-      ++frames_staging_;
       directory_->set(row, entry_of_frame(frame));
       if (const std::byte* payload = log_->pending(info.position)) {
         std::memcpy(cache_.record(frame), payload, frame_bytes_);
-      } else {
-        info.loading = 1;
-        requests.push_back({info.position, row, cache_.record(frame)});
+        copied.push_back(frame);
+        continue;
       }
+      info.loading = 1;
+      staging.frames.push_back(frame);
+      ++frames_staging_;
+      requests.push_back({info.position, row, cache_.record(frame)});
     }
     staging.plan = log_->plan_reads(std::move(requests));
   } catch (...) {
+    release_copied();
     end_staging(staging, true);
     throw;
   }
+  release_copied();
+  staging.copied = copied.size();
   return staging;
+}
+
+// The frame has its record, for a step to come.
+void Store::hold_staged(uint32_t frame) {
+  cache_.info(frame).pinned = 0;
+  cache_.mark_staged(frame);
+  ++stats_.misses;
+  ++stats_.unique_rows;
 }
 
 void Store::end_staging(const Staging& staging, bool failed) {
   frames_staging_ -= staging.frames.size();
   for (const uint32_t frame : staging.frames) {
     FrameInfo& info = cache_.info(frame);
-    info.pinned = 0;
-    if (failed && info.loading) {
+    info.loading = 0;
+    if (failed) {
+      info.pinned = 0;
       directory_->set(info.row, entry_of_position(info.position));
       cache_.release(frame);
-      continue;
-    }
-    info.loading = 0;
-    cache_.mark_staged(frame);
-    if (!failed) {
-      ++stats_.misses;
-      ++stats_.unique_rows;
+    } else {
+      hold_staged(frame);
     }
   }
 }

@@ -108,6 +108,9 @@ class Store {
 
   // Staging: reads that go on without the table's lock.
   //   1. begin_staging(), under the lock: frames are taken, pinned and marked as loading, the directory points at them.
+  //      Rows whose records are still in the log's buffers are copied at once, and their frames are ordinary ones when it
+  //      returns: a pin that comes and goes with another operation would take the staging's away, and the frame might be
+  //      given up, and loading for somebody else, when the staging ends.
   //   2. Staging::plan is executed on the staging lane, anywhere. Meanwhile nobody may use a loading frame; whoever
   //      wants one waits for step 3. Compaction may move its position.
   //   3. end_staging(), under the lock: the frames are ordinary ones, or, after an error, gone again.
@@ -116,7 +119,8 @@ class Store {
   // than n when the frames did not suffice.
   struct Staging {
     ReadPlan plan;
-    std::vector<uint32_t> frames;
+    std::vector<uint32_t> frames;  // that are loading
+    size_t copied = 0;             // rows that need no read
     size_t looked = 0;
   };
   Staging begin_staging(const int64_t* rows, size_t n, uint32_t batch = kNoUse);
@@ -252,6 +256,7 @@ class Store {
   ArrayVector<uint32_t> unnoted_;
   uint64_t unnoted_in_ = 0;
   void evict(uint32_t frame);
+  void hold_staged(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
   void write_frozen_batch(const uint32_t* frames, size_t n);
   void write_frozen_frames(const uint32_t* frames, size_t n);

@@ -278,8 +278,8 @@ class Table {
   void compact_in_slices();
   // Waits until staging and compaction beside have finished; the lock is given up meanwhile.
   void settle(std::unique_lock<std::mutex>& guard);
-  // Waits until none of these rows is being read by staging.
-  void settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n);
+  // Waits until none of these rows is being read by staging; returns whether the lock was given up meanwhile.
+  bool settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n);
   void require_usable() const;
   void require_writable() const;
   void require_durable(const char* what) const;

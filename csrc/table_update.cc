@@ -48,8 +48,10 @@ std::unique_lock<std::mutex> Table::lock_to_write(const int64_t* ids, size_t n) 
     if (is_staging() && store_->must_shrink_for(ids, n)) {
       settle(guard);
       require_writable();
-    } else {
-      settle_for(guard, ids, n);
+    } else if (settle_for(guard, ids, n)) {
+      // Others may have staged, and added rows, so that frames must go for these now.
+      if (is_staging() && store_->must_shrink_for(ids, n)) continue;
+      require_writable();
     }
     // There is room for as many rows as the holder has frames, wherever they are on their way.
     const bool are_held = store_->disk_limit() != 0 && holder_ != nullptr && holder_->num_held() <= holder_->max_held() &&

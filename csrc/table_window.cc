@@ -129,7 +129,7 @@ void Table::stage(const int64_t* ids, size_t n) {
 size_t Table::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
   Store::Staging staging = store_->begin_staging(rows, n, batch);
   const size_t looked = staging.looked;
-  staged_rows_ += staging.frames.size();
+  staged_rows_ += staging.frames.size() + staging.copied;
   if (staging.plan.extents.empty()) {
     store_->end_staging(staging, false);
     return looked;
@@ -199,8 +199,8 @@ void Table::compact_in_slices() {
   staged_.notify_all();  // under the lock: the table may go as soon as this is seen
 }
 
-void Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n) {
-  if (!is_staging()) return;
+bool Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n) {
+  if (!is_staging()) return false;
   const auto is_read = [&](size_t begin) {
     const size_t count = std::min(kBlockIds, n - begin);
     Entry entries[kBlockIds];
@@ -225,10 +225,11 @@ void Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, 
     require_usable();  // it may have been closed meanwhile
     begin = 0;         // the lock was given up: others may have staged rows that had been looked at
   }
-  if (!stall) return;
+  if (!stall) return false;
   const double seconds = seconds_since(started);
   ahead_.waited_s += seconds;
   stall_s_ += seconds;
+  return true;
 }
 
 }  // namespace bunkbed

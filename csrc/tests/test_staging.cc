@@ -216,4 +216,82 @@ TEST(table_staging_from_another_thread) {
   std::system(("rm -rf " + path).c_str());
 }
 
+// Two stagings under way: the end of the first must not free the second's frames. A row that the first found in the log's
+// buffers is anybody's at once; its frame is given up, and loading for the second, before the first ends.
+TEST(staging_that_ends_leaves_the_frames_of_others_alone) {
+  const test::Sandbox sandbox;
+  vfs::posix().make_directories(sandbox / "t");
+  constexpr size_t kPayload = 64, kFrames = 32;
+  const MemoryPlan plan = plan_memory(0, kPayload, 4096, 512, true);
+  auto made = std::make_unique<Log>(vfs::posix(), sandbox / "t", Uuid{}, kPayload, 4096, plan.log);
+  made->begin_epoch(1, 1, 1);
+  Log& log = *made;
+  Store store("t", kPayload, kFrames, make_hashed_directory(), std::move(made), plan);
+  store.set_initial_record([](int64_t, size_t bytes, std::byte* record) { std::fill_n(record, bytes, std::byte{0}); });
+  const auto value = [&](uint32_t frame) { return reinterpret_cast<int64_t*>(store.cache().record(frame))[0]; };
+  const auto touch = [&](int64_t row, bool create) {
+    uint32_t frame;
+    store.reserve_rows(&row, 1);
+    store.pin(&row, 1, create, &frame);
+    if (create) {
+      reinterpret_cast<int64_t*>(store.cache().record(frame))[0] = row;
+      store.mark_dirty(frame);
+    }
+    CHECK_EQ(value(frame), row);
+    store.unpin(&frame, 1);
+  };
+  constexpr int64_t kFirst = 100, kOnDisk = 200, kRow = 1;
+  const auto push_out = [&](int64_t row) {
+    for (int64_t i = 0; is_frame(store.directory().find(row)); ++i) {
+      CHECK(i < 100 * kOnDisk);
+      touch(kFirst + i % kOnDisk, false);
+    }
+  };
+  for (int64_t row = kFirst; row < kFirst + kOnDisk; ++row) touch(row, true);
+  store.flush();
+  log.drain();
+  touch(kRow, true);
+  push_out(kRow);
+  const uint64_t position = position_of(store.directory().find(kRow));
+  CHECK(log.pending(position) != nullptr);
+
+  const Store::Staging first = store.begin_staging(&kRow, 1);
+  CHECK_EQ(first.copied, size_t{1});
+  const uint32_t frame = frame_of(store.directory().find(kRow));
+  // With one that must be read, so that both are pinned until it is.
+  int64_t both[] = {kRow, kFirst};
+  while (is_frame(store.directory().find(both[1]))) ++both[1];
+  uint32_t frames[2];
+  store.pin(both, 2, false, frames);
+  CHECK_EQ(value(frames[0]), kRow);
+  store.unpin(frames, 2);
+  push_out(kRow);
+  std::vector<int64_t> wanted;
+  std::vector<Store::Staging> others;
+  const auto end_others = [&] {
+    for (size_t i = 0; i < others.size(); ++i) {
+      log.execute(others[i].plan, kPayload, log.staging_lane(), nullptr);
+      store.end_staging(others[i], false);
+      CHECK_EQ(value(others[i].frames[0]), wanted[i]);
+    }
+    others.clear();
+    wanted.clear();
+  };
+  for (int64_t i = 0; others.empty() || others.back().frames[0] != frame; ++i) {
+    CHECK(i < 100 * kOnDisk);
+    const int64_t row = kFirst + i % kOnDisk;
+    if (!is_position(store.directory().find(row))) continue;
+    if (others.size() == kFrames / 2 - 1) end_others();
+    others.push_back(store.begin_staging(&row, 1));
+    CHECK_EQ(others.back().frames.size(), size_t{1});
+    wanted.push_back(row);
+  }
+  store.end_staging(first, false);
+  for (const Store::Staging& one : others) {
+    CHECK(store.is_loading(one.frames[0]));
+    CHECK_EQ(int{store.cache().info(one.frames[0]).pinned}, 1);
+  }
+  end_others();
+}
+
 }  // namespace bunkbed
