@@ -293,6 +293,8 @@ class Table {
   void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;
   size_t piece_ids() const;
   bool is_staging() const { return batches_staging_ > 0; }
+  // Whether a call waits for staging: no other batch begins before it has gone on.
+  bool is_waited_for() const { return settling_ + waiting_for_rows_ > 0; }
   void stage_ahead();
   size_t stage_rows(const int64_t* rows, size_t n, uint32_t batch);
 
@@ -358,9 +360,10 @@ class Table {
   std::unique_ptr<StagingQueue> staging_;  // made when first needed; goes before the store it reads into
   size_t batches_staging_ = 0;
   uint64_t batches_staged_ = 0;
-  std::condition_variable staged_;  // with mutex_: batches_staged_ or is_compacting_ changed
+  std::condition_variable staged_;  // with mutex_: batches_staged_, is_compacting_ or is_waited_for() changed
   bool is_compacting_ = false;  // beside
-  size_t settling_ = 0;         // calls that wait for it to end
+  size_t settling_ = 0;         // calls that wait for it and for staging to end
+  size_t waiting_for_rows_ = 0;  // calls that wait for rows that are being staged
   // How far the window has been staged, and the times the depth follows from.
   struct Ahead {
     uint32_t begun = 0;

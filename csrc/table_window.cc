@@ -94,6 +94,7 @@ uint32_t Table::Ahead::wished_depth() const {
 }
 
 void Table::stage_ahead() {
+  if (is_waited_for()) return;  // the next advance() goes on with it
   const Window& window = store_->window();
   if (ahead_.batch <= ahead_.begun) {
     ahead_.batch = ahead_.begun + 1;
@@ -119,6 +120,9 @@ void Table::stage(const int64_t* ids, size_t n) {
   auto guard = lock_beside_staging();
   require_usable();
   check_ids(ids, n);
+  // Who waits for rows would wait for ever beside a thread that stages without end.
+  staged_.wait(guard, [this] { return !is_waited_for(); });
+  require_usable();
   if (store_->log() == nullptr) return;
   batch_.assign(ids, std::min(piece_ids(), n));
   stage_rows(batch_.unique().data(), batch_.num_unique(), kNoUse);
@@ -155,7 +159,7 @@ size_t Table::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
 void Table::settle(std::unique_lock<std::mutex>& guard) {
   ++settling_;
   staged_.wait(guard, [this] { return batches_staging_ == 0 && !is_compacting_; });
-  --settling_;
+  if (--settling_ == 0) staged_.notify_all();
 }
 
 // ---- Compaction beside
@@ -211,6 +215,14 @@ bool Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, 
   };
   std::chrono::steady_clock::time_point started;
   std::optional<Stall> stall;
+  struct Waiting {
+    Table& table;
+    explicit Waiting(Table& t) : table(t) { ++table.waiting_for_rows_; }
+    ~Waiting() {
+      if (--table.waiting_for_rows_ == 0) table.staged_.notify_all();
+    }
+  };
+  std::optional<Waiting> waiting;
   for (size_t begin = 0; begin < n && is_staging();) {
     if (is_read(begin)) {
       begin += kBlockIds;
@@ -219,6 +231,7 @@ bool Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, 
     if (!stall) {
       started = std::chrono::steady_clock::now();
       stall.emplace();
+      waiting.emplace(*this);
     }
     const uint64_t staged = batches_staged_;
     staged_.wait(guard, [&] { return batches_staged_ != staged; });
