@@ -429,12 +429,14 @@ class Scan {
 
  private:
   struct ReadAhead;
+  bool is_in_frames() const;
   void read_ahead();
   void take(const Segment& segment, const ChunkTrailer& chunk);
   void copy(const std::byte* record, size_t row, std::span<float* const> values) const;
 
   Table* table_;
   const std::vector<size_t> fields_;
+  bool is_in_frames_ = false;
   uint64_t changes_;
   std::vector<uint64_t> segments_;
   size_t segment_ = 0;
@@ -444,6 +446,7 @@ class Scan {
   bool has_chunks_ = false;
   std::vector<int64_t> ids_;
   std::vector<uint64_t> versions_;
+  std::vector<Entry> entries_;
   Span span_;
   std::deque<std::shared_ptr<ReadAhead>> ahead_;  // in the order of the scan
   Span spare_;  // memory for the next one

@@ -5,7 +5,10 @@
 // 2. Which records of a chunk are the newest of their rows is settled when the scan comes to it, under the table's lock,
 //    and only then are they verified. What was read ahead is bytes and no more: the rows and their order do not depend on
 //    when a read ends.
-// 3. A read ahead that failed, or that nobody began, is left out: the chunk is then read by whoever comes to it, and what
+// 3. Rows whose frames hold what is asked are copied from there, wherever the scan comes to their records: order and bits
+//    are the log's. While all stored rows are in RAM, no more than the chunks' indexes is read. What has left RAM when the
+//    scan comes to it is read then.
+// 4. A read ahead that failed, or that nobody began, is left out: the chunk is then read by whoever comes to it, and what
 //    that meets is the scan's error. So a part that nobody needs cannot end a scan.
 #include <unistd.h>
 
@@ -28,13 +31,15 @@ namespace {
 constexpr size_t kChunksAhead = 4;
 // Chunks of a table that was written with a smaller budget are smaller.
 constexpr size_t kMaxReadsAhead = 32;
+constexpr size_t kFramesAhead = 8;
 
 }  // namespace
 
-// A chunk on its way into memory. Belongs to the scan and to the thread that reads.
+// A chunk, or its index, on its way into memory. Belongs to the scan and to the thread that reads.
 struct Scan::ReadAhead {
   uint64_t segment = 0;
-  uint64_t begin = 0;
+  uint64_t chunk = 0;  // where it begins
+  uint64_t begin = 0;  // of what is read
   uint64_t end = 0;
   std::shared_ptr<vfs::File> file;  // stays open where compaction drops the segment meanwhile
   Span span;                        // the reader's until is_over
@@ -51,7 +56,7 @@ struct Scan::ReadAhead {
       span.segment = segment;
       span.begin = begin;
       span.end = end;
-    } catch (...) {  // rule 3
+    } catch (...) {  // rule 4
     }
     file.reset();  // who waits for this may take away what it lies on
     const std::lock_guard guard(mutex);
@@ -71,6 +76,7 @@ Scan::Scan(Table* table, std::vector<size_t> fields)
   const auto guard = table->lock_alone();
   table->require_usable();
   changes_ = table->changes_;
+  is_in_frames_ = is_in_frames();
   Log* log = table->store_->log();
   if (log == nullptr) return;
   // From here on the log holds every row's newest record, so lookups during the scan cannot move any: only clean
@@ -92,27 +98,39 @@ Scan::~Scan() {
   for (const auto& read : ahead_) read->wait();  // no file stays open behind a scan
 }
 
+// Whether frames hold all that is asked; a reader's hold weights alone.
+bool Scan::is_in_frames() const {
+  const size_t held = table_->store_->frame_bytes();
+  return std::all_of(fields_.begin(), fields_.end(), [&](size_t f) {
+    const Field& field = table_->fields_[f];
+    return field.offset + field_bytes(field) <= held;
+  });
+}
+
 // Begins to read the chunks from here on, as many as there is room for.
 void Scan::read_ahead() {
   Log* const log = table_->store_->log();
   const size_t most = kChunksAhead * table_->store_->plan().log.chunk_bytes;
   size_t bytes = 0, reads = 0;
+  const bool wants_index = is_in_frames_ && !table_->store_->can_miss();
   for (size_t s = segment_; s < segments_.size(); ++s) {
     Segment* const segment = log->find_segment(segments_[s]);
     if (segment == nullptr || segment->live == 0) continue;
     const std::vector<ChunkTrailer>& chunks = s == segment_ ? chunks_ : log->chunks(*segment);
     for (size_t c = s == segment_ ? chunk_ : 0; c < chunks.size(); ++c) {
       if (chunks[c].kind != ChunkKind::kData) continue;
-      bytes += chunks[c].end - chunks[c].begin;
+      const uint64_t begin = wants_index ? vfs::round_down(chunks[c].index_offset, vfs::kBlockBytes) : chunks[c].begin;
+      bytes += chunks[c].end - begin;
       if (bytes > most || ++reads > kMaxReadsAhead) return;
       const bool is_new = std::none_of(ahead_.begin(), ahead_.end(), [&](const auto& read) {
-        return read->segment == segment->id && read->begin == chunks[c].begin;
+        return read->segment == segment->id && read->chunk == chunks[c].begin;
       });
       if (!is_new) continue;
       auto read = std::make_shared<ReadAhead>();
       std::swap(read->span, spare_);  // its memory
       read->segment = segment->id;
-      read->begin = chunks[c].begin;
+      read->chunk = chunks[c].begin;
+      read->begin = begin;
       read->end = chunks[c].end;
       read->file = segment->file;
       ahead_.push_back(read);
@@ -132,10 +150,10 @@ void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
     const std::shared_ptr<ReadAhead> read = std::move(ahead_.front());
     ahead_.pop_front();
     read->wait();
-    const bool is_it = read->segment == segment.id && read->begin == chunk.begin;
+    const bool is_it = read->segment == segment.id && read->chunk == chunk.begin;
     if (is_it && read->span.segment != 0) {
       std::swap(span_, read->span);
-      table_->store_->log()->count_read_bytes(chunk.end - chunk.begin);
+      table_->store_->log()->count_read_bytes(read->end - read->begin);
     }
     std::swap(spare_, read->span);
     if (is_it) return;
@@ -199,12 +217,25 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
     }
     const size_t count = std::min({n - found, std::max<size_t>(1, buffer_bytes / log->stride()), ids_.size() - record_});
     const std::byte* records = nullptr;
+    entries_.resize(count);
+    store.directory().locate(ids_.data() + record_, count, entries_.data());
     for (size_t i = record_; i < record_ + count; ++i) {
       const uint64_t place = log->position(segment->id, chunk.first_slot + i);
-      const Entry entry = store.directory().find(ids_[i]);
-      const bool is_current = is_position(entry) ? position_of(entry) == place
-                                                 : is_frame(entry) && cache.info(frame_of(entry)).position == place;
-      if (!is_current) continue;
+      const Entry entry = entries_[i - record_];
+      if (const size_t coming = i - record_ + kFramesAhead; is_in_frames_ && coming < count && is_frame(entries_[coming])) {
+        cache.prefetch_record(frame_of(entries_[coming]), store.frame_bytes());
+      }
+      if (is_frame(entry)) {
+        const uint32_t frame = frame_of(entry);
+        if (cache.info(frame).position != place) continue;
+        if (is_in_frames_) {
+          ids[found] = ids_[i];
+          copy(cache.record(frame), found++, values);
+          continue;
+        }
+      } else if (!is_position(entry) || position_of(entry) != place) {
+        continue;
+      }
       if (records == nullptr) records = log->read_records(*segment, chunk, record_, count, ids_.data(), &span_);
       ids[found] = ids_[i];
       copy(records + (i - record_) * log->stride(), found++, values);
