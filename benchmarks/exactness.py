@@ -184,6 +184,8 @@ def train(
             if zlib.crc32(rows.tobytes()) != expected.lookups[step]:
                 raise Mismatch(f"step {step}: the lookup differs from the reference")
             table.update(ids, gradient(rows, noise))
+            if step % 7 == 3:
+                table._native.write_dirty()  # as imports do
         compare(table, expected.table)
         leave(table)
     finally:

@@ -10,6 +10,7 @@
 #include "failpoints.h"
 #include "kernels/kernels.h"
 #include "stall.h"
+#include "stream_copy.h"
 #include "workers.h"
 
 namespace bunkbed {
@@ -17,6 +18,17 @@ namespace bunkbed {
 using vfs::kBlockBytes;
 using vfs::round_down;
 using vfs::round_up;
+
+namespace {
+
+// Records appended together: what is worth a thread, and what is made in the processor's nearest cache before it goes
+// past all of them. The bytes that a disk has just taken are nowhere near, and to bring them back in order to write over
+// them costs more than the copy: 250 ns a record of 768 bytes instead of 135, beside writes, where it was measured.
+constexpr size_t kThreadBytes = 32u << 10;
+constexpr size_t kStagedBytes = 8u << 10;
+constexpr size_t kAheadBytes = 6u << 10;  // payloads lie anywhere: so many of them are asked for ahead
+
+}  // namespace
 
 Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_bytes, uint64_t slots_per_segment,
          const LogMemory& memory)
@@ -193,6 +205,49 @@ uint64_t Log::append_to(Stream* stream, int64_t id, const std::byte* payload, ui
   ++chunk.segment->live;
   ++stats_.written_records;
   return place;
+}
+
+size_t Log::append(const Source* sources, size_t n, uint64_t* positions) {
+  return append_to(&running_, sources, n, positions);
+}
+
+size_t Log::append_to(Stream* stream, const Source* sources, size_t n, uint64_t* positions) {
+  Chunk& chunk = chunk_for(stream);
+  const size_t before = chunk.ids.size();
+  n = std::min(n, chunk.capacity - before);
+  const uint64_t first_slot = chunk.first_slot + before;
+  const uint64_t first = checked_position(chunk, first_slot + n - 1) - (n - 1);
+  std::byte* const records = chunk.memory.data() + (first_slot * stride_ - chunk.begin);
+  parallel_for(n, std::max<size_t>(1, kThreadBytes / stride_), [&](size_t from, size_t to) {
+    alignas(64) std::byte staged[kStagedBytes];
+    const size_t fit = kStagedBytes / stride_;
+    const size_t ahead = std::max<size_t>(1, kAheadBytes / stride_);
+    if (fit == 0) {
+      for (size_t i = from; i < to; ++i) put_record(sources[i].id, sources[i].payload, records + i * stride_);
+      return;
+    }
+    for (size_t i = from; i < to;) {
+      const size_t count = std::min(fit, to - i);
+      for (size_t r = 0; r < count; ++r) {
+        if (i + r + ahead < to) {
+          const std::byte* const coming = sources[i + r + ahead].payload;
+          for (size_t at = 0; at < payload_bytes_; at += 64) __builtin_prefetch(coming + at, 0, 2);
+        }
+        put_record(sources[i + r].id, sources[i + r].payload, staged + r * stride_);
+      }
+      stream_copy(records + i * stride_, staged, count * stride_);
+      i += count;
+    }
+  });
+  for (size_t i = 0; i < n; ++i) {
+    chunk.ids.push_back(sources[i].id);
+    chunk.versions.push_back(stream->next_version++);
+    positions[i] = first + i;
+  }
+  chunk.segment->records += n;
+  chunk.segment->live += n;
+  stats_.written_records += n;
+  return n;
 }
 
 void Log::close_chunk(Stream* stream) {

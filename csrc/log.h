@@ -135,6 +135,13 @@ class Log {
   // passes the version the record had. May wait for a buffer; a failed write surfaces here, before anything of
   // this record was taken.
   uint64_t append(int64_t id, const std::byte* payload, uint64_t version = 0);
+  // The same of as many of n >= 1 records as the open chunk takes, copied and checksummed by all threads; their number,
+  // at least 1. The payloads must not change meanwhile. They lie in the order of `sources`, whatever the threads.
+  struct Source {
+    int64_t id;
+    const std::byte* payload;
+  };
+  size_t append(const Source* sources, size_t n, uint64_t* positions);
   // The payload of a record that is still in memory, or null when it is on disk.
   const std::byte* pending(uint64_t position);
   // Reads and verifies records and copies the first `read_bytes` of each payload; `meanwhile` runs on the caller while
@@ -159,14 +166,8 @@ class Log {
   // The next epoch begins. `records` may be added to the one that ends.
   void begin_next_epoch(uint64_t records);
   uint64_t append_ending(int64_t id, const std::byte* payload);
-  // The same of as many of n >= 1 records as the open chunk takes, copied and checksummed by all threads; their number,
-  // at least 1. The payloads must not change meanwhile. They lie in the order of `sources`, whatever the threads.
-  struct Source {
-    int64_t id;
-    const std::byte* payload;
-  };
   size_t append_ending(const Source* sources, size_t n, uint64_t* positions);
-  // Whether append_ending() finds a buffer without waiting and leaves others one.
+  // Whether an append finds a buffer without waiting and leaves others one.
   bool has_free_buffers();
   // Nothing will be added: hands the last chunk to its writer and seals the segment. Also when the commit failed.
   void finish_ending();
@@ -256,6 +257,7 @@ class Log {
   };
 
   uint64_t append_to(Stream* stream, int64_t id, const std::byte* payload, uint64_t version);
+  size_t append_to(Stream* stream, const Source* sources, size_t n, uint64_t* positions);
   void require_ending(size_t records) const;
   Chunk& chunk_for(Stream* stream);
   uint64_t checked_position(const Chunk& chunk, uint64_t slot) const;

@@ -14,7 +14,8 @@ namespace {
 
 // Looking at this many records for each one appended keeps pace with segments that are up to 75 % live.
 constexpr size_t kCompactionPace = 4;
-constexpr size_t kFrozenBatch = 1024;  // records appended at once for a commit
+constexpr size_t kAppendBatch = 1024;  // records appended at once
+constexpr size_t kFlushBytes = 1u << 20;
 constexpr size_t kCompactionSlice = 512;  // records looked at before another call may have the lock: a fraction of a ms
 
 }  // namespace
@@ -429,15 +430,27 @@ void Store::mark_dirty(const uint32_t* frames, size_t n) {
 }
 
 void Store::flush() {
-  if (log_ == nullptr) return;
-  for (uint32_t frame = 0; frame < cache_.high_water(); ++frame) {
-    FrameInfo& info = cache_.info(frame);
-    if (info.row < 0 || !cache_.is_dirty(frame)) continue;
-    info.position = log_->append(info.row, cache_.record(frame));
-    cache_.set_dirty(frame, false);
-    --dirty_rows_;
-    ++stats_.written_back;
+  while (log_ != nullptr && write_dirty(kFlushBytes)) {
   }
+}
+
+bool Store::write_dirty(size_t most_bytes) {
+  uint32_t batch[kAppendBatch];
+  size_t left = std::min(dirty_rows_, std::max<size_t>(1, most_bytes / frame_bytes_));
+  while (left > 0) {
+    const size_t most = std::min(left, kAppendBatch);
+    size_t count = 0;
+    uint32_t next = next_dirty_;
+    for (; count < most; ++count) {
+      batch[count] = cache_.next_dirty(next);
+      if (batch[count] == cache_.high_water()) break;
+      next = batch[count] + 1;
+    }
+    if (count > 0) append_batch(batch, count, false);
+    left -= count;
+    next_dirty_ = count < most ? 0 : next;  // round again: what was dirtied behind it
+  }
+  return dirty_rows_ > 0;
 }
 
 void Store::freeze() {
@@ -448,23 +461,29 @@ void Store::freeze() {
 }
 
 void Store::write_frozen_frame(uint32_t frame) {
-  write_frozen_batch(&frame, 1);
+  append_batch(&frame, 1, true);
 }
 
-// Appends the records of frozen frames, in this order. Where it fails, those before are written.
-void Store::write_frozen_batch(const uint32_t* frames, size_t n) {
-  Log::Source sources[kFrozenBatch];
-  uint64_t positions[kFrozenBatch];
+// Appends the records of frames, all frozen or all dirty, in this order. Where it fails, those before are written.
+void Store::append_batch(const uint32_t* frames, size_t n, bool are_frozen) {
+  Log::Source sources[kAppendBatch];
+  uint64_t positions[kAppendBatch];
   for (size_t i = 0; i < n; ++i) sources[i] = {cache_.info(frames[i]).row, cache_.record(frames[i])};
   for (size_t done = 0; done < n;) {
-    const size_t taken = log_->append_ending(sources + done, n - done, positions);
+    const size_t taken = are_frozen ? log_->append_ending(sources + done, n - done, positions)
+                                    : log_->append(sources + done, n - done, positions);
     for (size_t i = 0; i < taken; ++i) {
       cache_.info(frames[done + i]).position = positions[i];
-      cache_.set_written(frames[done + i]);
+      if (are_frozen) {
+        cache_.set_written(frames[done + i]);
+      } else {
+        cache_.set_dirty(frames[done + i], false);
+      }
     }
     done += taken;
-    frozen_rows_ -= taken;
+    (are_frozen ? frozen_rows_ : dirty_rows_) -= taken;
     stats_.written_back += taken;
+    if (!are_frozen) continue;  // compaction counts what is appended to the running epoch by itself
     appended_seen_ += taken;
     commit_debt_ += taken * kCompactionPace;
   }
@@ -473,28 +492,28 @@ void Store::write_frozen_batch(const uint32_t* frames, size_t n) {
 // Before the caller writes into these frames.
 void Store::write_frozen_frames(const uint32_t* frames, size_t n) {
   if (frozen_rows_ == 0 || fault_is("update_before_copy")) return;
-  uint32_t batch[kFrozenBatch];
+  uint32_t batch[kAppendBatch];
   size_t count = 0;
   for (size_t i = 0; i < n; ++i) {
     if (frames[i] == kNoFrame || !cache_.is_frozen(frames[i])) continue;
     cache_.prefetch(frames[i]);
     batch[count++] = frames[i];
-    if (count == kFrozenBatch) write_frozen_batch(batch, std::exchange(count, 0));
+    if (count == kAppendBatch) append_batch(batch, std::exchange(count, 0), true);
   }
-  if (count > 0) write_frozen_batch(batch, count);
+  if (count > 0) append_batch(batch, count, true);
 }
 
 bool Store::write_frozen(size_t most_bytes) {
-  uint32_t batch[kFrozenBatch];
+  uint32_t batch[kAppendBatch];
   size_t left = std::min(frozen_rows_, std::max<size_t>(1, most_bytes / frame_bytes_));
   while (left > 0) {
-    const size_t count = std::min(left, kFrozenBatch);
+    const size_t count = std::min(left, kAppendBatch);
     uint32_t next = next_to_write_;
     for (size_t i = 0; i < count; ++i) {
       batch[i] = cache_.next_frozen(next);
       next = batch[i] + 1;
     }
-    write_frozen_batch(batch, count);
+    append_batch(batch, count, true);
     next_to_write_ = next;
     left -= count;
   }

@@ -159,6 +159,9 @@ class Store {
 
   // Copies every dirty record into the log; frames stay, clean. Not during a commit.
   void flush();
+  // The same of about `most_bytes` of them, also during a commit: these belong to the next one. Goes on where the last call
+  // stopped; false when none is left.
+  bool write_dirty(size_t most_bytes);
 
   // ---- A commit: the epoch ends (see Log). From freeze() on, what is dirtied belongs to the next epoch.
   void freeze();
@@ -258,7 +261,7 @@ class Store {
   void evict(uint32_t frame);
   void hold_staged(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
-  void write_frozen_batch(const uint32_t* frames, size_t n);
+  void append_batch(const uint32_t* frames, size_t n, bool are_frozen);
   void write_frozen_frames(const uint32_t* frames, size_t n);
   uint32_t take_frame();
   uint32_t take_frame_for(uint32_t batch);
@@ -290,6 +293,7 @@ class Store {
   size_t dirty_rows_ = 0;
   size_t frozen_rows_ = 0;
   uint32_t next_to_write_ = 0;  // the frame where write_frozen() goes on
+  uint32_t next_dirty_ = 0;     // the frame where write_dirty() goes on
   uint64_t commit_debt_ = 0;    // as compaction_debt_, for what the commit under way appended
   bool has_pins_ = false;  // between a pin() that pinned and its unpin()
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()

@@ -364,6 +364,16 @@ std::shared_ptr<PendingCommit> Table::begin_commit(const std::optional<std::stri
   return pending;
 }
 
+void Table::write_dirty() {
+  for (bool is_left = true; is_left;) {
+    const auto guard = lock_behind_others();
+    require_writable();
+    Log* const log = store_->log();
+    if (log == nullptr || spec_.is_scratch) return;
+    is_left = log->has_free_buffers() && store_->write_dirty(kSliceBytes);
+  }
+}
+
 std::set<uint64_t> Table::pinned_now() const {
   std::set<uint64_t> pinned = pinned_epochs_;
   // A run collects after its own manifest is durable: until it has said which commits it names, all of them stay.

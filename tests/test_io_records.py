@@ -51,7 +51,7 @@ def test_rows_are_set_as_table_set_does(tmp_path: Path, name: str, brings: str, 
         every = tuple(ours._fields)
         brought = {"weight": every[:1], "state": every[1:], "all": every}[brings]
         for round_index in range(3):
-            setting = Setting(ours, tmp_path / "file", brought)
+            setting = Setting(ours, brought)
             for begin in range(0, 300, 70):
                 ids = IDS[order][begin : begin + 70] if round_index else IDS[order][begin // 2 : begin // 2 + 70]
                 values = {slot: random(rng, ours, slot, len(ids)) for slot in brought}
@@ -73,18 +73,55 @@ def test_whole_records_are_taken_where_they_can_be(tmp_path: Path, monkeypatch: 
     rows = np.ones((10, 3), np.float32)
     with bb.create(tmp_path / "a", dim=3, num_rows=20, ram="1MiB") as table:
         monkeypatch.setattr(bb.Table, "set", lambda *args, **kwargs: pytest.fail("set row by row"))
-        Setting(table, tmp_path, ("weight",)).set(np.arange(10), {"weight": rows})
-        Setting(table, tmp_path, tuple(table._fields)).set(np.arange(10)[::-1], dict.fromkeys(table._fields, rows))
-        with pytest.raises(ValueError, match="file changed while it was imported: weight has values that are not fin"):
-            Setting(table, tmp_path / "file", ("weight",)).set(np.arange(10, 20), {"weight": rows * np.inf})
-        assert len(table) == 10
+        Setting(table, ("weight",)).set(np.arange(10), {"weight": rows})
+        Setting(table, tuple(table._fields)).set(np.arange(10)[::-1], dict.fromkeys(table._fields, rows))
         np.testing.assert_array_equal(table.get(np.arange(10), "exp_avg"), rows)
+
+
+def test_a_file_that_changes_after_it_was_checked_ends_the_import(tmp_path: Path) -> None:
+    rows = np.ones((1000, 3), np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    rows[700, 1] = np.inf
+
+    def spoil(done: int, total: int) -> None:
+        if done == total:
+            np.save(tmp_path / "rows.npy", rows)
+
+    with bb.create(tmp_path / "a", dim=3, num_rows=1000, ram="1MiB") as table:
+        with pytest.raises(ValueError, match="changed while it was imported: weight has values that are not finite"):
+            bb.import_rows(table, tmp_path / "rows.npy", chunk=300, checking=spoil)
+        assert not table.contains(np.arange(600, 1000)).any()
+        table.close(commit=False)
+
+
+def test_rows_go_to_the_log_while_others_are_set(tmp_path: Path) -> None:
+    """So the commit has next to nothing to write; and without one the table is as it was."""
+    rows = np.random.default_rng(3).standard_normal((50_000, 16), np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    seen: list[int] = []
+    with bb.create(tmp_path / "a", dim=16, num_rows=50_000, ram="16MiB") as table:
+
+        def look(done: int, total: int) -> None:
+            seen.append(table.stats()["dirty_rows"])
+
+        bb.import_rows(table, tmp_path / "rows.npy", chunk=5000, progress=look)
+        assert len(seen) == 10
+        table.close(commit=False)
+    assert min(seen) < 5000
+    with bb.open(tmp_path / "a", ram="16MiB") as table:
+        assert len(table) == 0
+        bb.import_rows(table, tmp_path / "rows.npy", chunk=5000)
+        table.commit()
+        np.testing.assert_array_equal(table.lookup(np.arange(50_000)), rows)
+    with bb.open(tmp_path / "a", mode="r", ram="16MiB") as table:
+        np.testing.assert_array_equal(table.lookup(np.arange(50_000)), rows)
+        assert not bb.check(tmp_path / "a")
 
 
 def test_a_16_bit_number_alone_takes_the_bytes_of_a_32_bit_one(tmp_path: Path) -> None:
     """And must not be taken for one."""
     with bb.create(None, dim=1, num_rows=4, dtype="bfloat16", optimizer=bb.SGD()) as table:
-        Setting(table, tmp_path, ("weight",)).set(np.arange(2), {"weight": np.array([[1.5], [-2.0]], np.float32)})
+        Setting(table, ("weight",)).set(np.arange(2), {"weight": np.array([[1.5], [-2.0]], np.float32)})
         np.testing.assert_array_equal(table.lookup([0, 1]), [[1.5], [-2.0]])
 
 

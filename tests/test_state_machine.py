@@ -192,6 +192,11 @@ class TableMachine(RuleBasedStateMachine):
             self.table.lookup(np.arange(start, start + 500))
 
     @rule()
+    def write_dirty(self) -> None:
+        """What an import does after each chunk."""
+        self.table._native.write_dirty()
+
+    @rule()
     def compact(self) -> None:
         self.table.compact()
 

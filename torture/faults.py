@@ -16,7 +16,7 @@ import bunkbed as bb
 from bunkbed import _native
 from torture import scenario, table_scenario
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
-from torture.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, train
+from torture.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, set_rows, train
 
 #: name -> (what the backend does, errno)
 FAULTS = {
@@ -56,7 +56,7 @@ class Stumbler:
         self.unsaved: dict[int, list[int]] = {0: []}
         steps: list[int] = []
         for at, action in enumerate(story.ACTIONS):
-            if action in "uv":
+            if action in "uvi":
                 steps.append(at)
             if action in "ncdklrexA" and not (self.is_run and action == "n"):
                 if action not in "de" or self.is_run:
@@ -90,6 +90,13 @@ class Stumbler:
                 went_back = self._try(lambda name=name: train({name: self.tables[name]}, at), at, name)
                 if went_back is not None:
                     return went_back
+            return at + 1
+        if action == "i":
+            for name, table in self.tables.items():
+                for part in (lambda name=name: set_rows({name: self.tables[name]}, at), table._native.write_dirty):
+                    went_back = self._try(part, at, name)
+                    if went_back is not None:
+                        return went_back
             return at + 1
         if action == "m":
             for table in self.tables.values():
@@ -279,7 +286,7 @@ class Stumbler:
             if self.now[name] != wanted:
                 raise Violation(f"table {name!r} does not hold commit {self.number} when opened again")
         for step in self.unsaved[self.number]:
-            train(self.tables, step)
+            (set_rows if self.story.ACTIONS[step] == "i" else train)(self.tables, step)
         self._remember()
 
     def _compare(self, when: str) -> None:

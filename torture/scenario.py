@@ -36,10 +36,11 @@ TABLES: dict[str, dict[str, Any]] = {
 COMPACTION_SLACK = 24 << 10
 BATCH_IDS = 16
 
-#: u: a step of every table. v: of the first alone. c: commit with a new dense file. d: without one. k: commit and keep
+#: u: a step of every table. v: of the first alone. i: rows of every table are set, and go to the log at once, as an
+#: import's do. c: commit with a new dense file. d: without one. k: commit and keep
 #: as "a". l: as "b". A: begin a commit. W: wait for it. n: the late table is made. m: compact. r: go back to "a".
 #: x: close without a commit, open again.
-ACTIONS = "uucuvuukuuAvumuWduulnuukuuuxuAuuWcmuurucuuAuuuWmdvcuuAuuWc"
+ACTIONS = "uucuvuiukuuAvuimuWduulnuukuiuuxuAiuuWcmuurucuiuAuuuWmdvcuuAuiuWc"
 #: How long a commit that goes on beside training takes at least, so that rows change and leave meanwhile.
 SLOW_S = 0.002
 
@@ -66,6 +67,18 @@ def train(tables: dict[str, Any], step: int, only: str | None = None) -> None:
     for name, table in tables.items():
         if only is None or name == only:
             table.update(*batch(name, step))
+
+
+def set_rows(tables: dict[str, Any], step: int) -> None:
+    for name, table in tables.items():
+        table.set(*batch(name, step))
+
+
+def bring_in(tables: dict[str, Any], step: int) -> None:
+    """Rows as an import sets them."""
+    set_rows(tables, step)
+    for table in tables.values():
+        table._native.write_dirty()
 
 
 def train_on(tables: dict[str, Any]) -> None:
@@ -103,6 +116,8 @@ def expected(actions: str) -> list[State]:
     for step, action in enumerate(actions):
         if action in "uv":
             train(tables, step, "user" if action == "v" else None)
+        elif action == "i":
+            set_rows(tables, step)
         elif action == "n":
             tables["late"] = ReferenceTable(**TABLES["late"])
         elif action == "x":
@@ -177,6 +192,8 @@ def drive(
         for step, action in enumerate(actions):
             if action in "uv":
                 train(run.tables, step, "user" if action == "v" else None)
+            elif action == "i":
+                bring_in(run.tables, step)
             elif action == "m":
                 for table in run.tables.values():
                     table.compact()

@@ -17,16 +17,18 @@ from torture.scenario import (
     Commit,
     State,
     Violation,
+    bring_in,
     content,
     ram,
+    set_rows,
     train,
     train_on,
 )
 
-#: u: a step. c: commit. k: commit and keep as "a". l: as "b". d: drop "a". e: drop "b". m: compact. o: let the commit
-#: before the last go, as `disk=` does. r: go back to "a".
+#: u: a step. i: rows are set, and go to the log at once. c: commit. k: commit and keep as "a". l: as "b". d: drop "a".
+#: e: drop "b". m: compact. o: let the commit before the last go, as `disk=` does. r: go back to "a".
 #: A: begin a commit. W: wait for it. x: close without a commit and open again. The table is made at the beginning.
-ACTIONS = "nuuucuukuuumouludmuAuuWcouukueuxucuuruAuuWoucudmuuAuuWuAuuWcom"
+ACTIONS = "nuiuucuukuuumouludmuAiuWcouukuieuxucuuruAuuWoucuidmuuAuiuWuAuuWcom"
 NAME = "user"
 
 
@@ -40,6 +42,9 @@ def expected(actions: str) -> list[State]:
         number = len(states)
         if action == "u":
             train(table, step)
+            continue
+        if action == "i":
+            set_rows(table, step)
             continue
         if action in "moW":
             continue
@@ -85,6 +90,8 @@ def drive(
         for step, action in enumerate(actions):
             if action == "u":
                 train({NAME: table}, step)
+            elif action == "i":
+                bring_in({NAME: table}, step)
             elif action == "m":
                 table.compact()
             elif action == "o":

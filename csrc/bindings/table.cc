@@ -316,6 +316,7 @@ void bind_table(nb::module_& m) {
             return unlocked([&] { return t.begin_commit(meta, keep); });
           },
           "meta"_a.none(), "keep"_a)
+      .def("write_dirty", [](Table& t) { unlocked([&] { t.write_dirty(); }); })
       .def("snapshots",
            [](Table& t) {
              std::vector<std::pair<std::string, uint64_t>> found;

@@ -124,6 +124,7 @@ void commits_beside_updates(const TableSpec& spec, uint64_t seed, size_t ram_fac
       update(table.get(), batch, grads);
     }
     apply(&rows, ids, grads);
+    if (round % 4 == 1) table->write_dirty();
     changed_meanwhile += is_under_way && !pending->is_over();
     for (int64_t& id : ids) id = static_cast<int64_t>(sampler.bits() % range);
     std::vector<float> values(ids.size() * spec.dim);
@@ -208,6 +209,12 @@ TEST(commit_beside_threads) {
     }
   }));
   threads.push_back(guarded([&] {
+    while (!stop) {
+      table->write_dirty();
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }));
+  threads.push_back(guarded([&] {
     while (!stop) table->begin_commit("{\"second\":1}", "");
   }));
   for (int round = 0; round < 12; ++round) {
@@ -223,6 +230,48 @@ TEST(commit_beside_threads) {
     for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(values[i * spec.dim], static_cast<float>(reader->step()));
   }
   CHECK_EQ(failures.load(), 0);
+}
+
+// What was written ahead of a commit is not written by it again, and is nobody's before it.
+TEST(write_dirty_leaves_a_commit_what_changed_since) {
+  const TableSpec spec = whole_numbers(3000, 60);
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  auto table = Table::create(vfs, sandbox / "t", "t", spec, 4u << 20);
+  Rows rows;
+  const auto train = [&](int64_t from, int64_t to) {
+    std::vector<int64_t> ids;
+    for (int64_t id = from; id < to; ++id) ids.push_back(id);
+    const std::vector<float> grads(ids.size(), 1.0f);
+    update(table.get(), ids, grads);
+    apply(&rows, ids, grads);
+  };
+  const auto write_all = [&] {
+    while (table->stats().dirty_rows > 0) table->write_dirty();
+  };
+  train(0, 3000);
+  table->commit(std::nullopt, "");
+  const Rows committed = rows;
+  uint64_t written = table->stats().store.written_back;
+  train(500, 2500);
+  write_all();
+  CHECK_EQ(table->stats().store.written_back - written, uint64_t{2000});
+  CHECK(table->is_changed());
+  CHECK(table->uncommitted().rows >= 2000);
+  table.reset();  // without a commit
+  table = open_table(vfs, sandbox / "t", 4u << 20);
+  check_table_is(table.get(), committed, "the last commit");
+  rows = committed;
+  train(0, 2000);
+  write_all();
+  train(1900, 2600);
+  written = table->stats().store.written_back;
+  table->commit(std::nullopt, "");
+  CHECK_EQ(table->stats().store.written_back - written, uint64_t{700});
+  check_table_is(table.get(), rows, "committed");
+  table.reset();
+  table = open_table(vfs, sandbox / "t", 4u << 20);
+  check_table_is(table.get(), rows, "opened again");
 }
 
 // A commit that fails leaves every row where it was, says so once, and the next one makes up for it.

@@ -111,6 +111,7 @@ TEST(disk_limit_holds_while_training_at_the_smallest_that_opens) {
   uint64_t most = 0;
   for (int step = 0; step < 1200; ++step) {
     trained.step(table.get(), 400);
+    if (step % 5 == 0) table->write_dirty();
     if (step % 97 == 96) {
       table->commit(std::nullopt, "");
     } else if (step % 61 == 60) {
@@ -140,6 +141,7 @@ TEST(disk_limit_holds_without_commits) {
   auto table = open_limited(vfs, path, limit);
   for (int step = 0; step < 800; ++step) {
     trained.step(table.get(), 400);
+    if (step % 7 == 0) table->write_dirty();
     CHECK(bytes_of_files(path) <= limit);
   }
   check_table_is(table.get(), trained.rows, "trained");

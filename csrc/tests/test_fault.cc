@@ -25,7 +25,7 @@ class Scenario {
  public:
   Scenario(vfs::Vfs& vfs, const std::string& path) : vfs_(vfs), path_(path) {}
 
-  static constexpr int kSteps = 23;
+  static constexpr int kSteps = 27;
   static bool is_drop(int step) { return kinds()[step] == 'd'; }
 
   void run(int step) {
@@ -53,6 +53,9 @@ class Scenario {
         break;
       case 'm':
         table_->compact();
+        break;
+      case 'w':
+        table_->write_dirty();
         break;
       case 'r':
         in_flight_ = kept_;
@@ -98,7 +101,7 @@ class Scenario {
   }
 
  private:
-  static const char* kinds() { return "nuuucuuukuuumuucuumruud"; }
+  static const char* kinds() { return "nuuucuwuukuwuumuucuwumruwud"; }
 
   vfs::Vfs& vfs_;
   std::string path_;

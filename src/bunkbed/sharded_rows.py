@@ -337,6 +337,12 @@ class ShardedRows:
 
             self._change("set()", apply, len(ids))
 
+    def write_dirty(self) -> None:
+        """Begins to write what a commit would, as far as the shards' buffers take it."""
+        with self._alone(write=True):
+            for core in self._cores:
+                core.write_dirty()
+
     # ---- What is to come
 
     def stage(self, ids: Ids) -> None:

@@ -12,7 +12,7 @@ Two readings rather than a copy that is swapped in at the end: a table is larger
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from bunkbed.io.ahead import ahead
 from bunkbed.io.formats import format_of
 from bunkbed.io.naming import Naming
 from bunkbed.io.setting import Setting
-from bunkbed.io.source import Progress, Reading, Source, slot_length
+from bunkbed.io.source import Chunk, Progress, Reading, Source, slot_length
 from bunkbed.table import Table
 
 #: The least magnitude that a 16-bit dtype rounds to infinity.
@@ -118,10 +118,10 @@ def import_rows(
         table, source_path, source.rows, None if column else ids, column is not None, Path(vocab) if vocab else None
     )
     _check(table, source, naming, source_path, checking)
-    setting = Setting(table, source_path, source.slots)
+    setting = Setting(table, source.slots)
     done = 0
     try:
-        with closing(ahead(source.chunks())) as chunks:
+        with closing(ahead(_finite(source.chunks(), source_path))) as chunks:
             for keys, values in chunks:
                 count = len(next(iter(values.values())))
                 setting.set(naming.ids_of(keys, done, count), values)
@@ -138,6 +138,15 @@ def import_rows(
         )
         raise
     return done
+
+
+def _finite(chunks: Iterator[Chunk], path: Path) -> Iterator[Chunk]:
+    """`chunks`, looked at once more: between the check and now the file may have changed."""
+    for keys, values in chunks:
+        for slot, rows in values.items():
+            if not np.isfinite(rows).all():
+                raise ValueError(f"{path} changed while it was imported: {slot} has values that are not finite")
+        yield keys, values
 
 
 def _steps(table: Table, source: Source, path: Path) -> bool:

@@ -3,11 +3,12 @@
 `Table.set` makes a row's initial record first, since the other slots must be there, and goes through the rows once a
 slot. Where a chunk brings all there is to say of its rows, none of that is wanted: its records are put together here
 and taken as they are, and a row that is on disk already is not read either. The bits are the same.
+
+No row comes twice in most files, so the records of a chunk go to the log while the next one is set, and the commit
+finds the disk at work already.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,11 @@ class Setting:
     """Sets rows of `table`, chunk by chunk. Holds the records of one chunk.
 
     Args:
-        path: where they come from, for messages.
         slots: what each chunk brings.
     """
 
-    def __init__(self, table: Table, path: Path, slots: tuple[str, ...]) -> None:
+    def __init__(self, table: Table, slots: tuple[str, ...]) -> None:
         self._table = table
-        self._path = path
         self._columns: dict[str, slice] = {}
         end = 0
         for slot, (_, length) in table._fields.items():  # in the order of the record
@@ -45,23 +44,21 @@ class Setting:
         self._records: Floats = np.empty((0, end), np.float32)
 
     def set(self, ids: Ids, values: dict[str, Floats]) -> None:
-        """Of equal ids the last wins.
+        """Of equal ids the last wins. Values must be finite, which nobody checks here.
 
         Raises:
-            ValueError: a value that is not finite. Otherwise see `Table.set`.
+            See `Table.set`.
         """
         # What a stored row holds in slots that the file has not must stay.
         is_whole = self._is_plain and len(ids) > 0 and _are_distinct(ids)
         if is_whole and not (self._absent and self._table.contains(ids).any()):
             self._set_whole(ids, values)
-            return
-        for slot, rows in values.items():
-            self._table.set(ids, rows, slot=slot)
+        else:
+            for slot, rows in values.items():
+                self._table.set(ids, rows, slot=slot)
+        self._table._native.write_dirty()
 
     def _set_whole(self, ids: Ids, values: dict[str, Floats]) -> None:
-        for slot, rows in values.items():
-            if not np.isfinite(rows).all():  # the file was checked already
-                raise ValueError(f"{self._path} changed while it was imported: {slot} has values that are not finite")
         if len(self._columns) == 1:
             records = values["weight"]
         else:
