@@ -165,5 +165,5 @@ def write(writing: Writing) -> int:
     ((slot, length),) = writing.lengths.items()
     with h5py.File(writing.file, "w") as file:
         dataset = file.create_dataset(writing.name or "layers/embedding/vars/0", (rows, length), "<f4")
-        fill(writing.table, slot, length, dataset, writing.scratch, writing.report)
+        fill(writing.table, {slot: dataset}, writing.scratch, writing.report)
     return rows

@@ -81,7 +81,7 @@ def write(writing: Writing) -> int:
     rows = writing.every_row()
     ((slot, length),) = writing.lengths.items()
     values = np.empty((rows, length), np.float32)
-    fill(writing.table, slot, length, values, writing.scratch, writing.report)
+    fill(writing.table, {slot: values}, writing.scratch, writing.report)
     with tf.device("CPU:0"):
         variable = tf.Variable(values, trainable=False)
     del values
