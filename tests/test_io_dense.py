@@ -74,6 +74,19 @@ def test_all_slots_come_with_one_scan(
         np.testing.assert_array_equal(rows.view(np.uint32), wanted[slot].view(np.uint32), slot)
 
 
+@pytest.mark.parametrize("order", ["in order", "shuffled"])
+@pytest.mark.parametrize("slot", ["weight", "exp_avg"])
+@pytest.mark.usefixtures("small")
+def test_rows_are_gathered_in_memory(order: str, slot: str) -> None:
+    seen: list[tuple[int, int]] = []
+    with filled(order, bb.Adam()) as table:
+        wanted = table.get(np.arange(ROWS), slot)
+        found = np.full_like(wanted, np.nan)
+        dense.gather(table, slot, found, lambda *at: seen.append(at))
+    np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+    assert seen[-1] == (ROWS, ROWS) and seen == sorted(seen) and len(seen) > 10
+
+
 @pytest.fixture
 def torch() -> Iterator[Any]:
     yield pytest.importorskip("torch")

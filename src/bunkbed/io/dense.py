@@ -93,6 +93,42 @@ def fill(table: Table, targets: Mapping[str, Rows], scratch: Path, report: Calla
         _Filling(table, targets, scratch, report, rows, writer).run(max(_LEAST_ROWS, _SCAN_BYTES // row_bytes))
 
 
+def gather(table: Table, slot: str, out: Floats, report: Callable[[int, int], None]) -> None:
+    """Writes a slot of every row of `table` to `out`, which is in memory: each row to its place, in any order.
+
+    Args:
+        out: float32[num_rows, length of the slot].
+        report: called with (rows written, rows in all); those that are not stored come last.
+    """
+    row_bytes = 4 * out.shape[1]
+    present, count = np.zeros(len(out), np.bool_), 0
+    with closing(ahead(table._scan_slots((slot,), max(_LEAST_ROWS, _SCAN_BYTES // row_bytes)))) as parts:
+        for ids, (rows,) in parts:
+            where = _places(ids)
+            out[where] = rows
+            present[where] = True
+            count += len(ids)
+            report(count, len(out))
+    missing = np.flatnonzero(~present)
+    step = max(1, _STEP_BYTES // row_bytes)
+    for begin in range(0, len(missing), step):
+        part = missing[begin : begin + step]
+        out[part] = _values(table, slot, part)
+        report(count + begin + len(part), len(out))
+
+
+def _places(at: Ids) -> Any:
+    """Rows `at`; where they follow each other a slice, which is copied as one."""
+    first, last = int(at[0]), int(at[-1])
+    follow = last - first == len(at) - 1 and bool((np.diff(at) == 1).all())
+    return slice(first, last + 1) if follow else at
+
+
+def _values(table: Table, slot: str, ids: Ids) -> Floats:
+    """Of rows that are not stored, which are not to be kept either."""
+    return table.lookup(ids, touch=False) if slot == "weight" else table.get(ids, slot)
+
+
 class _Filling:
     def __init__(
         self,
@@ -160,10 +196,8 @@ class _Filling:
             file.write(records.view(np.uint8).data)
 
     def _place(self, at: Ids, values: Sequence[Floats]) -> None:
-        """Rows of the region in `_buffers`; those that follow each other as one copy."""
-        first, last = int(at[0]), int(at[-1])
-        follow = last - first == len(at) - 1 and bool((np.diff(at) == 1).all())
-        where: Any = slice(first, last + 1) if follow else at
+        """Rows of the region in `_buffers`."""
+        where = _places(at)
         for buffer, rows in zip(self._buffers, values, strict=True):
             buffer[where] = rows
         self._present[where] = True
@@ -204,8 +238,7 @@ class _Filling:
         for start in range(0, len(missing), self._step):
             part = missing[start : start + self._step]
             for slot, buffer in zip(self._slots, self._buffers, strict=True):
-                ids = part + begin
-                buffer[part] = self._table.lookup(ids, touch=False) if slot == "weight" else self._table.get(ids, slot)
+                buffer[part] = _values(self._table, slot, part + begin)
         self._wait()
         self._writing = self._writer.submit(self._write, slice(begin, begin + count), self._buffers)
         self._buffers, self._others = self._others, self._buffers
