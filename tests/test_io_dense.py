@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import struct
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -59,7 +60,10 @@ def test_all_slots_come_with_one_scan(
         path = tmp_path / "table" if on_disk else None
         with bb.create(path, dim=DIM, num_rows=ROWS, optimizer=OPTIMIZERS[kind], ram="1MiB") as table:
             bb.import_rows(table, tmp_path / "rows.safetensors")
-            table.update([900, 3, 500], np.ones((3, DIM), np.float32))  # of regions that a scan in order has passed
+            if on_disk:
+                table.commit()
+            again = np.append(np.arange(5, ROWS, 25), [900, 3, 500])  # of regions that a scan in order has passed
+            table.update(again, np.ones((len(again), DIM), np.float32))
             slots = (*table.slots[::-1], "weight")
             wanted = {slot: table.get(np.arange(ROWS), slot) for slot in slots}
             found = {slot: np.full_like(rows, np.nan) for slot, rows in wanted.items()}
@@ -72,6 +76,23 @@ def test_all_slots_come_with_one_scan(
             assert not list((tmp_path / "scratch").iterdir())
     for slot, rows in found.items():
         np.testing.assert_array_equal(rows.view(np.uint32), wanted[slot].view(np.uint32), slot)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_set_aside_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = dense._Filling._append
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.003)
+        append(*args)
+
+    monkeypatch.setattr(dense._Filling, "_append", slowly)
+    monkeypatch.setattr(dense, "_SCAN_BYTES", 2400)  # some of the last rows are of the first region
+    with filled("shuffled", bb.Adam()) as table:
+        wanted = table.lookup(np.arange(ROWS))
+        found = np.full_like(wanted, np.nan)
+        dense.fill(table, {"weight": found}, tmp_path, lambda *at: None)
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("order", ["in order", "shuffled"])

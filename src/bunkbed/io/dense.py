@@ -35,7 +35,7 @@ _LEAST_ROWS = 256
 #: Bytes of what is scanned at once.
 _SCAN_BYTES = 1 << 20
 #: Bytes of what is read at once of rows that were set aside, or made of rows that are not stored.
-_STEP_BYTES = 4 << 20
+_STEP_BYTES = 1 << 20
 
 
 class Rows(Protocol):
@@ -156,6 +156,7 @@ class _Filling:
         fields = ((slot, "<f4", (length,)) for slot, length in zip(targets, lengths, strict=True))
         self._record = np.dtype([("id", "<i8"), *fields])
         self._step = max(1, _STEP_BYTES // self._record.itemsize)
+        self._records = np.empty(self._step, self._record)
         self._writer = writer
         self._writing: Future[None] | None = None
         self._count = 0
@@ -165,35 +166,56 @@ class _Filling:
         with closing(ahead(self._table._scan_slots(self._slots, chunk))) as parts:
             for ids, values in parts:
                 regions = ids // self._rows
-                if (regions == regions[0]).all():
-                    self._take(int(regions[0]), ids, values, gather=True)
-                    continue
-                order = np.argsort(regions, kind="stable")
-                cuts = np.flatnonzero(np.diff(regions[order])) + 1
-                gather = bool((np.diff(regions) >= 0).all())  # otherwise the scan is in no order, as after training
-                for part in np.split(order, cuts):
-                    self._take(int(regions[part[0]]), ids[part], [one[part] for one in values], gather=gather)
+                steps = np.diff(regions)
+                if (steps >= 0).all():
+                    cuts = np.flatnonzero(steps) + 1
+                    for part in map(slice, (0, *cuts), (*cuts, len(ids))):
+                        self._take(int(regions[part.start]), ids[part], [one[part] for one in values])
+                else:  # in no order, as after training
+                    self._take_any(regions, ids, values)
         self._finish()
+        self._wait()  # what was set aside is in its files
         for region in range(-(-self._total // self._rows)):
             if region in self._aside or region not in self._written:
                 self._complete(region)
         self._wait()
 
-    def _take(self, region: int, ids: Ids, values: Sequence[Floats], *, gather: bool) -> None:
-        if gather and region != self._now and region not in self._written and region not in self._aside:
+    def _take(self, region: int, ids: Ids, values: Sequence[Floats]) -> None:
+        """Rows of one region, with which it may begin."""
+        if region != self._now and region not in self._written and region not in self._aside:
             self._finish()
             self._now = region
             self._present[:] = False
         if region == self._now:
             self._place(ids - region * self._rows, values)
-            return
-        self._aside.add(region)
+        else:
+            self._set_aside(np.full(len(ids), region), ids, values)
+
+    def _take_any(self, regions: Ids, ids: Ids, values: Sequence[Floats]) -> None:
+        """Rows of several regions, none of which begins with them."""
+        here = regions == self._now
+        if here.any():
+            self._place(ids[here] - self._now * self._rows, [one[here] for one in values])
+            regions, ids, values = regions[~here], ids[~here], [one[~here] for one in values]
+        self._set_aside(regions, ids, values)
+
+    def _set_aside(self, regions: Ids, ids: Ids, values: Sequence[Floats]) -> None:
+        """Puts rows in order of their regions, and has them added to the regions' files."""
+        order = np.argsort(regions, kind="stable")
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
         records = np.empty(len(ids), self._record)
-        records["id"] = ids
+        records["id"][places] = ids
         for slot, rows in zip(self._slots, values, strict=True):
-            records[slot] = rows
-        with (self._scratch / f"{region}.rows").open("ab") as file:
-            file.write(records.view(np.uint8).data)
+            records[slot][places] = rows
+        names, begins = np.unique(regions[order], return_index=True)
+        self._aside.update(names.tolist())
+        self._submit(self._append, names, begins, records)
+
+    def _append(self, regions: Ids, begins: Ids, records: Any) -> None:
+        for region, part in zip(regions.tolist(), np.split(records, begins[1:]), strict=True):
+            with (self._scratch / f"{region}.rows").open("ab") as file:
+                file.write(part.view(np.uint8).data)
 
     def _place(self, at: Ids, values: Sequence[Floats]) -> None:
         """Rows of the region in `_buffers`."""
@@ -224,7 +246,7 @@ class _Filling:
             left = path.stat().st_size // self._record.itemsize
             with path.open("rb", buffering=0) as file:
                 while left:
-                    records = np.empty(min(left, self._step), self._record)
+                    records = self._records[:left]
                     read_fully(file, records, path)
                     self._place(records["id"] - begin, [records[slot] for slot in self._slots])
                     left -= len(records)
@@ -239,8 +261,7 @@ class _Filling:
             part = missing[start : start + self._step]
             for slot, buffer in zip(self._slots, self._buffers, strict=True):
                 buffer[part] = _values(self._table, slot, part + begin)
-        self._wait()
-        self._writing = self._writer.submit(self._write, slice(begin, begin + count), self._buffers)
+        self._submit(self._write, slice(begin, begin + count), self._buffers)
         self._buffers, self._others = self._others, self._buffers
         if region not in self._written:
             self._count += count
@@ -250,8 +271,13 @@ class _Filling:
         for out, rows in zip(self._outs, buffers, strict=True):
             out[part] = rows[: part.stop - part.start]
 
+    def _submit(self, call: Callable[..., None], *given: Any) -> None:
+        """Has the thread do it, once it has done what came before."""
+        self._wait()
+        self._writing = self._writer.submit(call, *given)
+
     def _wait(self) -> None:
-        """Until the region before this one is written; raises what that failed with."""
+        """Until the thread has done what it was given; raises what that failed with."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
