@@ -79,6 +79,30 @@ def test_all_slots_come_with_one_scan(
 
 
 @pytest.mark.usefixtures("small")
+def test_rows_that_a_region_was_written_without_must_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not looked up one by one; should the log not bring them, that is an error and no file."""
+    rows = np.random.default_rng(1).standard_normal((ROWS, DIM)).astype(np.float32)
+    np.save(tmp_path / "in.npy", rows)
+    with bb.create(tmp_path / "table", dim=DIM, num_rows=ROWS, optimizer=bb.SGD(), ram="1MiB") as table:
+        bb.import_rows(table, tmp_path / "in.npy")
+        table.commit()
+        table.set(np.arange(0, ROWS, 3), rows[::3] + 1)
+        rows[::3] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(bb.Table, "lookup", lambda *args, **kwargs: pytest.fail("looked up"))
+            bb.export_rows(table, tmp_path / "out.npy")
+        np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), rows)
+        append = dense._Filling._append
+        monkeypatch.setattr(dense._Filling, "_append", lambda *args: append(*args[:-1], args[-1][:-1]))
+        (tmp_path / "lost").mkdir()
+        with pytest.raises(
+            bb.BunkbedError, match=r"table 'table': the log brought \d+ of \d+ rows that ids from \d+ still lacked"
+        ):
+            bb.export_rows(table, tmp_path / "lost" / "out.npy")
+        assert list((tmp_path / "lost").iterdir()) == []
+
+
+@pytest.mark.usefixtures("small")
 def test_what_is_set_aside_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append = dense._Filling._append
 

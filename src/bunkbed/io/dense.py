@@ -6,8 +6,8 @@ Looking every id up would read the log row by row: on an SSD ten times slower th
    once for all of them.
 2. While it goes through regions in order, as a table does that was imported, the rows of a region are gathered in
    memory and written at once.
-3. Rows that come in another order are set aside, in a file for each region.
-4. At the end each region with such rows is completed from its file, and those without any are written.
+3. Rows that come in another order, or after their region was written, are set aside, in a file for each region.
+4. At the end each region that lacks such rows is completed from its file, and those without any are written.
 
 Rows that are not stored have their initial values, which cost no read.
 """
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bunkbed.arguments import Floats, Ids
+from bunkbed.errors import BunkbedError
 from bunkbed.io.ahead import ahead
 from bunkbed.io.source import read_fully, slot_length
 from bunkbed.table import Table
@@ -146,6 +147,7 @@ class _Filling:
         self._rows, self._total = region_rows, table.num_rows
         self._written: set[int] = set()
         self._aside: set[int] = set()
+        self._late: dict[int, int] = {}  # rows that a region was written without
         self._now = -1  # the region being gathered
         # Two of them: one is written by a thread while rows are gathered in the other. Each has an array a slot.
         rows = min(region_rows, table.num_rows)
@@ -176,7 +178,7 @@ class _Filling:
         self._finish()
         self._wait()  # what was set aside is in its files
         for region in range(-(-self._total // self._rows)):
-            if region in self._aside or region not in self._written:
+            if region in self._late or region not in self._written:
                 self._complete(region)
         self._wait()
 
@@ -225,16 +227,21 @@ class _Filling:
         self._present[where] = True
 
     def _finish(self) -> None:
-        """Writes the region that was gathered; should more of it come, that is set aside and added."""
-        if self._now < 0:
+        """Writes the region that was gathered; rows of it that are still to come are set aside and added."""
+        region = self._now
+        if region < 0:
             return
-        self._put(self._now)
-        self._written.add(self._now)
+        missing = np.flatnonzero(~self._present[: self._count_of(region)])
+        is_late = self._table.contains(missing + region * self._rows)  # looking them up would read one by one
+        if is_late.any():
+            self._late[region] = int(is_late.sum())
+        self._put(region, missing[~is_late])
+        self._written.add(region)
         self._now = -1
 
     def _complete(self, region: int) -> None:
-        begin = region * self._rows
-        count = min(self._rows, self._total - begin)
+        begin, count = region * self._rows, self._count_of(region)
+        came = 0
         self._present[:] = False
         if region in self._written:
             self._wait()
@@ -250,13 +257,21 @@ class _Filling:
                     read_fully(file, records, path)
                     self._place(records["id"] - begin, [records[slot] for slot in self._slots])
                     left -= len(records)
+                    came += len(records)
             path.unlink()
-        self._put(region)
+        if region in self._written and came != self._late[region]:
+            raise BunkbedError(
+                f"table '{self._table.name}': the log brought {came} of {self._late[region]} rows that ids from "
+                f"{begin} still lacked; it was changed meanwhile, or is damaged: see bunkbed check"
+            )
+        self._put(region, np.flatnonzero(~self._present[:count]))
 
-    def _put(self, region: int) -> None:
-        begin = region * self._rows
-        count = min(self._rows, self._total - begin)
-        missing = np.flatnonzero(~self._present[:count])
+    def _count_of(self, region: int) -> int:
+        return min(self._rows, self._total - region * self._rows)
+
+    def _put(self, region: int, missing: Ids) -> None:
+        """Writes a region, with initial values for the rows that are `missing` in it."""
+        begin, count = region * self._rows, self._count_of(region)
         for start in range(0, len(missing), self._step):
             part = missing[start : start + self._step]
             for slot, buffer in zip(self._slots, self._buffers, strict=True):
