@@ -6,12 +6,14 @@ import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.io import tensorflow_checkpoint
 from io_setup import check_whole_or_not_at_all
 from keras_setup import keras, tf
 
@@ -77,6 +79,39 @@ def test_tensorflow_restores_what_we_export(table: bb.Table, empty: bb.Table, tm
     np.testing.assert_array_equal(variable.numpy(), table.lookup(EVERY))
     with pytest.raises(FileExistsError, match=r"rows.data-00000-of-00001 exists already"):
         bb.export_rows(table, tmp_path / "rows.index")
+
+
+def test_a_tensor_is_in_memory_once(
+    table: bb.Table, empty: bb.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What TensorFlow writes are the rows that were gathered, not a copy; what it read is kept for the import."""
+    gathered: list[Any] = []
+    gather, load = tensorflow_checkpoint.gather, tf.train.load_checkpoint
+
+    class Checkpoint(tf.train.Checkpoint):  # type: ignore[misc, name-defined]
+        def write(self, *args: Any) -> Any:
+            gathered[0][3] = 7
+            return super().write(*args)
+
+    monkeypatch.setattr(tf.train, "Checkpoint", Checkpoint)
+    monkeypatch.setattr(tensorflow_checkpoint, "gather", lambda *args: (gathered.append(args[2]), gather(*args))[1])
+    bb.export_rows(table, tmp_path / "rows.index")
+    wanted = table.lookup(EVERY)
+    wanted[3] = 7
+    readings: list[str] = []
+
+    def spied(prefix: str) -> Any:
+        reader = load(prefix)
+        return SimpleNamespace(
+            get_variable_to_dtype_map=reader.get_variable_to_dtype_map,
+            get_variable_to_shape_map=reader.get_variable_to_shape_map,
+            get_tensor=lambda name: (readings.append(name), reader.get_tensor(name))[1],
+        )
+
+    monkeypatch.setattr(tf.train, "load_checkpoint", spied)
+    bb.import_rows(empty, tmp_path / "rows.index", chunk=7)
+    np.testing.assert_array_equal(empty.lookup(EVERY), wanted)
+    assert len(readings) == 1
 
 
 def test_one_of_two_files_that_appears_meanwhile_stops_both(table: bb.Table, tmp_path: Path) -> None:

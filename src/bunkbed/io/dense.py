@@ -2,11 +2,12 @@
 
 Looking every id up would read the log row by row: on an SSD ten times slower than reading it through. Instead:
 
-1. The ids are divided into regions whose rows fit in memory. The log is scanned once.
+1. The ids are divided into regions whose rows fit in memory, with all the slots that are wanted. The log is scanned
+   once for all of them.
 2. While it goes through regions in order, as a table does that was imported, the rows of a region are gathered in
    memory and written at once.
-3. Rows that come in another order are set aside, in a file for each region.
-4. At the end each region with such rows is completed from its file, and those without any are written.
+3. Rows that come in another order, or after their region was written, are set aside, in a file for each region.
+4. At the end each region that lacks such rows is completed from its file, and those without any are written.
 
 Rows that are not stored have their initial values, which cost no read.
 """
@@ -14,7 +15,7 @@ Rows that are not stored have their initial values, which cost no read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -23,16 +24,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from bunkbed.arguments import Floats, Ids
+from bunkbed.errors import BunkbedError
 from bunkbed.io.ahead import ahead
-from bunkbed.io.source import read_fully
+from bunkbed.io.source import read_fully, slot_length
 from bunkbed.table import Table
 
-#: Bytes of a region, two of which are in memory, and most regions: above 64 GiB they grow instead.
+#: Bytes of a region with all its slots, two of which are in memory, and most regions: above 64 GiB they grow instead.
 _REGION_BYTES = 16 << 20
 _MAX_REGIONS = 4096
 _LEAST_ROWS = 256
 #: Bytes of what is scanned at once.
 _SCAN_BYTES = 1 << 20
+#: Bytes of what is read at once of rows that were set aside, or made of rows that are not stored.
+_STEP_BYTES = 1 << 20
 
 
 class Rows(Protocol):
@@ -75,143 +79,220 @@ class FileRows:
         os.posix_fadvise(self._descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
 
-def fill(table: Table, slot: str, length: int, out: Rows, scratch: Path, report: Callable[[int, int], None]) -> None:
-    """Writes a slot of every row of `table` to `out`.
+def fill(table: Table, targets: Mapping[str, Rows], scratch: Path, report: Callable[[int, int], None]) -> None:
+    """Writes slots of every row of `table`, which is scanned once.
 
     Args:
-        length: values of the slot in a row.
+        targets: where the rows of each slot go.
         scratch: an empty folder for what is set aside.
         report: called with (rows written, rows in all).
     """
     assert table.num_rows is not None
-    rows = max(_LEAST_ROWS, _REGION_BYTES // (4 * length), -(-table.num_rows // _MAX_REGIONS))
+    row_bytes = 4 * sum(slot_length(table, slot) for slot in targets)
+    rows = max(_LEAST_ROWS, _REGION_BYTES // row_bytes, -(-table.num_rows // _MAX_REGIONS))
     with ThreadPoolExecutor(1, "bunkbed-export") as writer:
-        _Filling(table, slot, length, out, scratch, report, rows, writer).run(
-            max(_LEAST_ROWS, _SCAN_BYTES // (4 * length))
-        )
+        _Filling(table, targets, scratch, report, rows, writer).run(max(_LEAST_ROWS, _SCAN_BYTES // row_bytes))
+
+
+def gather(table: Table, slot: str, out: Floats, report: Callable[[int, int], None]) -> None:
+    """Writes a slot of every row of `table` to `out`, which is in memory: each row to its place, in any order.
+
+    Args:
+        out: float32[num_rows, length of the slot].
+        report: called with (rows written, rows in all); those that are not stored come last.
+    """
+    row_bytes = 4 * out.shape[1]
+    present, count = np.zeros(len(out), np.bool_), 0
+    with closing(ahead(table._scan_slots((slot,), max(_LEAST_ROWS, _SCAN_BYTES // row_bytes)))) as parts:
+        for ids, (rows,) in parts:
+            where = _places(ids)
+            out[where] = rows
+            present[where] = True
+            count += len(ids)
+            report(count, len(out))
+    missing = np.flatnonzero(~present)
+    step = max(1, _STEP_BYTES // row_bytes)
+    for begin in range(0, len(missing), step):
+        part = missing[begin : begin + step]
+        out[part] = _values(table, slot, part)
+        report(count + begin + len(part), len(out))
+
+
+def _places(at: Ids) -> Any:
+    """Rows `at`; where they follow each other a slice, which is copied as one."""
+    first, last = int(at[0]), int(at[-1])
+    follow = last - first == len(at) - 1 and bool((np.diff(at) == 1).all())
+    return slice(first, last + 1) if follow else at
+
+
+def _values(table: Table, slot: str, ids: Ids) -> Floats:
+    """Of rows that are not stored, which are not to be kept either."""
+    return table.lookup(ids, touch=False) if slot == "weight" else table.get(ids, slot)
 
 
 class _Filling:
     def __init__(
         self,
         table: Table,
-        slot: str,
-        length: int,
-        out: Rows,
+        targets: Mapping[str, Rows],
         scratch: Path,
         report: Callable[[int, int], None],
         region_rows: int,
         writer: ThreadPoolExecutor,
     ) -> None:
         assert table.num_rows is not None
-        self._table, self._slot, self._length = table, slot, length
-        self._out, self._scratch, self._report = out, scratch, report
+        self._table, self._scratch, self._report = table, scratch, report
+        self._slots, self._outs = tuple(targets), tuple(targets.values())
+        lengths = [slot_length(table, slot) for slot in targets]
         self._rows, self._total = region_rows, table.num_rows
         self._written: set[int] = set()
         self._aside: set[int] = set()
+        self._late: dict[int, int] = {}  # rows that a region was written without
         self._now = -1  # the region being gathered
-        # Two of them: one is written by a thread while rows are gathered in the other.
-        shape = (min(region_rows, table.num_rows), length)
-        self._buffer: Floats = np.empty(shape, np.float32)
-        self._other: Floats = np.empty(shape, np.float32)
-        self._present = np.zeros(len(self._buffer), np.bool_)
+        # Two of them: one is written by a thread while rows are gathered in the other. Each has an array a slot.
+        rows = min(region_rows, table.num_rows)
+        self._buffers: list[Floats] = [np.empty((rows, length), np.float32) for length in lengths]
+        self._others: list[Floats] = [np.empty((rows, length), np.float32) for length in lengths]
+        self._present = np.zeros(rows, np.bool_)
+        #: A row that is set aside: its id, then its slots.
+        fields = ((slot, "<f4", (length,)) for slot, length in zip(targets, lengths, strict=True))
+        self._record = np.dtype([("id", "<i8"), *fields])
+        self._step = max(1, _STEP_BYTES // self._record.itemsize)
+        self._records = np.empty(self._step, self._record)
         self._writer = writer
         self._writing: Future[None] | None = None
         self._count = 0
 
     def run(self, chunk: int) -> None:
         """All four steps."""
-        with closing(ahead(self._table.scan(self._slot, chunk))) as parts:
+        with closing(ahead(self._table._scan_slots(self._slots, chunk))) as parts:
             for ids, values in parts:
                 regions = ids // self._rows
-                if (regions == regions[0]).all():
-                    self._take(int(regions[0]), ids, values, gather=True)
-                    continue
-                order = np.argsort(regions, kind="stable")
-                cuts = np.flatnonzero(np.diff(regions[order])) + 1
-                gather = bool((np.diff(regions) >= 0).all())  # otherwise the scan is in no order, as after training
-                for part in np.split(order, cuts):
-                    self._take(int(regions[part[0]]), ids[part], values[part], gather=gather)
+                steps = np.diff(regions)
+                if (steps >= 0).all():
+                    cuts = np.flatnonzero(steps) + 1
+                    for part in map(slice, (0, *cuts), (*cuts, len(ids))):
+                        self._take(int(regions[part.start]), ids[part], [one[part] for one in values])
+                else:  # in no order, as after training
+                    self._take_any(regions, ids, values)
         self._finish()
+        self._wait()  # what was set aside is in its files
         for region in range(-(-self._total // self._rows)):
-            if region in self._aside or region not in self._written:
+            if region in self._late or region not in self._written:
                 self._complete(region)
         self._wait()
 
-    def _take(self, region: int, ids: Ids, values: Floats, *, gather: bool) -> None:
-        if gather and region != self._now and region not in self._written and region not in self._aside:
+    def _take(self, region: int, ids: Ids, values: Sequence[Floats]) -> None:
+        """Rows of one region, with which it may begin."""
+        if region != self._now and region not in self._written and region not in self._aside:
             self._finish()
             self._now = region
             self._present[:] = False
         if region == self._now:
             self._place(ids - region * self._rows, values)
-            return
-        self._aside.add(region)
-        with (self._scratch / f"{region}.ids").open("ab") as file:
-            file.write(np.ascontiguousarray(ids).data)
-        with (self._scratch / f"{region}.rows").open("ab") as file:
-            file.write(np.ascontiguousarray(values).data)
-
-    def _place(self, at: Ids, values: Floats) -> None:
-        """Rows of the region in `_buffer`; those that follow each other as one copy."""
-        first, last = int(at[0]), int(at[-1])
-        if last - first == len(at) - 1 and (np.diff(at) == 1).all():
-            self._buffer[first : last + 1] = values
-            self._present[first : last + 1] = True
         else:
-            self._buffer[at] = values
-            self._present[at] = True
+            self._set_aside(np.full(len(ids), region), ids, values)
+
+    def _take_any(self, regions: Ids, ids: Ids, values: Sequence[Floats]) -> None:
+        """Rows of several regions, none of which begins with them."""
+        here = regions == self._now
+        if here.any():
+            self._place(ids[here] - self._now * self._rows, [one[here] for one in values])
+            regions, ids, values = regions[~here], ids[~here], [one[~here] for one in values]
+        self._set_aside(regions, ids, values)
+
+    def _set_aside(self, regions: Ids, ids: Ids, values: Sequence[Floats]) -> None:
+        """Puts rows in order of their regions, and has them added to the regions' files."""
+        order = np.argsort(regions, kind="stable")
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        records = np.empty(len(ids), self._record)
+        records["id"][places] = ids
+        for slot, rows in zip(self._slots, values, strict=True):
+            records[slot][places] = rows
+        names, begins = np.unique(regions[order], return_index=True)
+        self._aside.update(names.tolist())
+        self._submit(self._append, names, begins, records)
+
+    def _append(self, regions: Ids, begins: Ids, records: Any) -> None:
+        for region, part in zip(regions.tolist(), np.split(records, begins[1:]), strict=True):
+            with (self._scratch / f"{region}.rows").open("ab") as file:
+                file.write(part.view(np.uint8).data)
+
+    def _place(self, at: Ids, values: Sequence[Floats]) -> None:
+        """Rows of the region in `_buffers`."""
+        where = _places(at)
+        for buffer, rows in zip(self._buffers, values, strict=True):
+            buffer[where] = rows
+        self._present[where] = True
 
     def _finish(self) -> None:
-        """Writes the region that was gathered; should more of it come, that is set aside and added."""
-        if self._now < 0:
+        """Writes the region that was gathered; rows of it that are still to come are set aside and added."""
+        region = self._now
+        if region < 0:
             return
-        self._put(self._now)
-        self._written.add(self._now)
+        missing = np.flatnonzero(~self._present[: self._count_of(region)])
+        is_late = self._table.contains(missing + region * self._rows)  # looking them up would read one by one
+        if is_late.any():
+            self._late[region] = int(is_late.sum())
+        self._put(region, missing[~is_late])
+        self._written.add(region)
         self._now = -1
 
     def _complete(self, region: int) -> None:
-        begin = region * self._rows
-        count = min(self._rows, self._total - begin)
+        begin, count = region * self._rows, self._count_of(region)
+        came = 0
         self._present[:] = False
         if region in self._written:
             self._wait()
-            self._buffer[:count] = self._out[begin : begin + count]
+            for buffer, out in zip(self._buffers, self._outs, strict=True):
+                buffer[:count] = out[begin : begin + count]
             self._present[:] = True
         if region in self._aside:
-            ids_file, rows_file = self._scratch / f"{region}.ids", self._scratch / f"{region}.rows"
-            at = np.fromfile(ids_file, np.int64) - begin
-            step = max(1, (4 << 20) // (4 * self._length))
-            with rows_file.open("rb", buffering=0) as file:
-                for start in range(0, len(at), step):
-                    part = at[start : start + step]
-                    rows = np.empty((len(part), self._length), np.float32)
-                    read_fully(file, rows, rows_file)
-                    self._place(part, rows)
-            ids_file.unlink()
-            rows_file.unlink()
-        self._put(region)
-
-    def _put(self, region: int) -> None:
-        begin = region * self._rows
-        count = min(self._rows, self._total - begin)
-        missing = np.flatnonzero(~self._present[:count])
-        step = max(1, (4 << 20) // (4 * self._length))
-        for start in range(0, len(missing), step):
-            part = missing[start : start + step]
-            ids = part + begin
-            self._buffer[part] = (
-                self._table.lookup(ids, touch=False) if self._slot == "weight" else self._table.get(ids, self._slot)
+            path = self._scratch / f"{region}.rows"
+            left = path.stat().st_size // self._record.itemsize
+            with path.open("rb", buffering=0) as file:
+                while left:
+                    records = self._records[:left]
+                    read_fully(file, records, path)
+                    self._place(records["id"] - begin, [records[slot] for slot in self._slots])
+                    left -= len(records)
+                    came += len(records)
+            path.unlink()
+        if region in self._written and came != self._late[region]:
+            raise BunkbedError(
+                f"table '{self._table.name}': the log brought {came} of {self._late[region]} rows that ids from "
+                f"{begin} still lacked; it was changed meanwhile, or is damaged: see bunkbed check"
             )
-        self._wait()
-        self._writing = self._writer.submit(self._out.__setitem__, slice(begin, begin + count), self._buffer[:count])
-        self._buffer, self._other = self._other, self._buffer
+        self._put(region, np.flatnonzero(~self._present[:count]))
+
+    def _count_of(self, region: int) -> int:
+        return min(self._rows, self._total - region * self._rows)
+
+    def _put(self, region: int, missing: Ids) -> None:
+        """Writes a region, with initial values for the rows that are `missing` in it."""
+        begin, count = region * self._rows, self._count_of(region)
+        for start in range(0, len(missing), self._step):
+            part = missing[start : start + self._step]
+            for slot, buffer in zip(self._slots, self._buffers, strict=True):
+                buffer[part] = _values(self._table, slot, part + begin)
+        self._submit(self._write, slice(begin, begin + count), self._buffers)
+        self._buffers, self._others = self._others, self._buffers
         if region not in self._written:
             self._count += count
             self._report(self._count, self._total)
 
+    def _write(self, part: slice, buffers: Sequence[Floats]) -> None:
+        for out, rows in zip(self._outs, buffers, strict=True):
+            out[part] = rows[: part.stop - part.start]
+
+    def _submit(self, call: Callable[..., None], *given: Any) -> None:
+        """Has the thread do it, once it has done what came before."""
+        self._wait()
+        self._writing = self._writer.submit(call, *given)
+
     def _wait(self) -> None:
-        """Until the region before this one is written; raises what that failed with."""
+        """Until the thread has done what it was given; raises what that failed with."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.io.dense import fill
+from bunkbed.arguments import Floats
+from bunkbed.io.dense import FileRows, fill
 from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, the_array_meant, widened
+from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, rows_of_file, the_array_meant, widened
+from bunkbed.io.zip_members import offset_of
 
 _INSTALL = "h5py"
 _WEIGHTS = "model.weights.h5"
@@ -31,7 +33,7 @@ def read(reading: Reading) -> Source:
     path = reading.path
     reading.refuse(ids=reading.id_column, state=reading.state)
     optimizer = _optimizer_of(path) if reading.format == "keras" else None
-    with _opened(path) as file:
+    with _opened(path) as (file, _):
         shapes = _datasets(file)
         name = _named(reading, shapes)
         found = {"weight": name}
@@ -43,20 +45,44 @@ def read(reading: Reading) -> Source:
         for slot, dataset in found.items():
             check_rows(f"{path}: {dataset}", *shapes[dataset], reading.length(slot))
         rows = shapes[name][0][0]
+        places = {slot: _place(file[dataset]) for slot, dataset in found.items()}
     chunk = reading.rows_of()
 
     def chunks() -> Iterator[Chunk]:
-        with _opened(path) as file:
-            for begin in range(0, rows, chunk):
-                part = slice(begin, min(rows, begin + chunk))
-                yield None, {slot: widened(file[dataset][part], "float32") for slot, dataset in found.items()}
+        with _opened(path) as (file, start):
+            parts: dict[str, Iterator[Floats]] = {}
+            for slot, dataset in found.items():
+                place, length, dtype = places[slot], reading.length(slot), shapes[dataset][1]
+                if place is None:
+                    parts[slot] = _rows_of(file[dataset], chunk)
+                else:
+                    parts[slot] = rows_of_file(path, start + place, rows, length, dtype, chunk)
+            for values in zip(*parts.values(), strict=True):
+                yield None, dict(zip(parts, values, strict=True))
 
     return Source(rows, tuple(found), chunks, step)
 
 
+def _place(dataset: Any) -> int | None:
+    """Where in the HDF5 file the rows of a dataset lie one after the other; None where only h5py can tell them.
+
+    h5py copies once more, and through Python calls where the file lies in an archive.
+    """
+    if dataset.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
+        return None
+    # HDF5 gives none of one in pieces, in another file, never written, or so small that it lies in its own description.
+    place: int | None = dataset.id.get_offset()
+    return place
+
+
+def _rows_of(dataset: Any, chunk: int) -> Iterator[Floats]:
+    for begin in range(0, len(dataset), chunk):
+        yield widened(dataset[begin : begin + chunk], "float32")
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The HDF5 file, by itself or in its archive."""
+def _opened(path: Path) -> Iterator[tuple[Any, int]]:
+    """The HDF5 file, by itself or in its archive, and where in `path` it begins."""
     import h5py
 
     if not zipfile.is_zipfile(path):
@@ -65,7 +91,7 @@ def _opened(path: Path) -> Iterator[Any]:
         except OSError as error:
             raise ValueError(f"{path} is not an HDF5 file: {error}") from None
         with file:
-            yield file
+            yield file, 0
         return
     with zipfile.ZipFile(path) as archive:
         if _WEIGHTS not in archive.namelist():
@@ -74,11 +100,9 @@ def _opened(path: Path) -> Iterator[Any]:
     if about.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{path} is compressed; extract its {_WEIGHTS} and import that")
     with path.open("rb") as raw:
-        raw.seek(about.header_offset + 26)  # of the entry's own header: lengths of its name and of what follows it
-        lengths = np.frombuffer(raw.read(4), "<u2")
-        start = about.header_offset + 30 + int(lengths.sum())
+        start = offset_of(raw, about)
         with h5py.File(_Part(raw, start, about.file_size), "r") as file:
-            yield file
+            yield file, start
 
 
 class _Part(io.RawIOBase):
@@ -165,5 +189,8 @@ def write(writing: Writing) -> int:
     ((slot, length),) = writing.lengths.items()
     with h5py.File(writing.file, "w") as file:
         dataset = file.create_dataset(writing.name or "layers/embedding/vars/0", (rows, length), "<f4")
-        fill(writing.table, slot, length, dataset, writing.scratch, writing.report)
+        dataset[rows - 1 :] = 0  # the first write makes room for all of it
+        place = dataset.id.get_offset()
+    with writing.file.open("r+b") as raw:  # h5py would copy each part once more
+        fill(writing.table, {slot: FileRows(raw.fileno(), place, length)}, writing.scratch, writing.report)
     return rows

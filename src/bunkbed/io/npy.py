@@ -53,12 +53,5 @@ def write(writing: Writing) -> int:
         file.flush()
         start = file.tell()
         os.truncate(file.fileno(), start + 4 * rows * length)
-        fill(
-            writing.table,
-            slot,
-            length,
-            FileRows(file.fileno(), start, length),
-            writing.scratch,
-            writing.report,
-        )
+        fill(writing.table, {slot: FileRows(file.fileno(), start, length)}, writing.scratch, writing.report)
     return rows

@@ -1,6 +1,6 @@
 """TensorFlow's checkpoints: ``NAME.index`` and ``NAME.data-...``, of which a variable is read and written whole.
 
-TensorFlow's reader gives a tensor whole, so rows take memory here: twice their bytes for an export, once for an import.
+TensorFlow reads and writes a tensor whole, so rows take memory here: their bytes once, for an export and an import.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.io.dense import fill
+from bunkbed.arguments import Floats
+from bunkbed.io.dense import gather
 from bunkbed.io.exporting import Writing
 from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, widened
 
 _INSTALL = '"bunkbed[keras]"'
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+#: Bytes, of memory that TensorFlow takes as it is.
+_ALIGNMENT = 64
 
 
 def prefix_of(path: Path) -> Path:
@@ -46,11 +49,13 @@ def read(reading: Reading) -> Source:
     name = _named(reading, shapes, dtypes)
     check_rows(f"{path}: {name.removesuffix(_VALUE)}", shapes[name], dtypes[name], reading.length("weight"))
     rows, chunk = int(shapes[name][0]), reading.rows_of()
+    kept: list[Any] = []  # the tensor, which is read once for the check and the import
 
     def chunks() -> Iterator[Chunk]:
-        values = reader.get_tensor(name)
+        if not kept:
+            kept.append(reader.get_tensor(name))
         for begin in range(0, rows, chunk):
-            part = values[begin : begin + chunk]
+            part = kept[0][begin : begin + chunk]
             is_brain = dtypes[name] == "bfloat16"
             yield None, {"weight": widened(part.view(np.uint16) if is_brain else part, dtypes[name])}
 
@@ -80,10 +85,17 @@ def write(writing: Writing) -> int:
     tf = need("tensorflow", "a TensorFlow checkpoint", _INSTALL)
     rows = writing.every_row()
     ((slot, length),) = writing.lengths.items()
-    values = np.empty((rows, length), np.float32)
-    fill(writing.table, slot, length, values, writing.scratch, writing.report)
-    with tf.device("CPU:0"):
-        variable = tf.Variable(values, trainable=False)
+    values = _aligned(rows, length)
+    gather(writing.table, slot, values, writing.report)
+    with tf.device("CPU:0"):  # the variable is these values, not a copy of them
+        variable = tf.Variable(tf.experimental.dlpack.from_dlpack(values.__dlpack__()), trainable=False)
     del values
     tf.train.Checkpoint(**{writing.name or "weight": variable}).write(str(writing.out / prefix_of(writing.target).name))
     return rows
+
+
+def _aligned(rows: int, length: int) -> Floats:
+    """Memory as TensorFlow wants it, which otherwise copies."""
+    flat = np.empty(rows * length + _ALIGNMENT // 4, np.float32)
+    begin = -flat.ctypes.data % _ALIGNMENT // 4
+    return flat[begin : begin + rows * length].reshape(rows, length)

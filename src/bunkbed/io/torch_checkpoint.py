@@ -7,12 +7,14 @@ are paths with dots through whatever nesting the file has: ``model.user.weight``
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bunkbed.io.dense import FileRows, fill
+from bunkbed.io.dense import fill
 from bunkbed.io.exporting import Writing
 from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, the_array_meant
+from bunkbed.io.zip_members import MemberRows, offset_of, set_checksums
 from bunkbed.optim import Adagrad, Adam
 
 _INSTALL = '"bunkbed[torch]"'
@@ -140,7 +142,8 @@ def _state_of(
 def write(writing: Writing) -> int:
     """Every id in ``[0, num_rows)``: a state_dict; with state, ``{"model": ..., "optimizer": ...}``.
 
-    torch writes a tensor whole, so the rows are first brought into order in a file, which is then mapped.
+    torch would write a tensor whole. It makes the archive with room for the tensors, and rows are written into it as
+    they come: an archive of ``torch.save`` whose bytes were there once.
     """
     torch = need("torch", "a torch checkpoint", _INSTALL)
     table, name = writing.table, writing.name or "weight"
@@ -148,26 +151,41 @@ def write(writing: Writing) -> int:
     if "weight" not in writing.lengths:
         raise ValueError(f"{writing.target}: a torch checkpoint holds the weights; name them among slots")
     group = _group(torch, writing, name) if writing.state else None
-    tensors = {}
-    for at, (slot, length) in enumerate(writing.lengths.items()):
-        file = writing.scratch / f"{slot}.data"
-        aside = writing.scratch / f"{slot}.aside"
-        aside.mkdir()
-
-        def report(done: int, total: int, at: int = at) -> None:
-            writing.report((at * total + done) // len(writing.lengths), total)
-
-        with file.open("w+b") as out:
-            out.truncate(4 * rows * length)
-            fill(table, slot, length, FileRows(out.fileno(), 0, length), aside, report)
-        flat = torch.from_file(str(file), shared=True, size=rows * length, dtype=torch.float32)
-        tensors[slot] = flat.reshape(rows, length)
+    slots = ("weight", *writing.state)  # in the order in which torch meets them, and writes them
+    tensors = {slot: _room(torch, writing, slot, rows) for slot in slots}
     content: dict[str, Any] = {name: tensors["weight"]}
     if group is not None:
         state = {"step": table.step, **{slot: tensors[slot] for slot in writing.state}}
         content = {"model": content, "optimizer": {"state": {0: state}, "param_groups": [group]}}
-    torch.save(content, str(writing.file))
+    with torch.serialization.skip_data():
+        torch.save(content, str(writing.file))
+    with writing.file.open("r+b") as file:
+        with zipfile.ZipFile(file) as archive:
+            members = [one for one in archive.infolist() if one.filename.partition("/")[2].startswith("data/")]
+        sizes = [4 * rows * writing.lengths[slot] for slot in slots]
+        if [member.file_size for member in members] != sizes:  # skip_data is young: better no file than a wrong one
+            raise RuntimeError(
+                f"torch {torch.__version__} left no room for the rows of {writing.target}; export to .safetensors"
+            )
+        targets = {
+            slot: MemberRows(file.fileno(), offset_of(file, member), writing.lengths[slot])
+            for slot, member in zip(slots, members, strict=True)
+        }
+        fill(table, targets, writing.scratch, writing.report)
+        checksums = (target.checksum() for target in targets.values())
+        set_checksums(file, dict(zip([member.filename for member in members], checksums, strict=True)))
     return rows
+
+
+def _room(torch: Any, writing: Writing, slot: str, rows: int) -> Any:
+    """A tensor of no memory and no disk: a file without a byte that was written, mapped."""
+    file = writing.scratch / f"{slot}.room"
+    length = writing.lengths[slot]
+    with file.open("wb") as room:
+        room.truncate(4 * rows * length)
+    tensor = torch.from_file(str(file), shared=True, size=rows * length, dtype=torch.float32).reshape(rows, length)
+    file.unlink()
+    return tensor
 
 
 def _group(torch: Any, writing: Writing, name: str) -> dict[str, Any]:
