@@ -121,7 +121,7 @@ TEST(text_has_the_same_bytes_for_every_number_of_threads) {
 TEST(doubtful_lines_are_refused_and_the_others_taken) {
   std::vector<float> out;
   const std::string text =
-      "1 2\n 1\t2 \r\n+1 2\n1_0 2\n0x10 2\n1e-50 2\n1e39 2\nnan 2\n1 inf\n\n1\n1 2 3\n1,2\n1 2x\n-.5e-3 5.\n1 -\n3 4";
+      "1 2\n 1\t2 \r\n+1 2\n1_0 2\n0x10 2\n1e-50 2\n1e39 2\nnan 2\n1 inf\n\n1\n1 2 3\n1,2\n1 2x\n-.5e-3 5.\n1-2\n3 4";
   const std::vector<int64_t> refused = parse(text, 2, &out);
   const std::vector<int64_t> wanted = {2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15};
   CHECK(refused == wanted);
@@ -137,12 +137,13 @@ TEST(doubtful_lines_are_refused_and_the_others_taken) {
 
 TEST(places_outside_the_text_are_errors) {
   std::vector<float> out(4);
-  const int64_t begins[] = {0, 2}, far[] = {2, 9}, back[] = {2, 1}, before[] = {-1, 1};
+  const int64_t begins[] = {0, 2}, far[] = {2, 9}, back[] = {2, 1}, same[] = {1, 1}, before[] = {-1, 1};
   CHECK_THROWS(parse_rows("1\n2\n", begins, far, 2, 1, out.data()), ErrorKind::kInvalid, "line 1 ends outside");
   CHECK_THROWS(parse_rows("1\n2\n", begins, back, 2, 1, out.data()), ErrorKind::kInvalid, "line 1 ends outside");
   CHECK_THROWS(parse_rows("1\n2\n", before, begins, 1, 1, out.data()), ErrorKind::kInvalid, "line 0 begins outside");
   CHECK_THROWS(fields("1\n2\n", far, 2, ' ', 0), ErrorKind::kInvalid, "line 1 ends outside");
   CHECK_THROWS(WordsView("a\nb\n", far, 2), ErrorKind::kInvalid, "word 1 ends outside");
+  CHECK_THROWS(WordsView("a\nb\n", same, 2), ErrorKind::kInvalid, "word 1 ends outside");
   CHECK_THROWS(WordsView("a\nb\n", before, 1), ErrorKind::kInvalid, "word 0 ends outside");
 }
 
@@ -172,6 +173,7 @@ TEST(fields_stand_between_separators_and_before_the_line_end) {
   const Fields second = fields(text, ends.data(), ends.size(), '\t', 1);
   CHECK_EQ(second.words.text, std::string("b c\n\ne\nx\n"));
   CHECK(second.behind == (std::vector<int64_t>{6, -1, 17, 19}));
+  CHECK_EQ(fields(text, ends.data(), 1, '\t', 2).words.text, std::string("d\n"));
   const Fields first = fields(text, ends.data(), ends.size(), '\t', 0);
   CHECK_EQ(first.words.text, std::string("a\nonly\n\n\n"));
   CHECK(first.behind == (std::vector<int64_t>{2, 14, 15, 18}));
@@ -183,7 +185,14 @@ TEST(records_break_off_where_their_bytes_do) {
   Words words;
   for (const char* word : {"", "one", "t\nwo", "\xff\xfe", "five"}) words.add(word);
   const std::string bytes = made([&](const Room& room) { join_records(values.data(), dim, view(words), room); });
-  CHECK_EQ(bytes.size(), size_t{5 * (12 + 2) + 0 + 3 + 4 + 2 + 4});
+  std::string wanted, without_feeds;
+  for (size_t i = 0; i < 5; ++i) {
+    const std::string record = std::string(view(words)[i]) + " " +
+                               std::string(reinterpret_cast<const char*>(values.data() + i * dim), dim * sizeof(float));
+    wanted += record + "\n";
+    without_feeds += record;
+  }
+  CHECK(bytes == wanted);
   for (size_t n = 0; n <= bytes.size(); ++n) {
     std::vector<float> out(5 * dim, -7.0f);
     const Records records = split_records(std::string_view(bytes).substr(0, n), 5, dim, out.data());
@@ -193,7 +202,9 @@ TEST(records_break_off_where_their_bytes_do) {
     CHECK(same_bits(out, {values.begin(), values.begin() + static_cast<long>(whole * dim)}));
     if (n == bytes.size()) CHECK(whole == 5 && records.words.text == words.text);
   }
-  std::vector<float> out(2 * dim);
+  std::vector<float> out(5 * dim);
+  CHECK_EQ(split_records(without_feeds, 5, dim, out.data()).words.text, words.text);
+  CHECK(same_bits(out, values));
   CHECK_EQ(split_records(bytes, 2, dim, out.data()).words.text, std::string("\none\n"));
 }
 
