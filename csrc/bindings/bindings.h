@@ -25,6 +25,7 @@ void bind_losses(nanobind::module_& m);
 void bind_seen_pairs(nanobind::module_& m);
 void bind_stalls(nanobind::module_& m);
 void bind_table(nanobind::module_& m);
+void bind_text_rows(nanobind::module_& m);
 void bind_maintenance(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_files(nanobind::module_& m);

@@ -152,6 +152,7 @@ NB_MODULE(_native, m) {
   bind_device(m);
   bind_stalls(m);
   bind_table(m);
+  bind_text_rows(m);
   bind_maintenance(m);
   bind_files(m);
   bind_testing(m);

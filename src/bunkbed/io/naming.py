@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bunkbed.arguments import Ids, as_ids
+from bunkbed.io.words import Words
 from bunkbed.run_files import sync_directory
 from bunkbed.table import Table
 
@@ -101,12 +102,10 @@ class Naming:
         return np.arange(begin, begin + len(words))
 
     def _numbers(self, words: Sequence[str], begin: int) -> Ids:
-        together = "".join(words)
-        if together.isascii() and together.isdecimal():  # else, or where it fails: one by one, to say which
-            try:
-                return np.fromiter(map(int, words), np.int64, len(words))
-            except (ValueError, OverflowError):  # an empty word; a number past int64
-                pass
+        ids = (words if isinstance(words, Words) else Words.of(words)).numbers()
+        if ids is not None:
+            return ids
+        # One by one, to say which.
         return np.array([self._number(word, begin + at) for at, word in enumerate(words)], np.int64)
 
     def _number(self, word: str, at: int) -> int:
@@ -161,15 +160,15 @@ def write_vocabulary(path: Path, words: Sequence[str]) -> None:
     sync_directory(path.absolute().parent)
 
 
-def words_of(vocab: Path | None, ids: Ids, words: Sequence[str] | None) -> list[str]:
+def words_of(vocab: Path | None, ids: Ids, words: Sequence[str] | None) -> Words:
     """The words of ids that are exported: from a vocabulary, or the ids as text.
 
     Raises:
         ValueError: an id past the vocabulary; names the first.
     """
     if words is None:
-        return [str(one) for one in ids.tolist()]
+        return Words.of_ids(ids)
     if ids.size and int(ids.max()) >= len(words):
         first = int(ids[ids >= len(words)][0])
         raise ValueError(f"id {first} has no word in {vocab}, which names {len(words)}")
-    return [words[one] for one in ids.tolist()]
+    return Words.of([words[one] for one in ids.tolist()])

@@ -5,14 +5,19 @@ A metadata file of one column has no header; one of several has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+
+from bunkbed import _native
+from bunkbed.arguments import Floats, Ids
 from bunkbed.io.exporting import Writing
 from bunkbed.io.naming import words_of
 from bunkbed.io.source import Chunk, Reading, Source
-from bunkbed.io.text_rows import formatted, ids_in_order, parse
+from bunkbed.io.text_rows import Output, Taking, count_lines, parse, write_in_order
+from bunkbed.io.words import Words
 
 _TENSORS, _METADATA = "tensors.tsv", "metadata.tsv"
 
@@ -25,25 +30,29 @@ def read(reading: Reading) -> Source:
     metadata = folder / _METADATA
     if "weight" not in reading.slots:
         raise ValueError(f"{reading.path} holds weights, got slots={reading.slots!r}")
-    with tensors.open("rb") as file:
-        rows = sum(1 for _ in file)
+    rows = count_lines(tensors)
     if metadata.exists():
         column, skip = _column(reading, metadata)
-        with metadata.open("rb") as file:
-            named = sum(1 for _ in file) - skip
+        named = count_lines(metadata) - skip
         if named != rows:
             raise ValueError(f"{metadata} names {named} rows, {tensors} holds {rows}")
     elif reading.id_column is not None:
         raise ValueError(f"ids={reading.id_column!r}: there is no {metadata} to have such a column")
 
     def chunks() -> Iterator[Chunk]:
-        words = _words(metadata, column, skip) if metadata.exists() else None
         chunk, done = reading.rows_of(), 0
-        with tensors.open("rb") as file:
-            while lines := list(islice(file, chunk)):
-                values = parse(lines, reading.length("weight"), tensors, done + 1)
-                yield None if words is None else list(islice(words, len(lines))), {"weight": values}
-                done += len(lines)
+        with ExitStack() as files:
+            taking = Taking(files.enter_context(tensors.open("rb", buffering=0)))
+            naming = Taking(files.enter_context(metadata.open("rb", buffering=0))) if metadata.exists() else None
+            if naming is not None:
+                naming.lines(skip)
+            while len((lines := taking.lines(chunk))[1]):
+                text, ends = lines
+                begins = np.concatenate(([0], ends[:-1]))
+                values = parse(text, begins, ends, reading.length("weight"), tensors, done + 1)
+                words = None if naming is None else _words(metadata, naming, len(ends), column, done + skip + 1)
+                yield words, {"weight": values}
+                done += len(ends)
 
     return Source(rows, ("weight",), chunks)
 
@@ -61,13 +70,15 @@ def _column(reading: Reading, metadata: Path) -> tuple[int, int]:
     return names.index(reading.id_column), 1
 
 
-def _words(metadata: Path, column: int, skip: int) -> Iterator[str]:
-    with metadata.open("rb") as file:
-        for at, line in enumerate(islice(file, skip, None)):
-            fields = line.rstrip(b"\r\n").split(b"\t")
-            if len(fields) <= column:
-                raise ValueError(f"{metadata}: line {at + skip + 1} has {len(fields)} columns; nothing was changed")
-            yield fields[column].decode("utf-8", "surrogateescape")
+def _words(metadata: Path, taking: Taking, count: int, column: int, first_line: int) -> Words:
+    text, ends = taking.lines(count)
+    words, word_ends, behind = _native.fields(text, ends, b"\t", column)
+    if (behind < 0).any():
+        at = int(np.flatnonzero(behind < 0)[0])
+        line = text[ends[at - 1] if at else 0 : ends[at]].tobytes()
+        columns = line.rstrip(b"\r\n").count(b"\t") + 1
+        raise ValueError(f"{metadata}: line {first_line + at} has {columns} columns; nothing was changed")
+    return Words(words, word_ends)
 
 
 def write(writing: Writing) -> int:
@@ -76,19 +87,27 @@ def write(writing: Writing) -> int:
         raise ValueError(f"{writing.target}: an export is a folder of both files; name it .projector")
     if list(writing.lengths) != ["weight"]:
         raise ValueError(f"{writing.target}: the projector holds weights, got {', '.join(writing.lengths)}")
-    ids, chunk = ids_in_order(writing), writing.rows_of()
-    words_of(writing.vocab, ids[-1:], writing.words)  # the greatest id has a word, or nothing is begun
     writing.file.mkdir()
-    tensors, metadata = writing.file / _TENSORS, writing.file / _METADATA
-    with tensors.open("w") as rows, metadata.open("w", encoding="utf-8", errors="surrogateescape", newline="") as names:
-        for begin in range(0, len(ids), chunk):
-            part = ids[begin : begin + chunk]
-            words = words_of(writing.vocab, part, writing.words)
-            for word, one in zip(words, part.tolist(), strict=True):
-                if set(word) & set("\t\r\n"):
-                    raise ValueError(f"{writing.target}: word {word!r} of id {one} has a tab or a line break in it")
-            names.writelines(f"{word}\n" for word in words)
-            lines = formatted(writing.table.lookup(part, touch=False), "\t")
-            rows.writelines(f"{line}\n" for line in lines)
-            writing.report(begin + len(part), len(ids))
-    return len(ids)
+    with ExitStack() as files:
+        tensors, metadata = (
+            Output(files.enter_context((writing.file / name).open("wb", buffering=0))) for name in (_TENSORS, _METADATA)
+        )
+
+        def begin() -> None:
+            tensors.restart()
+            metadata.restart()
+
+        def put(ids: Ids, rows: Floats) -> None:
+            words = words_of(writing.vocab, ids, writing.words)
+            if writing.vocab is not None:
+                _require_one_line(writing, words, ids)
+            metadata.write(words.text)
+            tensors.write(_native.format_rows(rows, b"\t"))
+
+        return write_in_order(writing, begin, put)
+
+
+def _require_one_line(writing: Writing, words: Sequence[str], ids: Ids) -> None:
+    for word, one in zip(words, ids.tolist(), strict=True):
+        if set(word) & set("\t\r\n"):
+            raise ValueError(f"{writing.target}: word {word!r} of id {one} has a tab or a line break in it")

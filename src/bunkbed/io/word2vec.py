@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from bunkbed import _native
+from bunkbed.arguments import Floats, Ids
 from bunkbed.io.exporting import Writing
 from bunkbed.io.naming import words_of
 from bunkbed.io.source import Chunk, Reading, Source
-from bunkbed.io.text_rows import formatted, ids_in_order, parse
+from bunkbed.io.text_rows import Output, Taking, parse, write_in_order
+from bunkbed.io.words import Words
 
 _BINARY = "word2vec-binary"
 _LONGEST_WORD = 1 << 16
-_BLOCK = 1 << 20
 
 
 def read(reading: Reading) -> Source:
@@ -36,79 +37,79 @@ def read(reading: Reading) -> Source:
     part = _binary if reading.format == _BINARY else _text
 
     def chunks() -> Iterator[Chunk]:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             file.seek(start)
-            yield from part(reading, file, rows, dim)
+            yield from part(reading, Taking(file), rows, dim)
 
     return Source(rows, ("weight",), chunks)
 
 
-def _text(reading: Reading, file: IO[bytes], rows: int, dim: int) -> Iterator[Chunk]:
-    done, chunk = 0, reading.rows_of()
-    words: list[str] = []
-    numbers: list[bytes] = []
-    for line in file:
-        if done + len(words) == rows and not line.strip():
-            continue  # an empty line at the end
-        word, _, rest = line.partition(b" ")
-        words.append(word.decode("utf-8", "surrogateescape"))
-        numbers.append(rest)
-        if len(words) == chunk:
-            yield words, {"weight": parse(numbers, dim, reading.path, done + 2)}
-            done += len(words)
-            words, numbers = [], []
-    if words:
-        yield words, {"weight": parse(numbers, dim, reading.path, done + 2)}
+def _text(reading: Reading, taking: Taking, rows: int, dim: int) -> Iterator[Chunk]:
+    path, done, chunk = reading.path, 0, reading.rows_of()
+    while done < rows:
+        text, ends = taking.lines(min(chunk, rows - done))
+        if not len(ends):
+            return
+        words, word_ends, behind = _native.fields(text, ends, b" ", 0)
+        yield Words(words, word_ends), {"weight": parse(text, behind, ends, dim, path, done + 2)}
+        done += len(ends)
+    while len(text := taking.lines(chunk)[0]):  # there may be empty lines at the end
+        done += sum(1 for line in text.tobytes().split(b"\n") if line.strip())
+    if done > rows:
+        raise ValueError(f"{path} says that it holds {rows} rows, and holds {done}; nothing was changed")
 
 
-def _binary(reading: Reading, file: IO[bytes], rows: int, dim: int) -> Iterator[Chunk]:
-    data, at, chunk = b"", 0, reading.rows_of()
+def _binary(reading: Reading, taking: Taking, rows: int, dim: int) -> Iterator[Chunk]:
+    path, chunk = reading.path, reading.rows_of()
+    expected = 4 * dim + 8  # bytes of a row
+    buffers = [np.empty((min(chunk, rows), dim), np.float32) for _ in range(2 if rows > chunk else 1)]
     for begin in range(0, rows, chunk):
-        count = min(chunk, rows - begin)
-        values = np.empty((count, dim), "<f4")
-        words = []
-        for row in range(count):
-            space = data.find(b" ", at)
-            while space < 0 or len(data) < space + 1 + 4 * dim:
-                more = file.read(max(_BLOCK, 4 * dim))
-                if not more or (space < 0 and len(data) - at > _LONGEST_WORD):
-                    raise ValueError(f"{reading.path} breaks off within row {begin + row}; nothing was changed")
-                data, at = data[at:] + more, 0
-                space = data.find(b" ")
-            # The original tool ends each row with a line feed, others do not.
-            words.append(data[at:space].lstrip(b"\n").decode("utf-8", "surrogateescape"))
-            values[row] = np.frombuffer(data, "<f4", dim, space + 1)
-            at = space + 1 + 4 * dim
-        yield words, {"weight": values}
-    if (data[at:] + file.read(2)).strip(b"\n"):
-        raise ValueError(f"{reading.path} goes on after the {rows} rows that it says it holds; nothing was changed")
+        values = buffers[0][: min(chunk, rows - begin)]
+        buffers.reverse()
+        taking.fill(len(values) * expected)
+        while True:
+            words, ends, used = _native.split_records(taking.rest, values)
+            if len(ends) == len(values):
+                break
+            rest = taking.rest[used:]
+            has_word = len(rest) <= _LONGEST_WORD or b" " in rest.tobytes()
+            if not taking.more() or not has_word:
+                raise ValueError(f"{path} breaks off within row {begin + len(ends)}; nothing was changed")
+        expected = -(-used // len(values))
+        taking.took(used)
+        yield Words(words, ends), {"weight": values}
+    while not taking.rest.tobytes().strip(b"\n"):
+        taking.took(len(taking.rest))
+        if not taking.more():
+            return
+    raise ValueError(f"{path} goes on after the {rows} rows that it says it holds; nothing was changed")
 
 
 def write(writing: Writing) -> int:
     """Stored rows by ascending id; a row's word is its vocabulary's, or its id."""
     if list(writing.lengths) != ["weight"]:
         raise ValueError(f"{writing.target}: word2vec files hold weights, got {', '.join(writing.lengths)}")
-    ids, dim, chunk = ids_in_order(writing), writing.table.dim, writing.rows_of()
-    words_of(writing.vocab, ids[-1:], writing.words)  # the greatest id has a word, or nothing is begun
     is_text = writing.format != _BINARY
-    with writing.file.open("wb") as file:
-        file.write(f"{len(ids)} {dim}\n".encode())
-        for begin in range(0, len(ids), chunk):
-            part = ids[begin : begin + chunk]
-            words = words_of(writing.vocab, part, writing.words)
-            _require_plain(writing, words, part)
-            rows = writing.table.lookup(part, touch=False)
-            named = [word.encode("utf-8", "surrogateescape") + b" " for word in words]
+    with writing.file.open("wb", buffering=0) as raw:
+        file = Output(raw)
+
+        def begin() -> None:
+            file.restart()
+            file.write(f"{len(writing.table)} {writing.table.dim}\n".encode())
+
+        def put(ids: Ids, rows: Floats) -> None:
+            words = words_of(writing.vocab, ids, writing.words)
+            if writing.vocab is not None:
+                _require_plain(writing, words, ids)
             if is_text:
-                lines = [line.encode() for line in formatted(rows, " ")]
+                file.write(_native.format_rows(rows, b" ", words.text, words.ends))
             else:
-                lines = [row.tobytes() for row in np.ascontiguousarray(rows, "<f4")]
-            file.writelines(word + line + b"\n" for word, line in zip(named, lines, strict=True))
-            writing.report(begin + len(part), len(ids))
-    return len(ids)
+                file.write(_native.join_records(rows, words.text, words.ends))
+
+        return write_in_order(writing, begin, put)
 
 
-def _require_plain(writing: Writing, words: list[str], ids: Any) -> None:
+def _require_plain(writing: Writing, words: Sequence[str], ids: Ids) -> None:
     for word, one in zip(words, ids.tolist(), strict=True):
         if not word or word != "".join(word.split()):
             raise ValueError(f"{writing.target}: word {word!r} of id {one} is empty or has white space in it")
