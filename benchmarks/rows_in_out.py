@@ -2,10 +2,11 @@
 safetensors, and the peers of the other formats in `benchmarks.rows_peers`. What came in or went out is compared bit for
 bit, once for each.
 
-All sides end with their bytes synced to the disk. Exports read the table from its files past the page cache, where the
-peers have the rows in RAM; imports read a file that is in the page cache, check it, and end with a commit. Beside them
-stand without a target: a peer's reading alone, into RAM; ``numpy.save`` that nobody syncs; and, for the export,
-``numpy.save`` of rows that it too has to read from the disk first.
+All sides end with their bytes synced to the disk. Exports find the rows in RAM, as their peers do, in a table whose
+budget holds them; imports read a file that is in the page cache, check it, and end with a commit. Rows that must come
+from the disk are exported to ``.npy`` as well, past the page cache, beside ``numpy.save`` of an array that lies in a
+file. Without a target stand beside them: a peer's reading alone, into RAM; ``numpy.save`` that nobody syncs; and the
+export from the disk beside ``numpy.save`` of rows in RAM.
 
 ``python -m benchmarks.rows_in_out --bytes 20GB --ram 384MiB --limit 512MiB`` imports a ``.npy`` file of any size inside
 a memory cgroup, by the command line's own path: `bb.create`, `bb.import_rows`, a commit.
@@ -33,6 +34,7 @@ from bunkbed.budget import parse_bytes
 
 DIM = 64
 TARGET = 0.5
+RAM = "512MiB"  # holds every table here
 UNSYNCED = "numpy.save not synced"
 FROM_DISK = "numpy.save of a file on disk"
 STATE = ("weight", "exp_avg", "exp_avg_sq")
@@ -57,8 +59,6 @@ def _npy(folder: Path, rows: int, settings: Settings) -> list[Figure]:
     values = np.random.default_rng(settings.seed).standard_normal((rows, DIM), dtype=np.float32)
     source, target, plain = folder / "source.npy", folder / "ours.npy", folder / "plain.npy"
     np.save(source, values)
-    with bb.create(folder / "out", dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram="256MiB") as table:
-        bb.import_rows(table, source)
 
     def save() -> None:
         np.save(plain, values)
@@ -74,22 +74,31 @@ def _npy(folder: Path, rows: int, settings: Settings) -> list[Figure]:
     def forget() -> None:
         common.forget_pages(folder)
 
-    with bb.open(folder / "out", mode="r", ram="256MiB") as reader:
-        sides = {
-            turns.OURS: _alone(lambda: bb.export_rows(reader, target), target),
-            "numpy.save": _alone(save, plain),
-            UNSYNCED: _alone(lambda: np.save(plain, values), plain),
-            FROM_DISK: _alone(copy, plain, forget),
-        }
-        times = _turns(sides, settings)
-        bb.export_rows(reader, target)
+    def check(table: bb.Table) -> None:
+        bb.export_rows(table, target)
         assert target.read_bytes()[-values.nbytes :] == values.tobytes()
         target.unlink()
-    figures = _figures("export to .npy", times, "numpy.save", values.nbytes, UNSYNCED, FROM_DISK)
+
+    def create(path: Path) -> bb.Table:
+        return bb.create(path, dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram=RAM)
+
+    others = {"numpy.save": _alone(save, plain), UNSYNCED: _alone(lambda: np.save(plain, values), plain)}
+    with create(folder / "out") as table:
+        bb.import_rows(table, source)
+        table.commit()
+        ours = _alone(lambda: bb.export_rows(table, target), target)
+        times = _turns({turns.OURS: ours, **others}, settings)
+        check(table)
+    figures = _figures("export to .npy", times, "numpy.save", values.nbytes, UNSYNCED)
+    with bb.open(folder / "out", mode="r", ram="64MiB") as reader:
+        ours = _alone(lambda: bb.export_rows(reader, target), target)
+        times = _turns({turns.OURS: ours, FROM_DISK: _alone(copy, plain, forget), **others}, settings)
+        check(reader)
+    figures += _figures("export to .npy from the disk", times, FROM_DISK, values.nbytes, "numpy.save")
     made = folder / "in"
 
     def bring_in() -> None:
-        with bb.create(made, dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram="256MiB") as table:
+        with create(made) as table:
             bb.import_rows(table, source)
 
     sides = {turns.OURS: _alone(bring_in, made), "numpy.save": _alone(save, plain), "numpy.load": _alone(load, plain)}
@@ -181,8 +190,7 @@ def _records(folder: Path, rows: int, settings: Settings, format: Records) -> li
         format.write(content, plain)
         _sync(plain)
 
-    # Readers hold weights only.
-    with bb.create(folder / "out", dim=DIM, num_rows=rows, ram="256MiB") as table:
+    with bb.create(folder / "out", dim=DIM, num_rows=rows, ram=RAM) as table:
         bb.import_rows(table, source)
         table.commit()
         ours = _alone(lambda: bb.export_rows(table, target, slots=STATE), target)
@@ -195,7 +203,7 @@ def _records(folder: Path, rows: int, settings: Settings, format: Records) -> li
     made = folder / "in"
 
     def bring_in() -> None:
-        with bb.create(made, dim=DIM, num_rows=rows, ram="256MiB") as table:
+        with bb.create(made, dim=DIM, num_rows=rows, ram=RAM) as table:
             bb.import_rows(table, source)
 
     sides = {turns.OURS: _alone(bring_in, made), write: _alone(save, plain)}
@@ -235,7 +243,7 @@ def _peer(folder: Path, settings: Settings, peer: Peer) -> list[Figure]:
 
     def create(path: Path | None) -> bb.Table:
         optimizer = bb.Adam() if peer.has_state else bb.SGD()
-        return bb.create(path, dim=DIM, num_rows=rows, optimizer=optimizer, ram="256MiB")
+        return bb.create(path, dim=DIM, num_rows=rows, optimizer=optimizer, ram=RAM)
 
     def bring_in() -> None:
         with create(made) as table:
@@ -280,7 +288,7 @@ def _check_file(file: Path, content: dict[str, Any]) -> None:
     """What we wrote, read into a table of its own; the file goes."""
     rows = len(content["weight"])
     again = file.parent / "again"
-    with bb.create(again, dim=DIM, num_rows=rows, ram="256MiB") as table:
+    with bb.create(again, dim=DIM, num_rows=rows, ram=RAM) as table:
         bb.import_rows(table, file)
         _check(table, content)
     shutil.rmtree(again)
@@ -304,7 +312,7 @@ def _alone(call: Callable[[], Any], makes: Path, before: Callable[[], Any] = lam
 
 
 def _turns(sides: dict[str, turns.Turn], settings: Settings) -> turns.Times:
-    return turns.take(sides, 1, rounds=settings.pick(1, 3, 5), steps=1, warmup=settings.pick(0, 1, 1))
+    return turns.take(sides, 1, rounds=settings.pick(1, 3, 7), steps=1, warmup=settings.pick(0, 1, 1))
 
 
 def _figures(

@@ -155,7 +155,9 @@ def _usearch(content: Content) -> Write:
 _PLAIN = "plain Python write"
 _H5 = ("h5py", "h5py")
 #: Numbers of `Peer.rows`.
-_STATE, _WEIGHTS, _TEXT = (900, 60_000, 150_000), (1_500, 150_000, 300_000), (300, 10_000, 20_000)
+_STATE, _WEIGHTS, _TEXT = (900, 60_000, 333_000), (1_500, 150_000, 1_000_000), (300, 10_000, 100_000)
+#: TensorFlow has all rows in memory, beside those of the file that it writes.
+_IN_MEMORY = (1_500, 150_000, 300_000)
 
 PEERS = (
     Peer("torch", "rows.pt", "torch.save", _torch, _STATE, has_state=True, needs=("torch", "torch")),
@@ -171,7 +173,7 @@ PEERS = (
         needs=_H5,
     ),
     Peer("weights-h5", "rows.weights.h5", "h5py write", _h5, _WEIGHTS, needs=_H5),
-    Peer("tensorflow", "rows.index", "Checkpoint.write", _tensorflow, _WEIGHTS, needs=("tensorflow", "tensorflow")),
+    Peer("tensorflow", "rows.index", "Checkpoint.write", _tensorflow, _IN_MEMORY, needs=("tensorflow", "tensorflow")),
     Peer("word2vec", "rows.vec", _PLAIN, _word2vec, _TEXT, against_save=True, has_words=True),
     Peer("word2vec-binary", "rows.bin", _PLAIN, _word2vec_binary, _WEIGHTS, against_save=True, has_words=True),
     Peer("projector", "rows.projector", _PLAIN, _projector, _TEXT, against_save=True, has_words=True),

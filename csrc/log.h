@@ -168,7 +168,9 @@ class Log {
   uint64_t append_ending(int64_t id, const std::byte* payload);
   size_t append_ending(const Source* sources, size_t n, uint64_t* positions);
   // Whether an append finds a buffer without waiting and leaves others one.
-  bool has_free_buffers();
+  bool has_free_buffers() { return spare_buffers() > 0; }
+  // So many records can be appended without waiting, and others are left a buffer.
+  size_t spare_records() { return spare_buffers() * (memory_.chunk_bytes / record_disk_bytes()); }
   // Nothing will be added: hands the last chunk to its writer and seals the segment. Also when the commit failed.
   void finish_ending();
   // Whether all chunks of the epochs up to this one are in their files; tries failed ones again and throws what they do.
@@ -270,6 +272,7 @@ class Log {
   void close_chunk(Stream* stream);
   void start_write(Chunk* chunk);
   Chunk* free_chunk();
+  size_t spare_buffers();
   void retry_failed();
   void wait_all();
 

@@ -15,14 +15,15 @@ void Log::begin_next_epoch(uint64_t records) {
   running_ = {ending_.epoch + 1, ending_versions_end_, nullptr, nullptr};
 }
 
-bool Log::has_free_buffers() {
+size_t Log::spare_buffers() {
   const std::lock_guard guard(mutex_);
   // One whose write failed waits for nothing either: whoever wants a buffer tries it again.
   const auto num_free = static_cast<size_t>(std::count_if(chunks_.begin(), chunks_.end(), [](const auto& chunk) {
     return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
   }));
+  const size_t num_left = num_free + (memory_.num_chunks - std::min(memory_.num_chunks, chunks_.size()));
   // With few buffers two are open and one is on its way: whoever waits for that one waits for a single write.
-  return num_free + (memory_.num_chunks - std::min(memory_.num_chunks, chunks_.size())) >= (memory_.num_chunks > 4 ? 2 : 1);
+  return num_left - std::min<size_t>(num_left, memory_.num_chunks > 4 ? 1 : 0);
 }
 
 void Log::finish_ending() {

@@ -153,7 +153,8 @@ class Table {
   // table count the epoch and remember `meta`; the former keeps copies under a name, the latter refuses to.
   uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
   // Begins to write what a commit would: dirty records go to the log as far as its buffers take them without a wait.
-  // Nothing is durable by it. For who sets rows that will not change again before the commit.
+  // Nothing is durable by it, and nothing is written where the files are limited. For who sets rows that will not change
+  // again before the commit.
   void write_dirty();
   // commit(), and returns as soon as it is settled what the commit holds: everything before this call, nothing after
   // it. A thread does the rest. A failure that nobody waited for is thrown by the next commit.

@@ -365,13 +365,20 @@ std::shared_ptr<PendingCommit> Table::begin_commit(const std::optional<std::stri
 }
 
 void Table::write_dirty() {
+  require_own_process();
   for (bool is_left = true; is_left;) {
     const auto guard = lock_behind_others();
     require_writable();
     Log* const log = store_->log();
-    if (log == nullptr || spec_.is_scratch) return;
-    is_left = log->has_free_buffers() && store_->write_dirty(kSliceBytes);
+    // Files that are limited have no room for what may be written twice.
+    if (log == nullptr || spec_.is_scratch || store_->disk_limit() != 0) return;
+    const size_t most_bytes = std::min(kSliceBytes, log->spare_records() * store_->frame_bytes());
+    is_left = most_bytes > 0 && store_->write_dirty(most_bytes);
   }
+  // Rows that are set again and again while they stay in RAM are read by nobody, who would compact meanwhile.
+  auto guard = lock_beside_staging();
+  require_writable();
+  compact_beside(guard);
 }
 
 std::set<uint64_t> Table::pinned_now() const {

@@ -47,8 +47,8 @@ std::unique_lock<std::mutex> Table::begin_lookup(const int64_t* ids, size_t n, b
   auto guard = lock_beside_staging();
   require_usable();
   check_ids(ids, n);
-  check_not_held(ids, n);
   settle_for(guard, ids, n);
+  check_not_held(ids, n);  // now: the lock may have been given up
   ++lookups_;
   // Nothing else ends a reader's steps, and a row counts once in each.
   if (touch && !options_.writable) store_->begin_step();

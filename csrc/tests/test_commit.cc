@@ -274,6 +274,34 @@ TEST(write_dirty_leaves_a_commit_what_changed_since) {
   check_table_is(table.get(), rows, "opened again");
 }
 
+// Rows that stay in RAM are set and written over and over: what is dead of them is compacted all the same.
+TEST(write_dirty_leaves_no_log_that_only_grows) {
+  const TableSpec spec = whole_numbers(2000, 24);
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  auto table = Table::create(vfs, sandbox / "t", "t", spec, 8u << 20);
+  std::vector<int64_t> ids(2000);
+  for (int64_t id = 0; id < 2000; ++id) ids[static_cast<size_t>(id)] = id;
+  std::vector<float> values(ids.size() * spec.dim);
+  for (int round = 1; round <= 400; ++round) {
+    std::fill(values.begin(), values.end(), static_cast<float>(round));
+    table->set(ids.data(), ids.size(), 0, values.data());
+    table->write_dirty();
+  }
+  const TableStats stats = table->stats();
+  CHECK(stats.store.written_back > 50 * ids.size());
+  CHECK(stats.compactions > 0);
+  CHECK(stats.disk_bytes < 64 * stats.live_bytes);
+  std::vector<float> found(values.size());
+  table->lookup(ids.data(), ids.size(), true, found.data());
+  CHECK(found == values);
+  table->commit(std::nullopt, "");
+  table.reset();
+  table = open_table(vfs, sandbox / "t", 8u << 20);
+  table->lookup(ids.data(), ids.size(), true, found.data());
+  CHECK(found == values);
+}
+
 // A commit that fails leaves every row where it was, says so once, and the next one makes up for it.
 TEST(commit_in_the_background_that_fails) {
   const TableSpec spec = whole_numbers(300, 60);
