@@ -11,10 +11,25 @@ namespace bunkbed {
 
 namespace {
 
+constexpr int kLooks = 20;
+
 std::string join(const std::vector<std::string>& parts) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
   return text;
+}
+
+// A reader lists manifests beside a writer that collects them: one that is gone when it is opened has a successor, which
+// another listing names.
+template <typename Find>
+auto look_again(const Find& find) {
+  for (int attempt = 0;; ++attempt) {
+    try {
+      return find();
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kNotFound || attempt == kLooks) throw;
+    }
+  }
 }
 
 }  // namespace
@@ -50,6 +65,10 @@ Manifest Manifests::load(uint64_t epoch) const {
 }
 
 Manifest Manifests::load_newest() const {
+  return look_again([this] { return load_newest_listed(); });
+}
+
+Manifest Manifests::load_newest_listed() const {
   const auto all = epochs();
   try {
     return load(all.back());
@@ -69,6 +88,10 @@ Manifest Manifests::load_newest() const {
 }
 
 std::vector<Manifests::Snapshot> Manifests::snapshots() const {
+  return look_again([this] { return snapshots_listed(); });
+}
+
+std::vector<Manifests::Snapshot> Manifests::snapshots_listed() const {
   std::map<std::string, uint64_t> newest;
   for (const uint64_t epoch : epochs()) {
     try {
@@ -85,8 +108,12 @@ std::vector<Manifests::Snapshot> Manifests::snapshots() const {
 }
 
 Manifest Manifests::load_snapshot(const std::string& name) const {
+  return look_again([&] { return load_snapshot_listed(name); });
+}
+
+Manifest Manifests::load_snapshot_listed(const std::string& name) const {
   std::vector<std::string> names;
-  for (const Snapshot& snapshot : snapshots()) {
+  for (const Snapshot& snapshot : snapshots_listed()) {
     if (snapshot.name == name) return load(snapshot.epoch);
     names.push_back("'" + snapshot.name + "'");
   }

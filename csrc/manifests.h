@@ -68,6 +68,10 @@ class Manifests {
   const std::string& directory() const { return directory_; }
 
  private:
+  // By one listing.
+  Manifest load_newest_listed() const;
+  Manifest load_snapshot_listed(const std::string& name) const;
+  std::vector<Snapshot> snapshots_listed() const;
   std::map<uint64_t, uint64_t> every_segment() const;
   Held everything(uint64_t newest) const;
 

@@ -357,3 +357,32 @@ TEST(refresh_that_fails) {
   std::vector<float> values(all.size() * spec.dim);
   CHECK_THROWS(reader->lookup(all.data(), all.size(), true, values.data()), ErrorKind::kBroken, "moving to a newer commit");
 }
+
+// A reader's listing is older than what it then opens: the writer has collected a commit meanwhile.
+TEST(refresh_and_opening_look_again_where_a_listed_commit_is_gone) {
+  class Stale final : public FaultVfs {
+   public:
+    std::vector<std::string> list(const std::string& path) override {
+      return stale.empty() ? FaultVfs::list(path) : std::exchange(stale, {});
+    }
+    std::vector<std::string> stale;  // what the next listing says
+  };
+  const Sandbox sandbox;
+  Stale vfs;
+  const TableSpec spec = whole_numbers(100, 4);
+  const auto table = Table::create(vfs, sandbox / "t", "t", spec, Table::minimum_ram(spec, 0, true));
+  std::vector<std::string> before;
+  for (int commit = 0; commit < 4; ++commit) {
+    update(table.get(), {1}, {1.0f});
+    table->commit(std::nullopt, "a");
+    if (commit == 0) before = vfs.list(sandbox / "t");
+  }
+  const Manifests manifests(vfs, sandbox / "t");
+  vfs.stale = before;
+  CHECK_EQ(manifests.load_snapshot("a").epoch, table->epoch());
+  vfs.stale = before;
+  CHECK_EQ(manifests.load_newest().epoch, table->epoch());
+  vfs.stale = before;
+  CHECK_EQ(manifests.snapshots().size(), size_t{1});
+  CHECK_EQ(vfs.stale.size(), size_t{0});
+}
