@@ -3,7 +3,8 @@ safetensors, and the peers of the other formats in `benchmarks.rows_peers`. What
 bit, once for each.
 
 All sides end with their bytes synced to the disk. Exports find the rows in RAM, as their peers do, in a table whose
-budget holds them; imports read a file that is in the page cache, check it, and end with a commit. Rows that must come
+budget holds them; imports, into a table that holds few, read a file that is in the page cache, check it, and end
+with a commit. Rows that must come
 from the disk are exported to ``.npy`` as well, past the page cache, beside ``numpy.save`` of an array that lies in a
 file. Without a target stand beside them: a peer's reading alone, into RAM; ``numpy.save`` that nobody syncs; and the
 export from the disk beside ``numpy.save`` of rows in RAM.
@@ -35,6 +36,7 @@ from bunkbed.budget import parse_bytes
 DIM = 64
 TARGET = 0.5
 RAM = "512MiB"  # holds every table here
+IMPORT_RAM = "64MiB"  # holds few of them: rows that stay in RAM would cost an import their memory's first touch
 UNSYNCED = "numpy.save not synced"
 FROM_DISK = "numpy.save of a file on disk"
 STATE = ("weight", "exp_avg", "exp_avg_sq")
@@ -79,8 +81,8 @@ def _npy(folder: Path, rows: int, settings: Settings) -> list[Figure]:
         assert target.read_bytes()[-values.nbytes :] == values.tobytes()
         target.unlink()
 
-    def create(path: Path) -> bb.Table:
-        return bb.create(path, dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram=RAM)
+    def create(path: Path, ram: str = RAM) -> bb.Table:
+        return bb.create(path, dim=DIM, num_rows=rows, optimizer=bb.SGD(), ram=ram)
 
     others = {"numpy.save": _alone(save, plain), UNSYNCED: _alone(lambda: np.save(plain, values), plain)}
     with create(folder / "out") as table:
@@ -98,7 +100,7 @@ def _npy(folder: Path, rows: int, settings: Settings) -> list[Figure]:
     made = folder / "in"
 
     def bring_in() -> None:
-        with create(made) as table:
+        with create(made, IMPORT_RAM) as table:
             bb.import_rows(table, source)
 
     sides = {turns.OURS: _alone(bring_in, made), "numpy.save": _alone(save, plain), "numpy.load": _alone(load, plain)}
@@ -203,7 +205,7 @@ def _records(folder: Path, rows: int, settings: Settings, format: Records) -> li
     made = folder / "in"
 
     def bring_in() -> None:
-        with bb.create(made, dim=DIM, num_rows=rows, ram=RAM) as table:
+        with bb.create(made, dim=DIM, num_rows=rows, ram=IMPORT_RAM) as table:
             bb.import_rows(table, source)
 
     sides = {turns.OURS: _alone(bring_in, made), write: _alone(save, plain)}
@@ -241,12 +243,12 @@ def _peer(folder: Path, settings: Settings, peer: Peer) -> list[Figure]:
 
         return _alone(call, plain, plain.mkdir)
 
-    def create(path: Path | None) -> bb.Table:
+    def create(path: Path | None, ram: str = RAM) -> bb.Table:
         optimizer = bb.Adam() if peer.has_state else bb.SGD()
-        return bb.create(path, dim=DIM, num_rows=rows, optimizer=optimizer, ram=RAM)
+        return bb.create(path, dim=DIM, num_rows=rows, optimizer=optimizer, ram=ram)
 
     def bring_in() -> None:
-        with create(made) as table:
+        with create(made, IMPORT_RAM) as table:
             bb.import_rows(table, source / peer.file, **given)
 
     sides = {peer.side: save(write, peer.file), SAVE: save(lambda path: np.save(path, as_many), "bytes.npy")}
