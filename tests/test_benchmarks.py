@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -9,13 +10,17 @@ import random
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmarks import common, figures, report, simulate, suite, turns
 from benchmarks.figures import Figure, Outcome, Settings
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,6 +75,37 @@ def test_list_names_every_case_and_target() -> None:
 def test_listing_imports_no_library() -> None:
     code = "import sys; from benchmarks import suite, report; assert 'torch' not in sys.modules"
     assert run("-c", code).returncode == 0
+
+
+def test_what_benchmarks_import_comes_with_their_extra() -> None:
+    """`make bench` installs it and nothing else; here the tests' own packages are there too and would hide a gap."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = {canonicalize_name("bunkbed")}
+
+    def add(line: str) -> None:
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
+        if name == "bunkbed":
+            for extra in requirement.extras:
+                for other in extras["optional-dependencies"][extra]:
+                    add(other)
+        elif name not in known and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            known.add(name)
+            for other in metadata.requires(name) or ():
+                add(other)
+
+    for line in (*extras["dependencies"], "bunkbed[bench]"):
+        add(line)
+    owners = metadata.packages_distributions()
+    missing = {}
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            for module in {name.partition(".")[0] for name in names} - {"benchmarks"} - sys.stdlib_module_names:
+                if not known & {canonicalize_name(owner) for owner in owners.get(module, [module])}:
+                    missing[module] = path.name
+    assert not missing
 
 
 def test_unknown_case() -> None:
