@@ -220,13 +220,46 @@ def test_files_of_another_split_are_made_again_and_damage_is_told(tmp_path, sour
     assert len(first.valid) == len(again.valid)
     assert not np.array_equal(first.valid.items, again.valid.items)
     np.testing.assert_array_equal(again.valid.items, split(data, replace(config, seed=1)).valid.items)
-    (tmp_path / "stream" / "train.users").write_bytes(b"1234")
-    with pytest.raises(DataError, match=r"train\.users: is damaged; remove the folder"):
-        open_split(data, replace(config, seed=1), tmp_path / "stream")
+    config = replace(config, seed=1)
+    names = {path.name for path in (tmp_path / "stream").iterdir()} - {"split.json"}
+    assert names == {"seen.items", "seen.starts", "train.items", "train.users", "valid.items", "valid.users"}
+    for name in sorted(names):
+        path = tmp_path / "stream" / name
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        for damaged in (content[:-1], bytes(flipped), None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(DataError, match=rf"{name}: is damaged; remove the folder"):
+                open_split(data, config, tmp_path / "stream")
+            path.write_bytes(content)
+    # As many pairs of the same users and items, but others.
+    moved = data.replace(data.users, np.roll(data.items, 1))
+    other = open_split(moved, config, tmp_path / "stream")
+    np.testing.assert_array_equal(other.train.items, split(moved, config).train.items)
     with pytest.raises(ValueError, match=r"holds nothing out: no user of .* has enough pairs"):
         lonely = data.replace(np.arange(5), np.arange(5))
         open_split(lonely, config, tmp_path / "lonely")
     assert not list(tmp_path.glob("lonely*"))
+
+
+def test_a_damaged_order_of_an_epoch_is_made_again(tmp_path, source):
+    data = read_dataset(source).train
+    config = TrainConfig(stream=True, eval_users=9)
+    path = tmp_path / "stream" / "epoch-0"
+
+    def order():
+        stored = open_split(data, config, tmp_path / "stream")
+        return np.stack(stored.order(config).pairs(0, 0, len(stored.train)))
+
+    expected = order()
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    for damaged in (content, content[:-1], bytes(flipped), b""):
+        path.write_bytes(damaged)
+        np.testing.assert_array_equal(order(), expected)
+        assert path.read_bytes() == content
 
 
 MF = TrainConfig(dim=8, batch_size=64, epochs=2, lr=0.02, ram="256MiB", negatives=3, threads=1, eval_users=9)
@@ -290,7 +323,18 @@ def in_the_middle(content):
     return content[:4] + b"\xff" * 60 + content[64:]
 
 
-@pytest.mark.parametrize("damage", [lambda _: b"", lambda _: b"garbage", lambda content: content[:-20], in_the_middle])
+def in_a_page(content):
+    """One bit of the rows of the first column, which may well unpack all the same, to other rows."""
+    column = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(0).column(0)
+    begin = column.data_page_offset if column.dictionary_page_offset is None else column.dictionary_page_offset
+    at = begin + column.total_compressed_size - 1
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda _: b"", lambda _: b"garbage", lambda content: content[:-20], in_the_middle, in_a_page],
+)
 @pytest.mark.parametrize("name", ["users", "train"])
 def test_a_damaged_file_of_a_saved_dataset_is_named(tmp_path, source, name, damage):
     folder = tmp_path / "data"

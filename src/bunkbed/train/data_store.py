@@ -159,7 +159,7 @@ def _write(path: Path, columns: dict[str, pa.Array]) -> None:
 
     temporary = path.with_suffix(".tmp")
     # Small row groups: `seen_items` skips those whose bounds leave the user out.
-    pq.write_table(pa.table(columns), temporary, compression="zstd", row_group_size=1 << 17)
+    pq.write_table(pa.table(columns), temporary, compression="zstd", row_group_size=1 << 17, write_page_checksum=True)
     put_in_place(temporary, path)
 
 

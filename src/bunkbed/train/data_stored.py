@@ -35,7 +35,7 @@ def opened(path: Path) -> Iterator[ParquetFile]:
     if not path.exists():  # Arrow's own error has no name in it
         raise FileNotFoundError(2, "no such file", str(path))
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
     except (pa.ArrowException, OSError, KeyError) as error:
         if getattr(error, "errno", None) is not None:  # the system's, of a file that may be whole

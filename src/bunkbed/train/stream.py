@@ -15,7 +15,8 @@ What is in memory otherwise, for N pairs of U users, and what takes its place he
 Sorts are DuckDB's, in the share of the budget that tables do not have (`TrainConfig.data_ram_bytes`); files are raw
 integers, read where they are needed, through the page cache, which the kernel takes back as it must. All of it is
 derived: made in a folder of another name, renamed when whole and durable, made again where it is missing, or where
-another split was asked for. A file that is there is whole.
+another split was asked for, or one of other pairs. A file that is there is whole; whether it still has the bytes that
+were written is asked once, when it is opened again: a flipped bit would train on pairs that nobody gave.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import json
 import mmap
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,9 +56,11 @@ __all__ = [
 #: Where a run's folder has what is made here.
 STREAM_FOLDER = "stream"
 
-_VERSION = 1
+_VERSION = 2
 _CHUNK = 1 << 20
 _DESCRIPTION = "split.json"
+_BLOCK_BYTES = 1 << 20
+_SUM = np.dtype("<u4")  # what an epoch's file ends with: the crc32 of its records
 
 
 class StreamedSplit:
@@ -97,7 +101,7 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
 
     Raises:
         ValueError: nothing can be held out, as `bunkbed.train.splits.split`.
-        DataError: DuckDB cannot do with the memory or the disk.
+        DataError: a file there is damaged; DuckDB cannot do with the memory or the disk.
         OSError: the folder cannot be written.
     """
     wanted = {
@@ -107,6 +111,7 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
         "pairs": len(pairs),
         "num_users": pairs.num_users,
         "num_items": pairs.num_items,
+        "sums": _sums_of(pairs),
     }
     about = _description(folder)
     if about is None or any(about.get(name) != value for name, value in wanted.items()):
@@ -115,8 +120,10 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
         made.mkdir(parents=True)
         try:
             about = {**wanted, **_Making(pairs, config, made).run()}
-            for path in made.iterdir():
+            about["files"] = {}
+            for path in sorted(made.iterdir()):
                 sync_file(path)
+                about["files"][path.name] = [path.stat().st_size, _sum_of(path)]
             replace_file(made / _DESCRIPTION, json.dumps(about, indent=2).encode())
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
@@ -124,6 +131,11 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
+    else:
+        for name, (size, wanted_sum) in about["files"].items():
+            path = folder / name
+            if not path.exists() or path.stat().st_size != size or _sum_of(path) != wanted_sum:
+                raise _damaged(path)
     return StreamedSplit(pairs, folder, about)
 
 
@@ -280,11 +292,12 @@ class StoredOrder:
         for other in self._folder.glob("epoch-*"):
             if other != path:
                 other.unlink()
-        if path.exists():
+        if path.exists() and self._is_whole(path):
             return
         pairs = self._pairs
         schema = _schema((self._record["user"], self._record["item"]))
         making = path.with_name(f"epoch-{epoch}.making")
+        sum_of_records = 0
         with Sorter(self._folder / "sorting", self._ram_bytes) as sorter, making.open("wb") as file:
             sorter.stream("pairs", schema, _keyed(pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)))
             for batch in sorter.batches('SELECT "user", "item" FROM pairs ORDER BY key, place'):
@@ -292,7 +305,16 @@ class StoredOrder:
                 records["user"] = batch.column(0).to_numpy()
                 records["item"] = batch.column(1).to_numpy()
                 records.tofile(file)
+                sum_of_records = zlib.crc32(records.data, sum_of_records)
+            np.array([sum_of_records], _SUM).tofile(file)
         put_in_place(making, path)
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether an earlier process left the epoch's file as it was made."""
+        length = len(self._pairs) * self._record.itemsize
+        if path.stat().st_size != length + _SUM.itemsize:
+            return False
+        return _sum_of(path, length) == int(np.fromfile(path, _SUM, offset=length)[0])
 
     def close(self) -> None:
         """Removes the file of the epoch; it is made again where it is asked for."""
@@ -412,11 +434,34 @@ def _map(path: Path, kind: np.dtype[Any], count: int) -> mmap.mmap | None:
         DataError: the file is missing or of another length.
     """
     if not path.exists() or path.stat().st_size != count * kind.itemsize:
-        raise DataError(f"{path}: is damaged; remove the folder {path.parent}, it is made again")
+        raise _damaged(path)
     if not count:
         return None
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError(f"{path}: is damaged; remove the folder {path.parent}, it is made again")
+
+
+def _sums_of(pairs: Interactions) -> list[int]:
+    """The crc32 of all users and of all items, as int64 and in order: the same however the pairs are kept."""
+    sums = [0, 0]
+    for batch in pairs.batches():
+        for at, column in enumerate(batch):
+            sums[at] = zlib.crc32(np.ascontiguousarray(column, np.int64).data, sums[at])
+    return sums
+
+
+def _sum_of(path: Path, length: int | None = None) -> int:
+    """The crc32 of a file, or of its first `length` bytes."""
+    found, left = 0, path.stat().st_size if length is None else length
+    with path.open("rb") as file:
+        while left and (block := file.read(min(_BLOCK_BYTES, left))):
+            found = zlib.crc32(block, found)
+            left -= len(block)
+    return found
 
 
 def _description(folder: Path) -> dict[str, Any] | None:

@@ -280,7 +280,7 @@ def _write(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> 
     import pyarrow.parquet as pq
 
     temporary = path.with_suffix(".tmp")
-    with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
         for batch in batches:
             writer.write_batch(batch, row_group_size=_ROW_GROUP)
     put_in_place(temporary, path)
