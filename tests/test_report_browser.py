@@ -58,7 +58,8 @@ def browse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-            "--disable-extensions", "--no-first-run", "--enable-logging=stderr",
+            "--disable-extensions", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", "--enable-logging=stderr",
             f"--user-data-dir={folder / 'profile'}", *arguments,
         ],
         capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(folder)},
