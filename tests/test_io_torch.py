@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,20 @@ def test_what_is_no_such_checkpoint_is_named(empty: bb.Table, tmp_path: Path) ->
     torch.save({"weight": halves[:3, :5]}, file)
     bb.import_rows(empty, file)
     np.testing.assert_array_equal(empty.lookup(np.arange(3)), halves[:3, :5].float().numpy())
+
+
+def test_a_checkpoint_larger_than_memory_is_read(empty: bb.Table, tmp_path: Path) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rows = memory // (4 * 1024) + (1 << 20)  # and 4 GiB more, of which the disk sees nothing
+    (tmp_path / "room").touch()
+    os.truncate(tmp_path / "room", 4 * 1024 * rows)
+    large = torch.from_file(str(tmp_path / "room"), shared=True, size=1024 * rows).reshape(rows, 1024)
+    with torch.serialization.skip_data():
+        torch.save({"large": large, "small": torch.zeros(3, 5)}, tmp_path / "rows.pt")
+    with pytest.raises(ValueError, match=rf"large must be float32\[N, 5\], got float32\[{rows}, 1024\]"):
+        bb.import_rows(empty, tmp_path / "rows.pt", name="large")
+    assert bb.import_rows(empty, tmp_path / "rows.pt", name="small") == 3
+    assert not empty.lookup(np.arange(3)).any()
 
 
 def test_state_that_torch_has_no_optimizer_for_is_refused(adam: bb.Table, tmp_path: Path) -> None:

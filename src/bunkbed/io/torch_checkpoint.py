@@ -6,6 +6,7 @@ are paths with dots through whatever nesting the file has: ``model.user.weight``
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ def read(reading: Reading) -> Source:
     path = reading.path
     reading.refuse(ids=reading.id_column)
     try:
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+        content = _load(torch, str(path))
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ValueError(f"{path} is not a torch checkpoint of tensors alone: {reason}") from None
@@ -57,6 +58,21 @@ def read(reading: Reading) -> Source:
             )
 
     return Source(len(weight), tuple(found), chunks, None if step is None else int(step))
+
+
+def _load(torch: Any, path: str) -> Any:
+    def load() -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+    try:
+        return load()
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+    # Linux refuses a private mapping of more than there is memory, for somebody might write to all of it. Nobody does,
+    # so a shared one is as good; torch opens the file to write for it, which is why it is not the first choice.
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        return load()
 
 
 def _dtype(tensor: Any) -> str:
