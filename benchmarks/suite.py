@@ -211,7 +211,15 @@ CASES = (
         ("pyarrow",),
         limit_s=600,
     ),
-    Case("exactness", "exactness:exactness", "rows after training, bit for bit", "identical", (), correctness=True),
+    Case(
+        "exactness",
+        "exactness:exactness",
+        "rows after training, bit for bit",
+        "identical",
+        (),
+        limit_s=1500,
+        correctness=True,
+    ),
     Case("optimizers", "optimizers:optimizers", "weights beside torch's optimizers", "<= 1e-6", correctness=True),
     Case(
         "bounded-memory",

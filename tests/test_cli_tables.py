@@ -217,6 +217,27 @@ def test_import_from_npy(cli: Run, tmp_path: Path) -> None:
         assert np.array_equal(table.lookup(np.arange(30)), rows)
 
 
+def test_import_into_a_table_that_is_otherwise(cli: Run, table: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.ones((3, 8), np.float32))
+    for flag, value, is_so in (
+        ("--dim", "4", "8"),
+        ("--num-rows", "10", "1000"),
+        ("--optimizer", "adagrad", "adam"),
+    ):
+        code, out, err = cli("import", str(table), "rows.npy", flag, value)
+        assert code == 2 and out == ""
+        problem = f"{flag} {value}: table {table} is there and has {is_so}; leave {flag} out, or name another table"
+        assert err == f"error: {problem}\n"
+    with bb.open(table, ram="4MiB") as opened:
+        assert opened.epoch == 2 and opened.optimizer.lr == 0.01
+        assert not np.array_equal(opened.lookup([0]), np.ones((1, 8)))
+    same = ("--dim", "8", "--num-rows", "1000", "--optimizer", "adam")
+    assert cli("import", str(table), "rows.npy", *same)[0] == 0
+    with bb.open(table, ram="4MiB") as opened:
+        assert opened.optimizer.lr == 0.01, "a table keeps its hyperparameters"
+        assert np.array_equal(opened.lookup([0]), np.ones((1, 8)))
+
+
 def test_import_maps_ids_and_export_keeps_what_is_there(cli: Run, tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((3, 4), dtype=np.float32)
     np.save(tmp_path / "rows.npy", rows)

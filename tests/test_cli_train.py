@@ -44,7 +44,7 @@ def ratings(tmp_path: Path) -> Path:
 def rows_of(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Steps, weights and optimizer state of every table of a run."""
     result = {}
-    run = bb.Run(folder, ram="64MiB")  # the writer: readers hold no optimizer state
+    run = bb.Run(folder, ram="64MiB")
     for name in run.table_names:
         table = run.table(name)
         ids = np.arange(table.num_rows)
@@ -144,6 +144,17 @@ def test_resuming_a_finished_run(cli: Run, ratings: Path) -> None:
     assert json.loads(Path("a/config.json").read_text())["train"]["epochs"] == 3
     code, out, _ = cli("train", "--resume", "a")
     assert code == 0 and "nothing left to do" in out
+
+
+def test_resuming_a_run_that_stopped_early(cli: Run, ratings: Path) -> None:
+    early = ("--epochs", "30", "--lr", "0.3", "--patience", "1")
+    code, out, _ = cli("train", "ratings.csv", *SMALL, *early, "--out", "a")
+    assert code == 0 and "no better epoch within the patience" in out
+    code, out, _ = cli("train", "--resume", "a")
+    assert code == 0 and "it stopped early, --patience more than 1 goes on, or 0 for never" in out
+    before = len(metric_lines(Path("a")))
+    assert cli("train", "--resume", "a", "--patience", "0", "--epochs", str(before + 1))[0] == 0
+    assert len(metric_lines(Path("a"))) == before + 1
 
 
 @pytest.mark.parametrize(

@@ -398,12 +398,23 @@ def test_patience_stops_early_and_the_best_epoch_is_kept(tmp_path):
     assert (best.split, best.metrics) == ("validation", outcome.best)
     again, outcome_again = train(tmp_path / "run", config)
     assert again.losses == [] and outcome_again.stopped_early
+    assert again.stopped_early
+    # More patience goes on as if it had been there from the start; none at all goes on to the last epoch.
+    patient = TrainConfig(**{**config.to_dict(), "patience": 4})
+    more, outcome_more = train(tmp_path / "run", patient)
+    whole, outcome_whole = train(tmp_path / "patient", patient)
+    assert more.losses == whole.losses[-len(more.losses) :] and outcome_more.epoch == outcome_whole.epoch
+    assert len(more.losses) == (outcome_more.epoch - outcome.epoch) * more.steps_per_epoch > 0
+    assert_same_bits(contents(tmp_path / "run"), contents(tmp_path / "patient"))
+    endless = TrainConfig(**{**config.to_dict(), "patience": 0, "epochs": outcome_more.epoch + 3})
+    _, outcome_endless = train(tmp_path / "run", endless)
+    assert outcome_endless.epoch == outcome_more.epoch + 3 and not outcome_endless.stopped_early
     # Interrupted between the best epoch and the end, it still knows which was best and how long ago.
     stop_after = (outcome.best_epoch + 1) * again.steps_per_epoch + 2
     train(tmp_path / "parts", config, stop_after=stop_after)
     _, resumed = train(tmp_path / "parts", config)
     assert (resumed.best_epoch, resumed.best, resumed.epoch) == (outcome.best_epoch, outcome.best, outcome.epoch)
-    assert_same_bits(contents(tmp_path / "parts", "best"), contents(tmp_path / "run", "best"))
+    assert_same_bits(contents(tmp_path / "parts", "best"), contents(tmp_path / "patient", "best"))
 
 
 def test_without_validation_every_pair_trains_and_nothing_is_chosen(tmp_path):

@@ -308,7 +308,7 @@ class Table(TableFacts, TableCommits):
             float32[..., length of the slot].
 
         Raises:
-            ValueError: no such slot; lists those there are. ReadOnlyError: an optimizer slot of a reader.
+            ValueError: no such slot; lists those there are.
             IndexError, TypeError, CorruptionError: see `lookup`.
         """
         index, length = self._field(slot)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 from rich.markup import escape
 from rich.table import Table as Listing
 
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, need, print_json, stderr, stdout
-from bunkbed.cli.run_folder import kind_of
-from bunkbed.table import Table
-from bunkbed.train.run_config import CONFIG_NAME, DATA_NAME
+from bunkbed.arguments import Ids
+from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, print_json, stderr, stdout
+from bunkbed.cli.opened_table import open_rows
 
 
 class Metric(StrEnum):
@@ -48,11 +46,16 @@ def neighbors(
     """Print the rows most like a given one, exactly: every stored row is read."""
     import bunkbed as bb
 
-    with _opened(path, table, snapshot, ram) as (opened, to_id, to_labels):
-        one = to_id(id)
+    with open_rows(path, table, snapshot, ram, command="neighbors", default="item") as opened:
+        vocab = opened.vocab
+        one = _number(id) if vocab is None else vocab.index(id, what=opened.what)
         with stderr().status("reading rows"):
-            found, scores = bb.neighbors(opened, one, k, metric=metric.value)
-        name = opened.name
+            found, scores = bb.neighbors(opened.table, one, k, metric=metric.value)
+        name = opened.table.name
+
+    def to_labels(ids: Ids) -> Sequence[int | str]:
+        return ids.tolist() if vocab is None else vocab.decode(ids)
+
     is_row = found >= 0  # fewer than k are stored
     labels = to_labels(found[is_row])
     pairs = list(zip(labels, scores[is_row].tolist(), strict=True))
@@ -77,42 +80,6 @@ def neighbors(
     console = stdout()
     console.print(f"nearest to [b]{escape(id)}[/b] in {escape(name)}", soft_wrap=True)
     console.print(listing)
-
-
-Opened = tuple[Table, Callable[[str], int], Callable[[Any], Sequence[int | str]]]
-
-
-@contextmanager
-def _opened(path: Path, name: str | None, snapshot: str | None, ram: str) -> Iterator[Opened]:
-    """The table, and what stands for its ids outside."""
-    import bunkbed as bb
-
-    if kind_of(path) != "run":
-        if name is not None:
-            raise UsageProblem(f"{path} is one table; leave --table out")
-        with bb.open(path, mode="r", ram=ram, snapshot=snapshot) as table:
-            yield table, _number, lambda ids: ids.tolist()
-        return
-    is_trained = (path / CONFIG_NAME).exists()
-    if is_trained:
-        need("pyarrow", command="neighbors")
-        from bunkbed.train.data_store import load_vocabs
-
-        if snapshot is None and "best" in bb.snapshots(path):
-            snapshot = "best"
-    with bb.Run(path, mode="r", ram=ram, snapshot=snapshot) as run:
-        if (name or "item") not in run.table_names:
-            raise UsageProblem(
-                f"run {path} has no table {name or 'item'!r}; give --table as one of {', '.join(run.table_names)}"
-            )
-        table = run.table(name or "item")
-        if not is_trained:
-            yield table, _number, lambda ids: ids.tolist()
-            return
-        what = "user" if name == "user" else "item"
-        users, items = load_vocabs(path / DATA_NAME)
-        vocab = users if what == "user" else items
-        yield table, lambda text: vocab.index(text, what=what), vocab.decode
 
 
 def _number(text: str) -> int:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.markup import escape
 
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, print_error, print_json, stderr, stdout
+from bunkbed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    UsageProblem,
+    given_options,
+    print_error,
+    print_json,
+    stderr,
+    stdout,
+)
 from bunkbed.cli.neighbors_command import Metric
+from bunkbed.cli.opened_table import OpenedTable, open_rows
 from bunkbed.cli.train_options import OPTIMIZER_DEFAULT, OptimizerName
-from bunkbed.io.formats import FORMATS
+from bunkbed.io.formats import FORMATS, format_of
+from bunkbed.io.naming import write_vocabulary
+from bunkbed.table import Table
 from bunkbed.train.config import OPTIMIZERS
 
 _SUFFIXES = " ".join(suffix for one in FORMATS for suffix in one.suffixes)
@@ -32,12 +47,15 @@ VocabHelp = "For rows named by words: a file of one word a line, whose number fr
 
 
 def import_table(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="Table to fill; created unless it exists.", metavar="TABLE")],
     file: FileArgument,
     *,
     dim: Annotated[int | None, typer.Option(help="Numbers per row; needed to create the table.")] = None,
     num_rows: Annotated[int | None, typer.Option(help="Ids in [0, N); default: any id.")] = None,
-    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of a new table.")] = OPTIMIZER_DEFAULT,
+    optimizer: Annotated[
+        OptimizerName, typer.Option(help="Optimizer of a new table; of one that is there it must be this.")
+    ] = OPTIMIZER_DEFAULT,
     ids: Annotated[
         str | None,
         typer.Option(help="Column of ids in the file, or a .npy file of int64 ids.", metavar="COLUMN|FILE.npy"),
@@ -75,6 +93,9 @@ def import_table(
         table = bb.open(path, ram=ram)
     try:
         with table, _row_bars("checking", "importing") as (checking, progress):
+            if not is_new:
+                asked = {"dim": dim, "num_rows": num_rows, "optimizer": optimizer.value}
+                _require_same(table, path, {name: asked[name] for name in asked if name in given_options(context)})
             count = bb.import_rows(
                 table,
                 file,
@@ -102,19 +123,45 @@ def import_table(
     return 0
 
 
+def _require_same(table: Table, path: Path, asked: dict[str, Any]) -> None:
+    """Raises where an option says another thing of the table than is so."""
+    names = {kind: name for name, kind in OPTIMIZERS.items()}
+    for option, value in asked.items():
+        is_so = getattr(table, option)
+        if option == "optimizer":
+            is_so = names.get(type(is_so), type(is_so).__name__)
+        if value != is_so:
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageProblem(
+                f"{flag} {value}: table {path} is there and has {is_so}; leave {flag} out, or name another table"
+            )
+
+
 def export_table(
-    path: Annotated[Path, typer.Argument(help="Table to read.", metavar="TABLE")],
+    path: Annotated[Path, typer.Argument(help="Table to read, or a run.", metavar="TABLE")],
     file: FileArgument,
     *,
     ram: Annotated[str, typer.Option(help="RAM budget.", metavar="BYTES")] = "1GiB",
     slots: Annotated[
         str, typer.Option(help="What to write beside the ids, such as weight,exp_avg.", metavar="SLOT,SLOT")
     ] = "weight",
+    table: Annotated[str | None, typer.Option("--table", help="Of a run: which table.", metavar="NAME")] = None,
     snapshot: Annotated[
-        str | None, typer.Option(help="Kept epoch to read; default: the last commit.", metavar="NAME")
+        str | None,
+        typer.Option(help="Kept epoch to read; default: a training run's best, else the last commit.", metavar="NAME"),
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a training run: write here what its rows are called, one a line in the order of their ids.",
+            metavar="FILE",
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of a file that is there.")] = False,
-    vocab: Annotated[Path | None, typer.Option(help=f"{VocabHelp}; default: the ids.", metavar="FILE")] = None,
+    vocab: Annotated[
+        Path | None,
+        typer.Option(help=f"{VocabHelp}; default: a training run's labels, else the ids.", metavar="FILE"),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What the array is called, in a format that names it.")] = None,
     format: FormatOption = None,
     metric: Annotated[
@@ -123,36 +170,64 @@ def export_table(
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Write rows of a table to a file, which is there whole or not at all."""
+    """Write rows of a table to a file, which is there whole or not at all.
+
+    Of a training run the table is user, item or item_bias, and rows are called what the training file calls them, where
+    the format has room for it.
+    """
     import bunkbed as bb
 
     names = _names(slots)
-    # Readers hold weights only; optimizer state needs the writer, who then commits nothing.
-    mode: Literal["w", "r"] = "r" if names == ("weight",) or snapshot is not None else "w"
-    table = bb.open(path, mode=mode, ram=ram, snapshot=snapshot)
+    if labels is not None and not overwrite and os.path.lexists(labels):
+        raise UsageProblem(f"{labels} exists already; give another --labels, or --overwrite")
     try:
-        with _row_bars("exporting") as (progress,):
+        with (
+            open_rows(path, table, snapshot, ram, command="export") as opened,
+            _words(opened, file, format, vocab) as words,
+            _row_bars("exporting") as (progress,),
+        ):
+            if labels is not None and opened.vocab is None:
+                raise UsageProblem(f"--labels: rows of {path} are called by their ids; leave it out")
             count = bb.export_rows(
-                table,
+                opened.table,
                 file,
                 slots=names,
                 format=format,
                 name=name,
-                vocab=vocab,
+                vocab=words,
                 metric=metric and metric.value,
                 overwrite=overwrite,
                 progress=progress,
             )
+            if labels is not None:
+                _write_labels(opened, labels)
     except KeyboardInterrupt:
         print_error(f"interrupted; {file} is as it was")
         return 130
-    finally:
-        table.close(commit=False)
     if json:
-        print_json({"path": path, "file": file, "rows": count})
-    else:
-        stdout().print(f"wrote {count:,} rows to {escape(str(file))}", soft_wrap=True)
+        print_json({"path": path, "table": table, "snapshot": opened.snapshot, "file": file, "rows": count})
+        return 0
+    of = f" of {table}" if table else ""
+    if opened.snapshot:
+        of += f", snapshot {opened.snapshot},"
+    stdout().print(f"wrote {count:,} rows{escape(of)} to {escape(str(file))}", soft_wrap=True)
     return 0
+
+
+@contextmanager
+def _words(opened: OpenedTable, file: Path, format: str | None, vocab: Path | None) -> Iterator[Path | None]:
+    """The vocabulary to export with: the one given, or a training run's labels where the format has room for them."""
+    if vocab is not None or opened.vocab is None or not format_of(file, format).has_words:
+        yield vocab
+        return
+    with tempfile.TemporaryDirectory(prefix="bunkbed-") as folder:
+        _write_labels(opened, Path(folder) / "labels")
+        yield Path(folder) / "labels"
+
+
+def _write_labels(opened: OpenedTable, path: Path) -> None:
+    assert opened.vocab is not None
+    write_vocabulary(path, map(str, chain.from_iterable(opened.vocab.batches())))
 
 
 def _names(slots: str) -> tuple[str, ...]:

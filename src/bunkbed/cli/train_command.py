@@ -314,6 +314,8 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
     where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
     if trainer.epoch >= config.epochs:
         where += "; nothing left to do, --epochs more of them goes on"
+    elif trainer.stopped_early:
+        where += f"; it stopped early, --patience more than {config.patience} goes on, or 0 for never"
     console.print(f"resuming {escape(str(folder))} {where}", soft_wrap=True)
     return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
 

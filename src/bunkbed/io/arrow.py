@@ -1,4 +1,7 @@
-"""Parquet and Arrow files: a column ``id`` and one of fixed-size lists for each slot; the step in the schema."""
+"""Parquet and Arrow files: a column ``id`` and one of fixed-size lists for each slot; the step in the schema.
+
+With a vocabulary there is a column ``word`` too.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from bunkbed.arguments import Ids
 from bunkbed.io.exporting import Writing
+from bunkbed.io.naming import words_of
 from bunkbed.io.source import FLOATS, Chunk, Reading, Source, check_rows, need, widened
 
 _INSTALL = '"bunkbed[train]"'
 _STEP = b"bunkbed.step"
+_WORD = "word"
 
 
 def read(reading: Reading) -> Source:
@@ -123,6 +129,8 @@ def write(writing: Writing) -> int:
     """Stored rows, in log order."""
     pa = need("pyarrow", f"{writing.target.name}", _INSTALL)
     fields = [pa.field("id", pa.int64(), nullable=False)]
+    if writing.words is not None:
+        fields.append(pa.field(_WORD, pa.string(), nullable=False))
     fields += [
         pa.field(slot, pa.list_(pa.float32(), length), nullable=False) for slot, length in writing.lengths.items()
     ]
@@ -132,6 +140,8 @@ def write(writing: Writing) -> int:
     with _writer(pa, writing, schema) as writer:
         for ids, values in writing.stored():
             columns = [pa.array(ids)]
+            if writing.words is not None:
+                columns.append(_words(pa, writing, ids))
             columns += [
                 pa.FixedSizeListArray.from_arrays(pa.array(values[slot].reshape(-1)), length)
                 for slot, length in writing.lengths.items()
@@ -139,6 +149,22 @@ def write(writing: Writing) -> int:
             writer.write_batch(pa.record_batch(columns, schema=schema))
             done += len(ids)
     return done
+
+
+def _words(pa: Any, writing: Writing, ids: Ids) -> Any:
+    words = list(words_of(writing.vocab, ids, writing.words))
+    try:
+        return pa.array(words, pa.string())
+    except UnicodeEncodeError:
+        at = next(at for at, word in enumerate(words) if _has_surrogates(word))
+        raise ValueError(
+            f"{writing.target}: word {words[at]!r} of id {ids[at]} in {writing.vocab} is not UTF-8, which a column of "
+            "text must be"
+        ) from None
+
+
+def _has_surrogates(word: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
 def _writer(pa: Any, writing: Writing, schema: Any) -> Any:

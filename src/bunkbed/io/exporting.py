@@ -139,7 +139,8 @@ def export_rows(
         slots: what to write beside the ids; with optimizer state goes its step, where the format carries both.
         format: a name of `bunkbed.io.formats.FORMATS`, where the file's name does not tell.
         name: what the array is called in a format that holds several by name.
-        vocab: for rows named by words: a file of one word a line, whose number from 0 is the id. Default: the ids.
+        vocab: for rows named by words: a file of one word a line, whose number from 0 is the id. Default: the ids; in
+            Parquet and Arrow files, which have those anyway, no column ``word``.
         metric: of an index of nearest rows: ``"dot"`` (default, as `Table.topk` has it) or ``"cosine"``.
         overwrite: take the place of a file that is there.
         chunk: rows held in memory at a time; default: 4 MiB of them.

@@ -18,7 +18,7 @@ class Format:
         suffixes: names of files that are taken for it.
         has_state: whether it carries optimizer slots and the step beside the weights.
         every_row: whether an export holds every id in ``[0, num_rows)`` rather than the stored rows.
-        has_words: whether its rows are named by words.
+        has_words: whether its rows are, or may be, named by words.
         can_export: False where it is only read.
         has_metric: whether it is an index of nearest rows, by a metric.
     """
@@ -39,8 +39,8 @@ class Format:
 
 FORMATS = (
     Format("npy", "npy", (".npy",), every_row=True),
-    Format("parquet", "arrow", (".parquet",), has_state=True),
-    Format("arrow", "arrow", (".arrow", ".feather"), has_state=True),
+    Format("parquet", "arrow", (".parquet",), has_state=True, has_words=True),
+    Format("arrow", "arrow", (".arrow", ".feather"), has_state=True, has_words=True),
     Format("safetensors", "safetensors_file", (".safetensors",), has_state=True),
     Format("torch", "torch_checkpoint", (".pt", ".pth", ".ckpt"), has_state=True, every_row=True),
     Format("keras", "hdf5", (".keras",), has_state=True, every_row=True, can_export=False),

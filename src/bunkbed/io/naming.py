@@ -7,7 +7,7 @@ is not UTF-8 comes back as it went.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +143,21 @@ def read_vocabulary(path: Path) -> list[str]:
     return words
 
 
-def write_vocabulary(path: Path, words: Sequence[str]) -> None:
-    """One word a line, under a temporary name until complete."""
-    for at, word in enumerate(words):
-        if "\n" in word:
-            raise ValueError(f"{path}: word {word!r} of id {at} has a line break, which a vocabulary cannot hold")
+def write_vocabulary(path: Path, words: Iterable[str]) -> None:
+    """One word a line, under a temporary name until complete.
+
+    Raises:
+        ValueError: a word with a line break; names the first.
+    """
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            file.writelines(f"{word}\n" for word in words)
+            for at, word in enumerate(words):
+                if "\n" in word:
+                    raise ValueError(
+                        f"{path}: word {word!r} of id {at} has a line break, which a vocabulary cannot hold"
+                    )
+                file.write(f"{word}\n")
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

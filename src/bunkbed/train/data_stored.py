@@ -73,6 +73,11 @@ class StoredVocab(Vocab):
             for at, start in enumerate(self._starts[:-1].tolist()):
                 yield start, Vocab(file.read_row_group(at)["label"].combine_chunks())
 
+    def batches(self) -> Iterator[list[Label]]:
+        """As `Vocab.batches`."""
+        for _, part in self._parts():
+            yield part.array.to_pylist()
+
     def encode(self, labels: Sequence[Label] | pa.Array) -> Int64Array:
         """As `Vocab.encode`."""
         result = np.full(len(labels), -1, dtype=np.int64)

@@ -192,6 +192,11 @@ class Trainer:
         return self._progress.epoch
 
     @property
+    def stopped_early(self) -> bool:
+        """Whether patience has run out, so that `fit` has nothing to do."""
+        return self._progress.stopped_early
+
+    @property
     def step(self) -> int:
         """Steps done, those before a resume included."""
         return self._progress.global_step
@@ -421,7 +426,7 @@ class _Session:
             progress.stale = 0 if is_best else progress.stale + 1
             if is_best:
                 progress.best_epoch, progress.best = progress.epoch, metrics
-            progress.stopped_early = bool(config.patience) and progress.stale >= config.patience
+            progress.settle_patience(config)
         now = _Counters.of(trainer.run.tables)
         report = EpochReport(
             epoch=progress.epoch,

@@ -75,7 +75,13 @@ class Progress:
                     f"option {name}={value!r} differs from {begun[name]!r}, with which the run was begun; "
                     f"only {', '.join(FREE_TO_CHANGE)} may change on resuming"
                 )
-        return cls(**meta["progress"])
+        progress = cls(**meta["progress"])
+        progress.settle_patience(config)
+        return progress
+
+    def settle_patience(self, config: TrainConfig) -> None:
+        """Says whether patience has run out; another one may be given on resuming."""
+        self.stopped_early = bool(config.patience) and self.stale >= config.patience
 
 
 class MetricsLog:

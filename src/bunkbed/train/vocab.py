@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +22,7 @@ Label = int | str
 
 # Difflib compares with every label; beyond this many we look only at the neighbours in sorted order.
 _MAX_COMPARED_LABELS = 20_000
+_BATCH_LABELS = 1 << 17
 
 
 class DataError(BunkbedError, ValueError):
@@ -70,6 +71,11 @@ class Vocab:
         """Every label in index order: ``int64[n]``, or ``object[n]`` of str."""
         result: npt.NDArray[np.generic] = self.array.to_numpy(zero_copy_only=False)
         return result
+
+    def batches(self) -> Iterator[list[Label]]:
+        """All labels in index order, a part at a time."""
+        for start in range(0, len(self), _BATCH_LABELS):
+            yield self.array.slice(start, _BATCH_LABELS).to_pylist()
 
     def encode(self, labels: Sequence[Label] | pa.Array) -> Int64Array:
         """Dense indices ``int64[N]`` of `labels`, -1 where a label is unknown. Duplicates are fine."""
