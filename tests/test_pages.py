@@ -7,6 +7,7 @@ there with its reason, and counted here.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import unittest
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import bunkbed.opening
 from bunkbed.cli.app import app
@@ -88,3 +90,33 @@ def test_the_worked_example_is_what_plan_prints(monkeypatch: pytest.MonkeyPatch)
     # The page's own arithmetic repeats figures of the output.
     for figure in ("5,443", "29,379", "13.4", "6.4 MiB", "7.7 TB", "78 days", "113.5 GiB", "477.6 MiB", "283.8 MiB"):
         assert figure in output, figure
+
+
+def shell_commands(page: str) -> list[list[str]]:
+    """The arguments of every `bunkbed` command in the page's shell blocks."""
+    found = []
+    for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            ends = [at for at, word in enumerate(words) if word in ("&&", "|", ";", ">", "&")]
+            for first, last in itertools.pairwise([-1, *ends, len(words)]):
+                command = words[first + 1 : last]
+                if command and Path(command[0]).name == "bunkbed":
+                    found.append(command[1:])
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if shell_commands(page)])
+def test_commands_are_those_there_are(page: str) -> None:
+    """Parsed as the command line parses them: a command, option or value that is no more does not stay in a page."""
+    group = typer.main.get_command(app)
+    for words in shell_commands(page):
+        context = group.make_context("bunkbed", list(words))
+        if context.params.get("version"):
+            continue
+        _, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+        command.make_context(command.name, rest, parent=context)
+
+
+def test_pages_have_commands() -> None:
+    assert sum(len(shell_commands(page)) for page in PAGES) >= 20
