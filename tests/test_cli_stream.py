@@ -60,8 +60,8 @@ def test_a_streamed_run_is_the_one_in_memory(cli: Run, likes: Path, monkeypatch:
     code, streamed, err = cli("train", "likes.csv", *SMALL, "--stream", "--out", "disk")
     assert (code, err) == (0, "")
     for text in (out, streamed):
-        assert "3 malformed rows of likes.csv left out, the first: " in text
-        assert "expected 3 columns, found 2: 'u7,i8'; --strict stops there" in text
+        assert "3 malformed rows of likes.csv left out, the first: line 702: " in text
+        assert "line 702: expected 3 columns, found 2: 'u7, i8'; --strict stops there" in text
     assert "RAM budget 256.0 MiB" in out and "192.0 MiB" in streamed
     assert contents(Path("disk")) == contents(Path("memory"))
     assert not (Path("disk") / "data" / "preparing").exists()
@@ -72,6 +72,17 @@ def test_a_streamed_run_is_the_one_in_memory(cli: Run, likes: Path, monkeypatch:
     assert judged["num_users"] == 40 and judged["split"] == "validation"
     expected = [json.loads(line) for line in Path("disk/metrics.jsonl").read_text().splitlines()]
     assert judged["metrics"] in [line["metrics"] for line in expected if line["kind"] == "epoch"]
+
+
+def test_users_without_items_are_told(cli: Run, tmp_path: Path) -> None:
+    lines = [f"u{user} " + " ".join(f"i{(user + at) % 50}" for at in range(3 + user % 9)) for user in range(60)]
+    (tmp_path / "lines.txt").write_text("\n".join([*lines, "u60", "u61"]) + "\n")
+    for stream in ([], ["--stream"]):
+        code, out, err = cli("train", "lines.txt", *SMALL, "--strict", "--out", "a" + "".join(stream), *stream)
+        assert (code, err) == (0, "")
+        assert "2 users without items left out of lines.txt: their lines hold no pair" in out
+    descriptions = [json.loads(Path(run, "data", "dataset.json").read_text()) for run in ("a", "a--stream")]
+    assert descriptions[0] == descriptions[1] and descriptions[0]["train"]["empty_users"] == 2
 
 
 def test_strict_stops_at_the_first_malformed_row(cli: Run, likes: Path) -> None:

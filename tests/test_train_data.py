@@ -12,6 +12,7 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
+from bunkbed.train import data_formats  # noqa: E402
 from bunkbed.train.data import (  # noqa: E402
     DataError,
     Interactions,
@@ -198,11 +199,20 @@ def test_bad_files_name_the_place(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "count", "first"),
     [
-        ("a.csv", "1,2,3\n4,5,6\n\n7,8\n,9,9\n9,9,9\n", 2, "expected 3 columns, found 2: '7,8'"),
-        ("a.tsv", "1\t2\n4\t5\n7\t8\t9\n \t8\n9\t9\n", 2, "expected 2 columns, found 3: '7\\t8\\t9'"),
-        ("a.dat", "1::2::3\n4::5\n4::5::6\n9::9::9\n", 1, "expected 3 columns, found 2: '4::5'"),
-        ("a.txt", "1 2\n4 5\n7 8 9\n7\n9 9\n", 2, "line 3: expected 2 columns, found 3"),
-        ("b.csv", "user,item\n1,2\n,7\n8,\n4,5\n9,9\n", 2, "the user of row 1 (from 0) is missing"),
+        ("a.csv", "1,2,3\n4,5,6\n\n7,8\n,9,9\n9,9,9\n", 2, "line 4: expected 3 columns, found 2: '7, 8'"),
+        ("a.tsv", "1\t2\n4\t5\n7\t8\t9\n \t8\n9\t9\n", 2, "line 3: expected 2 columns, found 3: '7, 8, 9'"),
+        ("a.dat", "1::2::3\n4::5\n4::5::6\n9::9::9\n", 1, "line 2: expected 3 columns, found 2: '4, 5'"),
+        ("a.txt", "1 2\n4 5\n7 8 9\n7\n9 9\n", 2, "line 3: expected 2 columns, found 3: '7, 8, 9'"),
+        ("b.csv", "user,item\n1,2\n,7\n8,\n4,5\n9,9\n", 2, "line 3: the user is missing (found '')"),
+        ("c.csv", "\n\nuser,item\n1,2\n\n,7\n8\n4,5\n9,9\n", 2, "line 6: the user is missing (found '')"),
+        ("d.csv", "user,item\n1,2\n8\n,7\n4,5\n9,9\n", 2, "line 3: expected 2 columns, found 1: '8'"),
+        ("c.tsv", "1\t2\n\t\n7\n4\t5\n9\t9\n", 2, "line 2: the user is missing (found '')"),
+        (
+            "lines.csv",
+            'user,item,text\n1,2,"a\nb"\n4,5,"\n\n"\n ,7,c\n8\n9,9,\n',
+            2,
+            "line 7: the user is missing (found ' ')",
+        ),
     ],
 )
 def test_malformed_rows_are_left_out_and_counted(
@@ -211,6 +221,124 @@ def test_malformed_rows_are_left_out_and_counted(
     data = read_interactions(write(tmp_path / name, content), strict=False, layout="columns")
     assert labelled(data) == [(1, 2), (4, 5), (9, 9)]
     assert (data.malformed, data.first_malformed) == (count, first)
+
+
+@pytest.mark.parametrize(("kinds", "problem"), [((",4,3\n", "9,9\n"), "missing"), (("9,9\n", ",4,3\n"), "expected 3")])
+def test_the_first_malformed_row_is_the_first_of_the_file_far_into_it(
+    kinds: tuple[str, str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_formats, "_BLOCK_BYTES", 256)
+    sound = ["\n1,2,3\n", "4,5,6\n"] * 400
+    path = write(tmp_path / "a.csv", "".join(["user,item,x\n", *sound, kinds[0], *sound, *sound, kinds[1]]))
+    data = read_interactions(path, strict=False)
+    assert data.malformed == 2
+    assert data.first_malformed.startswith("line 1202: ") and problem in data.first_malformed
+
+
+MISREAD = {
+    "short-header.csv": (
+        "user,item\n1,2,3\n4,5,6\n",
+        "all 2 rows are malformed, read as CSV, users from column 'user', items from column 'item'; the first: line 2: "
+        "expected 2 columns, found 3: '1, 2, 3'; line 1 says how many columns there are: correct it, or the rows below",
+    ),
+    "short-first-line.csv": (
+        "\n1,2\n" + "1,2,3\n" * 10,
+        "10 of 11 rows are malformed, read as CSV, users from column 0, items from column 1; the first: line 3: "
+        "expected 2 columns, found 3: '1, 2, 3'; line 2 says how many",
+    ),
+    "short-first-line.txt": ("1 2\n" + "1 2 3\n" * 4, "4 of 5 rows are malformed, read as blank-separated"),
+    "no-users.tsv": (
+        "user\titem\n\t4\n\t5\n2\t6\n",
+        "2 of 3 rows are malformed, read as TSV, users from column 'user', items from column 'item'; "
+        "the first: line 2: the user is missing (found '')",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_a_file_of_which_more_than_half_is_malformed_is_misread(name: str, tmp_path: Path) -> None:
+    content, message = MISREAD[name]
+    with pytest.raises(DataError) as caught:
+        read_interactions(write(tmp_path / name, content), strict=False)
+    assert str(caught.value).startswith(f"{tmp_path / name}: {message}")
+
+
+def test_a_file_of_which_half_is_malformed_is_read(tmp_path: Path) -> None:
+    data = read_interactions(write(tmp_path / "a.csv", "1,2\n3\n4\n5,6\n"), strict=False)
+    assert (labelled(data), data.malformed) == ([(1, 2), (5, 6)], 2)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_users_without_items_are_counted_and_no_mistake(strict: bool, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "7 30 10\n5\n\n9 20\n4\n11\n")
+    data = read_interactions(path, strict=strict)
+    assert labelled(data) == [(7, 30), (7, 10), (9, 20)]
+    assert (data.empty_users, data.malformed) == (3, 0)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("above", ["\n", "\n\n", "\r\n", "  \n", "\n \t\n", "\ufeff\n"])
+def test_blank_lines_above_a_header_and_within(above: str, strict: bool, tmp_path: Path) -> None:
+    for separator in (",", "\t"):
+        rows = ["user", "item"], [" "], ["7", "30"], [""], ["5", "10"]
+        text = above + "".join(separator.join(row) + "\n" for row in rows)
+        data = read_interactions(write(tmp_path / "a.csv", text), strict=strict)
+        assert (labelled(data), data.malformed) == ([(7, 30), (5, 10)], 0)
+    with pytest.raises(DataError, match=r"a.csv line 2: expected a user and an item .*, found '12'"):
+        read_interactions(write(tmp_path / "a.csv", "\n12\n13\n"))
+
+
+OPEN_QUOTES = {
+    "to the end": ('1,2,3\n3,4,"x\n5,6,7\n7,8,9\n', "unexpected end of data"),
+    "to the next quote": ('1,2,3\n3,4,"x\n5,6,7\n8,9,"y\n9,9,9\n', "',' expected after '\"'"),
+    "over a line without its end": ('1,2,3\n3,4,"x\n5,6,7', "unexpected end of data"),
+    "beside a missing label": ('1,,3\n3,4,"x\n5,6,7', "unexpected end of data"),
+    "over a long field": ('1,2,3\n3,4,"x\n' + "5,6,7\n" * 30_000, "field larger than field limit"),
+    "over more than a block": ('1,2,3\n3,4,"x\n' + "5,6,7\n" * 40_000, "field larger than field limit"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", OPEN_QUOTES)
+def test_a_quote_that_is_not_closed_is_an_error_that_names_its_line(
+    name: str, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, reason = OPEN_QUOTES[name]
+    if name == "over more than a block":
+        monkeypatch.setattr(data_formats, "_BLOCK_BYTES", 1 << 15)
+    with pytest.raises(DataError) as caught:
+        read_interactions(write(tmp_path / "a.csv", "user,item,text\n" + content), strict=strict)
+    message = str(caught.value)
+    assert "a.csv line 3: a quote is opened and not closed where its field ends" in message and reason in message
+    assert message.endswith("'3,4,\"x'; close the quote, or double it where it is part of the text")
+
+
+def test_a_line_too_long_for_its_quotes_to_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a.csv: a quote is opened and not closed where its field ends \(field larger"):
+        read_interactions(write(tmp_path / "a.csv", 'user,item\n1,"' + "5" * 140_000 + '"\n3,4\n'))
+
+
+def test_odd_quotes_within_a_line_are_text(tmp_path: Path) -> None:
+    text = 'user,item,text\n1,2,"a"b\n3,4,"x\ny"\n5,6,12"\n7,8,"z'
+    assert labelled(read_interactions(write(tmp_path / "a.csv", text))) == [(1, 2), (3, 4), (5, 6), (7, 8)]
+
+
+def test_a_name_of_several_columns_is_refused_and_their_positions_are_not(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "item,user,user\n1,2,3\n4,5,6\n")
+    columns = [pa.array([1, 4]), pa.array([2, 5]), pa.array([3, 6])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["item", "user", "user"]), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        with pytest.raises(DataError) as caught:
+            read_interactions(tmp_path / name, user_col="user")
+        assert str(caught.value) == (
+            f"{tmp_path / name}: 2 columns are called 'user', at positions 1, 2 (from 0); "
+            "give one of them by its position: --user-col 1"
+        )
+        with pytest.raises(DataError, match="say which with --user-col NAME, or its position from 0"):
+            read_interactions(tmp_path / name)
+        for position, users in ((1, (2, 5)), (2, (3, 6))):
+            data = read_interactions(tmp_path / name, user_col=position)
+            assert labelled(data) == list(zip(users, (1, 4), strict=True))
 
 
 def test_rows_of_parquet_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:

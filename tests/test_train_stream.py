@@ -62,6 +62,8 @@ def assert_same_dataset(one, other):
             np.testing.assert_array_equal(left.users, right.users)
             np.testing.assert_array_equal(left.items, right.items)
             assert (left.source, left.form, left.duplicates) == (right.source, right.form, right.duplicates)
+            assert (left.malformed, left.first_malformed) == (right.malformed, right.first_malformed)
+            assert left.empty_users == right.empty_users
             assert (len(left), left.num_users, left.num_items) == (len(right), right.num_users, right.num_items)
     for left, right in ((one.train.user_vocab, other.train.user_vocab), (one.train.item_vocab, other.train.item_vocab)):
         assert left.kind == right.kind
@@ -108,7 +110,19 @@ def test_a_prepared_dataset_is_the_one_read_into_memory(tmp_path):
         assert (folder / "dataset.json").read_bytes() == (tmp_path / "saved" / "dataset.json").read_bytes()
         names = {path.name for path in folder.iterdir()}
         assert names <= {"dataset.json", "users.parquet", "items.parquet", "train.parquet", "test.parquet"}
-    assert expected.train.duplicates == 2
+    assert (expected.train.duplicates, expected.train.empty_users) == (2, 1)
+
+
+def test_rows_left_out_are_told_alike(tmp_path):
+    table = pa.table({"user": [1, 2, 3, None, 5, 6], "item": ["1", "2", "3", "4", "", "6"]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    (tmp_path / "a.csv").write_text("\nuser,item,x\n1,2,3\n\n,4,5\n6,7\n2,1,1\n")
+    firsts = ["the user of row 3 (from 0) is missing", "line 5: the user is missing (found '')"]
+    for at, (name, first) in enumerate(zip(("a.parquet", "a.csv"), firsts, strict=True)):
+        files = {"path": tmp_path / name, "test": tmp_path / "a.csv", "strict": False}
+        expected = read_dataset(**files)
+        assert (expected.train.malformed, expected.train.first_malformed) == (2, first)
+        assert_same_dataset(expected, prepared(tmp_path / f"data{at}", **files))
 
 
 @pytest.mark.parametrize(
@@ -118,18 +132,31 @@ def test_a_prepared_dataset_is_the_one_read_into_memory(tmp_path):
         ("1,2\n2,NaN\n3,4\n", "line 2: the item is missing"),
         ("1,2\n2\n", "line 2: expected 2 columns, found 1"),
         ("user,item\n", "holds no pairs of user and item"),
+        ('user,item,x\n1,2,"3\n4,5,6\n', "line 2: a quote is opened and not closed"),
     ],
 )
-def test_bad_files_say_the_same_and_leave_no_dataset(tmp_path, lines, message):
+def test_bad_files_say_the_same_and_leave_no_dataset(tmp_path, lines, message, strict=True):
     path = tmp_path / "bad.csv"
     path.write_text(lines)
     with pytest.raises(DataError, match=message) as in_memory:
-        read_dataset(path)
+        read_dataset(path, strict=strict)
     with pytest.raises(DataError) as on_disk:
-        prepared(tmp_path / "data", path)
+        prepared(tmp_path / "data", path, strict=strict)
     assert str(on_disk.value) == str(in_memory.value)
     assert not (tmp_path / "data" / "dataset.json").exists()
     assert not (tmp_path / "data" / "preparing").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("user,item\n1,2,3\n,4\n", "all 2 rows are malformed, .* the first: line 2: expected 2 columns, found 3"),
+        ("1,2\n" + "1,2,3\n" * 5, "5 of 6 rows are malformed, .* the first: line 2: expected 2 columns, found 3"),
+        ('1,2\n3,"4\n5,6\n', "line 2: a quote is opened and not closed"),
+    ],
+)
+def test_files_misread_say_the_same_and_leave_no_dataset(tmp_path, lines, message):
+    test_bad_files_say_the_same_and_leave_no_dataset(tmp_path, lines, message, strict=False)
 
 
 def test_a_bad_row_after_good_batches_says_the_same(tmp_path):

@@ -453,6 +453,11 @@ def _say_data(console: Console, data: Dataset) -> None:
                 f"[yellow]{pairs.malformed:,} malformed rows of {escape(Path(pairs.source).name)} left out[/], "
                 f"the first: {escape(pairs.first_malformed)}; --strict stops there"
             )
+        if pairs is not None and pairs.empty_users:
+            lines.append(
+                f"{pairs.empty_users:,} users without items left out of {escape(Path(pairs.source).name)}: "
+                "their lines hold no pair"
+            )
     if data.test is not None:
         lines.append(f"[b]{escape(Path(data.test.source).name)}[/b]  {len(data.test):,} pairs to judge by")
     if data.candidates is not None:

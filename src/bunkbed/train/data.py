@@ -52,6 +52,7 @@ class Interactions:
         form: how the file was read, for people: ``"CSV, users from column 'user', ..."``.
         malformed: rows that were left out because they were not strictly read.
         first_malformed: what was wrong with the first of them.
+        empty_users: adjacency lines of a user without items, which hold no pair.
     """
 
     users: Int64Array
@@ -63,6 +64,7 @@ class Interactions:
     form: str = ""
     malformed: int = 0
     first_malformed: str = ""
+    empty_users: int = 0
 
     @property
     def num_users(self) -> int:
@@ -161,8 +163,9 @@ def read_interactions(
         strict: a ragged line or an empty label is an error; else such rows are left out, and counted as `malformed`.
 
     Raises:
-        DataError: the file is empty, not text, has no such column, a ragged line, a missing value; the
-            message names the file, the line and what was found there.
+        DataError: the file is empty, not text, has no such column or several of that name, a ragged line, a missing
+            value, a quote that is not closed; or, not strict, more than half of its rows are malformed. The message
+            names the file, the line and what was found there.
         FileNotFoundError, IsADirectoryError, PermissionError: as the system says.
     """
     known = vocabs or (None, None)
@@ -175,8 +178,7 @@ def read_interactions(
         item_parts.append(items.add(item_labels))
     user_index = _join(user_parts)
     item_index = _join(item_parts)
-    if not len(user_index):
-        raise DataError(f"{pairs.path}: holds no pairs of user and item, only {pairs.emptiness}")
+    pairs.check_read(len(user_index))
     for encoder, what in ((users, "user"), (items, "item")):
         missing = encoder.missing_labels()
         if missing:
@@ -197,6 +199,7 @@ def read_interactions(
         pairs.form,
         pairs.malformed,
         pairs.first_malformed,
+        pairs.empty_users,
     )
 
 

@@ -54,6 +54,7 @@ def find_columns(
     item_col: int | str | None,
     *,
     first_line: str = "",
+    first_line_number: int = 1,
 ) -> tuple[int, int]:
     """Positions of the users' and the items' column.
 
@@ -64,13 +65,17 @@ def find_columns(
         user_col: as the caller gave it.
         item_col: as the caller gave it.
         first_line: shown where there is no header to look in.
+        first_line_number: where it stands, counted from 1.
 
     Raises:
-        DataError: no such column, the same one twice, or none that can be told to be it.
+        DataError: no such column, several of that name, the same one twice, or none that can be told to be it.
     """
     if width < 2:
         found = repr(first_line) if names is None else f"only the column {names[0]!r}"
-        raise DataError(f"{path} line 1: expected a user and an item separated by comma, tab or space, found {found}")
+        raise DataError(
+            f"{path} line {first_line_number}: expected a user and an item separated by comma, tab or space, "
+            f"found {found}"
+        )
     known: tuple[int | None, int | None] = (None, None)
     if names is not None:
         known = (_well_known(names, USER_NAMES), _well_known(names, ITEM_NAMES))
@@ -83,14 +88,14 @@ def find_columns(
     chosen = []
     for col, guess, what in ((user_col, known[0], "user"), (item_col, known[1], "item")):
         if col is not None:
-            chosen.append(_asked_column(path, names, width, col, what, first_line))
+            chosen.append(_asked_column(path, names, width, col, what, f"line {first_line_number} is {first_line!r}"))
         elif guess is not None:
             chosen.append(guess)
         else:
             listed = ", ".join(names or ())
             raise DataError(
                 f"{path}: cannot tell which column holds the {what}s; it has: {listed}; "
-                f"say which with --{what}-col NAME"
+                f"say which with --{what}-col NAME, or its position from 0"
             )
     user, item = chosen
     if user == item:
@@ -103,7 +108,14 @@ def _asked_column(
     path: str, names: Sequence[str] | None, width: int, col: int | str, what: str, first_line: str
 ) -> int:
     if isinstance(col, str) and names is not None and col in names:
-        return list(names).index(col)
+        places = [at for at, name in enumerate(names) if name == col]
+        if len(places) > 1:
+            listed = ", ".join(map(str, places))
+            raise DataError(
+                f"{path}: {len(places)} columns are called {col!r}, at positions {listed} (from 0); "
+                f"give one of them by its position: --{what}-col {places[0]}"
+            )
+        return places[0]
     if isinstance(col, int) or col.isdecimal():
         at = int(col)
         if not 0 <= at < width:
@@ -112,8 +124,8 @@ def _asked_column(
         return at
     if names is None:
         raise DataError(
-            f"{path}: has no header line to find column {col!r} in (line 1 is {first_line!r}); "
-            f"give the position, --{what}-col 0 to {width - 1}, or --header if line 1 names the columns"
+            f"{path}: has no header line to find column {col!r} in ({first_line}); "
+            f"give the position, --{what}-col 0 to {width - 1}, or --header if that line names the columns"
         )
     lowered = {name.lower(): name for name in reversed(names)}
     close = difflib.get_close_matches(col.lower(), list(lowered), n=1, cutoff=0.6)

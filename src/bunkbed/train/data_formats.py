@@ -7,6 +7,9 @@
 4. When Arrow refuses a line, read again with the plain reader to name the line and what stands there;
    its own messages count rows of a block, not lines of the file.
 5. Not strict: rows of another number of columns, or without a user or an item, are left out and counted instead.
+   Only where there are any is the file read again, up to the first of them, to name its line.
+6. A quote that is not closed takes the lines below into one field, without an error of Arrow's: where a file with
+   quotes has more lines than rows, the plain reader goes through it to tell such a quote from a text of many lines.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import os
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, cast
+
+import numpy as np
 
 from bunkbed.train.data_columns import HeaderChoice, LayoutChoice, find_columns, looks_like_header, shown
 from bunkbed.train.vocab import DataError
@@ -63,6 +69,8 @@ class Pairs(ABC):
         is_strict: a malformed row is an error.
         malformed: rows left out so far, where that is not so.
         first_malformed: what was wrong with the first of them.
+        remedy: what to do about it where most rows are so.
+        empty_users: lines of a user without items so far, which hold no pair and are no mistake.
     """
 
     path: str
@@ -71,15 +79,37 @@ class Pairs(ABC):
     is_strict: bool = True
     malformed: int = 0
     first_malformed: str = ""
+    remedy: str = ""
+    empty_users: int = 0
+    _done: int = 0  # rows that `batches` gave
+    _first_at: int | None = None  # no row before this one is malformed
+
+    def check_read(self, num_rows: int) -> None:
+        """Whether what was read can be gone on with, now that all of it was and `num_rows` pairs came of it.
+
+        Raises:
+            DataError: no pairs; or more rows were malformed than not: that is a file taken for what it is not, and
+                the few rows left would train a model that nobody asked for.
+        """
+        if self.malformed > num_rows:
+            total = self.malformed + num_rows
+            count = f"{self.malformed:,} of {total:,}" if num_rows else f"all {total:,}"
+            raise DataError(
+                f"{self.path}: {count} rows are malformed, read as {self.form}; "
+                f"the first: {self.first_malformed}; {self.remedy}"
+            )
+        if not num_rows:
+            raise DataError(f"{self.path}: holds no pairs of user and item, only {self.emptiness}")
 
     def whole_rows(self) -> Iterator[tuple[pa.Array, pa.Array]]:
         """As `batches`, without rows that lack a label where that is allowed."""
-        done = 0
         for batch in self.batches():
-            yield batch if self.is_strict else self._with_labels(batch, done)
-            done += len(batch[0])
+            yield batch if self.is_strict else self._with_labels(batch)
+            self._done += len(batch[0])
+        if self.malformed:
+            self.first_malformed = self._first_problem(self._first_at or 0) or self.first_malformed
 
-    def _with_labels(self, batch: tuple[pa.Array, pa.Array], done: int) -> tuple[pa.Array, pa.Array]:
+    def _with_labels(self, batch: tuple[pa.Array, pa.Array]) -> tuple[pa.Array, pa.Array]:
         import pyarrow.compute as pc
 
         there = [_has_label(labels) for labels in batch]
@@ -89,12 +119,18 @@ class Pairs(ABC):
             return batch
         at = keep.index(False).as_py()
         what = "item" if there[0][at].as_py() else "user"
-        self._leave_out(absent, f"the {what} of row {done + at} (from 0) is missing")
+        self._leave_out(absent, f"the {what} of row {self._done + at} (from 0) is missing", self._done + at)
         return batch[0].filter(keep), batch[1].filter(keep)
 
-    def _leave_out(self, count: int, problem: str) -> None:
+    def _leave_out(self, count: int, problem: str, at: int) -> None:
+        # Arrow parses blocks ahead of the batch that is looked at, so the first told of may not be the first.
+        self._first_at = at if self._first_at is None else min(self._first_at, at)
         self.first_malformed = self.first_malformed or problem
         self.malformed += count
+
+    def _first_problem(self, skip: int) -> str:
+        """Where the first malformed row stands and what is wrong with it; the first `skip` rows are known sound."""
+        return self.first_malformed
 
     @abstractmethod
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
@@ -136,7 +172,7 @@ def _open_pairs(
         return ParquetPairs(name, user_col, item_col)
     lines = text.sample_lines()
     separator = _find_separator(lines)
-    rows = [_split(line, separator) for line in lines]
+    rows = [_split(name, line, separator) for line in lines]
     if layout == "auto":
         asked_for_columns = user_col is not None or item_col is not None or header is True
         can_be_adjacency = separator in (None, "\t") and not asked_for_columns
@@ -145,7 +181,15 @@ def _open_pairs(
         return AdjacencyPairs(text)
     has_header = looks_like_header(rows, user_col, item_col) if header == "auto" else header
     names = [field.strip() for field in rows[0]] if has_header else None
-    columns = find_columns(name, names, len(rows[0]), user_col, item_col, first_line=lines[0])
+    columns = find_columns(
+        name,
+        names,
+        len(rows[0]),
+        user_col,
+        item_col,
+        first_line=lines[0],
+        first_line_number=text.blank_lines_above + 1,
+    )
     where = Layout(separator, len(rows[0]), columns[0], columns[1], names)
     return BlankSeparatedPairs(text, where) if separator is None else DelimitedPairs(text, where)
 
@@ -169,6 +213,9 @@ class Layout:
 class TextFile:
     """A text file, plain or gzip, that can be opened again and again.
 
+    Attributes:
+        blank_lines_above: how many stand before the first that is not blank; known after `sample_lines`.
+
     Raises:
         DataError: empty, an archive of another kind, damaged gzip.
         OSError: missing, a directory, not readable.
@@ -176,6 +223,7 @@ class TextFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.blank_lines_above = 0
         if Path(path).is_dir():
             raise IsADirectoryError(errno.EISDIR, "is a directory; give one file of interactions", path)
         with Path(path).open("rb") as file:
@@ -192,11 +240,11 @@ class TextFile:
         opener = gzip.open if self.is_gzip else open
         return cast(IO[bytes], opener(self.path, "rb"))
 
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """Line number (from 1) and text of every line; bytes that are not UTF-8 stand as surrogates."""
+    def lines(self, skip: int = 0) -> Iterator[tuple[int, str]]:
+        """Line number (from 1) and text of every line but the first `skip`; what is not UTF-8 stands as surrogates."""
         with self.guarded() as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
-            for number, line in enumerate(text, start=1):
+            for number, line in islice(enumerate(text, start=1), skip, None):
                 yield number, line.rstrip("\n")
 
     def guarded(self) -> _Guarded:
@@ -218,6 +266,7 @@ class TextFile:
         lines = re.split(r"\r\n|\n|\r", text)
         if len(sample) == _SAMPLE_BYTES and len(lines) > 1:
             lines.pop()
+        self.blank_lines_above = next((at for at, line in enumerate(lines) if line.strip()), 0)
         lines = [line for line in lines if line.strip()]
         if not lines:
             raise DataError(f"{self.path}: {'holds only blank lines' if sample else 'is empty'}")
@@ -256,6 +305,7 @@ class ParquetPairs(Pairs):
     """Two columns of a Parquet file."""
 
     emptiness = "a schema"
+    remedy = "choose other columns with --user-col and --item-col, or drop such rows"
 
     def __init__(self, path: str, user_col: int | str | None, item_col: int | str | None) -> None:
         import pyarrow as pa
@@ -269,8 +319,10 @@ class ParquetPairs(Pairs):
         names = list(self._schema.names)
         user, item = find_columns(path, names, len(names), user_col, item_col)
         self._columns = [names[user], names[item]]
-        for name in self._columns:
-            self._check_type(name, self._schema.field(name).type)
+        # A name may stand for several columns: all of them are read, and the one meant is that many names further on.
+        self._ranks = [names[:at].count(names[at]) for at in (user, item)]
+        for at in (user, item):
+            self._check_type(names[at], self._schema.field(at).type)
         self.form = f"Parquet, users from column {self._columns[0]!r}, items from column {self._columns[1]!r}"
 
     def _check_type(self, name: str, kind: pa.DataType) -> None:
@@ -296,7 +348,10 @@ class ParquetPairs(Pairs):
                     file.iter_batches(row_groups=[at], columns=self._columns) for at in range(file.num_row_groups)
                 )
                 for batch in chain.from_iterable(groups):
-                    columns = [batch.column(batch.schema.get_field_index(name)) for name in self._columns]
+                    columns = [
+                        batch.column(sorted(batch.schema.get_all_field_indices(name))[rank])
+                        for name, rank in zip(self._columns, self._ranks, strict=True)
+                    ]
                     for name, column in zip(self._columns, columns, strict=True):
                         if column.null_count and self.is_strict:
                             at = done + column.is_null().to_pylist().index(True)
@@ -333,6 +388,8 @@ class DelimitedPairs(Pairs):
         self._text = text
         self._layout = layout
         self.form = layout.describe()
+        self.remedy = _layout_remedy(text)
+        self._num_ragged = 0
         self._quoted = layout.separator in _QUOTING
 
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
@@ -347,11 +404,14 @@ class DelimitedPairs(Pairs):
         columns = [f"f{layout.user * stride}", f"f{layout.item * stride}"]
         try:
             with self._text.guarded() as file:
+                counted = _CountedLines(file) if self._quoted else None
                 reader = arrow_csv.open_csv(
-                    file,
+                    counted or file,
                     read_options=arrow_csv.ReadOptions(
                         use_threads=False,
                         column_names=names,
+                        # Lines here, rows below: a header is one row, on however many lines, but so is a blank line.
+                        skip_rows=self._text.blank_lines_above,
                         skip_rows_after_names=1 if layout.names is not None else 0,
                         block_size=_BLOCK_BYTES,
                     ),
@@ -359,14 +419,20 @@ class DelimitedPairs(Pairs):
                         delimiter=layout.separator[0],
                         quote_char='"' if self._quoted else False,
                         newlines_in_values=self._quoted,
-                        invalid_row_handler=None if self.is_strict else self._skip_row,
+                        invalid_row_handler=self._take_row,
                     ),
                     convert_options=arrow_csv.ConvertOptions(
                         include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
                     ),
                 )
+                num_rows = 0
                 for batch in reader:
+                    num_rows += len(batch)
                     yield batch.column(0), batch.column(1)
+            if counted is not None and counted.has_quotes:
+                num_rows += self._num_ragged + (layout.names is not None) + self._text.blank_lines_above
+                if counted.num_lines > num_rows:
+                    self._check_quotes()
         except pa.ArrowInvalid as error:
             self._raise_first_bad_line(set())
             message = f"{self.path}: cannot be read as {layout.describe()} ({_first_line(error)})"
@@ -375,44 +441,121 @@ class DelimitedPairs(Pairs):
     def raise_missing(self, what: str, words: set[str]) -> None:
         self._raise_first_bad_line(words, only=what)
 
-    def _skip_row(self, row: Any) -> Literal["skip"]:
+    def _take_row(self, row: Any) -> Literal["skip", "error"]:
+        if not row.text.strip():
+            return "skip"  # blank, as an empty line is
+        if self.is_strict:
+            return "error"
         # Between the two ':' of a separator Arrow sees a column too.
         stride = len(self._layout.separator or ",")
         found = (row.actual_columns - 1) // stride + 1
-        self._leave_out(1, f"expected {self._layout.width} columns, found {found}: {shown(row.text)}")
+        self._num_ragged += 1
+        self._leave_out(1, f"expected {self._layout.width} columns, found {found}: {shown(row.text)}", self._done)
         return "skip"
 
-    def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Line number and fields of each row that is not blank, by Python's reader."""
+    def _rows(self, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
+        """Line number and fields of each row below the header that is not blank, by Python's reader.
+
+        Args:
+            skip: leave out this many rows, counting blank ones too.
+        """
+        above = self._text.blank_lines_above
+        has_header = self._layout.names is not None
         if not self._quoted:
-            for number, content in self._text.lines():
-                if content.strip():
-                    yield number, content.split(self._layout.separator)
+            separator = self._layout.separator or ","
+            for number, content in self._text.lines(above + has_header + skip):
+                if content.strip() or separator in content:
+                    yield number, content.split(separator)
             return
+        line = above + 1
+        try:
+            with self._text.guarded() as file:
+                text = _text_of(file)
+                deque(islice(text, above), maxlen=0)
+                reader = csv.reader(text, delimiter=self._layout.separator or ",")
+                deque(islice(reader, has_header + skip), maxlen=0)
+                line = above + reader.line_num + 1
+                for row in reader:
+                    if len(row) > 1 or (row and row[0].strip()):
+                        yield line, row
+                    line = above + reader.line_num + 1
+        except csv.Error as error:
+            self._raise_open_quote(line, error)
+
+    def _check_quotes(self) -> None:
+        """Raise a `DataError` where a quoted field goes on over lines and is not closed as one is.
+
+        One of many lines and more than 131,072 characters, Python's limit, is taken to be such a field: no label or
+        title is that long, and the lines that it would take in are lost without a word.
+        """
         with self._text.guarded() as file:
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-            reader = csv.reader(text, delimiter=self._layout.separator or ",")
+            reader = csv.reader(_text_of(file), delimiter=self._layout.separator or ",", strict=True)
             line = 1
-            for row in reader:
-                if row:
-                    yield line, row
-                line = reader.line_num + 1
+            while True:
+                try:
+                    for _ in reader:
+                        line = reader.line_num + 1
+                    return
+                except csv.Error as error:
+                    # Within one line odd quotes take no other row in; Arrow reads them as text.
+                    if reader.line_num > line:
+                        self._raise_open_quote(line, error)
+                    line = reader.line_num + 1
+
+    def _raise_open_quote(self, number: int, error: csv.Error) -> NoReturn:
+        _, line = next(self._text.lines(number - 1), (number, ""))
+        raise _open_quote(f"{self.path} line {number}", line, error) from error
+
+    def _first_problem(self, skip: int) -> str:
+        layout = self._layout
+        with suppress(DataError):  # a field too long for Python's reader, which Arrow took: it told less of the row
+            for number, row in self._rows(skip):
+                if len(row) != layout.width:
+                    return _ragged(number, layout.width, row)
+                for what, column in (("user", layout.user), ("item", layout.item)):
+                    if not row[column].strip():
+                        return f"line {number}: the {what} is missing (found {row[column]!r})"
+        return ""
 
     def _raise_first_bad_line(self, words: set[str], *, only: str | None = None) -> None:
         layout = self._layout
         wanted = [("user", layout.user), ("item", layout.item)]
-        for at, (number, row) in enumerate(self._rows()):
-            if at == 0 and layout.names is not None:
-                continue
+        for number, row in self._rows():
             if len(row) != layout.width:
                 if self.is_strict:
-                    raise _ragged(self.path, number, layout.width, row)
+                    raise DataError(f"{self.path} {_ragged(number, layout.width, row)}")
                 continue
             for what, column in wanted:
                 field = row[column]
                 if only in (None, what) and words and field.strip() in words:
                     raise DataError(f"{self.path} line {number}: the {what} is missing (found {field!r})")
                 _check_utf8(self.path, number, what, field)
+
+
+class _CountedLines(io.BufferedIOBase):
+    """A file as Arrow reads it, with its lines counted on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._ends = {b"\n": 0, b"\r": 0}
+        self._last = b"\n"
+        self.has_quotes = False
+
+    @property
+    def num_lines(self) -> int:
+        return max(self._ends.values()) + (self._last not in self._ends)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        part = self._file.read(-1 if size is None else size)
+        codes = np.frombuffer(part, np.uint8)
+        for end in self._ends:  # bytes.count takes several times as long where there are many
+            self._ends[end] += int(np.count_nonzero(codes == ord(end)))
+        self._last = part[-1:] or self._last
+        self.has_quotes = self.has_quotes or b'"' in part
+        return part
+
+    def readable(self) -> bool:
+        return True
 
 
 class BlankSeparatedPairs(Pairs):
@@ -423,6 +566,7 @@ class BlankSeparatedPairs(Pairs):
         self._text = text
         self._layout = layout
         self.form = layout.describe()
+        self.remedy = _layout_remedy(text)
 
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
         import pyarrow as pa
@@ -432,9 +576,10 @@ class BlankSeparatedPairs(Pairs):
         items: list[str] = []
         for number, row in self._rows():
             if len(row) != layout.width:
+                problem = _ragged(number, layout.width, row)
                 if self.is_strict:
-                    raise _ragged(self.path, number, layout.width, row)
-                self._leave_out(1, f"line {number}: expected {layout.width} columns, found {len(row)}")
+                    raise DataError(f"{self.path} {problem}")
+                self._leave_out(1, problem, self._done)
                 continue
             for what, at in (("user", layout.user), ("item", layout.item)):
                 _check_utf8(self.path, number, what, row[at])
@@ -462,7 +607,7 @@ class BlankSeparatedPairs(Pairs):
 
 
 class AdjacencyPairs(Pairs):
-    """``user item item ...`` lines, separated by blanks; a user without items is left out."""
+    """``user item item ...`` lines, separated by blanks; a user without items is left out and counted."""
 
     emptiness = "users without items"
 
@@ -483,6 +628,7 @@ class AdjacencyPairs(Pairs):
             if not line.isascii():
                 for field in row:
                     _check_utf8(self.path, number, "line", field)
+            self.empty_users += len(row) == 1
             users += [row[0]] * (len(row) - 1)
             items += row[1:]
             if len(items) >= 1 << 18:
@@ -548,10 +694,20 @@ def _find_separator(lines: list[str]) -> str | None:
     return None
 
 
-def _split(line: str, separator: str | None) -> list[str]:
+def _split(path: str, line: str, separator: str | None) -> list[str]:
     if separator in _QUOTING:
-        return next(csv.reader([line], delimiter=separator or ","))
+        try:
+            return next(csv.reader([line], delimiter=separator or ","))
+        except csv.Error as error:
+            raise _open_quote(path, line, error) from error
     return line.split(separator)
+
+
+def _open_quote(place: str, line: str, error: csv.Error) -> DataError:
+    return DataError(
+        f"{place}: a quote is opened and not closed where its field ends ({error}): {shown(line)}; "
+        "close the quote, or double it where it is part of the text"
+    )
 
 
 def _is_ragged(rows: list[list[str]], separator: str | None) -> bool:
@@ -570,9 +726,20 @@ def _has_label(labels: pa.Array) -> pa.BooleanArray:
     return pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(labels), ""), False)
 
 
-def _ragged(path: str, number: int, width: int, row: list[str]) -> DataError:
-    found = shown(" ".join(row) if len(row) == 1 else ", ".join(row))
-    return DataError(f"{path} line {number}: expected {width} columns, found {len(row)}: {found}")
+def _ragged(number: int, width: int, row: list[str]) -> str:
+    return f"line {number}: expected {width} columns, found {len(row)}: {shown(', '.join(row))}"
+
+
+def _layout_remedy(text: TextFile) -> str:
+    return (
+        f"line {text.blank_lines_above + 1} says how many columns there are: correct it, or the rows below; "
+        "other columns are chosen with --user-col and --item-col"
+    )
+
+
+def _text_of(file: IO[bytes]) -> io.TextIOWrapper:
+    """Text for `csv.reader`, which finds the ends of lines itself."""
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _check_utf8(path: str, number: int, what: str, field: str) -> None:

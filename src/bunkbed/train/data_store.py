@@ -43,6 +43,7 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
                 "form": pairs.form,
                 "malformed": pairs.malformed,
                 "first_malformed": pairs.first_malformed,
+                "empty_users": pairs.empty_users,
             }
     if dataset.candidates is not None:
         rows = dataset.candidates

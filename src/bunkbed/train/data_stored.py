@@ -126,6 +126,7 @@ class StoredInteractions(Interactions):
         form: str = "",
         malformed: int = 0,
         first_malformed: str = "",
+        empty_users: int = 0,
     ) -> None:
         with opened(path) as file:
             length = file.metadata.num_rows
@@ -139,6 +140,7 @@ class StoredInteractions(Interactions):
             "form": form,
             "malformed": malformed,
             "first_malformed": first_malformed,
+            "empty_users": empty_users,
         }
         for name, value in fields.items():  # a frozen dataclass lets nobody else set them
             object.__setattr__(self, name, value)

@@ -33,7 +33,6 @@ from bunkbed.train.data_encode import MISSING_WORDS
 from bunkbed.train.data_formats import Pairs, open_pairs
 from bunkbed.train.data_store import open_dataset, write_description
 from bunkbed.train.stream_sort import Sorter
-from bunkbed.train.vocab import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -134,6 +133,7 @@ class _Preparation:
                 "form": part.pairs.form,
                 "malformed": part.pairs.malformed,
                 "first_malformed": part.pairs.first_malformed,
+                "empty_users": part.pairs.empty_users,
             }
         return about
 
@@ -166,8 +166,7 @@ class _Preparation:
         self._sorter.stream("source", schema, batches())
         self._sorter.run("CREATE TABLE raw AS SELECT * FROM source")
         for part in self._parts:
-            if not part.rows:
-                raise DataError(f"{part.pairs.path}: holds no pairs of user and item, only {part.pairs.emptiness}")
+            part.pairs.check_read(part.rows)
 
     def _number(self, what: str) -> int:
         """Writes the labels of one side in the order of their numbers; returns how many are only in the test file."""
