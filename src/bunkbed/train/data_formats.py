@@ -15,39 +15,24 @@
 from __future__ import annotations
 
 import csv
-import errno
-import gzip
-import io
 import os
 import re
-import zlib
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from bunkbed.train.data_columns import HeaderChoice, LayoutChoice, find_columns, looks_like_header, shown
+from bunkbed.train.data_pairs import Pairs
+from bunkbed.train.data_text import CountedLines, TextFile, check_utf8, text_of
 from bunkbed.train.vocab import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_SAMPLE_BYTES = 256 * 1024
-_SAMPLE_LINES = 1000
 _BLOCK_BYTES = 4 * 1024 * 1024
-_OTHER_ARCHIVES = {
-    b"PK\x03\x04": "a zip archive",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstandard",
-    b"7z\xbc\xaf": "a 7z archive",
-}
 # Only these quote fields by custom; a lone quote in a TSV title is an ordinary character.
 _QUOTING = {",", ";"}
 _SEPARATOR_NAMES = {
@@ -57,88 +42,6 @@ _SEPARATOR_NAMES = {
     "|": "bar-separated",
     "::": "'::'-separated",
 }
-
-
-class Pairs(ABC):
-    """One opened file of interactions.
-
-    Attributes:
-        path: as given, for messages.
-        form: how it is read, for people.
-        emptiness: what it holds when it holds no pairs.
-        is_strict: a malformed row is an error.
-        malformed: rows left out so far, where that is not so.
-        first_malformed: what was wrong with the first of them.
-        remedy: what to do about it where most rows are so.
-        empty_users: lines of a user without items so far, which hold no pair and are no mistake.
-    """
-
-    path: str
-    form: str
-    emptiness: str = "a header line"
-    is_strict: bool = True
-    malformed: int = 0
-    first_malformed: str = ""
-    remedy: str = ""
-    empty_users: int = 0
-    _done: int = 0  # rows that `batches` gave
-    _first_at: int | None = None  # no row before this one is malformed
-
-    def check_read(self, num_rows: int) -> None:
-        """Whether what was read can be gone on with, now that all of it was and `num_rows` pairs came of it.
-
-        Raises:
-            DataError: no pairs; or more rows were malformed than not: that is a file taken for what it is not, and
-                the few rows left would train a model that nobody asked for.
-        """
-        if self.malformed > num_rows:
-            total = self.malformed + num_rows
-            count = f"{self.malformed:,} of {total:,}" if num_rows else f"all {total:,}"
-            raise DataError(
-                f"{self.path}: {count} rows are malformed, read as {self.form}; "
-                f"the first: {self.first_malformed}; {self.remedy}"
-            )
-        if not num_rows:
-            raise DataError(f"{self.path}: holds no pairs of user and item, only {self.emptiness}")
-
-    def whole_rows(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """As `batches`, without rows that lack a label where that is allowed."""
-        for batch in self.batches():
-            yield batch if self.is_strict else self._with_labels(batch)
-            self._done += len(batch[0])
-        if self.malformed:
-            self.first_malformed = self._first_problem(self._first_at or 0) or self.first_malformed
-
-    def _with_labels(self, batch: tuple[pa.Array, pa.Array]) -> tuple[pa.Array, pa.Array]:
-        import pyarrow.compute as pc
-
-        there = [_has_label(labels) for labels in batch]
-        keep = pc.and_(*there)
-        absent = len(keep) - (keep.true_count)
-        if not absent:
-            return batch
-        at = keep.index(False).as_py()
-        what = "item" if there[0][at].as_py() else "user"
-        self._leave_out(absent, f"the {what} of row {self._done + at} (from 0) is missing", self._done + at)
-        return batch[0].filter(keep), batch[1].filter(keep)
-
-    def _leave_out(self, count: int, problem: str, at: int) -> None:
-        # Arrow parses blocks ahead of the batch that is looked at, so the first told of may not be the first.
-        self._first_at = at if self._first_at is None else min(self._first_at, at)
-        self.first_malformed = self.first_malformed or problem
-        self.malformed += count
-
-    def _first_problem(self, skip: int) -> str:
-        """Where the first malformed row stands and what is wrong with it; the first `skip` rows are known sound."""
-        return self.first_malformed
-
-    @abstractmethod
-    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """Labels of users and items, two arrays of one length (integers or strings, no nulls) at a time."""
-
-    @abstractmethod
-    def raise_missing(self, what: str, words: set[str]) -> None:
-        """Raise a `DataError` naming the first line whose `what` ("user" or "item") is one of `words`."""
 
 
 def open_pairs(
@@ -208,97 +111,6 @@ class Layout:
         kind = "blank-separated" if self.separator is None else _SEPARATOR_NAMES[self.separator]
         where = [repr(self.names[at]) if self.names else str(at) for at in (self.user, self.item)]
         return f"{kind}, users from column {where[0]}, items from column {where[1]}"
-
-
-class TextFile:
-    """A text file, plain or gzip, that can be opened again and again.
-
-    Attributes:
-        blank_lines_above: how many stand before the first that is not blank; known after `sample_lines`.
-
-    Raises:
-        DataError: empty, an archive of another kind, damaged gzip.
-        OSError: missing, a directory, not readable.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.blank_lines_above = 0
-        if Path(path).is_dir():
-            raise IsADirectoryError(errno.EISDIR, "is a directory; give one file of interactions", path)
-        with Path(path).open("rb") as file:
-            self.magic = file.read(8)
-        if not self.magic:
-            raise DataError(f"{path}: is empty")
-        for magic, kind in _OTHER_ARCHIVES.items():
-            if self.magic.startswith(magic):
-                raise DataError(f"{path}: is {kind}; unpack it, or compress it with gzip")
-        self.is_gzip = self.magic.startswith(b"\x1f\x8b")
-
-    def open(self) -> IO[bytes]:
-        """The unpacked bytes from the start."""
-        opener = gzip.open if self.is_gzip else open
-        return cast(IO[bytes], opener(self.path, "rb"))
-
-    def lines(self, skip: int = 0) -> Iterator[tuple[int, str]]:
-        """Line number (from 1) and text of every line but the first `skip`; what is not UTF-8 stands as surrogates."""
-        with self.guarded() as file:
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
-            for number, line in islice(enumerate(text, start=1), skip, None):
-                yield number, line.rstrip("\n")
-
-    def guarded(self) -> _Guarded:
-        """`open`, with damage in the gzip stream told as a `DataError`."""
-        return _Guarded(self)
-
-    def sample_lines(self) -> list[str]:
-        """The first lines that are not blank; the last one of a long file is left out, it may be cut.
-
-        Raises:
-            DataError: not text, or nothing but blanks.
-        """
-        with self.guarded() as file:
-            sample = file.read(_SAMPLE_BYTES)
-        if sample.startswith(b"PAR1"):
-            raise DataError(f"{self.path}: is a gzip of a Parquet file; unpack it first")
-        self._check_text(sample)
-        text = sample.decode("utf-8-sig", errors="surrogateescape")
-        lines = re.split(r"\r\n|\n|\r", text)
-        if len(sample) == _SAMPLE_BYTES and len(lines) > 1:
-            lines.pop()
-        self.blank_lines_above = next((at for at, line in enumerate(lines) if line.strip()), 0)
-        lines = [line for line in lines if line.strip()]
-        if not lines:
-            raise DataError(f"{self.path}: {'holds only blank lines' if sample else 'is empty'}")
-        return lines[:_SAMPLE_LINES]
-
-    def _check_text(self, sample: bytes) -> None:
-        if sample.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise DataError(f"{self.path}: is UTF-16 text; save it as UTF-8")
-        bad = re.search(rb"[\x00-\x08\x0e-\x1f\x7f]", sample)
-        if bad is not None:
-            at = bad.start()
-            raise DataError(
-                f"{self.path}: is not text (byte 0x{sample[at]:02x} at offset {at}); "
-                "expected CSV, TSV, Parquet, adjacency lines, or gzip of a text form"
-            )
-
-
-class _Guarded:
-    """Context of an open `TextFile`."""
-
-    def __init__(self, text: TextFile) -> None:
-        self._text = text
-
-    def __enter__(self) -> IO[bytes]:
-        self._file = self._text.open()
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)):
-            message = f"{self._text.path}: the gzip stream is damaged or cut short ({error})"
-            raise DataError(message) from error
 
 
 class ParquetPairs(Pairs):
@@ -404,7 +216,7 @@ class DelimitedPairs(Pairs):
         columns = [f"f{layout.user * stride}", f"f{layout.item * stride}"]
         try:
             with self._text.guarded() as file:
-                counted = _CountedLines(file) if self._quoted else None
+                counted = CountedLines(file) if self._quoted else None
                 reader = arrow_csv.open_csv(
                     counted or file,
                     read_options=arrow_csv.ReadOptions(
@@ -470,7 +282,7 @@ class DelimitedPairs(Pairs):
         line = above + 1
         try:
             with self._text.guarded() as file:
-                text = _text_of(file)
+                text = text_of(file)
                 deque(islice(text, above), maxlen=0)
                 reader = csv.reader(text, delimiter=self._layout.separator or ",")
                 deque(islice(reader, has_header + skip), maxlen=0)
@@ -489,7 +301,7 @@ class DelimitedPairs(Pairs):
         title is that long, and the lines that it would take in are lost without a word.
         """
         with self._text.guarded() as file:
-            reader = csv.reader(_text_of(file), delimiter=self._layout.separator or ",", strict=True)
+            reader = csv.reader(text_of(file), delimiter=self._layout.separator or ",", strict=True)
             line = 1
             while True:
                 try:
@@ -529,33 +341,7 @@ class DelimitedPairs(Pairs):
                 field = row[column]
                 if only in (None, what) and words and field.strip() in words:
                     raise DataError(f"{self.path} line {number}: the {what} is missing (found {field!r})")
-                _check_utf8(self.path, number, what, field)
-
-
-class _CountedLines(io.BufferedIOBase):
-    """A file as Arrow reads it, with its lines counted on the way."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._ends = {b"\n": 0, b"\r": 0}
-        self._last = b"\n"
-        self.has_quotes = False
-
-    @property
-    def num_lines(self) -> int:
-        return max(self._ends.values()) + (self._last not in self._ends)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        part = self._file.read(-1 if size is None else size)
-        codes = np.frombuffer(part, np.uint8)
-        for end in self._ends:  # bytes.count takes several times as long where there are many
-            self._ends[end] += int(np.count_nonzero(codes == ord(end)))
-        self._last = part[-1:] or self._last
-        self.has_quotes = self.has_quotes or b'"' in part
-        return part
-
-    def readable(self) -> bool:
-        return True
+                check_utf8(self.path, number, what, field)
 
 
 class BlankSeparatedPairs(Pairs):
@@ -582,7 +368,7 @@ class BlankSeparatedPairs(Pairs):
                 self._leave_out(1, problem, self._done)
                 continue
             for what, at in (("user", layout.user), ("item", layout.item)):
-                _check_utf8(self.path, number, what, row[at])
+                check_utf8(self.path, number, what, row[at])
             users.append(row[layout.user])
             items.append(row[layout.item])
             if len(users) >= 1 << 18:
@@ -627,7 +413,7 @@ class AdjacencyPairs(Pairs):
                 continue
             if not line.isascii():
                 for field in row:
-                    _check_utf8(self.path, number, "line", field)
+                    check_utf8(self.path, number, "line", field)
             self.empty_users += len(row) == 1
             users += [row[0]] * (len(row) - 1)
             items += row[1:]
@@ -677,7 +463,7 @@ def read_candidate_lines(path: str | os.PathLike[str]) -> tuple[pa.Array, pa.Arr
             )
         width = len(row) - 1
         for field in row:
-            _check_utf8(text.path, number, "line", field)
+            check_utf8(text.path, number, "line", field)
         users.append(pair[1])
         items.append(pair[2])
         items += row[1:]
@@ -717,15 +503,6 @@ def _is_ragged(rows: list[list[str]], separator: str | None) -> bool:
     return share < (0.75 if separator is None else 0.5)
 
 
-def _has_label(labels: pa.Array) -> pa.BooleanArray:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if pa.types.is_integer(labels.type):
-        return labels.is_valid()
-    return pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(labels), ""), False)
-
-
 def _ragged(number: int, width: int, row: list[str]) -> str:
     return f"line {number}: expected {width} columns, found {len(row)}: {shown(', '.join(row))}"
 
@@ -735,23 +512,6 @@ def _layout_remedy(text: TextFile) -> str:
         f"line {text.blank_lines_above + 1} says how many columns there are: correct it, or the rows below; "
         "other columns are chosen with --user-col and --item-col"
     )
-
-
-def _text_of(file: IO[bytes]) -> io.TextIOWrapper:
-    """Text for `csv.reader`, which finds the ends of lines itself."""
-    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _check_utf8(path: str, number: int, what: str, field: str) -> None:
-    if not field.isascii():
-        try:
-            field.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raw = field.encode("utf-8", "surrogateescape")
-            byte = raw[len(field[: error.start].encode("utf-8", "surrogateescape"))]
-            raise DataError(
-                f"{path} line {number}: the {what} is not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
-            ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,7 +30,8 @@ from bunkbed.run_files import put_in_place
 from bunkbed.train.data import Column, Dataset
 from bunkbed.train.data_columns import HeaderChoice, LayoutChoice
 from bunkbed.train.data_encode import MISSING_WORDS
-from bunkbed.train.data_formats import Pairs, open_pairs
+from bunkbed.train.data_formats import open_pairs
+from bunkbed.train.data_pairs import Pairs
 from bunkbed.train.data_store import open_dataset, write_description
 from bunkbed.train.stream_sort import Sorter
 
