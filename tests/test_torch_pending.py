@@ -326,6 +326,17 @@ def test_changes_that_are_no_scaling(change: Any, message: str, then: str) -> No
         opt.step()
 
 
+def test_clipping_by_value_scales_rows_by_their_norm() -> None:
+    """One number stands for the rows: whether it was scaled or clipped cannot be told. The pages warn of it."""
+    _, emb, _, opt = make()
+    before = rows(emb)
+    weight = torch.tensor([[3.0, 0, 0, 0], [0, 4.0, 0, 0]])
+    (emb(torch.tensor([1, 2])) * weight).sum().backward()
+    torch.nn.utils.clip_grad_value_([emb.anchor], 1.0)
+    opt.step()
+    assert torch.allclose(rows(emb)[[1, 2]], before[[1, 2]] - weight / 5)
+
+
 def test_a_norm_of_zero_cannot_become_another_value() -> None:
     _, emb, _, opt = make()
     (emb(torch.tensor([1])) * 0).sum().backward()
