@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
@@ -15,6 +16,7 @@ namespace bunkbed {
 namespace {
 
 constexpr size_t kPage = 4096;
+constexpr size_t kAlignment = 64;  // a line of the processor's caches
 constexpr size_t kHugePagesFrom = 4u << 20;
 constexpr size_t kKeptBytes = 64u << 20;  // freed arrays kept, process-wide
 constexpr uint64_t kKeptFor = 512;        // arrays handed out since, after which a kept one goes
@@ -40,10 +42,20 @@ void* map(size_t bytes) {
   return block;
 }
 
+// Aligned by hand: glibc's aligned_alloc before 2.39 leaves slivers beside its blocks that keep freed ones from growing
+// together again (sourceware's bugs 14581 and 30723), and a table of 16 MiB took 24 after 800 steps. The byte ahead of
+// the block says how far it lies from what malloc gave.
 void* from_heap(size_t bytes) {
-  void* block = std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64));
-  if (block == nullptr) throw std::bad_alloc();
-  return block;
+  auto* const given = static_cast<std::byte*>(std::malloc(bytes + kAlignment));
+  if (given == nullptr) throw std::bad_alloc();
+  const size_t ahead = kAlignment - reinterpret_cast<uintptr_t>(given) % kAlignment;
+  given[ahead - 1] = static_cast<std::byte>(ahead);
+  return given + ahead;
+}
+
+void to_heap(void* block) noexcept {
+  auto* const aligned = static_cast<std::byte*>(block);
+  std::free(aligned - std::to_integer<size_t>(aligned[-1]));
 }
 
 struct Kept {
@@ -81,7 +93,7 @@ void* allocate_block(size_t bytes) { return bytes < kLargeBlock ? from_heap(byte
 void free_block(void* block, size_t bytes) noexcept {
   if (block == nullptr) return;
   if (bytes < kLargeBlock) {
-    std::free(block);
+    to_heap(block);
   } else {
     ::munmap(block, whole_pages(bytes));
   }
@@ -109,7 +121,7 @@ void* allocate_array(size_t bytes) {
 void free_array(void* block, size_t bytes) noexcept {
   if (block == nullptr) return;
   if (bytes < kLargeBlock) {
-    std::free(block);
+    to_heap(block);
     return;
   }
   const size_t size = rounded(bytes);

@@ -59,11 +59,12 @@ def train(path: Path, ram: str, *, limit: common.MemoryLimit | None = None, step
 
 
 def test_resident_memory_stays_within_the_budget(big_table: Path) -> None:
-    answer = train(big_table, "16MiB")
-    assert answer["stats"]["evictions"] > 60 * 2000, "the table was not under pressure"
+    # Long enough for a heap whose free blocks scatter to show it: that took 20.5 MiB after these steps, 24 after 800.
+    answer = train(big_table, "16MiB", steps=200)
+    assert answer["stats"]["evictions"] > 200 * 2000, "the table was not under pressure"
     assert answer["stats"]["ram_bytes"] <= 16 * MIB
     # What no budget of a table covers: stacks of the reading threads, pages of code touched for the first time.
-    assert answer["grown"] <= 19 * MIB, f"grew by {answer['grown'] / MIB:.1f} MiB"
+    assert answer["grown"] <= 18.5 * MIB, f"grew by {answer['grown'] / MIB:.1f} MiB"
 
 
 def test_training_survives_a_memory_cgroup(big_table: Path) -> None:
