@@ -181,11 +181,14 @@ void Table::compact_beside(std::unique_lock<std::mutex>& guard) {
   }
 }
 
+// Whoever needs the table alone ends it, unless it is behind: calls that always come before its thread's first slice,
+// on a busy machine, would otherwise end every one of them before it began, and the log would grow for ever.
 void Table::compact_in_slices() {
   std::unique_lock guard(mutex_);
+  const auto may_go_on = [this] { return settling_ == 0 || store_->is_compaction_behind(); };
   // A write that fails keeps its bytes: the next append tries again and reports it.
   try {
-    for (Compactor::Read read; settling_ == 0 && store_->plan_compaction(&read);) {
+    for (Compactor::Read read; may_go_on() && store_->plan_compaction(&read);) {
       guard.unlock();
       store_->compactor().execute(&read);
       // Others go first, but not for ever: where many threads look rows up, one of them always waits.

@@ -10,6 +10,7 @@
 #include "sample.h"
 #include "sandbox.h"
 #include "vfs/fault.h"
+#include "workers.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;
@@ -274,8 +275,9 @@ TEST(write_dirty_leaves_a_commit_what_changed_since) {
   check_table_is(table.get(), rows, "opened again");
 }
 
-// Rows that stay in RAM are set and written over and over: what is dead of them is compacted all the same.
-TEST(write_dirty_leaves_no_log_that_only_grows) {
+// Rows that stay in RAM are set and written over and over: what is dead of them is compacted all the same, and also
+// where the threads that compact come late, after the next call that needs the table alone.
+void written_over_and_over(bool beside_busy_threads) {
   const TableSpec spec = whole_numbers(2000, 24);
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -286,6 +288,9 @@ TEST(write_dirty_leaves_no_log_that_only_grows) {
   for (int round = 1; round <= 400; ++round) {
     std::fill(values.begin(), values.end(), static_cast<float>(round));
     table->set(ids.data(), ids.size(), 0, values.data());
+    if (beside_busy_threads) {
+      io_pool().submit([] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }, kIoThreads);
+    }
     table->write_dirty();
   }
   const TableStats stats = table->stats();
@@ -301,6 +306,9 @@ TEST(write_dirty_leaves_no_log_that_only_grows) {
   table->lookup(ids.data(), ids.size(), true, found.data());
   CHECK(found == values);
 }
+
+TEST(write_dirty_leaves_no_log_that_only_grows) { written_over_and_over(false); }
+TEST(write_dirty_leaves_no_log_that_only_grows_beside_busy_threads) { written_over_and_over(true); }
 
 // A commit that fails leaves every row where it was, says so once, and the next one makes up for it.
 TEST(commit_in_the_background_that_fails) {
