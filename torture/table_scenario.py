@@ -186,5 +186,11 @@ def _check_again(path: Path, states: list[State], state: State) -> None:
 
 
 def open_all(path: Path, state: State) -> None:
-    """Opens for writing and lets go again."""
-    bb.open(path, ram=ram([NAME])).close(commit=False)
+    """Opens for writing, or makes the table that was never made, and lets go again."""
+    try:
+        table = bb.open(path, ram=ram([NAME]))
+    except (FileNotFoundError, bb.FormatError):
+        if state.tables:
+            raise
+        table = bb.create(path, ram=ram([NAME]), **TABLES[NAME])
+    table.close(commit=False)
