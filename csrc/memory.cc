@@ -1,10 +1,12 @@
 #include "memory.h"
 
+#include <malloc.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -19,6 +21,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kAlignment = 64;  // a line of the processor's caches
 constexpr size_t kHugePagesFrom = 4u << 20;
 constexpr size_t kKeptBytes = 64u << 20;  // freed arrays kept, process-wide
+constexpr uint64_t kMadeUntilReturn = 8;  // a hole each: so many tensors of a step may lie idle
 constexpr uint64_t kKeptFor = 512;        // arrays handed out since, after which a kept one goes
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -87,6 +90,25 @@ Kept& kept() {
 }  // namespace
 
 size_t blocks_mapped() { return mapped.load(std::memory_order_relaxed); }
+
+bool should_return_heap_holes(size_t made) {
+  using Clock = std::chrono::steady_clock;
+  static std::mutex mutex;  // guards the rest
+  static size_t since = 0;
+  static Clock::time_point last;
+  const std::lock_guard guard(mutex);
+  since += made;
+  if (since < kMadeUntilReturn || Clock::now() - last < std::chrono::seconds(1)) return false;
+  since = 0;
+  last = Clock::now();
+  return true;
+}
+
+void return_heap_holes() noexcept {
+#ifdef __GLIBC__
+  ::malloc_trim(0);
+#endif
+}
 
 void* allocate_block(size_t bytes) { return bytes < kLargeBlock ? from_heap(bytes) : map(whole_pages(bytes)); }
 

@@ -40,6 +40,31 @@ stats = table.stats()
 print(json.dumps({"grown": common.resident_bytes("VmHWM") - base, "stats": stats}))
 """
 
+BESIDE_TENSORS = """
+import ctypes, json, sys, time
+import numpy as np
+import bunkbed as bb
+from benchmarks import common
+
+libc = ctypes.CDLL(None)
+libc.free.argtypes = [ctypes.c_void_p]
+libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: where it ends up by itself in a process that frees such tensors
+table = bb.create(sys.argv[1], dim=64, num_rows=400_000, optimizer=bb.Adam(), ram="32MiB")
+rng = np.random.default_rng(0)
+grads = np.ones((4096, 64), np.float32)
+grown = []
+for step in range(160):
+    tensor = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(tensor), 64, 5 << 20) == 0
+    ctypes.memset(tensor, 1, 5 << 20)
+    table.update(rng.integers(0, 400_000, 4096), grads)
+    libc.free(tensor)
+    grown.append(common.resident_bytes("VmRSS"))
+    time.sleep(0.02)  # the heap is looked at once a second
+print(json.dumps({"grown": max(grown) - grown[10], "segments": table.stats()["segments"]}))
+table.close(commit=False)
+"""
+
 
 @pytest.fixture(scope="module")
 def big_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -65,6 +90,17 @@ def test_resident_memory_stays_within_the_budget(big_table: Path) -> None:
     assert answer["stats"]["ram_bytes"] <= 16 * MIB
     # What no budget of a table covers: stacks of the reading threads, pages of code touched for the first time.
     assert answer["grown"] <= 18.5 * MIB, f"grew by {answer['grown'] / MIB:.1f} MiB"
+
+
+def test_tensors_that_come_and_go_beside_new_segments_leave_no_holes(tmp_path: Path) -> None:
+    # Before glibc 2.39 every segment keeps a tensor's memory from being used again: hundreds of MiB here.
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-c", BESIDE_TENSORS, str(tmp_path / "table")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}"
+    answer = json.loads(done.stdout)
+    assert answer["segments"] >= 40, "too few segments to tell"
+    assert answer["grown"] <= 128 * MIB, f"grew by {answer['grown'] / MIB:.1f} MiB"
 
 
 def test_training_survives_a_memory_cgroup(big_table: Path) -> None:
