@@ -1,5 +1,10 @@
 // Runs every test case, or those whose name contains one of the arguments.
+#include <signal.h>
+#include <unistd.h>
+
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <string>
 
@@ -15,14 +20,28 @@ bool is_wanted(const std::string& name, int argc, char** argv) {
   return false;
 }
 
+// A test that hangs is named, and ends the run: of one that is cut off from outside nobody knows where it stood.
+constexpr unsigned kLongestS = 600;
+const char* running = "";
+
+void give_up(int) {
+  for (const char* part : {"FAILED ", running, "\n  it hangs\n"}) {
+    if (::write(STDERR_FILENO, part, std::strlen(part)) < 0) break;
+  }
+  std::abort();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  ::signal(SIGALRM, give_up);
   int num_run = 0;
   int num_failed = 0;
   for (const bunkbed::test::Case& test : bunkbed::test::cases()) {
     if (!is_wanted(test.name, argc, argv)) continue;
     ++num_run;
+    running = test.name;
+    ::alarm(kLongestS);
     try {
       test.run();
     } catch (const std::exception& error) {
