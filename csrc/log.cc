@@ -134,7 +134,7 @@ void Log::open_segment(Stream* stream) {
   stream->segment = segment.get();
   by_id_[segment->id] = segment.get();
   segments_[segment->id] = std::move(segment);
-  if (should_return_heap_holes(1)) write_pool().submit(return_heap_holes);
+  if (should_return_heap_holes()) write_pool().submit(return_heap_holes);
 }
 
 void Log::open_chunk(Stream* stream) {

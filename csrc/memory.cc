@@ -21,7 +21,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kAlignment = 64;  // a line of the processor's caches
 constexpr size_t kHugePagesFrom = 4u << 20;
 constexpr size_t kKeptBytes = 64u << 20;  // freed arrays kept, process-wide
-constexpr uint64_t kMadeUntilReturn = 8;  // a hole each: so many tensors of a step may lie idle
+constexpr size_t kMadeUntilReturn = 8;    // a hole each: so many tensors of a step may lie idle
 constexpr uint64_t kKeptFor = 512;        // arrays handed out since, after which a kept one goes
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -91,15 +91,14 @@ Kept& kept() {
 
 size_t blocks_mapped() { return mapped.load(std::memory_order_relaxed); }
 
-bool should_return_heap_holes(size_t made) {
+bool should_return_heap_holes() {
   using Clock = std::chrono::steady_clock;
   static std::mutex mutex;  // guards the rest
-  static size_t since = 0;
+  static size_t made = 0;
   static Clock::time_point last;
   const std::lock_guard guard(mutex);
-  since += made;
-  if (since < kMadeUntilReturn || Clock::now() - last < std::chrono::seconds(1)) return false;
-  since = 0;
+  if (++made < kMadeUntilReturn || Clock::now() - last < std::chrono::seconds(1)) return false;
+  made = 0;
   last = Clock::now();
   return true;
 }

@@ -57,9 +57,9 @@ size_t blocks_mapped();
 // Small blocks that live long part the heap, and before glibc 2.39 the holes between them do not serve posix_memalign:
 // asked for so many bytes, it looks for a few more. A new segment of a log comes to lie behind a tensor of the step
 // beside it, and the next tensor behind the segment, so a process grew by a tensor with every segment (measured: 5 MiB,
-// 8 MiB a second, a gibibyte beside `ram=` in four minutes). Whoever makes what lives long calls this with how many; it
-// is true every now and then, no more than once a second: then return_heap_holes() is worth its milliseconds.
-bool should_return_heap_holes(size_t made);
+// 8 MiB a second, a gibibyte beside `ram=` in four minutes). Whoever makes what lives long calls this for each; it is
+// true every now and then, no more than once a second: then return_heap_holes() is worth its milliseconds.
+bool should_return_heap_holes();
 
 // Gives the pages of the heap's holes back to the system. Waits for the heap's locks: not under the table's.
 void return_heap_holes() noexcept;
