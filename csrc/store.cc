@@ -16,9 +16,14 @@ namespace {
 constexpr size_t kCompactionPace = 4;
 constexpr size_t kAppendBatch = 1024;  // records appended at once
 constexpr size_t kFlushBytes = 1u << 20;
+constexpr size_t kSmallestChunk = 16u << 10;
 constexpr size_t kCompactionSlice = 512;  // records looked at before another call may have the lock: a fraction of a ms
 
 }  // namespace
+
+size_t smallest_chunk_bytes(size_t stride) {
+  return vfs::round_up(std::max(kSmallestChunk, 2 * stride + 2 * vfs::kBlockBytes), vfs::kBlockBytes);
+}
 
 MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
                        bool has_log) {
@@ -39,7 +44,7 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   const size_t smallest_chunk = 2 * stride + 2 * vfs::kBlockBytes;
   const size_t largest_chunk = std::max(smallest_chunk, slots_per_segment * stride / 4);
   // A hundredth of the budget within 16 KiB and 1 MiB, and a quarter of a segment; but never below two records.
-  const size_t wished = std::min({std::max<size_t>(total / 96, 16u << 10), size_t{1} << 20, largest_chunk});
+  const size_t wished = std::min({std::max<size_t>(total / 96, kSmallestChunk), size_t{1} << 20, largest_chunk});
   plan.log.chunk_bytes = vfs::round_up(std::max(smallest_chunk, wished), vfs::kBlockBytes);
   plan.log.num_chunks = total >= (256u << 20) ? 6 : 3;
   // A slice must hold one record wherever it lies; a larger one lets neighbours share a read.

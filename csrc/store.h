@@ -56,6 +56,8 @@ struct MemoryPlan {
 // `has_log` false: a table in RAM only. `read_unit` is the alignment reads need.
 MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
                        bool has_log);
+// No plan has smaller chunks.
+size_t smallest_chunk_bytes(size_t stride);
 // Frames below which no table works.
 inline constexpr size_t kMinFrames = 16;
 
@@ -202,8 +204,8 @@ class Store {
   void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
 
   // ---- The limit of what the files may take, and the terms; see store_disk.cc.
-  // 0: none. `commits`: most of those not kept by name that are there at once.
-  void set_disk_limit(uint64_t bytes, size_t commits);
+  // 0: none. `commits`: most of those not kept by name that are there at once. `num_rows`: most rows there may be.
+  void set_disk_limit(uint64_t bytes, size_t commits, uint64_t num_rows);
   uint64_t disk_limit() const { return disk_.limit; }
   uint64_t disk_bytes() const;
   // Of them, what is there for kept commits only.
@@ -218,6 +220,8 @@ class Store {
     disk_.admitted = rows;
     return disk_.limit == 0 || fits_disk(rows);
   }
+  // The limit with which so many more rows, or so many that are stored, may always be changed at once.
+  uint64_t disk_needed_for(uint64_t rows) const;
   // Compaction for the rows last asked for; false when it does not help.
   bool make_disk_room();
   // They will not.
@@ -230,7 +234,7 @@ class Store {
   bool shrink_for_commit(bool is_to_be_kept);
   // The limit that so many rows need, that the last commit's files leave enough of, and that keeping the present state needs.
   uint64_t disk_needed(uint64_t stored_rows) const;
-  uint64_t disk_needed_with(const LogMemory& memory) const;  // by the rows there are
+  uint64_t disk_needed_with(const LogMemory& memory, uint64_t stored_rows) const;
   uint64_t disk_needed_now() const;
   uint64_t disk_needed_to_keep() const;
   // Of segments that no kept commit holds, with what is open and dirty.
@@ -273,11 +277,17 @@ class Store {
   void shrink_to(size_t capacity);
 
   uint64_t slack() const;
+  uint64_t slack_in_use() const;
+  uint64_t segment_overhead() const;
+  uint64_t written_bytes(uint64_t rows) const;
   uint64_t packed_bytes(uint64_t rows) const;
   uint64_t fixed_bytes(uint64_t stored_rows) const;
+  uint64_t most_rows() const;
+  uint64_t commit_bytes() const;
   uint64_t reserved_rows() const { return dirty_rows() + disk_.held_rows + disk_.admitted; }
-  uint64_t reserved_bytes() const { return reserved_rows() * log_->record_disk_bytes() + slack(); }
-  bool fits_disk(size_t rows) const;
+  uint64_t reserved_bytes() const { return written_bytes(reserved_rows()) + slack_in_use(); }
+  bool fits_disk(size_t rows, uint64_t borrowed = 0) const;
+  bool pack_until(const std::function<bool()>& is_enough, const Compactor::MayEmpty& among);
   size_t rows_to_dirty(const int64_t* rows, size_t n) const;
   struct Fetched;
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts);
@@ -308,6 +318,7 @@ class Store {
   struct Disk {
     uint64_t limit = 0;
     size_t commits = 1;
+    uint64_t num_rows = ~uint64_t{0};
     std::set<uint64_t> kept;        // segments of kept commits
     uint64_t kept_bytes = 0;
     uint64_t other_bytes = 0;       // files of commits that are not segments

@@ -107,7 +107,8 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
   }
   if (disk_bytes != 0) {
     const uint64_t slots = slots_per_segment(spec, payload);
-    const MemoryPlan plan = plan_memory(ram_bytes, payload, slots, kAssumedReadUnit, true);
+    MemoryPlan plan = plan_memory(ram_bytes, payload, slots, kAssumedReadUnit, true);
+    plan.log.chunk_bytes = std::min(plan.log.chunk_bytes, smallest_chunk_bytes(record_stride(payload)));
     const uint64_t least = Store::disk_slack(slots * record_stride(payload), plan.log) + 2 * Store::checkpoint_estimate(0);
     if (disk_bytes < least) {
       throw Error(ErrorKind::kInvalid, "table '" + name + "': disk=" + std::to_string(disk_bytes) +
@@ -325,7 +326,8 @@ void Table::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   store_ = std::make_unique<Store>(name_, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
                                    std::move(log), plan);
   // Commits at once that nobody asked to keep: the last; a run's tables have those of its last two, and one on its way.
-  store_->set_disk_limit(options_.disk_bytes, spec_.is_scratch ? 0 : spec_.belongs_to_run ? 3 : 1);
+  store_->set_disk_limit(options_.disk_bytes, spec_.is_scratch ? 0 : spec_.belongs_to_run ? 3 : 1,
+                         static_cast<uint64_t>(spec_.num_rows));  // -1: the largest number
   store_->reserve_held(rows_above());
   store_->set_initial_record(
       [this](int64_t row, size_t record_bytes, std::byte* record) { initial_record(row, record_bytes, record); });

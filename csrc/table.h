@@ -213,10 +213,13 @@ class Table {
   uint64_t records_to_replay() const;
   std::set<uint64_t> checkpoints_in_use() const;
   // ---- The limit of the files; see table_disk.cc.
-  void require_disk_limit() const;
+  void require_disk_limit();
+  std::optional<MemoryPlan> plan_with_smaller_chunks(uint64_t rows) const;
+  bool shrink_chunks(uint64_t rows);
   MemoryPlan plan_within_disk(const MemoryPlan& plan) const;
   bool has_disk_for(const int64_t* ids, size_t n);
   void make_disk_room(const int64_t* ids, size_t n);  // without the lock
+  void make_room_for_stored(const int64_t* ids, size_t n);
   // lock() and the checks of a call that sets these rows.
   std::unique_lock<std::mutex> lock_with_disk_for(const int64_t* ids, size_t n);
   std::unique_lock<std::mutex> lock_with_disk_above(size_t rows);
@@ -442,6 +445,7 @@ class Scan {
   const std::vector<size_t> fields_;
   bool is_in_frames_ = false;
   uint64_t changes_;
+  uint64_t moves_ = 0;  // records that compaction had moved when the scan began
   std::vector<uint64_t> segments_;
   size_t segment_ = 0;
   std::vector<ChunkTrailer> chunks_;

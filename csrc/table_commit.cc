@@ -430,7 +430,6 @@ void Table::collect(size_t newest) {
 uint64_t Table::compact() {
   const auto guard = lock_alone();
   require_writable();
-  ++changes_;
   return store_->compact_all();
 }
 

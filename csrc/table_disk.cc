@@ -9,6 +9,7 @@
 // keeps would leave too little. So is a change that adds more rows than the limit has room for.
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "error.h"
 #include "table.h"
@@ -26,10 +27,39 @@ Error out_of_disk(const std::string& what, uint64_t needed, const std::string& p
 
 }  // namespace
 
+// Chunks follow the RAM budget, and what so many rows need of the limit follows the chunks: the slack grows with them, and
+// records pack more tightly in them. Of the smaller ones those that need least; none where that is no less than now.
+std::optional<MemoryPlan> Table::plan_with_smaller_chunks(uint64_t rows) const {
+  const size_t stride = store_->log()->stride();
+  const MemoryPlan& now = store_->plan();
+  uint64_t least = store_->disk_needed(rows);
+  std::optional<MemoryPlan> best;
+  for (MemoryPlan plan = now; plan.log.chunk_bytes > smallest_chunk_bytes(stride);) {
+    plan.log.chunk_bytes = std::max(smallest_chunk_bytes(stride), vfs::round_up(plan.log.chunk_bytes / 2, vfs::kBlockBytes));
+    const uint64_t needed = store_->disk_needed_with(plan.log, rows);
+    if (needed >= least) continue;
+    least = needed;
+    best = plan;
+  }
+  if (best.has_value()) best->fixed_bytes -= now.log.total(stride) - best->log.total(stride);
+  return best;
+}
+
+// With the lock of lock_alone().
+bool Table::shrink_chunks(uint64_t rows) {
+  const std::optional<MemoryPlan> plan = plan_with_smaller_chunks(rows);
+  if (!plan.has_value()) return false;
+  staging_.reset();  // it reads into memory that is laid out again
+  store_->apply(*plan);
+  return true;
+}
+
 // At opening: what the last commit names cannot be packed within a limit that it leaves too little of.
-void Table::require_disk_limit() const {
+void Table::require_disk_limit() {
   const uint64_t limit = store_->disk_limit();
   if (limit == 0) return;
+  while (store_->disk_needed_now() > limit && shrink_chunks(store_->directory().stored_rows())) {
+  }
   const uint64_t needed = store_->disk_needed_now();
   if (limit >= needed) return;
   throw Error(ErrorKind::kInvalid, "table '" + name_ + "': disk=" + std::to_string(limit) + " bytes is too small for " +
@@ -39,19 +69,19 @@ void Table::require_disk_limit() const {
                                        " bytes of snapshots; it needs at least disk=" + std::to_string(needed));
 }
 
-// Chunks follow the RAM budget, and what records and the slack take on disk follows the chunks.
+// More RAM is no reason to need more disk.
 MemoryPlan Table::plan_within_disk(const MemoryPlan& plan) const {
   const uint64_t limit = store_->disk_limit();
-  if (limit == 0 || store_->disk_needed_with(plan.log) <= limit) return plan;
+  if (limit == 0 || store_->disk_needed_with(plan.log, store_->directory().stored_rows()) <= limit) return plan;
   const MemoryPlan& before = store_->plan();
   const size_t stride = store_->log()->stride();
   if (before.log.total(stride) > plan.log.total(stride)) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': with ram=" + std::to_string(plan.total_bytes) +
                                          " bytes its writes are so small that its limit of disk=" + std::to_string(limit) +
                                          " bytes is too small; it would need disk=" +
-                                         std::to_string(store_->disk_needed_with(plan.log)));
+                                         std::to_string(store_->disk_needed_with(plan.log, store_->directory().stored_rows())));
   }
-  MemoryPlan with_its_chunks = plan;  // more RAM is no reason to need more disk
+  MemoryPlan with_its_chunks = plan;
   with_its_chunks.fixed_bytes -= plan.log.total(stride) - before.log.total(stride);
   with_its_chunks.log = before.log;
   return with_its_chunks;
@@ -59,18 +89,29 @@ MemoryPlan Table::plan_within_disk(const MemoryPlan& plan) const {
 
 bool Table::has_disk_for(const int64_t* ids, size_t n) {
   require_disk_above(ids, n);
-  if (const uint64_t stored = store_->rows_beyond_disk(ids, n)) {
+  return store_->rows_beyond_disk(ids, n) == 0 && store_->has_disk_for(ids, n);
+}
+
+// Room for more stored rows: smaller chunks, and without the commits that nothing needs.
+void Table::make_room_for_stored(const int64_t* ids, size_t n) {
+  for (bool may_collect = !spec_.is_scratch; const uint64_t stored = store_->rows_beyond_disk(ids, n);) {
+    if (shrink_chunks(stored)) continue;
+    if (std::exchange(may_collect, false)) {
+      collect_locked(1);
+      continue;
+    }
     throw out_of_disk("table '" + name_ + "': " + std::to_string(stored) + " stored rows are more than its limit of disk=" +
                           std::to_string(store_->disk_limit()) + " bytes has room for, beside " +
                           std::to_string(store_->snapshot_bytes()) + " bytes of snapshots",
                       store_->disk_needed(stored), path_);
   }
-  return store_->has_disk_for(ids, n);
 }
 
 void Table::make_disk_room(const int64_t* ids, size_t n) {
   const auto guard = lock_alone();
   require_writable();
+  check_ids(ids, n);
+  make_room_for_stored(ids, n);
   if (store_->has_disk_for(ids, n)) return;
   if (!spec_.is_scratch) collect_locked(1);
   if (store_->has_disk_for(ids, n) || store_->make_disk_room()) return;
@@ -80,7 +121,8 @@ void Table::make_disk_room(const int64_t* ids, size_t n) {
                   std::to_string(store_->snapshot_bytes()) + " of them for snapshots alone, and " +
                   std::to_string(store_->dirty_rows()) + " changed rows are still to be written: no room for " +
                   std::to_string(n) + " ids within disk=" + std::to_string(store_->disk_limit()) +
-                  "; commit() or dropping a snapshot makes some",
+                  "; commit() or dropping a snapshot makes some, disk=" + std::to_string(store_->disk_needed_for(n)) +
+                  " always has it",
               ENOSPC, path_);
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,108 @@ def test_a_snapshot_that_would_leave_too_little_is_refused(tmp_path: Path) -> No
     assert table.stats()["snapshot_bytes"] == 0
     table.commit(keep="second")
     table.close()
+
+
+@pytest.mark.parametrize("keep", [None, "more"])
+def test_a_commit_between_the_steps_of_a_scan_hides_no_row(tmp_path: Path, keep: str | None) -> None:
+    """A commit packs the log where there is little room, also one that is then refused, and moves records by that."""
+    table = bb.open(tmp_path / "t", ram=RAM, disk=filled(tmp_path / "t") + (2 << 20))
+    stopped = 0
+    for seed in range(4):
+        churn(table, 60, seed)
+        scan = table.scan(chunk=500)
+        ids = [next(scan)[0]]
+        with contextlib.suppress(OSError):  # no room to keep it
+            table.commit(meta={"seed": seed}, keep=keep)
+        try:
+            ids += [some for some, _ in scan]
+        except bb.BunkbedError as error:
+            assert "compaction moved its records while it was scanned" in str(error)
+            stopped += 1
+            ids = [some for some, _ in table.scan()]
+        assert_same_bits(np.sort(np.concatenate(ids)), np.arange(ROWS), "every row once")
+        table.commit()
+    assert stopped > 0, "nothing was compacted"
+    table.close()
+
+
+class Story:
+    """Random calls on a table at, or just above, the smallest limit that holds its rows: none of them may fail."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.path = folder / f"t{seed}"
+        self.rows = int(self.rng.choice([300, 2000, 6000]))
+        self.ram = ["1MiB", "2MiB", "6MiB"][seed % 3]
+        self.dim = int(self.rng.choice([2, 16, 64]))
+        fixed = self.rows if seed % 2 else None
+        self.spec: dict[str, Any] = {
+            "dim": self.dim,
+            "num_rows": fixed,
+            "optimizer": bb.SGD(lr=1.0),
+            "init": bb.Zeros(),
+        }
+        self.counts = np.zeros(self.rows, np.float32)
+        self.commits = float(self.rng.choice([0.0, 0.02, 0.2]))
+        self.largest = int(self.rng.choice([1, 20, 400]))
+
+    def least_limit(self) -> int:
+        with bb.create(self.path, ram=self.ram, **self.spec) as table:
+            for begin in range(0, self.rows, 500):
+                ids = np.arange(begin, min(self.rows, begin + 500))
+                table.update(ids, np.zeros((len(ids), self.dim), np.float32))
+        with pytest.raises(ValueError, match=r"it needs at least disk=\d+") as info:
+            bb.open(self.path, ram=self.ram, disk=1)
+        return int(re.findall(r"disk=(\d+)", str(info.value))[-1])
+
+    def change(self, table: Any) -> None:
+        ids = self.rng.integers(0, self.rows, self.rng.integers(1, self.largest + 1))
+        table.update(ids, np.full((len(ids), self.dim), -1.0, np.float32))
+        np.add.at(self.counts, ids, 1.0)
+
+    def run(self) -> int:
+        limit = int(self.least_limit() * self.rng.choice([1.0, 1.02, 1.2]))
+        if self.rng.integers(2):
+            shutil.rmtree(self.path)
+            table = bb.create(self.path, ram=self.ram, disk=limit, **self.spec)
+        else:
+            table = bb.open(self.path, ram=self.ram, disk=limit)
+        most = 0
+        for _ in range(200):
+            self.change(table)
+            most = max(most, bytes_of(self.path))
+            if self.rng.random() < self.commits:
+                _ = table.begin_commit() if self.rng.integers(2) else table.commit()
+            if self.rng.random() < 0.02:
+                table.close()
+                table = bb.open(self.path, ram=self.ram, disk=limit)
+        assert_same_bits(table.get(np.arange(self.rows))[:, 0], self.counts, "rows")
+        table.close()
+        with bb.open(self.path, ram=self.ram, disk=limit) as table:
+            assert_same_bits(table.get(np.arange(self.rows))[:, 0], self.counts, "opened again")
+        shutil.rmtree(self.path)
+        assert most <= limit
+        return limit
+
+
+@pytest.mark.parametrize("first", [0, 8, 16])
+def test_rows_that_fit_are_trained_committed_and_opened_within_the_limit(tmp_path: Path, first: int) -> None:
+    for seed in range(first, first + 8):
+        Story(tmp_path, seed).run()
+
+
+def test_a_table_of_unknown_rows_goes_on_without_commits_at_the_smallest_limit(tmp_path: Path) -> None:
+    """Its one large segment is still being filled: garbage in it must be found too."""
+    story = Story(tmp_path, 4)
+    story.rows, story.dim, story.largest, story.counts = 6000, 64, 400, np.zeros(6000, np.float32)
+    story.spec |= {"dim": 64, "optimizer": bb.Adam(lr=0.1), "num_rows": None}
+    limit = story.least_limit()
+    table = bb.open(story.path, ram=story.ram, disk=limit)
+    for _ in range(400):
+        story.change(table)
+    assert bytes_of(story.path) <= limit
+    table.close(commit=False)
+    bb.open(story.path, ram=story.ram, disk=limit).close()
 
 
 @pytest.mark.parametrize("disk", [0, -1, "4 apples", True, "1MiB"])

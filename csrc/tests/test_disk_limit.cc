@@ -224,6 +224,50 @@ TEST(disk_limit_refuses_snapshots_it_has_no_room_for) {
   CHECK(bytes_of_files(path) <= limit);
 }
 
+// A commit packs the log first where there is little room, also one that is refused, and moves records by that: a scan
+// with commits between its steps has every row once, or says so.
+TEST(disk_limit_commits_never_hide_rows_from_a_scan) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  Trained trained;
+  make_full(vfs, path, &trained);
+  const uint64_t limit = least_limit(path) + (4u << 20);
+  auto table = open_limited(vfs, path, limit);
+  table->commit(std::nullopt, "kept");
+  int refused = 0;
+  for (int round = 0; round < 12; ++round) {
+    for (int step = 0; step < 60; ++step) trained.step(table.get(), 400);
+    Scan scan(table.get(), {0});
+    std::map<int64_t, int> times;
+    std::vector<int64_t> ids(512);
+    std::vector<float> values(ids.size() * kDim);
+    float* const out[] = {values.data()};
+    bool is_whole = false;
+    try {
+      for (int call = 0; !is_whole; ++call) {
+        const size_t n = scan.next(ids.size(), ids.data(), out);
+        for (size_t i = 0; i < n; ++i) ++times[ids[i]];
+        is_whole = n == 0;
+        if (call != 3) continue;
+        try {
+          table->commit("{\"round\": " + std::to_string(round) + "}", round % 2 == 0 ? "more" : "");
+        } catch (const Error& error) {
+          CHECK(error.error_number() == ENOSPC);
+          table->commit(std::nullopt, "");
+        }
+      }
+    } catch (const Error& error) {
+      CHECK(std::string(error.what()).find("while it was scanned") != std::string::npos);
+      ++refused;
+    }
+    for (const auto& [id, n] : times) CHECK_EQ(n, 1);
+    if (is_whole) CHECK_EQ(times.size(), static_cast<size_t>(kRows));
+  }
+  CHECK(refused > 0);  // there was a reason to
+  check_table_is(table.get(), trained.rows, "scanned");
+}
+
 TEST(disk_limit_too_small_for_anything_makes_nothing) {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
