@@ -1,0 +1,46 @@
+"""Pairs of features: each occurs in a story against the oracle, each hole raises its error, and none is forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torture import pairs
+from torture.features import small_tables
+
+PARTS = 8
+GROUPS = pairs.covering(6, 0)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_pair_that_can_be_combined_is_right(part: int) -> None:
+    pytest.importorskip("torch")
+    wrong = [text for number, group in enumerate(GROUPS[part::PARTS]) if (text := pairs.tell(group, number)[1])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_hole_raises_its_error() -> None:
+    pytest.importorskip("torch")
+    found = pairs.holes()
+    wrong = [text for pair in found if (text := pairs.tell(pair, 0)[1])]
+    assert len(found) > 30 and not wrong, "\n".join(wrong)
+
+
+def test_every_public_name_and_argument_is_in_a_feature(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with pairs.watched() as used, small_tables():
+        for number, feature in enumerate(pairs.FEATURES):
+            pairs.story((feature,), number, _new(tmp_path / str(number)), length=4)
+        for number, place in enumerate(("run", "sharded", "Budget")):
+            more = ("facts", "drop", "begin_commit", "commit meta", "budget changes", "snapshot reader", "rewind")
+            more += ("reopen with another optimizer",)
+            for kind in ("bfloat16", "disk"):
+                pairs.story((place, kind, *more), number, _new(tmp_path / f"{place} {kind}"), length=40)
+    forgotten, stale = pairs.missing(used)
+    assert not forgotten, f"in no feature of torture/features.py: {', '.join(forgotten)}"
+    assert not stale, f"said to be in no feature, and are, or are gone: {', '.join(stale)}"
+
+
+def _new(path: Path) -> Path:
+    path.mkdir()
+    return path
