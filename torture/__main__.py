@@ -24,6 +24,7 @@ PARTS = {
     "kills": ("kills", "at_every_operation", "kill -9 at every operation and failpoint of a life"),
     "load": ("kills", "at_random", "kill -9 at random times while a run trains and commits"),
     "faults": ("faults", "run", "every operation fails in turn: EIO, ENOSPC, EINTR, short"),
+    "several": ("several", "run", "two or three operations fail in one life; the same process goes on"),
     "pairs": ("pairs", "run", "every pair of features in a story against the oracle; holes raise their error"),
     "between": ("between", "run", "every call between two steps of scans, exports, topk, copies, readers"),
     "corruption": (

@@ -101,7 +101,8 @@ void bind_testing(nb::module_& m) {
       .def("heal", &vfs::FaultVfs::heal)
       .def("set_delay", &vfs::FaultVfs::set_delay, "seconds"_a)
       .def("count", &vfs::FaultVfs::count, "Operations since set_fault().")
-      .def("repeat_every", &vfs::FaultVfs::repeat_every, "every"_a, "Also every so-manieth after the chosen one.")
+      .def("repeat_every", &vfs::FaultVfs::repeat_every, "every"_a, "most"_a = 0,
+           "Also every so-manieth after the chosen one; `most` in all, 0: without end.")
       .def("struck", &vfs::FaultVfs::struck, "Operations chosen since set_fault().")
       .def("count_reads", &vfs::FaultVfs::count_reads, "value"_a, "Whether reads, opens and lists are numbered.")
       .def("skip_syncs", &vfs::FaultVfs::skip_syncs, "value"_a);

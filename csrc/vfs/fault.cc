@@ -88,7 +88,8 @@ bool FaultVfs::enter(Op op, const std::string& path) {
   const bool is_sync = op == Op::kSync || op == Op::kSyncDirectory;
   const bool is_carried_out = !is_sync || !skip_syncs_;
   const uint64_t at = at_, every = every_;
-  const bool comes_again = every != 0 && at != 0 && number > at && (number - at) % every == 0;
+  const bool is_left = most_ == 0 || struck_ < most_;
+  const bool comes_again = every != 0 && at != 0 && number > at && (number - at) % every == 0 && is_left;
   const bool is_chosen = is_counted && (number == at || comes_again);
   const bool is_dead = and_all_later_ && at != 0 && number >= at;
   if (!is_chosen && !is_dead && failing_ != static_cast<int>(op)) return is_carried_out;

@@ -45,8 +45,11 @@ class FaultVfs : public Vfs {
   void fail_at(uint64_t at, int error_number, bool and_all_later);
   // As fail_at(), for the other faults.
   void set_fault(uint64_t at, Fault fault, int error_number = 0, bool and_all_later = false);
-  // Besides operation `at`, every `every`-th after it (0: none): for faults that do no harm by themselves.
-  void repeat_every(uint64_t every) { every_ = every; }
+  // Besides operation `at`, every `every`-th after it (0: none), until `most` have been struck in all (0: without end).
+  void repeat_every(uint64_t every, uint64_t most = 0) {
+    every_ = every;
+    most_ = most;
+  }
   // Every operation of this kind fails, until told otherwise.
   void fail_all(Op op, int error_number);
   void heal();
@@ -79,6 +82,7 @@ class FaultVfs : public Vfs {
   std::atomic<uint64_t> count_{0};
   std::atomic<uint64_t> at_{0};
   std::atomic<uint64_t> every_{0};
+  std::atomic<uint64_t> most_{0};
   std::atomic<uint64_t> struck_{0};
   std::atomic<Fault> fault_{Fault::kError};
   std::atomic<int> error_number_{0};

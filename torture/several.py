@@ -1,0 +1,158 @@
+"""Several operations fail in one life, then the same process goes on without faults.
+
+As `faults`, with two or three operations: what was tried again fails again, or the opening that a failure asked for.
+Reads and opens fail too. Afterwards rows are a commit's, and no lock, descriptor or thread is left of what failed.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bunkbed import _native
+from torture import scenario, table_scenario
+from torture.faults import FAULTS, LONGEST_S, Stumbler
+from torture.parts import Clock, Progress, Result, Size, folder, in_processes
+from torture.scenario import COMPACTION_SLACK, State, Violation
+
+#: Operations between two failures, most: the retry's own first, and all that a commit or an opening takes.
+FURTHEST = 60
+NAMES = ("EIO", "ENOSPC")
+
+
+class Unlucky(Stumbler):
+    """A stumbler whose reads fail too, while an action is carried out; what compares rows reads without faults."""
+
+    def __init__(self, story: ModuleType, path: Path, states: list[State], faulty: Any) -> None:
+        super().__init__(story, path, states)
+        self.faulty = faulty
+        faulty.count_reads(False)
+
+    def _try(self, action: Callable[[], Any], at: int, changes: str | None) -> int | None:
+        return super()._try(lambda: self._with_reads(action), at, changes)
+
+    def _open_again(self, allowed: set[int]) -> None:
+        try:
+            self._with_reads(lambda: super(Unlucky, self)._open_again(allowed))
+        except OSError:
+            self._close()
+            raise
+
+    def _is_done(self, at: int, error: Exception) -> bool:
+        try:
+            return super()._is_done(at, error)
+        except OSError:  # it opens what an attempt may have made
+            return False
+
+    def _with_reads(self, action: Callable[[], Any]) -> None:
+        self.faulty.count_reads(True)
+        try:
+            action()
+        finally:
+            self.faulty.count_reads(False)
+
+
+def held() -> tuple[int, int]:
+    """Descriptors of files that are open, and threads of Python."""
+    names = list(Path("/proc/self/fd").iterdir())
+    return sum(name.is_symlink() and str(name.readlink()).startswith("/") for name in names), threading.active_count()
+
+
+def require_no_more(before: tuple[int, int], when: str) -> None:
+    """Threads that read close their files a moment after the table is closed."""
+    for _ in range(100):
+        if all(now <= then for now, then in zip(held(), before, strict=True)):
+            return
+        time.sleep(0.05)
+    raise Violation(f"descriptors and threads were {before}, are {held()} {when}")
+
+
+def live(story: ModuleType, states: list[State], at: int, every: int, times: int, name: str) -> int:
+    """One life in which operations `at`, `at + every`, ... fail, `times` of them; how many failed.
+
+    Raises:
+        Violation: a promise did not hold.
+    """
+    fault, number = FAULTS[name]
+    faulty = _native.FaultVfs()
+    faulty.set_fault(at, fault, number)
+    faulty.repeat_every(every, times)
+    _native.set_compaction_slack(COMPACTION_SLACK)
+    _native.set_checkpoints(1, in_line=True)
+    before = held()
+    with folder() as root:
+        unlucky = Unlucky(story, root / "it", states, faulty)
+        _native.use_vfs(faulty)
+        try:
+            unlucky.live()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
+        finally:
+            _native.use_vfs(None)
+            unlucky._close()
+        require_no_more(before, "when all is closed")
+        story.check_recovered(root / "it", states, {len(states) - 1}, thorough=True)
+        require_no_more(before, "after going on")
+    return int(faulty.struck())
+
+
+def operations(story: ModuleType, states: list[State]) -> int:
+    """How many a life has that nothing happens to."""
+    faulty = _native.FaultVfs()
+    faulty.set_fault(0)
+    _native.set_compaction_slack(COMPACTION_SLACK)
+    _native.set_checkpoints(1, in_line=True)
+    with folder() as root:
+        unlucky = Unlucky(story, root / "it", states, faulty)
+        _native.use_vfs(faulty)
+        try:
+            unlucky.live()
+        finally:
+            _native.use_vfs(None)
+            unlucky._close()
+    return int(faulty.count())
+
+
+def run(size: Size) -> list[Result]:
+    """Lives with random first failures and distances."""
+
+    def work(index: int, send: Callable[[Any], None]) -> Any:
+        clock, chance = Clock(size.seconds), random.Random(f"{size.seed} {index}")
+        result = Result("several operations fail, then the same process")
+        states = {story: story.expected(story.ACTIONS) for story in (scenario, table_scenario)}
+        there_are = {story: operations(story, states[story]) for story in states}
+        lives, struck = size.of(6000, least=8) // size.processes, 0
+        progress = Progress("several, lives", lives, index)
+        for number in range(lives):
+            if clock.is_over:
+                break
+            progress.show(number)
+            story = chance.choice([scenario, table_scenario])
+            at, times = chance.randint(1, there_are[story]), chance.randint(2, 3)
+            every, name = chance.choice([1, 1, 2, chance.randint(1, FURTHEST)]), chance.choice(NAMES)
+            what = f"{times} operations, {at} and each {every}th after it, of {story.__name__}: {name}"
+            send(what)
+            signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
+            result.tried += 1
+            try:
+                struck += live(story, states[story], at, every, times, name)
+                result.passed += 1
+            except Violation as violation:
+                result.fail(f"{what}: {violation}")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return result, struck
+
+    total, struck = Result("several operations fail, then the same process"), 0
+    for result, times in in_processes(work, size.processes, size.seconds + 120):
+        total.add(result)
+        struck += times
+    total.note = f"{struck:,} operations failed"
+    return [total]
