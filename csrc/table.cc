@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <random>
 
@@ -125,8 +126,9 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
         is_table |= parse_name(entry, "manifest-", &number);
         is_empty &= entry == kLockName || entry.rfind(kTemporaryPrefix, 0) == 0;  // of a create that did not finish
       }
-    } catch (const Error&) {
-      is_empty = false;  // a file, say
+    } catch (const Error& error) {
+      if (error.error_number() != ENOTDIR) throw;
+      is_empty = false;
     }
     is_left = is_table && is_scratch(Manifests(vfs, path));
     if (is_table && !is_left) {

@@ -78,3 +78,21 @@ def test_an_opening_that_fails_twice_leaves_no_lock_and_no_descriptor(kind: str,
     finally:
         _native.use_vfs(None)
     assert at > 4
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_that_is_in_use(tmp_path: Path) -> None:
+    faulty = _native.FaultVfs()
+    (tmp_path / "it").mkdir()
+    (tmp_path / "file").touch()
+    _native.use_vfs(faulty)
+    try:
+        faulty.fail_all("list", 5)
+        with pytest.raises(OSError, match="Input/output error") as info:
+            bb.create(tmp_path / "it", **FACTS)
+        assert not isinstance(info.value, FileExistsError)
+        faulty.heal()
+        bb.create(tmp_path / "it", **FACTS).close()
+        with pytest.raises(FileExistsError, match="not an empty directory"):
+            bb.create(tmp_path / "file", **FACTS)
+    finally:
+        _native.use_vfs(None)
