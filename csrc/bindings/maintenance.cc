@@ -114,6 +114,8 @@ void bind_maintenance(nb::module_& m) {
           d["step"] = manifest.step;
           d["stored_rows"] = manifest.stored_rows;
           d["segments"] = segments;
+          d["uuid"] = nb::bytes(manifest.uuid.data(), manifest.uuid.size());
+          d["belongs_to_run"] = (manifest.writer_flags & kWriterFlagRun) != 0;
           found.append(d);
         }
         return found;

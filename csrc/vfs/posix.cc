@@ -159,11 +159,11 @@ class PosixLock final : public Lock {
 class PosixVfs final : public Vfs {
  public:
   std::shared_ptr<File> create(const std::string& path) override {
-    return open_with(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, true, true);
+    return open_with(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, true, true);
   }
 
   std::shared_ptr<File> create_small(const std::string& path) override {
-    return open_with(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, false, false);
+    return open_with(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, false, false);
   }
 
   std::shared_ptr<File> open(const std::string& path, bool direct) override {

@@ -11,7 +11,7 @@ from typing import Any
 from bunkbed import _native
 from bunkbed.errors import BunkbedError
 from bunkbed.problems import Problem, Report, how_to_go_back, numbered, problems_of_table
-from bunkbed.run_files import RunFiles, RunManifest, sync_directory, unlock
+from bunkbed.run_files import RunFiles, RunManifest, sync_directory
 
 
 class _RunCheck:
@@ -70,8 +70,8 @@ class _RunCheck:
         for name, numbers in sorted(self.named().items()):
             path = self.files.table_path(name)
             try:
-                checked = work(name, path)
-            except (FileNotFoundError, BunkbedError) as error:
+                checked = work(name, self.files.own_table(name))
+            except (FileNotFoundError, NotADirectoryError, BunkbedError) as error:
                 checked = {"epochs": [], "sound": [], "problems": [], "leftovers": [], "bytes": 0}
                 every = sorted({epoch for users in numbers.values() for epoch in users})
                 self._report("table", path, str(error), f"table {name!r} is lost to the run", every)
@@ -126,9 +126,8 @@ class _RunCheck:
 
 def leftover_files(files: RunFiles, wanted: set[int]) -> list[Path]:
     """Files of a run that no manifest names, which name `wanted`."""
-    found = [path for path in files.directory.glob("new-run-*") if path.is_file()]
-    dense = sorted(files.files.glob("file-*"))
-    return found + [path for path in dense if int(path.name.removeprefix("file-")) not in wanted]
+    found = [path for path in files.directory.glob("new-run-[0-9]*") if path.is_file()]
+    return found + [path for number, path in files.dense_files() if number not in wanted]
 
 
 def check_run(
@@ -147,7 +146,7 @@ def check_run(
     try:
         return _repair(files, epoch, ram_bytes, progress)
     finally:
-        unlock(lock)
+        files.unlock(lock)
 
 
 def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -> Report:
@@ -172,7 +171,7 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
     for name in look.tables:
         path = files.table_path(name)
         if not look.tables[name]["epochs"]:
-            continue  # reported as missing
+            continue  # reported as missing, or as not the run's
         back_to = target.tables.get(name) if target is not None else None
         checked, lines = _native.repair_table(
             str(path), ram_bytes, back_to, pinned[name], True, progress, *look.shard(name)
@@ -182,7 +181,7 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
         if back_to is not None:
             tables[name] = checked["epochs"][-1]
     if target is not None:
-        numbers = [int(path.name.removeprefix("file-")) for path in files.files.glob("file-*")]
+        numbers = [number for number, _ in files.dense_files()]
         next_file = max([*numbers, *(manifest.next_file - 1 for manifest in look.manifests.values())], default=0) + 1
         files.publish(
             replace(

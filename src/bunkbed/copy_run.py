@@ -15,7 +15,7 @@ from bunkbed import optim as _optim
 from bunkbed.errors import TableLockedError
 from bunkbed.rewriting import Rewritten, rewrite_rows, rewritten_spec
 from bunkbed.run import Run
-from bunkbed.run_files import RunFiles, RunManifest, sync_directory, unlock
+from bunkbed.run_files import RunFiles, RunManifest, make_file, require_real, sync_directory
 
 Progress = Callable[[int, int], None]
 
@@ -62,7 +62,8 @@ def _copy_commit(
         _meet(files, manifest, there)
         sums = [0, 0, 0]
         for name, epoch in manifest.tables.items():
-            table, copied = files.table_path(name), target / "tables" / name
+            table, copied = files.own_table(name), target / "tables" / name
+            require_real(copied)
             parts = _native.copy_table(str(table), str(copied), "", epoch, True, link, progress)
             sums = [one + other for one, other in zip(sums, parts[1:], strict=True)]
         for name in manifest.files:
@@ -71,10 +72,10 @@ def _copy_commit(
         _copy_beside(files.directory, target)
         if manifest.epoch not in there.epochs():
             there.publish(replace(manifest, copied=True, places={}))  # every table lies in the copy itself
-        for name, pinned in there.collect().items():
+        for name, pinned in there.collect()[0].items():
             _native.collect_commits(str(target / "tables" / name), pinned)
     finally:
-        unlock(lock)
+        there.unlock(lock)
     return manifest.epoch, *sums  # type: ignore[return-value]
 
 
@@ -121,17 +122,18 @@ def _copy_file(files: RunFiles, there: RunFiles, name: str, manifest: RunManifes
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
                 raise
-    _copy_bytes(source, target)
-    there.read_file(name, manifest)
+    there.write_file(number, files.read_file(name, manifest))
     sums[1] += size
 
 
 def _copy_bytes(source: Path, target: Path) -> None:
     """A file under its name when it is complete, with its times."""
     temporary = target.with_name(f".{target.name}.part")
-    shutil.copy2(source, temporary)
-    with temporary.open("rb") as file:
+    with source.open("rb") as content, make_file(temporary) as file:
+        shutil.copyfileobj(content, file)
+        file.flush()
         os.fsync(file.fileno())
+    shutil.copystat(source, temporary)
     temporary.replace(target)
 
 
@@ -142,6 +144,8 @@ def _copy_beside(source: Path, target: Path) -> None:
         if place.parts[0] in _FOLDERS or place.parts[0].startswith(_OWN) or entry.is_symlink() or not entry.is_file():
             continue
         copied = target / place
+        for parent in place.parents:
+            require_real(target / parent)
         about = entry.stat()
         if copied.exists() and (copied.stat().st_size, copied.stat().st_mtime_ns) == (about.st_size, about.st_mtime_ns):
             continue

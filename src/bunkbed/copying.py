@@ -13,7 +13,7 @@ from bunkbed import optim as _optim
 from bunkbed.budget import parse_bytes
 from bunkbed.copy_run import copy_run, rewrite_run
 from bunkbed.rewriting import Rewritten, rewrite_rows, rewritten_spec
-from bunkbed.run_files import RunFiles, sync_directory
+from bunkbed.run_files import RunFiles, require_real, sync_directory
 from bunkbed.table_facts import DTYPES
 
 #: (done, in all), a few times a second: bytes of files, or rows where rows are rewritten.
@@ -153,6 +153,7 @@ def _part_of(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
+    require_real(part)
     return part
 
 

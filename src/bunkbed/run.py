@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any, Literal, Self
 from bunkbed import _native, opening
 from bunkbed.budget import Budget
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosedError
+from bunkbed.leftovers import forget_marks, mark_new, remove_leftover
 from bunkbed.opening import DEFAULT_RAM
-from bunkbed.run_files import MEMBER, RunFiles, RunManifest, sync_directory, unlock
+from bunkbed.run_files import MEMBER, RunFiles, RunManifest, sync_directory
 from bunkbed.sharding import Sharding
 from bunkbed.table import Table
 from bunkbed.table_commits import BackgroundCommit, PendingCommit
@@ -86,18 +86,21 @@ class Run:
         if self.mode == "w":
             self._prepare_directory()
         try:
+            # The table's epochs that the run's commits name, and those of them that its snapshots do.
+            self._named: dict[str, set[int]] = {}
+            self._kept: dict[str, set[int]] = {}
             self._manifest = self._files.load_newest() if snapshot is None else self._files.find(snapshot)
             if self.mode == "w" and self._manifest.sharding is not None and _shards_of is None:
                 raise FormatError(
                     f"{self.path} is one sharded table, whose shards must not be written one by one; open it with "
                     "bb.ShardedTable.open"
                 )
+            if self.mode == "w" and self._files.epochs():
+                self._named, self._kept = self._files.collect()
+                forget_marks(self._files, set(self._manifest.tables))
         except BaseException:
             self._unlock()
             raise
-        self._named: dict[str, set[int]] = {}
-        if self.mode == "w" and self._files.epochs():
-            self._named = self._files.collect()
 
     def _prepare_directory(self) -> None:
         if self.path.is_dir() and any(entry.name.startswith("manifest-") for entry in self.path.iterdir()):
@@ -117,7 +120,7 @@ class Run:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            unlock(self._lock)
+            self._files.unlock(self._lock)
             self._lock = None
 
     # ---- Facts
@@ -202,7 +205,7 @@ class Run:
         if name in self._tables:
             opening.compare_with(self._tables[name], create, None)
             return self._tables[name]
-        path = self._files.table_path(name)
+        path = self._files.own_table(name)
         label = name if self._shards_of is None else f"{self._shards_of}/{name}"
         if name in self._manifest.tables:
             opened = opening.open(
@@ -219,8 +222,8 @@ class Run:
             hint = "" if self.mode == "r" else "; give create=dict(dim=...) to make it"
             raise FileNotFoundError(f"run {self.path} has no table {name!r} (it has: {known}){hint}")
         else:
-            if path.exists():
-                shutil.rmtree(path)  # made by a session that never committed it: no commit names it
+            if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
+                remove_leftover(self._files, name, path)
             opened = opening.create(path, ram=self.budget, _run=self, _name=label, **create)
         if self.mode == "w":
             self._pin(name, opened)
@@ -229,13 +232,13 @@ class Run:
 
     def _pin(self, name: str, table: Table) -> None:
         """Tells a table which of its commits stay."""
-        table._native.set_pinned_epochs(self._named.get(name, set()), self._files.kept(name))
+        table._native.set_pinned_epochs(self._named.get(name, set()), self._kept.get(name, set()))
 
     def reopen(self, name: str, epoch: int) -> Table:
         """A reader's open table anew, at another of its commits. The one before is closed, and stays so on an error."""
         label = self._tables[name].name
         self._tables[name]._close()  # first: the budget may not hold both
-        path = self._files.table_path(name)
+        path = self._files.own_table(name)
         self._tables[name] = opening.open(path, mode="r", ram=self.budget, _epoch=epoch, _name=label)
         return self._tables[name]
 
@@ -325,6 +328,9 @@ class Run:
             facts = json.loads(json.dumps(meta))
         contents = {**contents, **{name: bytes(data) for name, data in (files or {}).items()}}
         self._owed = contents, facts
+        mark_new(
+            self._files, {name: one.uuid for name, one in self._tables.items() if name not in self._manifest.tables}
+        )
         return contents, facts
 
     def _finish(self, tables: dict[str, int], contents: dict[str, bytes], meta: dict[str, Any], keep: str) -> int:
@@ -364,7 +370,8 @@ class Run:
         self._manifest = manifest
         # The commit is durable and acknowledged: what cannot be removed now goes with the next one.
         with contextlib.suppress(OSError, BunkbedError):
-            self._named = self._files.collect()
+            self._named, self._kept = self._files.collect()
+            forget_marks(self._files, set(manifest.tables))
             for name, table in self._tables.items():
                 self._pin(name, table)
                 table._native.collect()
@@ -426,7 +433,7 @@ class Run:
         if self._manifest.keep == name:
             # The newest commit carries the name: the same state is committed again without it.
             self._publish(replace(self._manifest, epoch=self._manifest.epoch + 1, keep="", copied=False))
-        self._named = self._files.forget(name)
+        self._named, self._kept = self._files.forget(name)
         for table_name in self._manifest.tables:
             table = self._tables.get(table_name)
             pinned = self._named.get(table_name, set())
@@ -434,7 +441,7 @@ class Run:
                 self._pin(table_name, table)
                 table._native.collect()
             else:
-                _native.collect_commits(str(self._files.table_path(table_name)), pinned)
+                _native.collect_commits(str(self._files.own_table(table_name)), pinned)
 
     def close(self, commit: bool = True) -> None:
         """Commit (a writer with changes, unless told not to) and close every table. Closing twice is no error."""
@@ -444,10 +451,11 @@ class Run:
         self._settle(report=commit)
         if commit and self.mode == "w" and self.is_behind():
             self.commit()
-        for table in self._tables.values():
-            table._close()
-        self._closed = True
-        self._unlock()
+        with contextlib.ExitStack() as closing:  # in any case all of them, and the lock last
+            closing.callback(self._unlock)
+            for table in self._tables.values():
+                closing.callback(table._close)
+            self._closed = True
 
     def is_behind(self) -> bool:
         """Whether a commit would hold anything that the last one does not."""

@@ -18,17 +18,18 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bunkbed import _native
 from bunkbed.errors import BunkbedError, CorruptionError, FormatError, TableLockedError
 from bunkbed.sharding import HASH, Sharding
 
 FORMAT = 1
-_NAME = re.compile(r"run-(\d{16})")
+_NAME = re.compile(r"run-([0-9]{16})")
+_FILE = re.compile(r"file-([0-9]{16})")
 #: Names of tables and dense files.
 MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -45,8 +46,8 @@ class RunManifest:
         files: file name -> (number, bytes, sha256).
         next_file: first number no file was ever given.
         copied: a copy put this commit here, and nobody has written the run since.
-        places: table name -> its directory, absolute or relative to the run's, of tables that lie elsewhere than in
-            ``tables/NAME``. Where a table lies is no part of a commit: those of the newest manifest hold for all.
+        places: shard -> its directory, absolute or relative to the run's, of shards that lie elsewhere than in
+            ``tables/NAME``. Where a shard lies is no part of a commit: those of the newest manifest hold for all.
         sharding: what makes the run one sharded table; None for any other.
     """
 
@@ -59,6 +60,15 @@ class RunManifest:
     copied: bool = False
     places: dict[str, str] = field(default_factory=dict)
     sharding: Sharding | None = None
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a commit of a run names: its snapshot's name or empty, its tables' epochs, the numbers of its files."""
+
+    keep: str
+    tables: dict[str, int]
+    files: frozenset[int]
 
 
 def encode(manifest: RunManifest) -> bytes:
@@ -86,8 +96,19 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def _is_number(value: object) -> bool:
+    """Of a commit or file: the names of those to come have 16 digits too."""
+    return _is_count(value) and value < 10**15  # type: ignore[operator]
+
+
 def _is_file(entry: object) -> bool:
-    return isinstance(entry, list) and len(entry) == 3 and all(map(_is_count, entry[:2])) and isinstance(entry[2], str)
+    return (
+        isinstance(entry, list)
+        and len(entry) == 3
+        and _is_number(entry[0])
+        and _is_count(entry[1])
+        and isinstance(entry[2], str)
+    )
 
 
 def _is_named(value: object, is_sound: Callable[[object], bool]) -> bool:
@@ -96,12 +117,12 @@ def _is_named(value: object, is_sound: Callable[[object], bool]) -> bool:
 
 #: What the values of a manifest may be: they become paths and numbers of files.
 _KEYS: dict[str, Callable[[object], bool]] = {
-    "epoch": _is_count,
+    "epoch": _is_number,
     "meta": lambda value: isinstance(value, dict),
     "keep": lambda value: isinstance(value, str),
     "tables": lambda value: _is_named(value, _is_count),
     "files": lambda value: _is_named(value, _is_file),
-    "next_file": _is_count,
+    "next_file": _is_number,
 }
 #: And of those that not every manifest has.
 _OPTIONAL: dict[str, Callable[[object], bool]] = {
@@ -138,6 +159,12 @@ def decode(data: bytes, path: Path) -> RunManifest:
         if key in values and not is_sound(values[key]):
             raise CorruptionError(f"run manifest {path}: {key!r} is {str(values[key])[:80]!r}, which no commit has")
     sharding = Sharding.from_json(values.get("sharding"))
+    strangers = sorted(set(values.get("places", {})) - set(() if sharding is None else sharding.names()))
+    if strangers:
+        raise CorruptionError(
+            f"run manifest {path}: 'places' names {strangers[0]!r}, which is no shard; the tables of a run lie in its "
+            "own directory"
+        )
     if sharding is not None and sharding.hash != HASH:
         raise FormatError(
             f"run manifest {path}: rows are divided among shards by rule {sharding.hash}, this release knows {HASH}"
@@ -174,6 +201,24 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_file(path: Path) -> BinaryIO:
+    """A new file, open for writing. What has its name goes first; a symbolic link there is removed, never followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def require_real(path: Path) -> None:
+    """Nothing is written, or removed, through a symbolic link that came with a folder.
+
+    Raises:
+        FormatError: `path` is one.
+    """
+    if path.is_symlink():
+        raise FormatError(
+            f"{path} is a symbolic link, through which nothing is written; put what it leads to in its place"
+        )
+
+
 def put_in_place(made: Path, path: Path) -> None:
     """Give a file that was written beside `path` its name, durably: whoever looks finds the old one or the new one."""
     sync_file(made)
@@ -184,19 +229,14 @@ def put_in_place(made: Path, path: Path) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file durably and all at once."""
     made = path.with_name(f"{path.name}.tmp")
-    made.write_bytes(content)
+    with make_file(made) as file:
+        file.write(content)
     put_in_place(made, path)
 
 
 def write_durably(path: Path, data: bytes) -> None:
     """A new file whose bytes are durable; its name is, once the directory is synced."""
     _native.write_file(str(path), data)
-
-
-def unlock(descriptor: int) -> None:
-    """Give a lock of `RunFiles.lock` back."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the descriptor
-    os.close(descriptor)
 
 
 class RunFiles:
@@ -213,29 +253,67 @@ class RunFiles:
         self.label = f"{kind} {directory}"
         #: Where tables lie, when that is known better than the manifests say.
         self.places: dict[str, str] | None = None
+        self._is_locked = False
+        self._known: dict[int, Named] = {}
 
     def table_path(self, name: str) -> Path:
-        """The directory of a table: the one seam through which everything that opens, checks or copies finds it."""
-        places = self._recorded_places() if self.places is None else self.places
+        """Where a table's directory is said to be; `own_table` where it is opened or changed."""
+        places = self._recorded().places if self.places is None else self.places
         return self.directory / places.get(name, f"tables/{name}")  # an absolute place stands for itself
 
-    def _recorded_places(self) -> dict[str, str]:
+    def own_table(self, name: str) -> Path:
+        """`table_path`, once it is known to be this run's: manifests and links may come from anywhere.
+
+        A shard may lie anywhere, and is known by its uuid. Any other table lies in the run's own directory.
+
+        Raises:
+            FormatError: a symbolic link leads to it, or another table is there. CorruptionError: none of a shard's
+            commits can be read. FileNotFoundError: no shard is there.
+        """
+        path, sharding = self.table_path(name), self._recorded().sharding
+        if sharding is not None and name in sharding.names():
+            uuid = sharding.shards[sharding.names().index(name)]
+            found = {commit["uuid"].hex() for commit in _native.commits(str(path))}
+            if not found:
+                raise CorruptionError(f"{self.label}: no commit of {name} at {path} can be read")
+            if found != {uuid}:
+                raise FormatError(
+                    f"{self.label}: {path} holds another table (uuid {', '.join(found - {uuid})}) than its {name} "
+                    f"(uuid {uuid}); were directories mixed up?"
+                )
+        elif path == self.directory / "tables" / name:
+            require_real(path.parent)
+            require_real(path)
+        return path
+
+    def _recorded(self) -> RunManifest:
+        """The newest manifest that can be read: where tables lie, and what they are, is the same in all of them."""
         for epoch in reversed(self.epochs()):
             try:
-                return self.load(epoch).places
+                return self.load(epoch)
             except (BunkbedError, OSError):
                 continue  # damaged, or just collected; an older one says the same unless directories moved since
-        return {}
+        return RunManifest()
 
     def lock(self) -> int:
         """The writer's lock, held until `unlock`.
 
         Raises:
-            TableLockedError: another process has it; names it.
+            TableLockedError: another process has it; names it. FormatError: something that the writer writes through is
+            a symbolic link.
         """
-        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        path = self.directory / "lock"
+        for place in (path, self.files, self.directory / "tables"):
+            require_real(place)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Only the message of the next process that meets the lock reads this: a full disk is no reason to fail.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            self._is_locked = True
+            return descriptor
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             os.close(descriptor)
@@ -243,15 +321,20 @@ class RunFiles:
                 f"{self.label} is being written by process {holder or 'unknown'}; close it there, "
                 'or open it with mode="r"'
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def unlock(self, descriptor: int) -> None:
+        """Give the lock back."""
+        self._is_locked = False
+        self._known.clear()
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the descriptor
+        os.close(descriptor)
 
     def epochs(self) -> list[int]:
         """Epochs with a manifest, ascending."""
-        if not self.directory.is_dir():
-            return []
-        found = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
+        found = (_NAME.fullmatch(name) for name in _names_in(self.directory))
         return sorted(int(match.group(1)) for match in found if match)
 
     def manifest_path(self, epoch: int) -> Path:
@@ -262,7 +345,20 @@ class RunFiles:
 
     def load(self, epoch: int) -> RunManifest:
         path = self.manifest_path(epoch)
-        return decode(_native.read_file(str(path)), path)
+        manifest = decode(_native.read_file(str(path)), path)
+        if manifest.epoch != epoch:
+            raise CorruptionError(f"run manifest {path} holds epoch {manifest.epoch}")
+        return manifest
+
+    def named(self, epoch: int) -> Named:
+        """What a commit names. The lock's holder reads each manifest once: none changes under its name."""
+        found = self._known.get(epoch)
+        if found is None:
+            manifest = self.load(epoch)
+            found = Named(manifest.keep, manifest.tables, frozenset(entry[0] for entry in manifest.files.values()))
+            if self._is_locked:
+                self._known[epoch] = found
+        return found
 
     def load_newest(self) -> RunManifest:
         """The newest commit; an empty manifest when there is none.
@@ -291,7 +387,7 @@ class RunFiles:
         newest: dict[str, int] = {}
         for epoch in self.epochs():
             try:
-                name = self.load(epoch).keep
+                name = self.named(epoch).keep
             except BunkbedError:
                 continue  # check() reports it; the sound ones can still be opened
             if name:
@@ -353,8 +449,8 @@ class RunFiles:
         with contextlib.suppress(OSError):  # the commit is durable; the next one removes the temporary
             _native.remove_file(str(temporary))
 
-    def forget(self, name: str) -> dict[str, set[int]]:
-        """Lets go of the commits kept under a name, but the newest; returns what `collect` does."""
+    def forget(self, name: str) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+        """Remove the commits kept under a name, but the newest; returns what `collect` does."""
         epochs = self.epochs()
         dropped = [epoch for epoch in epochs[:-1] if self._keeps(epoch, name)]
         for epoch in dropped:
@@ -365,36 +461,55 @@ class RunFiles:
 
     def _keeps(self, epoch: int, name: str) -> bool:
         try:
-            return self.load(epoch).keep == name
+            return self.named(epoch).keep == name
         except CorruptionError:
             return False
 
-    def kept(self, table: str) -> set[int]:
-        """Epochs of a table that snapshots name."""
-        return {
-            self.load(epoch).tables[table] for epoch in self.snapshots().values() if table in self.load(epoch).tables
-        }
+    def collect(self) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+        """Step 4, except the tables' part: their epochs that remaining commits name, and that snapshots name, by table.
 
-    def collect(self) -> dict[str, set[int]]:
-        """Step 4, except the tables' part: their epochs that remaining manifests name, by table."""
+        Where a manifest is damaged, what it names is not known: nothing goes, and the first of the two is empty.
+        """
         epochs = self.epochs()
-        try:
-            manifests = {epoch: self.load(epoch) for epoch in epochs}
-        except BunkbedError:
-            return {}  # nobody knows what that one names, so nothing goes; check() reports it
-        kept = set(self.snapshots().values())
-        remaining = [m for epoch, m in manifests.items() if epoch in epochs[-2:] or epoch in kept]
-        dropped = [epoch for epoch in epochs if manifests[epoch] not in remaining]
+        commits: dict[int, Named] = {}
+        for epoch in epochs:
+            with contextlib.suppress(BunkbedError):  # check() reports it
+                commits[epoch] = self.named(epoch)
+        kept = set({commit.keep: epoch for epoch, commit in commits.items() if commit.keep}.values())
+        if len(commits) < len(epochs):
+            return {}, _epochs_of_tables(commits[epoch] for epoch in kept)
+        remaining = kept.union(epochs[-2:])
+        dropped = [epoch for epoch in epochs if epoch not in remaining]
         for epoch in dropped:
             _native.remove_file(str(self.manifest_path(epoch)))
         if dropped:
             sync_directory(self.directory)
-        wanted = {entry[0] for manifest in remaining for entry in manifest.files.values()}
-        for path in self.files.glob("file-*"):
-            if int(path.name.removeprefix("file-")) not in wanted:
+        wanted = set().union(*(commits[epoch].files for epoch in remaining))
+        for number, path in self.dense_files():
+            if number not in wanted:
                 _native.remove_file(str(path))
-        named: dict[str, set[int]] = {}
-        for manifest in remaining:
-            for table, epoch in manifest.tables.items():
-                named.setdefault(table, set()).add(epoch)
-        return named
+        return (
+            _epochs_of_tables(commits[epoch] for epoch in remaining),
+            _epochs_of_tables(commits[epoch] for epoch in kept),
+        )
+
+    def dense_files(self) -> list[tuple[int, Path]]:
+        """(number, path) of the dense files that are there, ascending."""
+        found = (_FILE.fullmatch(name) for name in _names_in(self.files))
+        return sorted((int(match.group(1)), self.files / match.group()) for match in found if match)
+
+
+def _names_in(directory: Path) -> list[str]:
+    """Names in a directory; none where there is none. Paths would take several times as long to make."""
+    if not directory.is_dir():
+        return []
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries]
+
+
+def _epochs_of_tables(commits: Iterable[Named]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for commit in commits:
+        for table, epoch in commit.tables.items():
+            found.setdefault(table, set()).add(epoch)
+    return found

@@ -133,12 +133,12 @@ class ShardedTable(Table):
             # As the first manifest of a plain table: from here on it can be opened.
             epochs = {name: table.epoch for name, table in tables.items()}
             run._publish(RunManifest(tables=epochs, places=run._files.places, sharding=sharding))
+            return cls._of(run, sharding, disk_bytes, ram, follows=False)
         except BaseException:
             run.close(commit=False)
             for folder in [*made, *([place] if is_new else [])]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        return cls._of(run, sharding, disk_bytes, ram, follows=False)
 
     @classmethod
     def open(
@@ -379,14 +379,9 @@ def _open_shards(run: Run, directories: Sequence[_Path] | None, disk_bytes: int)
         raise CorruptionError(f"{run.path}: commit {run.epoch} does not say that it is a sharded table, newer ones do")
     if directories is not None:
         run._files.places = _records_of(run.path, _new_places(run.path, len(sharding.shards), directories))
-    for name, uuid in zip(sharding.names(), sharding.shards, strict=True):
+    for name in sharding.names():
         _require_shard(run, name)
-        shard = run.table(name, create=_limit_of_each(disk_bytes, len(sharding.shards)) or None)
-        if shard.uuid != uuid:
-            raise FormatError(
-                f"table '{run.path.name}': {shard.path} holds another table (uuid {shard.uuid}) than its {name} "
-                f"(uuid {uuid}); were directories mixed up?"
-            )
+        run.table(name, create=_limit_of_each(disk_bytes, len(sharding.shards)) or None)
     places = run._files.places
     if run.mode == "w" and places is not None and places != run._manifest.places:
         run._publish(replace(run._manifest, epoch=run.epoch + 1, keep="", copied=False, places=places))
