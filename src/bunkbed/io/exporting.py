@@ -230,7 +230,7 @@ def _staging(target: Path) -> Iterator[Path]:
 def _lock(folder: Path, target: Path) -> int:
     while True:
         folder.mkdir(exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:

@@ -6,6 +6,7 @@ is not UTF-8 comes back as it went.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from bunkbed.arguments import Ids, as_ids
 from bunkbed.io.words import Words
-from bunkbed.run_files import sync_directory
+from bunkbed.run_files import make_file, sync_directory
 from bunkbed.table import Table
 
 
@@ -151,7 +152,7 @@ def write_vocabulary(path: Path, words: Iterable[str]) -> None:
     """
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with io.TextIOWrapper(make_file(part), encoding="utf-8", errors="surrogateescape", newline="") as file:
             for at, word in enumerate(words):
                 if "\n" in word:
                     raise ValueError(

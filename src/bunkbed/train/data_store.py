@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bunkbed.run_files import put_in_place, replace_file
+from bunkbed.run_files import make_file, put_in_place, replace_file, require_real
 from bunkbed.train.data import Candidates, Dataset, Interactions
 from bunkbed.train.data_stored import StoredInteractions, StoredVocab, opened
 from bunkbed.train.vocab import DataError, Int64Array, Vocab
@@ -30,6 +30,7 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
 
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
+    require_real(root)
     train = dataset.train
     _write(root / "users.parquet", {"label": train.user_vocab.array})
     _write(root / "items.parquet", {"label": train.item_vocab.array})
@@ -160,7 +161,8 @@ def _write(path: Path, columns: dict[str, pa.Array]) -> None:
 
     temporary = path.with_suffix(".tmp")
     # Small row groups: `seen_items` skips those whose bounds leave the user out.
-    pq.write_table(pa.table(columns), temporary, compression="zstd", row_group_size=1 << 17, write_page_checksum=True)
+    with make_file(temporary) as file:
+        pq.write_table(pa.table(columns), file, compression="zstd", row_group_size=1 << 17, write_page_checksum=True)
     put_in_place(temporary, path)
 
 

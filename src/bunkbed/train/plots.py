@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bunkbed.run_files import make_file
 from bunkbed.train.display import main_metrics
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = 
     target = Path(out) if out is not None else folder / "training.png"
     figure = draw(read_metrics(folder / "metrics.jsonl"), title=title or folder.name, metric=metric)
     temporary = target.with_name(f".{target.name}")
-    figure.savefig(temporary, dpi=150, format="png")
+    with make_file(temporary) as file:
+        figure.savefig(file, dpi=150, format="png")
     temporary.replace(target)
     return target
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bunkbed import _native
+from bunkbed.run_files import make_file
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.events import EpochReport, StepReport
 
@@ -98,7 +101,7 @@ class MetricsLog:
     def __init__(self, path: Path, *, global_step: int, epoch: int) -> None:
         kept = []
         if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            for line in _native.read_file(str(path)).decode().splitlines(keepends=True):
                 try:
                     entry = json.loads(line)
                 except ValueError:
@@ -106,7 +109,7 @@ class MetricsLog:
                 is_later = entry["global_step"] > global_step
                 if not is_later and not (entry["kind"] == "epoch" and entry["epoch"] > epoch):
                     kept.append(line)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = io.TextIOWrapper(make_file(path), encoding="utf-8")
         self._file.writelines(kept)
         self._file.flush()
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bunkbed import _native
 from bunkbed.run_files import replace_file
 from bunkbed.train.evaluate import EvalResult
 
@@ -28,7 +29,7 @@ def load_test(folder: Path, *, step: int) -> EvalResult | None:
     """
     path = folder / _NAME
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(_native.read_file(str(path)))
         of_step = values.pop("step")
         result = EvalResult(**values)
     except FileNotFoundError:

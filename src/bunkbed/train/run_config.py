@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bunkbed import _native
 from bunkbed.errors import CorruptionError, FormatError
 from bunkbed.run_files import replace_file
 
@@ -35,7 +36,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise FormatError(f"{folder} is not a training run: it has no {CONFIG_NAME}")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(_native.read_file(str(path)))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CorruptionError(f"{path}: is damaged ({error}); restore it or start a new run") from error
     if not isinstance(values, dict) or not isinstance(values.get("train"), dict):

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from bunkbed.run_files import require_real
 from bunkbed.train.events import EpochReport, Event, StepReport
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Scalars:
         # not committed.
         is_owed = trainer.step == (trainer.epoch + 1) * trainer.steps_per_epoch
         self.folder = Path(trainer.run.path) / "tensorboard"
+        require_real(self.folder)
         self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + (0 if is_owed else 1))
 
     def __call__(self, event: Event) -> None:

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
-from bunkbed.run_files import put_in_place, replace_file, sync_directory, sync_file
+from bunkbed.run_files import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
 from bunkbed.train.config import TrainConfig
 from bunkbed.train.data import Interactions
 from bunkbed.train.sampling import STREAM_EVAL, STREAM_ORDER, STREAM_SPLIT, SeenPairs, first_of_order, order_keys
@@ -113,6 +113,7 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
         "num_items": pairs.num_items,
         "sums": _sums_of(pairs),
     }
+    require_real(folder)
     about = _description(folder)
     if about is None or any(about.get(name) != value for name, value in wanted.items()):
         made = folder.with_name(folder.name + ".making")
@@ -298,7 +299,7 @@ class StoredOrder:
         schema = _schema((self._record["user"], self._record["item"]))
         making = path.with_name(f"epoch-{epoch}.making")
         sum_of_records = 0
-        with Sorter(self._folder / "sorting", self._ram_bytes) as sorter, making.open("wb") as file:
+        with Sorter(self._folder / "sorting", self._ram_bytes) as sorter, make_file(making) as file:
             sorter.stream("pairs", schema, _keyed(pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)))
             for batch in sorter.batches('SELECT "user", "item" FROM pairs ORDER BY key, place'):
                 records = np.empty(len(batch), self._record)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bunkbed.run_files import put_in_place
+from bunkbed.run_files import make_file, put_in_place, require_real
 from bunkbed.train.data import Column, Dataset
 from bunkbed.train.data_columns import HeaderChoice, LayoutChoice
 from bunkbed.train.data_encode import MISSING_WORDS
@@ -98,6 +98,7 @@ def prepare_dataset(
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
+    require_real(root)
     tell = on_progress or (lambda text, rows: None)
     parts = []
     for name, source in (("train", path), ("test", test)):
@@ -280,7 +281,10 @@ def _write(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> 
     import pyarrow.parquet as pq
 
     temporary = path.with_suffix(".tmp")
-    with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
+    with (
+        make_file(temporary) as file,
+        pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
         for batch in batches:
             writer.write_batch(batch, row_group_size=_ROW_GROUP)
     put_in_place(temporary, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from bunkbed.run_files import make_file
 from bunkbed.train.report.facts import gather, kind_of
 from bunkbed.train.report.page import render
 
@@ -50,7 +51,8 @@ def write_report(
     page = render(gather(place, kind, ram=ram))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(page, encoding="utf-8")
+        with make_file(temporary) as file:
+            file.write(page.encode())
         _require_free(target, overwrite)
         temporary.replace(target)
     finally:
