@@ -110,12 +110,13 @@ def _give_memory(table: Table, ram: int | str | Budget | None) -> int:
 def _join_budget(table: Table, ram_bytes: int) -> None:
     table._ram_bytes = ram_bytes
     if table._budget is not None:
-        try:
-            table._budget.join(table)
-        except BaseException:
-            table._budget = None
-            table._close()
-            raise
+        table._budget.join(table)
+
+
+def _close_unopened(table: Table) -> None:
+    """Gives back the lock, and the share of the budget, of a table whose opening failed."""
+    if table._native is not None:
+        table._close()
 
 
 def create(
@@ -182,9 +183,14 @@ def create(
     table._name = _name or table._name
     table._run = _run
     ram_bytes = _give_memory(table, ram)
-    table._start(_native.create("" if place is None else str(place), table.name, spec, ram_bytes, disk_bytes))
-    _join_budget(table, ram_bytes)
-    register_writer(table)
+    try:
+        table._native = _native.create("" if place is None else str(place), table.name, spec, ram_bytes, disk_bytes)
+        table._start(table._native)
+        _join_budget(table, ram_bytes)
+        register_writer(table)
+    except BaseException:
+        _close_unopened(table)
+        raise
     return table
 
 
@@ -273,20 +279,19 @@ def open(
     table._run = _run
     table._stored_hint = spec.minimum_ram(stored_rows, True)
     ram_bytes = _give_memory(table, ram)
-    native = _native.open(
-        str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None, disk_bytes
-    )
-    table._start(native)
-    table._stored_hint = 0
     try:
+        table._native = _native.open(
+            str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None, disk_bytes
+        )
+        table._start(table._native)
+        table._stored_hint = 0
         compare_with(table, create, optimizer)
+        _join_budget(table, ram_bytes)
+        if writable:
+            register_writer(table)
     except BaseException:
-        table._budget = None
-        table._close()
+        _close_unopened(table)
         raise
-    _join_budget(table, ram_bytes)
-    if writable:
-        register_writer(table)
     return table
 
 

@@ -225,9 +225,9 @@ class Run:
             if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
                 remove_leftover(self._files, name, path)
             opened = opening.create(path, ram=self.budget, _run=self, _name=label, **create)
+        self._tables[name] = opened  # from here on closing the run closes it
         if self.mode == "w":
             self._pin(name, opened)
-        self._tables[name] = opened
         return opened
 
     def _pin(self, name: str, table: Table) -> None:
