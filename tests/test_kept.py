@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed import run_files
 
 IDS = np.arange(4000)
 
@@ -126,3 +127,32 @@ def test_snapshots_of_a_run(tmp_path: Path) -> None:
 
 def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*-*") if file.is_file())
+
+
+def test_a_run_reads_each_manifest_a_fixed_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many snapshots there are: committing and dropping must not read all of them again and again."""
+    reads = 0
+    decode = run_files.decode
+
+    def counted(data: bytes, path: Path) -> run_files.RunManifest:
+        nonlocal reads
+        reads += 1
+        return decode(data, path)
+
+    monkeypatch.setattr(run_files, "decode", counted)
+    count = 30
+    with bb.Run(tmp_path / "run", ram="8MiB") as run:
+        table = run.table("user", create={"dim": 2, "num_rows": 10})
+        for number in range(count):
+            table.update([1], np.ones((1, 2), np.float32))
+            run.commit(keep=f"{number}", meta={"number": number})
+        assert run.snapshots() == {f"{number}": number + 1 for number in range(count)}
+        assert reads <= 2 * count
+        reads = 0
+        for number in range(count - 1):
+            run.drop(f"{number}")
+        assert reads <= 2 * count
+        run.rewind(f"{count - 1}")
+        assert run.meta == {"number": count - 1}
+    bb.drop_snapshot(tmp_path / "run", f"{count - 1}")
+    assert bb.snapshots(tmp_path / "run") == {}

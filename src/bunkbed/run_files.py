@@ -401,11 +401,11 @@ class RunFiles:
             ValueError: there is none; lists those there are.
         """
         if isinstance(to, str):
-            kept = self.snapshots()
-            if to not in kept:
-                names = ", ".join(map(repr, kept)) or "none"
-                raise ValueError(f"{self.label} has no snapshot {to!r}; there are: {names}")
-            return self.load(kept[to])
+            for epoch in reversed(self.epochs()):
+                if to and self._keeps(epoch, to):
+                    return self.load(epoch)
+            names = ", ".join(map(repr, self.snapshots())) or "none"
+            raise ValueError(f"{self.label} has no snapshot {to!r}; there are: {names}")
         if to not in self.epochs():
             remain = ", ".join(map(str, self.epochs())) or "none"
             raise ValueError(f"{self.label} has no epoch {to}; epochs that remain: {remain}")
@@ -462,8 +462,8 @@ class RunFiles:
     def _keeps(self, epoch: int, name: str) -> bool:
         try:
             return self.named(epoch).keep == name
-        except CorruptionError:
-            return False
+        except BunkbedError:
+            return False  # check() reports it
 
     def collect(self) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
         """Step 4, except the tables' part: their epochs that remaining commits name, and that snapshots name, by table.
