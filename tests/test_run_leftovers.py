@@ -148,6 +148,27 @@ def test_commits_whose_run_manifests_are_missing_are_not_removed(tmp_path: Path)
     assert without_lock(listing(path)) == before
 
 
+@pytest.mark.parametrize("kind", ["missing", "empty", "scratch"])
+def test_a_table_that_a_commit_names_is_not_made_anew(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run"
+    make(path)
+    shutil.rmtree(path / "tables" / "user")
+    if kind == "empty":
+        (path / "tables" / "user").mkdir()
+    elif kind == "scratch":
+        with bb.create(path / "tables" / "user", ram="16MiB", durability="scratch", **TABLE):
+            shutil.copytree(path / "tables" / "user", tmp_path / "scratch")
+        shutil.rmtree(path / "tables" / "user", ignore_errors=True)
+        shutil.copytree(tmp_path / "scratch", path / "tables" / "user")
+        edit_manifest(path, lambda values: values.update(tables={"user": 0}))
+    before = without_lock(listing(path))
+    with bb.Run(path) as run:
+        with pytest.raises((FileNotFoundError, bb.BunkbedError), match="user"):
+            run.table("user", create=TABLE)
+        assert not run.is_behind()
+    assert without_lock(listing(path)) == before
+
+
 def test_a_table_newer_than_the_restored_manifests_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     make(path)

@@ -270,7 +270,7 @@ def open(
     if not place.is_dir():
         raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
     spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
-    if spec.is_scratch and writable and create is not None:
+    if spec.is_scratch and writable and create is not None and _epoch is None:
         return _create_table(
             place, ram=ram, disk=disk, _run=_run, _name=_name, **create
         )  # an error while another process has it

@@ -208,6 +208,11 @@ class Run:
         path = self._files.own_table(name)
         label = name if self._shards_of is None else f"{self._shards_of}/{name}"
         if name in self._manifest.tables:
+            if not opening._is_table(path):  # with `create` an empty one would take its place
+                raise FileNotFoundError(
+                    f"run {self.path}: commit {self.epoch} names table {name!r}, but {path} holds no table; put its "
+                    "files back"
+                )
             opened = opening.open(
                 path,
                 mode=self.mode,

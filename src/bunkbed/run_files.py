@@ -255,6 +255,8 @@ class RunFiles:
         self.places: dict[str, str] | None = None
         self._is_locked = False
         self._known: dict[int, Named] = {}
+        #: What `_recorded` gave, and of which file: a table of many shards asks for it at each of them.
+        self._newest: tuple[tuple[int, int, int], RunManifest] = ((-1, 0, 0), RunManifest())
 
     def table_path(self, name: str) -> Path:
         """Where a table's directory is said to be; `own_table` where it is opened or changed."""
@@ -290,7 +292,11 @@ class RunFiles:
         """The newest manifest that can be read: where tables lie, and what they are, is the same in all of them."""
         for epoch in reversed(self.epochs()):
             try:
-                return self.load(epoch)
+                about = self.manifest_path(epoch).stat()
+                key = (epoch, about.st_ino, about.st_mtime_ns)
+                if self._newest[0] != key:
+                    self._newest = (key, self.load(epoch))
+                return self._newest[1]
             except (BunkbedError, OSError):
                 continue  # damaged, or just collected; an older one says the same unless directories moved since
         return RunManifest()

@@ -13,6 +13,7 @@ directory of a shard would get only some of its values.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from dataclasses import dataclass
 from typing import Any, Self
@@ -35,6 +36,11 @@ def shard_name(index: int) -> str:
     'shard-0003'
     """
     return f"shard-{index:04d}"
+
+
+@functools.cache
+def _names(num_shards: int) -> tuple[str, ...]:
+    return tuple(shard_name(index) for index in range(num_shards))
 
 
 def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
@@ -120,7 +126,7 @@ class Sharding:
 
     def names(self) -> list[str]:
         """Names of the shards in their run, in order."""
-        return [shard_name(index) for index in range(len(self.shards))]
+        return list(_names(len(self.shards)))
 
     def as_json(self) -> dict[str, Any]:
         """What the manifest holds."""
