@@ -148,6 +148,9 @@ def run_manifests(data: bytes) -> Iterator[tuple[str, bytes]]:
     for value in odd:
         yield f"tables = {value!r}", json.dumps({**values, "tables": {"user": value}}).encode()
         yield f"table {value!r}", json.dumps({**values, "tables": {str(value): 1}}).encode()
+        for name in ("user", "loot", "shard-0000"):
+            yield f"{name} at {value!r}", json.dumps({**values, "places": {name: value}}).encode()
+        yield f"sharding = {value!r}", json.dumps({**values, "sharding": value}).encode()
     deep = 100_000
     yield "deep", b'{"meta":' + b"[" * deep + b"]" * deep + b"}"
     yield "deep meta", json.dumps(values).encode()[:-1] + b',"meta":' + b"[" * deep + b"]" * deep + b"}"
@@ -189,6 +192,8 @@ def use_run(path: Path) -> None:
             for name in run.table_names:
                 with contextlib.suppress(CLEAN):
                     run.table(name).lookup(np.arange(3))
+            with contextlib.suppress(CLEAN):
+                run.table("loot", create={"dim": DIM, "num_rows": ROWS})
             run.snapshots()
         except CLEAN:
             pass
