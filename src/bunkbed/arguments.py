@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 _INT64_MAX = np.iinfo(np.int64).max
+_SWAPPED = np.dtype(np.float32).newbyteorder()
 
 
 def describe(array: npt.NDArray[Any]) -> str:
@@ -31,18 +33,17 @@ def as_ids(ids: Any, *, what: str = "ids", table: str = "table") -> Ids:
         IndexError: an unsigned value that int64 cannot hold; names it and its position.
     """
     if type(ids) is np.ndarray and ids.dtype == np.int64:
-        return ids if ids.flags.c_contiguous else np.ascontiguousarray(ids)
-    try:
-        array = np.asarray(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{table}: {what} must be int64[N], got {type(ids).__name__} ({error})") from None
+        return _as_plain(ids)
+    array = as_array(ids, "int64[N]", what, table)
     if array.size == 0 and array.dtype.kind == "f" and not isinstance(ids, np.ndarray):
         return array.astype(np.int64)  # an empty list has no dtype of its own
     if array.dtype.kind not in "iu":
         hint = ""
         if array.dtype.kind == "O" and array.size and all(isinstance(v, int) for v in array.flat):
-            position = next(i for i, v in enumerate(array.flat) if not -(2**63) <= v <= _INT64_MAX)
-            raise IndexError(f"{table}: id {array.flat[position]} at position {position} does not fit int64")
+            for position, value in enumerate(array.flat):
+                if not -(2**63) <= value <= _INT64_MAX:
+                    raise IndexError(f"{table}: id {value} at position {position} does not fit int64")
+            hint = "; convert them with ids.astype(np.int64)"
         if array.dtype.kind == "f":
             hint = "; convert them with ids.astype(np.int64) if they are whole numbers"
         if array.dtype.kind == "b":
@@ -51,42 +52,91 @@ def as_ids(ids: Any, *, what: str = "ids", table: str = "table") -> Ids:
     if array.dtype == np.uint64 and array.size and int(array.max()) > _INT64_MAX:
         position = int(np.flatnonzero(array.ravel() > _INT64_MAX)[0])
         raise IndexError(f"{table}: id {array.ravel()[position]} at position {position} does not fit int64")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return _as_plain(array.astype(np.int64, copy=False))
+
+
+def as_array(values: Any, wanted: str, what: str, table: str) -> npt.NDArray[Any]:
+    """What callers hand in as an array.
+
+    Raises:
+        TypeError: it is none. ValueError: a masked array that masks a value, which would be taken as if it were there.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{table}: {what} must be {wanted}, got {type(values).__name__} ({error})") from None
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        position = int(np.flatnonzero(np.ma.getmaskarray(values))[0])
+        raise ValueError(
+            f"{table}: {what} are masked at position {position}; leave masked values out, or fill them: {what}.filled()"
+        )
+    return array
+
+
+def _as_plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array as the core reads it: contiguous and aligned."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=("C", "A"))
 
 
 def as_rows(values: Any, shape: tuple[int, ...], *, what: str, table: str) -> Floats:
-    """Float32 values of exactly `shape`, contiguous.
+    """Float32 values of exactly `shape`, contiguous; of the other byte order they are converted.
 
     Raises:
         TypeError: another dtype.
-        ValueError: another shape.
+        ValueError: another shape, a masked value.
     """
-    array = values if type(values) is np.ndarray else np.asarray(values)
+    array = values
+    if type(values) is not np.ndarray:
+        array = as_array(values, f"float32[{', '.join(map(str, shape))}]", what, table)
+    if array.dtype != np.float32 and array.dtype == _SWAPPED:
+        array = array.astype(np.float32)
     if array.dtype != np.float32:
         expected = ", ".join(map(str, shape))
         raise TypeError(f"{table}: {what} must be float32[{expected}], got {describe(array)}")
     if array.shape != shape:
         expected = ", ".join(map(str, shape))
         raise ValueError(f"{table}: {what} must be float32[{expected}], got {describe(array)}")
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return _as_plain(array)
 
 
-def as_out(out: Any, shape: tuple[int, ...], *narrow: str, table: str) -> npt.NDArray[Any]:
+def as_out(
+    out: Any, shape: tuple[int, ...], *narrow: str, table: str, read: Sequence[npt.NDArray[Any] | None] = ()
+) -> npt.NDArray[Any]:
     """A writable C-contiguous array of float32, or one of the `narrow` dtypes, of exactly `shape`.
 
+    Args:
+        read: what is read while `out` is written, and must not share memory with it.
+
     Raises:
-        ValueError: another dtype, shape or layout.
+        ValueError: another dtype, byte order, shape or layout, or memory of what is read.
     """
     allowed = ("float32", *narrow)
-    if not isinstance(out, np.ndarray) or out.dtype.name not in allowed:
-        got = describe(out) if isinstance(out, np.ndarray) else type(out).__name__
-        raise ValueError(f"{table}: out must be an array of {' or '.join(allowed)}, got {got}")
-    if out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+    is_array = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
+    if not is_array or out.dtype.name not in allowed or not out.dtype.isnative:
+        got = describe(out) if is_array else type(out).__name__
+        raise ValueError(f"{table}: out must be an array of {' or '.join(allowed)} in native byte order, got {got}")
+    if out.shape != shape or not out.flags.carray:
         expected = ", ".join(map(str, shape))
         raise ValueError(
-            f"{table}: out must be a writable C-contiguous array of shape [{expected}], got {describe(out)}"
+            f"{table}: out must be a writable, aligned, C-contiguous array of shape [{expected}], got "
+            f"{describe(out)}{_layout(out)}"
         )
-    return out
+    if any(one is not None and np.may_share_memory(one, out) for one in read):
+        raise ValueError(f"{table}: out shares memory with what is read; give it an array of its own")
+    array: npt.NDArray[Any] = out
+    return array
+
+
+def _layout(array: npt.NDArray[Any]) -> str:
+    """What of its layout the core cannot write to."""
+    flags = array.flags
+    lacks = {
+        "read-only": not flags.writeable,
+        "not aligned": not flags.aligned,
+        "not contiguous": not flags.c_contiguous,
+    }
+    return "".join(f", {name}" for name, lacking in lacks.items() if lacking)
 
 
 def as_offsets(offsets: Any, num_ids: int, *, table: str) -> Ids:

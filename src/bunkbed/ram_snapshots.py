@@ -62,7 +62,9 @@ class RamSnapshots:
     def rewind(self, epoch: int) -> None:
         """Puts every row, slot and the step back to the kept epoch, which becomes the newest commit."""
         table = self._table
-        copy = next(copy for copy in self._copies.values() if copy.epoch == epoch)
+        copy = next((copy for copy in self._copies.values() if copy.epoch == epoch), None)
+        if copy is None:
+            raise ValueError(f"table '{table.name}' keeps no epoch {epoch}; it keeps: {self.snapshots()}")
         later = [ids[~np.isin(ids, copy.ids)] for ids, _ in table.scan()]
         fresh = create(
             None,

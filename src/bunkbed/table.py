@@ -169,7 +169,8 @@ class Table(TableFacts, TableCommits):
 
         Raises:
             IndexError: an id outside the table; names the first and its position.
-            TypeError: ids that are not integers. ValueError: `out` of another shape or dtype.
+            TypeError: ids that are not integers. ValueError: `out` of another shape, dtype or byte order, or that
+            shares memory with `ids`.
             CorruptionError: a stored record fails its checksum.
         """
         array = as_ids(ids, table=f"table '{self._name}'")
@@ -188,7 +189,7 @@ class Table(TableFacts, TableCommits):
             self._native.lookup(array.reshape(-1), touch, rows)
             return rows.reshape(shape)
         narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
-        result = as_out(out, shape, *narrow, table=f"table '{self._name}'")
+        result = as_out(out, shape, *narrow, table=f"table '{self._name}'", read=(array,))
         if result.dtype == np.float32:
             self._native.lookup(array.reshape(-1), touch, result.reshape(-1, self._dim))
             return result
@@ -229,7 +230,10 @@ class Table(TableFacts, TableCommits):
         starts = as_offsets(offsets, array.size, table=label)
         factors = None if weights is None else as_rows(weights, array.shape, what="weights", table=label)
         shape = (array.size if pooling == "none" else starts.size, self._dim)
-        result: Floats = _native.empty_rows(*shape) if out is None else as_out(out, shape, table=label)
+        if out is None:
+            result: Floats = _native.empty_rows(*shape)
+        else:
+            result = as_out(out, shape, table=label, read=(array, starts, factors))
         with self._reading():
             if pooling == "none":
                 self._native.lookup(array, touch, result)
