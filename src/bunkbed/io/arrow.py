@@ -13,7 +13,7 @@ import numpy as np
 from bunkbed.arguments import Ids
 from bunkbed.io.exporting import Writing
 from bunkbed.io.naming import words_of
-from bunkbed.io.source import FLOATS, Chunk, Reading, Source, check_rows, need, widened
+from bunkbed.io.source import FLOATS, Chunk, Reading, Source, check_claim, check_rows, need, widened
 
 _INSTALL = '"bunkbed[train]"'
 _STEP = b"bunkbed.step"
@@ -42,6 +42,7 @@ def read(reading: Reading) -> Source:
         kind = schema.field(column).type
         wide = kind.list_size if pa.types.is_fixed_size_list(kind) else reading.length(slot)
         check_rows(f"{path}: column {column!r}", (rows, wide), types[slot], reading.length(slot))
+    check_claim(str(path), rows, 4 * sum(map(reading.length, columns)), path.stat().st_size)
 
     def chunks() -> Iterator[Chunk]:
         begin = 0
@@ -63,6 +64,11 @@ def _open_parquet(reading: Reading) -> tuple[Any, int, Any]:
     import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(reading.path)
+    for at in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(at)
+        for column in map(group.column, range(group.num_columns)):  # one list may be as long as all memory
+            where = f"{reading.path}: column {column.path_in_schema!r}"
+            check_claim(where, column.num_values, 4, reading.path.stat().st_size)
 
     def batches(columns: list[str]) -> Iterator[Any]:
         yield from file.iter_batches(batch_size=reading.rows_of(), columns=columns)
@@ -74,7 +80,11 @@ def _open_arrow(reading: Reading) -> tuple[Any, int, Any]:
     import pyarrow as pa
 
     file = pa.ipc.open_file(pa.memory_map(str(reading.path)))
-    rows = sum(file.get_batch(at).num_rows for at in range(file.num_record_batches))
+    rows = 0
+    for at in range(file.num_record_batches):
+        batch = file.get_batch(at)
+        batch.validate(full=True)  # pyarrow follows offsets that point outside of the file
+        rows += batch.num_rows
 
     def batches(columns: list[str]) -> Iterator[Any]:
         for at in range(file.num_record_batches):

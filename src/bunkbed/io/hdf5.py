@@ -1,6 +1,7 @@
 """Keras's files: ``.weights.h5``, and ``.keras``, an archive of such a file and a configuration.
 
-Arrays are named by their path in the file, such as ``layers/user/vars/0``.
+Arrays are named by their path in the file, such as ``layers/user/vars/0``. HDF5 lets a file have arrays, or whole
+groups, in other files of any path: an import reads the file that it was given, and refuses one that points elsewhere.
 """
 
 from __future__ import annotations
@@ -18,11 +19,24 @@ import numpy as np
 from bunkbed.arguments import Floats
 from bunkbed.io.dense import FileRows, fill
 from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, rows_of_file, the_array_meant, widened
+from bunkbed.io.source import (
+    Chunk,
+    Reading,
+    Source,
+    check_claim,
+    check_rows,
+    need,
+    rows_of_file,
+    the_array_meant,
+    widened,
+)
 from bunkbed.io.zip_members import offset_of
 
 _INSTALL = "h5py"
 _WEIGHTS = "model.weights.h5"
+_STEP = "optimizer/vars/0"
+#: Most bytes of a ``.keras`` file's configuration.
+_MAX_CONFIG = 100_000_000
 #: Slots in the order in which Keras keeps them, by the optimizer's class.
 _SLOTS = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq"), "Adagrad": ("sum",)}
 
@@ -34,22 +48,27 @@ def read(reading: Reading) -> Source:
     reading.refuse(ids=reading.id_column, state=reading.state)
     optimizer = _optimizer_of(path) if reading.format == "keras" else None
     with _opened(path) as (file, _):
-        shapes = _datasets(file)
+        shapes = _datasets(path, file)
         name = _named(reading, shapes)
         found = {"weight": name}
         step = None
         if optimizer in _SLOTS and set(reading.slots) & set(_SLOTS[optimizer]):
             found.update(_state_of(reading, name, shapes, _SLOTS[optimizer]))
-            step = int(file["optimizer/vars/0"][()])
+            if len(found) > 1 and shapes.get(_STEP, ((0,), ""))[0] != ():
+                raise ValueError(f"{path} has optimizer state and no step, one number named {_STEP}")
+            step = int(file[_STEP][()]) if len(found) > 1 else None
         found = {slot: dataset for slot, dataset in found.items() if slot in reading.slots}
         for slot, dataset in found.items():
             check_rows(f"{path}: {dataset}", *shapes[dataset], reading.length(slot))
+            _check_sizes(path, file[dataset])
         rows = shapes[name][0][0]
         places = {slot: _place(file[dataset]) for slot, dataset in found.items()}
     chunk = reading.rows_of()
 
     def chunks() -> Iterator[Chunk]:
         with _opened(path) as (file, start):
+            if _datasets(path, file) != shapes:
+                raise ValueError(f"{path} changed while it was imported")
             parts: dict[str, Iterator[Floats]] = {}
             for slot, dataset in found.items():
                 place, length, dtype = places[slot], reading.length(slot), shapes[dataset][1]
@@ -101,6 +120,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, int]]:
         raise ValueError(f"{path} is compressed; extract its {_WEIGHTS} and import that")
     with path.open("rb") as raw:
         start = offset_of(raw, about)
+        if start + about.file_size > path.stat().st_size:
+            raise ValueError(f"{path}: its {_WEIGHTS} of {about.file_size} bytes lies outside the file")
         with h5py.File(_Part(raw, start, about.file_size), "r") as file:
             yield file, start
 
@@ -132,14 +153,40 @@ class _Part(io.RawIOBase):
         return count
 
 
-def _datasets(file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every array in the file, by name."""
+def _check_sizes(path: Path, dataset: Any) -> None:
+    """Raises where an array, or one of the pieces it is stored in, is larger than the file can hold."""
+    rows, length = dataset.shape
+    where, size, itemsize = f"{path}: {dataset.name}", path.stat().st_size, dataset.dtype.itemsize
+    check_claim(where, rows, length * itemsize, size)
+    if dataset.chunks is not None:
+        check_claim(f"{where}, a chunk,", dataset.chunks[0], dataset.chunks[1] * itemsize, size)
+
+
+def _datasets(path: Path, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every array in the file, by name.
+
+    Raises:
+        ValueError: one of them is stored in another file, or made of other arrays, which may be in other files; a name
+        is a link to another file.
+    """
+    import h5py
+
     found = {}
 
-    def visit(name: str, item: Any) -> None:
-        if hasattr(item, "shape"):
-            found[name] = (tuple(item.shape), item.dtype.name)
+    def external(name: bytes, link: Any) -> bytes | None:
+        return name if link.type == h5py.h5l.TYPE_EXTERNAL else None  # the first ends the visit
 
+    def visit(name: str, item: Any) -> None:
+        if hasattr(item, "is_virtual"):  # asked before the shape, for which HDF5 may open the other files
+            if item.is_virtual or item.external:
+                kind = "made of other arrays (virtual storage)" if item.is_virtual else "stored in another file"
+                raise ValueError(f"{path}: {name} is {kind}, which is not read; write its rows into the file itself")
+            found[name] = (tuple(item.shape or ()), item.dtype.name)
+
+    elsewhere = file.id.links.visit(external, info=True)
+    if elsewhere is not None:
+        name = elsewhere.decode(errors="replace")
+        raise ValueError(f"{path}: {name} is a link to another file, which is not read")
     file.visititems(visit)
     return found
 
@@ -159,8 +206,11 @@ def _optimizer_of(path: Path) -> str | None:
     """The class of the optimizer that a ``.keras`` file was compiled with."""
     try:
         with zipfile.ZipFile(path) as archive:
+            size = archive.getinfo("config.json").file_size
+            if size > _MAX_CONFIG:
+                raise ValueError(f"its config.json claims {size} bytes, at most {_MAX_CONFIG} are read")
             config = json.loads(archive.read("config.json"))
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+    except (zipfile.BadZipFile, KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a .keras file: {error}") from None
     optimizer = (config.get("compile_config") or {}).get("optimizer")
     return optimizer.get("class_name") if isinstance(optimizer, dict) else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ import numpy as np
 from bunkbed.arguments import Floats, Ids
 from bunkbed.errors import ReadOnlyError
 from bunkbed.io.ahead import ahead
-from bunkbed.io.formats import format_of
+from bunkbed.io.formats import Format, format_of
 from bunkbed.io.naming import Naming
 from bunkbed.io.setting import Setting
-from bunkbed.io.source import Chunk, Progress, Reading, Source, slot_length
+from bunkbed.io.source import Chunk, Progress, Reading, Source, naming_file, slot_length
 from bunkbed.table import Table
 
 #: The least magnitude that a 16-bit dtype rounds to infinity.
 _BEYOND = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32))}
 #: Slots of which a square root is taken.
 _SQUARES = ("sum", "exp_avg_sq")
+#: Steps that a table can take.
+_STEPS = 2**63 - 1
 
 
 def import_rows(
@@ -109,7 +112,7 @@ def import_rows(
         state=state,
         id_column=column,
     )
-    source: Source = chosen.load().read(reading)
+    source = _read(chosen, reading)
     absent = [slot for slot in slots or () if slot not in source.slots]
     if absent:
         raise ValueError(f"{source_path} holds no {absent[0]!r}; it holds: {', '.join(source.slots)}")
@@ -140,6 +143,18 @@ def import_rows(
     return done
 
 
+def _read(chosen: Format, reading: Reading) -> Source:
+    """The file's rows; errors of its format's library name the file."""
+    with naming_file(reading.path, chosen.name):
+        source: Source = chosen.load().read(reading)
+
+    def chunks() -> Iterator[Chunk]:
+        with naming_file(reading.path, chosen.name):
+            yield from source.chunks()
+
+    return replace(source, chunks=chunks)
+
+
 def _finite(chunks: Iterator[Chunk], path: Path) -> Iterator[Chunk]:
     """`chunks`, looked at once more: between the check and now the file may have changed."""
     for keys, values in chunks:
@@ -153,6 +168,8 @@ def _steps(table: Table, source: Source, path: Path) -> bool:
     """Whether the table's step is to move to that of the file's state."""
     if source.step is None or not any(slot != "weight" for slot in source.slots):
         return False
+    if not 0 <= source.step < _STEPS:
+        raise ValueError(f"{path} holds optimizer state of step {source.step}, and steps are in [0, {_STEPS - 1}]")
     if source.step < table.step:
         raise ValueError(
             f"{path} holds optimizer state of step {source.step}, table '{table.name}' has taken {table.step}, which "
@@ -171,10 +188,13 @@ def _check(table: Table, source: Source, naming: Naming, path: Path, checking: P
             for slot, rows in values.items():
                 _check_values(table, slot, rows, ids, done, path)
             done += count
+            if done > source.rows:  # it may go on without end
+                break
             if checking is not None:
                 checking(done, source.rows)
     if done != source.rows:
-        raise ValueError(f"{path} says that it holds {source.rows} rows, and holds {done}; nothing was changed")
+        found = f"{done} or more" if done > source.rows else f"{done}"
+        raise ValueError(f"{path} says that it holds {source.rows} rows, and holds {found}; nothing was changed")
     if done:
         naming.require_used()
 

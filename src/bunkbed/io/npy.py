@@ -17,8 +17,9 @@ def read(reading: Reading) -> Source:
     path = reading.path
     reading.refuse(name=reading.name, state=reading.state, ids=reading.id_column)
     try:
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        with np.errstate(over="ignore"):  # of sizes, which it finds out itself
+            rows = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OverflowError) as error:
         raise ValueError(f"{path} is not a .npy file: {error}") from None
     if not isinstance(rows, np.memmap):
         raise ValueError(f"{path} is not a .npy file, but an .npz archive; save each of its arrays with numpy.save")

@@ -7,6 +7,7 @@ tensor in memory, and NumPy's half of it knows no bfloat16; the layout is its do
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from typing import IO, Any
@@ -20,6 +21,8 @@ from bunkbed.io.source import Chunk, Reading, Source, check_rows, read_fully, ro
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 _STEP = "bunkbed.step"
+#: Most bytes of a header, as the format has it.
+_MAX_HEADER = 100_000_000
 
 
 def read(reading: Reading) -> Source:
@@ -77,8 +80,11 @@ def _header(reading: Reading) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(size - 8, 100 << 20):
-            raise ValueError(f"{path} is not a safetensors file")
+        if not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise ValueError(
+                f"{path} is not a safetensors file: it says that its header has {length} bytes, of {size} in all and "
+                f"{_MAX_HEADER} at most"
+            )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             for name, tensor in header.items():
@@ -86,12 +92,14 @@ def _header(reading: Reading) -> tuple[dict[str, Any], int]:
                     continue
                 begin, end = tensor["data_offsets"]
                 wanted = _SIZES.get(tensor["dtype"])
-                count = int(np.prod(np.array(tensor["shape"], object), initial=1))
-                is_outside = begin < 0 or count < 0 or 8 + length + end > size
+                if not all(type(number) is int and number >= 0 for number in (begin, end, *tensor["shape"])):
+                    raise TypeError("a size is no number")
+                count = math.prod(tensor["shape"])
+                is_outside = 8 + length + end > size
                 if is_outside or (wanted is not None and end - begin != wanted * count):
                     raise ValueError(f"{path}: tensor {name!r} lies outside the file")
-        except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
-            raise ValueError(f"{path} is not a safetensors file") from None
+        except (AttributeError, KeyError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from None
     return header, 8 + length
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bunkbed.arguments import Floats, Ids
+from bunkbed.errors import BunkbedError
 from bunkbed.table import Table
 
 #: (rows done, rows in all) after each chunk.
@@ -22,6 +24,8 @@ Chunk = tuple[Ids | Sequence[str] | None, dict[str, Floats]]
 #: Most bytes of one slot in a chunk, where the caller does not say how many rows it is to have.
 CHUNK_BYTES = 4 << 20
 FLOATS = ("float32", "float16", "bfloat16")
+#: Most bytes that a byte of a file becomes: what DEFLATE reaches at most.
+MOST_EXPANSION = 1032
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,43 @@ def check_rows(where: str, shape: Sequence[int], dtype: str, length: int) -> Non
         raise TypeError(f"{where} must be {wanted}, got {got}")
     if len(shape) != 2 or shape[1] != length:
         raise ValueError(f"{where} must be {wanted}, got {got}")
+
+
+def check_claim(where: str, rows: int, row_bytes: int, file_bytes: int) -> None:
+    """Raises where a file says that it holds more than it can, compressed or not: a small one would fill the disk.
+
+    Raises:
+        ValueError: it does.
+    """
+    if rows * row_bytes > MOST_EXPANSION * file_bytes:
+        raise ValueError(
+            f"{where} claims {rows} rows of {row_bytes} bytes, and a file of {file_bytes} bytes cannot hold more than "
+            f"{MOST_EXPANSION * file_bytes // row_bytes}; nothing was changed"
+        )
+
+
+@contextmanager
+def naming_file(path: Path, format: str) -> Iterator[None]:
+    """Names the file in what libraries raise of it: damage is a ValueError, a failing disk an OSError.
+
+    Raises:
+        ValueError, OSError, MemoryError: with the file's name.
+    """
+    try:
+        yield
+    except (BunkbedError, ImportError):
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        # Two files make the projector's format.
+        is_named = any(str(one) in str(error) for one in (path, path.with_name("metadata.tsv")))
+        if is_named or (isinstance(error, OSError) and error.filename is not None):
+            raise
+        if isinstance(error, OSError) and error.errno is not None:
+            raise type(error)(error.errno, error.strerror, str(path)) from error
+        if isinstance(error, MemoryError):
+            raise MemoryError(f"{path}: there is not enough memory to read it: {reason}") from error
+        raise ValueError(f"{path} is damaged, or not of the format {format}: {reason}") from error
 
 
 def widened(values: Any, dtype: str) -> Floats:

@@ -5,6 +5,7 @@ TensorFlow reads and writes a tensor whole, so rows take memory here: their byte
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from bunkbed.arguments import Floats
 from bunkbed.io.dense import gather
 from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, widened
+from bunkbed.io.source import Chunk, Reading, Source, check_claim, check_rows, need, widened
 
 _INSTALL = '"bunkbed[keras]"'
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -49,6 +50,9 @@ def read(reading: Reading) -> Source:
     name = _named(reading, shapes, dtypes)
     check_rows(f"{path}: {name.removesuffix(_VALUE)}", shapes[name], dtypes[name], reading.length("weight"))
     rows, chunk = int(shapes[name][0]), reading.rows_of()
+    stored = prefix_of(path)
+    size = sum(one.stat().st_size for one in stored.parent.glob(f"{glob.escape(stored.name)}.data-*"))
+    check_claim(str(path), rows, 4 * reading.length("weight"), size)
     kept: list[Any] = []  # the tensor, which is read once for the check and the import
 
     def chunks() -> Iterator[Chunk]:

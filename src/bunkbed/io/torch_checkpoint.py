@@ -9,16 +9,19 @@ from __future__ import annotations
 import mmap
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from bunkbed.io.dense import fill
 from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, need, the_array_meant
+from bunkbed.io.source import Chunk, Reading, Source, check_claim, check_rows, need, the_array_meant
 from bunkbed.io.zip_members import MemberRows, offset_of, set_checksums
 from bunkbed.optim import Adagrad, Adam
 
 _INSTALL = '"bunkbed[torch]"'
+#: Of the containers in a checkpoint.
+_MOST_PARTS, _MOST_DEPTH = 1_000_000, 100
 
 
 def read(reading: Reading) -> Source:
@@ -31,9 +34,7 @@ def read(reading: Reading) -> Source:
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ValueError(f"{path} is not a torch checkpoint of tensors alone: {reason}") from None
-    tensors: dict[str, Any] = {}
-    optimizers: dict[str, Any] = {}
-    _walk(torch, content, "", tensors, optimizers)
+    tensors, optimizers = _walk(torch, content, path)
     name = _named(reading, tensors)
     weight = tensors[name]
     found = {"weight": weight}
@@ -47,6 +48,8 @@ def read(reading: Reading) -> Source:
         check_rows(where, tuple(tensor.shape), _dtype(tensor), reading.length(slot))
         if len(tensor) != len(weight):
             raise ValueError(f"{where} has {len(tensor)} rows, {name} has {len(weight)}")
+        # A tensor may say that every row is the same few bytes.
+        check_claim(where, len(tensor), tensor.shape[1] * tensor.element_size(), path.stat().st_size)
     step = entry.get("step")
     chunk = reading.rows_of()
 
@@ -61,6 +64,8 @@ def read(reading: Reading) -> Source:
 
 
 def _load(torch: Any, path: str) -> Any:
+    _refuse_compressed(path)
+
     def load() -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
@@ -75,26 +80,51 @@ def _load(torch: Any, path: str) -> Any:
         return load()
 
 
+def _refuse_compressed(path: str) -> None:
+    """Raises where a member of the archive is compressed: torch writes none, and would make a bomb's gigabytes."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+                    raise ValueError(f"its {member.filename!r} is compressed, and torch compresses nothing")
+
+
 def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _walk(torch: Any, value: Any, name: str, tensors: dict[str, Any], optimizers: dict[str, Any]) -> None:
-    """Collects tensors outside optimizers, and optimizers' state_dicts, by name."""
-    if isinstance(value, torch.Tensor):
-        tensors[name] = value
-        return
-    if isinstance(value, Mapping):
-        if {"state", "param_groups"} <= set(value):
-            optimizers[name] = value
-            return
-        parts = [(str(key), one) for key, one in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts = [(str(at), one) for at, one in enumerate(value)]
-    else:
-        return
-    for key, one in parts:
-        _walk(torch, one, f"{name}.{key}" if name else key, tensors, optimizers)
+def _walk(torch: Any, content: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors outside optimizers, and optimizers' state_dicts, by name.
+
+    Raises:
+        ValueError: the file has too many parts, or they are nested too deep: what refers to itself has no end.
+    """
+    tensors: dict[str, Any] = {}
+    optimizers: dict[str, Any] = {}
+    rest, count = [("", 0, content)], 0
+    while rest:
+        name, depth, value = rest.pop()
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+            continue
+        if isinstance(value, Mapping):
+            if {"state", "param_groups"} <= set(value):
+                optimizers[name] = value
+                continue
+            parts: Iterable[tuple[Any, Any]] = value.items()
+        elif isinstance(value, (list, tuple)):
+            parts = enumerate(value)
+        else:
+            continue
+        count += len(value)
+        if count > _MOST_PARTS or depth > _MOST_DEPTH:
+            raise ValueError(
+                f"{path} is no checkpoint: it has more than {_MOST_PARTS} parts, or parts nested more than "
+                f"{_MOST_DEPTH} deep"
+            )
+        named = [(f"{name}.{key}" if name else str(key), depth + 1, one) for key, one in parts]
+        rest.extend(reversed(named))  # in the order of the file
+    return tensors, optimizers
 
 
 def _named(reading: Reading, tensors: dict[str, Any]) -> str:

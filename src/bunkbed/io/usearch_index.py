@@ -16,7 +16,7 @@ import numpy as np
 
 from bunkbed.budget import format_bytes
 from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, need
+from bunkbed.io.source import Chunk, Reading, Source, check_claim, check_rows, need
 from bunkbed.table import Table
 from bunkbed.threads import get_num_threads
 
@@ -51,6 +51,7 @@ def read(reading: Reading) -> Source:
     kind = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(index.dtype.name.lower(), index.dtype.name)
     rows, chunk = len(index), reading.rows_of()
     check_rows(f"{path}: vectors", (rows, index.ndim), kind, reading.length("weight"))
+    check_claim(str(path), rows, 4 * index.ndim, path.stat().st_size)
     keys = np.sort(np.asarray(index.keys[:rows], np.uint64)) if rows else np.empty(0, np.uint64)
     if rows and int(keys[-1]) >= 1 << 63:
         raise IndexError(f"{path}: key {keys[-1]} is no id, which is below 2**63; nothing was changed")
