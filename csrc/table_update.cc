@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "error.h"
 #include "fault.h"
@@ -67,9 +68,12 @@ Table::Step Table::next_step(std::optional<double> lr, std::optional<int64_t> st
   if (!std::isfinite(rate) || rate < 0) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': lr must be finite and at least 0, got " + std::to_string(rate));
   }
-  const int64_t number = step.value_or(step_ + 1);
-  if (number < 1) {
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': step must be at least 1, got " + std::to_string(number));
+  // One below the largest, so that the step after it is a number too.
+  constexpr int64_t kLastStep = std::numeric_limits<int64_t>::max() - 1;
+  const int64_t number = step.value_or(std::min(step_, kLastStep) + 1);
+  if (number < 1 || number > kLastStep) {
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': step must be in [1, " + std::to_string(kLastStep) +
+                                         "], got " + std::to_string(number) + "; nothing was changed");
   }
   return {number, make_step(spec_.optimizer, rate, number)};
 }

@@ -100,6 +100,20 @@ def as_rows(values: Any, shape: tuple[int, ...], *, what: str, table: str) -> Fl
     return _as_plain(array)
 
 
+def require_finite(rows: Floats, *, what: str, table: str) -> None:
+    """Raises where a value of [N, dim] is NaN or infinite.
+
+    Raises:
+        ValueError: names the first and its position.
+    """
+    bad = np.argwhere(~np.isfinite(rows))
+    if bad.size:
+        position, element = bad[0].tolist()
+        raise ValueError(
+            f"{table}: {what} must be finite, got {rows[position, element]} at position {position}, element {element}"
+        )
+
+
 def as_out(
     out: Any, shape: tuple[int, ...], *narrow: str, table: str, read: Sequence[npt.NDArray[Any] | None] = ()
 ) -> npt.NDArray[Any]:

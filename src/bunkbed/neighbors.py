@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.arguments import Floats, Ids, as_ids
+from bunkbed.arguments import Floats, Ids, as_ids, require_finite
 from bunkbed.table import Table
 from bunkbed.topk import best_rows
 
@@ -26,11 +26,12 @@ def neighbors(table: Table, ids: Any, k: int = 10, *, metric: str = "dot") -> tu
 
     Returns:
         (int64[N, k], float32[N, k]) ids and scores, best first, of equal scores the lower id first; without the leading
-        axis for one id. Where fewer rows exist: id -1, score -inf.
+        axis for one id. Rows whose score is NaN come last. Where fewer rows exist: id -1, score -inf.
 
     Raises:
         IndexError: an id outside the table.
-        ValueError: an id that was never updated or set, with its position; k below 1; another metric.
+        ValueError: an id that was never updated or set, or whose row is not finite, with its position; k below 1;
+            another metric.
 
     >>> import bunkbed as bb, numpy as np
     >>> with bb.create(None, dim=2, num_rows=9) as table:
@@ -52,6 +53,7 @@ def neighbors(table: Table, ids: Any, k: int = 10, *, metric: str = "dot") -> tu
             f"{label}: id {wanted[at]} at position {at} was never updated or set: its row is its initial value; "
             "choose one that Table.contains tells of"
         )
+    require_finite(queries, what="rows", table=label)
     itself = [wanted[at : at + 1] for at in range(len(wanted))]
     if not wanted.size:
         found: tuple[Ids, Floats] = np.empty((0, k), np.int64), np.empty((0, k), np.float32)
@@ -70,4 +72,5 @@ def _all_directions(table: Table) -> Iterator[tuple[Ids, Floats]]:
 def _directions(rows: Floats) -> Floats:
     # In float64: the square of a float32 may be none.
     lengths = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
-    return (rows / np.where(lengths > 0, lengths, 1.0)[:, None]).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a row that is not finite has no direction: NaN
+        return (rows / np.where(lengths > 0, lengths, 1.0)[:, None]).astype(np.float32)

@@ -253,10 +253,11 @@ class Table(TableFacts, TableCommits):
             ids: int64[N]; an empty batch counts as a step.
             grads: float32[N, dim], finite.
             lr: learning rate of this step instead of the optimizer's.
-            step: the step's number instead of ``table.step + 1``; for a shard that follows a global count.
+            step: the step's number, in [1, 2**63 - 2], instead of ``table.step + 1``; for a shard that follows a global
+                count.
 
         Raises:
-            ValueError: a NaN or Inf gradient (names the first, its position and id), another shape.
+            ValueError: a NaN or Inf gradient (names the first, its position and id), another shape, no step left.
             IndexError, TypeError: see `lookup`. ReadOnlyError: a reader.
             MemoryError: the budget cannot hold the directory of so many rows; says how much is needed.
             OSError: the disk is full or failing; nothing was changed.
@@ -409,10 +410,12 @@ class Table(TableFacts, TableCommits):
 
         Returns:
             (ids int64[Q, k], scores float32[Q, k]), best first, of equal scores the lower id first; without the
-            leading axis for one query. Where fewer rows exist: id -1, score -inf.
+            leading axis for one query. Rows whose score is NaN, because their values overflow in it, come last. Where
+            fewer rows exist: id -1, score -inf.
 
         Raises:
-            ValueError: k below 1, queries of another shape, as many `exclude` arrays as there are no queries.
+            ValueError: k below 1, queries of another shape or not finite, as many `exclude` arrays as there are no
+            queries.
         """
         return topk(self, queries, k, ids=ids, exclude=exclude)
 

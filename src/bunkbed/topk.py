@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bunkbed import _native
-from bunkbed.arguments import Floats, Ids, as_ids, as_rows
+from bunkbed.arguments import Floats, Ids, as_array, as_ids, as_rows, require_finite
 
 if TYPE_CHECKING:
     from bunkbed.table import Table
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def topk(table: Table, queries: Any, k: int, *, ids: Any, exclude: Any | Sequence[Any] | None) -> tuple[Ids, Floats]:
     """See `Table.topk`."""
     label = f"table '{table.name}'"
-    array = np.asarray(queries)
+    array = as_array(queries, f"float32[Q, {table.dim}]", "queries", label)
     single = array.ndim == 1
-    rows = as_rows(
-        array[None] if single else array, (1 if single else len(array), table.dim), what="queries", table=label
-    )
+    rows = array[None] if single else array
+    rows = as_rows(rows, (len(rows) if rows.ndim else 1, table.dim), what="queries", table=label)
+    require_finite(rows, what="queries", table=label)
     if k < 1:
         raise ValueError(f"{label}: k must be at least 1, got {k}")
     left_out: Ids | list[Ids] | None = None
@@ -52,7 +52,8 @@ def best_rows(
 ) -> tuple[Ids, Floats]:
     """The `k` highest scores of each query over all chunks.
 
-    Scores are dot products over 16 fixed lanes, the same on every machine; of equal scores the lower id wins.
+    Scores are dot products over 16 fixed lanes, the same on every machine; of equal scores the lower id wins. A row
+    whose values are so large that its score is NaN comes after all others.
 
     Args:
         queries: float32[Q, dim].
@@ -75,11 +76,11 @@ def best_rows(
                 left_out = exclude if isinstance(exclude, np.ndarray) else exclude[q]
                 kept = ~np.isin(row_ids, left_out)
                 row_ids, row_scores = row_ids[kept], row_scores[kept]
-            # Only rows that reach the k-th best so far can matter; equality too, for the sake of ties.
-            reaching = row_scores >= best_scores[q, -1]
+            # Only rows that reach the k-th best so far can matter; equality too, for the sake of ties, and NaN.
+            reaching = ~(row_scores < best_scores[q, -1])
             row_ids = np.concatenate([best_ids[q], row_ids[reaching]])
             row_scores = np.concatenate([best_scores[q], row_scores[reaching]])
-            real = row_ids >= 0
-            order = np.lexsort((np.where(real, row_ids, np.iinfo(np.int64).max), -row_scores))[:k]
+            class_of = np.where(row_ids < 0, 2, np.isnan(row_scores))  # a score, NaN, no row
+            order = np.lexsort((row_ids, -row_scores, class_of))[:k]
             best_ids[q], best_scores[q] = row_ids[order], row_scores[order]
     return best_ids, best_scores

@@ -177,7 +177,8 @@ class ReferenceTable:
         """The k best rows by dot product for each query: (int64[Q, k], float32[Q, k]), best first.
 
         Candidates are `ids`, or every stored row, less `exclude` (one set for all queries, or one a query).
-        Equal scores go to the smaller id; where fewer rows exist, id -1 and score -inf.
+        Equal scores go to the smaller id, rows whose score is NaN come last; where fewer rows exist, id -1 and score
+        -inf.
         """
         vectors = np.asarray(queries, np.float32)
         if vectors.ndim == 1:
@@ -190,9 +191,10 @@ class ReferenceTable:
         for index, query in enumerate(vectors):
             each = isinstance(exclude, list | tuple) and len(exclude) > 0 and not np.isscalar(exclude[0])
             left_out = np.asarray([] if exclude is None else exclude[index] if each else exclude)  # type: ignore[index]
-            scores = arithmetic.lane_sum(rows * query)
-            scores[np.isin(candidates, left_out)] = -np.inf
-            order = [i for i in np.lexsort((candidates, -scores)).tolist() if scores[i] > -np.inf][:k]
+            with np.errstate(over="ignore", invalid="ignore"):
+                scores = arithmetic.lane_sum(rows * query)
+            out = np.isin(candidates, left_out)
+            order = [i for i in np.lexsort((candidates, -scores, np.isnan(scores))).tolist() if not out[i]][:k]
             best_ids[index, : len(order)] = candidates[order]
             best_scores[index, : len(order)] = scores[order]
         return best_ids, best_scores
