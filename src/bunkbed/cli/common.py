@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import rich.markup
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from bunkbed.budget import format_bytes
@@ -23,14 +26,36 @@ class UsageProblem(BunkbedError, ValueError):
     """The command line asks for something that cannot be; nothing was done."""
 
 
+#: What a terminal acts on rather than shows: control characters, marks of direction, halves of a character.
+_ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def neutral(text: str) -> str:
+    """Text from elsewhere with an escape, such as ``\\x1b``, for each character that a terminal would act on."""
+    return _ACTED_ON.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def escape(text: str) -> str:
+    """Text from elsewhere for a line of markup, of which it is a part as it is."""
+    return rich.markup.escape(neutral(text).replace("\n", "\\n").replace("\t", "\\t"))
+
+
+class SafeConsole(Console):
+    """A console that sends a terminal no control character but its own, wherever the text came from."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else neutral(text), style, control)
+
+
 def stdout() -> Console:
     """A console on the standard output as it is now (tests replace it)."""
-    return Console(file=sys.stdout, highlight=False)
+    return SafeConsole(file=sys.stdout, highlight=False)
 
 
 def stderr() -> Console:
     """A console on the standard error, where progress and errors go: stdout stays clean for programs."""
-    return Console(file=sys.stderr, highlight=False)
+    return SafeConsole(file=sys.stderr, highlight=False)
 
 
 def print_error(message: str) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, need, print_json, stderr, stdout
+from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
 from bunkbed.train.run_config import read_config
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ def compare(
     console, table = stdout(), _table(found, names)
     if not console.is_terminal:  # a line a run, however long
         width = console.measure(table, options=console.options.update(width=10_000)).maximum
-        console = Console(file=console.file, highlight=False, width=width)
+        console.width = width
     console.print(table)
     if not _is_comparable(found):
         stderr().print(

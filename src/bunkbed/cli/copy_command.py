@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from bunkbed.budget import format_bytes
-from bunkbed.cli.common import ConfigOption, JsonOption, byte_progress, print_error, print_json, stdout
+from bunkbed.cli.common import ConfigOption, JsonOption, byte_progress, escape, print_error, print_json, stdout
 from bunkbed.cli.run_folder import kind_of
 from bunkbed.cli.train_options import OptimizerName
 from bunkbed.train.config import OPTIMIZERS

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from bunkbed.budget import format_bytes
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, need, print_json, stderr, stdout
+from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from bunkbed.train.demo import DemoResult, DemoSize

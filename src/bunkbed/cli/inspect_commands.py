@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as Grid
 
 from bunkbed.budget import format_bytes
@@ -17,6 +16,7 @@ from bunkbed.cli.common import (
     JsonOption,
     UsageProblem,
     byte_progress,
+    escape,
     print_error,
     print_json,
     stdout,
@@ -232,7 +232,7 @@ def _print_run(console: Console, about: dict[str, Any]) -> None:
     training = about["training"]
     if training is not None:
         grid.add_row("data", escape(str(training["source"])))
-        grid.add_row("model", _model(training["train"]))
+        grid.add_row("model", escape(_model(training["train"])))
     grid.add_row("epoch", f"{about['epoch']} (number of the last commit)")
     progress = about["meta"].get("progress")
     if isinstance(progress, dict):

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
-from bunkbed.cli.common import ConfigOption, JsonOption, need, print_json, stderr, stdout
+from bunkbed.cli.common import ConfigOption, JsonOption, escape, need, print_json, stderr, stdout
 from bunkbed.cli.train_command import judge, open_reader
 from bunkbed.cli.train_options import Ranking
 from bunkbed.train.run_config import DATA_NAME, read_config

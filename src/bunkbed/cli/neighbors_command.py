@@ -9,11 +9,10 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.markup import escape
 from rich.table import Table as Listing
 
 from bunkbed.arguments import Ids
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, print_json, stderr, stdout
+from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
 from bunkbed.cli.opened_table import open_rows
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table as Grid
 
 from bunkbed import _native, planning
 from bunkbed.budget import format_bytes, parse_bytes
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, print_json, stderr, stdout
+from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
 from bunkbed.cli.train_options import OPTIMIZER_DEFAULT, OptimizerName, option
 from bunkbed.limit_text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
 from bunkbed.machine import Machine, measure

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from bunkbed.budget import format_bytes
-from bunkbed.cli.common import ConfigOption, JsonOption, need, print_json, stderr, stdout
+from bunkbed.cli.common import ConfigOption, JsonOption, escape, need, print_json, stderr, stdout
 
 
 def report(

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.markup import escape
 
 from bunkbed.cli.common import (
     ConfigOption,
     JsonOption,
     UsageProblem,
+    escape,
     given_options,
     print_error,
     print_json,
@@ -30,6 +30,7 @@ from bunkbed.cli.opened_table import OpenedTable, open_rows
 from bunkbed.cli.train_options import OPTIMIZER_DEFAULT, OptimizerName
 from bunkbed.io.formats import FORMATS, format_of
 from bunkbed.io.naming import write_vocabulary
+from bunkbed.io.source import naming_file
 from bunkbed.table import Table
 from bunkbed.train.config import OPTIMIZERS
 
@@ -84,7 +85,8 @@ def import_table(
     is_new = not path.exists()
     wanted: Any = ids
     if ids is not None and ids.endswith(".npy"):
-        wanted = np.load(ids, mmap_mode="r", allow_pickle=False)
+        with naming_file(Path(ids), "npy"):
+            wanted = np.load(ids, mmap_mode="r", allow_pickle=False)
     if is_new:
         if dim is None:
             raise UsageProblem(f"there is no table at {path}; give --dim to create it")

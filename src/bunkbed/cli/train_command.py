@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from bunkbed.budget import format_bytes, parse_bytes
 from bunkbed.cli.common import (
     ConfigOption,
     JsonOption,
     UsageProblem,
+    escape,
     given_options,
     need,
     print_json,
@@ -510,16 +511,15 @@ def _say_outcome(
         say("test", f"{quality}  [dim]{result.split}, {result.ranking}[/]")
     if outcome.stopped_early:
         say("stopped", f"after epoch {outcome.epoch}: no better epoch within the patience")
-    run = escape(str(folder))
-    say("run", run)
+    say("run", escape(str(folder)))
     say("picture", escape(str(picture)))
     if outcome.interrupted:
         where = f"after epoch {outcome.epoch}, step {outcome.step:,}"
         console.print(f"[yellow]interrupted[/] {where}; everything is committed", soft_wrap=True)
-        say("resume", f"[b]bunkbed train --resume {run}[/b]")
+        say("resume", f"[b]bunkbed train --resume {escape(shlex.quote(str(folder)))}[/b]")
     else:
         user = data.train.user_vocab.decode([0])[0]
-        say("try", f"bunkbed recommend {run} --user {escape(str(user))} -k 10")
+        say("try", escape(shlex.join(["bunkbed", "recommend", str(folder), "--user", str(user), "-k", "10"])))
 
 
 def _quality(metrics: dict[str, float], names: list[str]) -> str:
