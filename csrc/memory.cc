@@ -38,7 +38,7 @@ std::atomic<size_t> mapped{0};
 void* map(size_t bytes) {
   mapped.fetch_add(1, std::memory_order_relaxed);
   void* block = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (block == MAP_FAILED) throw std::bad_alloc();
+  if (block == MAP_FAILED) throw OutOfMemory(bytes);
 #ifdef MADV_HUGEPAGE
   if (bytes >= kHugePagesFrom) ::madvise(block, bytes, MADV_HUGEPAGE);
 #endif
@@ -50,7 +50,7 @@ void* map(size_t bytes) {
 // the block says how far it lies from what malloc gave.
 void* from_heap(size_t bytes) {
   auto* const given = static_cast<std::byte*>(std::malloc(bytes + kAlignment));
-  if (given == nullptr) throw std::bad_alloc();
+  if (given == nullptr) throw OutOfMemory(bytes);
   const size_t ahead = kAlignment - reinterpret_cast<uintptr_t>(given) % kAlignment;
   given[ahead - 1] = static_cast<std::byte>(ahead);
   return given + ahead;

@@ -5,13 +5,24 @@
 
 #include <cstddef>
 #include <new>
+#include <string>
 #include <vector>
 
 namespace bunkbed {
 
 inline constexpr size_t kLargeBlock = 256u << 10;  // smaller ones come from the heap
 
-// 64-byte aligned at least; throws std::bad_alloc. Given back to the system at once when freed.
+// The system has not so many bytes of memory.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(size_t bytes) : text_("cannot allocate " + std::to_string(bytes) + " bytes of memory") {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+// 64-byte aligned at least; throws OutOfMemory. Given back to the system at once when freed.
 void* allocate_block(size_t bytes);
 void free_block(void* block, size_t bytes) noexcept;
 

@@ -11,6 +11,8 @@
 #include <bit>
 #include <cerrno>
 #include <cmath>
+#include <new>
+#include <stdexcept>
 
 #include "bindings/bindings.h"
 #include "compactor.h"
@@ -88,6 +90,9 @@ void raise(const Error& error) {
   }
 }
 
+constexpr const char* kNoMemory =
+    "the system has no memory for what this call needs: give it fewer ids at a time, or the table less ram=";
+
 Simd simd_of(const std::string& name) {
   if (name == "scalar") return Simd::kScalar;
   if (name == "avx2") return Simd::kAvx2;
@@ -140,6 +145,12 @@ NB_MODULE(_native, m) {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
       raise(error);
+    } catch (const OutOfMemory& error) {
+      PyErr_SetString(PyExc_MemoryError, error.what());
+    } catch (const std::bad_alloc&) {
+      PyErr_SetString(PyExc_MemoryError, kNoMemory);
+    } catch (const std::length_error&) {  // more elements than an address space holds
+      PyErr_SetString(PyExc_MemoryError, kNoMemory);
     }
   });
   // Tables that are still open when the interpreter goes are no leak of ours.

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
+from bunkbed.typed import shortened
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -151,6 +152,45 @@ def _layout(array: npt.NDArray[Any]) -> str:
         "not contiguous": not flags.c_contiguous,
     }
     return "".join(f", {name}" for name, lacking in lacks.items() if lacking)
+
+
+def as_flag(value: Any, *, what: str, table: str) -> bool:
+    """True or False.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{table}: {what} must be True or False, got {shortened(value)}")
+    return bool(value)
+
+
+def as_number(value: Any, *, what: str, table: str) -> float:
+    """A number as a float.
+
+    Raises:
+        TypeError: it is none. ValueError: it is beyond every float.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{table}: {what} must be a number, got {shortened(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{table}: {what} must be finite, got {shortened(value)}") from None
+
+
+def as_whole(value: Any, *, what: str, table: str = "", low: int, high: int) -> int:
+    """An int in [low, high].
+
+    Raises:
+        TypeError: it is none. ValueError: it is outside.
+    """
+    label = f"{table}: {what}" if table else what
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{label} must be an int, got {shortened(value)}")
+    if not low <= value <= high:
+        raise ValueError(f"{label} must be in [{low}, {high}], got {shortened(value)}")
+    return int(value)
 
 
 def as_offsets(offsets: Any, num_ids: int, *, table: str) -> Ids:

@@ -10,6 +10,7 @@ import weakref
 from typing import Protocol
 
 from bunkbed.errors import BunkbedError, TableClosedError
+from bunkbed.typed import shortened
 
 _UNITS = {
     "": 1,
@@ -36,18 +37,21 @@ def parse_bytes(value: int | str) -> int:
     1610612736
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f'a size is a number of bytes or a string like "2GiB", got {value!r}')
+        raise TypeError(f'a size is a number of bytes or a string like "2GiB", got {shortened(value)}')
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
-            raise ValueError(f'cannot read the size {value!r}; write bytes or a string like "256MiB" or "2GiB"')
-        number = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
+            raise ValueError(
+                f'cannot read the size {shortened(value)}; write bytes or a string like "256MiB" or "2GiB"'
+            )
+        size = float(match.group(1)) * unit
+        number = int(match.group(1)) * unit if size < 2**63 and "." not in match.group(1) else size
     else:
-        number = int(value)
-    if number <= 0:
-        raise ValueError(f"a size must be above 0 bytes, got {value!r}")
-    return number
+        number = value
+    if not 0 < number < 2**63:
+        raise ValueError(f"a size must be above 0 and below 2**63 bytes, got {shortened(value)}")
+    return int(number)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -11,11 +11,13 @@ from bunkbed.budget import parse_bytes
 from bunkbed.check_run import check_run
 from bunkbed.problems import Problem, Report, problems_of_table
 from bunkbed.run_files import RunFiles
+from bunkbed.typed import typed
 
 #: (bytes done, bytes in all), a few times a second.
 Progress = Callable[[int, int], None]
 
 
+@typed
 def check(
     path: str | os.PathLike[str],
     repair: bool = False,

@@ -15,6 +15,7 @@ from bunkbed.copy_run import copy_run, rewrite_run
 from bunkbed.rewriting import Rewritten, rewrite_rows, rewritten_spec
 from bunkbed.run_files import RunFiles, require_real, sync_directory
 from bunkbed.table_facts import DTYPES
+from bunkbed.typed import typed
 
 #: (done, in all), a few times a second: bytes of files, or rows where rows are rewritten.
 Progress = Callable[[int, int], None]
@@ -39,6 +40,7 @@ class Copied:
     rows: int = 0
 
 
+@typed
 def copy(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

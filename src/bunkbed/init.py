@@ -5,16 +5,18 @@ They are part of the file format (FORMAT.md gives the arithmetic and test vector
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from bunkbed.typed import shortened
 
 
 def _require_finite(owner: object, name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{type(owner).__name__}: {name} must be finite, got {value!r}")
+        raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {shortened(value)}")
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{type(owner).__name__}: {name} must be finite, got {shortened(value)}")
 
 
 @dataclass(frozen=True)
@@ -109,5 +111,5 @@ def require_initializer(value: object) -> Initializer:
     """
     if not isinstance(value, Initializer) or not value.kind:
         choices = ", ".join(f"bb.{cls.__name__}" for cls in INITIALIZERS.values())
-        raise TypeError(f"init must be one of {choices}, got {value!r}")
+        raise TypeError(f"init must be one of {choices}, got {shortened(value)}")
     return value

@@ -12,6 +12,7 @@ from bunkbed import _native
 from bunkbed.opening import open_writer
 from bunkbed.run import Run
 from bunkbed.run_files import RunFiles
+from bunkbed.typed import typed
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Snapshot:
         return {**vars(self), "time": self.time.isoformat(timespec="seconds")}
 
 
+@typed
 def describe_snapshots(path: str | os.PathLike[str]) -> list[Snapshot]:
     """Kept commits of the table or run at `path`, oldest first, with what each costs. `bunkbed.snapshots` names them.
 
@@ -61,6 +63,7 @@ def describe_snapshots(path: str | os.PathLike[str]) -> list[Snapshot]:
     return _of_run(files) if files.epochs() else _of_table(place)
 
 
+@typed
 def drop_snapshot(path: str | os.PathLike[str], name: str) -> None:
     """Forget a snapshot of the table or run at `path`; its space is freed where no other commit needs it.
 

@@ -10,11 +10,13 @@ import numpy as np
 from bunkbed.arguments import Floats, Ids, as_ids, require_finite
 from bunkbed.table import Table
 from bunkbed.topk import best_rows
+from bunkbed.typed import typed
 
 METRICS = ("dot", "cosine")
 _CHUNK_BYTES = 4 << 20
 
 
+@typed
 def neighbors(table: Table, ids: Any, k: int = 10, *, metric: str = "dot") -> tuple[Ids, Floats]:
     """The `k` stored rows most like each of the given ones, exactly, streaming over all of them.
 

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from bunkbed import _native
 from bunkbed import init as _init
 from bunkbed import optim as _optim
+from bunkbed.arguments import as_whole
 from bunkbed.budget import Budget, parse_bytes
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
 from bunkbed.run_files import RunFiles
 from bunkbed.table import Table
 from bunkbed.table_facts import DTYPES
+from bunkbed.typed import typed
 from bunkbed.uncommitted import warn_when_it_goes
 
 DEFAULT_RAM = "1GiB"
@@ -48,13 +48,6 @@ def make_spec(
     belongs_to_run: bool,
     is_scratch: bool = False,
 ) -> _native.TableSpec:
-    def whole(name: str, value: object, low: int, high: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if not low <= value <= high:
-            raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
-        return int(value)
-
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     definition = _optim.require_optimizer(_optim.Adam() if optimizer is None else optimizer)
@@ -67,13 +60,13 @@ def make_spec(
             f"init={initializer!r} gives values up to {largest:.6g}, beyond the largest {dtype}, {_LARGEST[dtype]:.6g}"
         )
     return _native.TableSpec(
-        num_rows=-1 if num_rows is None else whole("num_rows", num_rows, 1, 2**63 - 1),
-        dim=whole("dim", dim, 1, _MAX_DIM),
+        num_rows=-1 if num_rows is None else as_whole(num_rows, what="num_rows", low=1, high=2**63 - 1),
+        dim=as_whole(dim, what="dim", low=1, high=_MAX_DIM),
         dtype=DTYPES.index(dtype),
         init_kind=kind,
         init_a=a,
         init_b=b,
-        seed=whole("seed", seed, 0, 2**64 - 1),
+        seed=as_whole(seed, what="seed", low=0, high=2**64 - 1),
         optimizer=definition.native(),
         belongs_to_run=belongs_to_run,
         is_scratch=is_scratch,
@@ -119,6 +112,7 @@ def _close_unopened(table: Table) -> None:
         table._close()
 
 
+@typed
 def create(
     path: str | os.PathLike[str] | None,
     *,
@@ -201,6 +195,7 @@ def register_writer(table: Table) -> None:
             _writers[(os.getpid(), str(table.path.resolve()))] = table
 
 
+@typed
 def open(
     path: str | os.PathLike[str],
     *,
@@ -353,6 +348,7 @@ def open_writer(place: Path) -> Table | None:
     return None if present is None or present.closed else present
 
 
+@typed
 def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
     """Kept commits of the table or run at `path`: name -> epoch, oldest first.
 

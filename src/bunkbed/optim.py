@@ -17,27 +17,37 @@ slot), so that averages of which a step changes less than bfloat16 can tell stil
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from bunkbed.typed import shortened
 
 
 def _require(owner: object, name: str, value: float, *, positive: bool = False, below: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {value!r}")
+        raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {shortened(value)}")
     low_ok = value > 0 if positive else value >= 0
-    if not (low_ok and value < below and math.isfinite(value)):
+    if not (low_ok and value < below and value <= sys.float_info.max):
         bound = "above 0" if positive else "at least 0"
         limit = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{type(owner).__name__}: {name} must be finite, {bound}{limit}, got {value!r}")
+        raise ValueError(f"{type(owner).__name__}: {name} must be finite, {bound}{limit}, got {shortened(value)}")
 
 
 _LARGEST = 3e38  # whatever the state's dtype, no finite value below it becomes infinite
 STATE_DTYPES = ("float32", "bfloat16")
 
 
+def _require_flag(owner: object, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{type(owner).__name__}: {name} must be True or False, got {shortened(value)}")
+
+
 def _require_state_dtype(owner: object, value: object) -> None:
     if not isinstance(value, str) or value not in STATE_DTYPES:
-        raise ValueError(f"{type(owner).__name__}: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {value!r}")
+        raise ValueError(
+            f"{type(owner).__name__}: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {shortened(value)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class SGD(Optimizer):
     def __post_init__(self) -> None:
         _require(self, "lr", self.lr)
         _require(self, "weight_decay", self.weight_decay)
+        _require_flag(self, "decoupled", self.decoupled)
 
     def native(self) -> dict[str, Any]:
         return {"kind": "sgd", "lr": self.lr, "weight_decay": self.weight_decay, "decoupled": self.decoupled}
@@ -114,6 +125,7 @@ class Adagrad(Optimizer):
         _require(self, "eps", self.eps)
         _require(self, "initial_accumulator", self.initial_accumulator, below=_LARGEST)
         _require(self, "weight_decay", self.weight_decay)
+        _require_flag(self, "decoupled", self.decoupled)
         _require_state_dtype(self, self.state_dtype)
 
     def native(self) -> dict[str, Any]:
@@ -156,6 +168,7 @@ class RowwiseAdagrad(Optimizer):
         _require(self, "lr", self.lr)
         _require(self, "eps", self.eps)
         _require(self, "weight_decay", self.weight_decay)
+        _require_flag(self, "decoupled", self.decoupled)
         _require_state_dtype(self, self.state_dtype)
 
     def slot_dim(self, dim: int) -> int:
@@ -201,13 +214,16 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         _require(self, "lr", self.lr)
+        if not isinstance(self.betas, (tuple, list)):
+            raise TypeError(f"Adam: betas must be two numbers, got {shortened(self.betas)}")
         if len(self.betas) != 2:
-            raise ValueError(f"Adam: betas must be two numbers, got {self.betas!r}")
+            raise ValueError(f"Adam: betas must be two numbers, got {shortened(self.betas)}")
         object.__setattr__(self, "betas", (self.betas[0], self.betas[1]))
         _require(self, "betas[0]", self.betas[0], below=1.0)
         _require(self, "betas[1]", self.betas[1], below=1.0)
         _require(self, "eps", self.eps)
         _require(self, "weight_decay", self.weight_decay)
+        _require_flag(self, "decoupled", self.decoupled)
         _require_state_dtype(self, self.state_dtype)
 
     def native(self) -> dict[str, Any]:
@@ -244,7 +260,7 @@ def require_optimizer(value: object) -> Optimizer:
     """
     if not isinstance(value, Optimizer) or not value.kind:
         choices = ", ".join(f"bb.{cls.__name__}" for cls in OPTIMIZERS.values())
-        raise TypeError(f"optimizer must be one of {choices}, got {value!r}")
+        raise TypeError(f"optimizer must be one of {choices}, got {shortened(value)}")
     return value
 
 

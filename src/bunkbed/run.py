@@ -19,7 +19,8 @@ from bunkbed.opening import DEFAULT_RAM
 from bunkbed.run_files import MEMBER, RunFiles, RunManifest, sync_directory
 from bunkbed.sharding import Sharding
 from bunkbed.table import Table
-from bunkbed.table_commits import BackgroundCommit, PendingCommit
+from bunkbed.table_commits import BackgroundCommit, PendingCommit, meta_text
+from bunkbed.typed import typed
 
 
 def _require_name(what: str, name: object) -> None:
@@ -55,6 +56,7 @@ class Run:
     (b'weights', {'step': 1})
     """
 
+    @typed
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -188,6 +190,7 @@ class Run:
 
     # ---- Tables and files
 
+    @typed
     def table(self, name: str, *, create: dict[str, Any] | None = None) -> Table:
         """The table `name` at the run's commit; opened once, then the same object.
 
@@ -247,6 +250,7 @@ class Run:
         self._tables[name] = opening.open(path, mode="r", ram=self.budget, _epoch=epoch, _name=label)
         return self._tables[name]
 
+    @typed
     def read(self, name: str) -> bytes:
         """A dense file of the commit in view, verified.
 
@@ -259,6 +263,7 @@ class Run:
 
     # ---- Durability
 
+    @typed
     def commit(
         self,
         files: Mapping[str, bytes] | None = None,
@@ -282,6 +287,7 @@ class Run:
         tables = {name: table._commit(None, None) for name, table in self._tables.items()}
         return self._finish(tables, contents, facts, keep or "")
 
+    @typed
     def begin_commit(
         self,
         files: Mapping[str, bytes] | None = None,
@@ -330,7 +336,7 @@ class Run:
                 table._native.require_disk_to_keep(keep)
         contents, facts = self._owed or ({}, self._manifest.meta)
         if meta is not None:
-            facts = json.loads(json.dumps(meta))
+            facts = json.loads(meta_text(meta, f"run {self.path}"))
         contents = {**contents, **{name: bytes(data) for name, data in (files or {}).items()}}
         self._owed = contents, facts
         mark_new(
@@ -381,6 +387,7 @@ class Run:
                 self._pin(name, table)
                 table._native.collect()
 
+    @typed
     def rewind(self, to: str | int) -> int:
         """Go back to a kept commit: all tables, with optimizer state, and files; it becomes the newest commit.
 
@@ -427,6 +434,7 @@ class Run:
         self._owed = None
         return self.epoch
 
+    @typed
     def drop(self, name: str) -> None:
         """Forget a snapshot of the run; its space is freed where no other commit needs it.
 
@@ -448,6 +456,7 @@ class Run:
             else:
                 _native.collect_commits(str(self._files.own_table(table_name)), pinned)
 
+    @typed
     def close(self, commit: bool = True) -> None:
         """Commit (a writer with changes, unless told not to) and close every table. Closing twice is no error."""
         if self._closed:

@@ -23,8 +23,10 @@ from bunkbed.machine import Machine, remembered
 from bunkbed.run import Run
 from bunkbed.run_files import RunFiles, RunManifest
 from bunkbed.sharded_core import ShardedCore, shards_in
+from bunkbed.sharded_rows import ShardedBatch
 from bunkbed.sharding import MAX_SHARDS, Sharding, shard_name, shards_of
 from bunkbed.table import Table
+from bunkbed.typed import typed
 from bunkbed.uncommitted import warn_when_it_goes
 
 _Path = str | os.PathLike[str]
@@ -68,6 +70,7 @@ class ShardedTable(Table):
     # ---- Making and opening
 
     @classmethod
+    @typed
     def create(
         cls,
         path: _Path,
@@ -141,6 +144,7 @@ class ShardedTable(Table):
             raise
 
     @classmethod
+    @typed
     def open(
         cls,
         path: _Path,
@@ -237,6 +241,8 @@ class ShardedTable(Table):
             opening.register_writer(table)
         return table
 
+    _batch_class = ShardedBatch
+
     # ---- Facts of its own
 
     @property
@@ -310,8 +316,6 @@ class ShardedTable(Table):
 
 def _new_places(place: Path, shards: int | None, directories: Sequence[_Path] | None) -> list[Path]:
     """The directory of each shard to be made."""
-    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int)):
-        raise TypeError(f"shards must be an int, got {shards!r}")
     if isinstance(directories, (str, os.PathLike)):
         raise TypeError(f"directories must be a list of paths, got {directories!r}")
     if directories is not None and not directories:

@@ -50,6 +50,7 @@ class ShardedBatch:
         self.ids = ids  # int64[N], a copy
         self.sum = batch.sum
         self.sum_bags = batch.sum_bags
+        self.num_ids = batch.num_ids
 
     def __len__(self) -> int:
         return len(self._batch)

@@ -15,13 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
-from bunkbed.arguments import Floats, Ids, as_ids, as_offsets, as_out, as_rows, describe
+from bunkbed.arguments import (
+    Floats,
+    Ids,
+    as_flag,
+    as_ids,
+    as_number,
+    as_offsets,
+    as_out,
+    as_rows,
+    as_whole,
+    describe,
+)
 from bunkbed.budget import Budget
 from bunkbed.explain import Explanation, explain
 from bunkbed.machine import Machine, remembered
 from bunkbed.table_commits import TableCommits
 from bunkbed.table_facts import TableFacts
 from bunkbed.topk import topk
+from bunkbed.typed import shortened, typed
 from bunkbed.uncommitted import warn_when_it_goes
 
 POOLINGS = ("sum", "mean", "sqrtn", "none")
@@ -174,6 +186,7 @@ class Table(TableFacts, TableCommits):
             CorruptionError: a stored record fails its checksum.
         """
         array = as_ids(ids, table=f"table '{self._name}'")
+        touch = as_flag(touch, what="touch", table=f"table '{self._name}'")
         if self._above is None:
             return self._lookup(array, touch, out)
         with self._reading():
@@ -222,8 +235,9 @@ class Table(TableFacts, TableCommits):
             IndexError, TypeError, CorruptionError: see `lookup`.
         """
         label = f"table '{self._name}'"
-        if pooling not in POOLINGS:
-            raise ValueError(f"{label}: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        if not isinstance(pooling, str) or pooling not in POOLINGS:
+            raise ValueError(f"{label}: pooling must be one of {', '.join(POOLINGS)}, got {shortened(pooling)}")
+        touch = as_flag(touch, what="touch", table=label)
         array = as_ids(ids, table=label)
         if array.ndim != 1:
             raise ValueError(f"{label}: ids of bags must be int64[N], got {describe(array)}")
@@ -265,8 +279,17 @@ class Table(TableFacts, TableCommits):
         label = f"table '{self._name}'"
         array = as_ids(ids, table=label)
         values = as_rows(grads, (*array.shape, self._dim), what="grads", table=label)
+        lr, step = self._checked_step(lr, step)
         with self._writing():
             self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
+
+    def _checked_step(self, lr: float | None, step: int | None) -> tuple[float | None, int | None]:
+        label = f"table '{self._name}'"
+        if lr is not None:
+            lr = as_number(lr, what="lr", table=label)
+        if step is not None:
+            step = as_whole(step, what="step", table=label, low=1, high=2**63 - 2)
+        return lr, step
 
     # What a framework's training step does, with its ids deduped once: lookup_batch, then Batch.sum, then update_batch.
 
@@ -280,13 +303,25 @@ class Table(TableFacts, TableCommits):
 
     def lookup_batch(self, batch: Any, size: int, *, touch: bool = True) -> Floats:
         """`lookup` of a `batch` of `size` ids: float32[N, dim] in the order of the ids."""
-        out: Floats = _native.empty_rows(size, self._dim)
-        self._native.lookup_batch(batch, touch, out)
+        self._require_batch(batch)
+        if size != batch.num_ids():
+            raise ValueError(f"table '{self._name}': the batch has {batch.num_ids()} ids, got size={size!r}")
+        out: Floats = _native.empty_rows(batch.num_ids(), self._dim)
+        self._native.lookup_batch(batch, as_flag(touch, what="touch", table=f"table '{self._name}'"), out)
         return out
+
+    #: What `batch` gives.
+    _batch_class: type[Any] = _native.Batch
+
+    def _require_batch(self, batch: Any) -> None:
+        if not isinstance(batch, self._batch_class):
+            raise TypeError(f"table '{self._name}': batch must be what Table.batch made, got {shortened(batch)}")
 
     def update_batch(self, batch: Any, sums: Floats, *, lr: float | None = None, step: int | None = None) -> None:
         """`update` with what ``batch.sum`` made, which the caller knows to be finite."""
-        self._native.update_batch(batch, sums, lr, step)
+        self._require_batch(batch)
+        values = as_rows(sums, (len(batch), self._dim), what="sums", table=f"table '{self._name}'")
+        self._native.update_batch(batch, values, *self._checked_step(lr, step))
 
     def stage(self, ids: Any) -> None:
         """Start reading rows that a lookup will want; moves records, never values. ids: int64[...].
@@ -297,9 +332,9 @@ class Table(TableFacts, TableCommits):
         self._native.stage(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
 
     def _field(self, slot: str) -> tuple[int, int]:
-        if slot not in self._fields:
+        if not isinstance(slot, str) or slot not in self._fields:
             known = ", ".join(self._fields)
-            raise ValueError(f"table '{self._name}' has no slot {slot!r}; it has: {known}")
+            raise ValueError(f"table '{self._name}' has no slot {shortened(slot)}; it has: {known}")
         return self._fields[slot]
 
     def get(self, ids: Any, slot: str = "weight") -> Floats:
@@ -353,6 +388,7 @@ class Table(TableFacts, TableCommits):
             self._native.contains(array.reshape(-1), out.reshape(-1))
         return out
 
+    @typed
     def scan(self, slot: str = "weight", chunk: int = 65_536) -> Iterator[tuple[Ids, Floats]]:
         """Every stored row once, in log order.
 
@@ -373,7 +409,7 @@ class Table(TableFacts, TableCommits):
         fields = [self._field(slot) for slot in slots]
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
-        return self._scan(fields, chunk)
+        return self._scan(fields, min(chunk, max(len(self), 65_536)))  # memory for no more than there is
 
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
         with self._reading():
@@ -392,6 +428,7 @@ class Table(TableFacts, TableCommits):
                 return
             yield ids[:count], [one[:count] for one in values]
 
+    @typed
     def topk(
         self,
         queries: Any,
@@ -421,6 +458,7 @@ class Table(TableFacts, TableCommits):
 
     # ---- Durability; more of it in `TableCommits`
 
+    @typed
     def close(self, commit: bool = True) -> None:
         """Commit (a writer, unless told not to) and let go of files and memory. Closing twice is no error.
 

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from bunkbed import _native
+from bunkbed.arguments import as_whole
 from bunkbed.errors import BunkbedError
+from bunkbed.typed import shortened, typed
 
 
 class PendingCommit:
@@ -73,6 +75,20 @@ class BackgroundCommit:
             self.result()
 
 
+def meta_text(meta: dict[str, Any], label: str) -> str:
+    """What `commit` is given as `meta`, as JSON.
+
+    Raises:
+        TypeError: it is not a dict, or holds what JSON has no word for.
+    """
+    if not isinstance(meta, dict):
+        raise TypeError(f"{label}: meta must be a dict, got {shortened(meta)}")
+    try:
+        return json.dumps(meta)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{label}: meta must be JSON-able: {error}") from None
+
+
 class TableCommits:
     """What `bunkbed.Table` has of commits."""
 
@@ -81,6 +97,7 @@ class TableCommits:
     _run: Any
     _above: Any
 
+    @typed
     def commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> int:
         """Make everything so far durable.
 
@@ -105,6 +122,7 @@ class TableCommits:
             )
         return self._commit(meta, keep)
 
+    @typed
     def begin_commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> PendingCommit:
         """`commit` without waiting: training goes on while a thread makes it durable.
 
@@ -149,15 +167,13 @@ class TableCommits:
         return keep or ""
 
     def _checked_meta(self, meta: dict[str, Any] | None) -> str | None:
-        try:
-            return None if meta is None else json.dumps(meta)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"table '{self._name}': meta must be JSON-able: {error}") from None
+        return None if meta is None else meta_text(meta, f"table '{self._name}'")
 
     def snapshots(self) -> dict[str, int]:
         """Kept commits: name -> epoch, oldest first."""
         return dict(self._native.snapshots())
 
+    @typed
     def drop(self, name: str) -> None:
         """Forget a snapshot; its space is freed where no other commit needs it.
 
@@ -166,6 +182,7 @@ class TableCommits:
         """
         self._native.drop(name)
 
+    @typed
     def rewind(self, to: str | int) -> None:
         """Go back to a kept commit, optimizer state and step too; it becomes the newest commit.
 
@@ -192,7 +209,7 @@ class TableCommits:
             if isinstance(to, str):
                 self._native.rewind(to, None)
             else:
-                self._native.rewind("", int(to))
+                self._native.rewind("", as_whole(to, what="to", table=f"table '{self._name}'", low=0, high=2**64 - 1))
 
     def refresh(self) -> int:
         """Reader only: move to the newest commit, at the cost of what changed since. Returns its epoch.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from bunkbed import _native
+from bunkbed.typed import shortened
+
+_MOST = 1024
 
 
 def get_num_threads() -> int:
@@ -14,10 +17,10 @@ def set_num_threads(num_threads: int) -> None:
     """Set the threads one operation may use, in this process.
 
     Raises:
-        TypeError: not an int. ValueError: below 1.
+        TypeError: not an int. ValueError: not in [1, 1024].
     """
     if isinstance(num_threads, bool) or not isinstance(num_threads, int):
-        raise TypeError(f"the number of threads must be an int, got {num_threads!r}")
-    if num_threads < 1:
-        raise ValueError(f"the number of threads must be at least 1, got {num_threads}")
+        raise TypeError(f"the number of threads must be an int, got {shortened(num_threads)}")
+    if not 1 <= num_threads <= _MOST:
+        raise ValueError(f"the number of threads must be in [1, {_MOST}], got {shortened(num_threads)}")
     _native.set_num_threads(num_threads)

@@ -26,6 +26,7 @@ from bunkbed.io.source import Progress, chunk_rows, slot_length
 from bunkbed.neighbors import METRICS
 from bunkbed.run_files import sync_directory, sync_file
 from bunkbed.table import Table
+from bunkbed.typed import typed
 
 #: Bytes of rows after which the disk is told to begin with them.
 _DISK_BYTES = 32 << 20
@@ -118,6 +119,7 @@ class Writing:
             self._progress(done, total)
 
 
+@typed
 def export_rows(
     table: Table,
     path: str | os.PathLike[str],

@@ -28,6 +28,7 @@ from bunkbed.io.naming import Naming
 from bunkbed.io.setting import Setting
 from bunkbed.io.source import Chunk, Progress, Reading, Source, naming_file, slot_length
 from bunkbed.table import Table
+from bunkbed.typed import typed
 
 #: The least magnitude that a 16-bit dtype rounds to infinity.
 _BEYOND = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32))}
@@ -37,6 +38,7 @@ _SQUARES = ("sum", "exp_avg_sq")
 _STEPS = 2**63 - 1
 
 
+@typed
 def import_rows(
     table: Table,
     path: str | os.PathLike[str],
