@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,3 +158,208 @@ def test_neighbors_of_a_row_that_is_not_finite_say_so() -> None:
             ids, scores = bb.neighbors(table, 3, 3, metric=metric)
             assert ids.tolist() == [4, 5, -1], metric
             assert np.isnan(scores[1]) == (metric == "cosine")
+
+
+# ---- every form of array, for every array that a call takes
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+def forms(plain: Any) -> dict[str, Any]:
+    """The values of a plain array in every form; each is taken as they are, or refused."""
+    wide = np.repeat(plain, 2, axis=0)
+    read_only = plain.copy()
+    read_only.flags.writeable = False
+    memory = bytearray(plain.nbytes + 1)
+    unaligned = np.frombuffer(memory, np.uint8)[1:].view(plain.dtype).reshape(plain.shape)
+    unaligned[...] = plain
+    found = {
+        "plain": plain.copy(),
+        "big-endian": plain.astype(plain.dtype.newbyteorder()),
+        "read-only": read_only,
+        "strided": wide[::2],
+        "reversed": plain[::-1].copy()[::-1],
+        "unaligned": unaligned,
+        "Fortran order": np.asfortranarray(plain),
+        "subclass": plain.view(Subclass),
+        "masked without a mask": np.ma.masked_array(plain.copy()),
+        "memoryview": memoryview(plain.copy()),
+    }
+    if plain.dtype == np.int64:
+        found |= {"list": plain.tolist(), "tuple": tuple(plain.tolist()), "int32": plain.astype(np.int32)}
+        found |= {"uint64": plain.astype(np.uint64), "big-endian int16": plain.astype(">i2")}
+    with contextlib.suppress(ImportError):
+        import torch
+
+        found |= {"tensor": torch.from_numpy(plain.copy()), "strided tensor": torch.from_numpy(wide)[::2]}
+    return found
+
+
+def refused(plain: Any) -> dict[str, Any]:
+    """What looks like the array and has other values, or none: never taken."""
+    masked = np.ma.masked_array(plain.copy(), mask=np.zeros(plain.shape, bool))
+    masked[-1] = np.ma.masked
+    found = {
+        "masked": masked,
+        "object": plain.astype(object),
+        "bool": plain.astype(bool),
+        "float64": plain.astype(np.float64),
+        "complex": plain.astype(np.complex64),
+        "text": plain.astype(str),
+        "datetime": plain.astype(np.int64).astype("M8[s]"),
+        "None": np.full(plain.shape, None),
+    }
+    if plain.dtype == np.int64:
+        found |= {"beyond int64": np.array([3, 1, 2**63, 3], np.uint64), "ints beyond int64": [3, 1, 2**64, 3]}
+    else:
+        found |= {"float16": plain.astype(np.float16), "int64": plain.astype(np.int64), "list": plain.tolist()}
+        with contextlib.suppress(ImportError):
+            import torch
+
+            needs_gradient = torch.from_numpy(plain.copy()).requires_grad_()
+            found |= {"tensor with gradient": needs_gradient, "bfloat16": torch.from_numpy(plain).bfloat16()}
+    return found
+
+
+GRADS = np.arange(1, 17, dtype=np.float32).reshape(4, 4)
+UNIQUE = np.array([3, 1, 7, 2], np.int64)
+
+
+def imported(table: Any, ids: Any, folder: Path) -> int:
+    np.save(folder / "rows.npy", GRADS)
+    return bb.import_rows(table, folder / "rows.npy", ids=ids)
+
+
+#: Name -> (what is handed in, the call with it). What a call returns and what it leaves in the table are compared.
+CALLS: dict[str, tuple[Any, Callable[[Any, Any, Path], Any]]] = {
+    "lookup": (IDS, lambda t, a, _: t.lookup(a)),
+    "lookup_bags ids": (IDS, lambda t, a, _: t.lookup_bags(a, [0, 2])),
+    "lookup_bags offsets": (np.array([0, 1, 1, 3]), lambda t, a, _: t.lookup_bags(IDS, a, pooling="sum")),
+    "lookup_bags weights": (GRADS[0], lambda t, a, _: t.lookup_bags(IDS, [0, 2], weights=a)),
+    "get": (IDS, lambda t, a, _: t.get(a, "exp_avg")),
+    "contains": (IDS, lambda t, a, _: t.contains(a)),
+    "batch": (IDS, lambda t, a, _: np.sort(t.batch(a).unique())),
+    "stage": (IDS, lambda t, a, _: t.stage(a)),
+    "topk queries": (GRADS, lambda t, a, _: t.topk(a, 3)),
+    "topk ids": (IDS, lambda t, a, _: t.topk(GRADS, 3, ids=a)),
+    "topk exclude": (
+        IDS,
+        lambda t, a, _: t.topk(GRADS, 3, exclude=np.asarray(a) if isinstance(a, (list, tuple)) else a),
+    ),
+    "topk exclude each": (IDS, lambda t, a, _: t.topk(GRADS, 3, exclude=[a, IDS[:0], IDS, a])),
+    "neighbors": (IDS, lambda t, a, _: bb.neighbors(t, a, 2)),
+    "update ids": (IDS, lambda t, a, _: t.update(a, GRADS)),
+    "update grads": (GRADS, lambda t, a, _: t.update(IDS, a)),
+    "update_batch sums": (GRADS, lambda t, a, _: t.update_batch(t.batch(UNIQUE), a)),
+    "set ids": (UNIQUE, lambda t, a, _: t.set(a, GRADS)),
+    "set values": (GRADS, lambda t, a, _: t.set(UNIQUE, a)),
+    "import_rows ids": (UNIQUE, imported),
+}
+
+
+def outcome(kind: str, call: Callable[[Any, Any, Path], Any], handed_in: Any, folder: Path) -> Any:
+    """What the call returns, and the table after it."""
+    facts: dict[str, Any] = {"dim": 4, "num_rows": 10, "seed": 3}
+    if kind == "sharded":
+        made: Any = bb.ShardedTable.create(folder / "sharded", shards=2, ram="64MiB", **facts)
+    else:
+        made = bb.create(None, **facts)
+    every = np.arange(10)
+    try:
+        made.update(every, np.ones((10, 4), np.float32))
+        found = call(made, handed_in, folder)
+        after = [made.get(every, slot).tobytes() for slot in ("weight", *made.slots)]
+        results = found if isinstance(found, tuple) else (found,)
+        return [(one.shape, one.tobytes()) if isinstance(one, np.ndarray) else one for one in results], after
+    finally:
+        made.close(False)
+        shutil.rmtree(folder / "sharded", ignore_errors=True)
+
+
+@pytest.mark.parametrize("kind", ["table", "sharded"])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_form_of_an_array_is_taken_as_its_values_or_refused(tmp_path: Path, kind: str, name: str) -> None:
+    plain, call = CALLS[name]
+    expected = outcome(kind, call, plain, tmp_path)
+    few = ("big-endian", "strided", "unaligned", "masked", "object")  # shards are behind the same door
+    for form, handed_in in forms(plain).items():
+        if kind == "sharded" and form not in few:
+            continue
+        assert outcome(kind, call, handed_in, tmp_path) == expected, form
+    for form, handed_in in refused(plain).items():
+        if kind == "sharded" and form not in few:
+            continue
+        with pytest.raises((TypeError, ValueError, IndexError)) as caught:
+            outcome(kind, call, handed_in, tmp_path)
+        assert "must be" in str(caught.value) or "masked" in str(caught.value) or "does not fit" in str(caught.value), (
+            form
+        )
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+def test_other_shapes_are_taken_as_they_are(table: bb.Table) -> None:
+    plain = np.array([[3, 1], [7, 3]], np.int64)
+    for handed_in in (plain, np.asfortranarray(plain), plain.T.copy().T, np.matrix(plain), plain.tolist()):
+        assert (table.lookup(handed_in) == table.lookup(plain.ravel()).reshape(2, 2, 4)).all()
+        assert (table.contains(handed_in) == np.ones((2, 2))).all()
+    for zero in (np.int64(3), np.array(3), 3):
+        assert table.lookup(zero).shape == (4,) and (table.lookup(zero) == table.lookup([3])[0]).all()
+    for nothing in ([], (), np.empty(0, np.int64), np.empty((0, 2), np.int32)):
+        assert table.lookup(nothing).size == 0
+    for each in ([IDS[:1], [1]], (memoryview(IDS[:1].copy()), (1,))):
+        assert (table.topk(GRADS[:2], 9, exclude=each)[0][1] != 1).all()
+        assert (table.topk(GRADS[:2], 9, exclude=each)[0][0] == 1).any()
+    with pytest.raises(
+        ValueError, match=r"exclude must be int64\[E\] for all queries, or a list .*, got int64\[2, 1\]"
+    ):
+        table.topk(GRADS[:2], 9, exclude=np.array([[3], [1]]))
+
+
+# ---- buffers
+
+
+def test_buffers_may_change_once_a_call_returned(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "t", dim=4, num_rows=1000, ram="16MiB") as table:
+        table.update(np.arange(1000), np.random.default_rng(0).standard_normal((1000, 4)).astype(np.float32))
+        table.commit()
+        ids, grads = np.arange(500), np.ones((500, 4), np.float32)
+        expected = table.lookup(np.arange(500))
+        batch = table.batch(ids)
+        table.stage(ids)
+        ids[:] = 999
+        assert (table.lookup_batch(batch, 500) == expected).all()
+        assert (np.sort(batch.unique()) == np.arange(500)).all()
+        sums = batch.sum(grads)[0]
+        grads[:] = np.nan
+        pending = table.begin_commit()
+        table.update_batch(batch, sums)
+        sums[:] = np.nan
+        pending.wait()
+        assert np.isfinite(table.lookup(np.arange(500))).all() and table.is_dirty
+
+
+def test_arrays_that_a_call_returned_are_the_callers(table: bb.Table) -> None:
+    before = table.lookup(np.arange(10)).tobytes()
+    for returned in (
+        table.lookup(IDS),
+        table.lookup_bags(IDS, [0]),
+        table.get(IDS),
+        table.batch(IDS).unique(),
+        *next(table.scan()),
+        *table.topk(GRADS, 3),
+    ):
+        returned[...] = 0
+    assert table.lookup(np.arange(10)).tobytes() == before
+
+
+def test_sizes_that_are_not_those_of_the_batch_are_refused(table: bb.Table) -> None:
+    batch = table.batch(IDS)
+    for size in (0, 3, 5, 10**6):
+        with pytest.raises(ValueError, match=rf"the batch has 4 ids, got size={size}"):
+            table.lookup_batch(batch, size)
+    for sums in (GRADS[:0], GRADS[:2], np.ones((4, 4), np.float32), GRADS[:3, :2].copy()):
+        with pytest.raises(ValueError, match=r"sums must be float32\[3, 4\]"):
+            table.update_batch(batch, sums)
+    assert table.step == 1

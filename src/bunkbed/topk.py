@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bunkbed import _native
-from bunkbed.arguments import Floats, Ids, as_array, as_ids, as_rows, require_finite
+from bunkbed.arguments import Floats, Ids, as_array, as_ids, as_rows, describe, require_finite
 
 if TYPE_CHECKING:
     from bunkbed.table import Table
@@ -26,12 +26,18 @@ def topk(table: Table, queries: Any, k: int, *, ids: Any, exclude: Any | Sequenc
         raise ValueError(f"{label}: k must be at least 1, got {k}")
     left_out: Ids | list[Ids] | None = None
     if exclude is not None:
-        if isinstance(exclude, (list, tuple)) and exclude and not np.isscalar(exclude[0]):
+        if isinstance(exclude, (list, tuple)) and exclude and np.ndim(exclude[0]) > 0:
             left_out = [as_ids(e, what="exclude", table=label).reshape(-1) for e in exclude]
             if len(left_out) != len(rows):
                 raise ValueError(f"{label}: exclude holds {len(left_out)} arrays for {len(rows)} queries")
         else:
-            left_out = as_ids(exclude, what="exclude", table=label).reshape(-1)
+            left_out = as_ids(exclude, what="exclude", table=label)
+            if left_out.ndim > 1:
+                raise ValueError(
+                    f"{label}: exclude must be int64[E] for all queries, or a list of an array for each, got "
+                    f"{describe(left_out)}"
+                )
+            left_out = left_out.reshape(-1)
     best = best_rows(rows, k, _candidates(table, ids, len(rows)), left_out)
     return (best[0][0], best[1][0]) if single else best
 

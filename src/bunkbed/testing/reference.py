@@ -189,7 +189,7 @@ class ReferenceTable:
         best_ids = np.full((len(vectors), k), -1, np.int64)
         best_scores = np.full((len(vectors), k), -np.inf, np.float32)
         for index, query in enumerate(vectors):
-            each = isinstance(exclude, list | tuple) and len(exclude) > 0 and not np.isscalar(exclude[0])
+            each = isinstance(exclude, list | tuple) and len(exclude) > 0 and np.ndim(exclude[0]) > 0
             left_out = np.asarray([] if exclude is None else exclude[index] if each else exclude)  # type: ignore[index]
             with np.errstate(over="ignore", invalid="ignore"):
                 scores = arithmetic.lane_sum(rows * query)
