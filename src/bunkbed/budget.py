@@ -99,8 +99,10 @@ class Budget:
     def __init__(self, total: int | str) -> None:
         self.total_bytes = parse_bytes(total)
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = threading.Condition(threading.RLock())  # guards all below; notified when a share becomes free
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        #: Of them, those that open or close now: they have no core to ask, and their shares stay as they are.
+        self._unsettled: weakref.WeakSet[Member] = weakref.WeakSet()
         self._shares: weakref.WeakKeyDictionary[Member, int] = weakref.WeakKeyDictionary()
 
     @property
@@ -110,34 +112,62 @@ class Budget:
         with self._lock:
             return sum(self._shares.values())
 
-    def share_for(self, newcomer: Member) -> int:
-        """Bytes `newcomer` would get beside the present members.
+    def reserve(self, newcomer: Member) -> int:
+        """Bytes for a member that is about to open; present members shrink first. `join` or `leave` must follow.
+
+        Waits for members that open or close now where the bytes do not suffice beside them.
 
         Raises:
             MemoryError: the total cannot hold every member's minimum; the message says how much is needed.
         """
         self._require_own_process()
         with self._lock:
-            return self._divide([*self._members, newcomer])[-1]
+            while True:
+                others = list(self._members)
+                try:
+                    shares = self._divide([*others, newcomer])
+                    break
+                except MemoryError:
+                    if not self._unsettled:
+                        raise
+                self._lock.wait(1.0)  # one that is dropped meanwhile does not notify
+            self._apply(others, shares[:-1])
+            self._members.add(newcomer)
+            self._unsettled.add(newcomer)
+            self._shares[newcomer] = shares[-1]
+            return shares[-1]
 
     def join(self, newcomer: Member) -> None:
-        """Add a member and divide the bytes again; present members shrink first."""
+        """Add a member, one that opened or a new one, and divide the bytes again; present members shrink first."""
         self._require_own_process()
         with self._lock:
-            members = [*self._members, newcomer]
-            shares = self._divide(members)
-            self._apply(members, shares)
+            self._settle(newcomer)
+            members = [*self._members - {newcomer}, newcomer]
+            self._apply(members, self._divide(members))
             self._members.add(newcomer)
+
+    def start_leaving(self, member: Member) -> None:
+        """From now on `member`, which is about to close, is asked for nothing. It keeps its share until `leave`."""
+        self._require_own_process()
+        with self._lock:
+            if member in self._members:
+                self._unsettled.add(member)
 
     def leave(self, member: Member) -> None:
         """Remove a member; the others grow into what it held."""
         self._require_own_process()
         with self._lock:
+            self._settle(member)
             self._members.discard(member)
             self._shares.pop(member, None)
             members = list(self._members)
-            with contextlib.suppress(BunkbedError):  # one that refuses use until it is reopened keeps what it has
+            # One that refuses use until it is reopened keeps what it has; so do all whose minimum has grown.
+            with contextlib.suppress(BunkbedError, MemoryError):
                 self._apply(members, self._divide(members))
+
+    def _settle(self, member: Member) -> None:
+        self._unsettled.discard(member)
+        self._lock.notify_all()
 
     def _require_own_process(self) -> None:
         # Before the lock is taken: another thread of the parent may have held it.
@@ -155,13 +185,14 @@ class Budget:
                 self._shares[members[i]] = shares[i]
 
     def _divide(self, members: list[Member]) -> list[int]:
-        minimum = [m.minimum_bytes() for m in members]
+        fixed = {i: self._shares[m] for i, m in enumerate(members) if m in self._unsettled}
+        minimum = [fixed[i] if i in fixed else m.minimum_bytes() for i, m in enumerate(members)]
         if sum(minimum) > self.total_bytes:
             raise MemoryError(
                 f"a budget of {format_bytes(self.total_bytes)} is too small for {len(members)} tables; "
                 f"they need at least {sum(minimum)} bytes ({format_bytes(sum(minimum))})"
             )
-        wanted = [m.wanted_bytes() for m in members]
+        wanted = [fixed[i] if i in fixed else m.wanted_bytes() for i, m in enumerate(members)]
         shares = list(minimum)
         rest = self.total_bytes - sum(shares)
         hungry = [i for i, w in enumerate(wanted) if w is None or w > shares[i]]

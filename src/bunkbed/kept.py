@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bunkbed import _native
-from bunkbed.opening import open_writer
+from bunkbed.opening import open_writer, path_lock
 from bunkbed.run import Run
 from bunkbed.run_files import RunFiles
 from bunkbed.typed import typed
@@ -78,18 +78,15 @@ def drop_snapshot(path: str | os.PathLike[str], name: str) -> None:
     files = RunFiles(place)
     if files.epochs():
         files.find(name)  # before anything is locked or opened
+    with path_lock(place):
         present = open_writer(place)
-        if present is not None:  # a sharded table
+        if present is not None:  # of a run's path: a sharded table
             present.drop(name)
-            return
-        with Run(place, _shards_of=None if files.load_newest().sharding is None else place.name) as run:
-            run.drop(name)
-        return
-    present = open_writer(place)
-    if present is not None:
-        present.drop(name)
-    else:
-        _native.drop_snapshot(str(place), name)
+        elif files.epochs():
+            with Run(place, _shards_of=None if files.load_newest().sharding is None else place.name) as run:
+                run.drop(name)
+        else:
+            _native.drop_snapshot(str(place), name)
 
 
 def _when(file: Path) -> datetime:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from bunkbed.budget import Budget
 from bunkbed.errors import FormatError
 from bunkbed.init import Initializer
-from bunkbed.opening import create, open
+from bunkbed.opening import create, open, path_lock
 from bunkbed.optim import Adam, Optimizer
 
 
@@ -97,20 +97,21 @@ def open_or_create(
     Args:
         same: what a stored table must have; see `require_same`.
     """
-    if path is not None:
-        path = Path(path)
-        table = open_stored(kind, path, ram=ram, disk=disk, optimizer=optimizer, durability=durability, same=same)
-        if table is not None:
-            return table
-    return create(
-        path,
-        dim=dim,
-        num_rows=num_rows,
-        optimizer=Adam(lr=1e-3) if optimizer is None else optimizer,
-        init=init,
-        seed=seed,
-        dtype="float32" if dtype is None else dtype,
-        ram=ram,
-        durability="durable" if durability is None else durability,
-        disk=disk,
-    )
+    with path_lock(None if path is None else Path(path).expanduser()):
+        if path is not None:
+            path = Path(path)
+            table = open_stored(kind, path, ram=ram, disk=disk, optimizer=optimizer, durability=durability, same=same)
+            if table is not None:
+                return table
+        return create(
+            path,
+            dim=dim,
+            num_rows=num_rows,
+            optimizer=Adam(lr=1e-3) if optimizer is None else optimizer,
+            init=init,
+            seed=seed,
+            dtype="float32" if dtype is None else dtype,
+            ram=ram,
+            durability="durable" if durability is None else durability,
+            disk=disk,
+        )

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,10 @@ _LARGEST = {"float32": 3.4028e38, "bfloat16": 3.3895e38, "float16": 65504.0}
 
 #: The tables this process writes, by resolved path: opening one again gives the same object.
 _writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValueDictionary()
-_writers_lock = threading.Lock()
+#: By resolved path, a lock held while a writer there is looked for, made, opened or closed. Taken before every other
+#: lock, that of a sharded table before those of its shards.
+_path_locks: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
+_writers_lock = threading.Lock()  # guards both
 
 
 @atexit.register
@@ -90,26 +94,49 @@ def _parse_disk(disk: int | str | None, mode: str | None) -> int:
     return parse_bytes(disk)
 
 
-def _give_memory(table: Table, ram: int | str | Budget | None) -> int:
-    """Bytes the table may take, and remembers the budget it shares."""
+def path_lock(place: Path | None) -> AbstractContextManager[Any]:
+    """Within, no other thread makes, opens or closes a writer of the table at `place`. None: not one with files."""
+    if place is None:
+        return nullcontext()
+    key = os.getpid(), str(place.resolve())
+    with _writers_lock:
+        lock = _path_locks.get(key)
+        if lock is None:
+            lock = _path_locks[key] = threading.RLock()
+        return lock
+
+
+def _start(
+    table: Table,
+    ram: int | str | Budget | None,
+    open_core: Callable[[int], _native.Table],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Open the core of a table with its bytes of `ram`, and `check` it."""
     if isinstance(ram, Budget):
+        table._ram_bytes = ram.reserve(table)
         table._budget = ram
-        return ram.share_for(table)
-    if ram is None:
-        return 0 if table.path is None else parse_bytes(DEFAULT_RAM)
-    return parse_bytes(ram)
-
-
-def _join_budget(table: Table, ram_bytes: int) -> None:
-    table._ram_bytes = ram_bytes
-    if table._budget is not None:
-        table._budget.join(table)
-
-
-def _close_unopened(table: Table) -> None:
-    """Gives back the lock, and the share of the budget, of a table whose opening failed."""
-    if table._native is not None:
+    elif ram is None:
+        table._ram_bytes = 0 if table.path is None else parse_bytes(DEFAULT_RAM)
+    else:
+        table._ram_bytes = parse_bytes(ram)
+    try:
+        table._native = open_core(table._ram_bytes)
+    except BaseException:
+        if table._budget is not None:
+            table._budget.leave(table)
+        raise
+    try:
+        table._start(table._native)
+        table._stored_hint = 0
+        check()
+        if table._budget is not None:
+            table._budget.join(table)
+        if table.mode == "w":
+            register_writer(table)
+    except BaseException:
         table._close()
+        raise
 
 
 @typed
@@ -176,21 +203,16 @@ def create(
     table = Table(spec, place, "w")
     table._name = _name or table._name
     table._run = _run
-    ram_bytes = _give_memory(table, ram)
-    try:
-        table._native = _native.create("" if place is None else str(place), table.name, spec, ram_bytes, disk_bytes)
-        table._start(table._native)
-        _join_budget(table, ram_bytes)
-        register_writer(table)
-    except BaseException:
-        _close_unopened(table)
-        raise
+    path = "" if place is None else str(place)
+    with path_lock(place):
+        _start(table, ram, lambda ram_bytes: _native.create(path, table.name, spec, ram_bytes, disk_bytes))
     return table
 
 
 def register_writer(table: Table) -> None:
-    """From now on opening its path for writing, in this process, gives this very table."""
+    """From now on opening its path for writing, in this process, gives this very table. Call under `path_lock`."""
     if table.path is not None:
+        table._opening = path_lock(table.path)
         with _writers_lock:
             _writers[(os.getpid(), str(table.path.resolve()))] = table
 
@@ -248,46 +270,45 @@ def open(
             raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
         if optimizer is not None:
             create.setdefault("optimizer", optimizer)
-    if open_sharded is not None and is_sharded(place):
-        return open_sharded(place, mode=mode, ram=ram, snapshot=snapshot, create=create, optimizer=optimizer, disk=disk)
-    if create is not None and not _is_table(place):
-        if not writable:
-            raise FileNotFoundError(f"no table at {place} to read")
-        return _create_table(place, ram=ram, disk=disk, _run=_run, _name=_name, **create)
-    if writable:
-        present = open_writer(place)
-        if present is not None:
-            compare_with(present, {**(create or {}), "disk": disk}, optimizer)
-            present._opens += 1
-            return present
-    if not place.exists():
-        raise FileNotFoundError(f"no table at {place}; make one with bb.create, or give open() create=dict(dim=...)")
-    if not place.is_dir():
-        raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
-    spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
-    if spec.is_scratch and writable and create is not None and _epoch is None:
-        return _create_table(
-            place, ram=ram, disk=disk, _run=_run, _name=_name, **create
-        )  # an error while another process has it
-    table = Table(spec, place, "w" if writable else "r")
-    table._name = _name or table._name
-    table._run = _run
-    table._stored_hint = spec.minimum_ram(stored_rows, True)
-    ram_bytes = _give_memory(table, ram)
-    try:
-        table._native = _native.open(
-            str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None, disk_bytes
-        )
-        table._start(table._native)
-        table._stored_hint = 0
-        compare_with(table, create, optimizer)
-        _join_budget(table, ram_bytes)
+    with path_lock(place if writable else None):
+        if open_sharded is not None and is_sharded(place):
+            return open_sharded(
+                place, mode=mode, ram=ram, snapshot=snapshot, create=create, optimizer=optimizer, disk=disk
+            )
+        if create is not None and not _is_table(place):
+            if not writable:
+                raise FileNotFoundError(f"no table at {place} to read")
+            return _create_table(place, ram=ram, disk=disk, _run=_run, _name=_name, **create)
         if writable:
-            register_writer(table)
-    except BaseException:
-        _close_unopened(table)
-        raise
-    return table
+            present = open_writer(place)
+            if present is not None:
+                compare_with(present, {**(create or {}), "disk": disk}, optimizer)
+                present._opens += 1
+                return present
+        if not place.exists():
+            raise FileNotFoundError(
+                f"no table at {place}; make one with bb.create, or give open() create=dict(dim=...)"
+            )
+        if not place.is_dir():
+            raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
+        spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
+        if spec.is_scratch and writable and create is not None and _epoch is None:
+            return _create_table(
+                place, ram=ram, disk=disk, _run=_run, _name=_name, **create
+            )  # an error while another process has it
+        table = Table(spec, place, "w" if writable else "r")
+        table._name = _name or table._name
+        table._run = _run
+        table._stored_hint = spec.minimum_ram(stored_rows, True)
+        _start(
+            table,
+            ram,
+            lambda ram_bytes: _native.open(
+                str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None, disk_bytes
+            ),
+            lambda: compare_with(table, create, optimizer),
+        )
+        return table
 
 
 _create_table = create
@@ -342,7 +363,7 @@ def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.
 
 
 def open_writer(place: Path) -> Table | None:
-    """The table at `place` if this process has it open for writing."""
+    """The table at `place` if this process has it open for writing. Call under `path_lock`, for it to stay so."""
     with _writers_lock:
         present = _writers.get((os.getpid(), str(place.resolve())))
     return None if present is None or present.closed else present

@@ -106,42 +106,43 @@ class ShardedTable(Table):
             range. MemoryError: `ram` is too small for so many shards; says how much is needed.
         """
         place = opening._resolve(path)
-        places = _new_places(place, shards, directories)
-        disk_bytes = 0 if disk is None else parse_bytes(disk)
-        facts: dict[str, Any] = {
-            "dim": dim,
-            "num_rows": num_rows,
-            "optimizer": optimizer,
-            "init": init,
-            "seed": seed,
-            "dtype": dtype,
-            **_limit_of_each(disk_bytes, len(places)),
-        }
-        spec = opening.make_spec(dim, num_rows, optimizer, init, seed, dtype, True)
-        budget = ram if isinstance(ram, Budget) else Budget(opening.DEFAULT_RAM if ram is None else ram)
-        _require_room(place.name, budget, spec, len(places))
-        _require_free(place, places)
-        is_new = not place.exists()
-        run = Run(place, budget, _shards_of=place.name)
-        made: list[Path] = []
-        try:
-            _require_free(place, places)  # again, now that nobody else can make one here
-            run._files.places = _records_of(place, places)
-            for index, shard in enumerate(places):
-                _native.make_directories(str(shard.parent))
-                run.table(shard_name(index), create=facts)
-                made.append(shard)
-            tables = run.tables
-            sharding = Sharding.new([table.uuid for table in tables.values()])
-            # As the first manifest of a plain table: from here on it can be opened.
-            epochs = {name: table.epoch for name, table in tables.items()}
-            run._publish(RunManifest(tables=epochs, places=run._files.places, sharding=sharding))
-            return cls._of(run, sharding, disk_bytes, ram, follows=False)
-        except BaseException:
-            run.close(commit=False)
-            for folder in [*made, *([place] if is_new else [])]:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+        with opening.path_lock(place):
+            places = _new_places(place, shards, directories)
+            disk_bytes = 0 if disk is None else parse_bytes(disk)
+            facts: dict[str, Any] = {
+                "dim": dim,
+                "num_rows": num_rows,
+                "optimizer": optimizer,
+                "init": init,
+                "seed": seed,
+                "dtype": dtype,
+                **_limit_of_each(disk_bytes, len(places)),
+            }
+            spec = opening.make_spec(dim, num_rows, optimizer, init, seed, dtype, True)
+            budget = ram if isinstance(ram, Budget) else Budget(opening.DEFAULT_RAM if ram is None else ram)
+            _require_room(place.name, budget, spec, len(places))
+            _require_free(place, places)
+            is_new = not place.exists()
+            run = Run(place, budget, _shards_of=place.name)
+            made: list[Path] = []
+            try:
+                _require_free(place, places)  # again, now that nobody else can make one here
+                run._files.places = _records_of(place, places)
+                for index, shard in enumerate(places):
+                    _native.make_directories(str(shard.parent))
+                    run.table(shard_name(index), create=facts)
+                    made.append(shard)
+                tables = run.tables
+                sharding = Sharding.new([table.uuid for table in tables.values()])
+                # As the first manifest of a plain table: from here on it can be opened.
+                epochs = {name: table.epoch for name, table in tables.items()}
+                run._publish(RunManifest(tables=epochs, places=run._files.places, sharding=sharding))
+                return cls._of(run, sharding, disk_bytes, ram, follows=False)
+            except BaseException:
+                run.close(commit=False)
+                for folder in [*made, *([place] if is_new else [])]:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
 
     @classmethod
     @typed
@@ -186,44 +187,45 @@ class ShardedTable(Table):
         ram = wanted.pop("ram", None) if ram is None else ram
         disk = wanted.pop("disk", None) if disk is None else disk
         disk_bytes = opening._parse_disk(disk, "w" if writable else "r")
-        files = RunFiles(place, "sharded table")
-        if not files.epochs():
-            if create is not None and writable and not opening._is_table(place):
-                return cls.create(place, ram=ram, disk=disk, **wanted)
-            if place.exists():
-                raise FormatError(f"{place} is not a sharded table; open a plain one with bb.open")
-            raise FileNotFoundError(f"no sharded table at {place}; make one with bb.ShardedTable.create")
-        sharding = files.load_newest().sharding
-        if sharding is None:
-            raise FormatError(f"{place} is a run of tables, not one sharded table; open it with bb.Run")
-        shards = wanted.pop("shards", None)
-        if shards not in (None, len(sharding.shards)):
-            raise ValueError(f"table '{place.name}': it has {len(sharding.shards)} shards, {shards} was asked for")
-        wanted.pop("directories", None)
-        present = opening.open_writer(place) if writable else None
-        if present is not None:
-            assert isinstance(present, cls)
-            opening.compare_with(present, {**wanted, "disk": disk}, optimizer)
-            present._opens += 1
-            return present
-        for attempt in range(_ATTEMPTS):
-            run = Run(place, ram, mode=mode, snapshot=snapshot, _shards_of=place.name)
+        with opening.path_lock(place if writable else None):
+            files = RunFiles(place, "sharded table")
+            if not files.epochs():
+                if create is not None and writable and not opening._is_table(place):
+                    return cls.create(place, ram=ram, disk=disk, **wanted)
+                if place.exists():
+                    raise FormatError(f"{place} is not a sharded table; open a plain one with bb.open")
+                raise FileNotFoundError(f"no sharded table at {place}; make one with bb.ShardedTable.create")
+            sharding = files.load_newest().sharding
+            if sharding is None:
+                raise FormatError(f"{place} is a run of tables, not one sharded table; open it with bb.Run")
+            shards = wanted.pop("shards", None)
+            if shards not in (None, len(sharding.shards)):
+                raise ValueError(f"table '{place.name}': it has {len(sharding.shards)} shards, {shards} was asked for")
+            wanted.pop("directories", None)
+            present = opening.open_writer(place) if writable else None
+            if present is not None:
+                assert isinstance(present, cls)
+                opening.compare_with(present, {**wanted, "disk": disk}, optimizer)
+                present._opens += 1
+                return present
+            for attempt in range(_ATTEMPTS):
+                run = Run(place, ram, mode=mode, snapshot=snapshot, _shards_of=place.name)
+                try:
+                    _open_shards(run, directories, disk_bytes)
+                    table = cls._of(run, sharding, disk_bytes, ram, follows=snapshot is None)
+                    break
+                except BaseException as error:
+                    run.close(commit=False)
+                    # Beside a writer the commit may be collected meanwhile: there is a newer one.
+                    was_collected = isinstance(error, FileNotFoundError) and run.epoch not in files.epochs()
+                    if not was_collected or attempt == _ATTEMPTS - 1:
+                        raise
             try:
-                _open_shards(run, directories, disk_bytes)
-                table = cls._of(run, sharding, disk_bytes, ram, follows=snapshot is None)
-                break
-            except BaseException as error:
-                run.close(commit=False)
-                # Beside a writer the commit may be collected meanwhile: there is a newer one.
-                was_collected = isinstance(error, FileNotFoundError) and run.epoch not in files.epochs()
-                if not was_collected or attempt == _ATTEMPTS - 1:
-                    raise
-        try:
-            opening.compare_with(table, wanted, optimizer)
-        except BaseException:
-            table._close()
-            raise
-        return table
+                opening.compare_with(table, wanted, optimizer)
+            except BaseException:
+                table._close()
+                raise
+            return table
 
     @classmethod
     def _of(

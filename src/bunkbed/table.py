@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -85,6 +86,8 @@ class Table(TableFacts, TableCommits):
         self._ram_above = 0  # of them, what a cache above takes for its id map
         self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
         self._above: Callable[[], Above | None] | None = None  # a cache with newer rows, where one lies above
+        #: Guards `_opens` and closing; a writer's is that of its path, held while the path is opened.
+        self._opening: AbstractContextManager[Any] = threading.RLock()
         self._opens = 1
         self._closed = False
         self._pid = os.getpid()
@@ -462,28 +465,39 @@ class Table(TableFacts, TableCommits):
     def close(self, commit: bool = True) -> None:
         """Commit (a writer, unless told not to) and let go of files and memory. Closing twice is no error.
 
-        If the commit fails the table stays open and nothing is lost.
+        If the commit fails the table stays open and nothing is lost. Where the path was opened several times the last
+        close lets go. Another thread that opens the path meanwhile waits.
         """
-        if self._closed:
-            return
-        if self._opens > 1:
-            self._opens -= 1
+        with self._alone():
+            if self._closed:
+                return
             if commit and self._mode == "w" and self._run is None:
                 self._commit(None, None)
-            return
-        if commit and self._mode == "w" and self._run is None:
-            self._commit(None, None)
-        self._close()
+            if self._opens > 1:
+                self._opens -= 1
+            else:
+                self._close()
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """Within, no other thread opens or closes the table."""
+        # In a forked child the lock may be held for ever; the core says what is wrong.
+        return self._opening if self._pid == os.getpid() else nullcontext()
 
     def _close(self) -> None:
-        self._closed = True
-        above = self._cache_above()
-        self._native.close()
-        self._native.set_holder(None, None)  # a holder that refers to this table would keep both alive
-        if above is not None:
-            above.table_closed()
-        if self._budget is not None:
-            self._budget.leave(self)
+        with self._alone():
+            self._closed = True
+            above = self._cache_above()
+            budget = self._budget if self._pid == os.getpid() else None
+            if budget is not None:
+                budget.start_leaving(self)
+            try:
+                self._native.close()
+                self._native.set_holder(None, None)  # a holder that refers to this table would keep both alive
+                if above is not None:
+                    above.table_closed()
+            finally:
+                if budget is not None:
+                    budget.leave(self)
 
     def __del__(self) -> None:
         # At the interpreter's end `opening` has asked before modules went away; what is left then stays silent.
