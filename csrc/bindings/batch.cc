@@ -29,7 +29,7 @@ nb::tuple sums_and_norm(size_t num_unique, size_t dim, Sum&& sum) {
   const nb::object owner = own_block(sums, bytes);
   double squares = 0.0;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     const DefaultFloatMode mode;
     squares = sum(sums);
   }
@@ -75,7 +75,7 @@ void bind_batch(nb::module_& m) {
             auto* found = static_cast<bool*>(allocate_array(n));
             const nb::object owner = own_block(found, n);
             {
-              const nb::gil_scoped_release release;
+              const WithoutGil without_gil;
               rows_in_other(batch, other, found);
             }
             return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(found, {n}, owner);
@@ -111,7 +111,7 @@ void bind_batch(nb::module_& m) {
   m.def(
       "bag_dots",
       [](const FloatsIn& rows, const Ids& offsets, const FloatsIn& grads, const FloatsOfOne& out) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         const DefaultFloatMode mode;
         bag_dots({offsets.data(), offsets.shape(0), false, nullptr, grads.data(), grads.shape(1)}, rows.shape(0),
                  rows.data(), out.data());

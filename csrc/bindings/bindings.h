@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "bindings/without_gil.h"
 #include "table.h"
 #include "types.h"
 

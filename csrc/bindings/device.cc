@@ -54,22 +54,22 @@ void bind_device(nb::module_& m) {
               throw Error(ErrorKind::kInvalid, "a plan of " + std::to_string(plan.batch().size()) +
                                                    " ids cannot fill an array of " + std::to_string(out.shape(0)));
             }
-            const nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             plan.positions(out.data());
           },
           "out"_a, "Fill int64[N] with the frame of every id of the plan's batch, in the batch's order.")
       .def(
-          "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<WithoutGil>(),
           "Its frames hold newer values than the table: after their loads, before release().")
       .def(
           "done", [](Plan& plan) { plan.done(); },
           "It was carried out. A plan that goes without it, or release(), is undone.")
       .def(
-          "undo", [](Plan& plan) { plan.undo(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "undo", [](Plan& plan) { plan.undo(); }, nb::call_guard<WithoutGil>(),
           "It could not be carried out, and no frame was loaded: rows to be loaded are in none again, dirty rows that gave "
           "way are back in theirs, unless the table has got them. Releases it; before any other plan is made.")
       .def(
-          "release", [](Plan& plan) { plan.release(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "release", [](Plan& plan) { plan.release(); }, nb::call_guard<WithoutGil>(),
           "Give the pins back; calls after the first do nothing.");
 
   nb::class_<DeviceMap>(m, "DeviceMap",
@@ -79,11 +79,11 @@ void bind_device(nb::module_& m) {
            "frames"_a)
       .def_prop_ro("frames", &DeviceMap::frames)
       .def_ro_static("WINDOW_FULL", &DeviceMap::kWindowFull)
-      .def("expect", &DeviceMap::expect, "batch"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("expect", &DeviceMap::expect, "batch"_a, nb::call_guard<WithoutGil>(),
            "Enter a coming batch into the window that ranks eviction: its number, or WINDOW_FULL.")
-      .def("forget", &DeviceMap::forget, "number"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("forget", &DeviceMap::forget, "number"_a, nb::call_guard<WithoutGil>(),
            "An expected batch will not come.")
-      .def("plan", &DeviceMap::plan, "batch"_a, "number"_a = 0, nb::keep_alive<0, 2>(), nb::call_guard<nb::gil_scoped_release>(),
+      .def("plan", &DeviceMap::plan, "batch"_a, "number"_a = 0, nb::keep_alive<0, 2>(), nb::call_guard<WithoutGil>(),
            nb::sig("def plan(self, batch: Batch, number: int = 0) -> DevicePlan | None"),
            "Give every row of the batch a frame and pin it; `number` is what expect() said, 0 where it was not expected. "
            "None, and nothing changed, while other plans pin too many frames. ValueError where the batch has more "
@@ -94,7 +94,7 @@ void bind_device(nb::module_& m) {
             const size_t n = ids.shape(0);
             auto frames = std::make_shared<ArrayVector<int64_t>>(n);
             {
-              const nb::gil_scoped_release release;
+              const WithoutGil without_gil;
               map.find(ids.data(), n, frames->data());
             }
             return view(*frames, frames);
@@ -105,7 +105,7 @@ void bind_device(nb::module_& m) {
           [](const DeviceMap& map) {
             std::shared_ptr<DeviceMap::Dirty> found;
             {
-              const nb::gil_scoped_release release;
+              const WithoutGil without_gil;
               found = std::make_shared<DeviceMap::Dirty>(map.dirty());
             }
             return nb::make_tuple(view(found->rows, found), view(found->frames, found));
@@ -115,16 +115,16 @@ void bind_device(nb::module_& m) {
           "(ids int64[D], frames int64[D]) whose newest value is the frame's. Rows on their way down are not among them.")
       .def(
           "mark_dirty", [](DeviceMap& map, const Ids& frames) { map.mark_dirty(frames.data(), frames.shape(0)); },
-          "frames"_a, nb::call_guard<nb::gil_scoped_release>(), "These frames hold newer values than the table.")
+          "frames"_a, nb::call_guard<WithoutGil>(), "These frames hold newer values than the table.")
       .def(
           "mark_clean", [](DeviceMap& map, const Ids& frames) { map.mark_clean(frames.data(), frames.shape(0)); },
-          "frames"_a, nb::call_guard<nb::gil_scoped_release>(), "The table has what these frames hold.")
+          "frames"_a, nb::call_guard<WithoutGil>(), "The table has what these frames hold.")
       .def(
           "arrived", [](DeviceMap& map, const Ids& ids) { map.arrived(ids.data(), ids.shape(0)); }, "ids"_a,
-          nb::call_guard<nb::gil_scoped_release>(),
+          nb::call_guard<WithoutGil>(),
           "Evicted records of these ids were written back. Table.scatter_records says so itself where the map is its "
           "holder.")
-      .def("forget_all", &DeviceMap::forget_all, nb::call_guard<nb::gil_scoped_release>(),
+      .def("forget_all", &DeviceMap::forget_all, nb::call_guard<WithoutGil>(),
            "Free every frame, written back or not. Refused while plans hold pins; expected batches stay expected.")
       .def("stats", [](const DeviceMap& map) {
         const DeviceStats s = map.stats();

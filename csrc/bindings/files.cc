@@ -16,7 +16,7 @@ void bind_files(nb::module_& m) {
   m.def(
       "write_file",
       [](const std::string& path, const nb::bytes& data) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         const auto file = vfs::current().create_small(path);
         if (data.size() > 0) file->write(data.c_str(), data.size(), 0);
         file->sync();
@@ -28,7 +28,7 @@ void bind_files(nb::module_& m) {
       [](const std::string& path) {
         std::string data;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           const auto file = vfs::current().open(path, false);
           data.resize(file->size());
           file->read(data.data(), data.size(), 0);
@@ -39,35 +39,35 @@ void bind_files(nb::module_& m) {
   m.def(
       "link_file",
       [](const std::string& from, const std::string& to) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         vfs::current().link(from, to);
       },
       "from_path"_a, "to_path"_a, "Give a file a second name. FileExistsError: the name is taken.");
   m.def(
       "remove_file",
       [](const std::string& path) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         vfs::current().remove(path);
       },
       "path"_a, "Remove a file; one that is not there is no error.");
   m.def(
       "sync_directory",
       [](const std::string& path) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         vfs::current().sync_directory(path);
       },
       "path"_a, "Make the names in a directory durable.");
   m.def(
       "make_directories",
       [](const std::string& path) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         vfs::current().make_directories(path);
       },
       "path"_a, "Make a directory and those above it that are missing; their names are durable when it returns.");
   m.def(
       "list_directory",
       [](const std::string& path) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return vfs::current().list(path);
       },
       "path"_a, "Names in a directory, sorted. FileNotFoundError: there is none.");

@@ -19,7 +19,7 @@ void bind_losses(nb::module_& m) {
           throw Error(ErrorKind::kInvalid, "positive has " + std::to_string(positive.shape(0)) +
                                                " scores and negative " + std::to_string(negative.shape(0)) + " rows");
         }
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return bpr_slopes(negative.shape(0), negative.shape(1), hardness, positive.data(), negative.data());
       },
       "positive"_a, "negative"_a, "hardness"_a,
@@ -27,7 +27,7 @@ void bind_losses(nb::module_& m) {
   m.def(
       "logistic_slopes",
       [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& x) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return logistic_slopes(x.shape(0), x.data());
       },
       "x"_a, "Sum of softplus(x) of float32[N], which becomes sigmoid(x).");
@@ -41,7 +41,7 @@ void bind_losses(nb::module_& m) {
             queries.shape(1) != items.shape(2) || scores.shape(1) != items.shape(1) || items.shape(1) == 0) {
           throw Error(ErrorKind::kInvalid, "queries, items and scores must be [B, D], [B, K, D] and [B, K]");
         }
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         const PairSquares squares = pair_scores(items.shape(0), items.shape(1), items.shape(2), queries.data(),
                                                 items.data(), scores.data());
         return std::pair(squares.first, squares.others);
@@ -60,7 +60,7 @@ void bind_losses(nb::module_& m) {
             item_grads.shape(2) != items.shape(2)) {
           throw Error(ErrorKind::kInvalid, "slopes, queries and items must be [B, K], [B, D] and [B, K, D]");
         }
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         pair_grads(items.shape(0), items.shape(1), items.shape(2), {first_decay, other_decay}, slopes.data(),
                    queries.data(), items.data(), query_grads.data(), item_grads.data());
       },

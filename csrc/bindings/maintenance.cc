@@ -30,6 +30,7 @@ CheckProgress python_progress(const nb::object& function) {
     *next = now + std::chrono::milliseconds(50);
     const nb::gil_scoped_acquire acquire;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    InCore::require_open_door();  // a check of a large table would hold up the end of the process
     if (!function.is_none()) function(done, total);
   };
 }
@@ -68,7 +69,7 @@ void bind_maintenance(nb::module_& m) {
         const CheckProgress report = python_progress(progress);
         CheckedTable table;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           table = inspect_table(vfs::current(), path, ram_bytes, report, {shard, shards});
         }
         return checked_values(table);
@@ -88,7 +89,7 @@ void bind_maintenance(nb::module_& m) {
         options.place = {shard, shards};
         RepairedTable repaired;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           repaired = repair_table(vfs::current(), path, options, report);
         }
         return nb::make_tuple(checked_values(repaired.table), repaired.done);
@@ -101,7 +102,7 @@ void bind_maintenance(nb::module_& m) {
       [](const std::string& path) {
         std::vector<Manifest> commits;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           commits = readable_commits(vfs::posix(), path);
         }
         nb::list found;
@@ -124,14 +125,14 @@ void bind_maintenance(nb::module_& m) {
   m.def(
       "drop_snapshot",
       [](const std::string& path, const std::string& name) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         drop_snapshot(vfs::posix(), path, name);
       },
       "path"_a, "name"_a, "Forget a snapshot of a table that nobody has open for writing.");
   m.def(
       "collect_commits",
       [](const std::string& path, std::set<uint64_t> pinned) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         collect_commits(vfs::posix(), path, pinned);
       },
       "path"_a, "pinned"_a, "Remove a table's commits but the newest two, the kept ones and these.");
@@ -147,7 +148,7 @@ void bind_maintenance(nb::module_& m) {
         options.may_link = may_link;
         CopyResult result;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           result = copy_table(vfs::posix(), from, to, options, report);
         }
         return nb::make_tuple(result.epoch, result.linked_bytes, result.copied_bytes, result.present_bytes);

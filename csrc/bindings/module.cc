@@ -168,6 +168,8 @@ NB_MODULE(_native, m) {
   bind_files(m);
   bind_testing(m);
 
+  m.def("close_door", &InCore::close_door, "From now on calls of other threads raise SystemExit: the process ends.");
+  m.def("num_inside", &InCore::num_inside, "Calls of other threads that are inside the core.");
   m.def("simd", [] { return simd_name(current_simd()); }, "The instruction set in use.");
   m.def(
       "set_simd", [](const std::string& name) { set_simd(simd_of(name)); }, "name"_a,
@@ -216,7 +218,7 @@ NB_MODULE(_native, m) {
       [](const std::string& kind, double a, double b, uint64_t seed, const Ids& ids, const FloatsOut& out) {
         const InitSpec spec = init_spec(kind, a, b, seed);
         const size_t dim = out.shape(1);
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         const DefaultFloatMode mode;
         for (size_t i = 0; i < ids.shape(0); ++i) {
           kernels().init_row(spec, ids.data()[i], static_cast<int64_t>(dim), out.data() + i * dim);
@@ -250,7 +252,7 @@ NB_MODULE(_native, m) {
   m.def(
       "scale",
       [](const nb::ndarray<float, nb::c_contig, nb::device::cpu>& values, double factor) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         const DefaultFloatMode mode;
         return scale(values.size(), static_cast<float>(factor), values.data());
       },
@@ -260,7 +262,7 @@ NB_MODULE(_native, m) {
       "narrow",
       [](const nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& values, int dtype,
          const nb::ndarray<uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         const DefaultFloatMode mode;
         parallel_for(values.size(), 16384, [&](size_t from, size_t to) {
           kernels().narrow_nearest(static_cast<DType>(dtype), static_cast<int64_t>(to - from), values.data() + from,
@@ -272,7 +274,7 @@ NB_MODULE(_native, m) {
   m.def(
       "norm",
       [](const nb::ndarray<const float, nb::c_contig, nb::device::cpu>& values) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         const DefaultFloatMode mode;
         return std::sqrt(kernels().sum_of_squares(static_cast<int64_t>(values.size()), values.data()));
       },
@@ -283,7 +285,7 @@ NB_MODULE(_native, m) {
       [](const nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& queries,
          const nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows, const FloatsOut& out) {
         const size_t dim = queries.shape(1);
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         parallel_for(rows.shape(0), 256, [&](size_t from, size_t to) {
           for (size_t q = 0; q < queries.shape(0); ++q) {
             for (size_t r = from; r < to; ++r) {
@@ -304,7 +306,7 @@ NB_MODULE(_native, m) {
   m.def(
       "probe_memory",
       [](size_t threads, size_t bytes, double seconds) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return probe_memory(threads, bytes, seconds);
       },
       "threads"_a, "bytes"_a, "seconds"_a, "Bytes a second, read and written together, of copies between large arrays.");
@@ -313,7 +315,7 @@ NB_MODULE(_native, m) {
       .def(
           "run",
           [](RowProbe& probe, const Ids& rows, size_t used_bytes, const std::string& work) {
-            const nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             const RowWork kind = work == "read" ? RowWork::kRead : work == "copy" ? RowWork::kCopy : RowWork::kChange;
             return probe.run(rows.data(), rows.shape(0), used_bytes, kind);
           },
@@ -322,7 +324,7 @@ NB_MODULE(_native, m) {
   m.def(
       "probe_writes",
       [](const std::string& path, size_t max_bytes, double seconds) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return probe_writes(vfs::current(), path, max_bytes, seconds);
       },
       "path"_a, "max_bytes"_a, "seconds"_a,
@@ -330,7 +332,7 @@ NB_MODULE(_native, m) {
   m.def(
       "probe_reads",
       [](const std::vector<std::string>& paths, size_t threads, double seconds) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return probe_reads(vfs::current(), paths, threads, seconds);
       },
       "paths"_a, "threads"_a, "seconds"_a,
@@ -339,7 +341,7 @@ NB_MODULE(_native, m) {
   m.def(
       "snapshots",
       [](const std::string& path) {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         std::vector<std::pair<std::string, uint64_t>> found;
         for (const auto& snapshot : Manifests(vfs::current(), path).snapshots()) {
           found.emplace_back(snapshot.name, snapshot.epoch);

@@ -14,7 +14,7 @@ void bind_seen_pairs(nb::module_& m) {
       .def(
           "__init__",
           [](SeenPairs* self, const Ids& keys, int64_t num_items) {
-            const nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             new (self) SeenPairs(keys.data(), keys.shape(0), num_items);
           },
           "keys"_a, "num_items"_a, "Of int64[N] keys user * num_items + item, ascending.")
@@ -29,7 +29,7 @@ void bind_seen_pairs(nb::module_& m) {
             auto* found = static_cast<bool*>(allocate_array(n));
             const nb::object owner = own_block(found, n);
             {
-              const nb::gil_scoped_release release;
+              const WithoutGil without_gil;
               pairs.contains(n, users.data(), items.data(), found);
             }
             return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(found, {n}, owner);
@@ -42,7 +42,7 @@ void bind_seen_pairs(nb::module_& m) {
             size_t n = 0;
             int64_t* places = nullptr;
             {
-              const nb::gil_scoped_release release;
+              const WithoutGil without_gil;
               const size_t most = pairs.most_clashes(users.shape(0), users.data(), items.shape(0), items.data());
               bytes = (most + 1) * sizeof(int64_t);
               places = static_cast<int64_t*>(allocate_array(bytes));

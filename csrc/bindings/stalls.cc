@@ -53,6 +53,7 @@ void bind_stalls(nb::module_& m) {
   m.def(
       "with_stalls",
       [](nb::object make, const nb::callable& function, const nb::args& args) {
+        const InCore inside;
         const PythonWatch watch(std::move(make));
         return function(*args);
       },

@@ -128,7 +128,7 @@ TableSpec table_spec(int64_t num_rows, uint32_t dim, int dtype, const std::tuple
 // Runs a call of the core: without the GIL, in the default floating-point mode.
 template <typename Call>
 auto unlocked(Call&& call) {
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const DefaultFloatMode mode;
   return call();
 }

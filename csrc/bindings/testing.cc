@@ -109,7 +109,7 @@ void bind_testing(nb::module_& m) {
 
   nb::class_<vfs::CrashState>(m, "CrashState", "The files of a disk after a loss of power.")
       .def("digest", &vfs::CrashState::digest)
-      .def("write", &vfs::CrashState::write, "path"_a, nb::call_guard<nb::gil_scoped_release>());
+      .def("write", &vfs::CrashState::write, "path"_a, nb::call_guard<WithoutGil>());
   nb::class_<vfs::PowerlossVfs, vfs::Vfs>(m, "PowerlossVfs", "Records everything below a directory; see powerloss.h.")
       .def("__init__", [](vfs::PowerlossVfs* self, const std::string& root) { new (self) vfs::PowerlossVfs(root); },
            "root"_a)
@@ -123,7 +123,7 @@ void bind_testing(nb::module_& m) {
             for (const auto& [change, name] : ignored) rules.push_back({change, name});
             const vfs::Names which = named(names, kNames);
             const vfs::Sectors what = named(sectors, kSectors);
-            const nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             return self.crash(moment, which, what, seed, rules);
           },
           "moment"_a, "names"_a, "sectors"_a, "seed"_a, "ignored"_a = std::vector<std::pair<std::string, std::string>>{},
@@ -147,7 +147,7 @@ void bind_testing(nb::module_& m) {
         if (part == 0) throw Error(ErrorKind::kInvalid, "a part must have a byte at least");
         const auto* const bytes = static_cast<const char*>(data.data());
         uint32_t all = 0;
-        const nb::gil_scoped_release released;
+        const WithoutGil without_gil;
         for (size_t at = 0; at < data.size(); at += part) {
           all ^= kernels().crc32c(0, bytes + at, std::min(part, data.size() - at));
         }

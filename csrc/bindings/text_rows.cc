@@ -64,7 +64,7 @@ void bind_text_rows(nb::module_& m) {
       [](const Ids& ids) {
         Words words;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           words = words_of_ids(ids.data(), ids.shape(0));
         }
         return nb::make_tuple(text_of(words), array(std::move(words.ends)));
@@ -76,7 +76,7 @@ void bind_text_rows(nb::module_& m) {
         std::optional<std::vector<int64_t>> ids;
         {
           const std::string_view words = view(text);
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           ids = ids_of_words({words, ends.data(), ends.shape(0)});
         }
         if (!ids.has_value()) return std::nullopt;
@@ -88,7 +88,7 @@ void bind_text_rows(nb::module_& m) {
       [](const BytesIn& text, size_t most, bool is_last) {
         std::vector<int64_t> ends;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           ends = line_ends(view(text), most, is_last);
         }
         return array(std::move(ends));
@@ -102,7 +102,7 @@ void bind_text_rows(nb::module_& m) {
         const char byte = separator.c_str()[0];
         Fields found;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           found = fields(view(text), ends.data(), ends.shape(0), byte, column);
         }
         return nb::make_tuple(text_of(found.words), array(std::move(found.words.ends)), array(std::move(found.behind)));
@@ -117,7 +117,7 @@ void bind_text_rows(nb::module_& m) {
         require_same(ends.shape(0), out.shape(0), "ends of lines");
         std::vector<int64_t> refused;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           refused = parse_rows(view(text), begins.data(), ends.data(), out.shape(0), out.shape(1), out.data());
         }
         return array(std::move(refused));
@@ -135,7 +135,7 @@ void bind_text_rows(nb::module_& m) {
         const std::string_view words = text.has_value() ? view(*text) : std::string_view();
         NewBytes made;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           const WordsView named(words, ends.has_value() ? ends->data() : nullptr, ends.has_value() ? ends->shape(0) : 0);
           format_rows(rows.data(), rows.shape(0), rows.shape(1), byte, ends.has_value() ? &named : nullptr,
                       [&made](size_t bytes) { return made.room(bytes); });
@@ -151,7 +151,7 @@ void bind_text_rows(nb::module_& m) {
         const std::string_view words = view(text);
         NewBytes made;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           join_records(rows.data(), rows.shape(1), {words, ends.data(), ends.shape(0)},
                        [&made](size_t bytes) { return made.room(bytes); });
         }
@@ -163,7 +163,7 @@ void bind_text_rows(nb::module_& m) {
       [](const BytesIn& bytes, const FloatsOut& out) {
         Records records;
         {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           records = split_records(view(bytes), out.shape(0), out.shape(1), out.data());
         }
         return nb::make_tuple(text_of(records.words), array(std::move(records.words.ends)), records.used);

@@ -287,8 +287,8 @@ class PosixVfs final : public Vfs {
 }  // namespace
 
 Vfs& posix() {
-  static PosixVfs instance;
-  return instance;
+  static auto* instance = new PosixVfs;  // leaked: threads may be writing while the process goes down
+  return *instance;
 }
 
 namespace {

@@ -6,6 +6,7 @@ import atexit
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +38,11 @@ _writers_lock = threading.Lock()  # guards both
 
 
 @atexit.register
-def _warn_at_exit() -> None:
+def _shut_down() -> None:
+    """Let no daemon thread be in the core, or come to it, while the interpreter goes; then warn of what is lost."""
+    _native.close_door()
+    while _native.num_inside():
+        time.sleep(0.001)
     for table in list(_writers.values()):
         warn_when_it_goes(table)
 

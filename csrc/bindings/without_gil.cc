@@ -1,0 +1,57 @@
+#include "bindings/without_gil.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+
+namespace bunkbed {
+
+namespace {
+
+thread_local int depth = 0;  // calls within each other, of this thread
+std::atomic<long> inside{0};
+std::atomic<unsigned long> closed_by{0};  // the thread that closed the door; 0: it is open
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// The parent's other threads do not exist in a forked child.
+[[maybe_unused]] const int handlers = ::pthread_atfork(nullptr, nullptr, [] { inside = depth > 0 ? 1 : 0; });
+
+}  // namespace
+
+InCore::InCore() {
+  if (depth == 0) {
+    require_open_door();
+    ++inside;
+  }
+  ++depth;
+}
+
+InCore::~InCore() {
+  if (--depth == 0) --inside;
+}
+
+void InCore::close_door() { closed_by = PyThread_get_thread_ident(); }
+
+void InCore::require_open_door() {
+  if (closed_by == 0 || closed_by == PyThread_get_thread_ident()) return;
+  PyErr_SetNone(PyExc_SystemExit);
+  throw nanobind::python_error();
+}
+
+long InCore::num_inside() { return inside - (depth > 0 ? 1 : 0); }
+
+WithoutGil::~WithoutGil() {
+  // Ctrl-C ended the wait for this call.
+  while (is_finalizing() && closed_by != PyThread_get_thread_ident()) ::pause();
+  PyEval_RestoreThread(thread_);
+}
+
+}  // namespace bunkbed
