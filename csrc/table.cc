@@ -236,7 +236,10 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
       table->require_disk_limit();
       return table;
     } catch (const Error& error) {
-      const bool vanished = error.kind() == ErrorKind::kNotFound && vfs.exists(path);
+      // A run's reader asks for one epoch, which the writer may have collected: no damage, and no other to look for.
+      const bool is_collected = !options.writable && options.epoch.has_value() &&
+                                !vfs.exists(path + "/" + manifest_name(*options.epoch));
+      const bool vanished = error.kind() == ErrorKind::kNotFound && vfs.exists(path) && !is_collected;
       if (vanished && !options.writable && attempt < 20) continue;
       if (vanished) throw Error(ErrorKind::kCorruption, "table '" + name + "': a file its commit names is missing: " + error.what());
       throw;

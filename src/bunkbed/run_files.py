@@ -377,6 +377,10 @@ class RunFiles:
             return RunManifest()
         try:
             return self.load(epochs[-1])
+        except FileNotFoundError:
+            if self.epochs()[-1:] == epochs[-1:]:
+                raise
+            return self.load_newest()  # its writer made newer ones and collected it, after it was listed
         except CorruptionError as error:
             older = ", ".join(map(str, epochs[:-1]))
             place = shlex.quote(str(self.directory))
@@ -394,6 +398,8 @@ class RunFiles:
         for epoch in self.epochs():
             try:
                 name = self.named(epoch).keep
+            except FileNotFoundError:
+                continue  # collected by its writer after it was listed
             except BunkbedError:
                 continue  # check() reports it; the sound ones can still be opened
             if name:
@@ -428,7 +434,8 @@ class RunFiles:
         """A dense file of a commit, verified.
 
         Raises:
-            FileNotFoundError: no such name; lists those there are. CorruptionError: it is missing or damaged.
+            FileNotFoundError: no such name; lists those there are. Or the commit was collected meanwhile.
+            CorruptionError: it is missing or damaged.
         """
         if name not in manifest.files:
             known = ", ".join(sorted(manifest.files)) or "none"
@@ -438,6 +445,10 @@ class RunFiles:
         try:
             data = _native.read_file(str(path))
         except FileNotFoundError:
+            if not self.manifest_path(manifest.epoch).exists():
+                raise FileNotFoundError(
+                    f"{self.label}: epoch {manifest.epoch} was collected by its writer meanwhile; open it again"
+                ) from None
             raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) is missing") from None
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
             raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) fails its checksum")
