@@ -61,3 +61,23 @@ def test_a_collected_commit_is_not_called_damaged(tmp_path: Path) -> None:
     place = str(tmp_path / "tables/user")
     with pytest.raises(FileNotFoundError, match="manifest-0000000000000001"):  # past the first look at the manifest
         _native.open(place, "user", False, 16 << 20, "", 1, False, 0)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".vec"])
+def test_an_export_whose_rows_changed_after_they_were_counted_is_refused(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = bb.Table._scan_slots
+    with bb.create(None, **FACTS) as table:
+        table.set(np.array([1, 3]), np.ones((2, 2), np.float32))
+
+        def change_and_scan(table: bb.Table, *arguments: Any) -> Any:
+            table.set(np.array([5]), np.ones((1, 2), np.float32))
+            return scan(table, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bb.Table, "_scan_slots", change_and_scan)
+            with pytest.raises(bb.BunkbedError, match=r"was changed while it was exported: .* says 2 rows and got 3"):
+                bb.export_rows(table, tmp_path / f"rows{suffix}")
+        assert list(tmp_path.iterdir()) == []
+        assert bb.export_rows(table, tmp_path / f"rows{suffix}") == 3

@@ -19,6 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from bunkbed.arguments import Floats, Ids
+from bunkbed.errors import BunkbedError
 from bunkbed.io.ahead import ahead
 from bunkbed.io.formats import FORMATS, Format, format_of
 from bunkbed.io.naming import read_vocabulary
@@ -113,6 +114,14 @@ class Writing:
         finally:
             os.close(descriptor)
 
+    def require_all(self, done: int, total: int) -> None:
+        """Raises BunkbedError where another number of rows was written than the file says: `total`, counted before."""
+        if done != total:
+            raise BunkbedError(
+                f"table '{self.table.name}' was changed while it was exported: {self.target.name} says {total} rows "
+                f"and got {done}; nothing was written, export it again"
+            )
+
     def report(self, done: int, total: int) -> None:
         """Calls `progress`."""
         if self._progress is not None:
@@ -156,7 +165,7 @@ def export_rows(
         ValueError: an unknown suffix, slot or metric; a format that cannot hold so many slots, or any id; an id without
             a word. MemoryError: an index that the table's RAM budget has no room for.
         OSError: the disk is full, or another export to `path` is under way. ImportError: the format's library is
-        missing. Whatever is raised, nothing is left behind.
+        missing. BunkbedError: the table was changed meanwhile. Whatever is raised, nothing is left behind.
 
     >>> import bunkbed as bb, numpy as np
     >>> with bb.create(None, dim=2, num_rows=3, init=bb.Zeros()) as table:

@@ -141,4 +141,5 @@ def write(writing: Writing) -> int:
                 at = header[slot]["data_offsets"][0] + done * length * 4
                 put(file, at, np.ascontiguousarray(values[slot], "<f4"))
             done += len(ids)
+    writing.require_all(done, total)
     return done

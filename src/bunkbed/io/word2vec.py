@@ -93,9 +93,11 @@ def write(writing: Writing) -> int:
     with writing.file.open("wb", buffering=0) as raw:
         file = Output(raw)
 
+        total = len(writing.table)
+
         def begin() -> None:
             file.restart()
-            file.write(f"{len(writing.table)} {writing.table.dim}\n".encode())
+            file.write(f"{total} {writing.table.dim}\n".encode())
 
         def put(ids: Ids, rows: Floats) -> None:
             words = words_of(writing.vocab, ids, writing.words)
@@ -106,7 +108,9 @@ def write(writing: Writing) -> int:
             else:
                 file.write(_native.join_records(rows, words.text, words.ends))
 
-        return write_in_order(writing, begin, put)
+        done = write_in_order(writing, begin, put)
+    writing.require_all(done, total)
+    return done
 
 
 def _require_plain(writing: Writing, words: Sequence[str], ids: Ids) -> None:
