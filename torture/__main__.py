@@ -33,6 +33,7 @@ PARTS = {
         "every bit flipped, every length cut; files swapped, foreign, hostile; others beside",
     ),
     "epochs": ("epochs", "run", "readers that refresh during commits and compaction never see two epochs"),
+    "stress": ("stress", "run", "threads and reader processes call everything at once; bounds of every row"),
     "resume": ("resume", "run", "a training run killed at 20 points ends like one never killed"),
     "fuzz": ("fuzz", "run", "coverage-guided fuzzing of every parser; needs clang"),
 }
