@@ -88,7 +88,6 @@ def stress(kind: Kind, folder: Path, seed: int, seconds: float, calls: int) -> O
     _native.set_checkpoints(1, in_line=bool(seed % 2))
     _native.set_io("threads" if seed % 2 else "auto")
     outcome = Outcome()
-    clock = Clock(seconds)
     subject = (RunSubject if kind.shape == "run" else Subject)(kind, folder)
     is_over = threading.Event()
 
@@ -116,6 +115,7 @@ def stress(kind: Kind, folder: Path, seed: int, seconds: float, calls: int) -> O
 
     lock = threading.Lock()
     attempt("open", subject.open)
+    clock = Clock(seconds)  # after a framework's import
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(THREADS)]
     if not is_over.is_set():
         for thread in threads:
