@@ -191,8 +191,11 @@ def test_existing_folders_are_left_alone(cli: Run, ratings: Path, tmp_path: Path
     assert (code, err) == (1, "error: a is not a training run: it has no config.json\n")
 
 
-def test_ctrl_c_commits_and_a_resumed_run_ends_the_same(cli: Run, ratings: Path, tmp_path: Path) -> None:
-    options = ["train", "ratings.csv", *SMALL, "--batch-size", "64", "--epochs", "4"]
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["ctrl-c", "sigterm"])
+def test_a_signal_commits_and_a_resumed_run_ends_the_same(
+    signals: list[signal.Signals], cli: Run, ratings: Path, tmp_path: Path
+) -> None:
+    options = ["train", "ratings.csv", *SMALL, "--batch-size", "64", "--epochs", "12"]
     assert cli(*options, "--out", "whole")[0] == 0
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
@@ -207,8 +210,11 @@ def test_ctrl_c_commits_and_a_resumed_run_ends_the_same(cli: Run, ratings: Path,
     said = ""
     for line in process.stdout:
         said += line
-        if "epoch 1/4 done" in line:
-            process.send_signal(signal.SIGINT)
+        if "epoch 1/12 done" in line:
+            process.send_signal(signals[0])
+        if "stopping" in line or process.poll() is not None:
+            for again in signals[1:]:
+                process.send_signal(again)
             break
     said += process.stdout.read()
     process.stdout.close()
@@ -222,6 +228,26 @@ def test_ctrl_c_commits_and_a_resumed_run_ends_the_same(cli: Run, ratings: Path,
     assert "resuming parts after epoch" in out
     assert rows_of(Path("parts")) == rows_of(Path("whole"))
     assert metric_lines(Path("parts")) == metric_lines(Path("whole"))
+
+
+def test_sigterm_before_training_ends_as_ctrl_c_does(cli: Run, ratings: Path, tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from bunkbed.cli import main
+from bunkbed.train import data_store
+
+def end(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+data_store.save_dataset = end
+main(sys.argv[1:])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", "ratings.csv", *SMALL, "--out", "run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr  # not ended by the signal
 
 
 def test_a_second_ctrl_c_aborts() -> None:

@@ -1,13 +1,16 @@
 """Entry of the command: find the sub-command, turn every failure into one line and an exit code.
 
-Exit codes: 0 done; 1 it could not be done; 2 the command line is wrong; 130 interrupted.
+Exit codes: 0 done; 1 it could not be done; 2 the command line is wrong; 130 interrupted, by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from bunkbed.cli.common import UsageProblem, describe, print_error
 
@@ -23,7 +26,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = _take_debug(arguments) or os.environ.get("BUNKBED_DEBUG", "") not in ("", "0")
-    sys.exit(_run(arguments or ["--help"], debug))
+    with _sigterm_as_ctrl_c():
+        code = _run(arguments or ["--help"], debug)
+    sys.exit(code)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, unless the caller has a use for it: nothing is left half-done."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _run(arguments: list[str], debug: bool) -> int:

@@ -175,7 +175,8 @@ def train(
 ) -> int:
     """Train a recommender on interactions, on tables larger than RAM.
 
-    Ctrl-C finishes the step and commits; --resume goes on, and ends with the bits of a run never stopped.
+    Ctrl-C, and SIGTERM, finishes the step and commits (exit code 130); --resume goes on, and ends with the bits of a
+    run never stopped.
     """
     # One place knows the names: the configuration's fields are this function's parameters.
     values = {name: _plain(value) for name, value in context.params.items()}
@@ -394,13 +395,19 @@ def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
 
 @contextmanager
 def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) asks the trainer to stop after its step, the second aborts."""
+    """The first Ctrl-C or SIGTERM asks the trainer to stop after its step; a Ctrl-C after it aborts.
+
+    Another SIGTERM does not: `timeout` and schedulers send it to the process and to its group, which is twice.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-        trainer.request_stop()
-        display.note("stopping: the step ends, then everything is committed (Ctrl-C again aborts at once)")
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if not is_stopping:
+            is_stopping.append(True)
+            trainer.request_stop()
+            display.note("stopping: the step ends, then everything is committed (Ctrl-C again aborts at once)")
+
+    is_stopping: list[bool] = []
 
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
     for kind in before:
