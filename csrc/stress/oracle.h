@@ -1,0 +1,122 @@
+// What a table may hold while threads change it. A row's weights are a count: Zeros, plain SGD with lr 1 and gradients of
+// -(1 + column % 4), so an update of a row adds 1 to its count, and a row of which only some columns changed shows.
+//
+// Two numbers per row: `high` is raised before a change is asked for, `low` after the call returned. A read that takes
+// `low` before its call and `high` after it must find a count between the two. Rows r and r + pairs() change in the same
+// calls by the same amount: in the answer of one call, and in one commit, they are equal.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace bunkbed::stress {
+
+// Relaxed where the processor's own order is enough: an acquire here would be an edge that hides the core's races from
+// TSan. On x86-64 each read-modify-write, and each lock of the core's mutex, is a full barrier.
+#if defined(__x86_64__)
+inline constexpr auto kOrder = std::memory_order_relaxed;
+#else
+inline constexpr auto kOrder = std::memory_order_seq_cst;
+#endif
+
+class Bounds {
+ public:
+  explicit Bounds(size_t rows) : size_(rows), low_(new std::atomic<int32_t>[rows]), high_(new std::atomic<int32_t>[rows]) {
+    for (size_t row = 0; row < rows; ++row) put(row, 0);
+  }
+  size_t size() const { return size_; }
+  int32_t low(size_t row) const { return low_[row].load(kOrder); }
+  int32_t high(size_t row) const { return high_[row].load(kOrder); }
+  void begin(size_t row, int32_t by) { high_[row].fetch_add(by, kOrder); }
+  void end(size_t row, int32_t by) { low_[row].fetch_add(by, kOrder); }
+  // The call failed and changed nothing.
+  void cancel(size_t row, int32_t by) { high_[row].fetch_sub(by, kOrder); }
+  // A later read must find so much at least.
+  void raise_low(size_t row, int32_t count) {
+    int32_t now = low_[row].load(kOrder);
+    while (now < count && !low_[row].compare_exchange_weak(now, count, kOrder)) {
+    }
+  }
+  // Only while no other thread is at work.
+  void put(size_t row, int32_t count) {
+    low_[row].store(count, kOrder);
+    high_[row].store(count, kOrder);
+  }
+  std::vector<int32_t> lows() const {
+    std::vector<int32_t> all(size_);
+    for (size_t row = 0; row < size_; ++row) all[row] = low(row);
+    return all;
+  }
+
+ private:
+  const size_t size_;
+  std::unique_ptr<std::atomic<int32_t>[]> low_, high_;
+};
+
+inline float element(int32_t count, size_t column) { return static_cast<float>(count) * static_cast<float>(1 + column % 4); }
+
+// What one thread did and found.
+struct Tally {
+  std::map<std::string, uint64_t> calls;
+  std::map<std::string, uint64_t> refused;  // by the reason: allowed, and nothing was changed
+  uint64_t rows = 0;                        // whose values were compared
+  uint64_t num_wrong = 0;
+  std::vector<std::string> wrong;           // the first few
+
+  void fail(const std::string& what) {
+    ++num_wrong;
+    if (wrong.size() < 8) wrong.push_back(what);
+  }
+  void add(const Tally& other) {
+    for (const auto& [name, count] : other.calls) calls[name] += count;
+    for (const auto& [name, count] : other.refused) refused[name] += count;
+    rows += other.rows;
+    num_wrong += other.num_wrong;
+    for (const std::string& what : other.wrong) {
+      if (wrong.size() < 8) wrong.push_back(what);
+    }
+  }
+};
+
+// SplitMix64 (Steele et al., 2014).
+class Rng {
+ public:
+  explicit Rng(uint64_t seed) : state_(seed) {}
+  uint64_t bits() {
+    uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  size_t below(size_t n) { return static_cast<size_t>(bits() % n); }
+  bool one_in(size_t n) { return below(n) == 0; }
+
+ private:
+  uint64_t state_;
+};
+
+// Compares the rows that one call gave, all of one moment. `lows` were taken before the call.
+class Reading {
+ public:
+  Reading(const Bounds& bounds, const std::vector<size_t>& rows) : bounds_(bounds), rows_(rows) {
+    for (const size_t row : rows) lows_.push_back(bounds.low(row));
+  }
+  Reading(const Bounds& bounds, const std::vector<size_t>& rows, std::vector<int32_t> lows)
+      : bounds_(bounds), rows_(rows), lows_(std::move(lows)) {}
+  // values: float32[rows.size(), dim]. Counts that were found are returned, -1 for a torn row.
+  std::vector<int32_t> check(const float* values, size_t dim, const std::string& call, Tally* tally,
+                             const Bounds* highs = nullptr) const;
+
+ private:
+  const Bounds& bounds_;
+  const std::vector<size_t>& rows_;
+  std::vector<int32_t> lows_;
+};
+
+}  // namespace bunkbed::stress
