@@ -348,14 +348,16 @@ void Table::start_in_ram() {
 }
 
 void Table::load(const Manifest& manifest) {
-  uuid_ = manifest.uuid;
-  fields_ = manifest.fields;
-  payload_bytes_ = manifest.payload_bytes;
-  weight_bytes_ = field_bytes(fields_[0]);
   // What the fields say must be what this release's optimizer would lay out: otherwise an update would write
   // somewhere else.
-  if (fields_ != fields_of(spec_) || payload_bytes_ != record_payload(fields_)) {
+  if (manifest.fields != fields_of(spec_) || manifest.payload_bytes != record_payload(manifest.fields)) {
     throw Error(ErrorKind::kFormat, "table '" + name_ + "': its record holds fields this release does not know");
+  }
+  if (fields_.empty()) {  // other threads read these without the lock: they are set once, before the table is handed out
+    uuid_ = manifest.uuid;
+    fields_ = manifest.fields;
+    payload_bytes_ = manifest.payload_bytes;
+    weight_bytes_ = field_bytes(fields_[0]);
   }
   read_unit_ = vfs_.open(path_ + "/" + manifest_name(manifest.epoch), true)->read_alignment();
   const MemoryPlan plan =
@@ -479,6 +481,12 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "': its slots cannot change");
   }
   spec_.optimizer = optimizer;
+}
+
+OptimizerSpec Table::optimizer() const {
+  std::unique_lock guard(mutex_, std::defer_lock);
+  if (::getpid() == owner_pid_) guard.lock();  // a forked child may have got it locked, and has no thread that sets
+  return spec_.optimizer;
 }
 
 TableStats Table::stats() {

@@ -175,6 +175,7 @@ class Table {
   // ---- Facts
   void set_ram(size_t bytes);
   void set_optimizer(const OptimizerSpec& optimizer);
+  OptimizerSpec optimizer() const;
   TableStats stats();
   int64_t step();
   uint64_t epoch();
@@ -188,6 +189,7 @@ class Table {
   Uncommitted uncommitted();
   bool is_changed();  // anything updated or set since the last commit
   std::string meta();
+  // Of the spec, all but the optimizer stays as it is.
   const TableSpec& spec() const { return spec_; }
   const std::vector<Field>& fields() const { return fields_; }
   const std::string& name() const { return name_; }

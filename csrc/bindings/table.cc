@@ -346,7 +346,7 @@ void bind_table(nb::module_& m) {
              const OptimizerSpec spec = optimizer_spec(values);
              unlocked([&] { t.set_optimizer(spec); });
            })
-      .def("optimizer", [](Table& t) { return optimizer_values(t.spec().optimizer); })
+      .def("optimizer", [](Table& t) { return optimizer_values(unlocked([&] { return t.optimizer(); })); })
       .def("stats", [](Table& t) { return stats_values(unlocked([&] { return t.stats(); })); })
       .def("step", [](Table& t) { return unlocked([&] { return t.step(); }); })
       .def("epoch", [](Table& t) { return unlocked([&] { return t.epoch(); }); })
