@@ -50,7 +50,8 @@ def parse_bytes(value: int | str) -> int:
     else:
         number = value
     if not 0 < number < 2**63:
-        raise ValueError(f"a size must be above 0 and below 2**63 bytes, got {shortened(value)}")
+        bound = "above 0 bytes" if number <= 0 else "below 2**63 bytes"
+        raise ValueError(f"a size must be {bound}, got {shortened(value)}")
     return int(number)
 
 
