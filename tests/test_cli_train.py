@@ -207,15 +207,15 @@ def test_a_signal_commits_and_a_resumed_run_ends_the_same(
         env=environment,
     )
     assert process.stdout is not None
-    said = ""
+    said, left = "", list(signals)
     for line in process.stdout:
         said += line
-        if "epoch 1/12 done" in line:
-            process.send_signal(signals[0])
-        if "stopping" in line or process.poll() is not None:
-            for again in signals[1:]:
-                process.send_signal(again)
+        if "epoch 1/12 done" in line and left == signals:
+            process.send_signal(left.pop(0))
+        if "stopping: " in line:
             break
+    for signal_again in left:
+        process.send_signal(signal_again)
     said += process.stdout.read()
     process.stdout.close()
     assert process.wait(timeout=60) == 130, said
