@@ -344,6 +344,7 @@ void Table::start_in_ram() {
   payload_bytes_ = record_payload(fields_);
   weight_bytes_ = field_bytes(fields_[0]);
   committed_.epoch = 0;
+  committed_.optimizer = spec_.optimizer;
   make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, kAssumedReadUnit, false), nullptr);
 }
 

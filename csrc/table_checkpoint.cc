@@ -200,6 +200,7 @@ void Table::settle_checkpoint(bool may_take) {
     const auto guard = lock_alone();
     is_wanted = may_take && !closed_ && options_.writable && broken_.empty() && read_only_reason_.empty() &&
                 store_ != nullptr && store_->log() != nullptr && !spec_.is_scratch && !spec_.belongs_to_run && !changed_ && is_durable_ &&
+                spec_.optimizer == committed_.optimizer &&  // it would be committed with it
                 // A copy that nobody wrote to stays one, and what was kept last stays the newest commit.
                 (committed_.writer_flags & kWriterFlagCopy) == 0 && committed_.keep.empty() && (holder_ == nullptr || holder_->num_held() == 0) &&
                 store_->directory().stored_rows() >= checkpoint_rows &&

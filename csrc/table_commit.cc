@@ -122,7 +122,8 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
   auto job = std::make_unique<CommitJob>();
   *pending = job->pending;
   Log* const log = store_->log();
-  const bool is_same = !even_if_same && !changed_ && (!meta.has_value() || *meta == meta_) && keep.empty();
+  const bool is_same = !even_if_same && !changed_ && (!meta.has_value() || *meta == meta_) && keep.empty() &&
+                       spec_.optimizer == committed_.optimizer;
   if (is_same && committed_.epoch > 0) {
     job->pending->succeed(committed_.epoch);
     return nullptr;
@@ -130,6 +131,7 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
   if (log == nullptr || spec_.is_scratch) {  // nothing to make durable
     if (meta.has_value()) meta_ = *meta;
     ++committed_.epoch;
+    committed_.optimizer = spec_.optimizer;
     if (!keep.empty()) keep_in_ram(keep);
     changed_ = false;
     ++commits_;

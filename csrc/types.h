@@ -37,6 +37,8 @@ struct OptimizerSpec {
   double initial_accumulator = 0.0;
   bool decoupled = false;  // weight decay applied to the weight, not added to the gradient
   DType state_dtype = DType::kFloat32;  // of every slot; the update itself is float32
+
+  bool operator==(const OptimizerSpec&) const = default;
 };
 
 }  // namespace bunkbed

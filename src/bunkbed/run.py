@@ -125,6 +125,10 @@ class Run:
             self._files.unlock(self._lock)
             self._lock = None
 
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None and self._pid == os.getpid():
+            self._unlock()
+
     # ---- Facts
 
     @property
@@ -310,7 +314,15 @@ class Run:
         begun = {name: table._begin_commit(None, None) for name, table in self._tables.items()}
 
         def finish() -> int:
-            return self._finish({name: one.wait() for name, one in begun.items()}, contents, facts, keep or "")
+            epochs, errors = {}, []
+            for name, one in begun.items():
+                try:
+                    epochs[name] = one.wait()
+                except BaseException as error:  # a failure that is not waited for is raised by a later commit
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+            return self._finish(epochs, contents, facts, keep or "")
 
         self._background = BackgroundCommit(finish)
         return PendingCommit(self._background.result, self._background.done)
