@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from torture import between
 from torture.features import small_tables
+
+import bunkbed as bb
+from bunkbed.io import dense
 
 #: The scan of each kind, and other walks of those where most can go wrong; all of them in the torture part `between`.
 CASES = [(kind, "scan", False) for kind in between.KINDS]
@@ -31,3 +37,23 @@ def test_calls_between_its_steps_lose_no_row(kind: str, walk: str, of_reader: bo
 def test_each_call_has_an_outcome() -> None:
     assert set(between.OUTCOMES) <= set(between.BETWEEN), "an outcome of a call that is not there"
     assert set(between.COMMITS) <= set(between.BETWEEN)
+
+
+@pytest.mark.parametrize("write", ["fill", "gather"])
+def test_rows_that_come_after_the_scan_of_an_export_are_not_in_it(write: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dense, "_REGION_BYTES", 256 * 8)
+    table = bb.create(None, dim=2, num_rows=1000, optimizer=bb.SGD(lr=1.0), init=bb.Zeros())
+    table.update([1], np.ones((1, 2), np.float32))
+    scan, out = table._scan_slots, np.full((1000, 2), 9, np.float32)
+
+    def scanned(slots: Any, chunk: int) -> Any:
+        yield from scan(slots, chunk)
+        table.update([1, 700], np.ones((2, 2), np.float32))
+
+    monkeypatch.setattr(table, "_scan_slots", scanned)
+    with contextlib.suppress(bb.BunkbedError):
+        if write == "fill":
+            dense.fill(table, {"weight": out}, tmp_path, lambda done, total: None)
+        else:
+            dense.gather(table, "weight", out, lambda done, total: None)
+        assert (out[1, 0], out[700, 0]) == (-1, 0), "row 1 is of the state before the update, row 700 of the one after"

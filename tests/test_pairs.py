@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torture import pairs
 from torture.features import small_tables
+
+import bunkbed as bb
 
 PARTS = 8
 GROUPS = pairs.covering(6, 0)
@@ -44,3 +47,19 @@ def test_every_public_name_and_argument_is_in_a_feature(tmp_path: Path) -> None:
 def _new(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_new_hyperparameters_are_committed_when_the_table_is_and_only_then(tmp_path: Path, commit: bool) -> None:
+    with small_tables():  # a directory checkpoint is due when it is closed
+        table = bb.create(tmp_path / "t", dim=4, num_rows=100, optimizer=bb.SGD(lr=0.5), ram="8MiB")
+        for _ in range(9):
+            table.update(np.arange(100), np.ones((100, 4), np.float32))
+        table.commit()
+        if commit:  # none is, any more
+            table.close()
+            table = bb.open(tmp_path / "t", ram="8MiB")
+        table.optimizer = bb.SGD(lr=0.25)
+        table.close(commit=commit)
+        with bb.open(tmp_path / "t", mode="r", ram="8MiB") as table:
+            assert table.optimizer == bb.SGD(lr=0.25 if commit else 0.5)

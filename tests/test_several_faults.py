@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torture import several, table_scenario
+from torture import scenario, several, table_scenario
 from torture.parts import Child
 
 import bunkbed as bb
@@ -20,7 +20,7 @@ FACTS: dict[str, Any] = {"dim": 4, "num_rows": 20, "optimizer": bb.SGD(lr=1.0), 
 
 
 @pytest.mark.parametrize("name", several.NAMES)
-@pytest.mark.parametrize("story", [table_scenario])
+@pytest.mark.parametrize("story", [scenario, table_scenario])
 def test_what_is_tried_again_fails_again(story: Any, name: str) -> None:
     states = story.expected(story.ACTIONS)
 
@@ -37,7 +37,7 @@ def test_what_is_tried_again_fails_again(story: Any, name: str) -> None:
     assert child.wait() == 0, child.sent[-2:]
 
 
-@pytest.mark.parametrize("kind", ["table"])
+@pytest.mark.parametrize("kind", ["table", "sharded", "run"])
 def test_an_opening_that_fails_twice_leaves_no_lock_and_no_descriptor(kind: str, tmp_path: Path) -> None:
     def opened(**create: Any) -> Any:
         if kind == "run":

@@ -82,9 +82,6 @@ def _commit_fails(s: Story) -> None:
             raise AssertionError("a commit without a manifest was acknowledged")
     finally:
         s.faulty.heal()
-    if "sharded" in s.options:  # the other shard's failure, of which nothing was raised yet
-        with suppress(OSError):
-            s.table.commit()
     s.commit()
 
 

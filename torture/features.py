@@ -62,7 +62,6 @@ HOLES: dict[tuple[str, str], tuple[Any, str]] = {
     ("run", "scratch"): (ValueError, 'durability="scratch" keeps nothing'),
     ("sharded", "scratch"): (TypeError, "durability"),
     ("RowwiseAdagrad", "export torch"): (ValueError, "torch has no optimizer with the state of RowwiseAdagrad"),
-    ("run", "left open"): (bb.TableLockedError, "is being written by process"),
     ("sharded", "device cache"): (ValueError, "is sharded: a device cache lies above one table"),
 }
 
