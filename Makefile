@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch is pinned: a bare `torch` pulls gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint cpp-test wheel-test bench torture docs clean
+.PHONY: demo test lint cpp-test cpp-stress wheel-test bench torture docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -93,6 +93,12 @@ cpp-test: $(VENV)/.test
 	  -DBUNKBED_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/cpp-test
 	build/cpp-test/bunkbed_tests
+
+# Threads of random calls on every kind of table, with both ways of reading, under both sanitizers: an hour.
+# `make cpp-stress SECONDS=10` runs each of the 36 combinations for so many seconds.
+SECONDS ?= 100
+cpp-stress: $(VENV)/.test
+	$(BIN)/python -m torture.sanitizers $(SECONDS)
 
 clean:
 	rm -rf build dist $(VENV)

@@ -23,6 +23,10 @@ inline bool set_fault(const char* name) {
   static constexpr const char* kKnown[] = {
       // Of values.
       "lost_write_back", "stale_read", "double_update",
+      // Of threads; csrc/stress must find them.
+      "scan_misses_change",   // a scan goes on although the table was changed
+      "lookup_without_lock",  // a large lookup gives the lock up between its pieces
+      "descriptor_leak",      // a file that is done with is not closed
       // Of commits and compaction.
       "collect_before_commit",  // what the new commit does not name goes before it is durable
       "length_too_long",        // the manifest names a block more than was written

@@ -36,6 +36,7 @@ PARTS = {
     "stress": ("stress", "run", "threads and reader processes call everything at once; bounds of every row"),
     "resume": ("resume", "run", "a training run killed at 20 points ends like one never killed"),
     "fuzz": ("fuzz", "run", "coverage-guided fuzzing of every parser; needs clang"),
+    "sanitizers": ("sanitizers", "run", "threads of random calls under TSan and ASan; needs a compiler that has them"),
 }
 
 

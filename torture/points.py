@@ -51,6 +51,14 @@ POINTS = (
         ],
     ),
     Point("batches of one epoch", [("epochs", "batches", 100_000)]),
+    Point(
+        "threads of random calls: TSan, ASan; seeded bugs",
+        [
+            ("sanitizers", "calls of threads under the thread", 200_000),
+            ("sanitizers", "calls of threads under the address", 200_000),
+            ("sanitizers", "seeded bugs", 8),
+        ],
+    ),
     Point("training killed and resumed, final bits", [("resume", "kills of", 20), ("resume", "training killed", 1)]),
 )
 

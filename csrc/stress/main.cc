@@ -1,4 +1,5 @@
-// bunkbed_stress [--kind NAME] [--seconds S] [--episodes N] [--seed N] [--threads N] [--backend threads|uring] [--fault NAME]
+// bunkbed_stress [--kind NAME] [--seconds S] [--episodes N] [--seed N] [--threads N] [--calls N]
+//                [--backend threads|uring] [--fault NAME]
 //
 // Prints what was called and what was wrong; the exit status is 1 where anything was, 2 where an argument is, and 77 where
 // the backend is not to be had.
@@ -67,6 +68,8 @@ int main(int argc, char** argv) {
       options.seed = std::strtoull(value.c_str(), nullptr, 10);
     } else if (name == "--threads") {
       options.threads = std::max<size_t>(1, std::strtoull(value.c_str(), nullptr, 10));
+    } else if (name == "--calls") {
+      options.calls = std::max<size_t>(1, std::strtoull(value.c_str(), nullptr, 10));
     } else if (name == "--backend") {
       backend = value;
     } else if (name == "--fault") {
@@ -86,7 +89,8 @@ int main(int argc, char** argv) {
   bool is_sound = true;
   for (const std::string& kind : kinds) {
     options.kind = kind;
-    ::alarm(static_cast<unsigned>(options.seconds) + 900);
+    // Tests, which give numbers of episodes, end after ten minutes themselves.
+    ::alarm(options.episodes > 0 ? 240 : static_cast<unsigned>(options.seconds) + 600);
     try {
       const Outcome outcome = bunkbed::stress::run(options);
       show(kind, backend, outcome);

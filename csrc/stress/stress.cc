@@ -5,6 +5,7 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <thread>
 
@@ -96,6 +97,13 @@ class Knobs {
   const size_t threads_;
 };
 
+constexpr size_t kEpisodes = 8;  // of a life
+
+size_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd"), end;
+  return static_cast<size_t>(std::distance(all, end));
+}
+
 class Life {
  public:
   Life(const Kind& kind, const Options& options, uint64_t seed, Tally* tally);
@@ -107,6 +115,8 @@ class Life {
   void work(Episode* episode, size_t calls, Worker* worker);
   void run_threads(Episode* episode, bool closes);
   void alone();
+  template <typename Run>
+  void within_limit(const char* call, const Run& run);
   void open_all();
 
   const Kind kind_;
@@ -190,7 +200,8 @@ void Life::episode(size_t number) {
   Episode episode;
   episode.threads = options_.threads;
   episode.has_device = device_ != nullptr;
-  episode.is_quiet = number % 4 == 2;
+  episode.is_quiet = number % 4 == 2 || number % 8 == 5;
+  episode.goes_back = number % 8 == 5;
   if (run_commits_ != nullptr) episode.run_commit = [this](Worker* worker) { run_commits_->commit(worker); };
   const bool closes = number % 5 == 3 && is_durable() && device_ == nullptr;
   if (device_ != nullptr) device_->attach();
@@ -208,21 +219,28 @@ void Life::episode(size_t number) {
   for (const auto& reader : readers_) reader->verify(tally_);
 }
 
+// Where the files are limited there may be no room; then nothing was changed.
+template <typename Run>
+void Life::within_limit(const char* call, const Run& run) {
+  try {
+    run();
+    ++tally_->calls[call];
+  } catch (const Error& error) {
+    if (!kind_.shape.has_limit || error.error_number() != ENOSPC) throw;
+    ++tally_->refused[std::string(call) + ": no room within its limit"];
+  }
+}
+
 // What is done while no other thread is at work.
 void Life::alone() {
   for (const auto& subject : subjects_) {
     if (rng_.one_in(2)) {
-      subject->set_some(&rng_);
+      within_limit("set", [&] { subject->set_some(&rng_); });
       subject->verify("after set()", tally_);
     }
     if (kind_.shape.in_run || kind_.shape.is_scratch) continue;
     if (rng_.one_in(3)) {
-      try {
-        subject->commit("kept " + std::to_string(rng_.below(3)));
-      } catch (const Error& error) {
-        if (!kind_.shape.has_limit || error.error_number() != ENOSPC) throw;
-        ++tally_->refused["commit(keep=): no room within its limit"];
-      }
+      within_limit("commit(keep=)", [&] { subject->commit("kept " + std::to_string(rng_.below(3))); });
     }
     if (rng_.one_in(3)) subject->rewind(&rng_, tally_);
   }
@@ -277,17 +295,22 @@ Outcome run(const Options& options) {
     if (options.episodes > 0) return outcome.episodes >= options.episodes;
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() >= options.seconds;
   };
-  constexpr size_t kEpisodes = 8;  // of a life
+  const auto live = [&] {
+    Life life(*kind, options, options.seed + outcome.lives * 0x9e3779b97f4a7c15u, &outcome.tally);
+    ++outcome.lives;
+    for (size_t i = 0; i < kEpisodes && !is_over(); ++i) {
+      life.episode(i);
+      ++outcome.episodes;
+    }
+    if (!options.stops_at_wrong || outcome.tally.num_wrong == 0) life.end();
+  };
   try {
+    const size_t before_all = open_descriptors();
     while (!is_over()) {
-      Life life(*kind, options, options.seed + outcome.lives * 0x9e3779b97f4a7c15u, &outcome.tally);
-      ++outcome.lives;
-      for (size_t i = 0; i < kEpisodes && !is_over(); ++i) {
-        life.episode(i);
-        ++outcome.episodes;
+      live();
+      if (const size_t left = open_descriptors(); left > before_all) {
+        outcome.tally.fail(std::to_string(left - before_all) + " descriptors are left open by tables that are closed");
       }
-      if (options.stops_at_wrong && outcome.tally.num_wrong > 0) break;
-      life.end();
     }
   } catch (const std::exception& error) {
     outcome.tally.fail(std::string("ended by: ") + error.what());

@@ -13,7 +13,7 @@ std::string Worker::allowed(const Subject& subject, const std::string& call, con
     is_over_ = true;
     return "closed";
   }
-  const bool may_change = !episode_.is_quiet || subject.shape().has_limit;
+  const bool may_change = !episode_.is_quiet || episode_.goes_back || subject.shape().has_limit;
   if (call == "scan" && error.kind() == ErrorKind::kBroken && says("was changed while it was scanned") && may_change) {
     return "changed";
   }

@@ -22,6 +22,7 @@ struct Episode {
   size_t threads = 1;
   bool has_device = false;           // which may hold rows that a call wants
   bool is_quiet = false;             // nothing changes: scans must come to their end
+  bool goes_back = false;            // quiet, and one thread goes back to commits that hold the same
   std::atomic<bool> is_closing{false};  // tables are closed meanwhile
   std::atomic<int64_t> step{0};         // of tables that are updated as one
   std::function<void(Worker*)> run_commit;  // of tables that are committed as one
@@ -84,6 +85,7 @@ class Worker {
   void commit(Subject& s);
   void begin_commit(Subject& s);
   void keep_and_drop(Subject& s);
+  void go_back(Subject& s);
   void facts(Subject& s);
   void maintain(Subject& s);
   void harmless(Subject& s);  // a call that a scan must not notice

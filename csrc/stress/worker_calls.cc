@@ -57,6 +57,7 @@ void Worker::begin_commit(Subject& s) {
 }
 
 void Worker::keep_and_drop(Subject& s) {
+  if (s.shape().is_scratch || s.shape().in_run) return;
   const std::string name = "of thread " + std::to_string(index_);
   if (!attempt(s, "commit(keep=)", [&] { s.table->commit(std::nullopt, name); })) return;
   attempt(s, "snapshots", [&] {
@@ -65,6 +66,14 @@ void Worker::keep_and_drop(Subject& s) {
       tally_.fail("snapshots: '" + name + "' is missing");
     }
   });
+  attempt(s, "drop", [&] { s.table->drop(name); });
+}
+
+void Worker::go_back(Subject& s) {
+  if (s.shape().is_scratch || s.shape().in_run) return;
+  const std::string name = "of thread " + std::to_string(index_);
+  if (!attempt(s, "commit(keep=)", [&] { s.table->commit(std::nullopt, name); })) return;
+  attempt(s, "rewind", [&] { s.table->rewind(name, std::nullopt); });
   attempt(s, "drop", [&] { s.table->drop(name); });
 }
 
@@ -84,8 +93,14 @@ void Worker::facts(Subject& s) {
     (void)s.table->meta();
     (void)s.table->is_changed();
   });
+  attempt(s, "set_optimizer", [&] {
+    OptimizerSpec optimizer = s.table->optimizer();
+    optimizer.eps = static_cast<double>(rng_.below(8));  // which SGD does not ask for
+    s.table->set_optimizer(optimizer);
+  });
   // Without the lock.
-  if (s.table->fields().size() != 1 || s.table->spec().dim != s.shape().dim) tally_.fail("fields: not those of its spec");
+  const bool is_it = s.table->fields().size() == 1 && s.table->spec().dim == s.shape().dim && s.table->payload_bytes() > 0;
+  if (!is_it || s.table->uuid() == Uuid{}) tally_.fail("fields: not those of its spec");
 }
 
 void Worker::maintain(Subject& s) {
@@ -135,7 +150,11 @@ bool Worker::call(Subject& s) {
   } else if (choice < 50) {
     may_change ? update(s) : lookup(s);
   } else if (choice < 58) {
-    may_change ? update_batch(s) : lookup_batch(s);
+    if (may_change) {
+      update_batch(s);
+    } else {
+      episode_.goes_back && index_ == 0 ? go_back(s) : lookup_batch(s);
+    }
   } else if (choice < 63) {
     stage(s);
   } else if (choice < 70) {
@@ -155,7 +174,7 @@ bool Worker::call(Subject& s) {
   } else if (choice < 89) {
     begin_commit(s);
   } else if (choice < 90) {
-    if (!s.shape().is_scratch && !s.shape().in_run) keep_and_drop(s);
+    keep_and_drop(s);
   } else if (choice < 93) {
     maintain(s);
   } else if (choice < 96) {
