@@ -115,6 +115,7 @@ def gather(table: Table, slot: str, out: Floats, report: Callable[[int, int], No
     for begin in range(0, len(missing), step):
         part = missing[begin : begin + step]
         out[part] = _values(table, slot, part)
+        _require_not_stored(table, part)
         report(count + begin + len(part), len(out))
 
 
@@ -128,6 +129,16 @@ def _places(at: Ids) -> Any:
 def _values(table: Table, slot: str, ids: Ids) -> Floats:
     """Of rows that are not stored, which are not to be kept either."""
     return table.lookup(ids, touch=False) if slot == "weight" else table.get(ids, slot)
+
+
+def _require_not_stored(table: Table, ids: Ids) -> None:
+    """After their values were read: a row that another thread stored since the scan is of another state than the rest."""
+    stored = table.contains(ids)
+    if stored.any():
+        raise BunkbedError(
+            f"table '{table.name}': row {int(ids[stored.argmax()])} was first trained while rows were exported; nothing was "
+            "exported; export again without changing the table meanwhile"
+        )
 
 
 class _Filling:
@@ -264,7 +275,10 @@ class _Filling:
                 f"table '{self._table.name}': the log brought {came} of {self._late[region]} rows that ids from "
                 f"{begin} still lacked; it was changed meanwhile, or is damaged: see bunkbed check"
             )
-        self._put(region, np.flatnonzero(~self._present[:count]))
+        missing = np.flatnonzero(~self._present[:count])
+        self._put(region, missing)
+        for start in range(0, len(missing), self._step):
+            _require_not_stored(self._table, missing[start : start + self._step] + begin)
 
     def _count_of(self, region: int) -> int:
         return min(self._rows, self._total - region * self._rows)
