@@ -36,7 +36,6 @@ inline bool set_fault(const char* name) {
       "evict_into_old_epoch",   // what was changed since a commit began and evicted counts into it
       "checkpoint_too_new",     // a directory checkpoint is said to hold an epoch more than it does
       "replay_last_record",     // of a row's records the last one counts, whatever its version
-      "scan_misses_change",     // a scan goes on after compaction moved records
   };
   if (name == nullptr) {
     fault_slot().store(nullptr);
