@@ -64,7 +64,7 @@ void Log::adopt(const std::vector<SegmentEntry>& entries) {
     segment->epoch = entry.epoch;
     segment->bytes = entry.bytes;
     const std::string path = directory_ + "/" + segment_name(entry.segment);
-    segment->file = vfs_.open(path, true);
+    segment->file = std::make_shared<vfs::CachedFile>(vfs_, vfs_.open(path, true));
     const uint64_t size = segment->file->size();
     if (size < entry.bytes) {
       throw Error(ErrorKind::kCorruption, "segment " + path + " is " + std::to_string(size) +
@@ -76,6 +76,7 @@ void Log::adopt(const std::vector<SegmentEntry>& entries) {
         header.stride != stride_) {
       throw Error(ErrorKind::kCorruption, "segment " + path + " belongs to another table or commit");
     }
+    if (closes_unused_) segment->file->let_close();
     Segment* const adopted = segment.get();
     segments_[entry.segment] = std::move(segment);  // first: what owns it is what forget_segment() looks at
     by_id_[entry.segment] = adopted;
@@ -117,7 +118,7 @@ void Log::open_segment(Stream* stream) {
   segment->needs_sync = true;
   segment->bytes = kSegmentHeaderBytes;
   const std::string path = directory_ + "/" + segment_name(segment->id);
-  segment->file = vfs_.create(path);
+  segment->file = std::make_shared<vfs::CachedFile>(vfs_, vfs_.create(path));
   failpoint("log.segment");
   if (is_nameless_) vfs_.remove(path);
   vfs::Buffer header(kSegmentHeaderBytes);
@@ -371,6 +372,13 @@ void Log::abandon() {
   running_.segment = ending_.segment = nullptr;
   is_ending_ = false;
   chunks_.clear();
+  for (const auto& [id, segment] : segments_) {
+    if (segment->file.use_count() == 1) continue;
+    try {
+      segment->file->keep_open();  // its name may go now
+    } catch (const Error&) {  // the reads that hold it fail too and report it
+    }
+  }
   segments_.clear();
   by_id_.clear();
 }
@@ -417,6 +425,7 @@ bool Log::is_being_written(const Segment& segment) {
 void Log::forget_segment(uint64_t id, bool remove_file) {
   const auto found = segments_.find(id);
   if (found == segments_.end()) return;
+  if (found->second->file.use_count() > 1) found->second->file->keep_open();  // for those reads: its name may go now
   const std::string path = found->second->file->path();
   for (Stream* stream : {&running_, &ending_}) {
     if (stream->segment == found->second.get()) stream->segment = nullptr;

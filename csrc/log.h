@@ -31,6 +31,7 @@
 
 #include "format.h"
 #include "vfs/batch_reads.h"
+#include "vfs/file_cache.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {
@@ -55,7 +56,7 @@ struct Segment {
   bool is_new = false;       // its directory entry is not known to be durable
   bool is_ending = false;    // holds records of the epoch being committed: its manifest will name it, live or not
   std::vector<ChunkTrailer> chunks;  // first to last, once known; 80 bytes for each chunk
-  std::shared_ptr<vfs::File> file;
+  std::shared_ptr<vfs::CachedFile> file;
 };
 
 struct ReadRequest {
@@ -75,7 +76,7 @@ struct ReadPlan {
   };
   std::vector<ReadRequest> requests;  // by position
   std::vector<Extent> extents;
-  // Compaction may drop a segment while its records are being read: the files stay open until the reads are done.
+  // Compaction may drop a segment while its records are being read: the files can be read until the reads are done.
   std::vector<std::shared_ptr<vfs::File>> held;
   uint64_t bytes = 0;
 };
@@ -114,6 +115,9 @@ class Log {
   // Numbers of the next segment and record version, and the epoch that appends from now on belong to.
   void begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_version);
   void set_memory(const LogMemory& memory);
+  // Synced segments may be closed while they are not used (file_cache.h). For writers: their segments keep their names as
+  // long as they are in the log. A reader holds its segments open, since the writer may remove them.
+  void close_unused() { closes_unused_ = true; }
   // Segments lose their names as soon as they are made (scratch.h).
   void make_nameless() { is_nameless_ = true; }
   const LogMemory& memory() const { return memory_; }
@@ -290,6 +294,7 @@ class Log {
   bool is_ending_ = false;
   uint64_t ending_versions_end_ = 0;
   bool is_nameless_ = false;
+  bool closes_unused_ = false;
   uint64_t ids_end_ = uint64_t{1} << 63;
   std::function<uint64_t()> room_;
   std::map<uint64_t, std::unique_ptr<Segment>> segments_;

@@ -79,6 +79,7 @@ void Log::mark_synced(const Unsynced& unsynced) {
     if (segment == nullptr) continue;
     segment->needs_sync = false;
     segment->is_new = false;
+    if (closes_unused_) segment->file->let_close();
   }
 }
 

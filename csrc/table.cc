@@ -364,7 +364,11 @@ void Table::load(const Manifest& manifest) {
   const MemoryPlan plan =
       plan_memory(options_.ram_bytes, payload_bytes_, manifest.slots_per_segment, read_unit_, true);
   auto log = std::make_unique<Log>(vfs_, path_, uuid_, payload_bytes_, manifest.slots_per_segment, plan.log);
-  if (spec_.is_scratch) log->make_nameless();
+  if (spec_.is_scratch) {
+    log->make_nameless();
+  } else if (options_.writable) {
+    log->close_unused();
+  }
   if (spec_.num_rows >= 0) log->set_ids_end(static_cast<uint64_t>(spec_.num_rows));
   log->adopt(manifest.segments);
   failpoint("open.adopted");
@@ -512,6 +516,7 @@ TableStats Table::stats() {
     stats.compacted_records = store_->compactor().records_moved();
     stats.live_bytes = store_->compactor().live_bytes();
     stats.segments = log->segments().size();
+    for (const auto& [id, segment] : log->segments()) stats.open_files += segment->file->is_open();
     for (const CheckpointEntry& entry : committed_.checkpoints) stats.checkpoint_bytes += entry.bytes;
     stats.disk_bytes = store_->disk_bytes() + (options_.writable ? 0 : stats.checkpoint_bytes);
     stats.disk_limit_bytes = store_->disk_limit();

@@ -61,7 +61,7 @@ struct TableStats {
   uint64_t compactions = 0, compacted_records = 0;
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
   uint64_t disk_bytes = 0, disk_limit_bytes = 0, snapshot_bytes = 0;
-  uint64_t live_bytes = 0, segments = 0, checkpoint_bytes = 0;
+  uint64_t live_bytes = 0, segments = 0, open_files = 0, checkpoint_bytes = 0;
   uint64_t indexed_records = 0;  // looked at to know where rows are: by opening, refreshing, going back
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
   double stall_s = 0.0;  // that lookups and updates waited for rows to be read, staged or not

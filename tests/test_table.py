@@ -42,7 +42,7 @@ STATS = (
     "lookups", "updates", "ids", "unique_rows", "hits", "misses", "first_touches", "evictions",
     "written_back", "reads", "read_bytes", "written_bytes", "read_wait_s", "compactions", "compacted_records",
     "commits", "ram_bytes", "ram_budget_bytes", "frames", "frame_capacity", "dirty_rows", "stored_rows",
-    "disk_bytes", "live_bytes", "segments", "threads", "indexed_records",
+    "disk_bytes", "live_bytes", "segments", "open_files", "threads", "indexed_records",
 )  # fmt: skip
 
 

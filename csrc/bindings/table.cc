@@ -108,6 +108,7 @@ nb::dict stats_values(const TableStats& s) {
   d["snapshot_bytes"] = s.snapshot_bytes;
   d["live_bytes"] = s.live_bytes;
   d["segments"] = s.segments;
+  d["open_files"] = s.open_files;
   d["checkpoint_bytes"] = s.checkpoint_bytes;
   d["indexed_records"] = s.indexed_records;
   return d;

@@ -77,7 +77,7 @@ class RealFile final : public vfs::File {
   uint64_t size() override { return 0; }
   uint32_t read_alignment() const override { return 1; }
   const std::string& path() const override { return path_; }
-  int descriptor() const override { return shown; }
+  int descriptor(std::shared_ptr<vfs::File>*) override { return shown; }
 
   int shown;
   std::atomic<int> plain{0};

@@ -49,6 +49,7 @@ class FaultVfs::FaultFile final : public File {
   uint32_t read_alignment() const override { return below_->read_alignment(); }
   const std::string& path() const override { return below_->path(); }
   bool is_at(const std::string& path) override { return below_->is_at(path); }
+  Identity identity() override { return below_->identity(); }
 
  private:
   FaultVfs* owner_;

@@ -126,11 +126,15 @@ class PosixFile final : public File {
   uint32_t read_alignment() const override { return read_alignment_; }
   const std::string& path() const override { return path_; }
   bool is_at(const std::string& path) override {
-    struct stat ours {}, there {};
-    return ::fstat(fd_, &ours) == 0 && ::stat(path.c_str(), &there) == 0 && ours.st_dev == there.st_dev &&
-           ours.st_ino == there.st_ino;
+    struct stat there {};
+    return ::stat(path.c_str(), &there) == 0 && identity() == Identity{there.st_dev, there.st_ino};
   }
-  int descriptor() const override { return fd_; }
+  Identity identity() override {
+    struct stat info {};
+    if (::fstat(fd_, &info) != 0) fail("fstat", path_, errno);
+    return {info.st_dev, info.st_ino};
+  }
+  int descriptor(std::shared_ptr<File>*) override { return fd_; }
 
  private:
   int fd_;
@@ -173,7 +177,7 @@ class PosixVfs final : public Vfs {
     auto file = open_with(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, direct, false);
     // Of what was opened, not of the name: the file may have been collected since.
     struct stat info {};
-    if (::fstat(file->descriptor(), &info) != 0) fail("fstat", path, errno);
+    if (::fstat(file->descriptor(nullptr), &info) != 0) fail("fstat", path, errno);
     if (!S_ISREG(info.st_mode)) throw Error(ErrorKind::kFormat, "file " + path + " is not a regular file");
     return file;
   }

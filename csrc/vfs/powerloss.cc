@@ -150,7 +150,8 @@ class PowerlossVfs::TracedFile final : public File {
   uint32_t read_alignment() const override { return below_->read_alignment(); }
   const std::string& path() const override { return below_->path(); }
   bool is_at(const std::string& path) override { return below_->is_at(path); }
-  int descriptor() const override { return below_->descriptor(); }
+  Identity identity() override { return below_->identity(); }
+  int descriptor(std::shared_ptr<File>* hold) override { return below_->descriptor(hold); }
 
  private:
   PowerlossVfs* owner_;

@@ -59,7 +59,8 @@ class KernelRing final : public Ring {
 
   std::byte* const memory_;
   const size_t slice_bytes_;
-  std::vector<ReadOp> ops_;  // of each slice
+  std::vector<ReadOp> ops_;                   // of each slice
+  std::vector<std::shared_ptr<File>> holds_;  // its file's descriptor
   std::vector<uint32_t> free_slices_;
   std::optional<ReadOp> refused_;
   uint32_t queued_ = 0;       // in the submission queue, not yet taken by the kernel
@@ -83,7 +84,7 @@ class KernelRing final : public Ring {
 };
 
 KernelRing::KernelRing(std::byte* memory, size_t slice_bytes, size_t num_slices)
-    : memory_(memory), slice_bytes_(slice_bytes), ops_(num_slices) {
+    : memory_(memory), slice_bytes_(slice_bytes), ops_(num_slices), holds_(num_slices) {
   // Taken from the end: the slice used last is the one whose lines are in the processor's cache.
   for (size_t i = num_slices; i > 0; --i) free_slices_.push_back(static_cast<uint32_t>(i - 1));
 }
@@ -138,7 +139,8 @@ void KernelRing::fill(ReadSource& source) noexcept {
   while (!free_slices_.empty() && !refused_) {
     ReadOp op;
     if (!source.next(&op)) break;
-    const int descriptor = op.file->descriptor();
+    std::shared_ptr<File> hold;
+    const int descriptor = op.file->descriptor(&hold);
     if (descriptor < 0) {
       refused_ = op;
       break;
@@ -146,6 +148,7 @@ void KernelRing::fill(ReadSource& source) noexcept {
     const uint32_t index = free_slices_.back();
     free_slices_.pop_back();
     ops_[index] = op;
+    holds_[index] = std::move(hold);
     io_uring_sqe& entry = sq_entries_[tail & sq_mask_];
     std::memset(&entry, 0, sizeof entry);
     entry.opcode = has_buffers_ ? IORING_OP_READ_FIXED : IORING_OP_READ;
@@ -177,6 +180,7 @@ bool KernelRing::enter(unsigned wait_for) noexcept {
 // until it is whole and names errors.
 void KernelRing::finish(ReadSource& source, uint32_t index, int result) noexcept {
   const ReadOp op = ops_[index];
+  holds_[index].reset();
   std::exception_ptr error;
   if (result != static_cast<int>(op.bytes)) {
     try {

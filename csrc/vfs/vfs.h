@@ -27,8 +27,16 @@ class File {
   virtual const std::string& path() const = 0;
   // Whether that name is still this very file's; false where nobody can tell.
   virtual bool is_at(const std::string&) { return false; }
-  // The kernel's number of this file, for reads that do not go through read(). -1: they must.
-  virtual int descriptor() const { return -1; }
+  // Which file it is, whatever its name says: both 0 where that is not known.
+  struct Identity {
+    uint64_t device = 0;
+    uint64_t inode = 0;
+    bool operator==(const Identity&) const = default;
+  };
+  virtual Identity identity() { return {}; }
+  // The kernel's number of this file, for reads that do not go through read(); valid while the file and what `hold` then
+  // holds live. -1: they must.
+  virtual int descriptor([[maybe_unused]] std::shared_ptr<File>* hold) { return -1; }
 };
 
 // Held while it lives; released by unlock() even where a forked child inherited the descriptor.
