@@ -1,6 +1,8 @@
 #include "compactor.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 
 #include "error.h"
 #include "failpoints.h"
@@ -10,7 +12,10 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kSpareSegments = 128;  // beyond what their bytes explain: many small commits leave many small ones
+constexpr size_t kMergeWidth = 4;  // segments of a tier, and the factor between two tiers
+constexpr uint64_t kSmallestTier = 2 * vfs::kBlockBytes;  // what a segment of one record takes
+
+size_t tier_of(uint64_t bytes) { return (std::bit_width(std::max(bytes / kSmallestTier, uint64_t{1})) - 1) / 2; }
 
 }  // namespace
 
@@ -26,8 +31,12 @@ uint64_t Compactor::live_bytes() const {
   return records * (log_->stride() + 16);
 }
 
+uint64_t Compactor::most_segments(uint64_t bytes, uint64_t segment_bytes) {
+  return 2 * (bytes / segment_bytes) + kMergeWidth * (tier_of(segment_bytes) + 1);
+}
+
 bool Compactor::has_too_many_segments() const {
-  return log_->segments().size() > kSpareSegments + 2 * (total_bytes() / log_->segment_bytes());
+  return log_->segments().size() > most_segments(total_bytes(), log_->segment_bytes());
 }
 
 // What the log would be live if all rows were written back now: one that is dirty in RAM has no live record there, and
@@ -37,11 +46,15 @@ uint64_t Compactor::settled_bytes() const {
   return std::max(live_bytes(), directory_->stored_rows() * (log_->stride() + 16));
 }
 
-bool Compactor::is_needed() const {
-  if (log_ == nullptr) return false;
+bool Compactor::has_too_many_bytes() const {
   const double allowed = static_cast<double>(settled_bytes()) / kTargetLive +
                          static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed));
-  return segment_ != 0 || static_cast<double>(total_bytes()) > allowed || has_too_many_segments();
+  return static_cast<double>(total_bytes()) > allowed;
+}
+
+bool Compactor::is_needed() const {
+  if (log_ == nullptr) return false;
+  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments();
 }
 
 // Runs a read of the chosen segment. When it fails the segment is left alone from now on: nobody asked for these
@@ -58,35 +71,75 @@ bool Compactor::read_or_set_aside(Call&& call) {
   }
 }
 
-// Chooses the emptiest segment, of those that `among` holds where that is given.
-bool Compactor::pick(const MayEmpty* among) {
-  const bool too_many = among == nullptr && has_too_many_segments();
-  Segment* best = nullptr;
-  double best_part = too_many ? 2.0 : kWorthMoving;
-  uint64_t fewest = ~0ull;
+bool Compactor::may_choose(const Segment& segment) const {
+  // One of a commit under way could not go even when emptied, and would be chosen again and again.
+  if (!segment.is_sealed || segment.is_ending || segment.records == 0 || segment.tombstones > 0) return false;
+  if (damaged_.contains(segment.id) || log_->is_being_written(segment)) return false;
+  return !may_empty_ || may_empty_(segment, named_.contains(segment.id));
+}
+
+void Compactor::choose_merge() {
+  const uint64_t record_bytes = log_->stride() + 16;
+  std::array<std::vector<const Segment*>, 32> tiers;
   for (const auto& [id, segment] : log_->segments()) {
-    // One of a commit under way could not go even when emptied, and would be chosen again and again.
-    if (!segment->is_sealed || segment->is_ending || segment->records == 0 || segment->tombstones > 0) continue;
-    if (damaged_.contains(id) || log_->is_being_written(*segment)) continue;
-    if (may_empty_ && !may_empty_(*segment, named_.contains(id))) continue;
+    if (may_choose(*segment)) tiers[tier_of(segment->live * record_bytes)].push_back(segment.get());
+  }
+  const auto found = std::find_if(tiers.begin(), tiers.end(), [](const auto& tier) { return tier.size() >= kMergeWidth; });
+  if (found == tiers.end()) return;
+  std::sort(found->begin(), found->end(), [](const Segment* a, const Segment* b) { return a->live < b->live; });
+  uint64_t bytes = 0;
+  for (const Segment* const segment : *found) {
+    const uint64_t with = bytes + segment->live * record_bytes;
+    if (merging_.size() >= kMergeWidth && with > log_->segment_bytes()) break;
+    bytes = with;
+    merging_.push_back(segment->id);
+  }
+  // What four nearly full ones hold takes four again.
+  if (bytes > 2 * log_->segment_bytes()) merging_.clear();
+}
+
+uint64_t Compactor::begin_merge() {
+  if (!merging_.empty() || !has_too_many_segments()) return 0;
+  choose_merge();
+  uint64_t records = 0;
+  for (const uint64_t id : merging_) records += log_->find_segment(id)->records;
+  return records;
+}
+
+// Chooses the next segment of a merge, else the emptiest one, of those that `among` holds where that is given.
+bool Compactor::pick(const MayEmpty* among) {
+  Segment* best = nullptr;
+  if (among == nullptr) {
+    if (merging_.empty() && has_too_many_segments()) choose_merge();
+    for (; best == nullptr && !merging_.empty(); merging_.pop_back()) {
+      Segment* const next = log_->find_segment(merging_.back());
+      if (next != nullptr && may_choose(*next)) best = next;
+    }
+    if (best == nullptr && !has_too_many_bytes()) return false;
+  }
+  if (best != nullptr) return begin(best);
+  double best_part = kWorthMoving;
+  for (const auto& [id, segment] : log_->segments()) {
+    if (!may_choose(*segment)) continue;
     if (among != nullptr && !(*among)(*segment, named_.contains(id))) continue;
     // Where bytes count: small segments, of which many small commits leave many, are mostly header and padding.
     const double part = among == nullptr
                             ? static_cast<double>(segment->live) / static_cast<double>(segment->records)
                             : static_cast<double>(segment->live * log_->record_disk_bytes()) / static_cast<double>(segment->bytes);
-    const bool better = too_many ? segment->live < fewest : part < best_part;
-    if (better) {
+    if (part < best_part) {
       best = segment.get();
       best_part = part;
-      fewest = segment->live;
     }
   }
-  if (best == nullptr) return false;
+  return best != nullptr && begin(best);
+}
+
+bool Compactor::begin(const Segment* segment) {
   chunks_.clear();
   chunk_ = 0;
   record_ = 0;
   ids_.clear();
-  segment_ = best->id;
+  segment_ = segment->id;
   failpoint("compact.chosen");
   return true;
 }

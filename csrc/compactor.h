@@ -6,6 +6,16 @@
 // 3. A segment without live records leaves the log; its file goes at once if no commit names it, otherwise with
 //    that commit.
 //
+// The number of segments is bounded too. A commit leaves at least one segment, however few rows it holds. A tier is the
+// segments whose live bytes are within a factor of 4 of each other: the first tier ends at 32 KiB, the last one holds
+// those of about a segment's full size. There are 4 tiers for segments of 1 MiB and 8 for 256 MiB.
+//
+// 4. A table has at most  2 * bytes / segment_bytes + 4 * tiers  segments. When it has more, the lowest tier with four or
+//    more is merged: the smallest ones, up to a segment's bytes in all, are emptied as in step 2.
+// 5. A merge is finished within one epoch where it can be: its records are then in one segment, of a higher tier. So a
+//    record is moved at most once in each tier. The work after a commit is on average in proportion to what the commit
+//    appended, and at most two segments' bytes.
+//
 // Versions, not places, decide which record of a row wins when a directory is rebuilt; a moved record keeps its
 // version, so a move can never outrank a newer record that was appended before it.
 #pragma once
@@ -59,6 +69,10 @@ class Compactor {
   // Looks at up to `records` of them without reading any more, if that was all; returns how many.
   size_t look_on(size_t records, size_t buffer_bytes) { return segment_ == 0 ? 0 : look(records, buffer_bytes); }
   bool is_needed() const;
+  // Segments of a log of so many bytes, those of a commit under way not counted.
+  static uint64_t most_segments(uint64_t bytes, uint64_t segment_bytes);
+  // Chooses the segments to merge when there are too many; returns how many records must be looked at for that.
+  uint64_t begin_merge();
   // Segments that durable commits name, and their bytes; their files stay when their last record is dead.
   void set_named_segments(std::map<uint64_t, uint64_t> named) { named_ = std::move(named); }
   void add_named_segments(const std::set<uint64_t>& more);
@@ -80,7 +94,11 @@ class Compactor {
   uint64_t settled_bytes() const;
 
  private:
+  bool has_too_many_bytes() const;
   bool has_too_many_segments() const;
+  bool may_choose(const Segment& segment) const;
+  void choose_merge();
+  bool begin(const Segment* segment);
   bool pick(const MayEmpty* among = nullptr);
   bool choose(const MayEmpty* among = nullptr);
   template <typename Call>
@@ -93,6 +111,7 @@ class Compactor {
   std::map<uint64_t, uint64_t> named_;
   MayEmpty may_empty_;
   std::set<uint64_t> damaged_;  // segments that could not be read; left alone
+  std::vector<uint64_t> merging_;  // segments of the merge under way that are still to be chosen
 
   uint64_t segment_ = 0;  // 0: none chosen
   std::vector<ChunkTrailer> chunks_;

@@ -195,6 +195,9 @@ class Store {
   bool plan_compaction(Compactor::Read* read);
   void compact_slice(Compactor::Read read);
   void end_compaction() { is_compacting_beside_ = false; }
+  // At opening: merges segments while there are too many. The merge after a commit is part of the next commit, and is lost
+  // when the table closes before it: a table that is opened for each commit would keep one more segment each time.
+  void merge_segments();
   // All of it that pays; returns records moved.
   uint64_t compact_all();
 

@@ -234,6 +234,7 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
       table->file_lock_ = std::move(lock);
       table->load(manifest);
       table->require_disk_limit();
+      if (options.writable) table->store_->merge_segments();
       return table;
     } catch (const Error& error) {
       // A run's reader asks for one epoch, which the writer may have collected: no damage, and no other to look for.
