@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -23,6 +25,9 @@ class Manifests {
   static constexpr size_t kMostRecent = 3;
 
   Manifests(vfs::Vfs& vfs, std::string directory) : vfs_(vfs), directory_(std::move(directory)) {}
+
+  // For the writer, who alone changes them: each is read once from now on, and the directory is listed once for them.
+  void remember() { remembers_ = true; }
 
   // Epochs with a manifest, ascending. Error(kFormat) when the directory is no table.
   std::vector<uint64_t> epochs() const;
@@ -40,15 +45,18 @@ class Manifests {
     uint64_t epoch;
   };
   std::vector<Snapshot> snapshots() const;
+  // Commits that carry this name, ascending; Error(kInvalid) listing the names there are when none does.
+  std::vector<uint64_t> epochs_kept_as(const std::string& name) const;
 
+  static constexpr uint64_t kNoEnd = ~uint64_t{0};
   // What a collection leaves alone beside the newest commits and the named ones.
   struct Spared {
     std::set<uint64_t> pinned = {};  // commits
     std::set<uint64_t> kept = {};    // of these, those that stay until somebody drops them
     std::set<uint64_t> segments = {};
-    uint64_t segments_end = ~uint64_t{0};  // what is made meanwhile has this number or a higher one
+    uint64_t segments_end = kNoEnd;  // what is made meanwhile has this number or a higher one
     std::set<uint64_t> checkpoints = {};
-    uint64_t checkpoints_end = ~uint64_t{0};
+    uint64_t checkpoints_end = kNoEnd;
     size_t newest = 2;  // commits
   };
   // What the commits that remain hold on disk.
@@ -59,6 +67,8 @@ class Manifests {
   };
   // Removes every commit but the newest, the named and the pinned ones; then every segment file and directory checkpoint
   // that no remaining commit names and that is not spared.
+  // The writer's looks at the directory once; then it knows which files may go: those that no commit named the last time,
+  // those of the commits that go, and those of numbers given out since. One at a time, and remove() too.
   Held collect(const Spared& spared) const;
   // A seeded bug's, and of no other use: what a commit that is not there yet will not name.
   void remove_segments_unnamed_by(const Manifest& manifest) const;
@@ -68,6 +78,21 @@ class Manifests {
   const std::string& directory() const { return directory_; }
 
  private:
+  // What collecting and snapshots need of a manifest.
+  struct Facts {
+    std::string keep;
+    std::vector<SegmentEntry> segments;  // by number
+    std::vector<CheckpointEntry> checkpoints;
+    uint64_t bytes = 0;
+  };
+  static std::shared_ptr<const Facts> facts_of(const Manifest& manifest, uint64_t bytes);
+  std::shared_ptr<const Facts> facts(uint64_t epoch) const;
+  Manifest load(uint64_t epoch, uint64_t* bytes) const;
+  [[noreturn]] void unknown_snapshot(const std::string& name, const std::vector<Snapshot>& known) const;
+  std::vector<uint64_t> epochs_in(const std::vector<std::string>& names) const;
+  void forget_listing() const;
+  template <typename Call>
+  static void for_each_new(const Facts* before, const Facts& manifest, const Call& call);
   // By one listing.
   Manifest load_newest_listed() const;
   Manifest load_snapshot_listed(const std::string& name) const;
@@ -77,6 +102,17 @@ class Manifests {
 
   vfs::Vfs& vfs_;
   std::string directory_;
+  bool remembers_ = false;
+  mutable std::mutex mutex_;  // guards known_, is_listed_ and has_files_
+  mutable std::map<uint64_t, std::shared_ptr<const Facts>> known_;  // null: not read yet
+  mutable bool is_listed_ = false;  // known_ has every epoch there is
+  mutable bool has_files_ = false;  // what follows, collect()'s own, is true
+  struct Files {
+    std::vector<uint64_t> segments = {};
+    std::vector<uint64_t> checkpoints = {};
+  };
+  mutable Files loose_;  // spared by the last collect() and named by no commit, or named by commits that went since
+  mutable uint64_t segments_seen_ = 0, checkpoints_seen_ = 0;  // its ends of what is spared
 };
 
 }  // namespace bunkbed

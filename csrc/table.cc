@@ -385,6 +385,7 @@ void Table::load(const Manifest& manifest) {
                                             " rows, the commit names " + std::to_string(manifest.stored_rows));
   }
   store_->apply(plan);
+  if (options_.writable) manifests_.remember();
   committed_ = manifest;
   step_ = manifest.step;
   meta_ = manifest.meta;

@@ -28,7 +28,7 @@ void Table::drop(const std::string& name) {
     }
     return;
   }
-  (void)manifests_.load_snapshot(name);  // an unknown name is an error that lists the known ones
+  const std::vector<uint64_t> kept = manifests_.epochs_kept_as(name);
   if (committed_.keep == name) {
     // The newest commit itself carries the name: commit the same state again without it. What was evicted since then
     // lies in segments of an epoch that this commit ends; later commits name them.
@@ -44,10 +44,8 @@ void Table::drop(const std::string& name) {
     publish(manifest);
   }
   std::vector<uint64_t> dropped;
-  for (const uint64_t epoch : manifests_.epochs()) {
-    if (epoch != committed_.epoch && !pinned_epochs_.contains(epoch) && manifests_.load(epoch).keep == name) {
-      dropped.push_back(epoch);
-    }
+  for (const uint64_t epoch : kept) {
+    if (!pinned_epochs_.contains(epoch)) dropped.push_back(epoch);
   }
   manifests_.remove(dropped);
   collect_after_commit();

@@ -109,6 +109,78 @@ TEST(small_commits_of_many_sessions_leave_few_segments) {
   for (int i = 0; i < 3; ++i) check_table_is(open_table(vfs, path, ram).get(), rows, "opened again");
 }
 
+// Only the first collection lists the directory. Later ones remove the same files without a listing.
+TEST(small_commits_leave_no_file_behind) {
+  const TableSpec spec = whole_numbers(kRows, 8);
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const std::string path = sandbox / "t";
+  const size_t ram = Table::minimum_ram(spec, kRows, true) * 2;
+  Rows rows;
+  auto table = Table::create(vfs, path, "t", spec, ram);
+  for (int64_t row = 0; row < 40; ++row) commit_row(table.get(), &rows, row);
+  for (int i = 0; i < 200; ++i) {
+    update(table.get(), {i}, {1.0f});
+    apply(&rows, {i}, {1.0f});
+    table->commit(std::nullopt, "k" + std::to_string(i));
+  }
+  CHECK_EQ(table->snapshots().size(), size_t{200});
+  for (int i = 0; i < 200; ++i) table->drop("k" + std::to_string((i * 7) % 200));
+  CHECK_THROWS(table->drop("k3"), ErrorKind::kInvalid, "has no snapshot 'k3'; it has none");
+  // A commit that fails, with its names there or not, and others after it.
+  for (int i = 0; i < 20; ++i) {
+    vfs.fail_all(i % 2 == 0 ? Op::kCreate : Op::kLink, EIO);
+    update(table.get(), {i}, {1.0f});
+    apply(&rows, {i}, {1.0f});
+    CHECK_THROWS(table->commit(std::nullopt, ""), ErrorKind::kSystem, "injected");
+    vfs.heal();
+    commit_row(table.get(), &rows, i);
+  }
+  for (int64_t row = 0; row < 100; ++row) commit_row(table.get(), &rows, row);
+  const size_t before = files_in(path);
+  CHECK(before <= 2 * kMostSegments + 4);
+  table.reset();
+  const auto again = open_table(vfs, path, ram);
+  check_table_is(again.get(), rows, "opened again");
+  CHECK(files_in(path) + kMostSegments >= before);
+}
+
+// Neither a commit nor a drop reads the manifests of the others.
+TEST(small_commits_cost_the_same_with_many_snapshots) {
+  const TableSpec spec = whole_numbers(kRows, 8);
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const size_t ram = Table::minimum_ram(spec, kRows, true) * 2;
+  auto table = Table::create(vfs, sandbox / "t", "t", spec, ram);
+  Rows rows;
+  // The most operations that a commit, and a drop, among the next ten takes.
+  const auto most = [&](int first) {
+    uint64_t commit = 0, drop = 0;
+    for (int i = first; i < first + 10; ++i) {
+      update(table.get(), {i}, {1.0f});
+      apply(&rows, {i}, {1.0f});
+      vfs.set_fault(0, vfs::Fault::kError);
+      table->commit(std::nullopt, "k" + std::to_string(i));
+      commit = std::max(commit, vfs.count());
+    }
+    for (int i = first; i < first + 5; ++i) {
+      vfs.set_fault(0, vfs::Fault::kError);
+      table->drop("k" + std::to_string(i));
+      drop = std::max(drop, vfs.count());
+    }
+    return std::pair{commit, drop};
+  };
+  (void)most(0);
+  const auto few = most(10);
+  for (int i = 20; i < 300; i += 10) (void)most(i);
+  const auto many = most(300);
+  CHECK(table->snapshots().size() > 150);
+  // A merge may come to lie within the ten; what is read of the others would be more than 300.
+  CHECK(many.first <= few.first + 120);
+  CHECK(many.second <= few.second + 120);
+  check_table_is(table.get(), rows, "in the end");
+}
+
 // More tables, and readers of them, than there are descriptors for all their segments.
 TEST(small_commits_of_many_tables_share_few_descriptors) {
   constexpr size_t kTables = 6, kMostOpen = 40;
