@@ -304,6 +304,9 @@ MemoryUse Table::memory_use(const TableSpec& spec, uint64_t stored_rows, size_t 
   const size_t payload = record_payload(fields_of(spec));
   const MemoryPlan plan = plan_memory(ram_bytes, payload, slots_per_segment(spec, payload), read_unit, on_disk);
   MemoryUse use;
+  use.most_segments = Compactor::most_segments(
+      static_cast<uint64_t>(static_cast<double>(stored_rows * (record_stride(payload) + 16)) / kTargetLive),
+      slots_per_segment(spec, payload) * record_stride(payload));
   use.record_bytes = payload;
   use.stored_bytes = record_stride(payload) + sizeof(int64_t) + sizeof(uint64_t);
   use.frame_bytes = Cache::frame_cost(payload);

@@ -75,6 +75,7 @@ struct MemoryUse {
   size_t frames = 0;
   size_t directory_bytes = 0;
   size_t fixed_bytes = 0;   // buffers and scratch
+  uint64_t most_segments = 0;
 };
 
 class Scan;

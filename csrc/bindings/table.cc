@@ -163,6 +163,7 @@ void bind_table(nb::module_& m) {
             d["frames"] = use.frames;
             d["directory_bytes"] = use.directory_bytes;
             d["fixed_bytes"] = use.fixed_bytes;
+            d["most_segments"] = use.most_segments;
             return d;
           },
           "stored_rows"_a, "ram_bytes"_a, "read_unit"_a, "on_disk"_a)

@@ -48,6 +48,8 @@ class Plan:
         frames, frames_bytes, directory_bytes, buffers_bytes, window_bytes: where the RAM goes.
         window: coming batches whose ids are held; fewer than asked for where they would take too much of the cache.
         disk_bytes: of the log, dead records included.
+        segments: the log's files, at most. A reader holds a descriptor for each; all writers of a process together
+            hold a quarter of its soft RLIMIT_NOFILE for theirs.
         write_amplification: bytes written for each byte of an evicted record.
         written_bytes: a step, compaction included.
         times: seconds a step needs of each resource.
@@ -67,6 +69,7 @@ class Plan:
     window: int
     window_bytes: int
     disk_bytes: int
+    segments: int
     write_amplification: float
     written_bytes: float
     times: limits.StepTimes
@@ -193,6 +196,7 @@ def answer(question: Question, machine: Machine) -> Plan:
         window=window,
         window_bytes=window_bytes,
         disk_bytes=int(question.rows * use["stored_bytes"] / _native.TARGET_LIVE),
+        segments=int(use["most_segments"]),
         write_amplification=amplification,
         written_bytes=written,
         times=limits.step_times(

@@ -152,6 +152,7 @@ def _facts(plan: Plan) -> RenderableType:
         f"buffers {format_bytes(plan.buffers_bytes + plan.window_bytes)}",
     )
     grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
+    grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
     grid.add_row("machine", rates(machine))
     grid.add_row("", f"[dim]{escape(machine.disk)}, measured; --remeasure[/]" if machine.disk else "[dim]as given[/]")
     if machine.read_unit == 1:
@@ -272,7 +273,7 @@ def _facts_json(plan: Plan, life: float) -> dict[str, Any]:
             "buffers_bytes": plan.buffers_bytes,
             "window_bytes": plan.window_bytes,
         },
-        "disk": {"bytes": plan.disk_bytes},
+        "disk": {"bytes": plan.disk_bytes, "segments": plan.segments},
         "seconds": {**asdict(plan.times), "step": plan.step_s},
         "steps_per_s": plan.steps_per_s,
         "binds": plan.binds,
