@@ -35,6 +35,7 @@ PARTS = {
     "epochs": ("epochs", "run", "readers that refresh during commits and compaction never see two epochs"),
     "stress": ("stress", "run", "threads and reader processes call everything at once; bounds of every row"),
     "resume": ("resume", "run", "a training run killed at 20 points ends like one never killed"),
+    "trends": ("trends", "run", "segments, files, descriptors, memory and threads stay bounded over 10,000 commits"),
     "fuzz": ("fuzz", "run", "coverage-guided fuzzing of every parser; needs clang"),
     "sanitizers": ("sanitizers", "run", "threads of random calls under TSan and ASan; needs a compiler that has them"),
 }
