@@ -123,12 +123,12 @@ void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
 }
 
 void Batch::assign_whole(const int64_t* ids, size_t n, const uint32_t* members) {
-  ArrayVector<int64_t> keys(members == nullptr ? 0 : n);
-  for (size_t i = 0; i < keys.size(); ++i) keys[i] = ids[members[i]];
+  ArrayVector<int64_t> keys(n);
+  for (size_t i = 0; i < n; ++i) keys[i] = ids[members == nullptr ? i : members[i]];
   ArrayVector<uint32_t> slots;
   unique_.resize(n);
   inverse_.resize(n);
-  const size_t num_unique = dedupe(members == nullptr ? ids : keys.data(), n, 0, &slots, unique_.data(), inverse_.data());
+  const size_t num_unique = dedupe(keys.data(), n, 0, &slots, unique_.data(), inverse_.data());
   unique_.resize(num_unique);
   offsets_.resize(num_unique + 1);
   order_.resize(n);
@@ -137,7 +137,8 @@ void Batch::assign_whole(const int64_t* ids, size_t n, const uint32_t* members) 
 }
 
 void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) {
-  const auto id_at = [&](size_t i) { return members == nullptr ? ids[i] : ids[members[i]]; };
+  ArrayVector<int64_t> copy(n);  // made by 1.
+  const auto id_at = [&](size_t i) { return copy[i]; };
   const size_t num_partitions = partitions_of(n);
   const auto partition_bits = static_cast<unsigned>(std::countr_zero(num_partitions));
   const size_t num_chunks = (n + kChunkIds - 1) / kChunkIds;
@@ -148,7 +149,10 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
   parallel_for(num_chunks, 1, [&](size_t from, size_t to) {
     for (size_t c = from; c < to; ++c) {
       uint32_t* const counts = cursors.data() + c * num_partitions;
-      for (size_t i = c * kChunkIds; i < chunk_end(c); ++i) ++counts[high_bits(spread(id_at(i)), partition_bits)];
+      for (size_t i = c * kChunkIds; i < chunk_end(c); ++i) {
+        copy[i] = ids[members == nullptr ? i : members[i]];
+        ++counts[high_bits(spread(copy[i]), partition_bits)];
+      }
     }
   });
   ArrayVector<uint32_t> begins(num_partitions + 1);

@@ -20,7 +20,8 @@ namespace bunkbed {
 class Batch {
  public:
   // Dedupes ids[0..n), none negative. With `members` the batch is ids[members[0]], ids[members[1]], ... instead; places
-  // are then those in `ids`, and there is no inverse().
+  // are then those in `ids`, and there is no inverse(). Each id is read once: where another thread changes them meanwhile,
+  // the batch is one of ids that were there, and unique() is to be checked again.
   void assign(const int64_t* ids, size_t n, const uint32_t* members = nullptr);
 
   size_t size() const { return order_.size(); }

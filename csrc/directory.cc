@@ -76,8 +76,8 @@ class FlatDirectory final : public Directory {
       return;
     }
     for (size_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) prefetch(rows[i + kAhead]);
-      entries[i] = load_entry(at(rows[i]));
+      if (i + kAhead < n) prefetch(within(rows + i + kAhead));
+      entries[i] = load_entry(at(within(rows + i)));
     }
   }
   Entry find(int64_t row) const override { return load_entry(at(row)); }
@@ -154,6 +154,11 @@ class FlatDirectory final : public Directory {
   static Entry home_of(int64_t row) {
     return static_cast<uint64_t>(row) < ~uint32_t{0} ? entry_of_frame(static_cast<uint32_t>(row)) : ~Entry{0};
   }
+  // A row to be located, read once. It was checked, but may lie in a caller's array that another thread has changed
+  // since: then any row, never memory outside.
+  int64_t within(const int64_t* row) const {
+    return static_cast<int64_t>(std::min(static_cast<uint64_t>(__atomic_load_n(row, __ATOMIC_RELAXED)), num_rows_ - 1));
+  }
   std::byte* at(int64_t row) const { return entry_zeros_.get() + static_cast<uint64_t>(row) * kEntryBytes; }
   uint8_t* home() const { return reinterpret_cast<uint8_t*>(home_zeros_.get()); }
   bool is_group_home(int64_t row) const { return home()[static_cast<uint64_t>(row) / kGroupRows] == kGroupRows; }
@@ -165,8 +170,12 @@ class FlatDirectory final : public Directory {
   }
   void locate_at_home(const int64_t* rows, size_t n, Entry* entries) const {
     for (size_t i = 0; i < n; ++i) {
-      if (i + kAhead < n && !is_group_home(rows[i + kAhead])) prefetch(rows[i + kAhead]);
-      entries[i] = is_group_home(rows[i]) ? home_of(rows[i]) : load_entry(at(rows[i]));
+      if (i + kAhead < n) {
+        const int64_t ahead = within(rows + i + kAhead);
+        if (!is_group_home(ahead)) prefetch(ahead);
+      }
+      const int64_t row = within(rows + i);
+      entries[i] = is_group_home(row) ? home_of(row) : load_entry(at(row));
     }
   }
 

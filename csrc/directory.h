@@ -28,7 +28,7 @@ constexpr Entry entry_of_position(uint64_t position) { return position + 1; }
 class Directory {
  public:
   virtual ~Directory() = default;
-  // entries[i] = entry of rows[i]; prefetches ahead.
+  // entries[i] = entry of rows[i]; prefetches ahead. The only call that may be given rows out of range: some entry.
   virtual void locate(const int64_t* rows, size_t n, Entry* entries) const = 0;
   virtual Entry find(int64_t row) const = 0;
   // Sets the entry of a row. A row new to a hashed directory must have been reserved for.

@@ -294,6 +294,8 @@ class Table {
   void require_writable() const;
   void require_durable(const char* what) const;
   void check_ids(const int64_t* ids, size_t n) const;
+  // batch.assign(), of ids that were checked: again, as another thread may have changed the caller's since.
+  void assign_checked(Batch* batch, const int64_t* ids, size_t n, const uint32_t* members = nullptr) const;
   void require_places(size_t n) const;
   void check_not_held(const int64_t* ids, size_t n) const;
   void release_for_change(const int64_t* ids, size_t n);
@@ -420,6 +422,7 @@ class Table {
   BlockVector<uint32_t> missing_counts_;
   BlockVector<uint32_t> frames_;
   BlockVector<size_t> pooled_to_;   // per bag of a piece: the place its rows were added up to
+  BlockVector<int64_t> bag_starts_;  // per bag of a piece, and where the last one ends
   BlockVector<int64_t> bag_ids_;
   BlockVector<uint32_t> members_;
   BlockVector<float> sums_;

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "error.h"
 #include "table.h"
 #include "table_rows.h"
 #include "workers.h"
@@ -19,15 +20,15 @@ namespace bunkbed {
 struct Table::Bags {
   const int64_t* ids;  // (n)
   size_t n;
-  const int64_t* offsets;  // (num_bags)
-  size_t num_bags;
+  const int64_t* starts;  // of the bags from `first` on, and where the last one ends
+  size_t first;
   Pooling pooling;
   const float* weights;  // (n) or null
   bool touch;           // rows not in RAM are to stay there
   bool counts_touches;  // and of those in RAM it is to be known that they were wanted
 
-  size_t begin(size_t bag) const { return static_cast<size_t>(offsets[bag]); }
-  size_t end(size_t bag) const { return bag + 1 < num_bags ? static_cast<size_t>(offsets[bag + 1]) : n; }
+  size_t begin(size_t bag) const { return static_cast<size_t>(starts[bag - first]); }
+  size_t end(size_t bag) const { return static_cast<size_t>(starts[bag - first + 1]); }
 
   // What the sum of a bag that is not empty is divided by; with weights as TensorFlow's combiners: mean by the sum of
   // weights, sqrtn by the root of their squares' sum.
@@ -55,10 +56,18 @@ void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, si
                         const float* weights, bool touch, float* out) {
   const auto guard = begin_lookup(ids, n, touch);
   ids_seen_ += n;
-  const Bags bags{ids, n, offsets, num_bags, pooling, weights, touch, touch && may_evict()};
   const size_t piece = piece_ids();
   for (size_t first = 0; first < num_bags; first += piece) {
     const size_t count = std::min(piece, num_bags - first);
+    // A copy, checked again: they lie in the caller's memory, which another thread may change.
+    bag_starts_.resize(count + 1);
+    std::copy_n(offsets + first, std::min(count + 1, num_bags - first), bag_starts_.begin());
+    if (first + count == num_bags) bag_starts_[count] = static_cast<int64_t>(n);
+    if (bag_starts_[0] < 0 || bag_starts_[count] > static_cast<int64_t>(n) ||
+        !std::is_sorted(bag_starts_.begin(), bag_starts_.end())) {
+      throw Error(ErrorKind::kInvalid, "table '" + name_ + "': the offsets were changed while their bags were looked up");
+    }
+    const Bags bags{ids, n, bag_starts_.data(), first, pooling, weights, touch, touch && may_evict()};
     pool_resident(bags, first, count, out);
     pool_missing(bags, first, count, out);
   }

@@ -58,6 +58,11 @@ void Table::check_ids(const int64_t* ids, size_t n) const {
   }
 }
 
+void Table::assign_checked(Batch* batch, const int64_t* ids, size_t n, const uint32_t* members) const {
+  batch->assign(ids, n, members);
+  check_ids(batch->unique().data(), batch->num_unique());
+}
+
 void Table::check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const {
   if (kernels().all_finite(static_cast<int64_t>(n * length), values)) return;
   for (size_t i = 0; i < n * length; ++i) {

@@ -32,7 +32,7 @@ Batch Table::batch(const int64_t* ids, size_t n) const {
   require_own_process();
   check_ids(ids, n);
   Batch batch;
-  batch.assign(ids, n);
+  assign_checked(&batch, ids, n);
   return batch;
 }
 
@@ -89,7 +89,7 @@ void Table::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
     for (uint32_t i = 0; i < missing_counts_[block]; ++i) missing_[num_missing++] = missing_[block * kBlockIds + i];
   }
   if (num_missing == 0) return;
-  batch_.assign(ids, num_missing, missing_.data());
+  assign_checked(&batch_, ids, num_missing, missing_.data());
   lookup_missing(batch_, nullptr, touch, out);
 }
 

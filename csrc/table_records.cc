@@ -155,7 +155,7 @@ void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
       std::min(piece_ids(), std::max<size_t>(1, store_->plan().scratch_bytes / 2 / record_bytes));
   for (size_t begin = 0; begin < n; begin += piece) {
     const size_t count = std::min(piece, n - begin);
-    batch_.assign(ids + begin, count);
+    assign_checked(&batch_, ids + begin, count);
     records_.resize(std::max(records_.size(), batch_.num_unique() * record_bytes));
     store_->fetch(batch_.unique().data(), batch_.num_unique(), record_bytes, records_.data());
     for (size_t i = 0; i < count; ++i) {
@@ -178,7 +178,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
     for (size_t i = 0; i < n; ++i) {
       if (parts == 1 || (mix_id(ids[i]) >> 16) % parts == p) members_.push_back(static_cast<uint32_t>(i));
     }
-    batch_.assign(ids, members_.size(), members_.data());
+    assign_checked(&batch_, ids, members_.size(), members_.data());
   };
   for (size_t p = 0; p < parts; ++p) {
     select(p);
@@ -187,7 +187,10 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
   bool wrote = false;
   try {
     for (size_t p = 0; p < parts; ++p) {
-      if (parts > 1) select(p);
+      if (parts > 1) {
+        select(p);
+        store_->reserve_rows(batch_.unique().data(), batch_.num_unique());  // other ids than before, if they were changed
+      }
       for (size_t begin = 0; begin < batch_.num_unique();) {
         const size_t count = std::min(store_->max_pinned(), batch_.num_unique() - begin);
         frames_.resize(count);

@@ -20,7 +20,7 @@ void Table::not_finite(const Batch& batch, const int64_t* ids, size_t n, const f
   check_finite(ids, n, grads, spec_.dim, "gradient");
   std::vector<float> sum(spec_.dim);
   size_t u = 0;
-  while (std::isfinite(sum_row(batch, u, grads, sum.data()))) ++u;
+  while (u + 1 < batch.num_unique() && std::isfinite(sum_row(batch, u, grads, sum.data()))) ++u;
   const int64_t id = batch.unique()[u];
   throw Error(ErrorKind::kInvalid, "table '" + name_ + "': the gradients of id " + std::to_string(id) +
                                        " are finite one by one and overflow float32 when summed; nothing was changed; "
@@ -115,14 +115,14 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
   // All places of the ids of part p.
   const auto select = [&](size_t p) {
     if (parts == 1) {
-      batch_.assign(ids, n);
+      assign_checked(&batch_, ids, n);
       return;
     }
     members_.clear();
     for (size_t i = 0; i < n; ++i) {
       if ((mix_id(ids[i]) >> 16) % parts == p) members_.push_back(static_cast<uint32_t>(i));
     }
-    batch_.assign(ids, members_.size(), members_.data());
+    assign_checked(&batch_, ids, members_.size(), members_.data());
   };
 
   // Everything is validated before anything is written. The sums are kept where they fit the scratch, otherwise
@@ -141,7 +141,10 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
 
   take_step(next, [&](bool* wrote) {
     for (size_t p = 0; p < parts; ++p) {
-      if (parts > 1) select(p);
+      if (parts > 1) {
+        select(p);
+        store_->reserve_rows(batch_.unique().data(), batch_.num_unique());  // other ids than before, if they were changed
+      }
       apply_update(batch_, grads, sums, next, wrote);
     }
   });

@@ -43,11 +43,11 @@ uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) {
   if (!store_->can_miss()) return kNoUse;
   // Of a batch larger than the scratch the first part counts; the rest is read when it is wanted.
   const size_t count = std::min(piece_ids(), n);
-  batch_.assign(ids, count);
+  assign_checked(&batch_, ids, count);
   if (is_staging() && store_->window_must_grow(batch_.num_unique())) {
     settle(guard);  // meanwhile others may have used the scratch
     require_usable();
-    batch_.assign(ids, count);
+    assign_checked(&batch_, ids, count);
   }
   // A window asked for may take a quarter of the budget, and so may the few batches that staging needs. Beyond them, one
   // of our choosing takes a tenth: what it takes from the cache it must win back in misses. And a row that is not
@@ -124,7 +124,7 @@ void Table::stage(const int64_t* ids, size_t n) {
   staged_.wait(guard, [this] { return !is_waited_for(); });
   require_usable();
   if (store_->log() == nullptr) return;
-  batch_.assign(ids, std::min(piece_ids(), n));
+  assign_checked(&batch_, ids, std::min(piece_ids(), n));
   stage_rows(batch_.unique().data(), batch_.num_unique(), kNoUse);
   compact_beside(guard);
 }

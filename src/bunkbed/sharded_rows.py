@@ -281,6 +281,7 @@ class ShardedRows:
     def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update`."""
         with self._alone(write=True):
+            ids = ids.copy()  # another thread may change the caller's: no row may get into another's shard
             split = self._split(ids)
             self._check_step(lr, step)
             mine, values = split.take(ids), split.take(grads)
@@ -326,6 +327,7 @@ class ShardedRows:
     def set(self, ids: Ids, field: int, values: Floats) -> None:
         """See `bunkbed.Table.set`."""
         with self._alone(write=True):
+            ids = ids.copy()  # see update()
             split = self._split(ids)
             if not (values.max(initial=0.0) < _ALWAYS_FITS and values.min(initial=0.0) > -_ALWAYS_FITS):
                 # In RAM, and gone at once: it raises, and names the value, or nothing is wrong.
