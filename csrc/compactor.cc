@@ -106,6 +106,17 @@ uint64_t Compactor::begin_merge() {
   return records;
 }
 
+void Compactor::merge(size_t buffer_bytes) {
+  if (log_ == nullptr) return;
+  try {
+    for (size_t before = ~size_t{0}; log_->segments().size() < before;) {
+      before = log_->segments().size();
+      run(begin_merge(), buffer_bytes);
+    }
+  } catch (const Error&) {  // the disk is full, say: nothing is lost, and later calls try again
+  }
+}
+
 // Chooses the next segment of a merge, else the emptiest one, of those that `among` holds where that is given.
 bool Compactor::pick(const MayEmpty* among) {
   Segment* best = nullptr;

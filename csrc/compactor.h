@@ -71,8 +71,11 @@ class Compactor {
   bool is_needed() const;
   // Segments of a log of so many bytes, those of a commit under way not counted.
   static uint64_t most_segments(uint64_t bytes, uint64_t segment_bytes);
-  // Chooses the segments to merge when there are too many; returns how many records must be looked at for that.
+  // Chooses the segments to merge when there are too many; returns how many records must be looked at for that. The store
+  // calls it where records were appended: a scan depends on it that nothing moves otherwise (Store::forgive_compaction).
   uint64_t begin_merge();
+  // All merges that are due, now.
+  void merge(size_t buffer_bytes);
   // Segments that durable commits name, and their bytes; their files stay when their last record is dead.
   void set_named_segments(std::map<uint64_t, uint64_t> named) { named_ = std::move(named); }
   void add_named_segments(const std::set<uint64_t>& more);

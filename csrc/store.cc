@@ -570,9 +570,7 @@ bool Store::is_compaction_behind() {
 bool Store::begin_compaction() {
   if (log_ == nullptr || is_compacting_beside_) return false;
   count_compaction_debt();
-  // A merge adds the records it reads to the debt. Without debt none starts: a scan depends on it (forgive_compaction()).
-  if (compaction_debt_ > 0) compaction_debt_ += compactor_.begin_merge();
-  if (!compactor_.is_needed()) compaction_debt_ = 0;
+  if (compaction_debt_ > 0) compaction_debt_ = compactor_.is_needed() ? compaction_debt_ + compactor_.begin_merge() : 0;
   return is_compacting_beside_ = compaction_debt_ > 0;
 }
 
@@ -590,18 +588,6 @@ void Store::compact_slice(Compactor::Read read) {
   const size_t looked = compactor_.look_on(std::min<uint64_t>(compaction_debt_, kCompactionSlice), plan_.compaction_bytes);
   compaction_debt_ -= std::min<uint64_t>(compaction_debt_, looked);
   appended_seen_ = log_->stats().written_records;
-}
-
-void Store::merge_segments() {
-  if (log_ == nullptr) return;
-  try {
-    for (size_t before = ~size_t{0}; log_->segments().size() < before;) {
-      before = log_->segments().size();
-      compactor_.run(compactor_.begin_merge(), plan_.compaction_bytes);
-    }
-  } catch (const Error&) {  // the disk is full, say: the table is as it was, and later calls try again
-  }
-  forgive_compaction();
 }
 
 uint64_t Store::compact_all() {

@@ -197,7 +197,10 @@ class Store {
   void end_compaction() { is_compacting_beside_ = false; }
   // At opening: merges segments while there are too many. The merge after a commit is part of the next commit, and is lost
   // when the table closes before it: a table that is opened for each commit would keep one more segment each time.
-  void merge_segments();
+  void merge_segments() {
+    compactor_.merge(plan_.compaction_bytes);
+    forgive_compaction();
+  }
   // All of it that pays; returns records moved.
   uint64_t compact_all();
 

@@ -37,8 +37,8 @@ SPARE_SEGMENTS = 16 + 4
 #: Files of a table that are no segments: manifests, the lock, directory checkpoints. There are up to three times as
 #: many files of segments, those that only the last two commits name included.
 OTHER_FILES = 8
-#: Descriptors of a table that the cache of descriptors does not count: the lock, two rings, segments that are not synced
-#: yet, a manifest being written.
+#: Descriptors of a table that the cache of descriptors does not count or may not close: the lock, two rings, segments
+#: that are not synced yet, a manifest being written.
 OF_A_TABLE = 8
 #: Descriptors of the process that belong to no table.
 OF_THE_PROCESS = 32
