@@ -36,8 +36,6 @@ inline bool set_fault(const char* name) {
       "evict_into_old_epoch",   // what was changed since a commit began and evicted counts into it
       "checkpoint_too_new",     // a directory checkpoint is said to hold an epoch more than it does
       "replay_last_record",     // of a row's records the last one counts, whatever its version
-      // Of descriptors.
-      "leak_descriptor",  // a segment's file stays open when its table is done with it
   };
   if (name == nullptr) {
     fault_slot().store(nullptr);

@@ -14,5 +14,5 @@ def test_segments_files_descriptors_memory_and_threads_stay_bounded(story: str) 
 
 
 def test_a_seeded_leak_of_descriptors_is_found() -> None:
-    answer = in_process("open and close", STORIES["open and close"][2], 120, "leak_descriptor")
+    answer = in_process("open and close", STORIES["open and close"][2], 120, "descriptor_leak")
     assert any("descriptors" in problem for problem in answer["problems"]), answer

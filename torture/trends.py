@@ -286,7 +286,7 @@ def run(size: Size) -> list[Result]:
             result.fail(f"{story}: {problem}")
     result.note = table_of(answers)
     seeded = Result("trends: a seeded leak of descriptors is found", tried=1)
-    leaking = in_process("open and close", STORIES["open and close"][2], 120, "leak_descriptor")
+    leaking = in_process("open and close", STORIES["open and close"][2], 120, "descriptor_leak")
     seeded.passed = int(any("descriptors" in problem for problem in leaking["problems"]))
     return [result, seeded]
 
