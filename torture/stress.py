@@ -143,6 +143,7 @@ BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "lost_write_back": ("fixed", lambda: _native.set_fault("lost_write_back")),
     "stale_read": ("fixed", lambda: _native.set_fault("stale_read")),
     "double_update": ("ram", lambda: _native.set_fault("double_update")),
+    "scan_misses_change": ("fixed", lambda: _native.set_fault("scan_misses_change")),
 }
 
 

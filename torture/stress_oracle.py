@@ -85,8 +85,8 @@ class Counts:
             at = int(np.flatnonzero(bad | torn)[0])
             row = int(rows[at])
             raise Wrong(
-                f"{what}: row {row} shows {values[at].tolist()}, its partner {values[at ^ 1, 0]}; expected a count in "
-                f"[{low[row]}, {high[row]}]; {int((bad | torn).sum())} of {len(rows)} rows are wrong"
+                f"{what}: row {row} shows {np.unique(values[at]).tolist()}, its partner {values[at ^ 1, 0]}; "
+                f"expected one in [{low[row]}, {high[row]}]; {int((bad | torn).sum())} of {len(rows)} rows are wrong"
             )
         return counts
 
