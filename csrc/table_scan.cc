@@ -182,8 +182,8 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
   // record lies in a place that the scan has passed, or in one that it will not come to.
   if (store.compactor().records_moved() != moves_ && !fault_is("scan_misses_change")) {
     throw Error(ErrorKind::kBroken, "table '" + table_->name_ +
-                                        "': compaction moved its records while it was scanned; a commit or an update may "
-                                        "ask for that within disk=: finish the scan first, or scan again");
+                                        "': compaction moved its records while it was scanned, which compact(), a commit "
+                                        "or an update next to the scan may ask for: finish the scan first, or scan again");
   }
   Cache& cache = store.cache();
   size_t found = 0;

@@ -132,12 +132,12 @@ def _values(table: Table, slot: str, ids: Ids) -> Floats:
 
 
 def _require_not_stored(table: Table, ids: Ids) -> None:
-    """After their values were read: a row that another thread stored since the scan is of another state than the rest."""
+    """After their values were read: a row that was stored since the scan is of another state than the rest."""
     stored = table.contains(ids)
     if stored.any():
         raise BunkbedError(
-            f"table '{table.name}': row {int(ids[stored.argmax()])} was first trained while rows were exported; nothing was "
-            "exported; export again without changing the table meanwhile"
+            f"table '{table.name}': row {int(ids[stored.argmax()])} was first trained while rows were exported; "
+            "nothing was exported; export again without changing the table meanwhile"
         )
 
 
