@@ -114,7 +114,7 @@ void Subject::open(Tally* tally) {
     table = Table::open(vfs::posix(), path_, name_, options);
   } catch (const Error& error) {
     if (disk_bytes_ == 0 || error.kind() != ErrorKind::kInvalid) throw;
-    if (disk_bytes_ > 1) ++tally->refused["open: its limit is too small for what it left"];
+    if (disk_bytes_ > 1) tally->fail(std::string("open: within the limit it had: ") + error.what());
     // Little more than what it needs, so that it waits and compacts.
     disk_bytes_ = disk_wanted(error.what());
     disk_bytes_ += disk_bytes_ / 8 * rng_.below(3);

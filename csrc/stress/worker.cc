@@ -14,8 +14,9 @@ std::string Worker::allowed(const Subject& subject, const std::string& call, con
     return "closed";
   }
   const bool may_change = !episode_.is_quiet || episode_.goes_back || subject.shape().has_limit;
-  if (call == "scan" && error.kind() == ErrorKind::kBroken && says("was changed while it was scanned") && may_change) {
-    return "changed";
+  if (call == "scan" && error.kind() == ErrorKind::kBroken && may_change) {
+    if (says("was changed while it was scanned")) return "changed";
+    if (says("compaction moved its records while it was scanned")) return "compacted";
   }
   if (episode_.has_device && error.kind() == ErrorKind::kBroken && call.rfind("device: ", 0) != 0) {
     if (says("held by a device cache")) return "held by the device";
