@@ -16,14 +16,9 @@ namespace {
 constexpr size_t kCompactionPace = 4;
 constexpr size_t kAppendBatch = 1024;  // records appended at once
 constexpr size_t kFlushBytes = 1u << 20;
-constexpr size_t kSmallestChunk = 16u << 10;
 constexpr size_t kCompactionSlice = 512;  // records looked at before another call may have the lock: a fraction of a ms
 
 }  // namespace
-
-size_t smallest_chunk_bytes(size_t stride) {
-  return vfs::round_up(std::max(kSmallestChunk, 2 * stride + 2 * vfs::kBlockBytes), vfs::kBlockBytes);
-}
 
 MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
                        bool has_log) {

@@ -15,6 +15,7 @@
 // The table's lock covers every call.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <set>
@@ -57,7 +58,10 @@ struct MemoryPlan {
 MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
                        bool has_log);
 // No plan has smaller chunks.
-size_t smallest_chunk_bytes(size_t stride);
+inline constexpr size_t kSmallestChunk = 16u << 10;
+inline size_t smallest_chunk_bytes(size_t stride) {
+  return vfs::round_up(std::max(kSmallestChunk, 2 * stride + 2 * vfs::kBlockBytes), vfs::kBlockBytes);
+}
 // Frames below which no table works.
 inline constexpr size_t kMinFrames = 16;
 

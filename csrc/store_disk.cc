@@ -2,7 +2,7 @@
 // the commits' manifests and directory checkpoints.
 //
 // What must hold whenever a call begins, with W(n) the most that n rows take when they are written (their records, and what
-// the segments that they begin take beside records):
+// the segments that they begin take in addition):
 //
 //   files + W(rows dirty in RAM) + slack in use <= limit                                                 (1)
 //
@@ -85,7 +85,7 @@ uint64_t Store::slack() const {
   return disk_slack(log_->segment_bytes(), log_->memory()) + (disk_.commits + 1) * disk_.meta_bytes;
 }
 
-// Beside records, of a segment: its header, and the padding and trailer of its last chunk.
+// What a segment takes in addition to records: its header, and the padding and trailer of its last chunk.
 uint64_t Store::segment_overhead() const {
   return kSegmentHeaderBytes + vfs::kBlockBytes + kChunkTrailerBytes + log_->stride();
 }
