@@ -336,6 +336,7 @@ class Store {
     uint64_t meta_bytes = 0;        // of a commit's manifest
     size_t held_rows = 0;
     size_t admitted = 0;            // rows that the change under way may make dirty
+    bool may_borrow = false;        // the next change may take a segment's bytes of the slack
   } disk_;
   StoreStats stats_;
 };

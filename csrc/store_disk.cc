@@ -162,7 +162,8 @@ bool Store::has_disk_for(const int64_t* rows, size_t n) {
   if (fits_disk(n)) return true;
   // Near the limit it pays to know: most of a warm step's rows are dirty already.
   disk_.admitted = rows_to_dirty(rows, n);
-  return fits_disk(disk_.admitted);
+  if (fits_disk(disk_.admitted)) return true;
+  return std::exchange(disk_.may_borrow, false) && fits_disk(disk_.admitted, log_->segment_bytes());
 }
 
 size_t Store::rows_to_dirty(const int64_t* rows, size_t n) const {
@@ -204,7 +205,8 @@ bool Store::make_disk_room() {
     pack_until([&] { return fits_disk(wanted); }, is_unnamed);
   }
   disk_.admitted = wanted;
-  return fits_disk(wanted, log_->segment_bytes());
+  // All that compaction gives back is given back: the call that asks next may borrow, once.
+  return fits_disk(wanted) || (disk_.may_borrow = fits_disk(wanted, log_->segment_bytes()));
 }
 
 bool Store::shrink_for_commit(bool is_to_be_kept) {

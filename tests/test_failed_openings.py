@@ -34,8 +34,10 @@ def failing_call(number: int) -> Iterator[list[str]]:
     called: list[str] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
-        # A table that is not even initialised has nothing to give back.
-        if not frame.f_code.co_filename.startswith(SOURCES) or frame.f_code.co_qualname == "Table.__init__":
+        # A table that is not even initialised has nothing to give back. The arguments of close() are checked too.
+        # A generator that is closed by its consumer cannot raise.
+        is_check = frame.f_code.co_filename.endswith("typed.py") or frame.f_code.co_name == "<genexpr>"
+        if not frame.f_code.co_filename.startswith(SOURCES) or is_check or frame.f_code.co_qualname == "Table.__init__":
             return
         above: FrameType | None = frame
         while above is not None:
