@@ -246,6 +246,8 @@ def tell(story: str, steps: int, path: Path) -> dict[str, Any]:
         watch.end()
     except (OSError, bb.BunkbedError) as error:
         watch.problems.append(f"{type(error).__name__}: {error}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # removing the folder needs descriptors too
     return {"steps": steps, "tables": watch.tables, "peaks": watch.peaks, "problems": watch.problems[:5]}
 
 
