@@ -412,17 +412,18 @@ class Table(TableFacts, TableCommits):
         fields = [self._field(slot) for slot in slots]
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
-        return self._scan(fields, min(chunk, max(len(self), 65_536)))  # memory for no more than there is
+        return self._scan(fields, chunk)
 
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
         with self._reading():
             scan = _native.Scan(self._native, [index for index, _ in fields])
         yield from self._rows_of(scan, fields, chunk)
 
-    @staticmethod
     def _rows_of(
-        scan: _native.Scan, fields: Sequence[tuple[int, int]], chunk: int
+        self, scan: _native.Scan, fields: Sequence[tuple[int, int]], chunk: int
     ) -> Iterator[tuple[Ids, list[Floats]]]:
+        if chunk > 65_536:  # memory for no more than there is; asked after the scan, which refuses a table first
+            chunk = min(chunk, max(len(self), 65_536))
         while True:
             ids = np.empty(chunk, np.int64)
             values = [np.empty((chunk, length), np.float32) for _, length in fields]
