@@ -1,6 +1,6 @@
 // Calls of the core by Python threads, and the end of the process.
 //
-// A thread that wants the GIL back from an interpreter that has begun to finalise is ended by pthread_exit (before Python
+// A thread that wants the GIL back from an interpreter that finalises is ended by pthread_exit (before Python
 // 3.14). That unwinds through C++ frames, and a destructor there makes it std::terminate: a daemon thread in a lookup
 // aborted the process. So the interpreter's exit (opening.py):
 //

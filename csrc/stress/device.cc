@@ -129,7 +129,7 @@ bool Device::call(Worker* worker, bool is_quiet) {
     });
   } else if (choice < 9) {
     worker->attempt(s, "device: write back", [&] { write_back(); });
-  } else if (choice < 10) {  // written back first, as a table's own calls are beside its layers
+  } else if (choice < 10) {  // written back first, as for a table's own calls next to its layers
     std::vector<float> values(rows.size() * s.shape().dim);
     const Locks guard(mutex_, frames_mutex_);
     const Reading reading(s.bounds, rows);

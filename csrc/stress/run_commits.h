@@ -1,4 +1,4 @@
-// Commits of several tables as one, as a run makes them: all are begun, all are waited for, then what names them all is
+// Commits of several tables as one, as a run makes them: all start, all are waited for, then what names them all is
 // there (here: in memory), and each table is told which of its commits are named and collects the others.
 #pragma once
 

@@ -35,7 +35,7 @@ class Worker {
   bool call(Subject& subject);
   // One update of all of them, with one step number.
   bool update_as_one(const std::vector<std::unique_ptr<Subject>>& subjects);
-  // Before the thread ends: commits that were begun are waited for, and snapshots dropped.
+  // Before the thread ends: pending commits are waited for, and snapshots dropped.
   void finish();
   Tally& tally() { return tally_; }
   Rng& rng() { return rng_; }
