@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -294,3 +295,30 @@ def test_a_budget_gets_back_the_bytes_of_a_table_that_could_not_be_opened(tmp_pa
     with pytest.raises(FileExistsError):
         bb.create(tmp_path / "user", ram=budget, **FACTS)
     assert budget.used_bytes == 0
+
+
+def test_a_table_closes_although_a_full_disk_keeps_another_from_growing(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"dim": 16, "num_rows": 50_000, "init": bb.Zeros(), "optimizer": bb.SGD(lr=1.0)}
+    budget = bb.Budget("8MiB")
+    ids = np.arange(facts["num_rows"])
+    vfs = bb._native.FaultVfs()
+    bb._native.use_vfs(vfs)
+    try:
+        user = bb.create(tmp_path / "user", ram=budget, **facts)
+        item = bb.create(tmp_path / "item", ram=budget, **facts)
+        for part in np.split(ids, 50):
+            item.update(part, np.ones((len(part), 16), np.float32))
+        share = item.stats()["ram_budget_bytes"]
+        vfs.set_fault(1, "error", errno.ENOSPC)
+        vfs.repeat_every(1)
+        user.close(commit=False)
+    finally:
+        vfs.heal()
+        bb._native.use_vfs(None)
+    assert vfs.struck() > 0
+    assert user.closed
+    assert item.stats()["ram_budget_bytes"] == share
+    item.close()
+    assert budget.used_bytes == 0
+    with bb.open(tmp_path / "item", mode="r", ram="8MiB") as table:
+        assert (table.lookup(ids) == -1).all()

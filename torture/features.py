@@ -76,7 +76,7 @@ def call(
         if scratch:
             HOLES["scratch", name] = ((bb.BunkbedError, ValueError), scratch)
         if files:
-            HOLES["RAM only", name] = (TypeError, "path must be a string or a path|expected str, bytes or os.PathLike")
+            HOLES["RAM only", name] = (TypeError, "(path|src) must be a string or a path")
         return function
 
     return add

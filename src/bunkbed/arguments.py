@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +57,11 @@ def as_ids(ids: Any, *, what: str = "ids", table: str = "table") -> Ids:
     return _as_plain(array.astype(np.int64, copy=False))
 
 
+def is_masked_array(values: Any) -> bool:
+    """Asked without an import: `np.ma` takes 1.5 MiB, and before somebody imported it there is no such array."""
+    return "numpy.ma" in sys.modules and isinstance(values, np.ma.MaskedArray)
+
+
 def as_array(values: Any, wanted: str, what: str, table: str) -> npt.NDArray[Any]:
     """What callers hand in as an array.
 
@@ -66,7 +72,7 @@ def as_array(values: Any, wanted: str, what: str, table: str) -> npt.NDArray[Any
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{table}: {what} must be {wanted}, got {type(values).__name__} ({error})") from None
-    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+    if is_masked_array(values) and np.ma.is_masked(values):
         position = int(np.flatnonzero(np.ma.getmaskarray(values))[0])
         raise ValueError(
             f"{table}: {what} are masked at position {position}; leave masked values out, or fill them: {what}.filled()"
@@ -127,7 +133,7 @@ def as_out(
         ValueError: another dtype, byte order, shape or layout, or memory of what is read.
     """
     allowed = ("float32", *narrow)
-    is_array = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
+    is_array = isinstance(out, np.ndarray) and not is_masked_array(out)
     if not is_array or out.dtype.name not in allowed or not out.dtype.isnative:
         got = describe(out) if is_array else type(out).__name__
         raise ValueError(f"{table}: out must be an array of {' or '.join(allowed)} in native byte order, got {got}")

@@ -162,8 +162,9 @@ class Budget:
             self._members.discard(member)
             self._shares.pop(member, None)
             members = list(self._members)
-            # One that refuses use until it is reopened keeps what it has; so do all whose minimum has grown.
-            with contextlib.suppress(BunkbedError, MemoryError):
+            # One that refuses use until it is reopened keeps what it has, and one that cannot write what its cache
+            # holds to make it larger; so do all whose minimum has grown.
+            with contextlib.suppress(BunkbedError, MemoryError, OSError):
                 self._apply(members, self._divide(members))
 
     def _settle(self, member: Member) -> None:
