@@ -54,7 +54,7 @@ demo: $(VENV)/.demo
 	$(BIN)/bunkbed demo
 
 test: lint cpp-test wheel-test $(VENV)/.triton
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 # In a fresh virtual environment, without a compiler.
 wheel-test: $(VENV)/.test

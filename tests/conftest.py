@@ -91,7 +91,16 @@ def native_defaults():
     bb.set_num_threads(threads)
 
 
+#: Files of few, long tests come first: as the last one, each would keep one process busy while the other has nothing.
+LONG_FILES = (
+    *("test_benchmarks", "test_keras_distribute", "test_keras_examples", "test_keras_multiworker", "test_cli_train"),
+    *("test_keras_torch", "test_keras_saving", "test_exactness", "test_pairs", "test_device_kernels"),
+    *("test_benchmarks_device", "test_memory", "test_torture"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG_FILES)
     for item in items:
         if item.path.name.startswith("test_keras_"):  # TensorFlow and Keras warn of themselves
             item.add_marker(pytest.mark.filterwarnings("default"))
