@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = {"thread": "thread", "address": "address,undefined"}
 BACKENDS = ("threads", "uring")
 KINDS = ("fixed", "open", "ram", "scratch", "disk", "reader", "device", "shards", "run")
-#: (bug of csrc/fault.h, kind that meets it)
+#: (bug of csrc/base/fault.h, kind that meets it)
 BUGS = (
     ("scan_misses_change", "fixed"),
     ("lookup_without_lock", "fixed"),

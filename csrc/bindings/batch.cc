@@ -3,13 +3,13 @@
 
 #include <cmath>
 
-#include "bag_gradients.h"
+#include "base/error.h"
+#include "base/float_mode.h"
+#include "base/memory.h"
+#include "batch/bag_gradients.h"
+#include "batch/gradients.h"
+#include "batch/overlap.h"
 #include "bindings/bindings.h"
-#include "error.h"
-#include "float_mode.h"
-#include "gradients.h"
-#include "memory.h"
-#include "overlap.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -6,9 +6,9 @@
 
 #include <string>
 
+#include "base/types.h"
 #include "bindings/without_gil.h"
-#include "table.h"
-#include "types.h"
+#include "table/table.h"
 
 namespace bunkbed {
 

@@ -1,12 +1,12 @@
 // Mirrors device_map.h.
-#include "device_map.h"
+#include "device/device_map.h"
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

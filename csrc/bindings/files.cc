@@ -3,8 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
 #include "vfs/vfs.h"
 
 namespace nb = nanobind;

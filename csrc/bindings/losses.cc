@@ -1,9 +1,9 @@
 // Mirrors losses.h.
 #include <nanobind/stl/pair.h>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
-#include "losses.h"
+#include "recsys/losses.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -8,10 +8,10 @@
 #include <chrono>
 
 #include "bindings/bindings.h"
-#include "check.h"
-#include "copy.h"
-#include "repair.h"
-#include "snapshots.h"
+#include "commit/snapshots.h"
+#include "maintenance/check.h"
+#include "maintenance/copy.h"
+#include "maintenance/repair.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

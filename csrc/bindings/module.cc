@@ -14,20 +14,20 @@
 #include <new>
 #include <stdexcept>
 
+#include "base/error.h"
+#include "base/fault.h"
+#include "base/float_mode.h"
+#include "base/memory.h"
+#include "base/workers.h"
+#include "batch/gradients.h"
 #include "bindings/bindings.h"
-#include "compactor.h"
-#include "error.h"
-#include "fault.h"
-#include "float_mode.h"
-#include "format.h"
-#include "gradients.h"
+#include "commit/manifests.h"
+#include "format/format.h"
+#include "format/optimizer.h"
 #include "kernels/kernels.h"
-#include "manifests.h"
-#include "memory.h"
-#include "optimizer.h"
-#include "probe.h"
+#include "probe/probe.h"
+#include "store/compactor.h"
 #include "vfs/batch_reads.h"
-#include "workers.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,8 +1,8 @@
 // Mirrors seen_pairs.h.
-#include "seen_pairs.h"
+#include "recsys/seen_pairs.h"
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,5 +1,5 @@
 // Mirrors stall.h: stalls as whatever ranges a profiler has.
-#include "stall.h"
+#include "base/stall.h"
 
 #include "bindings/bindings.h"
 

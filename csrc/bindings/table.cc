@@ -7,10 +7,10 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/error.h"
+#include "base/float_mode.h"
 #include "bindings/bindings.h"
-#include "device_map.h"
-#include "error.h"
-#include "float_mode.h"
+#include "device/device_map.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -9,12 +9,12 @@
 #include <memory>
 #include <vector>
 
+#include "base/error.h"
+#include "base/failpoints.h"
 #include "bindings/bindings.h"
-#include "compactor.h"
-#include "error.h"
-#include "failpoints.h"
 #include "kernels/kernels.h"
-#include "table.h"
+#include "store/compactor.h"
+#include "table/table.h"
 #include "vfs/fault.h"
 #include "vfs/powerloss.h"
 

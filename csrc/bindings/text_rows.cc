@@ -1,12 +1,12 @@
 // Mirrors text_rows.h.
-#include "text_rows.h"
+#include "text/text_rows.h"
 
 #include <nanobind/stl/optional.h>
 
 #include <utility>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

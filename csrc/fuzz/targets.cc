@@ -5,13 +5,13 @@
 #include <cstring>
 #include <vector>
 
-#include "check.h"
-#include "checkpoint.h"
-#include "error.h"
-#include "format.h"
+#include "base/error.h"
+#include "directory/checkpoint.h"
+#include "format/format.h"
 #include "fuzz/memory_vfs.h"
 #include "kernels/kernels.h"
-#include "table.h"
+#include "maintenance/check.h"
+#include "table/table.h"
 
 namespace bunkbed::fuzz {
 

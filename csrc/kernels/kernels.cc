@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 #include "kernels/crc32c.h"
 
 namespace bunkbed {

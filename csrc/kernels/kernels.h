@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "types.h"
+#include "base/types.h"
 
 namespace bunkbed {
 

@@ -1,4 +1,4 @@
-#include "kernels/kernels_impl.h"
+#include "kernels/impl/kernels_impl.h"
 
 namespace bunkbed {
 

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "device_map.h"
+#include "device/device_map.h"
 #include "stress/subject.h"
 #include "stress/worker.h"
 

@@ -11,8 +11,8 @@
 #include <cstring>
 #include <string>
 
-#include "error.h"
-#include "fault.h"
+#include "base/error.h"
+#include "base/fault.h"
 #include "stress/stress.h"
 #include "vfs/batch_reads.h"
 

@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace bunkbed::stress {
 

@@ -11,15 +11,15 @@
 
 #include <unistd.h>
 
-#include "compactor.h"
-#include "error.h"
+#include "base/error.h"
+#include "base/workers.h"
+#include "store/compactor.h"
 #include "stress/device.h"
 #include "stress/readers.h"
 #include "stress/run_commits.h"
 #include "stress/subject.h"
 #include "stress/worker.h"
 #include "vfs/batch_reads.h"
-#include "workers.h"
 
 namespace bunkbed::stress {
 

@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <numeric>
 
-#include "check.h"
-#include "error.h"
+#include "base/error.h"
+#include "maintenance/check.h"
 #include "stress/stress.h"
 
 namespace bunkbed::stress {

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "batch.h"
+#include "batch/batch.h"
 #include "stress/oracle.h"
-#include "table.h"
+#include "table/table.h"
 
 namespace bunkbed::stress {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 #include "stress/oracle.h"
 #include "stress/subject.h"
 

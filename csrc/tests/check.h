@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace bunkbed::test {
 

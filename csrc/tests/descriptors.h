@@ -3,7 +3,7 @@
 
 #include <sys/resource.h>
 
-#include "check.h"
+#include "tests/check.h"
 
 namespace bunkbed::test {
 

@@ -8,7 +8,7 @@
 #include <exception>
 #include <string>
 
-#include "check.h"
+#include "tests/check.h"
 
 namespace {
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "gradients.h"
-#include "table.h"
+#include "batch/gradients.h"
+#include "table/table.h"
+#include "tests/check.h"
 
 namespace bunkbed::test {
 

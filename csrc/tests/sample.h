@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
 #include "kernels/kernels.h"
+#include "tests/check.h"
 
 namespace bunkbed::test {
 

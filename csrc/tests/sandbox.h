@@ -7,8 +7,8 @@
 
 #include <unistd.h>
 
-#include "check.h"
-#include "error.h"
+#include "base/error.h"
+#include "tests/check.h"
 #include "vfs/fault.h"
 
 namespace bunkbed::test {

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
-#include "failpoints.h"
+#include "base/error.h"
+#include "base/failpoints.h"
+#include "base/workers.h"
 #include "vfs/uring.h"
-#include "workers.h"
 
 namespace bunkbed::vfs {
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <thread>
 
-#include "error.h"
+#include "base/error.h"
 #include "vfs/syscalls.h"
 
 namespace bunkbed::vfs {

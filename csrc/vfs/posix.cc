@@ -12,8 +12,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "error.h"
-#include "../fault.h"
+#include "base/error.h"
+#include "base/fault.h"
 #include "vfs/syscalls.h"
 #include "vfs/vfs.h"
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <set>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace bunkbed::vfs {
 

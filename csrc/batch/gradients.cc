@@ -1,0 +1,52 @@
+#include "batch/gradients.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "base/memory.h"
+#include "base/workers.h"
+#include "batch/pieces.h"
+#include "kernels/kernels.h"
+
+namespace bunkbed {
+
+double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums) {
+  return sum_gradients(batch, batch.order().data(), grads, dim, sums);
+}
+
+double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums) {
+  const size_t num_unique = batch.num_unique();
+  const size_t grain = row_grain(dim);
+  const auto known = static_cast<uint32_t>(batch.size());
+  // One partial sum a block, added up in the order of blocks.
+  ArrayVector<double> squares((num_unique + grain - 1) / grain);
+  parallel_for(num_unique, grain, [&](size_t from, size_t to) {
+    ArrayVector<float> own(sums == nullptr ? std::min(grain, to - from) * dim : 0);
+    for (size_t begin = from; begin < to; begin += grain) {
+      const size_t end = std::min(to, begin + grain);
+      squares[begin / grain] = kernels().sum_rows(static_cast<int64_t>(dim), grads, rows,
+                                                  batch.offsets().data() + begin, end - begin, known,
+                                                  sums == nullptr ? own.data() : sums + begin * dim);
+    }
+  });
+  double total = 0.0;
+  for (const double part : squares) total += part;
+  return total;
+}
+
+bool scale(size_t n, float scale, float* x) {
+  constexpr size_t kGrain = 16384;
+  std::atomic<bool> finite{true};
+  parallel_for(n, kGrain, [&](size_t from, size_t to) {
+    bool all = true;
+    for (size_t begin = from; begin < to; begin += kGrain) {
+      const auto count = static_cast<int64_t>(std::min(kGrain, to - begin));
+      kernels().scale_row(count, scale, x + begin);
+      all &= kernels().all_finite(count, x + begin);
+    }
+    if (!all) finite.store(false, std::memory_order_relaxed);
+  });
+  return finite;
+}
+
+}  // namespace bunkbed

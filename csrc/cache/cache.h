@@ -1,0 +1,258 @@
+// Frames: records in RAM. Residency, dirty bits, pins and the choice of a victim; knows no disk and no directory.
+//
+// The victim (DESIGN section 5, "Plan, then execute"):
+//   1. A frame no coming batch wants, by GCLOCK with fine counts: a row wanted in a step gains kHit, each pass of the
+//      hand takes 1, and the hand takes the first unpinned frame at zero. A row that was just loaded starts at zero:
+//      the rows of the tail, most of what is loaded, are gone after one pass, a thirty-second of what a single hit is
+//      worth, and leave their frames to rows that do come back. So the cache stays within a few per cent of the best
+//      static one. (The same with kHit 1 missed 34 % more than that, LRU 38 %, for a row of the tail was kept about as
+//      long as its next use was away; see benchmarks/policy.py.)
+//   2. What was evicted lately leaves a ghost: a byte in a table as long as the cache. A row that comes back while its
+//      ghost is there was wanted twice in short order and starts with kReturn; without, a hot set that moves would
+//      take several times as long to settle.
+//   3. Where few frames are unwanted and the hand would walk far to each: one that lost its last use not long ago, else
+//      the frame whose next use is furthest (Belady's choice, within the window).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+
+#include "base/memory.h"
+
+namespace bunkbed {
+
+// What is known of the record in a frame; 24 bytes each, two of heat, two bits and a ghost, inside the RAM budget.
+struct FrameInfo {
+  int64_t row;        // -1: the frame is free
+  uint64_t position;  // of the same bytes in the log; kNoPosition when dirty or never stored
+  uint32_t next_use;  // the coming batch that wants the row next (Window's numbers); past ones mean none
+  uint8_t pinned;
+  uint8_t loading;  // its record is being read by staging
+};
+inline constexpr uint64_t kNoPosition = ~0ull;
+inline constexpr uint32_t kNoUse = 0;
+
+class Cache {
+ public:
+  // Reserves address space for `max_frames`; memory is taken as frames are first used. Without record bytes it is a cache
+  // of frames whose records lie elsewhere.
+  Cache(size_t record_bytes, size_t max_frames);
+  ~Cache();
+  Cache(const Cache&) = delete;
+  Cache& operator=(const Cache&) = delete;
+
+  static constexpr uint8_t kHit = 32;       // passes of the hand that a use is worth
+  static constexpr uint8_t kReturn = 16;    // what a row starts with that was evicted lately
+  static constexpr uint8_t kMaxCount = 127;  // about four uses: a hot set that has passed is forgotten in four rounds
+  // Bytes a frame costs: its record, padded for alignment, its FrameInfo, heat, dirty bit and ghost.
+  static size_t frame_cost(size_t record_bytes) { return padded(record_bytes) + kInfoBytes; }
+
+  std::byte* record(uint32_t frame) const { return records_ + size_t{frame} * stride_; }
+  size_t stride() const { return stride_; }  // bytes from one frame's record to the next
+  FrameInfo& info(uint32_t frame) const { return infos_[frame]; }
+  void prefetch(uint32_t frame) const { __builtin_prefetch(&infos_[frame]); }
+  void prefetch_ghost(int64_t row) const { __builtin_prefetch(ghost_of(row).place); }
+  void prefetch_record(uint32_t frame, size_t bytes) const {
+    for (size_t at = 0; at < bytes && at < 1024; at += 64) __builtin_prefetch(record(frame) + at, 0, 2);
+    prefetch(frame);
+  }
+  void prefetch_heat(uint32_t frame) const { __builtin_prefetch(&heats_[frame]); }
+
+  size_t max_frames() const { return max_frames_; }
+  // Frames that may be in use; lowering it leaves frames above it in place until the table evicts them.
+  size_t capacity() const { return capacity_; }
+  void set_capacity(size_t frames) { capacity_ = frames; }
+  size_t resident() const { return resident_; }
+  size_t resident_bytes() const { return resident_ * (stride_ + kInfoBytes); }
+  // One past the highest frame ever used since the last trim().
+  uint32_t high_water() const { return high_water_; }
+
+  // A free frame, or false when capacity is reached: then evict a victim first. It is pinned, and nobody's until
+  // admit().
+  bool allocate(uint32_t* frame);
+  // The row whose record the frame is to hold; wanted in this step.
+  void admit(uint32_t frame, int64_t row);
+  // ---- Pins that last and are counted, of a cache without record bytes, beside those that come and go with one operation.
+  // Such a frame has no next use: whoever takes the last pin says what that is. Two bytes apart from FrameInfo, for the
+  // reason that heats have.
+  void pin(uint32_t frame) {
+    if (pins_[frame]++ > 0) return;
+    ++num_pinned_;
+    if (num_wanted_ > 0) forget_use(frame);
+  }
+  // Whether that was the last one.
+  bool unpin(uint32_t frame) {
+    if (--pins_[frame] > 0) return false;
+    --num_pinned_;
+    return true;
+  }
+  uint16_t pins(uint32_t frame) const { return pins_[frame]; }
+  size_t num_pinned() const { return num_pinned_; }
+  // Before touch_alone() and pin().
+  void prefetch_pin(uint32_t frame) const {
+    prefetch_heat(frame);
+    __builtin_prefetch(&pins_[frame], 1);
+    if (num_wanted_ > 0) prefetch(frame);
+  }
+  // A frame that victim() gave up and pin() took gets another row at once; release(), allocate() and admit() in one.
+  void reassign(uint32_t frame, int64_t row) {
+    infos_[frame].row = row;
+    infos_[frame].position = kNoPosition;
+    set_dirty(frame, false);
+    heats_[frame] = static_cast<uint16_t>(step_ << kStepShift);
+    admit(frame, row);
+  }
+
+  // The next frame to give up, or false when there is none: pinned frames stay, and so do those that a batch up to
+  // `keep_until` wants. The caller writes it back if dirty, tells the directory, and release()s it.
+  bool victim(uint32_t* frame, uint32_t keep_until = kNoUse);
+  // Frames the hand has passed on its way to victims so far.
+  uint64_t frames_passed() const { return frames_passed_; }
+  void release(uint32_t frame);
+  // Gives memory above the capacity back to the system; the frames there must have been released.
+  void trim();
+  void clear();
+
+  // A step ends with an update; within one step a row counts as wanted once.
+  void begin_step();
+  // Counts steps, from 1 on.
+  uint64_t step() const { return steps_; }
+  // The row is wanted now. Returns whether that is news: not in this step yet, and not since mark_staged(), which
+  // counted it. Safe from several threads at once.
+  bool touch(uint32_t frame) {
+    std::atomic_ref<uint16_t> heat(heats_[frame]);
+    uint16_t seen = heat.load(std::memory_order_relaxed);
+    if (seen >> kStepShift == step_) return false;
+    // The first use of a staged row is the one it was loaded for.
+    const uint32_t count = (seen & kMaxCount) + ((seen & kStagedBit) != 0 ? 0 : kHit);
+    const auto raised = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count : kMaxCount));
+    // Who loses the exchange lost it to another touch of this step.
+    return heat.compare_exchange_strong(seen, raised, std::memory_order_relaxed) && (seen & kStagedBit) == 0;
+  }
+  // The same of frames that no other thread touches meanwhile: an exchange waits for every load and store before it.
+  bool touch_alone(uint32_t frame) {
+    uint16_t& heat = heats_[frame];
+    const uint16_t seen = heat;
+    if (seen >> kStepShift == step_) return false;
+    const uint32_t count = (seen & kMaxCount) + ((seen & kStagedBit) != 0 ? 0 : kHit);
+    heat = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count : kMaxCount));
+    return (seen & kStagedBit) == 0;
+  }
+  // The row was brought in for a step to come, and counted.
+  void mark_staged(uint32_t frame) { heats_[frame] = static_cast<uint16_t>(kStagedBit | count(frame)); }
+  // Whether it still waited for its first use since, which this was. Safe from several threads at once.
+  bool take_staged(uint32_t frame) {
+    std::atomic_ref<uint16_t> heat(heats_[frame]);
+    if ((heat.load(std::memory_order_relaxed) & kStagedBit) == 0) return false;
+    return (heat.fetch_and(static_cast<uint16_t>(~kStagedBit), std::memory_order_relaxed) & kStagedBit) != 0;
+  }
+  uint8_t count(uint32_t frame) const { return heats_[frame] & kMaxCount; }
+  void set_count(uint32_t frame, uint8_t count) {
+    heats_[frame] = static_cast<uint16_t>((heats_[frame] & ~uint16_t{kMaxCount}) | count);
+  }
+
+  // Whether the record in the frame is newer than the log's. A bit beside FrameInfo: an update of rows that are dirty
+  // already, as nearly all are in a warm step, touches nothing else of their frames.
+  bool is_dirty(uint32_t frame) const { return (dirty_[frame / 64] >> frame % 64 & 1) != 0; }
+  void set_dirty(uint32_t frame, bool dirty) {
+    const uint64_t bit = uint64_t{1} << frame % 64;
+    dirty_[frame / 64] = dirty ? dirty_[frame / 64] | bit : dirty_[frame / 64] & ~bit;
+  }
+  // The first dirty frame from this one on, or high_water().
+  uint32_t next_dirty(uint32_t frame) const { return next_set(dirty_, frame); }
+
+  // ---- A commit. freeze() turns every dirty frame into a frozen one, whose record the commit owes to the log: it must
+  // get there before the record changes or the frame is given up. Returns how many there are; none may be frozen before.
+  size_t freeze();
+  bool is_frozen(uint32_t frame) const { return (frozen_[frame / 64] >> frame % 64 & 1) != 0; }
+  void set_written(uint32_t frame) { frozen_[frame / 64] &= ~(uint64_t{1} << frame % 64); }
+  // The first frozen frame from this one on, or high_water().
+  uint32_t next_frozen(uint32_t frame) const { return next_set(frozen_, frame); }
+  // The commit failed: frozen frames are dirty ones again.
+  void thaw();
+
+  // ---- Coming uses. Batches are numbered from 1 upwards; `first_batch` is the oldest that is not over: frames whose
+  // next use lies before it are wanted by none.
+  void set_first_batch(uint32_t batch);
+  void set_next_use(uint32_t frame, uint32_t batch);
+  // No coming batch wants a frame that had no next use before either, since it was pinned.
+  void set_unwanted(uint32_t frame) {
+    if (num_wanted_ > 0) list_unwanted(frame);
+  }
+  bool is_wanted(uint32_t frame) const { return infos_[frame].next_use >= first_batch_; }
+  size_t uses_bytes() const;  // of memory the coming uses take, beside the frames
+
+ private:
+  // A frame's heat: the step in which its row was last wanted (1 to kSteps in turn; 0 when that is long ago, see
+  // begin_step), whether it waits for its first use since it was staged, its count. Two bytes instead of a part of
+  // FrameInfo: lookups and the hand touch nothing else of most frames, and 8 MB for 4M frames stay in the processor's
+  // cache.
+  static constexpr uint16_t kStagedBit = 128;
+  static constexpr unsigned kStepShift = 8;
+  static constexpr uint32_t kSteps = 255;
+  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*ghost*/ + 1 /*dirty and frozen bits, rounded up*/;
+  static constexpr uint32_t kBlock = 32;       // frames the hand passes at once
+  static constexpr uint32_t kCandidates = 96;  // at zero when the hand passed them; room for one more than are used
+  bool lately_unwanted(uint32_t* frame);
+  bool take_by_hand(uint32_t* frame);
+  void walk(size_t* in_vain);
+  struct Ghost {
+    uint8_t* place;  // in ghosts_
+    uint8_t print;   // what stands there when this row has a ghost; never 0
+  };
+  Ghost ghost_of(int64_t row) const;
+  bool furthest(uint32_t* frame, uint32_t keep_until);
+  void forget_use(uint32_t frame);
+  void list_unwanted(uint32_t frame) {
+    // More than the hand leaves to this list are of no use.
+    if (unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
+  }
+  uint32_t next_set(const uint64_t* words, uint32_t frame) const;
+  bool is_pinned(uint32_t frame) const { return infos_[frame].pinned || (pins_ != nullptr && pins_[frame] > 0); }
+
+  static size_t padded(size_t record_bytes) {
+    // Whole cache lines for records that are near one anyway; small records are packed.
+    const size_t line = (record_bytes + 63) / 64 * 64;
+    return line - record_bytes <= record_bytes / 16 ? line : (record_bytes + 7) / 8 * 8;
+  }
+
+  size_t stride_;
+  size_t max_frames_;
+  size_t capacity_;
+  size_t resident_ = 0;
+  uint32_t high_water_ = 0;
+  uint32_t hand_ = 0;
+  uint64_t frames_passed_ = 0;
+  size_t walked_ = 0;   // frames the hand has passed, and
+  size_t taken_ = 0;    // taken, since it last had taken enough of them
+  uint32_t num_candidates_ = 0, next_candidate_ = 0;
+  uint32_t candidates_[kCandidates + 1];
+  uint32_t sweep_ = 0;  // where begin_step() goes on
+  uint32_t free_head_;  // released frames form a list through FrameInfo::position
+  uint32_t step_ = 1;
+  uint64_t steps_ = 1;
+  std::byte* records_ = nullptr;
+  FrameInfo* infos_ = nullptr;
+  uint16_t* heats_ = nullptr;
+  uint16_t* pins_ = nullptr;
+  uint64_t* dirty_ = nullptr;
+  uint64_t* frozen_ = nullptr;
+  uint8_t* ghosts_ = nullptr;  // fingerprints of evicted rows, 0: none
+  size_t records_bytes_;
+  size_t infos_bytes_;
+  size_t heats_bytes_;
+  size_t dirty_bytes_;
+  size_t ghosts_bytes_;
+
+  uint32_t first_batch_ = 1;
+  size_t num_wanted_ = 0;  // frames with a next use
+  size_t num_pinned_ = 0;  // by pin()
+  // Frames by the batch that wants them next, [i] of batch first_batch_ + i. An entry counts while its frame's next_use
+  // says the same: moving a frame from one batch to another leaves the old entry behind.
+  std::deque<BlockVector<uint32_t>> uses_;
+  BlockVector<uint32_t> unwanted_;  // frames that lost their last use; an entry counts while that is so
+};
+
+}  // namespace bunkbed

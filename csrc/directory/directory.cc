@@ -1,0 +1,440 @@
+#include "directory/directory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+
+#include "base/error.h"
+
+namespace bunkbed {
+
+namespace {
+
+constexpr uint64_t kEntryMask = (1ull << 40) - 1;
+constexpr size_t kEntryBytes = 5;
+constexpr size_t kAhead = 48;  // how far locate() of a flat directory prefetches
+
+Entry load_entry(const std::byte* at) {
+  uint64_t value;
+  std::memcpy(&value, at, sizeof(value));
+  return value & kEntryMask;
+}
+
+void store_entry(std::byte* at, Entry entry) { std::memcpy(at, &entry, kEntryBytes); }
+
+constexpr size_t kHugePagesFrom = 8u << 20;
+constexpr size_t kHugePagesTo = 256u << 20;
+
+// Memory of zeros that costs nothing where nobody touched it, though the budget counts it.
+class LazyZeros {
+ public:
+  explicit LazyZeros(size_t bytes) : bytes_(bytes) { map(); }
+  ~LazyZeros() { ::munmap(memory_, bytes_); }
+  LazyZeros(const LazyZeros&) = delete;
+  LazyZeros& operator=(const LazyZeros&) = delete;
+  void clear() {
+    ::munmap(memory_, bytes_);
+    map();
+  }
+  std::byte* get() const { return static_cast<std::byte*>(memory_); }
+
+ private:
+  void map() {
+    memory_ = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory_ == MAP_FAILED) {
+      throw Error(ErrorKind::kMemory, "cannot map a directory of " + std::to_string(bytes_) + " bytes");
+    }
+#ifdef MADV_HUGEPAGE
+    // A batch touches it all over, at one entry a page: with small pages each costs a walk through the page tables. Not
+    // where it is so large that a few rows must not touch all of it.
+    if (bytes_ >= kHugePagesFrom && bytes_ < kHugePagesTo) ::madvise(memory_, bytes_, MADV_HUGEPAGE);
+#endif
+  }
+  size_t bytes_;
+  void* memory_ = nullptr;
+};
+
+// Five bytes a row; and for each group of rows how many are at home, in the frame of their own number. Rows that were
+// first stored in the order of their ids all are (an import, a table filled once), and of groups that are wholly at home
+// nobody reads the entries: for a batch of random rows the counts lie in the processor's first caches, where the entries,
+// six hundred times as much, do not.
+class FlatDirectory final : public Directory {
+ public:
+  explicit FlatDirectory(uint64_t num_rows)
+      : num_rows_(num_rows),
+        entry_bytes_(num_rows * kEntryBytes + sizeof(uint64_t)),
+        entry_zeros_(entry_bytes_),
+        home_zeros_(flat_directory_bytes(num_rows) - entry_bytes_) {}
+
+  void locate(const int64_t* rows, size_t n, Entry* entries) const override {
+    if (home_groups_ > stored_rows_ / kGroupRows / 2) {
+      locate_at_home(rows, n, entries);
+      return;
+    }
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) prefetch(within(rows + i + kAhead));
+      entries[i] = load_entry(at(within(rows + i)));
+    }
+  }
+  Entry find(int64_t row) const override { return load_entry(at(row)); }
+  void set(int64_t row, Entry entry) override {
+    changed();
+    std::byte* place = at(row);
+    const Entry old = load_entry(place);
+    stored_rows_ += (entry != kAbsent) - (old != kAbsent);
+    store_entry(place, entry);
+    const bool was_home = old == home_of(row), is_home = entry == home_of(row);
+    if (was_home == is_home) return;
+    uint8_t& count = home()[static_cast<uint64_t>(row) / kGroupRows];
+    home_groups_ -= count == kGroupRows;
+    count = static_cast<uint8_t>(is_home ? count + 1 : count - 1);
+    home_groups_ += count == kGroupRows;
+  }
+  bool grows() const override { return false; }
+  size_t bytes_after(const int64_t*, size_t) const override { return bytes(); }
+  void reserve(const int64_t*, size_t) override {}
+  size_t bytes() const override { return flat_directory_bytes(num_rows_); }
+  size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const override {
+    size_t found = 0;
+    uint64_t row = *cursor;
+    for (; row < num_rows_ && found < n; ++row) {
+      const Entry entry = load_entry(at(static_cast<int64_t>(row)));
+      if (entry == kAbsent) continue;
+      rows[found] = static_cast<int64_t>(row);
+      entries[found++] = entry;
+    }
+    *cursor = row;
+    return found;
+  }
+  void clear() override {
+    changed();
+    entry_zeros_.clear();
+    home_zeros_.clear();
+    stored_rows_ = home_groups_ = 0;
+  }
+
+  size_t num_parts() const override { return (num_rows_ + kPartRows - 1) / kPartRows; }
+  void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
+    const uint64_t end = std::min(num_rows_, (part + 1) * kPartRows);
+    for (uint64_t row = part * kPartRows; row < end; ++row) {
+      const Entry entry = load_entry(at(static_cast<int64_t>(row)));
+      if (entry == kAbsent) continue;
+      rows->push_back(static_cast<int64_t>(row));
+      entries->push_back(entry);
+    }
+  }
+  void begin_bulk(uint64_t) override { changed(); }
+  // Positions are no frames: no row is at home. Only the entry's own bytes are touched, as others write beside.
+  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
+    bool all_new = true;
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(at(rows[i + kAhead]), 1, 2);
+      Entry before = 0;
+      std::memcpy(&before, at(rows[i]), kEntryBytes);
+      all_new &= before == kAbsent;
+      store_entry(at(rows[i]), entries[i]);
+    }
+    return all_new;
+  }
+  bool bulk_copy(int64_t first, const std::byte* packed, size_t n) override {
+    std::memcpy(at(first), packed, n * kEntryBytes);
+    return true;
+  }
+  void end_bulk(size_t rows) override { stored_rows_ = rows; }
+
+ private:
+  static constexpr uint64_t kPartRows = 8192;
+  static constexpr uint64_t kGroupRows = kFlatGroupRows;
+
+  // Of rows beyond the numbers that frames have: no entry at all.
+  static Entry home_of(int64_t row) {
+    return static_cast<uint64_t>(row) < ~uint32_t{0} ? entry_of_frame(static_cast<uint32_t>(row)) : ~Entry{0};
+  }
+  // A row to be located, read once. It was checked, but may lie in a caller's array that another thread has changed
+  // since: then any row, never memory outside.
+  int64_t within(const int64_t* row) const {
+    return static_cast<int64_t>(std::min(static_cast<uint64_t>(__atomic_load_n(row, __ATOMIC_RELAXED)), num_rows_ - 1));
+  }
+  std::byte* at(int64_t row) const { return entry_zeros_.get() + static_cast<uint64_t>(row) * kEntryBytes; }
+  uint8_t* home() const { return reinterpret_cast<uint8_t*>(home_zeros_.get()); }
+  bool is_group_home(int64_t row) const { return home()[static_cast<uint64_t>(row) / kGroupRows] == kGroupRows; }
+  // Into the second level, as the first has too few places for lines under way; and both lines of an entry that
+  // straddles them, one in nine: a second one that was not asked for would be waited for in full.
+  void prefetch(int64_t row) const {
+    __builtin_prefetch(at(row), 0, 2);
+    __builtin_prefetch(at(row) + sizeof(uint64_t) - 1, 0, 2);
+  }
+  void locate_at_home(const int64_t* rows, size_t n, Entry* entries) const {
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) {
+        const int64_t ahead = within(rows + i + kAhead);
+        if (!is_group_home(ahead)) prefetch(ahead);
+      }
+      const int64_t row = within(rows + i);
+      entries[i] = is_group_home(row) ? home_of(row) : load_entry(at(row));
+    }
+  }
+
+  uint64_t num_rows_;
+  size_t entry_bytes_;
+  LazyZeros entry_zeros_;
+  LazyZeros home_zeros_;  // uint8 for each group
+  size_t home_groups_ = 0;  // with all their rows at home
+};
+
+// Open addressing with linear probing in kPartitions independent tables. Rows are never erased one by one: a
+// stored row stays stored (a deletion, when it comes, rebuilds its partition).
+constexpr size_t kPartitionBits = 8;
+constexpr size_t kPartitions = 1u << kPartitionBits;
+constexpr double kMaxLoad = 0.84;
+constexpr double kGrowth = 1.25;
+constexpr size_t kSlotBytes = sizeof(int64_t) + kEntryBytes;
+
+size_t grown(size_t capacity, size_t count) {
+  size_t needed = std::max<size_t>(8, capacity);
+  while (static_cast<double>(needed) * kMaxLoad < static_cast<double>(count)) {
+    needed = static_cast<size_t>(static_cast<double>(needed) * kGrowth) + 1;
+  }
+  return needed;
+}
+
+class Partition {
+ public:
+  size_t capacity() const { return capacity_; }
+  size_t count() const { return count_; }
+  size_t bytes() const { return capacity_ * kSlotBytes; }
+
+  void prefetch(uint64_t hash) const {
+    if (capacity_ == 0) return;
+    const size_t slot = home(hash);
+    __builtin_prefetch(&keys_[slot]);
+    __builtin_prefetch(&values_[slot * kEntryBytes]);
+  }
+  Entry find(int64_t row, uint64_t hash) const {
+    if (capacity_ == 0) return kAbsent;
+    for (size_t slot = home(hash);; slot = slot + 1 == capacity_ ? 0 : slot + 1) {
+      if (keys_[slot] == row) return load_entry(&values_[slot * kEntryBytes]);
+      if (keys_[slot] < 0) return kAbsent;
+    }
+  }
+  void set(int64_t row, uint64_t hash, Entry entry) {
+    if (capacity_ == 0) grow(1);
+    size_t slot = place(row, hash);
+    if (keys_[slot] != row) {
+      // Only a new row may make it grow: rows that are there are set where nothing may fail.
+      if (static_cast<double>(capacity_) * kMaxLoad < static_cast<double>(count_ + 1)) {
+        grow(count_ + 1);
+        slot = place(row, hash);
+      }
+      keys_[slot] = row;
+      ++count_;
+    }
+    store_entry(&values_[slot * kEntryBytes], entry);
+  }
+  void grow(size_t count) {
+    const size_t capacity = grown(capacity_, count);
+    if (capacity == capacity_) return;
+    auto keys = std::make_unique<int64_t[]>(capacity);
+    auto values = std::make_unique<std::byte[]>(capacity * kEntryBytes + 8);
+    std::fill_n(keys.get(), capacity, int64_t{-1});
+    std::swap(keys, keys_);
+    std::swap(values, values_);
+    const size_t old = capacity_;
+    capacity_ = capacity;
+    for (size_t from = 0; from < old; ++from) {
+      if (keys[from] < 0) continue;
+      size_t slot = home(mix_id(keys[from]));
+      while (keys_[slot] >= 0) slot = slot + 1 == capacity_ ? 0 : slot + 1;
+      keys_[slot] = keys[from];
+      store_entry(&values_[slot * kEntryBytes], load_entry(&values[from * kEntryBytes]));
+    }
+  }
+  int64_t key(size_t slot) const { return keys_[slot]; }
+  Entry value(size_t slot) const { return load_entry(&values_[slot * kEntryBytes]); }
+
+ private:
+  // The partition is chosen by the hash's low bits, the slot by its high ones.
+  size_t home(uint64_t hash) const { return static_cast<size_t>(((hash >> 32) * capacity_) >> 32); }
+
+  // Where the row is, or the free slot where it belongs.
+  size_t place(int64_t row, uint64_t hash) const {
+    size_t slot = home(hash);
+    while (keys_[slot] >= 0 && keys_[slot] != row) slot = slot + 1 == capacity_ ? 0 : slot + 1;
+    return slot;
+  }
+
+  std::unique_ptr<int64_t[]> keys_;       // -1: free
+  std::unique_ptr<std::byte[]> values_;   // kEntryBytes each
+  size_t capacity_ = 0;
+  size_t count_ = 0;
+};
+
+class HashedDirectory final : public Directory {
+ public:
+  HashedDirectory() : partitions_(kPartitions) {}
+
+  void locate(const int64_t* rows, size_t n, Entry* entries) const override {
+    uint64_t hashes[kHashesAhead];
+    const size_t first = std::min(n, kHashesAhead);
+    for (size_t i = 0; i < first; ++i) {
+      hashes[i] = mix_id(rows[i]);
+      of(hashes[i]).prefetch(hashes[i]);
+    }
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t hash = hashes[i % kHashesAhead];
+      if (i + kHashesAhead < n) {
+        const uint64_t ahead = mix_id(rows[i + kHashesAhead]);
+        of(ahead).prefetch(ahead);
+        hashes[i % kHashesAhead] = ahead;
+      }
+      entries[i] = of(hash).find(rows[i], hash);
+    }
+  }
+  Entry find(int64_t row) const override {
+    const uint64_t hash = mix_id(row);
+    return of(hash).find(row, hash);
+  }
+  void set(int64_t row, Entry entry) override {
+    const uint64_t hash = mix_id(row);
+    Partition& partition = partitions_[hash % kPartitions];
+    const size_t before = partition.bytes();
+    const Entry old = partition.find(row, hash);
+    if (old == kAbsent && entry == kAbsent) return;
+    changed();
+    stored_rows_ += (entry != kAbsent) - (old != kAbsent);
+    partition.set(row, hash, entry);
+    table_bytes_ += partition.bytes() - before;
+  }
+  bool grows() const override { return true; }
+  size_t bytes_after(const int64_t* rows, size_t n) const override {
+    const std::vector<uint32_t> coming = per_partition(rows, n);
+    size_t bytes = kPartitions * sizeof(Partition);
+    size_t largest = 0;  // one partition is copied while it grows
+    for (size_t p = 0; p < kPartitions; ++p) {
+      const size_t capacity = coming[p] == 0 ? partitions_[p].capacity()
+                                             : grown(partitions_[p].capacity(), partitions_[p].count() + coming[p]);
+      bytes += capacity * kSlotBytes;
+      if (capacity != partitions_[p].capacity()) largest = std::max(largest, partitions_[p].bytes());
+    }
+    return bytes + largest;
+  }
+  void reserve(const int64_t* rows, size_t n) override {
+    const std::vector<uint32_t> coming = per_partition(rows, n);
+    for (size_t p = 0; p < kPartitions; ++p) {
+      if (coming[p] == 0) continue;
+      const size_t before = partitions_[p].bytes();
+      partitions_[p].grow(partitions_[p].count() + coming[p]);
+      table_bytes_ += partitions_[p].bytes() - before;
+    }
+  }
+  size_t bytes() const override { return kPartitions * sizeof(Partition) + table_bytes_; }
+  size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const override {
+    size_t found = 0;
+    uint64_t partition = *cursor >> 40;
+    uint64_t slot = *cursor & kEntryMask;
+    for (; partition < kPartitions; ++partition, slot = 0) {
+      const Partition& p = partitions_[partition];
+      for (; slot < p.capacity(); ++slot) {
+        if (p.key(slot) < 0 || p.value(slot) == kAbsent) continue;
+        if (found == n) {
+          *cursor = partition << 40 | slot;
+          return found;
+        }
+        rows[found] = p.key(slot);
+        entries[found++] = p.value(slot);
+      }
+    }
+    *cursor = partition << 40;
+    return found;
+  }
+  void clear() override {
+    changed();
+    partitions_ = std::vector<Partition>(kPartitions);
+    stored_rows_ = 0;
+    table_bytes_ = 0;
+  }
+
+  size_t num_parts() const override { return kPartitions; }
+  void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
+    const Partition& p = partitions_[part];
+    for (size_t slot = 0; slot < p.capacity(); ++slot) {
+      if (p.key(slot) < 0 || p.value(slot) == kAbsent) continue;
+      rows->push_back(p.key(slot));
+      entries->push_back(p.value(slot));
+    }
+  }
+  void begin_bulk(uint64_t rows) override {
+    changed();
+    const size_t even = rows / kPartitions;
+    for (Partition& partition : partitions_) partition.grow(even + even / 64);
+    bulk_locks_ = std::make_unique<std::mutex[]>(kPartitions);
+  }
+  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
+    // By partition, as a checkpoint that was written from such a directory is already: a partition is locked once, and
+    // what is written lies together.
+    std::vector<uint32_t> ends = per_partition(rows, n);
+    for (size_t p = 1; p < kPartitions; ++p) ends[p] += ends[p - 1];
+    std::vector<uint32_t> order(n);
+    for (size_t i = n; i-- > 0;) order[--ends[mix_id(rows[i]) % kPartitions]] = static_cast<uint32_t>(i);
+    bool all_new = true;
+    for (size_t at = 0; at < n;) {
+      const size_t p = mix_id(rows[order[at]]) % kPartitions;
+      const std::lock_guard guard(bulk_locks_[p]);
+      for (; at < n; ++at) {
+        const uint32_t i = order[at];
+        const uint64_t hash = mix_id(rows[i]);
+        if (hash % kPartitions != p) break;
+        if (at + kHashesAhead < n) partitions_[p].prefetch(mix_id(rows[order[at + kHashesAhead]]));
+        const size_t before = partitions_[p].count();
+        partitions_[p].set(rows[i], hash, entries[i]);
+        all_new &= partitions_[p].count() != before;
+      }
+    }
+    return all_new;
+  }
+  bool bulk_copy(int64_t, const std::byte*, size_t) override { return false; }
+  void end_bulk(size_t rows) override {
+    bulk_locks_.reset();
+    stored_rows_ = rows;
+    table_bytes_ = 0;
+    for (const Partition& partition : partitions_) table_bytes_ += partition.bytes();
+  }
+
+ private:
+  static constexpr size_t kHashesAhead = 16;
+  const Partition& of(uint64_t hash) const { return partitions_[hash % kPartitions]; }
+  static std::vector<uint32_t> per_partition(const int64_t* rows, size_t n) {
+    std::vector<uint32_t> counts(kPartitions, 0);
+    for (size_t i = 0; i < n; ++i) ++counts[mix_id(rows[i]) % kPartitions];
+    return counts;
+  }
+
+  std::vector<Partition> partitions_;
+  size_t table_bytes_ = 0;
+  std::unique_ptr<std::mutex[]> bulk_locks_;  // of partitions, while they are filled
+};
+
+}  // namespace
+
+Directory::Directory() {
+  static std::atomic<uint64_t> directories{0};
+  version_ = ++directories << 40;
+}
+
+size_t hashed_directory_bytes(uint64_t stored_rows) {
+  // Rows spread over the partitions binomially: six standard deviations above the even part, and one step of growth.
+  const double even = static_cast<double>(stored_rows) / kPartitions;
+  const double most = std::min(static_cast<double>(stored_rows), even + 6 * std::sqrt(even) + 6);
+  const double capacity = std::max(8.0, most / kMaxLoad * kGrowth + 2);
+  const double bytes = capacity * kSlotBytes * (kPartitions + 1);
+  return kPartitions * sizeof(Partition) + static_cast<size_t>(std::min(bytes, 0x1p60));
+}
+
+std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows) { return std::make_unique<FlatDirectory>(num_rows); }
+std::unique_ptr<Directory> make_hashed_directory() { return std::make_unique<HashedDirectory>(); }
+
+}  // namespace bunkbed

@@ -1,0 +1,341 @@
+#include "store/compactor.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+
+#include "base/error.h"
+#include "base/failpoints.h"
+#include "base/fault.h"
+
+namespace bunkbed {
+
+namespace {
+
+constexpr size_t kMergeWidth = 4;  // segments of a tier, and the factor between two tiers
+constexpr uint64_t kSmallestTier = 2 * vfs::kBlockBytes;  // what a segment of one record takes
+
+size_t tier_of(uint64_t bytes) { return (std::bit_width(std::max(bytes / kSmallestTier, uint64_t{1})) - 1) / 2; }
+
+}  // namespace
+
+uint64_t Compactor::total_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [id, segment] : log_->segments()) bytes += segment->bytes;
+  return bytes;
+}
+
+uint64_t Compactor::live_bytes() const {
+  uint64_t records = 0;
+  for (const auto& [id, segment] : log_->segments()) records += segment->live;
+  return records * (log_->stride() + 16);
+}
+
+uint64_t Compactor::most_segments(uint64_t bytes, uint64_t segment_bytes) {
+  return 2 * (bytes / segment_bytes) + kMergeWidth * (tier_of(segment_bytes) + 1);
+}
+
+bool Compactor::has_too_many_segments() const {
+  return log_->segments().size() > most_segments(total_bytes(), log_->segment_bytes());
+}
+
+// What the log would be live if all rows were written back now: one that is dirty in RAM has no live record there, and
+// will have one again without compaction's doing. Else commits of a table in RAM, whose rows are dirty again at once,
+// would have the rest of its log moved each time.
+uint64_t Compactor::settled_bytes() const {
+  return std::max(live_bytes(), directory_->stored_rows() * (log_->stride() + 16));
+}
+
+bool Compactor::has_too_many_bytes() const {
+  const double allowed = static_cast<double>(settled_bytes()) / kTargetLive +
+                         static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed));
+  return static_cast<double>(total_bytes()) > allowed;
+}
+
+bool Compactor::is_needed() const {
+  if (log_ == nullptr) return false;
+  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments();
+}
+
+// Runs a read of the chosen segment. When it fails the segment is left alone from now on: nobody asked for these
+// records; whoever does gets the error, and check() lists it.
+template <typename Call>
+bool Compactor::read_or_set_aside(Call&& call) {
+  try {
+    call();
+    return true;
+  } catch (const Error&) {
+    damaged_.insert(segment_);
+    segment_ = 0;
+    return false;
+  }
+}
+
+bool Compactor::may_choose(const Segment& segment) const {
+  // One of a commit under way could not go even when emptied, and would be chosen again and again.
+  if (!segment.is_sealed || segment.is_ending || segment.records == 0 || segment.tombstones > 0) return false;
+  if (damaged_.contains(segment.id) || log_->is_being_written(segment)) return false;
+  return !may_empty_ || may_empty_(segment, named_.contains(segment.id));
+}
+
+void Compactor::choose_merge() {
+  const uint64_t record_bytes = log_->stride() + 16;
+  std::array<std::vector<const Segment*>, 32> tiers;
+  for (const auto& [id, segment] : log_->segments()) {
+    if (may_choose(*segment)) tiers[tier_of(segment->live * record_bytes)].push_back(segment.get());
+  }
+  const auto found = std::find_if(tiers.begin(), tiers.end(), [](const auto& tier) { return tier.size() >= kMergeWidth; });
+  if (found == tiers.end()) return;
+  std::sort(found->begin(), found->end(), [](const Segment* a, const Segment* b) { return a->live < b->live; });
+  uint64_t bytes = 0;
+  for (const Segment* const segment : *found) {
+    const uint64_t with = bytes + segment->live * record_bytes;
+    if (merging_.size() >= kMergeWidth && with > log_->segment_bytes()) break;
+    bytes = with;
+    merging_.push_back(segment->id);
+  }
+  // What four nearly full ones hold takes four again.
+  if (bytes > 2 * log_->segment_bytes()) merging_.clear();
+}
+
+uint64_t Compactor::begin_merge() {
+  if (!merging_.empty() || !has_too_many_segments()) return 0;
+  choose_merge();
+  uint64_t records = 0;
+  for (const uint64_t id : merging_) records += log_->find_segment(id)->records;
+  return records;
+}
+
+void Compactor::merge(size_t buffer_bytes) {
+  if (log_ == nullptr) return;
+  try {
+    for (size_t before = ~size_t{0}; log_->segments().size() < before;) {
+      before = log_->segments().size();
+      run(begin_merge(), buffer_bytes);
+    }
+  } catch (const Error&) {  // the disk is full, say: nothing is lost, and later calls try again
+  }
+}
+
+// Chooses the next segment of a merge, else the emptiest one, of those that `among` holds where that is given.
+bool Compactor::pick(const MayEmpty* among) {
+  Segment* best = nullptr;
+  if (among == nullptr) {
+    if (merging_.empty() && has_too_many_segments()) choose_merge();
+    for (; best == nullptr && !merging_.empty(); merging_.pop_back()) {
+      Segment* const next = log_->find_segment(merging_.back());
+      if (next != nullptr && may_choose(*next)) best = next;
+    }
+    if (best == nullptr && !has_too_many_bytes()) return false;
+  }
+  if (best != nullptr) return begin(best);
+  double best_part = kWorthMoving;
+  for (const auto& [id, segment] : log_->segments()) {
+    if (!may_choose(*segment)) continue;
+    if (among != nullptr && !(*among)(*segment, named_.contains(id))) continue;
+    // Where bytes count: small segments, of which many small commits leave many, are mostly header and padding.
+    const double part = among == nullptr
+                            ? static_cast<double>(segment->live) / static_cast<double>(segment->records)
+                            : static_cast<double>(segment->live * log_->record_disk_bytes()) / static_cast<double>(segment->bytes);
+    if (part < best_part) {
+      best = segment.get();
+      best_part = part;
+    }
+  }
+  return best != nullptr && begin(best);
+}
+
+bool Compactor::begin(const Segment* segment) {
+  chunks_.clear();
+  chunk_ = 0;
+  record_ = 0;
+  ids_.clear();
+  segment_ = segment->id;
+  failpoint("compact.chosen");
+  return true;
+}
+
+bool Compactor::choose(const MayEmpty* among) {
+  if (!pick(among)) return false;
+  Segment* segment = log_->find_segment(segment_);
+  if (segment->live > 0) read_or_set_aside([&] { chunks_ = log_->chunks(*segment); });
+  return true;
+}
+
+bool Compactor::plan_read(size_t buffer_bytes, Read* read) {
+  *read = Read();
+  if (segment_ == 0 && (!is_needed() || !pick())) return false;
+  Segment* segment = log_->find_segment(segment_);
+  if (segment == nullptr || segment->live == 0) return true;  // run() goes on to the next
+  if (chunks_.empty() && chunk_ == 0) {
+    chunks_ = segment->chunks;
+    read->wants_chunks = chunks_.empty();
+  }
+  if (!read->wants_chunks) {
+    if (chunk_ >= chunks_.size() || !ids_.empty()) return true;
+    const ChunkTrailer& chunk = chunks_[chunk_];
+    const bool is_there = span_.segment == segment_ && span_.begin <= chunk.begin && chunk.end <= span_.end;
+    if (is_there || chunk.end - chunk.begin > buffer_bytes) return true;
+    read->begin = chunk.begin;
+    read->bytes = buffer_bytes;
+    read->span = std::move(span_);
+    span_ = Span();
+  }
+  read->segment = segment;
+  return true;
+}
+
+void Compactor::execute(Read* read) const {
+  if (read->segment == nullptr) return;
+  try {
+    read->read_bytes = read->wants_chunks ? log_->find_chunks(*read->segment, &read->chunks)
+                                          : log_->fetch_span(*read->segment, read->begin, read->bytes, &read->span);
+  } catch (const std::exception&) {
+    read->failed = true;
+  }
+}
+
+void Compactor::take_read(Read read) {
+  if (read.segment == nullptr) return;
+  log_->count_read_bytes(read.read_bytes);
+  if (read.failed) {
+    read_or_set_aside([] { throw Error(ErrorKind::kSystem, "read beside other calls"); });
+    return;
+  }
+  if (!read.wants_chunks) {
+    span_ = std::move(read.span);
+    return;
+  }
+  log_->find_segment(segment_)->chunks = read.chunks;
+  chunks_ = std::move(read.chunks);
+}
+
+// Looks at up to `n` records of the chosen segment; returns how many it was, at least 1.
+size_t Compactor::look(size_t n, size_t buffer_bytes) {
+  size_t looked = 0;
+  Segment* segment = log_->find_segment(segment_);
+  if (segment != nullptr && segment->live > 0 && chunk_ < chunks_.size()) {
+    const ChunkTrailer& chunk = chunks_[chunk_];
+    if (ids_.empty() && !read_or_set_aside([&] {
+          // As many chunks as the buffer holds in one large read: each small one would wait behind the random reads.
+          const size_t whole = chunk.end - chunk.begin;
+          if (whole <= buffer_bytes) {
+            const bool is_there = span_.segment == segment_ && span_.begin <= chunk.begin && chunk.end <= span_.end;
+            if (!is_there) log_->read_span(*segment, chunk.begin, buffer_bytes, &span_);
+          }
+          log_->read_index(*segment, chunk, &span_, &ids_, &versions_);
+        })) {
+      return 1;
+    }
+    const size_t fits = std::max<size_t>(1, buffer_bytes / log_->stride());
+    const size_t count = std::min({n, fits, ids_.size() - record_});
+
+    // Which of them are live is known without reading them: read only the span that holds live ones.
+    const auto is_live = [&](size_t i, uint32_t* frame) {
+      const uint64_t place = log_->position(segment_, chunk.first_slot + i);
+      const Entry entry = directory_->find(ids_[i]);
+      *frame = ~0u;
+      if (fault_is("move_dead_records") && is_position(entry)) return true;
+      if (is_position(entry)) return position_of(entry) == place;
+      if (!is_frame(entry)) return false;
+      *frame = frame_of(entry);
+      return cache_->info(*frame).position == place;
+    };
+    size_t first = record_ + count, last = record_;
+    uint32_t frame;
+    for (size_t i = record_; i < record_ + count; ++i) {
+      if (!is_live(i, &frame)) continue;
+      first = std::min(first, i);
+      last = i + 1;
+    }
+    if (first < last) {
+      const std::byte* records = nullptr;
+      if (!read_or_set_aside([&] {
+            records = log_->read_records(*segment, chunk, first, last - first, ids_.data(), &span_);
+          })) {
+        return count;
+      }
+      failpoint("compact.read");
+      const bool outranks = fault_is("move_outranks");
+      for (size_t i = first; i < last; ++i) {
+        const std::byte* const record = records + (i - first) * log_->stride();
+        if (!is_live(i, &frame)) {  // asked again: the answer may have changed while reading
+          if (outranks) (void)log_->append(ids_[i], record);
+          continue;
+        }
+        const uint64_t moved = log_->append(ids_[i], record, versions_[i]);
+        --segment->live;
+        ++records_moved_;
+        if (frame == ~0u) {
+          directory_->set(ids_[i], entry_of_position(moved));
+        } else {
+          cache_->info(frame).position = moved;
+        }
+      }
+      failpoint("compact.moved");
+    }
+    looked = count;
+    record_ += count;
+    if (record_ >= ids_.size()) {
+      ++chunk_;
+      record_ = 0;
+      ids_.clear();
+    }
+    if (segment->live > 0 && chunk_ < chunks_.size()) return std::max<size_t>(1, looked);
+  }
+  segment_ = 0;
+  ++segments_compacted_;
+  drop_dead_segments();
+  return std::max<size_t>(1, looked);
+}
+
+void Compactor::run(size_t records, size_t buffer_bytes) {
+  if (log_ == nullptr) return;
+  size_t done = 0;
+  while (done < records) {
+    if (segment_ == 0 && (!is_needed() || !choose())) return;
+    done += look(records - done, buffer_bytes);
+  }
+}
+
+bool Compactor::empty_until(const std::function<bool()>& is_enough, const MayEmpty& among, size_t buffer_bytes) {
+  constexpr size_t kRecords = 4096;
+  if (segment_ != 0 && !is_enough()) {  // half done, and perhaps of no use here: begun anew when it is the emptiest
+    segment_ = 0;
+    ids_.clear();
+  }
+  while (!is_enough()) {
+    if (segment_ == 0 && !choose(&among)) return false;
+    look(kRecords, buffer_bytes);
+  }
+  return true;
+}
+
+void Compactor::add_named_segments(const std::set<uint64_t>& more) {
+  for (const uint64_t id : more) {
+    const Segment* const segment = log_->find_segment(id);
+    named_.try_emplace(id, segment == nullptr ? 0 : segment->bytes);
+  }
+}
+
+uint64_t Compactor::named_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [id, size] : named_) bytes += log_->find_segment(id) == nullptr ? size : 0;
+  return bytes;
+}
+
+void Compactor::drop_dead_segments() {
+  std::vector<uint64_t> dead;
+  for (const auto& [id, segment] : log_->segments()) {
+    if (!segment->is_sealed || segment->is_ending || segment->live > 0 || segment->tombstones > 0) continue;
+    if (id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
+  }
+  for (const uint64_t id : dead) {
+    const auto named = named_.find(id);
+    if (named != named_.end()) named->second = log_->find_segment(id)->bytes;  // it may have grown since it was named
+    log_->forget_segment(id, named == named_.end());
+    failpoint("compact.dropped");
+  }
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,86 @@
+#include "store/staging.h"
+
+#include "base/workers.h"
+
+namespace bunkbed {
+
+namespace {
+constexpr unsigned kExtentBits = 32;  // of a read's tag; its job's number stands above
+}
+
+StagingQueue::StagingQueue(Log* log, size_t read_bytes, Finished finished)
+    : log_(log), read_bytes_(read_bytes), finished_(std::move(finished)), stream_(*this, *log->staging_lane()) {}
+
+void StagingQueue::add(Store::Staging staging) {
+  const size_t reads = staging.plan.extents.size();
+  {
+    const std::lock_guard guard(mutex_);
+    if (jobs_.empty()) served_ = std::chrono::steady_clock::now();
+    jobs_.push_back(std::make_shared<Job>(std::move(staging)));
+  }
+  stream_.wake(reads);
+}
+
+bool StagingQueue::next(vfs::ReadOp* op) noexcept {
+  const std::lock_guard guard(mutex_);
+  for (; turn_ < jobs_.size(); ++turn_) {
+    Job* job = jobs_[turn_].get();
+    if (job == nullptr || job->next == job->staging.plan.extents.size()) continue;
+    const ReadPlan::Extent& extent = job->staging.plan.extents[job->next];
+    *op = {extent.file, extent.offset, extent.bytes, (first_ + turn_) << kExtentBits | job->next};
+    ++job->next;
+    return true;
+  }
+  return false;
+}
+
+void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept {
+  const uint64_t number = op.tag >> kExtentBits;
+  std::shared_ptr<Job> job;
+  {
+    const std::lock_guard guard(mutex_);
+    job = jobs_[number - first_];
+  }
+  // After a failure the batch's other reads go on: whoever wants a row reads it again, and gets the error.
+  try {
+    if (error) std::rethrow_exception(error);
+    log_->deliver(job->staging.plan, op.tag & ((uint64_t{1} << kExtentBits) - 1), data, read_bytes_);
+  } catch (...) {
+    job->failed = true;
+  }
+  if (job->left.fetch_sub(1) > 1) return;
+  double seconds;
+  {
+    const std::lock_guard guard(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    seconds = std::chrono::duration<double>(now - served_).count();
+    served_ = now;
+    ++finishing_;
+    jobs_[number - first_] = nullptr;
+    for (; !jobs_.empty() && jobs_.front() == nullptr; ++first_) {
+      jobs_.pop_front();
+      turn_ -= turn_ > 0;
+    }
+  }
+  if (vfs::current_io() == vfs::Io::kThreads) return finish(*job, seconds);
+  // Whoever drives a ring is alone: while it waited for the lock that `finished` takes, no read would go on.
+  try {
+    io_pool().submit([this, job, seconds] { finish(*job, seconds); });
+  } catch (...) {
+    finish(*job, seconds);
+  }
+}
+
+void StagingQueue::finish(const Job& job, double seconds) {
+  finished_(job.staging, job.failed, seconds);
+  const std::lock_guard guard(mutex_);  // notified under it: the queue may go as soon as it is seen idle
+  if (--finishing_ == 0) idle_.notify_all();
+}
+
+StagingQueue::~StagingQueue() {
+  stream_.finish();
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return finishing_ == 0; });
+}
+
+}  // namespace bunkbed

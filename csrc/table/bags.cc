@@ -1,0 +1,173 @@
+// Bags: rows pooled straight from where they lie.
+//
+// The rows of a bag are added in batch order, so a bag is one chain of additions per element and its bits depend on
+// nothing else. For as many bags at a time as the scratch can note something about:
+//   1. pool_resident(): every thread takes bags, locates their ids block by block and adds the records in RAM to the
+//      bag's sum. At the first row that is not in RAM the bag stops; nothing is read or evicted yet.
+//   2. pool_missing(): the rest of such bags is looked up as any lookup (piece by piece into scratch) and added where
+//      the bag stopped.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "base/error.h"
+#include "base/workers.h"
+#include "batch/pieces.h"
+#include "table/table.h"
+
+namespace bunkbed {
+
+struct Table::Bags {
+  const int64_t* ids;  // (n)
+  size_t n;
+  const int64_t* starts;  // of the bags from `first` on, and where the last one ends
+  size_t first;
+  Pooling pooling;
+  const float* weights;  // (n) or null
+  bool touch;           // rows not in RAM are to stay there
+  bool counts_touches;  // and of those in RAM it is to be known that they were wanted
+
+  size_t begin(size_t bag) const { return static_cast<size_t>(starts[bag - first]); }
+  size_t end(size_t bag) const { return static_cast<size_t>(starts[bag - first + 1]); }
+
+  // What the sum of a bag that is not empty is divided by; with weights as TensorFlow's combiners: mean by the sum of
+  // weights, sqrtn by the root of their squares' sum.
+  float divisor(size_t bag) const {
+    float divisor = 0.0f;
+    if (weights == nullptr) {
+      divisor = static_cast<float>(end(bag) - begin(bag));
+    } else {
+      for (size_t i = begin(bag); i < end(bag); ++i) {
+        divisor += pooling == Pooling::kMean ? weights[i] : weights[i] * weights[i];
+      }
+    }
+    return pooling == Pooling::kSqrtN ? std::sqrt(divisor) : divisor;
+  }
+
+  // The run that adds rows [from, to) of a bag to its sum, and divides if these are its last.
+  PoolRun run(size_t bag, size_t from, size_t to, const void* const* rows) const {
+    const bool divides = pooling != Pooling::kSum && to == end(bag) && to > begin(bag);
+    return {rows, weights == nullptr ? nullptr : weights + from, static_cast<int64_t>(to - from),
+            from == begin(bag) ? PoolFrom::kZero : PoolFrom::kOut, divides, divides ? divisor(bag) : 1.0f};
+  }
+};
+
+void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
+                        const float* weights, bool touch, float* out) {
+  const auto guard = begin_lookup(ids, n, touch);
+  ids_seen_ += n;
+  const size_t piece = piece_ids();
+  for (size_t first = 0; first < num_bags; first += piece) {
+    const size_t count = std::min(piece, num_bags - first);
+    // A copy, checked again: they lie in the caller's memory, which another thread may change.
+    bag_starts_.resize(count + 1);
+    std::copy_n(offsets + first, std::min(count + 1, num_bags - first), bag_starts_.begin());
+    if (first + count == num_bags) bag_starts_[count] = static_cast<int64_t>(n);
+    if (bag_starts_[0] < 0 || bag_starts_[count] > static_cast<int64_t>(n) ||
+        !std::is_sorted(bag_starts_.begin(), bag_starts_.end())) {
+      throw Error(ErrorKind::kInvalid, "table '" + name_ + "': the offsets were changed while their bags were looked up");
+    }
+    const Bags bags{ids, n, bag_starts_.data(), first, pooling, weights, touch, touch && may_evict()};
+    pool_resident(bags, first, count, out);
+    pool_missing(bags, first, count, out);
+  }
+}
+
+void Table::pool_resident(const Bags& bags, size_t first, size_t count, float* out) {
+  constexpr size_t kBlock = 1024;
+  const auto dim = static_cast<int64_t>(spec_.dim);
+  Cache& cache = store_->cache();
+  const Directory& directory = store_->directory();
+  const Kernels& k = kernels();
+  const auto prefetch_weights = [bytes = std::min<size_t>(weight_bytes_, 512)](const void* row) {
+    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const std::byte*>(row) + line, 0, 2);
+  };
+  const size_t num_ids = bags.end(first + count - 1) - bags.begin(first);
+  const size_t grain = std::max<size_t>(1, 2 * kBlock * count / std::max<size_t>(1, num_ids));
+  pooled_to_.resize(std::max(pooled_to_.size(), count));
+  std::atomic<uint64_t> hits{0};
+  parallel_for(count, grain, [&](size_t from_bag, size_t to_bag) {
+    Entry entries[kBlock];
+    const void* rows[kBlock + kPoolAhead];
+    size_t block = 0, block_end = 0;  // the places that `entries` and `rows` are about
+    const size_t stop = bags.end(first + to_bag - 1);
+    uint64_t new_hits = 0;
+    for (size_t bag = first + from_bag; bag < first + to_bag; ++bag) {
+      const size_t bag_end = bags.end(bag);
+      size_t done = bags.begin(bag);
+      for (bool is_resident = true; is_resident;) {
+        if (done < bag_end && done >= block_end) {
+          block = done;
+          block_end = std::min(stop, block + kBlock);
+          const size_t size = block_end - block;
+          directory.locate(bags.ids + block, size, entries);
+          for (size_t i = 0; i < size; ++i) {
+            rows[i] = is_frame(entries[i]) ? cache.record(frame_of(entries[i])) : nullptr;
+          }
+          for (size_t i = 0; i < std::min<size_t>(size, kPoolAhead); ++i) prefetch_weights(rows[i]);
+          if (bags.counts_touches) {
+            for (size_t i = 0; i < size; ++i) {
+              if (rows[i] != nullptr) cache.prefetch_heat(frame_of(entries[i]));
+            }
+          }
+          for (size_t i = size; i < size + kPoolAhead; ++i) rows[i] = entries;  // something that is near anyway
+        }
+        const size_t from = done;
+        const size_t to = std::max(from, std::min(bag_end, block_end));
+        while (done < to && rows[done - block] != nullptr) ++done;
+        if (bags.counts_touches) {
+          for (size_t i = from; i < done; ++i) new_hits += cache.touch(frame_of(entries[i - block]));
+        }
+        const size_t at = std::min(from, block_end) - block;  // an empty bag may stand anywhere
+        k.pool_rows(spec_.dtype, dim, bags.run(bag, from, done, rows + at), out + bag * spec_.dim);
+        is_resident = done == to && done < bag_end;
+      }
+      pooled_to_[bag - first] = done;
+    }
+    if (new_hits != 0) hits.fetch_add(new_hits, std::memory_order_relaxed);
+  });
+  if (bags.counts_touches) store_->count_hits(hits);
+}
+
+void Table::pool_missing(const Bags& bags, size_t first, size_t count, float* out) {
+  struct Part {
+    size_t bag, from, count;
+  };
+  const size_t dim = spec_.dim;
+  const size_t by_rows = std::max<size_t>(1, store_->plan().scratch_bytes / 2 / (dim * sizeof(float)));
+  const size_t piece = std::min({piece_ids(), by_rows, size_t{1} << 16});
+  const Kernels& k = kernels();
+  std::vector<Part> parts;
+  for (size_t bag = first;;) {
+    parts.clear();
+    bag_ids_.clear();
+    while (bag < first + count && bag_ids_.size() < piece) {
+      size_t& done = pooled_to_[bag - first];
+      const size_t taken = std::min(bags.end(bag) - done, piece - bag_ids_.size());
+      if (taken > 0) {
+        parts.push_back({bag, done, taken});
+        bag_ids_.insert(bag_ids_.end(), bags.ids + done, bags.ids + done + taken);
+        done += taken;
+      }
+      if (done == bags.end(bag)) ++bag;
+    }
+    if (parts.empty()) return;
+    sums_.resize(std::max(sums_.size(), bag_ids_.size() * dim));
+    lookup_piece(bag_ids_.data(), bag_ids_.size(), bags.touch, sums_.data());
+    const float* row = sums_.data();
+    for (const Part& part : parts) {
+      constexpr size_t kBlock = 64;
+      const void* rows[kBlock + kPoolAhead];
+      for (size_t from = 0; from < part.count; from += kBlock) {
+        const size_t size = std::min(kBlock, part.count - from);
+        for (size_t i = 0; i < size; ++i, row += dim) rows[i] = row;
+        for (size_t i = size; i < size + kPoolAhead; ++i) rows[i] = rows;
+        const size_t place = part.from + from;
+        k.pool_rows(DType::kFloat32, static_cast<int64_t>(dim), bags.run(part.bag, place, place + size, rows),
+                    out + part.bag * dim);
+      }
+    }
+  }
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,262 @@
+// Every stored row once, in log order: chunk by chunk with large sequential reads.
+//
+// 1. The chunks that come next are read ahead, several at once, each whole with one read: a disk asked for one at a time
+//    gives a third of what it can.
+// 2. Which records of a chunk are the newest of their rows is settled when the scan comes to it, under the table's lock,
+//    and only then are they verified. What was read ahead is bytes and no more: the rows and their order do not depend on
+//    when a read ends.
+// 3. Rows whose frames hold what is asked are copied from there, wherever the scan comes to their records: order and bits
+//    are the log's. While all stored rows are in RAM, no more than the chunks' indexes is read. What has left RAM when the
+//    scan comes to it is read then.
+// 4. A read ahead that failed, or that nobody began, is left out: the chunk is then read by whoever comes to it, and what
+//    that meets is the scan's error. So a part that nobody needs cannot end a scan.
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fault.h"
+#include "base/workers.h"
+#include "format/record.h"
+#include "table/table.h"
+
+namespace bunkbed {
+
+namespace {
+
+// Of what is read ahead, in chunks of the size that the budget allows: a twenty-fourth of it, 4 MiB at most. A reader's
+// plan has as much for chunks that it never writes; a writer takes it beside its budget while it scans.
+constexpr size_t kChunksAhead = 4;
+// Chunks of a table that was written with a smaller budget are smaller.
+constexpr size_t kMaxReadsAhead = 32;
+constexpr size_t kFramesAhead = 8;
+
+}  // namespace
+
+// A chunk, or its index, on its way into memory. Belongs to the scan and to the thread that reads.
+struct Scan::ReadAhead {
+  uint64_t segment = 0;
+  uint64_t chunk = 0;  // where it begins
+  uint64_t begin = 0;  // of what is read
+  uint64_t end = 0;
+  std::shared_ptr<vfs::File> file;  // stays open where compaction drops the segment meanwhile
+  Span span;                        // the reader's until is_over
+
+  std::mutex mutex;  // guards is_over
+  std::condition_variable over;
+  bool is_over = false;
+
+  void run() {
+    span.segment = 0;
+    try {
+      if (span.memory.size() < end - begin) span.memory = vfs::Buffer(end - begin);
+      file->read(span.memory.data(), end - begin, begin);
+      span.segment = segment;
+      span.begin = begin;
+      span.end = end;
+    } catch (...) {  // rule 4
+    }
+    file.reset();  // who waits for this may take away what it lies on
+    const std::lock_guard guard(mutex);
+    is_over = true;
+    over.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock guard(mutex);
+    over.wait(guard, [this] { return is_over; });
+  }
+};
+
+Scan::Scan(Table* table, std::vector<size_t> fields)
+    : table_(table), fields_(std::move(fields)), owner_pid_(::getpid()) {
+  table->ask_holder();
+  const auto guard = table->lock_alone();
+  table->require_usable();
+  changes_ = table->changes_;
+  moves_ = table->store_->compactor().records_moved();
+  is_in_frames_ = is_in_frames();
+  Log* log = table->store_->log();
+  if (log == nullptr) return;
+  // From here on the log holds every row's newest record, so lookups during the scan cannot move any: only clean
+  // frames remain, and evicting one appends nothing.
+  if (table->options_.writable) {
+    table->store_->flush();
+    table->store_->forgive_compaction();
+    log->drain();
+  }
+  for (const auto& [id, segment] : log->segments()) segments_.push_back(id);
+}
+
+Scan::~Scan() {
+  if (owner_pid_ != ::getpid()) {
+    // A forked child: the threads that would end these reads are the parent's.
+    for (auto& read : ahead_) new std::shared_ptr<ReadAhead>(std::move(read));
+    return;
+  }
+  for (const auto& read : ahead_) read->wait();  // no file stays open behind a scan
+}
+
+// Whether frames hold all that is asked; a reader's hold weights alone.
+bool Scan::is_in_frames() const {
+  const size_t held = table_->store_->frame_bytes();
+  return std::all_of(fields_.begin(), fields_.end(), [&](size_t f) {
+    const Field& field = table_->fields_[f];
+    return field.offset + field_bytes(field) <= held;
+  });
+}
+
+// Begins to read the chunks from here on, as many as there is room for.
+void Scan::read_ahead() {
+  Log* const log = table_->store_->log();
+  const size_t most = kChunksAhead * table_->store_->plan().log.chunk_bytes;
+  size_t bytes = 0, reads = 0;
+  const bool wants_index = is_in_frames_ && !table_->store_->can_miss();
+  for (size_t s = segment_; s < segments_.size(); ++s) {
+    Segment* const segment = log->find_segment(segments_[s]);
+    if (segment == nullptr || segment->live == 0) continue;
+    const std::vector<ChunkTrailer>& chunks = s == segment_ ? chunks_ : log->chunks(*segment);
+    for (size_t c = s == segment_ ? chunk_ : 0; c < chunks.size(); ++c) {
+      if (chunks[c].kind != ChunkKind::kData) continue;
+      const uint64_t begin = wants_index ? vfs::round_down(chunks[c].index_offset, vfs::kBlockBytes) : chunks[c].begin;
+      bytes += chunks[c].end - begin;
+      if (bytes > most || ++reads > kMaxReadsAhead) return;
+      const bool is_new = std::none_of(ahead_.begin(), ahead_.end(), [&](const auto& read) {
+        return read->segment == segment->id && read->chunk == chunks[c].begin;
+      });
+      if (!is_new) continue;
+      auto read = std::make_shared<ReadAhead>();
+      std::swap(read->span, spare_);  // its memory
+      read->segment = segment->id;
+      read->chunk = chunks[c].begin;
+      read->begin = begin;
+      read->end = chunks[c].end;
+      read->file = segment->file;
+      ahead_.push_back(read);
+      try {
+        io_pool().submit([read] { read->run(); });
+      } catch (const std::exception&) {  // no thread is to be had
+        ahead_.pop_back();
+        return;
+      }
+    }
+  }
+}
+
+// What was read ahead of this chunk becomes span_.
+void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
+  while (!ahead_.empty()) {
+    const std::shared_ptr<ReadAhead> read = std::move(ahead_.front());
+    ahead_.pop_front();
+    read->wait();
+    const bool is_it = read->segment == segment.id && read->chunk == chunk.begin;
+    if (is_it && read->span.segment != 0) {
+      std::swap(span_, read->span);
+      table_->store_->log()->count_read_bytes(read->end - read->begin);
+    }
+    std::swap(spare_, read->span);
+    if (is_it) return;
+  }
+}
+
+void Scan::copy(const std::byte* record, size_t row, std::span<float* const> values) const {
+  for (size_t f = 0; f < fields_.size(); ++f) {
+    const Field& field = table_->fields_[fields_[f]];
+    read_field(field, record, values[f] + row * field.length);
+  }
+}
+
+size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
+  const auto guard = table_->lock();
+  table_->require_usable();
+  if (table_->changes_ != changes_ && !fault_is("scan_misses_change")) {
+    throw Error(ErrorKind::kBroken, "table '" + table_->name_ +
+                                        "' was changed while it was scanned; finish the scan first, or collect the ids "
+                                        "and change the rows afterwards");
+  }
+  Store& store = *table_->store_;
+  // Compaction is counted where it moves a record, not where a call starts it: many calls do, a refused one too. A moved
+  // record lies in a place that the scan has passed, or in one that it will not come to.
+  if (store.compactor().records_moved() != moves_ && !fault_is("scan_misses_change")) {
+    throw Error(ErrorKind::kBroken, "table '" + table_->name_ +
+                                        "': compaction moved its records while it was scanned, which compact(), a commit "
+                                        "or an update next to the scan may ask for: finish the scan first, or scan again");
+  }
+  Cache& cache = store.cache();
+  size_t found = 0;
+  Log* log = store.log();
+  if (log == nullptr) {
+    for (; frame_ < cache.high_water() && found < n; ++frame_) {
+      if (cache.info(frame_).row < 0) continue;
+      ids[found] = cache.info(frame_).row;
+      copy(cache.record(frame_), found++, values);
+    }
+    return found;
+  }
+  const size_t buffer_bytes = store.plan().log.chunk_bytes;
+  while (found < n && segment_ < segments_.size()) {
+    Segment* segment = log->find_segment(segments_[segment_]);
+    if (segment == nullptr || segment->live == 0) {
+      ++segment_;
+      continue;
+    }
+    if (!has_chunks_) {
+      chunks_ = log->chunks(*segment);
+      has_chunks_ = true;
+      chunk_ = record_ = 0;
+      ids_.clear();
+    }
+    if (chunk_ == chunks_.size()) {
+      has_chunks_ = false;
+      ++segment_;
+      continue;
+    }
+    const ChunkTrailer& chunk = chunks_[chunk_];
+    if (chunk.kind != ChunkKind::kData) {
+      ++chunk_;
+      continue;
+    }
+    if (ids_.empty()) {
+      read_ahead();
+      take(*segment, chunk);
+      log->read_index(*segment, chunk, &span_, &ids_, &versions_);
+    }
+    const size_t count = std::min({n - found, std::max<size_t>(1, buffer_bytes / log->stride()), ids_.size() - record_});
+    const std::byte* records = nullptr;
+    entries_.resize(count);
+    store.directory().locate(ids_.data() + record_, count, entries_.data());
+    for (size_t i = record_; i < record_ + count; ++i) {
+      const uint64_t place = log->position(segment->id, chunk.first_slot + i);
+      const Entry entry = entries_[i - record_];
+      if (const size_t coming = i - record_ + kFramesAhead; is_in_frames_ && coming < count && is_frame(entries_[coming])) {
+        cache.prefetch_record(frame_of(entries_[coming]), store.frame_bytes());
+      }
+      if (is_frame(entry)) {
+        const uint32_t frame = frame_of(entry);
+        if (cache.info(frame).position != place) continue;
+        if (is_in_frames_) {
+          ids[found] = ids_[i];
+          copy(cache.record(frame), found++, values);
+          continue;
+        }
+      } else if (!is_position(entry) || position_of(entry) != place) {
+        continue;
+      }
+      if (records == nullptr) records = log->read_records(*segment, chunk, record_, count, ids_.data(), &span_);
+      ids[found] = ids_[i];
+      copy(records + (i - record_) * log->stride(), found++, values);
+    }
+    record_ += count;
+    if (record_ == ids_.size()) {
+      ++chunk_;
+      record_ = 0;
+      ids_.clear();
+    }
+  }
+  return found;
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,148 @@
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "directory/directory.h"
+#include "tests/check.h"
+#include "tests/sample.h"
+
+using namespace bunkbed;
+using namespace bunkbed::test;
+
+namespace {
+
+std::map<int64_t, Entry> walk(const Directory& directory, size_t piece) {
+  std::map<int64_t, Entry> found;
+  std::vector<int64_t> rows(piece);
+  std::vector<Entry> entries(piece);
+  uint64_t cursor = 0;
+  while (const size_t n = directory.next(&cursor, rows.data(), entries.data(), piece)) {
+    for (size_t i = 0; i < n; ++i) CHECK(found.emplace(rows[i], entries[i]).second);
+  }
+  return found;
+}
+
+// Random sets, deletions included, against a map.
+void compare_with_map(Directory* directory, int64_t num_rows, uint64_t seed) {
+  Sampler sampler(seed);
+  std::map<int64_t, Entry> model;
+  for (int round = 0; round < 60; ++round) {
+    std::map<int64_t, Entry> coming;
+    for (uint64_t i = sampler.bits() % 200; i > 0; --i) {
+      const auto row = static_cast<int64_t>(sampler.bits() % static_cast<uint64_t>(num_rows));
+      const uint64_t what = sampler.bits() % 8;
+      coming[row] = what == 0   ? kAbsent
+                    : what <= 3 ? entry_of_frame(static_cast<uint32_t>(sampler.bits()) >> 1)
+                                : entry_of_position(sampler.bits() % kMaxPosition);
+    }
+    std::vector<int64_t> rows;
+    for (const auto& [row, entry] : coming) {
+      if (entry != kAbsent && !model.contains(row)) rows.push_back(row);
+    }
+    const size_t allowed = directory->bytes_after(rows.data(), rows.size());
+    directory->reserve(rows.data(), rows.size());
+    CHECK(directory->bytes() <= allowed);
+    for (const auto& [row, entry] : coming) {
+      directory->set(row, entry);
+      if (entry == kAbsent) {
+        model.erase(row);
+      } else {
+        model[row] = entry;
+      }
+    }
+    CHECK(directory->bytes() <= allowed);
+    CHECK_EQ(directory->stored_rows(), model.size());
+  }
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < 3000; ++i) rows.push_back(static_cast<int64_t>(sampler.bits() % static_cast<uint64_t>(num_rows)));
+  std::vector<Entry> entries(rows.size());
+  directory->locate(rows.data(), rows.size(), entries.data());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto found = model.find(rows[i]);
+    CHECK_EQ(entries[i], found == model.end() ? kAbsent : found->second);
+    CHECK_EQ(directory->find(rows[i]), entries[i]);
+  }
+  for (const size_t piece : {size_t{1}, size_t{7}, size_t{100000}}) CHECK(walk(*directory, piece) == model);
+  directory->clear();
+  CHECK_EQ(directory->stored_rows(), size_t{0});
+  CHECK(walk(*directory, 10).empty());
+}
+
+}  // namespace
+
+TEST(directory_against_a_map) {
+  for (const int64_t num_rows : {1, 2, 17, 4000}) {
+    compare_with_map(make_flat_directory(static_cast<uint64_t>(num_rows)).get(), num_rows, 1);
+    compare_with_map(make_hashed_directory().get(), num_rows, 2);
+  }
+  compare_with_map(make_hashed_directory().get(), std::numeric_limits<int64_t>::max(), 3);
+}
+
+TEST(directory_entries_are_told_apart) {
+  CHECK(is_position(entry_of_position(0)) && is_position(entry_of_position(kMaxPosition)));
+  CHECK(is_frame(entry_of_frame(0)) && is_frame(entry_of_frame(~0u - 1)));
+  CHECK(entry_of_frame(~0u - 1) < (uint64_t{1} << 40));
+  CHECK(!is_frame(entry_of_position(kMaxPosition)) && !is_position(entry_of_frame(0)));
+  CHECK_EQ(position_of(entry_of_position(kMaxPosition)), kMaxPosition);
+  CHECK_EQ(frame_of(entry_of_frame(123)), 123u);
+}
+
+TEST(directory_estimate_holds_growing_one_by_one_and_at_once) {
+  for (const size_t rows : {size_t{1}, size_t{100}, size_t{4096}, size_t{60000}}) {
+    std::vector<int64_t> ids;
+    for (size_t i = 0; i < rows; ++i) ids.push_back(static_cast<int64_t>(i));
+    const auto at_once = make_hashed_directory();
+    CHECK(at_once->bytes_after(ids.data(), rows) <= hashed_directory_bytes(rows));
+    const auto one_by_one = make_hashed_directory();
+    size_t most = 0;
+    for (const int64_t id : ids) {
+      most = std::max(most, one_by_one->bytes_after(&id, 1));
+      one_by_one->reserve(&id, 1);
+      one_by_one->set(id, entry_of_position(1));
+    }
+    CHECK(most <= hashed_directory_bytes(rows));
+  }
+}
+
+// Rows in the frame of their own number have a short way; they leave it, come back and are dropped like all others.
+TEST(directory_flat_knows_rows_at_home) {
+  constexpr int64_t kRows = 10 * kFlatGroupRows + 7;
+  const auto directory = make_flat_directory(kRows);
+  std::vector<int64_t> rows;
+  std::vector<Entry> expected;
+  for (int64_t row = 0; row < kRows; ++row) {
+    rows.push_back(row);
+    expected.push_back(entry_of_frame(static_cast<uint32_t>(row)));
+    directory->set(row, expected.back());
+  }
+  const auto check = [&] {
+    std::vector<Entry> entries(rows.size());
+    directory->locate(rows.data(), rows.size(), entries.data());
+    CHECK(entries == expected);
+    for (size_t i = 0; i < rows.size(); ++i) CHECK_EQ(directory->find(rows[i]), expected[i]);
+    CHECK_EQ(directory->stored_rows(), rows.size() - static_cast<size_t>(std::count(expected.begin(), expected.end(), kAbsent)));
+  };
+  check();
+  Sampler sampler(11);
+  for (int round = 0; round < 400; ++round) {
+    const uint64_t row = sampler.bits() % kRows;
+    const uint64_t what = sampler.bits() % 8;
+    const Entry entry = what == 0   ? kAbsent
+                        : what == 1 ? entry_of_position(sampler.bits() % kMaxPosition)
+                        : what == 2 ? entry_of_frame(static_cast<uint32_t>(sampler.bits() % kRows))
+                                    : entry_of_frame(static_cast<uint32_t>(row));
+    for (int again = 0; again < 2; ++again) directory->set(static_cast<int64_t>(row), entry);
+    expected[row] = entry;
+    check();
+  }
+  directory->clear();
+  expected.assign(rows.size(), kAbsent);
+  check();
+}
+
+TEST(directory_sizes_do_not_wrap) {
+  // 5 times this is 2^64 + 4: a directory of 12 bytes for 3.7e18 rows.
+  CHECK(flat_directory_bytes(3689348814741910324u) > (size_t{1} << 50));
+  CHECK(flat_directory_bytes(~uint64_t{0}) > (size_t{1} << 50));
+  CHECK(hashed_directory_bytes(~uint64_t{0}) > (size_t{1} << 50));
+}

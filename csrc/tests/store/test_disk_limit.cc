@@ -1,0 +1,296 @@
+// The limit of what a table's files may take (store/disk.cc): never exceeded, and never in the way of a table that fits.
+#include <filesystem>
+
+#include "tests/check.h"
+#include "tests/model.h"
+#include "tests/sample.h"
+#include "tests/sandbox.h"
+
+using namespace bunkbed;
+using namespace bunkbed::test;
+
+namespace {
+
+constexpr int64_t kRows = 20'000;
+constexpr uint32_t kDim = 30;  // records of 124 bytes
+
+std::map<std::string, uint64_t> sizes_of_files(const std::string& path) {
+  std::map<std::string, uint64_t> sizes;
+  for (const auto& entry : std::filesystem::directory_iterator(path)) {
+    std::error_code gone;
+    const uint64_t size = entry.file_size(gone);
+    if (!gone) sizes[entry.path().filename().string()] = size;
+  }
+  return sizes;
+}
+
+// Of the files that are there before and after: one that a commit beside removes meanwhile counts for nothing.
+uint64_t bytes_of_files(const std::string& path) {
+  const auto before = sizes_of_files(path);
+  uint64_t bytes = 0;
+  for (const auto& [name, size] : sizes_of_files(path)) {
+    const auto found = before.find(name);
+    if (found != before.end()) bytes += found->second;
+  }
+  return bytes;
+}
+
+TableSpec spec_of(int64_t num_rows = kRows) { return whole_numbers(num_rows, kDim); }
+
+size_t little_ram(const TableSpec& spec) { return Table::minimum_ram(spec, kRows, true); }
+
+std::unique_ptr<Table> open_limited(vfs::Vfs& vfs, const std::string& path, uint64_t disk_bytes) {
+  OpenOptions options;
+  options.ram_bytes = little_ram(spec_of());
+  options.disk_bytes = disk_bytes;
+  return Table::open(vfs, path, "t", options);
+}
+
+// The smallest limit with which a table of so many rows opens.
+uint64_t needed(const std::string& message) {
+  const size_t at = message.rfind("disk=");
+  if (at == std::string::npos) fail(__FILE__, __LINE__, "no limit is named in: " + message);
+  return std::stoull(message.substr(at + 5));
+}
+
+uint64_t least_limit(const std::string& path) {
+  FaultVfs vfs;
+  try {
+    (void)open_limited(vfs, path, 1);
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::kInvalid);
+    return needed(error.what());
+  }
+  fail(__FILE__, __LINE__, "a limit of one byte was taken");
+  return 0;
+}
+
+struct Trained {
+  Rows rows;
+  Sampler sampler{7};
+
+  void step(Table* table, size_t n) {
+    std::vector<int64_t> ids(n);
+    std::vector<float> grads(n);
+    for (size_t i = 0; i < n; ++i) {
+      ids[i] = static_cast<int64_t>(sampler.bits() % kRows);
+      grads[i] = static_cast<float>(1 + sampler.bits() % 4);
+    }
+    update(table, ids, grads);
+    apply(&rows, ids, grads);
+  }
+  void fill(Table* table) {
+    for (int64_t begin = 0; begin < kRows; begin += 1000) {
+      std::vector<int64_t> ids(1000);
+      for (size_t i = 0; i < ids.size(); ++i) ids[i] = begin + static_cast<int64_t>(i);
+      const std::vector<float> grads(ids.size(), 1.0f);
+      update(table, ids, grads);
+      apply(&rows, ids, grads);
+    }
+  }
+};
+
+// A table of which every row is committed.
+void make_full(vfs::Vfs& vfs, const std::string& path, Trained* trained) {
+  const auto table = Table::create(vfs, path, "t", spec_of(), little_ram(spec_of()));
+  trained->fill(table.get());
+  table->commit(std::nullopt, "");
+}
+
+}  // namespace
+
+// At the smallest limit there is: hundreds of steps, commits now and then, and the files never exceed it.
+TEST(disk_limit_holds_while_training_at_the_smallest_that_opens) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  Trained trained;
+  make_full(vfs, path, &trained);
+  const uint64_t limit = least_limit(path);
+  auto table = open_limited(vfs, path, limit);
+  uint64_t most = 0;
+  for (int step = 0; step < 1200; ++step) {
+    trained.step(table.get(), 400);
+    if (step % 97 == 96) {
+      table->commit(std::nullopt, "");
+    } else if (step % 61 == 60) {
+      (void)table->begin_commit(std::nullopt, "");
+    }
+    most = std::max(most, bytes_of_files(path));
+    CHECK(bytes_of_files(path) <= limit);
+    CHECK(bytes_of_files(path) <= table->stats().disk_bytes + (64u << 10));  // a manifest on its way is not counted yet
+  }
+  CHECK(most > limit / 2);  // it was worth a limit
+  table->commit(std::nullopt, "");
+  check_table_is(table.get(), trained.rows, "trained");
+  table.reset();
+  table = open_limited(vfs, path, limit);
+  check_table_is(table.get(), trained.rows, "opened again");
+}
+
+// A commit that never comes: everything written since the last one is compacted within the limit.
+TEST(disk_limit_holds_without_commits) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  Trained trained;
+  make_full(vfs, path, &trained);
+  const Rows committed = trained.rows;
+  const uint64_t limit = least_limit(path);
+  auto table = open_limited(vfs, path, limit);
+  for (int step = 0; step < 800; ++step) {
+    trained.step(table.get(), 400);
+    CHECK(bytes_of_files(path) <= limit);
+    if (step % 7 > 0) continue;
+    const uint64_t dirty = table->stats().dirty_rows;
+    table->write_dirty();  // which nobody has to do, and which may be for nothing
+    CHECK_EQ(table->stats().dirty_rows, dirty);
+  }
+  check_table_is(table.get(), trained.rows, "trained");
+  table.reset();  // without a commit
+  table = open_limited(vfs, path, limit);
+  check_table_is(table.get(), committed, "the last commit");
+}
+
+TEST(disk_limit_refuses_rows_it_has_no_room_for_and_changes_nothing) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  const TableSpec spec = spec_of(-1);
+  auto table = Table::create(vfs, path, "t", spec, 16u << 20, 300u << 20);
+  CHECK(table->stats().disk_limit_bytes == 300u << 20);
+  Rows rows;
+  uint64_t wanted = 0;
+  for (int64_t begin = 0; wanted == 0; begin += 5'000) {
+    std::vector<int64_t> ids(5'000);
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = begin + static_cast<int64_t>(i);
+    const std::vector<float> grads(ids.size(), 2.0f);
+    try {
+      update(table.get(), ids, grads);
+      apply(&rows, ids, grads);
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::kSystem && error.error_number() == ENOSPC);
+      wanted = needed(error.what());
+    }
+    CHECK(bytes_of_files(path) <= 300u << 20);
+    if (begin % 50'000 == 0) table->commit(std::nullopt, "");
+  }
+  CHECK(rows.size() > 20'000);
+  CHECK(wanted > 300u << 20);
+  const auto first = rows.begin()->first;
+  update(table.get(), {first}, {3.0f});  // those that are there can be trained on
+  apply(&rows, {first}, {3.0f});
+  check_table_is(table.get(), rows, "full");
+  table->commit(std::nullopt, "");
+  table.reset();
+  OpenOptions options;
+  options.ram_bytes = 16u << 20;
+  options.disk_bytes = wanted;
+  table = Table::open(vfs, path, "t", options);
+  std::vector<int64_t> ids(5'000);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(rows.size() + i);
+  update(table.get(), ids, std::vector<float>(ids.size(), 2.0f));  // what was refused before
+}
+
+TEST(disk_limit_refuses_snapshots_it_has_no_room_for) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  Trained trained;
+  make_full(vfs, path, &trained);
+  const uint64_t limit = least_limit(path) + (4u << 20);  // room for one
+  auto table = open_limited(vfs, path, limit);
+  table->commit(std::nullopt, "first");
+  uint64_t wanted = 0;
+  for (int step = 0; step < 600; ++step) {
+    trained.step(table.get(), 400);
+    CHECK(bytes_of_files(path) <= limit);
+    if (step % 100 != 99) continue;
+    try {
+      table->commit(std::nullopt, "second");
+      fail(__FILE__, __LINE__, "kept without room");
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::kSystem && error.error_number() == ENOSPC);
+      wanted = needed(error.what());
+    }
+    table->commit(std::nullopt, "");
+  }
+  CHECK(table->stats().snapshot_bytes > 2'000'000);
+  CHECK(wanted > limit);
+  table->drop("first");
+  CHECK_EQ(table->stats().snapshot_bytes, 0u);
+  table->commit(std::nullopt, "second");
+  check_table_is(table.get(), trained.rows, "trained");
+  CHECK(bytes_of_files(path) <= limit);
+}
+
+// A commit packs the log first where there is little room, also one that is refused, and moves records by that: a scan
+// with commits between its steps has every row once, or says so.
+TEST(disk_limit_commits_never_hide_rows_from_a_scan) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  Trained trained;
+  make_full(vfs, path, &trained);
+  const uint64_t limit = least_limit(path) + (4u << 20);
+  auto table = open_limited(vfs, path, limit);
+  table->commit(std::nullopt, "kept");
+  int refused = 0;
+  for (int round = 0; round < 12; ++round) {
+    for (int step = 0; step < 60; ++step) trained.step(table.get(), 400);
+    Scan scan(table.get(), {0});
+    std::map<int64_t, int> times;
+    std::vector<int64_t> ids(512);
+    std::vector<float> values(ids.size() * kDim);
+    float* const out[] = {values.data()};
+    bool is_whole = false;
+    try {
+      for (int call = 0; !is_whole; ++call) {
+        const size_t n = scan.next(ids.size(), ids.data(), out);
+        for (size_t i = 0; i < n; ++i) ++times[ids[i]];
+        is_whole = n == 0;
+        if (call != 3) continue;
+        try {
+          table->commit("{\"round\": " + std::to_string(round) + "}", round % 2 == 0 ? "more" : "");
+        } catch (const Error& error) {
+          CHECK(error.error_number() == ENOSPC);
+          table->commit(std::nullopt, "");
+        }
+      }
+    } catch (const Error& error) {
+      CHECK(std::string(error.what()).find("while it was scanned") != std::string::npos);
+      ++refused;
+    }
+    for (const auto& [id, n] : times) CHECK_EQ(n, 1);
+    if (is_whole) CHECK_EQ(times.size(), static_cast<size_t>(kRows));
+  }
+  CHECK(refused > 0);  // there was a reason to
+  check_table_is(table.get(), trained.rows, "scanned");
+}
+
+TEST(disk_limit_too_small_for_anything_makes_nothing) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  CHECK_THROWS(Table::create(vfs, path, "t", spec_of(), little_ram(spec_of()), 1u << 20), ErrorKind::kInvalid,
+               "it needs at least disk=");
+  CHECK(!std::filesystem::exists(path));
+}
+
+TEST(disk_limit_holds_for_scratch_tables) {
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  FaultVfs vfs;
+  TableSpec spec = spec_of();
+  spec.is_scratch = true;
+  const uint64_t limit = 9u << 20;
+  auto table = Table::create(vfs, path, "t", spec, little_ram(spec), limit);
+  Trained trained;
+  trained.fill(table.get());
+  for (int step = 0; step < 300; ++step) {
+    trained.step(table.get(), 400);
+    CHECK(table->stats().disk_bytes <= limit);
+  }
+  CHECK(table->stats().compactions > 0);
+  check_table_is(table.get(), trained.rows, "trained");
+}

@@ -1,0 +1,297 @@
+// Staging reads beside lookups and updates: records move, values never change, whoever else is at work.
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "base/workers.h"
+#include "table/table.h"
+#include "tests/check.h"
+#include "tests/model.h"
+#include "tests/sandbox.h"
+
+namespace bunkbed {
+namespace {
+
+TableSpec spec_of(int64_t num_rows) {
+  TableSpec spec;
+  spec.num_rows = num_rows;
+  spec.dim = 16;
+  spec.optimizer.kind = OptimizerKind::kSgd;
+  spec.optimizer.lr = 1.0;
+  return spec;
+}
+
+std::string fresh_folder(const char* name) {
+  const std::string path = std::string("/tmp/bunkbed-") + name + "-" + std::to_string(::getpid());
+  std::system(("rm -rf " + path).c_str());
+  return path;
+}
+
+enum class Ahead { kStage, kWindow, kMisledWindow };
+
+// Each update adds 1 to its rows (lr 1, gradient -1): a row's value is the number of times it was updated.
+void staged_training(int64_t num_rows, const char* name, Ahead ahead) {
+  const std::string path = fresh_folder(name);
+  {
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(num_rows), 480u << 10);
+    std::vector<float> expected(4000, 0.0f);
+    uint64_t random = 1;
+    const auto next = [&random] { return random = random * 6364136223846793005ull + 1442695040888963407ull; };
+    std::vector<std::vector<int64_t>> batches(120);
+    for (auto& batch : batches) {
+      for (int i = 0; i < 300; ++i) batch.push_back(static_cast<int64_t>((next() >> 33) % 4000));
+      std::sort(batch.begin(), batch.end());
+      batch.erase(std::unique(batch.begin(), batch.end()), batch.end());
+    }
+    std::vector<float> out(300 * 16);
+    const std::vector<float> grads(300 * 16, -1.0f);
+    std::vector<uint32_t> numbers;
+    for (size_t b = 0; b < batches.size(); ++b) {
+      if (ahead == Ahead::kStage) {
+        if (b + 1 < batches.size()) table->stage(batches[b + 1].data(), batches[b + 1].size());
+      } else {
+        while (numbers.size() < std::min(batches.size(), b + 9)) {
+          const auto& coming = batches[numbers.size()];
+          const uint32_t number = table->expect(coming.data(), coming.size(), 0);
+          if (number == Table::kWindowFull) break;
+          numbers.push_back(number);
+        }
+        const auto number_of = [&](size_t i) { return i < numbers.size() ? numbers[i] : kNoUse; };
+        table->advance(b > 0 ? number_of(b - 1) : kNoUse, number_of(b), b % 5 == 0 ? 0 : b % 5);
+        if (ahead == Ahead::kMisledWindow) {
+          // Batches that end early, never come, or never were: values must not care.
+          const auto wrong = static_cast<uint32_t>(next() >> 57);
+          if (b % 3 == 0) table->forget(wrong);
+          if (b % 4 == 0) table->advance(wrong, wrong + 1, 3);
+        }
+      }
+      const auto& ids = batches[b];
+      table->lookup(ids.data(), ids.size(), true, out.data());
+      for (size_t i = 0; i < ids.size(); ++i) CHECK_EQ(out[i * 16 + b % 16], expected[static_cast<size_t>(ids[i])]);
+      table->update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
+      for (const int64_t id : ids) ++expected[static_cast<size_t>(id)];
+      if (b % 17 == 16) table->commit(std::nullopt, "");
+      if (b % 40 == 39) table->set_ram(b % 80 == 39 ? 460u << 10 : 600u << 10);
+    }
+    const TableStats stats = table->stats();
+    CHECK_EQ(stats.store.hits + stats.store.misses + stats.store.first_touches, stats.store.unique_rows);
+    CHECK(stats.store.evictions > 0);
+    CHECK(stats.staged_rows > 1000);
+    std::vector<int64_t> all(4000);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    std::vector<float> rows(4000 * 16);
+    table->stage(all.data(), all.size());
+    table->lookup(all.data(), all.size(), false, rows.data());
+    for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(rows[i * 16], expected[i]);
+    table->stage(batches[0].data(), batches[0].size());  // under way while the table closes
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+}  // namespace
+
+TEST(table_staging_flat) { staged_training(4000, "staging-flat", Ahead::kStage); }
+TEST(table_staging_hashed) { staged_training(-1, "staging-hashed", Ahead::kStage); }
+TEST(table_window_flat) { staged_training(4000, "window-flat", Ahead::kWindow); }
+TEST(table_window_hashed) { staged_training(-1, "window-hashed", Ahead::kWindow); }
+TEST(table_window_misled_flat) { staged_training(4000, "misled-flat", Ahead::kMisledWindow); }
+TEST(table_window_misled_hashed) { staged_training(-1, "misled-hashed", Ahead::kMisledWindow); }
+
+// A row that was staged and then looked up was wanted once, and missed once.
+// Compaction goes on beside lookups and updates, and whoever needs the table alone waits for it.
+TEST(table_staging_compacts_beside) {
+  const std::string path = fresh_folder("staging-compacts");
+  {
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(4000), 480u << 10);
+    std::vector<float> expected(4000, 0.0f);
+    std::vector<float> out(300 * 16);
+    const std::vector<float> grads(300 * 16, -1.0f);
+    std::vector<int64_t> ids(300), next(300);
+    const auto batch_at = [](size_t b, std::vector<int64_t>* batch) {
+      for (size_t i = 0; i < batch->size(); ++i) (*batch)[i] = static_cast<int64_t>((b * 300 + i) * 7 % 4000);
+    };
+    batch_at(0, &next);
+    for (size_t b = 0; b < 600; ++b) {
+      ids = next;
+      batch_at(b + 1, &next);
+      table->stage(next.data(), next.size());
+      table->lookup(ids.data(), ids.size(), true, out.data());
+      for (size_t i = 0; i < ids.size(); ++i) CHECK_EQ(out[i * 16 + 7], expected[ids[i]]);
+      table->update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
+      for (const int64_t id : ids) expected[id] += 1.0f;
+      if (b % 97 == 96) table->commit(std::nullopt, "");
+    }
+    const TableStats stats = table->stats();
+    CHECK(stats.compactions >= 3);
+    CHECK(stats.disk_bytes < 8 * stats.live_bytes + (4u << 20));
+    CHECK_EQ(stats.stored_rows, 4000u);
+    table->commit(std::nullopt, "");
+    table->close();
+    OpenOptions options;
+    options.ram_bytes = 480u << 10;
+    table = Table::open(vfs::posix(), path, "t", options);
+    for (int64_t row = 0; row < 4000; row += 300) {
+      std::vector<int64_t> rows;
+      for (int64_t r = row; r < std::min<int64_t>(4000, row + 300); ++r) rows.push_back(r);
+      table->lookup(rows.data(), rows.size(), false, out.data());
+      for (size_t i = 0; i < rows.size(); ++i) CHECK_EQ(out[i * 16], expected[rows[i]]);
+    }
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+TEST(table_staging_counts_a_row_once) {
+  const std::string path = fresh_folder("staging-counts");
+  {
+    std::vector<int64_t> all(4000);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    const std::vector<float> grads(4000 * 16, -1.0f);
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(4000), 480u << 10);
+    table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    table->commit(std::nullopt, "");
+    table.reset();
+    OpenOptions options;
+    options.ram_bytes = 480u << 10;
+    table = Table::open(vfs::posix(), path, "t", options);
+    std::vector<float> out(100 * 16);
+    table->stage(all.data(), 100);
+    table->lookup(all.data(), 100, true, out.data());
+    const StoreStats stats = table->stats().store;
+    CHECK_EQ(stats.unique_rows, 100u);
+    CHECK_EQ(stats.misses, 100u);
+    CHECK_EQ(stats.hits, 0u);
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+// Rows of 4 KiB in a cache of a few dozen frames: a batch larger than the cache is staged in part, never refused.
+TEST(table_staging_more_than_the_cache) {
+  const std::string path = fresh_folder("staging-large");
+  {
+    TableSpec spec = spec_of(400);
+    spec.dim = 1024;
+    std::vector<int64_t> all(400);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    const std::vector<float> grads(400 * 1024, -1.0f);
+    const size_t ram = Table::minimum_ram(spec, 400, true) + (100u << 10);
+    auto table = Table::create(vfs::posix(), path, "t", spec, ram);
+    table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    CHECK(table->stats().frame_capacity < all.size());
+    table->commit(std::nullopt, "");
+    std::vector<float> out(400 * 1024);
+    for (int round = 0; round < 3; ++round) {
+      table->stage(all.data(), all.size());
+      table->lookup(all.data(), all.size(), true, out.data());
+      for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(out[i * 1024 + i], static_cast<float>(round + 1));
+      table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    }
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+TEST(table_staging_from_another_thread) {
+  const std::string path = fresh_folder("staging-threads");
+  {
+    auto table = Table::create(vfs::posix(), path, "t", spec_of(4000), 400u << 10);
+    std::vector<int64_t> all(4000);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+    const std::vector<float> grads(4000 * 16, -1.0f);
+    table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+    table->commit(std::nullopt, "");
+    std::atomic<bool> stop{false};
+    std::thread stager([&] {
+      for (size_t at = 0; !stop; at = (at + 311) % 3600) table->stage(all.data() + at, 400);
+    });
+    std::vector<float> out(500 * 16);
+    for (int step = 1; step <= 60; ++step) {
+      const size_t at = static_cast<size_t>(step * 97 % 3500);
+      table->lookup(all.data() + at, 500, step % 3 != 0, out.data());
+      for (size_t i = 0; i < 500; ++i) CHECK_EQ(out[i * 16], static_cast<float>(step));
+      table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
+      if (step % 20 == 0) table->commit(std::nullopt, "");
+    }
+    stop = true;
+    stager.join();
+  }
+  std::system(("rm -rf " + path).c_str());
+}
+
+// Two stagings under way: the end of the first must not free the second's frames. A row that the first found in the log's
+// buffers is anybody's at once; its frame is given up, and loading for the second, before the first ends.
+TEST(staging_that_ends_leaves_the_frames_of_others_alone) {
+  const test::Sandbox sandbox;
+  vfs::posix().make_directories(sandbox / "t");
+  constexpr size_t kPayload = 64, kFrames = 32;
+  const MemoryPlan plan = plan_memory(0, kPayload, 4096, 512, true);
+  auto made = std::make_unique<Log>(vfs::posix(), sandbox / "t", Uuid{}, kPayload, 4096, plan.log);
+  made->begin_epoch(1, 1, 1);
+  Log& log = *made;
+  Store store("t", kPayload, kFrames, make_hashed_directory(), std::move(made), plan);
+  store.set_initial_record([](int64_t, size_t bytes, std::byte* record) { std::fill_n(record, bytes, std::byte{0}); });
+  const auto value = [&](uint32_t frame) { return reinterpret_cast<int64_t*>(store.cache().record(frame))[0]; };
+  const auto touch = [&](int64_t row, bool create) {
+    uint32_t frame;
+    store.reserve_rows(&row, 1);
+    store.pin(&row, 1, create, &frame);
+    if (create) {
+      reinterpret_cast<int64_t*>(store.cache().record(frame))[0] = row;
+      store.mark_dirty(frame);
+    }
+    CHECK_EQ(value(frame), row);
+    store.unpin(&frame, 1);
+  };
+  constexpr int64_t kFirst = 100, kOnDisk = 200, kRow = 1;
+  const auto push_out = [&](int64_t row) {
+    for (int64_t i = 0; is_frame(store.directory().find(row)); ++i) {
+      CHECK(i < 100 * kOnDisk);
+      touch(kFirst + i % kOnDisk, false);
+    }
+  };
+  for (int64_t row = kFirst; row < kFirst + kOnDisk; ++row) touch(row, true);
+  store.flush();
+  log.drain();
+  touch(kRow, true);
+  push_out(kRow);
+  const uint64_t position = position_of(store.directory().find(kRow));
+  CHECK(log.pending(position) != nullptr);
+
+  const Store::Staging first = store.begin_staging(&kRow, 1);
+  CHECK_EQ(first.copied, size_t{1});
+  const uint32_t frame = frame_of(store.directory().find(kRow));
+  // With one that must be read, so that both are pinned until it is.
+  int64_t both[] = {kRow, kFirst};
+  while (is_frame(store.directory().find(both[1]))) ++both[1];
+  uint32_t frames[2];
+  store.pin(both, 2, false, frames);
+  CHECK_EQ(value(frames[0]), kRow);
+  store.unpin(frames, 2);
+  push_out(kRow);
+  std::vector<int64_t> wanted;
+  std::vector<Store::Staging> others;
+  const auto end_others = [&] {
+    for (size_t i = 0; i < others.size(); ++i) {
+      log.execute(others[i].plan, kPayload, log.staging_lane(), nullptr);
+      store.end_staging(others[i], false);
+      CHECK_EQ(value(others[i].frames[0]), wanted[i]);
+    }
+    others.clear();
+    wanted.clear();
+  };
+  for (int64_t i = 0; others.empty() || others.back().frames[0] != frame; ++i) {
+    CHECK(i < 100 * kOnDisk);
+    const int64_t row = kFirst + i % kOnDisk;
+    if (!is_position(store.directory().find(row))) continue;
+    if (others.size() == kFrames / 2 - 1) end_others();
+    others.push_back(store.begin_staging(&row, 1));
+    CHECK_EQ(others.back().frames.size(), size_t{1});
+    wanted.push_back(row);
+  }
+  store.end_staging(first, false);
+  for (const Store::Staging& one : others) {
+    CHECK(store.is_loading(one.frames[0]));
+    CHECK_EQ(int{store.cache().info(one.frames[0]).pinned}, 1);
+  }
+  end_others();
+}
+
+}  // namespace bunkbed
