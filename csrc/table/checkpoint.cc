@@ -92,7 +92,7 @@ std::set<uint64_t> Table::checkpoints_in_use() const {
 void Table::consider_checkpoint() {
   std::unique_ptr<std::thread> before;
   {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     const size_t stored = store_->directory().stored_rows();
     if (checkpoints_.stop || checkpoints_.is_under_way || checkpoints_.ready.has_value() || stored < checkpoint_rows) return;
     uint64_t bytes = stored * (sizeof(int64_t) + kPackedEntryBytes);
@@ -109,7 +109,7 @@ void Table::consider_checkpoint() {
   }
   if (before != nullptr) before->join();  // it has nothing more to do
   if (!checkpoints_in_line) {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     try {
       checkpoints_.thread = std::make_unique<std::thread>([this] { take_checkpoint(); });
       return;
@@ -128,7 +128,7 @@ void Table::take_checkpoint() {
   const auto is_over = [&] { return checkpoints_.stop || store_ == nullptr || checkpoints_.store != store; };
   try {
     {
-      const auto guard = lock_behind_others();
+      const auto guard = lock_.slice();
       store = checkpoints_.store;
       if (is_over()) throw Error(ErrorKind::kClosed, "the table was closed");
       const Log& log = *store_->log();
@@ -157,7 +157,7 @@ void Table::take_checkpoint() {
       rows.clear();
       entries.clear();
       {
-        const auto guard = lock_behind_others();
+        const auto guard = lock_.slice();
         if (is_over()) throw Error(ErrorKind::kClosed, "the table was closed");
         slots = store_->log()->slots_per_segment();
         store_->directory().part(part, &rows, &entries);
@@ -184,7 +184,7 @@ void Table::take_checkpoint() {
   } catch (const Error&) {
   } catch (const std::bad_alloc&) {
   }
-  const auto guard = lock_behind_others();
+  const auto guard = lock_.slice();
   checkpoints_.is_under_way = false;
   if (!taken.has_value() || store_ == nullptr || checkpoints_.store != store) return;  // collected with what nobody names
   checkpoints_.ready = taken;
@@ -197,7 +197,7 @@ void Table::settle_checkpoint(bool may_take) {
   bool is_wanted = false;
   std::unique_ptr<std::thread> walk;
   {
-    const auto guard = lock_alone();
+    const auto guard = lock_.alone();
     is_wanted = may_take && !closed_ && options_.writable && broken_.empty() && read_only_reason_.empty() &&
                 store_ != nullptr && store_->log() != nullptr && !spec_.is_scratch && !spec_.belongs_to_run && !changed_ && is_durable_ &&
                 spec_.optimizer == committed_.optimizer &&  // it would be committed with it
@@ -213,7 +213,7 @@ void Table::settle_checkpoint(bool may_take) {
   if (!is_wanted) return;
   bool is_ours = false;  // another thread may be closing the table, too
   {
-    const auto guard = lock_alone();
+    const auto guard = lock_.alone();
     if (!checkpoints_.ready.has_value() && !checkpoints_.is_under_way) {
       is_ours = checkpoints_.is_under_way = true;
       checkpoints_.number = checkpoints_.next_number++;
@@ -221,7 +221,7 @@ void Table::settle_checkpoint(bool may_take) {
   }
   if (is_ours) take_checkpoint();
   {
-    const auto guard = lock_alone();
+    const auto guard = lock_.alone();
     checkpoints_.stop = true;
   }
   try {

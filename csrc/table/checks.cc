@@ -1,6 +1,4 @@
 // What calls require before they change anything. Errors name the first bad value, its place and what to do.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,14 +9,6 @@
 #include "table/table.h"
 
 namespace bunkbed {
-
-void Table::require_own_process() const {
-  if (::getpid() != owner_pid_) {
-    throw Error(ErrorKind::kClosed, "table '" + name_ +
-                                        "' was opened before this process was forked; open it in the process that uses "
-                                        "it (a DataLoader worker should pass ids on, not look them up)");
-  }
-}
 
 void Table::require_usable() const {
   if (closed_) throw Error(ErrorKind::kClosed, "table '" + name_ + "' is closed; open it again");

@@ -79,33 +79,16 @@ void Table::publish(Manifest manifest) {
 void Table::ask_holder() {
   std::function<void()> write_back;
   {
-    const auto guard = lock();
+    const auto guard = lock_.alone(TableLock::Beside::kCommit);
     if (holder_ == nullptr || holder_->num_held() == 0) return;
     write_back = write_back_;
   }
   if (write_back) write_back();
-  const auto guard = lock();
+  const auto guard = lock_.alone(TableLock::Beside::kCommit);
   if (const size_t held = holder_ == nullptr ? 0 : holder_->num_held(); held > 0) {
     throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(held) +
                                         " rows are still held by a device cache after it was asked to write them back");
   }
-}
-
-std::unique_lock<std::mutex> Table::lock_behind_others() const {
-  // Not for ever: a commit must come to its end beside any number of threads.
-  for (int naps = 0; naps < 20 && waiting_.load(std::memory_order_relaxed) > 0; ++naps) {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  return std::unique_lock(mutex_);
-}
-
-std::unique_lock<std::mutex> Table::lock_alone() {
-  auto guard = lock_beside_staging();
-  while (is_committing_ || is_staging() || is_compacting_) {
-    commit_over_.wait(guard, [this] { return !is_committing_; });
-    settle(guard);
-  }
-  return guard;
 }
 
 // ---- Steps of a commit -----------------------------------------------------------------------------------------
@@ -114,8 +97,8 @@ std::unique_lock<std::mutex> Table::lock_alone() {
 std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::string>& meta, const std::string& keep,
                                                       std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
   ask_holder();
-  auto guard = options_.disk_bytes != 0 ? lock_alone() : lock_beside_staging();
-  commit_over_.wait(guard, [this] { return !is_committing_; });
+  auto guard = options_.disk_bytes != 0 ? lock_.alone() : lock_.work();
+  lock_.wait_for_commit(guard);
   require_writable();
   if (last_commit_ != nullptr && last_commit_->is_unreported_failure()) last_commit_->wait();
   if (!keep.empty()) require_durable("snapshots");
@@ -160,7 +143,7 @@ std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::s
     throw;
   }
   job->was_changed = std::exchange(changed_, false);
-  is_committing_ = true;
+  lock_.begin_commit();
   is_durable_ = false;
   return job;
 }
@@ -172,7 +155,7 @@ void Table::in_slices(const Work& work) {
   for (;;) {
     uint64_t seen;
     {
-      const auto guard = lock_behind_others();
+      const auto guard = lock_.slice();
       seen = log->writes_ended();
       if (log->has_free_buffers()) {
         if (!work()) return;
@@ -191,13 +174,13 @@ void Table::make_durable(CommitJob* job) {
   in_slices([this] { return store_->write_frozen(kSliceBytes); });
   failpoint("commit.flushed");
   {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     log->finish_ending();
   }
   for (;;) {
     uint64_t seen;
     {
-      const auto guard = lock_behind_others();
+      const auto guard = lock_.slice();
       seen = log->writes_ended();
       if (log->is_written(manifest.epoch)) break;
     }
@@ -206,12 +189,12 @@ void Table::make_durable(CommitJob* job) {
   failpoint("commit.drained");
   Log::Unsynced unsynced;
   {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     unsynced = log->unsynced(manifest.epoch);
   }
   log->sync(unsynced);
   {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     log->mark_synced(unsynced);
     for (const auto& [id, segment] : log->segments()) {
       if (segment->is_ending && segment->records > 0) manifest.segments.push_back({id, segment->epoch, segment->bytes});
@@ -237,7 +220,7 @@ void Table::finish_commit(CommitJob* job) {
     give_up_commit(job, error);
   } else {
     {
-      const auto guard = lock_behind_others();
+      const auto guard = lock_.slice();
       committed_ = job->manifest;
       meta_ = committed_.meta;
       ++commits_;
@@ -256,13 +239,12 @@ void Table::finish_commit(CommitJob* job) {
 }
 
 void Table::end_committing() {
-  const auto guard = lock_behind_others();
-  is_committing_ = false;
-  commit_over_.notify_all();  // under the lock: the table may go as soon as it is seen
+  const auto guard = lock_.slice();
+  lock_.end_commit();
 }
 
 void Table::give_up_commit(CommitJob* job, const std::exception_ptr& error) {
-  const auto guard = lock_behind_others();
+  const auto guard = lock_.slice();
   Log* const log = store_->log();
   log->finish_ending();
   store_->thaw();
@@ -288,15 +270,15 @@ void Table::give_up_commit(CommitJob* job, const std::exception_ptr& error) {
 void Table::tidy_up_after_commit() {
   bool may_compact;
   {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     // From here on its segments are like all that a commit names: emptied ones leave the log, their files stay.
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : committed_.segments) named.insert(entry.segment);
     store_->keep_segments(named);
     for (const auto& [id, segment] : store_->log()->segments()) segment->is_ending = false;
     store_->count_commit_debt();
-    may_compact = !is_compacting_ && store_->begin_compaction();  // else whoever does it goes on with this
-    is_compacting_ |= may_compact;
+    may_compact = !lock_.is_compacting() && store_->begin_compaction();  // else whoever does it goes on with this
+    if (may_compact) lock_.begin_compaction();
   }
   if (may_compact) compact_in_slices();
   try {
@@ -322,12 +304,12 @@ Manifests::Spared Table::spared_now() const {
 void Table::collect_beside_calls(size_t newest) {
   Manifests::Spared spared;
   {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     spared = spared_now();
     spared.newest = newest;
   }
   Manifests::Held held = manifests_.collect(spared);
-  const auto guard = lock_behind_others();
+  const auto guard = lock_.slice();
   for (const uint64_t id : spared.segments) {
     // Emptied meanwhile: it was spared for the log's sake, and the log left it to the commit that has just gone.
     if (held.segments.contains(id) || store_->log()->find_segment(id) != nullptr) continue;
@@ -352,7 +334,7 @@ std::shared_ptr<PendingCommit> Table::begin_commit(const std::optional<std::stri
   std::unique_ptr<std::thread> before;
   {
     // The job is given to its thread under the lock, which that needs before it can come to an end.
-    const auto guard = lock_beside_staging();
+    const auto guard = lock_.work();
     before = std::move(commit_thread_);
     last_commit_ = pending;
     try {
@@ -367,9 +349,9 @@ std::shared_ptr<PendingCommit> Table::begin_commit(const std::optional<std::stri
 }
 
 void Table::write_dirty() {
-  require_own_process();
+  lock_.require_own_process();
   for (bool is_left = true; is_left;) {
-    const auto guard = lock_behind_others();
+    const auto guard = lock_.slice();
     require_writable();
     Log* const log = store_->log();
     // Files that are limited have no room for what may be written twice.
@@ -378,7 +360,7 @@ void Table::write_dirty() {
     is_left = most_bytes > 0 && store_->write_dirty(most_bytes);
   }
   // Rows that are set again and again while they stay in RAM are read by nobody, who would compact meanwhile.
-  auto guard = lock_beside_staging();
+  auto guard = lock_.work();
   require_writable();
   compact_beside(guard);
 }
@@ -407,18 +389,18 @@ void Table::collect_after_commit() {
 }
 
 void Table::set_pinned_epochs(std::set<uint64_t> epochs, std::set<uint64_t> kept) {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   pinned_epochs_ = std::move(epochs);
   kept_epochs_ = std::move(kept);
 }
 
 void Table::collect(size_t newest) {
   {
-    auto guard = lock_beside_staging();
-    commit_over_.wait(guard, [this] { return !is_committing_; });
+    auto guard = lock_.work();
+    lock_.wait_for_commit(guard);
     require_writable();
     if (store_->log() == nullptr || spec_.is_scratch) return;
-    is_committing_ = true;
+    lock_.begin_commit();
   }
   try {
     collect_beside_calls(newest);
@@ -430,7 +412,7 @@ void Table::collect(size_t newest) {
 }
 
 uint64_t Table::compact() {
-  const auto guard = lock_alone();
+  const auto guard = lock_.alone();
   require_writable();
   return store_->compact_all();
 }

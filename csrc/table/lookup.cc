@@ -29,7 +29,7 @@ void Table::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
 }
 
 Batch Table::batch(const int64_t* ids, size_t n) const {
-  require_own_process();
+  lock_.require_own_process();
   check_ids(ids, n);
   Batch batch;
   assign_checked(&batch, ids, n);
@@ -49,8 +49,8 @@ void Table::lookup(const Batch& batch, bool touch, float* out) {
   if (!all_resident) lookup_missing(batch, frames, touch, out);
 }
 
-std::unique_lock<std::mutex> Table::begin_lookup(const int64_t* ids, size_t n, bool touch) {
-  auto guard = lock_beside_staging();
+TableLock::Guard Table::begin_lookup(const int64_t* ids, size_t n, bool touch) {
+  auto guard = lock_.work();
   require_usable();
   check_ids(ids, n);
   settle_for(guard, ids, n);
@@ -150,7 +150,7 @@ void Table::lookup_missing(const Batch& batch, const uint32_t* frames, bool touc
 }
 
 void Table::contains(const int64_t* ids, size_t n, bool* out) {
-  const auto guard = lock();
+  const auto guard = lock_.alone(TableLock::Beside::kCommit);
   require_usable();
   check_ids(ids, n);
   Entry entries[kBlockIds];

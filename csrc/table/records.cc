@@ -18,7 +18,7 @@ constexpr size_t kCopyBlockBytes = 64u << 10;  // what one thread copies at a ti
 // ---- Whole records, for a tier above ---------------------------------------------------------------------------
 
 void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
-  auto guard = lock_beside_staging();
+  auto guard = lock_.work();
   require_writable();
   check_ids(ids, n);
   settle_for(guard, ids, n);
@@ -96,7 +96,7 @@ void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> wri
   if (holder == nullptr) {
     // What they refer to may refer to this table: it goes without the lock.
     std::function<void()> gone;
-    const auto guard = lock();
+    const auto guard = lock_.alone(TableLock::Beside::kCommit);
     std::swap(gone, write_back_);
     std::swap(holder, holder_);
     if (store_ != nullptr) store_->reserve_held(0);
@@ -144,7 +144,7 @@ void Table::release_for_change(const int64_t* ids, size_t n) {
 // ---- Raw slots -----------------------------------------------------------------------------------------------
 
 void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
-  const auto guard = lock();
+  const auto guard = lock_.alone(TableLock::Beside::kCommit);
   require_usable();
   check_ids(ids, n);
   check_not_held(ids, n);

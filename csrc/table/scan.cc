@@ -74,7 +74,7 @@ struct Scan::ReadAhead {
 Scan::Scan(Table* table, std::vector<size_t> fields)
     : table_(table), fields_(std::move(fields)), owner_pid_(::getpid()) {
   table->ask_holder();
-  const auto guard = table->lock_alone();
+  const auto guard = table->lock_.alone();
   table->require_usable();
   changes_ = table->changes_;
   moves_ = table->store_->compactor().records_moved();
@@ -170,7 +170,7 @@ void Scan::copy(const std::byte* record, size_t row, std::span<float* const> val
 }
 
 size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
-  const auto guard = table_->lock();
+  const auto guard = table_->lock_.alone(TableLock::Beside::kCommit);
   table_->require_usable();
   if (table_->changes_ != changes_ && !fault_is("scan_misses_change")) {
     throw Error(ErrorKind::kBroken, "table '" + table_->name_ +

@@ -69,11 +69,11 @@ Table::Table(vfs::Vfs& vfs, std::string path, std::string name, TableSpec spec, 
       name_(std::move(name)),
       spec_(spec),
       options_(std::move(options)),
-      owner_pid_(::getpid()),
+      lock_(name_),
       manifests_(vfs, path_) {}
 
 Table::~Table() {
-  if (::getpid() != owner_pid_) {
+  if (!lock_.is_own_process()) {
     // A forked child: the writer threads do not exist here and the lock is the parent's. Leak on purpose.
     (void)staging_.release();
     (void)commit_thread_.release();
@@ -420,13 +420,13 @@ void Table::drop_store() {
 }
 
 void Table::close() {
-  require_own_process();
+  lock_.require_own_process();
   settle_checkpoint(true);
   close_files();
 }
 
 void Table::close_files() {
-  const auto guard = lock_alone();
+  const auto guard = lock_.alone();
   if (commit_thread_ != nullptr) commit_thread_->join();
   commit_thread_.reset();
   if (closed_) return;
@@ -462,7 +462,7 @@ void Table::widen(const std::byte* record, float* out) const { read_field(fields
 // ---- Facts ---------------------------------------------------------------------------------------------------
 
 void Table::set_ram(size_t bytes) {
-  const auto guard = lock_alone();
+  const auto guard = lock_.alone();
   require_usable();
   const bool has_log = store_->log() != nullptr;
   const MemoryPlan plan = plan_within_disk(
@@ -484,7 +484,7 @@ void Table::drop_scratch() {
 }
 
 void Table::set_optimizer(const OptimizerSpec& optimizer) {
-  const auto guard = lock();
+  const auto guard = lock_.alone(TableLock::Beside::kCommit);
   require_usable();
   if (optimizer.kind != spec_.optimizer.kind || optimizer.initial_accumulator != spec_.optimizer.initial_accumulator ||
       optimizer.state_dtype != spec_.optimizer.state_dtype) {
@@ -494,13 +494,13 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
 }
 
 OptimizerSpec Table::optimizer() const {
-  std::unique_lock guard(mutex_, std::defer_lock);
-  if (::getpid() == owner_pid_) guard.lock();  // a forked child may have got it locked, and has no thread that sets
+  TableLock::Guard guard;
+  if (lock_.is_own_process()) guard = lock_.work();  // a forked child may have got it locked, and has no thread that sets
   return spec_.optimizer;
 }
 
 TableStats Table::stats() {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   require_usable();
   TableStats stats;
   stats.store = store_->stats();
@@ -537,17 +537,17 @@ TableStats Table::stats() {
 }
 
 int64_t Table::step() {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   return step_;
 }
 
 uint64_t Table::epoch() {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   return committed_.epoch;
 }
 
 Table::Uncommitted Table::uncommitted() {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   const size_t held = holder_ == nullptr ? 0 : holder_->num_held();
   if (closed_ || (!changed_ && is_durable_ && held == 0) || store_ == nullptr || spec_.is_scratch) return {};
   // A row that is held may be dirty here, too.
@@ -565,12 +565,12 @@ Table::Uncommitted Table::uncommitted() {
 }
 
 bool Table::is_changed() {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   return changed_ || !is_durable_ || (holder_ != nullptr && holder_->num_held() > 0);
 }
 
 std::string Table::meta() {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   return meta_;
 }
 

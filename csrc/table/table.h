@@ -1,4 +1,4 @@
-// One embedding table: what users call, in terms of the parts. Owns the lock: every public method takes it, so a
+// One embedding table: what users call, in terms of the parts. Every public method takes the lock (table_lock.h), so a
 // table may be used from any number of threads, one call at a time. A commit holds it for moments only.
 //
 // Values: a lookup copies, after all earlier updates. An update sums the gradients of each row in batch order and
@@ -7,11 +7,9 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <span>
@@ -29,6 +27,7 @@
 #include "kernels/kernels.h"
 #include "store/staging.h"
 #include "store/store.h"
+#include "table/table_lock.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {
@@ -223,9 +222,9 @@ class Table {
   bool has_disk_for(const int64_t* ids, size_t n);
   void make_disk_room(const int64_t* ids, size_t n);  // without the lock
   void make_room_for_stored(const int64_t* ids, size_t n);
-  // lock() and the checks of a call that sets these rows.
-  std::unique_lock<std::mutex> lock_with_disk_for(const int64_t* ids, size_t n);
-  std::unique_lock<std::mutex> lock_with_disk_above(size_t rows);
+  // lock_.alone() beside a commit, and the checks of a call that sets these rows.
+  TableLock::Guard lock_with_disk_for(const int64_t* ids, size_t n);
+  TableLock::Guard lock_with_disk_above(size_t rows);
   void require_disk_above(const int64_t* ids, size_t n) const;
   // The holder's rows, of which any may be written back at any time.
   size_t rows_above() const;
@@ -263,33 +262,11 @@ class Table {
   void keep_in_ram(const std::string& name);
   void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);
 
-  // Before the lock is taken: a child may have been forked while another thread held it.
-  void require_own_process() const;
-  // The lock, once no staging is under way: what every operation but lookup and update begins with.
-  std::unique_lock<std::mutex> lock() {
-    auto guard = lock_beside_staging();
-    settle(guard);
-    return guard;
-  }
-  std::unique_lock<std::mutex> lock_beside_staging() const {
-    require_own_process();
-    waiting_.fetch_add(1, std::memory_order_relaxed);
-    std::unique_lock guard(mutex_);
-    waiting_.fetch_sub(1, std::memory_order_relaxed);
-    return guard;
-  }
-  // The lock, once neither staging nor compaction beside nor a commit is under way.
-  std::unique_lock<std::mutex> lock_alone();
-  // The lock for a moment's work on a commit: calls that wait for it come first. A mutex alone would not do: whoever
-  // gives it up and takes it at once gets it before a thread that has to be woken.
-  std::unique_lock<std::mutex> lock_behind_others() const;
   // Compaction on a thread of its own, while the caller goes on.
-  void compact_beside(std::unique_lock<std::mutex>& guard);
+  void compact_beside(TableLock::Guard& guard);
   void compact_in_slices();
-  // Waits until staging and compaction beside have finished; the lock is given up meanwhile.
-  void settle(std::unique_lock<std::mutex>& guard);
   // Waits until none of these rows is being read by staging; returns whether the lock was given up meanwhile.
-  bool settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n);
+  bool settle_for(TableLock::Guard& guard, const int64_t* ids, size_t n);
   void require_usable() const;
   void require_writable() const;
   void require_durable(const char* what) const;
@@ -304,9 +281,6 @@ class Table {
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
   void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;
   size_t piece_ids() const;
-  bool is_staging() const { return batches_staging_ > 0; }
-  // Whether a call waits for staging: no other batch begins before it has gone on.
-  bool is_waited_for() const { return settling_ + waiting_for_rows_ > 0; }
   void stage_ahead();
   size_t stage_rows(const int64_t* rows, size_t n, uint32_t batch);
 
@@ -318,7 +292,7 @@ class Table {
 
   void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;
   void widen(const std::byte* record, float* out) const;
-  std::unique_lock<std::mutex> begin_lookup(const int64_t* ids, size_t n, bool touch);
+  TableLock::Guard begin_lookup(const int64_t* ids, size_t n, bool touch);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
   struct CopiedRows {
     size_t n;
@@ -334,8 +308,8 @@ class Table {
     int64_t number;
     StepConstants constants;
   };
-  std::unique_lock<std::mutex> lock_to_write(const int64_t* ids, size_t n);
-  std::unique_lock<std::mutex> begin_update(const int64_t* ids, size_t n);
+  TableLock::Guard lock_to_write(const int64_t* ids, size_t n);
+  TableLock::Guard begin_update(const int64_t* ids, size_t n);
   void require_distinct(const int64_t* ids, size_t n);
   Step next_step(std::optional<double> lr, std::optional<int64_t> step) const;
   template <typename Apply>
@@ -355,10 +329,8 @@ class Table {
   size_t payload_bytes_ = 0;
   size_t weight_bytes_ = 0;
   size_t read_unit_ = 1;  // alignment that reads need where the files lie
-  const int owner_pid_;
 
-  mutable std::atomic<int> waiting_{0};  // calls that want the lock: compaction and commits beside them let them go first
-  mutable std::mutex mutex_;  // guards everything below
+  mutable TableLock lock_;  // guards everything below
   std::unique_ptr<vfs::Lock> file_lock_;
   Manifests manifests_;
   Manifest committed_;  // the last one; of it only what describes the whole table
@@ -370,12 +342,6 @@ class Table {
   std::vector<RamSnapshot> ram_snapshots_;
   std::shared_ptr<Holder> holder_;
   std::unique_ptr<StagingQueue> staging_;  // made when first needed; goes before the store it reads into
-  size_t batches_staging_ = 0;
-  uint64_t batches_staged_ = 0;
-  std::condition_variable staged_;  // with mutex_: batches_staged_, is_compacting_ or is_waited_for() changed
-  bool is_compacting_ = false;  // beside
-  size_t settling_ = 0;         // calls that wait for it and for staging to end
-  size_t waiting_for_rows_ = 0;  // calls that wait for rows that are being staged
   // How far the window has been staged, and the times the depth follows from.
   struct Ahead {
     uint32_t begun = 0;
@@ -392,9 +358,7 @@ class Table {
   double stall_s_ = 0.0;
   uint64_t staged_rows_ = 0;
   std::function<void()> write_back_;  // of the holder; called without the lock
-  bool is_committing_ = false;           // from start_commit() until finish_commit() has tidied up, or collecting
   bool is_durable_ = true;               // what the last commit that began holds
-  std::condition_variable commit_over_;  // with mutex_: is_committing_ became false
   std::unique_ptr<std::thread> commit_thread_;       // of the last begin_commit(); done with the table once that is so
   std::shared_ptr<PendingCommit> last_commit_;       // of begin_commit()
   struct Checkpoints {

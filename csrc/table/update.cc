@@ -34,24 +34,24 @@ void Table::require_places(size_t n) const {
                                        std::to_string(n) + "; split it");
 }
 
-std::unique_lock<std::mutex> Table::begin_update(const int64_t* ids, size_t n) {
+TableLock::Guard Table::begin_update(const int64_t* ids, size_t n) {
   auto guard = lock_to_write(ids, n);
   release_for_change(ids, n);
   return guard;
 }
 
 // The lock, once none of these rows is being read, and with disk for them. Other rows' staging goes on.
-std::unique_lock<std::mutex> Table::lock_to_write(const int64_t* ids, size_t n) {
+TableLock::Guard Table::lock_to_write(const int64_t* ids, size_t n) {
   for (;;) {
-    auto guard = lock_beside_staging();
+    auto guard = lock_.work();
     require_writable();
     check_ids(ids, n);
-    if (is_staging() && store_->must_shrink_for(ids, n)) {
-      settle(guard);
+    if (lock_.is_staging() && store_->must_shrink_for(ids, n)) {
+      lock_.settle(guard);
       require_writable();
     } else if (settle_for(guard, ids, n)) {
       // Others may have staged, and added rows, so that frames must go for these now.
-      if (is_staging() && store_->must_shrink_for(ids, n)) continue;
+      if (lock_.is_staging() && store_->must_shrink_for(ids, n)) continue;
       require_writable();
     }
     // There is room for as many rows as the holder has frames, wherever they are on their way.

@@ -37,15 +37,15 @@ void follow(double* average, double seconds) { *average = *average == 0.0 ? seco
 // ---- The window
 
 uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) {
-  auto guard = lock_beside_staging();
+  auto guard = lock_.work();
   require_usable();
   check_ids(ids, n);
   if (!store_->can_miss()) return kNoUse;
   // Of a batch larger than the scratch the first part counts; the rest is read when it is wanted.
   const size_t count = std::min(piece_ids(), n);
   assign_checked(&batch_, ids, count);
-  if (is_staging() && store_->window_must_grow(batch_.num_unique())) {
-    settle(guard);  // meanwhile others may have used the scratch
+  if (lock_.is_staging() && store_->window_must_grow(batch_.num_unique())) {
+    lock_.settle(guard);  // meanwhile others may have used the scratch
     require_usable();
     assign_checked(&batch_, ids, count);
   }
@@ -66,12 +66,12 @@ uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) {
 }
 
 void Table::forget(uint32_t batch) {
-  const auto guard = lock_beside_staging();
+  const auto guard = lock_.work();
   if (!closed_) store_->finish(batch);
 }
 
 void Table::advance(uint32_t over, uint32_t begun, uint32_t depth) {
-  auto guard = lock_beside_staging();
+  auto guard = lock_.work();
   require_usable();
   if (over != kNoUse) store_->finish(over);
   const double now_s = seconds_since(created_);
@@ -94,7 +94,7 @@ uint32_t Table::Ahead::wished_depth() const {
 }
 
 void Table::stage_ahead() {
-  if (is_waited_for()) return;  // the next advance() goes on with it
+  if (lock_.is_waited_for()) return;  // the next advance() goes on with it
   const Window& window = store_->window();
   if (ahead_.batch <= ahead_.begun) {
     ahead_.batch = ahead_.begun + 1;
@@ -117,11 +117,11 @@ void Table::stage_ahead() {
 
 // A batch larger than half of the cache, or than the scratch, is staged in part.
 void Table::stage(const int64_t* ids, size_t n) {
-  auto guard = lock_beside_staging();
+  auto guard = lock_.work();
   require_usable();
   check_ids(ids, n);
   // Who waits for rows would wait for ever beside a thread that stages without end.
-  staged_.wait(guard, [this] { return !is_waited_for(); });
+  lock_.wait_for_the_waiting(guard);
   require_usable();
   if (store_->log() == nullptr) return;
   assign_checked(&batch_, ids, std::min(piece_ids(), n));
@@ -142,40 +142,32 @@ size_t Table::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
     staging_ = std::make_unique<StagingQueue>(
         store_->log(), store_->frame_bytes(), [this](const Store::Staging& read, bool failed, double seconds) {
           // Notified under the lock: the table may go as soon as nothing is seen to be staged.
-          const std::lock_guard guard(mutex_);
+          const auto guard = lock_.work();
           follow(&ahead_.reads_s, seconds);
           store_->end_staging(read, failed);
           store_->log()->count_reads(read.plan, 0.0);
-          --batches_staging_;
-          ++batches_staged_;
-          staged_.notify_all();
+          lock_.end_batch();
         });
   }
-  ++batches_staging_;
+  lock_.begin_batch();
   staging_->add(std::move(staging));
   return looked;
-}
-
-void Table::settle(std::unique_lock<std::mutex>& guard) {
-  ++settling_;
-  staged_.wait(guard, [this] { return batches_staging_ == 0 && !is_compacting_; });
-  if (--settling_ == 0) staged_.notify_all();
 }
 
 // ---- Compaction beside
 
 // Its large reads wait behind those of staging, for longer than a small model computes: so not on the caller's thread.
-void Table::compact_beside(std::unique_lock<std::mutex>& guard) {
-  if (is_compacting_ && store_->is_compaction_behind()) {
-    staged_.wait(guard, [this] { return !is_compacting_; });  // the log must not outgrow it
+void Table::compact_beside(TableLock::Guard& guard) {
+  if (lock_.is_compacting() && store_->is_compaction_behind()) {
+    lock_.wait_for_compaction(guard);  // the log must not outgrow it
     return;
   }
   if (!store_->begin_compaction()) return;
-  is_compacting_ = true;
+  lock_.begin_compaction();
   try {
     io_pool().submit([this] { compact_in_slices(); });
   } catch (...) {
-    is_compacting_ = false;
+    lock_.end_compaction();
     store_->end_compaction();
     throw;
   }
@@ -184,30 +176,25 @@ void Table::compact_beside(std::unique_lock<std::mutex>& guard) {
 // Whoever needs the table alone ends it, unless it is behind: calls that always come before its thread's first slice,
 // on a busy machine, would otherwise end every one of them before it began, and the log would grow for ever.
 void Table::compact_in_slices() {
-  std::unique_lock guard(mutex_);
-  const auto may_go_on = [this] { return settling_ == 0 || store_->is_compaction_behind(); };
+  auto guard = lock_.slice();
+  const auto may_go_on = [this] { return !lock_.should_rest() || store_->is_compaction_behind(); };
   // A write that fails keeps its bytes: the next append tries again and reports it.
   try {
     for (Compactor::Read read; may_go_on() && store_->plan_compaction(&read);) {
       guard.unlock();
       store_->compactor().execute(&read);
-      // Others go first, but not for ever: where many threads look rows up, one of them always waits.
-      for (int naps = 0; naps < 20 && waiting_.load(std::memory_order_relaxed) > 0; ++naps) {
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      }
-      guard.lock();
+      guard = lock_.slice();
       store_->compact_slice(std::move(read));
     }
   } catch (const std::exception&) {
-    if (!guard.owns_lock()) guard.lock();
+    if (!guard) guard = lock_.slice();
   }
   store_->end_compaction();
-  is_compacting_ = false;
-  staged_.notify_all();  // under the lock: the table may go as soon as this is seen
+  lock_.end_compaction();
 }
 
-bool Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, size_t n) {
-  if (!is_staging()) return false;
+bool Table::settle_for(TableLock::Guard& guard, const int64_t* ids, size_t n) {
+  if (!lock_.is_staging()) return false;
   const auto is_read = [&](size_t begin) {
     const size_t count = std::min(kBlockIds, n - begin);
     Entry entries[kBlockIds];
@@ -218,15 +205,8 @@ bool Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, 
   };
   std::chrono::steady_clock::time_point started;
   std::optional<Stall> stall;
-  struct Waiting {
-    Table& table;
-    explicit Waiting(Table& t) : table(t) { ++table.waiting_for_rows_; }
-    ~Waiting() {
-      if (--table.waiting_for_rows_ == 0) table.staged_.notify_all();
-    }
-  };
-  std::optional<Waiting> waiting;
-  for (size_t begin = 0; begin < n && is_staging();) {
+  std::optional<TableLock::WaitsForRows> waiting;
+  for (size_t begin = 0; begin < n && lock_.is_staging();) {
     if (is_read(begin)) {
       begin += kBlockIds;
       continue;
@@ -234,10 +214,9 @@ bool Table::settle_for(std::unique_lock<std::mutex>& guard, const int64_t* ids, 
     if (!stall) {
       started = std::chrono::steady_clock::now();
       stall.emplace();
-      waiting.emplace(*this);
+      waiting.emplace(&lock_);
     }
-    const uint64_t staged = batches_staged_;
-    staged_.wait(guard, [&] { return batches_staged_ != staged; });
+    lock_.wait_for_batch(guard);
     require_usable();  // it may have been closed meanwhile
     begin = 0;         // the lock was given up: others may have staged rows that had been looked at
   }

@@ -1,0 +1,129 @@
+#include "table/table_lock.h"
+
+#include <unistd.h>
+
+#include "base/error.h"
+
+namespace bunkbed {
+
+TableLock::TableLock(std::string name) : name_(std::move(name)), owner_pid_(::getpid()) {}
+
+TableLock::~TableLock() {
+  if (!is_own_process()) (void)on_.release();
+}
+
+bool TableLock::is_own_process() const { return ::getpid() == owner_pid_; }
+
+void TableLock::require_own_process() const {
+  if (is_own_process()) return;
+  throw Error(ErrorKind::kClosed, "table '" + name_ +
+                                      "' was opened before this process was forked; open it in the process that uses "
+                                      "it (a DataLoader worker should pass ids on, not look them up)");
+}
+
+// ---- The three ways
+
+void TableLock::enter() {
+  calls_waiting_.fetch_add(1, std::memory_order_relaxed);
+  mutex_.lock();
+  calls_waiting_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+// Whoever gives the mutex up, for good or to wait, sees to the slice that is next: what it waits for changes here only.
+void TableLock::leave(bool is_call) {
+  calls_left_ += is_call;
+  if (may_slice_enter()) on_->turn.notify_all();  // with the lock: the table may go as soon as it is given up
+  mutex_.unlock();
+}
+
+bool TableLock::may_slice_enter() const {
+  if (first_ == nullptr) return false;
+  return calls_waiting_.load(std::memory_order_relaxed) == 0 || calls_left_ >= first_->calls_left;
+}
+
+TableLock::Guard TableLock::work() {
+  require_own_process();
+  enter();
+  return Guard(this, true);
+}
+
+TableLock::Guard TableLock::alone(Beside beside) {
+  Guard guard = work();
+  do {
+    if (beside == Beside::kNothing) wait_for_commit(guard);
+    settle(guard);
+  } while (beside == Beside::kNothing && is_committing_);
+  return guard;
+}
+
+TableLock::Guard TableLock::slice() {
+  require_own_process();
+  std::unique_lock held(mutex_);
+  Turn turn{calls_left_ + calls_waiting_.load(std::memory_order_relaxed)};
+  *last_ = &turn;
+  last_ = &turn.next;
+  on_->turn.wait(held, [&] { return first_ == &turn && may_slice_enter(); });
+  first_ = turn.next;
+  if (first_ == nullptr) last_ = &first_;
+  held.release();
+  return Guard(this, false);
+}
+
+// ---- Waiting with the lock
+
+template <typename Claim>
+void TableLock::wait(Guard& guard, std::condition_variable& changed, const Claim& claim) {
+  if (claim()) return;
+  calls_left_ += guard.is_call_;
+  if (may_slice_enter()) on_->turn.notify_all();
+  std::unique_lock held(mutex_, std::adopt_lock);
+  changed.wait(held, claim);
+  held.release();
+}
+
+void TableLock::settle(Guard& guard) {
+  ++settling_;
+  wait(guard, on_->rest, [this] { return batches_staging_ == 0 && !is_compacting_; });
+  if (--settling_ == 0) on_->rest.notify_all();
+}
+
+// All of these are notified with the lock: the table may go as soon as what they say is seen.
+
+void TableLock::end_batch() {
+  --batches_staging_;
+  ++batches_ended_;
+  on_->rest.notify_all();
+}
+
+void TableLock::wait_for_batch(Guard& guard) {
+  const uint64_t ended = batches_ended_;
+  wait(guard, on_->rest, [&] { return batches_ended_ != ended; });
+}
+
+TableLock::WaitsForRows::~WaitsForRows() {
+  if (--lock_->waiting_for_rows_ == 0) lock_->on_->rest.notify_all();
+}
+
+void TableLock::wait_for_the_waiting(Guard& guard) {
+  wait(guard, on_->rest, [this] { return !is_waited_for(); });
+}
+
+void TableLock::end_compaction() {
+  is_compacting_ = false;
+  on_->rest.notify_all();
+}
+
+void TableLock::wait_for_compaction(Guard& guard) {
+  wait(guard, on_->rest, [this] { return !is_compacting_; });
+}
+
+void TableLock::end_commit() {
+  is_committing_ = false;
+  on_->commit.notify_all();
+}
+
+void TableLock::wait_for_commit(Guard& guard) {
+  wait(guard, on_->commit, [this] { return !is_committing_; });
+}
+
+}  // namespace bunkbed
