@@ -1,4 +1,4 @@
-// One embedding table: what users call, in terms of the parts. Every public method takes the lock (table_lock.h), so a
+// One embedding table: what users call, in terms of the parts. Every public method takes the lock (jobs/table_lock.h), so a
 // table may be used from any number of threads, one call at a time. A commit holds it for moments only.
 //
 // Values: a lookup copies, after all earlier updates. An update sums the gradients of each row in batch order and
@@ -24,10 +24,10 @@
 #include "commit/pending_commit.h"
 #include "device/holder.h"
 #include "format/format.h"
+#include "jobs/table_lock.h"
 #include "kernels/kernels.h"
 #include "store/staging.h"
 #include "store/store.h"
-#include "table/table_lock.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {

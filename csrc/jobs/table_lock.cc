@@ -1,4 +1,4 @@
-#include "table/table_lock.h"
+#include "jobs/table_lock.h"
 
 #include <unistd.h>
 
