@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -322,3 +323,40 @@ def test_a_table_closes_although_a_full_disk_keeps_another_from_growing(tmp_path
     assert budget.used_bytes == 0
     with bb.open(tmp_path / "item", mode="r", ram="8MiB") as table:
         assert (table.lookup(ids) == -1).all()
+
+
+CREATE = """
+import subprocess
+import sys
+import bunkbed as bb
+
+for number in range(60):
+    bb.create(f"{sys.argv[1]}/{number}", dim=2, num_rows=10, ram="4MiB").close()
+    print(number + 1, flush=True)
+"""
+
+
+def test_a_table_that_another_process_is_making_is_not_there_yet(tmp_path: Path) -> None:
+    opened, process = 0, subprocess.Popen([sys.executable, "-c", CREATE, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    coming = [0]
+    following = threading.Thread(target=lambda: coming.extend(int(line) for line in process.stdout or ()))
+    following.start()
+    while process.poll() is None:
+        try:
+            bb.open(tmp_path / str(coming[-1]), mode="r", ram="4MiB").close()
+            opened += 1
+        except FileNotFoundError as error:
+            assert "no table at" in str(error)
+    following.join(60)
+    assert process.wait() == 0
+    assert opened > 0
+
+
+def test_a_folder_of_other_things_is_no_table(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    with pytest.raises(FileNotFoundError, match="it holds no commit yet; make one"):
+        bb.open(tmp_path, mode="r")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(bb.FormatError, match="is not a bunkbed table: it holds no manifest"):
+        bb.open(tmp_path, mode="r")

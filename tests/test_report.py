@@ -335,7 +335,7 @@ def test_a_commit_removed_while_it_is_read_is_read_anew(tmp_path: Path, monkeypa
     [
         ("nothing", FileNotFoundError, "no such table or run"),
         ("file", bb.FormatError, "is a file; give the folder of a table or of a run"),
-        ("empty", bb.FormatError, "is not a bunkbed table"),
+        ("empty", FileNotFoundError, "no table at"),
     ],
 )
 def test_a_path_that_is_neither(name: str, error: type[Exception], message: str, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> wri
   }
   const auto guard = lock_with_disk_above(holder->max_held());
   if (holder_ != nullptr) {
+    store_->forget_admitted();  // the room that was just made sure of
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has a device cache already; a table has one at a time");
   }
   holder_ = std::move(holder);

@@ -67,7 +67,7 @@ uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) {
 
 void Table::forget(uint32_t batch) {
   const auto guard = lock_.work();
-  if (!closed_) store_->finish(batch);
+  if (store_ != nullptr) store_->finish(batch);  // none is there when closed, or after a rewind that failed
 }
 
 void Table::advance(uint32_t over, uint32_t begun, uint32_t depth) {
