@@ -8,7 +8,7 @@ Collaborative filtering, users x products, by matrix factorisation (`benchmarks.
 (d)  ours: device caches of 100 %, 20 %, 5 %, 1 % of the records and 0 (rows trained in RAM), with `lookahead` and
      without, the table in RAM and on the disk of `--dir` (fully written, committed, reopened, RAM for a tenth of it).
 
-1. Rates of the device, its link and the disk are measured: the formulas of DESIGN section 6 are held against them.
+1. Rates of the device, its link and the disk are measured; the least time of a step follows (`Limits.formula`).
 2. A small case is trained with every size of cache; rows must have the same bits.
 3. A cell is one Zipf exponent and one place of the table. Its sides, of both dims, take turns in rounds in rotating
    order, each on batches nobody had. A turn warms up, then times its steps as one, the device idle at both ends.

@@ -1,4 +1,4 @@
-"""What the device, its link and this machine allow, measured; and the least a step can take by DESIGN's formulas."""
+"""What the device, its link and this machine allow, measured; and the least a step can take by these rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-// Seeded bugs, always compiled in, so that the tests can show that they would find them (ENGINE rule 20).
+// Seeded bugs, always compiled in, so that the tests can show that they would find them (docs/design/engine.md,
+// rule 20).
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The vocabulary every part of the core shares. DESIGN section 3 gives the words.
+// The vocabulary every part of the core shares. docs/design/glossary.md gives the words.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // Frames: records in RAM. Residency, dirty bits, pins and the choice of a victim; knows no disk and no directory.
 //
-// The victim (DESIGN section 5, "Plan, then execute"):
+// The victim (docs/design/architecture.md, "Plan, then execute"):
 //   1. A frame no coming batch wants, by GCLOCK with fine counts: a row wanted in a step gains kHit, each pass of the
 //      hand takes 1, and the hand takes the first unpinned frame at zero. A row that was just loaded starts at zero:
 //      the rows of the tail, most of what is loaded, are gone after one pass, a thirty-second of what a single hit is

@@ -1,9 +1,9 @@
 // The commits of a table's directory: which exist, how one is written so that power loss leaves either the old or
 // the new one, and what may be removed.
 //
-// Writing (ENGINE rule 14d): (1) the bytes go to a temporary name; (2) fdatasync; (3) link() to the commit's name,
-// which refuses to replace; (4) fsync of the directory; (5) the temporary name goes. The segments a manifest names
-// are durable before (1): Log::sync() saw to that.
+// Writing (docs/design/engine.md, rule 14d): (1) the bytes go to a temporary name; (2) fdatasync; (3) link() to the
+// commit's name, which refuses to replace; (4) fsync of the directory; (5) the temporary name goes. The segments a
+// manifest names are durable before (1): Log::sync() saw to that.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Which row lies in which frame of a device cache: the id map that never lives in device memory, and the plans that
-// executors follow. Knows no device, no records and no files (DESIGN section 5, "Plan, then execute").
+// executors follow (docs/design/architecture.md, "Plan, then execute"). Knows no device, no records and no files.
 //
 //   1. expect() enters the rows of a coming batch into the window, which ranks eviction and does nothing else.
 //   2. plan() gives every row of a batch a frame and pins it. It says which rows to load into which frames, and which

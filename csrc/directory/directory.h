@@ -1,6 +1,6 @@
 // Row -> where its record lives: nowhere (absent: the row has its initial value), a frame of the cache, or a
-// position in the log. Two forms (ENGINE rule 8): flat, about five bytes a row of the table, and hashed, about
-// seventeen bytes a stored row, grown one partition at a time so that no step pays for a big rehash.
+// position in the log. Two forms (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and hashed,
+// about seventeen bytes a stored row, grown one partition at a time so that no step pays for a big rehash.
 //
 // Not thread-safe for writes; concurrent locate() calls are fine while nobody writes.
 #pragma once

@@ -1,5 +1,6 @@
 // Fills a directory from the chunk indexes of segments: of all of them, or of the later ones over a directory that is
-// true as of an earlier state of the table. For each id the record with the highest version wins (ENGINE rule 12).
+// true as of an earlier state of the table. For each id the record with the highest version wins (docs/design/engine.md,
+// rule 12).
 //
 // Why versions of what the directory already holds are not needed. Let it be true as of the moment when commit e was
 // settled, and let `later` be segments that e does not name and that were appended to after that moment. For each id in

@@ -2,7 +2,7 @@
 // one record at a time. Knows bytes and places; which record is the current one of its row is the directory's
 // business.
 //
-// Rules it keeps (ENGINE 10 to 13):
+// Rules it keeps (docs/design/engine.md, rules 10 to 13):
 //   1. A chunk is whole blocks: records, their ids and versions, a checksummed trailer at the end. It is written by
 //      one write and never rewritten once its epoch is committed, so a torn tail is never confused with bit rot.
 //   2. A record on its way to disk stays readable from its chunk's buffer until the write has finished. A write

@@ -1,4 +1,4 @@
-// Commits. One, in order (ENGINE rule 14):
+// Commits. One, in order (docs/design/engine.md, rule 14):
 //
 //   1. Under the lock, at once: the next epoch begins. What the commit holds is settled: every record in the log, and
 //      every dirty one in RAM, which is frozen from now on (Store::freeze). Manifest facts are noted.

@@ -1,6 +1,6 @@
 // Coming batches: the window of their ids, and the reads that bring their rows in ahead of time.
 //
-// The protocol (DESIGN section 5, "Plan, then execute"; ENGINE 9):
+// The protocol (docs/design/architecture.md, "Plan, then execute"; docs/design/engine.md, rule 9):
 //   1. expect() enters a batch into the window: from now on the cache gives its rows up last.
 //   2. advance() says that one batch is over and the next one begins. Then the rows of the `depth` batches after it are
 //      staged, nearest batch first: frames are taken under the lock and the reads are queued. No row gives way that the

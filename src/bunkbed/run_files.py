@@ -1,6 +1,7 @@
 """The files of a run: its manifests and dense files, written so that power loss leaves the old commit or the new.
 
-A manifest is one line of JSON and one line with its SHA-256. Protocol (ENGINE rule 14, *publish* and *collect*):
+A manifest is one line of JSON and one line with its SHA-256. Protocol (docs/design/engine.md, rule 14, publish and
+collect):
 
 1. every table has prepared: its own commit is durable, under an epoch no run manifest names yet;
 2. each new dense file is written under a number never used before, synced, and its directory synced;

@@ -1,6 +1,6 @@
 """A sharded table as its `bunkbed.Table` sees it: rows from `ShardedRows`, commits from the run of its shards.
 
-A commit of all shards is one commit of the run (ENGINE rule 14):
+A commit of all shards is one commit of the run (docs/design/engine.md, rule 14):
 
 1. every shard begins its own while nothing can change, so all are of the same step;
 2. each becomes durable, under an epoch that no manifest of the parent names yet;

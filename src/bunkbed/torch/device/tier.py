@@ -1,7 +1,7 @@
 """`DeviceTier`: the hot rows of one table on a device, above its tiers in RAM and on disk.
 
-The plan (DESIGN section 5): the host knows, from ids alone, which frames the rows of a batch get, what must be loaded
-and what gives way; the device only gathers, computes, sums segments and updates.
+The host knows, from ids alone, which frames the rows of a batch get, what must be loaded and what is evicted
+(docs/design/architecture.md, "Plan, then execute"); the device only gathers, computes, sums segments and updates.
 
 1. A lookup's ids are deduped and checked on the host, and its rows get frames (`_native.DeviceMap.plan`).
 2. Rows to load are read from the table; dirty victims are copied down and written to the table; then the loaded records

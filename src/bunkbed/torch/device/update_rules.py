@@ -16,7 +16,7 @@ import torch
 
 from bunkbed import optim
 
-#: Virtual lanes of a sum over a row; ENGINE's second rule.
+#: Virtual lanes of a sum over a row (docs/design/engine.md, rule 2).
 _LANES = 16
 
 
