@@ -49,10 +49,13 @@ TableLock::Guard TableLock::work() {
 
 TableLock::Guard TableLock::alone(Beside beside) {
   Guard guard = work();
-  do {
-    if (beside == Beside::kNothing) wait_for_commit(guard);
+  if (beside == Beside::kCommit) {
     settle(guard);
-  } while (beside == Beside::kNothing && is_committing_);
+    return guard;
+  }
+  wait_for_turn(guard);
+  settle(guard);  // none begins meanwhile: it is this call's turn
+  end_turn();
   return guard;
 }
 
@@ -123,7 +126,17 @@ void TableLock::end_commit() {
 }
 
 void TableLock::wait_for_commit(Guard& guard) {
-  wait(guard, on_->commit, [this] { return !is_committing_; });
+  wait_for_turn(guard);
+  end_turn();
+}
+
+void TableLock::wait_for_turn(Guard& guard) {
+  const uint64_t ticket = next_ticket_++;
+  wait(guard, on_->commit, [&] { return ticket == serving_ && !is_committing_; });
+}
+
+void TableLock::end_turn() {
+  if (++serving_ != next_ticket_) on_->commit.notify_all();
 }
 
 }  // namespace bunkbed

@@ -2,7 +2,8 @@
 //
 //   work()     by a call. Staging, compaction and a commit go on beside it: each takes the lock for a slice at a time.
 //   alone()    by a call that needs the table at rest: once no batch is being staged, no compaction goes on and, unless it
-//              says that one may, no commit. While one waits for that, compaction ends early and no batch begins.
+//              says that one may, no commit. While one waits for that, compaction ends early and no batch begins. Calls
+//              that wait for a commit go in the order they came in, and so does the call that begins the next one.
 //   slice()    by background work: after all calls that wait for the lock when it comes, and after the slices that came
 //              before it. So calls wait for one slice at most, and background work comes to its end beside any number of
 //              them. A mutex alone would not do: whoever gives it up and takes it at once gets it before a thread that has
@@ -103,6 +104,7 @@ class TableLock {
   bool is_committing() const { return is_committing_; }
   void begin_commit() { is_committing_ = true; }
   void end_commit();
+  // In turn. Who is to begin a commit, and is not alone, waits here and gives the lock up only afterwards.
   void wait_for_commit(Guard& guard);
 
  private:
@@ -115,6 +117,8 @@ class TableLock {
   void enter();
   void leave(bool is_call);
   bool may_slice_enter() const;
+  void wait_for_turn(Guard& guard);
+  void end_turn();
   template <typename Claim>
   void wait(Guard& guard, std::condition_variable& changed, const Claim& claim);
 
@@ -136,6 +140,8 @@ class TableLock {
   uint64_t batches_ended_ = 0;
   bool is_compacting_ = false;
   bool is_committing_ = false;
+  uint64_t next_ticket_ = 0;  // of a call that waits for the commit
+  uint64_t serving_ = 0;
   size_t settling_ = 0;
   size_t waiting_for_rows_ = 0;
 };

@@ -97,8 +97,9 @@ void Table::ask_holder() {
 std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::string>& meta, const std::string& keep,
                                                       std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
   ask_holder();
-  auto guard = options_.disk_bytes != 0 ? lock_.alone() : lock_.work();
-  lock_.wait_for_commit(guard);
+  const bool must_fit = options_.disk_bytes != 0;
+  auto guard = must_fit ? lock_.alone() : lock_.work();
+  if (!must_fit) lock_.wait_for_commit(guard);
   require_writable();
   if (last_commit_ != nullptr && last_commit_->is_unreported_failure()) last_commit_->wait();
   if (!keep.empty()) require_durable("snapshots");

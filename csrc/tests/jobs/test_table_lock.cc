@@ -118,7 +118,7 @@ TEST(table_lock_work_goes_on_beside_staging_compaction_and_a_commit) {
   other.join();
 }
 
-TEST(table_lock_alone_waits_for_a_commit_that_begins_while_it_waits) {
+TEST(table_lock_no_commit_begins_while_a_call_whose_turn_it_is_waits_for_staging) {
   TableLock lock("t");
   {
     const auto guard = lock.work();
@@ -130,17 +130,21 @@ TEST(table_lock_alone_waits_for_a_commit_that_begins_while_it_waits) {
     was_committing = lock.is_committing();
   });
   wait_until(&lock, [&] { return lock.should_rest(); });
+  std::thread commit([&] {
+    {
+      auto guard = lock.work();
+      lock.wait_for_commit(guard);
+      lock.begin_commit();
+    }
+    const auto guard = lock.slice();
+    lock.end_commit();
+  });
   {
     const auto guard = lock.work();
-    lock.begin_commit();
     lock.end_batch();
   }
-  wait_until(&lock, [&] { return !lock.should_rest(); });  // it is at rest, but for the commit
-  {
-    const auto guard = lock.work();
-    lock.end_commit();
-  }
   call.join();
+  commit.join();
   CHECK(!was_committing);
 }
 
@@ -211,6 +215,19 @@ TEST(table_lock_slices_end_beside_calls_without_end_and_calls_beside_slices) {
   for (int way = 0; way < 4; ++way) {
     threads.emplace_back([&, way] {
       while (!is_over) (void)(way < 3 ? lock.work() : lock.slice());
+    });
+  }
+  for (int committer = 0; committer < 2; ++committer) {
+    threads.emplace_back([&] {
+      while (!is_over) {
+        {
+          auto guard = lock.work();
+          lock.wait_for_commit(guard);
+          lock.begin_commit();
+        }
+        const auto guard = lock.slice();
+        lock.end_commit();
+      }
     });
   }
   for (int round = 0; round < kRounds; ++round) {
