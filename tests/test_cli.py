@@ -15,7 +15,7 @@ import pytest
 import bunkbed
 from bunkbed import _native
 from bunkbed.cli import main, train_command
-from bunkbed.train.config import TrainConfig
+from bunkbed.train.settings.config import TrainConfig
 
 Run = Callable[..., tuple[int, str, str]]
 

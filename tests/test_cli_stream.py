@@ -12,7 +12,7 @@ pytest.importorskip("duckdb")
 
 import bunkbed as bb
 from bunkbed.cli import train_command
-from bunkbed.train import stream_prepare
+from bunkbed.train.data import prepare as stream_prepare
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = (

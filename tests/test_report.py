@@ -16,11 +16,11 @@ pytest.importorskip("jinja2")
 
 import bunkbed as bb
 from bunkbed import machine
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.progress import MetricsLog
+from bunkbed.train.output.progress import MetricsLog
 from bunkbed.train.report import write_report
 from bunkbed.train.report.charts import hot_rows
 from bunkbed.train.report.hot_rows import count_uses, curve
+from bunkbed.train.settings.config import TrainConfig
 from report_setup import ITEMS, STEPS, USERS, Page, make_run, make_table, pairs, step_report
 
 Run = Callable[..., tuple[int, str, str]]

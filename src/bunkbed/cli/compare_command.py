@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 
 from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
-from bunkbed.train.run_config import read_config
+from bunkbed.train.settings.run_config import read_config
 
 if TYPE_CHECKING:
-    from bunkbed.train.comparison import RunSummary
+    from bunkbed.train.evaluate.comparison import RunSummary
 
 
 def compare(
@@ -30,7 +30,7 @@ def compare(
     if twice:
         raise UsageProblem(f"{sorted(twice)[0]} is given twice; name each run once")
     need("torch", "pyarrow", command="compare")
-    from bunkbed.train.comparison import differing_options, ranked, summarize_run
+    from bunkbed.train.evaluate.comparison import differing_options, ranked, summarize_run
 
     found = ranked([summarize_run(folder) for folder in runs])
     names = differing_options(found)
@@ -66,7 +66,7 @@ def _plain(run: RunSummary) -> dict[str, Any]:
 
 def _table(runs: Sequence[RunSummary], names: Sequence[str]) -> Table:
     """A row for every run; of equal metrics the best value is bold."""
-    from bunkbed.train.display import main_metrics
+    from bunkbed.train.output.display import main_metrics
 
     # Those of the run's own metric that all runs have.
     metrics = [

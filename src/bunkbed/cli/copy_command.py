@@ -11,7 +11,7 @@ from bunkbed.budget import format_bytes
 from bunkbed.cli.common import ConfigOption, JsonOption, byte_progress, escape, print_error, print_json, stdout
 from bunkbed.cli.run_folder import kind_of
 from bunkbed.cli.train_options import OptimizerName
-from bunkbed.train.config import OPTIMIZERS
+from bunkbed.train.settings.config import OPTIMIZERS
 
 
 def copy(

@@ -19,8 +19,8 @@ from bunkbed.budget import format_bytes
 from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
 
 if TYPE_CHECKING:
-    from bunkbed.train.demo import DemoResult, DemoSize
-    from bunkbed.train.events import Event
+    from bunkbed.train.demo.twice import DemoResult, DemoSize
+    from bunkbed.train.output.events import Event
 
 PICTURE_NAME = "bunkbed-demo.png"
 
@@ -43,8 +43,8 @@ def demo(
     Plants preferences, generates Zipf-skewed interactions, and says what the budget costs.
     """
     need("torch", "pyarrow", "matplotlib", command="demo")
-    from bunkbed.train.demo import run_demo
-    from bunkbed.train.demo_plot import plot_demo
+    from bunkbed.train.demo.plot import plot_demo
+    from bunkbed.train.demo.twice import run_demo
 
     size = _size(scale, epochs)
     watcher = _Watcher(stderr())
@@ -63,7 +63,7 @@ def demo(
 
 
 def _size(scale: float, epochs: int) -> DemoSize:
-    from bunkbed.train.demo import DemoSize
+    from bunkbed.train.demo.twice import DemoSize
 
     full = DemoSize()
 
@@ -113,7 +113,7 @@ class _Watcher:
         self._phase.close()
 
     def begin(self, what: str) -> Callable[[Event], None]:
-        from bunkbed.train.display import open_display
+        from bunkbed.train.output.display import open_display
 
         self._phase.close()
         if what.startswith("training"):
@@ -126,8 +126,8 @@ class _Watcher:
 
 
 def _say(console: Console, result: DemoResult, picture: Path, out: Path | None, epochs: int) -> None:
-    from bunkbed.train.demo import METRIC
-    from bunkbed.train.display import format_seconds, sparkline
+    from bunkbed.train.demo.twice import METRIC
+    from bunkbed.train.output.display import format_seconds, sparkline
 
     console.print(Text(result.headline(), style="bold"), soft_wrap=True)
     console.print()

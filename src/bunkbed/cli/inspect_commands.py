@@ -22,7 +22,7 @@ from bunkbed.cli.common import (
     stdout,
 )
 from bunkbed.cli.run_folder import kind_of
-from bunkbed.train.run_config import CONFIG_NAME, read_config
+from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
 RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")]

@@ -12,7 +12,7 @@ from rich.table import Table
 from bunkbed.cli.common import ConfigOption, JsonOption, escape, need, print_json, stderr, stdout
 from bunkbed.cli.train_command import judge, open_reader
 from bunkbed.cli.train_options import Ranking
-from bunkbed.train.run_config import DATA_NAME, read_config
+from bunkbed.train.settings.run_config import DATA_NAME, read_config
 
 RunArgument = Annotated[Path, typer.Argument(help="Folder that bunkbed train wrote.", metavar="RUN")]
 SnapshotOption = Annotated[
@@ -39,8 +39,8 @@ def evaluate(
     """Rank held-out items again and print HR, NDCG, recall and MRR."""
     stored = read_config(run)
     need("torch", "pyarrow", command="eval")
-    from bunkbed.train.config import TrainConfig
-    from bunkbed.train.data_store import load_dataset, open_dataset
+    from bunkbed.train.data.store import load_dataset, open_dataset
+    from bunkbed.train.settings.config import TrainConfig
 
     settings = TrainConfig.from_dict(stored["train"])
     cutoffs = None if ks is None else replace(settings, ks=ks).cutoffs
@@ -76,9 +76,9 @@ def recommend(
     need("torch", "pyarrow", command="recommend")
     import numpy as np
 
-    from bunkbed.train.config import TrainConfig
-    from bunkbed.train.data_store import load_vocabs, seen_items
-    from bunkbed.train.recommend import recommend as best_items
+    from bunkbed.train.data.store import load_vocabs, seen_items
+    from bunkbed.train.evaluate.recommend import recommend as best_items
+    from bunkbed.train.settings.config import TrainConfig
 
     settings = TrainConfig.from_dict(stored["train"])
     folder = run / DATA_NAME

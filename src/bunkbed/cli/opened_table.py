@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from bunkbed.cli.common import UsageProblem, need
 from bunkbed.cli.run_folder import kind_of
 from bunkbed.table import Table
-from bunkbed.train.run_config import CONFIG_NAME, DATA_NAME
+from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME
 
 if TYPE_CHECKING:
-    from bunkbed.train.vocab import Vocab
+    from bunkbed.train.data.vocab import Vocab
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def open_rows(
         if not is_trained:
             yield OpenedTable(run.table(wanted), snapshot)
             return
-        from bunkbed.train.data_store import load_vocabs
+        from bunkbed.train.data.store import load_vocabs
 
         users, items = load_vocabs(path / DATA_NAME)
         is_user = wanted == "user"

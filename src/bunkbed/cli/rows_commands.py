@@ -32,7 +32,7 @@ from bunkbed.io.formats import FORMATS, format_of
 from bunkbed.io.naming import write_vocabulary
 from bunkbed.io.source import naming_file
 from bunkbed.table import Table
-from bunkbed.train.config import OPTIMIZERS
+from bunkbed.train.settings.config import OPTIMIZERS
 
 _SUFFIXES = " ".join(suffix for one in FORMATS for suffix in one.suffixes)
 FileArgument = Annotated[Path, typer.Argument(help=f"A file ending in {_SUFFIXES}.", metavar="FILE")]

@@ -10,7 +10,7 @@ from typing import Literal
 from bunkbed.cli.common import UsageProblem
 from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.opening import is_sharded
-from bunkbed.train.run_config import CONFIG_NAME
+from bunkbed.train.settings.run_config import CONFIG_NAME
 
 
 def choose_folder(out: Path | None, source: Path) -> Path:

@@ -52,17 +52,17 @@ from bunkbed.cli.train_options import (
     Sampling,
     option,
 )
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.events import EpochReport, Event, Outcome
-from bunkbed.train.progress import FREE_TO_CHANGE
-from bunkbed.train.run_config import DATA_NAME, read_config, write_config
+from bunkbed.train.output.events import EpochReport, Event, Outcome
+from bunkbed.train.output.progress import FREE_TO_CHANGE
+from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
 
 if TYPE_CHECKING:
     from bunkbed.run import Run
-    from bunkbed.train.data import Dataset
-    from bunkbed.train.display import Display
-    from bunkbed.train.evaluate import EvalResult
+    from bunkbed.train.data.interactions import Dataset
+    from bunkbed.train.evaluate.evaluator import EvalResult
     from bunkbed.train.loop import Trainer
+    from bunkbed.train.output.display import Display
 
 _READING = ("user_col", "item_col", "header", "layout", "strict", "test", "test_negatives")
 
@@ -224,8 +224,8 @@ def _start(
     """Read, create the run folder, train. A failure before anything is committed leaves no folder behind."""
     import bunkbed
     from bunkbed.run import Run
-    from bunkbed.train.data import read_dataset
-    from bunkbed.train.data_store import save_dataset
+    from bunkbed.train.data.interactions import read_dataset
+    from bunkbed.train.data.store import save_dataset
     from bunkbed.train.loop import Trainer
 
     folder = choose_folder(out, file)
@@ -272,7 +272,7 @@ def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Pat
 
 def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainConfig, console: Console) -> Dataset:
     """The interactions in the run's folder; where that fails, or is interrupted, nothing of them stays."""
-    from bunkbed.train.stream_prepare import prepare_dataset
+    from bunkbed.train.data.prepare import prepare_dataset
 
     options = {name: value for name, value in reading.items() if name != "test_negatives"}
     # The tables are empty yet: all of the budget but what the reader and DuckDB's own overhead take.
@@ -296,7 +296,7 @@ def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainCon
 
 def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
     from bunkbed.run import Run
-    from bunkbed.train.data_store import load_dataset, open_dataset
+    from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
 
     if config.stream:
@@ -333,9 +333,9 @@ def _fit(
     as_json: bool,
     tensorboard: bool,
 ) -> int:
-    from bunkbed.train.display import open_display
-    from bunkbed.train.plots import plot_run
-    from bunkbed.train.results import save_test
+    from bunkbed.train.evaluate.results import save_test
+    from bunkbed.train.output.display import open_display
+    from bunkbed.train.output.plots import plot_run
     from bunkbed.train.scalars import Scalars
 
     source = Path(data.train.source).name
@@ -376,7 +376,7 @@ def _fit(
 
 def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> EvalResult:
     """Evaluate a run as it stands on disk, at its best epoch unless `options` name another snapshot."""
-    from bunkbed.train.evaluate import evaluate_run
+    from bunkbed.train.evaluate.evaluator import evaluate_run
 
     with open_reader(folder, options.pop("ram", None) or config.ram, options.pop("snapshot", None)) as run:
         return evaluate_run(run, data, config, **options)
@@ -504,7 +504,7 @@ def _say_outcome(
     picture: Path,
     data: Dataset,
 ) -> None:
-    from bunkbed.train.display import main_metrics
+    from bunkbed.train.output.display import main_metrics
 
     def say(label: str, text: str) -> None:
         console.print(f"[dim]{label:<8}[/]{text}", soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from bunkbed.train.config import TrainConfig
+from bunkbed.train.settings.config import TrainConfig
 
 DEFAULTS = TrainConfig()
 DATA, MODEL, LEARNING, MEMORY, JUDGING, RUN = (
