@@ -298,7 +298,7 @@ def half_saved(worker: Worker, data) -> None:
 
 def alone(worker: Worker) -> None:
     """Worker 0 saves long before worker 1 does, and says that it waits."""
-    from bunkbed.keras import workers
+    from bunkbed.keras.workers import group as workers
 
     _, model = worker.model(None, seed=SEED)
     worker.step_of(model)(*batch(batches(1), 0))

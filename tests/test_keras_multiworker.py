@@ -16,8 +16,8 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.keras import Embedding
-from bunkbed.keras.messages import error_message, message, told
-from bunkbed.keras.shared import reference_of
+from bunkbed.keras.shared.table import reference_of
+from bunkbed.keras.workers.messages import error_message, message, told
 from bunkbed.references import Reference
 from bunkbed.testing import ReferenceTable
 from keras_setup import INIT, keras, tf

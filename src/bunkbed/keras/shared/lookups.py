@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from bunkbed.bag_gradients import FloatArray, IntArray
-from bunkbed.keras.bags import Bags
-from bunkbed.keras.callbacks import call
-from bunkbed.keras.shared import SharedTable, alive
+from bunkbed.keras.base.bags import Bags
+from bunkbed.keras.shared.table import SharedTable, alive
+from bunkbed.keras.tensorflow.callbacks import call
 
 
 def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:

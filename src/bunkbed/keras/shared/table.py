@@ -24,20 +24,20 @@ from numpy.typing import NDArray
 import bunkbed as bb
 from bunkbed.budget import Budget
 from bunkbed.init import Initializer
-from bunkbed.keras._backend import IS_TORCH
-from bunkbed.keras.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
-from bunkbed.keras.pending import Pending, StepRule
-from bunkbed.keras.stepping import require_known_keras
-from bunkbed.keras.variables import KeptEpoch
+from bunkbed.keras.base.backend import IS_TORCH
+from bunkbed.keras.base.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
+from bunkbed.keras.base.pending import Pending, StepRule
+from bunkbed.keras.base.stepping import require_known_keras
+from bunkbed.keras.shared.variables import KeptEpoch
 from bunkbed.layer_table import open_or_create, open_stored
 from bunkbed.optim import check_same_slots
 from bunkbed.references import Reference, References
 
 if IS_TORCH:
-    from bunkbed.keras.torch_backend import Token, as_scalar, call, outside_graph
+    from bunkbed.keras.torch.backend import Token, as_scalar, call, outside_graph
 else:
-    from bunkbed.keras.callbacks import as_scalar, call, outside_graph
-    from bunkbed.keras.variables import Token
+    from bunkbed.keras.shared.variables import Token
+    from bunkbed.keras.tensorflow.callbacks import as_scalar, call, outside_graph
 
 _Shared = TypeVar("_Shared", bound="SharedTable")
 _log = logging.getLogger("bunkbed.keras")
@@ -120,7 +120,7 @@ class SharedTable:
         is_explicit: whether its optimizer was given; otherwise it follows compile's.
     """
 
-    #: The `bunkbed.keras.workers.Workers` that train it.
+    #: The `bunkbed.keras.workers.group.Workers` that train it.
     workers: Any = None
 
     def __init__(self, arguments: TableArguments | None, table: Any, *, is_explicit: bool) -> None:

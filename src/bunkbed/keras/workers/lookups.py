@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.keras.bags import Bags
-from bunkbed.keras.callbacks import call
-from bunkbed.keras.lookups import answered, place_of, require_zero
-from bunkbed.keras.messages import FloatArray, IntArray, Told, error_message, message, told
-from bunkbed.keras.shared import alive
-from bunkbed.keras.workers_table import WorkersTable
+from bunkbed.keras.base.bags import Bags
+from bunkbed.keras.shared.lookups import answered, place_of, require_zero
+from bunkbed.keras.shared.table import alive
+from bunkbed.keras.tensorflow.callbacks import call
+from bunkbed.keras.workers.messages import FloatArray, IntArray, Told, error_message, message, told
+from bunkbed.keras.workers.table import WorkersTable
 from bunkbed.sharding import shards_of
 from bunkbed.table import POOLINGS
 
 
 def rows_of_workers(shared: WorkersTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
-    """float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.lookups.rows_of`."""
+    """float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
     this, dim = weakref.ref(shared), shared.dim
 
     def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any) -> np.float64:
@@ -62,7 +62,7 @@ def bags_of_workers(
     touch: bool,
     is_certain: bool,
 ) -> Any:
-    """float32[B, dim] pooled rows; see `bunkbed.keras.lookups.bags_of`."""
+    """float32[B, dim] pooled rows; see `bunkbed.keras.shared.lookups.bags_of`."""
     this, dim = weakref.ref(shared), shared.dim
     has_weights = weights is not None
     inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]

@@ -15,11 +15,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from bunkbed.keras._backend import IS_TORCH
-from bunkbed.keras.stepping import SteppedVariable
+from bunkbed.keras.base.backend import IS_TORCH
+from bunkbed.keras.base.stepping import SteppedVariable
 
 if IS_TORCH:
-    from bunkbed.keras.torch_backend import EpochParameter
+    from bunkbed.keras.torch.backend import EpochParameter
 else:
     import tensorflow as tf
 
@@ -27,8 +27,8 @@ else:
 class Token(SteppedVariable):
     """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
 
-    See `bunkbed.keras.pending` for the protocol. Its value is 0 and stays 0. Of TensorFlow; torch's is in
-    `bunkbed.keras.torch_backend`.
+    See `bunkbed.keras.base.pending` for the protocol. Its value is 0 and stays 0. Of TensorFlow; torch's is in
+    `bunkbed.keras.torch.backend`.
     """
 
     def __init__(self, owner: Any, name: str) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from bunkbed import opening
-from bunkbed.keras.folders import folders_of_workers
-from bunkbed.keras.messages import error_message, message, told
+from bunkbed.keras.workers.folders import folders_of_workers
+from bunkbed.keras.workers.messages import error_message, message, told
 
 Placement = Literal["sharded", "replicated"]
 

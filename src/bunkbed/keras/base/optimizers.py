@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 import bunkbed as bb
-from bunkbed.keras.pending import StepRule
+from bunkbed.keras.base.pending import StepRule
 
 OURS = "bunkbed.SGD, bunkbed.Adagrad, bunkbed.RowwiseAdagrad or bunkbed.Adam"
 

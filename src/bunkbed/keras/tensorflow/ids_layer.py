@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record  # for the one question that TensorFlow has no public name for
 
-from bunkbed.keras.rows_layer import RowsLayer
+from bunkbed.keras.base.rows_layer import RowsLayer
 
 
 def is_recorded(value: Any) -> bool:

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bunkbed import _native
-from bunkbed.keras.messages import FloatArray, IntArray, Told
-from bunkbed.keras.pending import Pending, StepRule
-from bunkbed.keras.workers import Workers
+from bunkbed.keras.base.pending import Pending, StepRule
+from bunkbed.keras.workers.group import Workers
+from bunkbed.keras.workers.messages import FloatArray, IntArray, Told
 from bunkbed.sharding import shards_of
 
 

@@ -51,12 +51,12 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from bunkbed.bag_pooling import BagPooling
-from bunkbed.keras.callbacks import call
-from bunkbed.keras.messages import error_message, message, sign_of, told
-from bunkbed.keras.optimizers import is_update
-from bunkbed.keras.shared import SharedTable, TableArguments, alive, shared_of
-from bunkbed.keras.workers import Workers
-from bunkbed.keras.workers_pending import WorkersPending
+from bunkbed.keras.base.optimizers import is_update
+from bunkbed.keras.shared.table import SharedTable, TableArguments, alive, shared_of
+from bunkbed.keras.tensorflow.callbacks import call
+from bunkbed.keras.workers.group import Workers
+from bunkbed.keras.workers.messages import error_message, message, sign_of, told
+from bunkbed.keras.workers.pending import WorkersPending
 from bunkbed.optim import Optimizer
 from bunkbed.references import Reference
 from bunkbed.sharding import shards_of
@@ -116,7 +116,7 @@ class WorkersTable(SharedTable):
     # ---- training
 
     def sign(self, *doing: object) -> int:
-        """What workers must have in common to go on; see `bunkbed.keras.messages`."""
+        """What workers must have in common to go on; see `bunkbed.keras.workers.messages`."""
         table = self.for_lookup()
         facts = (self.workers.placement, table.dim, table.num_rows, table.dtype, table.seed)
         return sign_of(*facts, table.init.native(), *doing)

@@ -1,9 +1,9 @@
 """Keras on torch: the same layer, whose lookups, gradients and token are torch's. Needs no TensorFlow.
 
 Keras steps variables by its own optimizers on this backend too, and clears their gradients at each step, so the
-protocol is that of `bunkbed.keras.pending`, not the anchor of `bunkbed.torch`: a gradient that accumulates over several
-batches must outlive ``zero_grad``. What the backward of a lookup returns for the token names what it handed over, and
-autograd adds such numbers up exactly; what ``zero_grad`` drops, or no optimizer is given, is never applied.
+protocol is that of `bunkbed.keras.base.pending`, not the anchor of `bunkbed.torch`: a gradient that accumulates over
+several batches must outlive ``zero_grad``. What the backward of a lookup returns for the token names what it handed
+over, and autograd adds such numbers up exactly; what ``zero_grad`` drops, or no optimizer is given, is never applied.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from bunkbed.bag_gradients import FloatArray, IntArray
 from bunkbed.errors import ReadOnlyError
-from bunkbed.keras.bags import Bags
-from bunkbed.keras.rows_layer import RowsLayer
-from bunkbed.keras.stepping import SteppedVariable
+from bunkbed.keras.base.bags import Bags
+from bunkbed.keras.base.rows_layer import RowsLayer
+from bunkbed.keras.base.stepping import SteppedVariable
 from bunkbed.torch.gradients import grad_array
 from bunkbed.torch.layer import id_array
 from bunkbed.torch.pending import require_one_process
@@ -71,7 +71,7 @@ def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[A
 class Token(SteppedVariable):
     """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
 
-    See `bunkbed.keras.pending` for the protocol. Its value is 0 and stays 0.
+    See `bunkbed.keras.base.pending` for the protocol. Its value is 0 and stays 0.
     """
 
     strategy = None
@@ -126,7 +126,7 @@ class EpochParameter(torch.nn.Parameter):  # type: ignore[misc]  # torch is unty
 
 
 def rows_of(shared: Any, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
-    """float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.lookups.rows_of`."""
+    """float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
     _require_eager(shared.name)
     table = shared.for_lookup()
     if train:
