@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import dense, torch_checkpoint, zip_members
+from bunkbed.io.formats import dense, torch_checkpoint, zip_members
 
 ROWS, DIM = 1003, 6
 OPTIMIZERS = {"adam": bb.Adam(), "rowwise": bb.RowwiseAdagrad()}  # a slot of which has another length

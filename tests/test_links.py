@@ -138,7 +138,7 @@ def test_a_training_run_whose_data_is_a_link_is_not_written(tmp_path: Path, cana
 
 @pytest.mark.parametrize("call", ["export", "vocabulary", "copy", "beside"])
 def test_unfinished_files_that_are_links_are_not_written_through(tmp_path: Path, canary: Path, call: str) -> None:
-    from bunkbed.io.naming import write_vocabulary
+    from bunkbed.io.common.naming import write_vocabulary
 
     path = tmp_path / "table"
     with bb.create(path, ram="16MiB", **TABLE) as table:

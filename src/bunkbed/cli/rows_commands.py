@@ -28,9 +28,9 @@ from bunkbed.cli.common import (
 from bunkbed.cli.neighbors_command import Metric
 from bunkbed.cli.opened_table import OpenedTable, open_rows
 from bunkbed.cli.train_options import OPTIMIZER_DEFAULT, OptimizerName
+from bunkbed.io.common.naming import write_vocabulary
+from bunkbed.io.common.source import naming_file
 from bunkbed.io.formats import FORMATS, format_of
-from bunkbed.io.naming import write_vocabulary
-from bunkbed.io.source import naming_file
 from bunkbed.table import Table
 from bunkbed.train.settings.config import OPTIMIZERS
 

@@ -22,11 +22,11 @@ import numpy as np
 
 from bunkbed.arguments import Floats, Ids
 from bunkbed.errors import ReadOnlyError
-from bunkbed.io.ahead import ahead
+from bunkbed.io.common.ahead import ahead
+from bunkbed.io.common.naming import Naming
+from bunkbed.io.common.source import Chunk, Progress, Reading, Source, naming_file, slot_length
 from bunkbed.io.formats import Format, format_of
-from bunkbed.io.naming import Naming
 from bunkbed.io.setting import Setting
-from bunkbed.io.source import Chunk, Progress, Reading, Source, naming_file, slot_length
 from bunkbed.table import Table
 from bunkbed.typed import typed
 

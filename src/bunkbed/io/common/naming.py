@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bunkbed.arguments import Ids, as_ids
-from bunkbed.io.words import Words
+from bunkbed.io.common.words import Words
 from bunkbed.run_files import make_file, sync_directory
 from bunkbed.table import Table
 

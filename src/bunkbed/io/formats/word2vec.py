@@ -8,11 +8,11 @@ import numpy as np
 
 from bunkbed import _native
 from bunkbed.arguments import Floats, Ids
-from bunkbed.io.exporting import Writing
-from bunkbed.io.naming import words_of
-from bunkbed.io.source import Chunk, Reading, Source
-from bunkbed.io.text_rows import Output, Taking, parse, write_in_order
-from bunkbed.io.words import Words
+from bunkbed.io.common.naming import words_of
+from bunkbed.io.common.source import Chunk, Reading, Source
+from bunkbed.io.common.words import Words
+from bunkbed.io.common.writing import Writing
+from bunkbed.io.formats.text_rows import Output, Taking, parse, write_in_order
 
 _BINARY = "word2vec-binary"
 _LONGEST_WORD = 1 << 16

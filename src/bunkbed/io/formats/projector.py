@@ -13,11 +13,11 @@ import numpy as np
 
 from bunkbed import _native
 from bunkbed.arguments import Floats, Ids
-from bunkbed.io.exporting import Writing
-from bunkbed.io.naming import words_of
-from bunkbed.io.source import Chunk, Reading, Source
-from bunkbed.io.text_rows import Output, Taking, count_lines, parse, write_in_order
-from bunkbed.io.words import Words
+from bunkbed.io.common.naming import words_of
+from bunkbed.io.common.source import Chunk, Reading, Source
+from bunkbed.io.common.words import Words
+from bunkbed.io.common.writing import Writing
+from bunkbed.io.formats.text_rows import Output, Taking, count_lines, parse, write_in_order
 
 _TENSORS, _METADATA = "tensors.tsv", "metadata.tsv"
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from bunkbed.budget import format_bytes
-from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_claim, check_rows, need
+from bunkbed.io.common.source import Chunk, Reading, Source, check_claim, check_rows, need
+from bunkbed.io.common.writing import Writing
+from bunkbed.sharded import ShardedTable
 from bunkbed.table import Table
 from bunkbed.threads import get_num_threads
 
@@ -87,8 +88,6 @@ def write(writing: Writing) -> int:
 @contextmanager
 def _memory(table: Table, num_bytes: int) -> Iterator[None]:
     """So much of the table's budget for something else; its cache is the smaller meanwhile."""
-    from bunkbed.sharded import ShardedTable
-
     is_sharded = isinstance(table, ShardedTable)  # its shards' caches stay: what is asked of it is room beside them
     least = num_bytes + (0 if is_sharded else table.minimum_bytes())
     if table.ram_bytes and least > table.ram_bytes:

@@ -25,8 +25,8 @@ import numpy as np
 
 from bunkbed.arguments import Floats, Ids
 from bunkbed.errors import BunkbedError
-from bunkbed.io.ahead import ahead
-from bunkbed.io.source import read_fully, slot_length
+from bunkbed.io.common.ahead import ahead
+from bunkbed.io.common.source import read_fully, slot_length
 from bunkbed.table import Table
 
 #: Bytes of a region with all its slots, two of which are in memory, and most regions: above 64 GiB they grow instead.

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from bunkbed.arguments import Floats
-from bunkbed.io.dense import FileRows, fill
-from bunkbed.io.exporting import Writing
-from bunkbed.io.source import (
+from bunkbed.io.common.source import (
     Chunk,
     Reading,
     Source,
@@ -30,7 +28,9 @@ from bunkbed.io.source import (
     the_array_meant,
     widened,
 )
-from bunkbed.io.zip_members import offset_of
+from bunkbed.io.common.writing import Writing
+from bunkbed.io.formats.dense import FileRows, fill
+from bunkbed.io.formats.zip_members import offset_of
 
 _INSTALL = "h5py"
 _WEIGHTS = "model.weights.h5"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from bunkbed.io.dense import FileRows, fill
-from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, rows_of_file, widened
+from bunkbed.io.common.source import Chunk, Reading, Source, check_rows, rows_of_file, widened
+from bunkbed.io.common.writing import Writing
+from bunkbed.io.formats.dense import FileRows, fill
 
 
 def read(reading: Reading) -> Source:

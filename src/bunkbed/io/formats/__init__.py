@@ -1,4 +1,4 @@
-"""The formats: one table, which the functions, the command line and the tests follow."""
+"""The formats: one table that the functions, the command line and the tests follow, and a module for each kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Format:
 
     Args:
         name: what ``format=`` takes.
-        module: file of `bunkbed.io` with its ``read`` and ``write``.
+        module: file of this folder with its ``read`` and ``write``.
         suffixes: names of files that are taken for it.
         has_state: whether it carries optimizer slots and the step beside the weights.
         every_row: whether an export holds every id in ``[0, num_rows)`` rather than the stored rows.
@@ -34,7 +34,7 @@ class Format:
 
     def load(self) -> Any:
         """Its module."""
-        return importlib.import_module(f"bunkbed.io.{self.module}")
+        return importlib.import_module(f"{__name__}.{self.module}")
 
 
 FORMATS = (

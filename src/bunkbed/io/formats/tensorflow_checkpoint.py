@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from bunkbed.arguments import Floats
-from bunkbed.io.dense import gather
-from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_claim, check_rows, need, widened
+from bunkbed.io.common.source import Chunk, Reading, Source, check_claim, check_rows, need, widened
+from bunkbed.io.common.writing import Writing
+from bunkbed.io.formats.dense import gather
 
 _INSTALL = '"bunkbed[keras]"'
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"

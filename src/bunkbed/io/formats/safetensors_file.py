@@ -15,8 +15,8 @@ from typing import IO, Any
 import numpy as np
 
 from bunkbed.arguments import Ids
-from bunkbed.io.exporting import Writing
-from bunkbed.io.source import Chunk, Reading, Source, check_rows, read_fully, rows_of_file
+from bunkbed.io.common.source import Chunk, Reading, Source, check_rows, read_fully, rows_of_file
+from bunkbed.io.common.writing import Writing
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from bunkbed import _native
 from bunkbed.arguments import Floats, Ids
-from bunkbed.io.ahead import ahead
-from bunkbed.io.exporting import Writing
-from bunkbed.io.naming import words_of
+from bunkbed.io.common.ahead import ahead
+from bunkbed.io.common.naming import words_of
+from bunkbed.io.common.writing import Writing
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from bunkbed.arguments import Ids
-from bunkbed.io.exporting import Writing
-from bunkbed.io.naming import words_of
-from bunkbed.io.source import FLOATS, Chunk, Reading, Source, check_claim, check_rows, need, widened
+from bunkbed.io.common.naming import words_of
+from bunkbed.io.common.source import FLOATS, Chunk, Reading, Source, check_claim, check_rows, need, widened
+from bunkbed.io.common.writing import Writing
 
 _INSTALL = '"bunkbed[train]"'
 _STEP = b"bunkbed.step"
