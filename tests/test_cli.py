@@ -14,7 +14,8 @@ import pytest
 
 import bunkbed
 from bunkbed import _native
-from bunkbed.cli import main, train_command
+from bunkbed.cli import main
+from bunkbed.cli.commands import train as train_command
 from bunkbed.train.settings.config import TrainConfig
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
+from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
 from bunkbed.train.settings.run_config import read_config
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from bunkbed.cli.common import ConfigOption, JsonOption, escape, need, print_json, stderr, stdout
-from bunkbed.cli.train_command import judge, open_reader
-from bunkbed.cli.train_options import Ranking
+from bunkbed.cli.commands.train import judge, open_reader
+from bunkbed.cli.shared.console import ConfigOption, JsonOption, escape, need, print_json, stderr, stdout
+from bunkbed.cli.shared.train_options import Ranking
 from bunkbed.train.settings.run_config import DATA_NAME, read_config
 
 RunArgument = Annotated[Path, typer.Argument(help="Folder that bunkbed train wrote.", metavar="RUN")]

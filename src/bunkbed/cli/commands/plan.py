@@ -13,8 +13,8 @@ from rich.table import Table as Grid
 
 from bunkbed import _native, planning
 from bunkbed.budget import format_bytes, parse_bytes
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
-from bunkbed.cli.train_options import OPTIMIZER_DEFAULT, OptimizerName, option
+from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
+from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, option
 from bunkbed.limit_text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
 from bunkbed.machine import Machine, measure
 from bunkbed.optim import OPTIMIZERS

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bunkbed.cli.common import UsageProblem, need
-from bunkbed.cli.run_folder import kind_of
+from bunkbed.cli.shared.console import UsageProblem, need
+from bunkbed.cli.shared.run_folder import kind_of
 from bunkbed.table import Table
 from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME
 

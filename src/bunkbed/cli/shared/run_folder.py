@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from bunkbed.cli.common import UsageProblem
+from bunkbed.cli.shared.console import UsageProblem
 from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.opening import is_sharded
 from bunkbed.train.settings.run_config import CONFIG_NAME

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from bunkbed.cli.common import (
+from bunkbed.cli.commands.neighbors import Metric
+from bunkbed.cli.shared.console import (
     ConfigOption,
     JsonOption,
     UsageProblem,
@@ -25,9 +26,8 @@ from bunkbed.cli.common import (
     stderr,
     stdout,
 )
-from bunkbed.cli.neighbors_command import Metric
-from bunkbed.cli.opened_table import OpenedTable, open_rows
-from bunkbed.cli.train_options import OPTIMIZER_DEFAULT, OptimizerName
+from bunkbed.cli.shared.opened_table import OpenedTable, open_rows
+from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName
 from bunkbed.io.common.naming import write_vocabulary
 from bunkbed.io.common.source import naming_file
 from bunkbed.io.formats import FORMATS, format_of

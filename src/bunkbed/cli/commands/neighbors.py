@@ -12,8 +12,8 @@ import typer
 from rich.table import Table as Listing
 
 from bunkbed.arguments import Ids
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
-from bunkbed.cli.opened_table import open_rows
+from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
+from bunkbed.cli.shared.opened_table import open_rows
 
 
 class Metric(StrEnum):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from bunkbed.budget import format_bytes
-from bunkbed.cli.common import (
+from bunkbed.cli.shared.console import (
     ConfigOption,
     JsonOption,
     UsageProblem,
@@ -21,7 +21,7 @@ from bunkbed.cli.common import (
     print_json,
     stdout,
 )
-from bunkbed.cli.run_folder import kind_of
+from bunkbed.cli.shared.run_folder import kind_of
 from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from bunkbed.budget import format_bytes, parse_bytes
-from bunkbed.cli.common import (
+from bunkbed.cli.shared.console import (
     ConfigOption,
     JsonOption,
     UsageProblem,
@@ -28,8 +28,8 @@ from bunkbed.cli.common import (
     stderr,
     stdout,
 )
-from bunkbed.cli.run_folder import choose_folder
-from bunkbed.cli.train_options import (
+from bunkbed.cli.shared.run_folder import choose_folder
+from bunkbed.cli.shared.train_options import (
     DATA,
     DEFAULTS,
     DTYPE_DEFAULT,

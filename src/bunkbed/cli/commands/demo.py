@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bunkbed.budget import format_bytes
-from bunkbed.cli.common import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
+from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from bunkbed.train.demo.twice import DemoResult, DemoSize
