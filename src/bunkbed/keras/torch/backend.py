@@ -23,10 +23,10 @@ from bunkbed.errors import ReadOnlyError
 from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.base.rows_layer import RowsLayer
 from bunkbed.keras.base.stepping import SteppedVariable
-from bunkbed.torch.gradients import grad_array
+from bunkbed.torch.base.gradients import grad_array
+from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.layer import id_array
 from bunkbed.torch.pending import require_one_process
-from bunkbed.torch.ranges import ranged
 
 __all__ = [
     "IdsLayer",

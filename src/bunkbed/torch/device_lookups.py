@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from bunkbed.bag_gradients import BagGradients
+from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.sums import spread_bags
 from bunkbed.torch.device.tiers import Tier
-from bunkbed.torch.gradients import IntArray
 from bunkbed.torch.pending import Pending, alive
 
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bunkbed.torch.device.link import Link
-from bunkbed.torch.gradients import IntArray
+from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.device.base.link import Link
 
 #: Gradients of one row that a device adds one after another; longer rows are added in pieces of so many, then those. A
 #: frequent id would otherwise keep one multiprocessor busy while the others wait. Not on a CPU, where the order is then

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from bunkbed.errors import BunkbedError
-from bunkbed.torch.device import rounding
+from bunkbed.torch.device.base import rounding
 
 
 @dataclass(frozen=True)

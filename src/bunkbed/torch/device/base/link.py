@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bunkbed.torch.device import capabilities
+from bunkbed.torch.device.base import capabilities
 
 
 class Link:
