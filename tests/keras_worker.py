@@ -184,7 +184,7 @@ def cut_of(step: int) -> int:
 
 
 def owners(ids: np.ndarray) -> np.ndarray:
-    from bunkbed.sharding import shards_of
+    from bunkbed.files.sharding import shards_of
 
     return shards_of(ids.astype(np.int64), WORKERS).astype(np.int64)
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import bunkbed as bb
-from bunkbed.run_files import RunFiles
+from bunkbed.files.run_files import RunFiles
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions, Vocab
 from bunkbed.train.evaluate.evaluator import evaluate_run
 from bunkbed.train.evaluate.recommend import recommend

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from bunkbed.core.typed import typed
+from bunkbed.files.durable import sync_directory, sync_file
 from bunkbed.io.common.source import Progress
 from bunkbed.io.common.writing import Writing
 from bunkbed.io.formats import FORMATS, Format, format_of
-from bunkbed.neighbors import METRICS
-from bunkbed.run_files import sync_directory, sync_file
-from bunkbed.table import Table
-from bunkbed.typed import typed
+from bunkbed.table.neighbors import METRICS
+from bunkbed.table.table import Table
 
 
 @typed

@@ -12,17 +12,17 @@ import keras
 import numpy as np
 
 import bunkbed as bb
-from bunkbed import optim
-from bunkbed.budget import Budget
-from bunkbed.init import from_native as initializer_from_native
+from bunkbed.adapters.tables import require_alone, require_same
+from bunkbed.core import optim
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import from_native as initializer_from_native
 from bunkbed.keras.base.backend import IS_TORCH
 from bunkbed.keras.base.initializers import initializer_of
 from bunkbed.keras.base.places import current_path
 from bunkbed.keras.base.rows_layer import COMBINERS
 from bunkbed.keras.shared.table import TableArguments, shared_of, shared_of_table
 from bunkbed.keras.workers.folders import require_whole
-from bunkbed.layer_table import require_alone, require_same
-from bunkbed.table_facts import DTYPES
+from bunkbed.table.facts import DTYPES
 
 if IS_TORCH:
     from bunkbed.keras.torch.backend import (

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.budget import parse_bytes
+from bunkbed.core.budget import parse_bytes
 from bunkbed.keras.embedding import Embedding
 from bunkbed.keras.tensorflow.ids_layer import IdsLayer
 

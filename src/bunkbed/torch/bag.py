@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from bunkbed import _native
-from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
-from bunkbed.budget import Budget
-from bunkbed.init import Initializer
-from bunkbed.optim import Optimizer as UpdateRule
+from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Optimizer as UpdateRule
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.device_lookups import look_up_bags

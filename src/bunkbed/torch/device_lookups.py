@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bunkbed.bag_gradients import BagGradients
+from bunkbed.adapters.bag_gradients import BagGradients
 from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.sums import spread_bags
 from bunkbed.torch.device.tiers import Tier

@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 
 import torch
 
-from bunkbed.budget import Budget
-from bunkbed.init import Initializer
-from bunkbed.optim import Optimizer as UpdateRule
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Optimizer as UpdateRule
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import is_profiling, ranged
 from bunkbed.torch.device_lookups import look_up

@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
+from bunkbed.adapters.references import References
 from bunkbed.errors import ReadOnlyError
-from bunkbed.references import References
 from bunkbed.torch.base.checkpoint import PREFIX
 from bunkbed.torch.base.gradients import HostRows, IntArray, Part, Rows
 from bunkbed.torch.device.base import capabilities

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import bunkbed as bb
-from bunkbed.limits import memory_bytes
+from bunkbed.machine.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource, SeenPairs
@@ -38,8 +38,8 @@ from bunkbed.train.output.progress import MetricsLog, Progress
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from bunkbed.run import Run
-    from bunkbed.table_commits import PendingCommit
+    from bunkbed.run.run import Run
+    from bunkbed.table.commits import PendingCommit
 
 __all__ = ["Trainer"]
 

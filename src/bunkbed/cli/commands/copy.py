@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from bunkbed.budget import format_bytes
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, byte_progress, escape, print_error, print_json, stdout
 from bunkbed.cli.shared.run_folder import kind_of
 from bunkbed.cli.shared.train_options import OptimizerName
+from bunkbed.core.budget import format_bytes
 from bunkbed.train.settings.config import OPTIMIZERS
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bunkbed.budget import format_bytes
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
+from bunkbed.core.budget import format_bytes
 
 if TYPE_CHECKING:
     from bunkbed.train.demo.twice import DemoResult, DemoSize

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from bunkbed.budget import format_bytes
 from bunkbed.cli.shared.console import (
     ConfigOption,
     JsonOption,
@@ -22,6 +21,7 @@ from bunkbed.cli.shared.console import (
     stdout,
 )
 from bunkbed.cli.shared.run_folder import kind_of
+from bunkbed.core.budget import format_bytes
 from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]

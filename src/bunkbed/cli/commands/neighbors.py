@@ -11,9 +11,9 @@ import numpy as np
 import typer
 from rich.table import Table as Listing
 
-from bunkbed.arguments import Ids
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
 from bunkbed.cli.shared.opened_table import open_rows
+from bunkbed.core.arguments import Ids
 
 
 class Metric(StrEnum):

@@ -12,12 +12,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 
 from bunkbed import _native, planning
-from bunkbed.budget import format_bytes, parse_bytes
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
 from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, option
-from bunkbed.limit_text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
-from bunkbed.machine import Machine, measure
-from bunkbed.optim import OPTIMIZERS
+from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.optim import OPTIMIZERS
+from bunkbed.machine.rates import Machine, measure
+from bunkbed.machine.text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
 from bunkbed.planning import DEFAULT_LOOKAHEAD, Plan
 
 _TABLE, _STEP, _MACHINE = "Table", "Step", "Machine"

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bunkbed.budget import format_bytes
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, escape, need, print_json, stderr, stdout
+from bunkbed.core.budget import format_bytes
 
 
 def report(

@@ -31,7 +31,7 @@ from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName
 from bunkbed.io.common.naming import write_vocabulary
 from bunkbed.io.common.source import naming_file
 from bunkbed.io.formats import FORMATS, format_of
-from bunkbed.table import Table
+from bunkbed.table.table import Table
 from bunkbed.train.settings.config import OPTIMIZERS
 
 _SUFFIXES = " ".join(suffix for one in FORMATS for suffix in one.suffixes)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from bunkbed.budget import format_bytes, parse_bytes
 from bunkbed.cli.shared.console import (
     ConfigOption,
     JsonOption,
@@ -52,13 +51,14 @@ from bunkbed.cli.shared.train_options import (
     Sampling,
     option,
 )
+from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.train.output.events import EpochReport, Event, Outcome
 from bunkbed.train.output.progress import FREE_TO_CHANGE
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
 
 if TYPE_CHECKING:
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
     from bunkbed.train.data.interactions import Dataset
     from bunkbed.train.evaluate.evaluator import EvalResult
     from bunkbed.train.loop import Trainer
@@ -223,7 +223,7 @@ def _start(
 ) -> int:
     """Read, create the run folder, train. A failure before anything is committed leaves no folder behind."""
     import bunkbed
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
     from bunkbed.train.data.interactions import read_dataset
     from bunkbed.train.data.store import save_dataset
     from bunkbed.train.loop import Trainer
@@ -295,7 +295,7 @@ def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainCon
 
 
 def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
 
@@ -384,7 +384,7 @@ def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> E
 
 def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
     """A run opened read-only: at the snapshot asked for, else at the best epoch, else at the last commit."""
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
 
     run = Run(folder, ram=ram, mode="r")
     if snapshot is None and "best" not in run.snapshots():

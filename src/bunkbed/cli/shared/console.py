@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from bunkbed.budget import format_bytes
+from bunkbed.core.budget import format_bytes
 from bunkbed.errors import BunkbedError
 
 

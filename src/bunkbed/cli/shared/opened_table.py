@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bunkbed.cli.shared.console import UsageProblem, need
 from bunkbed.cli.shared.run_folder import kind_of
-from bunkbed.table import Table
+from bunkbed.table.table import Table
 from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from bunkbed.cli.shared.console import UsageProblem
 from bunkbed.errors import BunkbedError, FormatError
-from bunkbed.opening import is_sharded
+from bunkbed.files.run_files import is_sharded
 from bunkbed.train.settings.run_config import CONFIG_NAME
 
 

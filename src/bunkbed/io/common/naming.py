@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.arguments import Ids, as_ids
+from bunkbed.core.arguments import Ids, as_ids
+from bunkbed.files.durable import make_file, sync_directory
 from bunkbed.io.common.words import Words
-from bunkbed.run_files import make_file, sync_directory
-from bunkbed.table import Table
+from bunkbed.table.table import Table
 
 
 class Naming:

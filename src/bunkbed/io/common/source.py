@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.arguments import Floats, Ids
+from bunkbed.core.arguments import Floats, Ids
 from bunkbed.errors import BunkbedError
-from bunkbed.table import Table
+from bunkbed.table.table import Table
 
 #: (rows done, rows in all) after each chunk.
 Progress = Callable[[int, int], None]

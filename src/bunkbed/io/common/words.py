@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 
 from bunkbed import _native
-from bunkbed.arguments import Ids
+from bunkbed.core.arguments import Ids
 
 
 class Words(Sequence[str]):

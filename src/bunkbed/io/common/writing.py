@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from bunkbed.arguments import Floats, Ids
+from bunkbed.core.arguments import Floats, Ids
 from bunkbed.errors import BunkbedError
 from bunkbed.io.common.ahead import ahead
 from bunkbed.io.common.naming import read_vocabulary
 from bunkbed.io.common.source import Progress, chunk_rows, slot_length
-from bunkbed.table import Table
+from bunkbed.table.table import Table
 
 #: Bytes of rows after which the disk is told to begin with them.
 _DISK_BYTES = 32 << 20

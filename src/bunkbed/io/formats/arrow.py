@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.arguments import Ids
+from bunkbed.core.arguments import Ids
 from bunkbed.io.common.naming import words_of
 from bunkbed.io.common.source import FLOATS, Chunk, Reading, Source, check_claim, check_rows, need, widened
 from bunkbed.io.common.writing import Writing

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bunkbed.arguments import Floats, Ids
+from bunkbed.core.arguments import Floats, Ids
 from bunkbed.errors import BunkbedError
 from bunkbed.io.common.ahead import ahead
 from bunkbed.io.common.source import read_fully, slot_length
-from bunkbed.table import Table
+from bunkbed.table.table import Table
 
 #: Bytes of a region with all its slots, two of which are in memory, and most regions: above 64 GiB they grow instead.
 _REGION_BYTES = 16 << 20

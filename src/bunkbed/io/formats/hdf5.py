@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.arguments import Floats
+from bunkbed.core.arguments import Floats
 from bunkbed.io.common.source import (
     Chunk,
     Reading,

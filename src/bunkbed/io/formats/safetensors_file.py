@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from bunkbed.arguments import Ids
+from bunkbed.core.arguments import Ids
 from bunkbed.io.common.source import Chunk, Reading, Source, check_rows, read_fully, rows_of_file
 from bunkbed.io.common.writing import Writing
 

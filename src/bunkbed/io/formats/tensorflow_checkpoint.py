@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.arguments import Floats
+from bunkbed.core.arguments import Floats
 from bunkbed.io.common.source import Chunk, Reading, Source, check_claim, check_rows, need, widened
 from bunkbed.io.common.writing import Writing
 from bunkbed.io.formats.dense import gather

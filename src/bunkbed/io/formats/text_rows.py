@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
-from bunkbed.arguments import Floats, Ids
+from bunkbed.core.arguments import Floats, Ids
 from bunkbed.io.common.ahead import ahead
 from bunkbed.io.common.naming import words_of
 from bunkbed.io.common.writing import Writing

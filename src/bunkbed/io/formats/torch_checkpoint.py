@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bunkbed.core.optim import Adagrad, Adam
 from bunkbed.io.common.source import Chunk, Reading, Source, check_claim, check_rows, need, the_array_meant
 from bunkbed.io.common.writing import Writing
 from bunkbed.io.formats.dense import fill
 from bunkbed.io.formats.zip_members import MemberRows, offset_of, set_checksums
-from bunkbed.optim import Adagrad, Adam
 
 _INSTALL = '"bunkbed[torch]"'
 #: Of the containers in a checkpoint.

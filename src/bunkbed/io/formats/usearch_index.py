@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.budget import format_bytes
+from bunkbed.core.budget import format_bytes
+from bunkbed.core.threads import get_num_threads
 from bunkbed.io.common.source import Chunk, Reading, Source, check_claim, check_rows, need
 from bunkbed.io.common.writing import Writing
-from bunkbed.sharded import ShardedTable
-from bunkbed.table import Table
-from bunkbed.threads import get_num_threads
+from bunkbed.sharded.table import ShardedTable
+from bunkbed.table.table import Table
 
 _INSTALL = '"bunkbed[ann]"'
 #: Our word of a metric, and USearch's.

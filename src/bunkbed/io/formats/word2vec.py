@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from bunkbed import _native
-from bunkbed.arguments import Floats, Ids
+from bunkbed.core.arguments import Floats, Ids
 from bunkbed.io.common.naming import words_of
 from bunkbed.io.common.source import Chunk, Reading, Source
 from bunkbed.io.common.words import Words

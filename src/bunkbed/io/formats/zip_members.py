@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from bunkbed.arguments import Floats
+from bunkbed.core.arguments import Floats
 from bunkbed.io.formats.dense import FileRows
 
 #: Fixed parts of what stands before a member, and of its entry in the directory at the end.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
 
 
 class Bags:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 import bunkbed as bb
-from bunkbed.init import Initializer
+from bunkbed.core.init import Initializer
 
 _OURS = "bunkbed.Zeros(), bunkbed.Normal(std) or bunkbed.Uniform(low, high)"
 

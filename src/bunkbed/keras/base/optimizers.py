@@ -19,6 +19,7 @@ from typing import Any
 import keras
 
 import bunkbed as bb
+from bunkbed.core.optim import Optimizer
 from bunkbed.keras.base.pending import StepRule
 
 OURS = "bunkbed.SGD, bunkbed.Adagrad, bunkbed.RowwiseAdagrad or bunkbed.Adam"
@@ -42,7 +43,7 @@ def _refuse(optimizer: Any, what: str, *, own: bool = False) -> ValueError:
     )
 
 
-def rule_of(optimizer: Any, token: Any, lr: float) -> bb.optim.Optimizer:
+def rule_of(optimizer: Any, token: Any, lr: float) -> Optimizer:
     """The update rule that follows a Keras optimizer.
 
     Args:

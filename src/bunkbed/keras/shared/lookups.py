@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.bag_gradients import FloatArray, IntArray
+from bunkbed.adapters.bag_gradients import FloatArray, IntArray
 from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.shared.table import SharedTable, alive
 from bunkbed.keras.tensorflow.callbacks import call

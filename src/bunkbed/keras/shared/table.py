@@ -22,16 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import bunkbed as bb
-from bunkbed.budget import Budget
-from bunkbed.init import Initializer
+from bunkbed.adapters.references import Reference, References
+from bunkbed.adapters.tables import open_or_create, open_stored
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Optimizer, check_same_slots
 from bunkbed.keras.base.backend import IS_TORCH
 from bunkbed.keras.base.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
 from bunkbed.keras.base.pending import Pending, StepRule
 from bunkbed.keras.base.stepping import require_known_keras
 from bunkbed.keras.shared.variables import KeptEpoch
-from bunkbed.layer_table import open_or_create, open_stored
-from bunkbed.optim import check_same_slots
-from bunkbed.references import Reference, References
 
 if IS_TORCH:
     from bunkbed.keras.torch.backend import Token, as_scalar, call, outside_graph
@@ -63,13 +63,13 @@ class TableArguments:
     ram: int | str | Budget | None
     disk: int | str | None
     durability: Literal["durable", "scratch"] | None
-    #: What a stored table must have, by the layer's argument names; see `bunkbed.layer_table.require_same`.
+    #: What a stored table must have, by the layer's argument names; see `bunkbed.adapters.tables.require_same`.
     same: dict[str, Any]
     #: A sharded table, and where a new one's shards lie.
     is_sharded: bool = False
     directories: tuple[Path, ...] | None = None
 
-    def opened(self, optimizer: bb.optim.Optimizer | None) -> Any:
+    def opened(self, optimizer: Optimizer | None) -> Any:
         """The table at `path`; None where there is none."""
         if self.path is None:
             return None
@@ -85,7 +85,7 @@ class TableArguments:
             )
         return found
 
-    def created(self, optimizer: bb.optim.Optimizer) -> Any:
+    def created(self, optimizer: Optimizer) -> Any:
         """The table at `path` or in RAM, made if it is not there."""
         if self.is_sharded:
             assert self.path is not None
@@ -330,7 +330,7 @@ class SharedTable:
         inputs = [gradients, rate, unscale, is_update(optimizer)]
         return as_scalar(call("update", self.name, step, inputs, np.float64))
 
-    def _what_steps(self, optimizer: Any, scaling: Any) -> tuple[StepRule, bb.optim.Optimizer | None, Any, Any, bool]:
+    def _what_steps(self, optimizer: Any, scaling: Any) -> tuple[StepRule, Optimizer | None, Any, Any, bool]:
         """What an optimizer's step asks of the table.
 
         Returns:
@@ -478,7 +478,7 @@ def shared_of_table(table: Any) -> SharedTable:
 
 
 def shared_of(
-    arguments: TableArguments, optimizer: bb.optim.Optimizer | None, make: Callable[..., SharedTable] = SharedTable
+    arguments: TableArguments, optimizer: Optimizer | None, make: Callable[..., SharedTable] = SharedTable
 ) -> SharedTable:
     """What the layers share whose table these arguments describe; `make` is called where it is not there yet.
 

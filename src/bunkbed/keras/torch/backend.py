@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import torch
 
-from bunkbed.bag_gradients import FloatArray, IntArray
+from bunkbed.adapters.bag_gradients import FloatArray, IntArray
 from bunkbed.errors import ReadOnlyError
 from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.base.rows_layer import RowsLayer

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from bunkbed import opening
 from bunkbed.keras.workers.folders import folders_of_workers
 from bunkbed.keras.workers.messages import error_message, message, told
+from bunkbed.table import opening
 
 Placement = Literal["sharded", "replicated"]
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.shared.lookups import answered, place_of, require_zero
 from bunkbed.keras.shared.table import alive
 from bunkbed.keras.tensorflow.callbacks import call
 from bunkbed.keras.workers.messages import FloatArray, IntArray, Told, error_message, message, told
 from bunkbed.keras.workers.table import WorkersTable
-from bunkbed.sharding import shards_of
-from bunkbed.table import POOLINGS
+from bunkbed.table.table import POOLINGS
 
 
 def rows_of_workers(shared: WorkersTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:

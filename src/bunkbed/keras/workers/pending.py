@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bunkbed import _native
+from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.pending import Pending, StepRule
 from bunkbed.keras.workers.group import Workers
 from bunkbed.keras.workers.messages import FloatArray, IntArray, Told
-from bunkbed.sharding import shards_of
 
 
 class WorkersPending(Pending):

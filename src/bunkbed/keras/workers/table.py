@@ -5,8 +5,9 @@ Under `tf.distribute.MultiWorkerMirroredStrategy` every worker has a table of it
 
 - ``placement="replicated"``, ``path/replica-0001-of-0002``: each has all rows, and looks up without the others. A step
   exchanges the summed gradients of the workers' batches, and each applies all of them: replicas stay bit-identical.
-- ``placement="sharded"``, ``path/shard-0001-of-0002``: each has the rows whose hash is its own (`bunkbed.sharding`),
-  and never another's. A lookup asks all for their rows, and a step gives each its own gradients.
+- ``placement="sharded"``, ``path/shard-0001-of-0002``: each has the rows whose hash is its own
+  (`bunkbed.files.sharding`), and never another's. A lookup asks all for their rows, and a step gives each its own
+  gradients.
 
 What holds:
 
@@ -50,17 +51,17 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from bunkbed.bag_pooling import BagPooling
+from bunkbed.adapters.references import Reference
+from bunkbed.core.optim import Optimizer
+from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.optimizers import is_update
 from bunkbed.keras.shared.table import SharedTable, TableArguments, alive, shared_of
 from bunkbed.keras.tensorflow.callbacks import call
 from bunkbed.keras.workers.group import Workers
 from bunkbed.keras.workers.messages import error_message, message, sign_of, told
 from bunkbed.keras.workers.pending import WorkersPending
-from bunkbed.optim import Optimizer
-from bunkbed.references import Reference
-from bunkbed.sharding import shards_of
-from bunkbed.table import Table
+from bunkbed.table.bag_pooling import BagPooling
+from bunkbed.table.table import Table
 
 
 @dataclass(frozen=True)

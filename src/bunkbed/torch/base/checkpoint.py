@@ -1,4 +1,4 @@
-"""What ``state_dict()`` holds of a table: a `bunkbed.references.Reference` as a uint8 tensor of JSON.
+"""What ``state_dict()`` holds of a table: a `bunkbed.adapters.references.Reference` as a uint8 tensor of JSON.
 
 As a tensor it survives every format that stores tensors (``torch.save`` with ``weights_only=True``, safetensors); it
 is padded so that its shape does not change.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bunkbed.references import Reference, References
+from bunkbed.adapters.references import Reference, References
 
 #: Name of the reference in a layer's state_dict.
 KEY = "table"

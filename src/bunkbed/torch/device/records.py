@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bunkbed import optim
+from bunkbed.core import optim
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.base.rounding import round_rows
 from bunkbed.torch.device.base.update_rules import StepConstants, update_rows

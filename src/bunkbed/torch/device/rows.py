@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bunkbed.bag_gradients import BagGradients
+from bunkbed.adapters.bag_gradients import BagGradients
 from bunkbed.torch.base.gradients import IntArray, Part
 from bunkbed.torch.device.base.batches import DeviceBatch
 from bunkbed.torch.device.base.link import Link

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bunkbed.bag_gradients import BagGradients
+from bunkbed.adapters.bag_gradients import BagGradients
 from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.base.batches import PIECE, DeviceBatch

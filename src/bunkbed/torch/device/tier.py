@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from bunkbed import _native
-from bunkbed.budget import Budget, format_bytes, parse_bytes
+from bunkbed.core.budget import Budget, format_bytes, parse_bytes
 from bunkbed.errors import BunkbedError
 from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.base import capabilities
@@ -395,7 +395,7 @@ class DeviceTier(DeviceRows):
         self._require_records().store(batch.frames, new)
         self.link.used()
 
-    # ---- what the table asks for: see `bunkbed.table.Above`
+    # ---- what the table asks for: see `bunkbed.table.table.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

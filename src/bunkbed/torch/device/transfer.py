@@ -145,7 +145,7 @@ class TransferTier(DeviceRows):
             self._steps += 1
             self._changed.append((self._steps, batch.batch))
 
-    # ---- what the table asks for: see `bunkbed.table.Above`
+    # ---- what the table asks for: see `bunkbed.table.table.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bunkbed.run_files import make_file, put_in_place, require_real
+from bunkbed.files.durable import make_file, put_in_place, require_real
 from bunkbed.train.data.columns import HeaderChoice, LayoutChoice
 from bunkbed.train.data.encode import MISSING_WORDS
 from bunkbed.train.data.formats import open_pairs

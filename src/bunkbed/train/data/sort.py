@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bunkbed.budget import format_bytes
+from bunkbed.core.budget import format_bytes
 from bunkbed.train.data.vocab import DataError
 
 if TYPE_CHECKING:

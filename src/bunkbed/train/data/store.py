@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bunkbed.run_files import make_file, put_in_place, replace_file, require_real
+from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
 from bunkbed.train.data.stored import StoredInteractions, StoredVocab, opened
 from bunkbed.train.data.vocab import DataError, Int64Array, Vocab

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
-from bunkbed.run_files import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
+from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
 from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.sampling import STREAM_EVAL, STREAM_ORDER, STREAM_SPLIT, SeenPairs, first_of_order, order_keys
 from bunkbed.train.data.sort import Sorter

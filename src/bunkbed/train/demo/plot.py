@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bunkbed.budget import format_bytes
+from bunkbed.core.budget import format_bytes
 from bunkbed.train.demo.twice import METRIC, DemoResult
 from bunkbed.train.output.plots import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, RED, style_axes
 

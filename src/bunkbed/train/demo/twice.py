@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bunkbed.budget import format_bytes, parse_bytes
+from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.train.demo.data import Planted, plant
 from bunkbed.train.output.events import EpochReport, Event, StepReport
 from bunkbed.train.settings.config import TrainConfig
@@ -193,7 +193,7 @@ def _ram_for_everything(size: DemoSize) -> int:
 
 
 def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[Event], None]) -> Side:
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
     from bunkbed.train.evaluate.evaluator import evaluate_run
     from bunkbed.train.loop import Trainer
 
@@ -232,7 +232,7 @@ def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[
 
 def _compare_rows(first: Path, second: Path) -> tuple[bool, int]:
     """Whether two committed runs hold the same bits in every row, and how many rows the first stores."""
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
 
     with Run(first, ram="64MiB", mode="r") as one, Run(second, ram="64MiB", mode="r") as other:
         names = one.table_names

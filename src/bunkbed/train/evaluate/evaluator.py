@@ -19,7 +19,7 @@ from bunkbed.train.models.scorer import Scorer, scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
 
 __all__ = ["EvalResult", "Evaluator", "evaluate_run", "sample_candidates"]
 

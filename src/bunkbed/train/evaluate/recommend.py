@@ -11,7 +11,7 @@ from bunkbed.train.models.scorer import Float32Array, Int64Array, scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
 
 __all__ = ["recommend"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bunkbed import _native
-from bunkbed.run_files import replace_file
+from bunkbed.files.durable import replace_file
 from bunkbed.train.evaluate.evaluator import EvalResult
 
 __all__ = ["load_test", "save_test"]

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bunkbed.budget import Budget
-from bunkbed.init import Normal, Zeros
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Normal, Zeros
 from bunkbed.torch import Embedding
 from bunkbed.train.models.heads import make_head
 from bunkbed.train.models.scorer import Scorer
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
 
 __all__ = ["Recommender", "create_tables"]
 

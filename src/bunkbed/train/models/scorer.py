@@ -14,7 +14,7 @@ from bunkbed.train.models.heads import DotHead, Head, make_head
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from bunkbed.run import Run
+    from bunkbed.run.run import Run
 
 __all__ = ["Scorer", "scorer_of_run"]
 

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bunkbed.budget import format_bytes
+from bunkbed.core.budget import format_bytes
 from bunkbed.train.output.events import EpochReport, EvalReport, Event, StepReport
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

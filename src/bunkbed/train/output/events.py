@@ -74,8 +74,8 @@ class EpochReport:
         device_hit_rate: as in `StepReport`, over the epoch's steps in this session.
         samples_per_s: positive pairs a second of those steps.
         disk_reads: reads of the log during the epoch; neighbouring rows share one. None in files of earlier releases.
-        moved_bytes: bytes that the tables' steps had to move through memory at least (`bunkbed.limits.memory_bytes`).
-            None in files of earlier releases.
+        moved_bytes: bytes that the tables' steps had to move through memory at least
+            (`bunkbed.machine.limits.memory_bytes`). None in files of earlier releases.
     """
 
     epoch: int

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bunkbed.run_files import make_file
+from bunkbed.files.durable import make_file
 from bunkbed.train.output.display import main_metrics
 
 if TYPE_CHECKING:

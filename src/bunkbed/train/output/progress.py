@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bunkbed import _native
-from bunkbed.run_files import make_file
+from bunkbed.files.durable import make_file
 from bunkbed.train.output.events import EpochReport, StepReport
 from bunkbed.train.settings.config import TrainConfig
 

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import bunkbed as bb
 from bunkbed.errors import BunkbedError, FormatError
-from bunkbed.limits import StepTimes, step_times
-from bunkbed.machine import Machine, remembered
-from bunkbed.opening import is_sharded
-from bunkbed.run_files import RunFiles
+from bunkbed.files.run_files import RunFiles, is_sharded
+from bunkbed.machine.limits import StepTimes, step_times
+from bunkbed.machine.rates import Machine, remembered
 from bunkbed.train.output.plots import Metrics, read_metrics
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
 from bunkbed.train.settings.config import TrainConfig

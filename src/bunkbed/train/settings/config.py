@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from bunkbed.budget import parse_bytes
-from bunkbed.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
+from bunkbed.core.budget import parse_bytes
+from bunkbed.core.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
 
 __all__ = ["OPTIMIZERS", "TrainConfig"]
 

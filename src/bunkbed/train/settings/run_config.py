@@ -8,7 +8,7 @@ from typing import Any
 
 from bunkbed import _native
 from bunkbed.errors import CorruptionError, FormatError
-from bunkbed.run_files import replace_file
+from bunkbed.files.durable import replace_file
 
 __all__ = ["CONFIG_NAME", "DATA_NAME", "read_config", "write_config"]
 

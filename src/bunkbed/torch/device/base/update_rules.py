@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bunkbed import optim
+from bunkbed.core import optim
 
 #: Virtual lanes of a sum over a row; ENGINE's second rule.
 _LANES = 16

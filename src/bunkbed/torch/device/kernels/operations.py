@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bunkbed import optim
+from bunkbed.core import optim
 from bunkbed.torch.device.base.batches import PIECE, cut
 from bunkbed.torch.device.base.update_rules import StepConstants, step_constants, update_rows
 from bunkbed.torch.device.kernels import launch
