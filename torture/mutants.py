@@ -33,8 +33,8 @@ def core_bug(name: str) -> Iterator[None]:
 
 @contextmanager
 def tables_open_at_their_newest() -> Iterator[None]:
-    original = opening.open
-    with mock.patch.object(opening, "open", lambda *a, **k: original(*a, **{**k, "_epoch": None})):
+    original = opening.open_table
+    with mock.patch.object(opening, "open_table", lambda *a, **k: original(*a, **{**k, "epoch": None})):
         yield
 
 

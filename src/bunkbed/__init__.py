@@ -27,12 +27,12 @@ from bunkbed.maintenance.problems import Report as Report
 from bunkbed.maintenance.snapshots import Snapshot as Snapshot
 from bunkbed.maintenance.snapshots import describe_snapshots as describe_snapshots
 from bunkbed.maintenance.snapshots import drop_snapshot as drop_snapshot
+from bunkbed.maintenance.snapshots import snapshots as snapshots
 from bunkbed.run.run import Run as Run
+from bunkbed.sharded.opening import open as open
 from bunkbed.sharded.table import ShardedTable as ShardedTable
 from bunkbed.table.neighbors import neighbors as neighbors
 from bunkbed.table.opening import create as create
-from bunkbed.table.opening import open as open
-from bunkbed.table.opening import snapshots as snapshots
 from bunkbed.table.table import Table as Table
 
 __version__ = "0.1.0"

@@ -11,7 +11,8 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Adam, Optimizer
 from bunkbed.errors import FormatError
-from bunkbed.table.opening import create, open, path_lock
+from bunkbed.sharded.opening import open
+from bunkbed.table.opening import create, path_lock
 
 
 def require_same(kind: str, table: Any, **given: Any) -> None:

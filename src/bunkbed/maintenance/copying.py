@@ -16,8 +16,9 @@ from bunkbed.files.durable import require_real, sync_directory
 from bunkbed.files.run_files import RunFiles
 from bunkbed.maintenance.copy_run import copy_run, rewrite_run
 from bunkbed.maintenance.rewriting import Rewritten, rewrite_rows, rewritten_spec
-from bunkbed.table import opening
+from bunkbed.sharded.opening import open
 from bunkbed.table.facts import DTYPES
+from bunkbed.table.opening import create
 
 #: (done, in all), a few times a second: bytes of files, or rows where rows are rewritten.
 Progress = Callable[[int, int], None]
@@ -170,9 +171,9 @@ def _rewrite_table(
     ram_bytes: int,
     progress: Progress | None,
 ) -> Rewritten:
-    with opening.open(source, mode="r", snapshot=snapshot, ram=ram_bytes // 2) as table:
+    with open(source, mode="r", snapshot=snapshot, ram=ram_bytes // 2) as table:
         spec = rewritten_spec(table, dtype, optimizer)
-        with opening.create(part, ram=ram_bytes - ram_bytes // 2, **spec) as copied:
+        with create(part, ram=ram_bytes - ram_bytes // 2, **spec) as copied:
             rows = rewrite_rows(table, copied, progress)
             copied.commit(meta=table.meta, keep=snapshot)
         return Rewritten(table.epoch, rows)

@@ -12,7 +12,7 @@ from bunkbed import _native
 from bunkbed.core.typed import typed
 from bunkbed.files.run_files import RunFiles
 from bunkbed.run.run import Run
-from bunkbed.table.opening import open_writer, path_lock
+from bunkbed.table.opening import open_writer, path_lock, resolve
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,17 @@ class Snapshot:
     def as_dict(self) -> dict[str, Any]:
         """The facts, for JSON; the time in ISO 8601."""
         return {**vars(self), "time": self.time.isoformat(timespec="seconds")}
+
+
+@typed
+def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Kept commits of the table or run at `path`: name -> epoch, oldest first.
+
+    Raises:
+        FileNotFoundError, FormatError: neither a table nor a run there.
+    """
+    files = RunFiles(resolve(path))
+    return files.snapshots() if files.epochs() else dict(_native.snapshots(str(files.directory)))
 
 
 @typed

@@ -217,19 +217,17 @@ class Run:
         path = self._files.own_table(name)
         label = name if self._shards_of is None else f"{self._shards_of}/{name}"
         if name in self._manifest.tables:
-            if not opening._is_table(path):  # with `create` an empty one would take its place
+            if not opening.is_table(path):  # with `create` an empty one would take its place
                 raise FileNotFoundError(
                     f"run {self.path}: commit {self.epoch} names table {name!r}, but {path} holds no table; put its "
                     "files back"
                 )
-            opened = opening.open(
+            opened = opening.open_table(
                 path,
-                mode=self.mode,
-                ram=self.budget,
-                create=create,
-                _run=self if self.mode == "w" else None,
-                _epoch=self._manifest.tables[name],
-                _name=label,
+                opening.Wanted.of(self.mode, ram=self.budget, create=create),
+                run=self if self.mode == "w" else None,
+                epoch=self._manifest.tables[name],
+                name=label,
             )
         elif create is None or self.mode == "r":
             known = ", ".join(sorted(self._manifest.tables)) or "none"
@@ -253,7 +251,8 @@ class Run:
         label = self._tables[name].name
         self._tables[name]._close()  # first: the budget may not hold both
         path = self._files.own_table(name)
-        self._tables[name] = opening.open(path, mode="r", ram=self.budget, _epoch=epoch, _name=label)
+        wanted = opening.Wanted.of("r", ram=self.budget)
+        self._tables[name] = opening.open_table(path, wanted, epoch=epoch, name=label)
         return self._tables[name]
 
     @typed

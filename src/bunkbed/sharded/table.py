@@ -106,7 +106,7 @@ class ShardedTable(Table):
             FileExistsError: something is at `path`, or at a shard's place. ValueError, TypeError: an argument out of
             range. MemoryError: `ram` is too small for so many shards; says how much is needed.
         """
-        place = opening._resolve(path)
+        place = opening.resolve(path)
         with opening.path_lock(place):
             places = _new_places(place, shards, directories)
             disk_bytes = 0 if disk is None else parse_bytes(disk)
@@ -178,7 +178,7 @@ class ShardedTable(Table):
             sharded table, or a directory holds something else than its shard. TableLockedError, CorruptionError,
             ValueError: see `bunkbed.open`.
         """
-        place = opening._resolve(path)
+        place = opening.resolve(path)
         if mode not in ("w", "r"):
             raise ValueError(f'mode must be "w" or "r", got {mode!r}')
         writable = mode == "w" and snapshot is None
@@ -187,11 +187,11 @@ class ShardedTable(Table):
             wanted.setdefault("optimizer", optimizer)
         ram = wanted.pop("ram", None) if ram is None else ram
         disk = wanted.pop("disk", None) if disk is None else disk
-        disk_bytes = opening._parse_disk(disk, "w" if writable else "r")
+        disk_bytes = opening.parse_disk(disk, "w" if writable else "r")
         with opening.path_lock(place if writable else None):
             files = RunFiles(place, "sharded table")
             if not files.epochs():
-                if create is not None and writable and not opening._is_table(place):
+                if create is not None and writable and not opening.is_table(place):
                     return cls.create(place, ram=ram, disk=disk, **wanted)
                 if place.exists():
                     raise FormatError(f"{place} is not a sharded table; open a plain one with bb.open")
@@ -325,7 +325,7 @@ def _new_places(place: Path, shards: int | None, directories: Sequence[_Path] | 
         raise ValueError("directories is empty; leave it out to have all shards below the path")
     if shards is None and directories is None:
         raise ValueError("give shards=, a number, or directories=, where they are to lie")
-    roots = None if directories is None else [opening._resolve(directory) for directory in directories]
+    roots = None if directories is None else [opening.resolve(directory) for directory in directories]
     count = len(roots or ()) if shards is None else shards
     if not 1 <= count <= MAX_SHARDS:
         raise ValueError(f"shards must be in [1, {MAX_SHARDS}], got {count}")
@@ -360,7 +360,7 @@ def _require_room(name: str, budget: Budget, spec: _native.TableSpec, shards: in
 
 
 def _require_free(place: Path, shards: list[Path]) -> None:
-    if RunFiles(place).epochs() or opening._is_table(place):
+    if RunFiles(place).epochs() or opening.is_table(place):
         raise FileExistsError(f"a table exists already at {place}; open it with bb.open, or remove the directory")
     for shard in shards:
         if shard.exists() and (not shard.is_dir() or any(shard.iterdir())):
@@ -392,6 +392,3 @@ def _open_shards(run: Run, directories: Sequence[_Path] | None, disk_bytes: int)
     places = run._files.places
     if run.mode == "w" and places is not None and places != run._manifest.places:
         run._publish(replace(run._manifest, epoch=run.epoch + 1, keep="", copied=False, places=places))
-
-
-opening.open_sharded = ShardedTable.open

@@ -10,8 +10,9 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from bunkbed import _native
 from bunkbed.core import init as _init
@@ -20,7 +21,7 @@ from bunkbed.core.arguments import as_whole
 from bunkbed.core.budget import Budget, parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
-from bunkbed.files.run_files import RunFiles, is_sharded
+from bunkbed.files.run_files import is_sharded
 from bunkbed.table.facts import DTYPES
 from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
@@ -82,13 +83,13 @@ def make_spec(
     )
 
 
-def _resolve(path: str | os.PathLike[str]) -> Path:
+def resolve(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a string or a path, got {path!r}")
     return Path(path).expanduser().absolute()
 
 
-def _parse_disk(disk: int | str | None, mode: str | None) -> int:
+def parse_disk(disk: int | str | None, mode: str | None) -> int:
     """Bytes of the limit, 0 for none. `mode`: how the table is opened, None for one in RAM only."""
     if disk is None:
         return 0
@@ -191,7 +192,7 @@ def create(
         FileExistsError: something is there already, other than what a scratch table left. ValueError, TypeError: an
         argument out of range; a budget or limit too small to work at all (says how much is needed).
     """
-    disk_bytes = _parse_disk(disk, None if path is None else "w")
+    disk_bytes = parse_disk(disk, None if path is None else "w")
     if durability not in ("durable", "scratch"):
         raise ValueError(f'durability must be "durable" or "scratch", got {durability!r}')
     is_scratch = durability == "scratch"
@@ -200,7 +201,7 @@ def create(
     if is_scratch and _run is not None:
         raise ValueError('a run\'s tables are committed together, and durability="scratch" keeps nothing: bb.create it')
     spec = make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None, is_scratch)
-    place = None if path is None else _resolve(path)
+    place = None if path is None else resolve(path)
     if place is not None and _has_sharded(place):
         raise FileExistsError(
             errno.EEXIST, "there is a sharded table; open it with bunkbed.open, or give another path", str(place)
@@ -222,72 +223,84 @@ def register_writer(table: Table) -> None:
             _writers[(os.getpid(), str(table.path.resolve()))] = table
 
 
-@typed
-def open(
-    path: str | os.PathLike[str],
-    *,
-    mode: Literal["w", "r"] = "w",
-    ram: int | str | Budget | None = None,
-    snapshot: str | None = None,
-    create: dict[str, Any] | None = None,
-    optimizer: _optim.Optimizer | None = None,
-    disk: int | str | None = None,
-    _run: Any = None,
-    _epoch: int | None = None,
-    _name: str | None = None,
-) -> Table:
-    """Open a table at its last commit; of a sharded table's directory, the `bunkbed.ShardedTable`.
+@dataclass(frozen=True)
+class Wanted:
+    """What `bunkbed.open` is asked for, with its `create` taken apart.
 
-    Opening a path that this process already writes returns the same table; each opening wants its own `close`.
+    Attributes:
+        create: arguments of `create` but for `ram` and `disk`, which are in `ram` and `disk`.
+        disk_bytes: the limit in bytes, 0 for none.
+    """
+
+    mode: Literal["w", "r"]
+    ram: int | str | Budget | None
+    snapshot: str | None
+    create: dict[str, Any] | None
+    optimizer: _optim.Optimizer | None
+    disk: int | str | None
+    disk_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        mode: Literal["w", "r"],
+        *,
+        ram: int | str | Budget | None = None,
+        snapshot: str | None = None,
+        create: dict[str, Any] | None = None,
+        optimizer: _optim.Optimizer | None = None,
+        disk: int | str | None = None,
+    ) -> Self:
+        """The arguments of `bunkbed.open`, checked.
+
+        Raises:
+            ValueError, TypeError: an unknown mode, a limit for a reader, an unknown argument in `create`.
+        """
+        if mode not in ("w", "r"):
+            raise ValueError(f'mode must be "w" or "r", got {mode!r}')
+        writable = mode == "w" and snapshot is None
+        disk_bytes = parse_disk(disk, "w" if writable else "r")
+        if create is not None:
+            create = dict(create)
+            own_ram = create.pop("ram", None)
+            ram = own_ram if ram is None else ram
+            own_disk = create.pop("disk", None)
+            if disk is None and writable:
+                disk, disk_bytes = own_disk, parse_disk(own_disk, "w")
+            unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype", "durability"}
+            if unknown:
+                raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
+            if optimizer is not None:
+                create.setdefault("optimizer", optimizer)
+        return cls(mode, ram, snapshot, create, optimizer, disk, disk_bytes)
+
+    @property
+    def writable(self) -> bool:
+        """Whether it is for a writer."""
+        return self.mode == "w" and self.snapshot is None
+
+
+def open_table(
+    place: Path, wanted: Wanted, *, run: Any = None, epoch: int | None = None, name: str | None = None
+) -> Table:
+    """Open the plain table at `place`; see `bunkbed.open`, which opens sharded ones too.
 
     Args:
-        path: the table's directory.
-        mode: ``"w"``: the one writer; ``"r"``: a reader of the last commit (`Table.refresh` moves on), without locks.
-        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
-        snapshot: open this kept commit, for reading.
-        create: arguments of `bunkbed.create`: make the table when it is not there, or when a scratch table was;
-            otherwise each given one is compared with the table's. The optimizer's hyperparameters are taken over.
-        optimizer: new hyperparameters; the class must be the table's.
-        disk: most bytes that the table's files may take while this writer has it open; see `bunkbed.create`.
-
-    Returns:
-        The open table.
-
-    Raises:
-        FileNotFoundError: nothing is there. FormatError: no table, a scratch table, or of a newer format.
-        TableLockedError: another process writes it. CorruptionError: its last commit is damaged; names the older ones.
-        ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget or limit too small.
+        place: the table's directory, absolute.
+        wanted: what is asked for.
+        run: the `bunkbed.Run` that commits it.
+        epoch: the commit to open; default: the last one, or the snapshot's.
+        name: what messages call it; default: the last part of its path.
     """
-    place = _resolve(path)
-    if mode not in ("w", "r"):
-        raise ValueError(f'mode must be "w" or "r", got {mode!r}')
-    writable = mode == "w" and snapshot is None
-    disk_bytes = _parse_disk(disk, "w" if writable else "r")
-    if create is not None:
-        create = dict(create)
-        own_ram = create.pop("ram", None)
-        ram = own_ram if ram is None else ram
-        own_disk = create.pop("disk", None)
-        if disk is None and writable:
-            disk, disk_bytes = own_disk, _parse_disk(own_disk, "w")
-        unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype", "durability"}
-        if unknown:
-            raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
-        if optimizer is not None:
-            create.setdefault("optimizer", optimizer)
-    with path_lock(place if writable else None):
-        if open_sharded is not None and is_sharded(place):
-            return open_sharded(
-                place, mode=mode, ram=ram, snapshot=snapshot, create=create, optimizer=optimizer, disk=disk
-            )
-        if create is not None and not _is_table(place):
-            if not writable:
+    with path_lock(place if wanted.writable else None):
+        if wanted.create is not None and not is_table(place):
+            if not wanted.writable:
                 raise FileNotFoundError(f"no table at {place} to read")
-            return _create_table(place, ram=ram, disk=disk, _run=_run, _name=_name, **create)
-        if writable:
+            return create(place, ram=wanted.ram, disk=wanted.disk, _run=run, _name=name, **wanted.create)
+        if wanted.writable:
             present = open_writer(place)
             if present is not None:
-                compare_with(present, {**(create or {}), "disk": disk}, optimizer)
+                compare_with(present, {**(wanted.create or {}), "disk": wanted.disk}, wanted.optimizer)
                 present._opens += 1
                 return present
         if not place.exists():
@@ -296,31 +309,32 @@ def open(
             )
         if not place.is_dir():
             raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
-        spec, stored_rows = _native.read_spec(str(place), snapshot or "", _epoch)
-        if spec.is_scratch and writable and create is not None and _epoch is None:
-            return _create_table(
-                place, ram=ram, disk=disk, _run=_run, _name=_name, **create
+        snapshot = wanted.snapshot or ""
+        spec, stored_rows = _native.read_spec(str(place), snapshot, epoch)
+        if spec.is_scratch and wanted.writable and wanted.create is not None and epoch is None:
+            return create(
+                place, ram=wanted.ram, disk=wanted.disk, _run=run, _name=name, **wanted.create
             )  # an error while another process has it
-        table = Table(spec, place, "w" if writable else "r")
-        table._name = _name or table._name
-        table._run = _run
+        table = Table(spec, place, "w" if wanted.writable else "r")
+        table._name = name or table._name
+        table._run = run
         table._stored_hint = spec.minimum_ram(stored_rows, True)
         _start(
             table,
-            ram,
+            wanted.ram,
             lambda ram_bytes: _native.open(
-                str(place), table.name, writable, ram_bytes, snapshot or "", _epoch, _run is not None, disk_bytes
+                str(place),
+                table.name,
+                wanted.writable,
+                ram_bytes,
+                snapshot,
+                epoch,
+                run is not None,
+                wanted.disk_bytes,
             ),
-            lambda: compare_with(table, create, optimizer),
+            lambda: compare_with(table, wanted.create, wanted.optimizer),
         )
         return table
-
-
-_create_table = create
-
-
-#: How a sharded table is opened; set by the module that knows, which is above this one.
-open_sharded: Callable[..., Table] | None = None
 
 
 def _has_sharded(place: Path) -> bool:
@@ -331,14 +345,14 @@ def _has_sharded(place: Path) -> bool:
         return False
 
 
-def _is_table(place: Path) -> bool:
+def is_table(place: Path) -> bool:
     return place.is_dir() and any(entry.name.startswith("manifest-") for entry in place.iterdir())
 
 
 def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.Optimizer | None) -> None:
     """Each value given must be the table's; hyperparameters are taken over."""
     wanted = dict(create or {})
-    limit = _parse_disk(wanted.get("disk"), "w")
+    limit = parse_disk(wanted.get("disk"), "w")
     if limit not in (0, table.stats()["disk_limit_bytes"]):
         raise ValueError(
             f"table '{table.name}' is open already with disk={int(table.stats()['disk_limit_bytes'])} "
@@ -366,14 +380,3 @@ def open_writer(place: Path) -> Table | None:
     with _writers_lock:
         present = _writers.get((os.getpid(), str(place.resolve())))
     return None if present is None or present.closed else present
-
-
-@typed
-def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Kept commits of the table or run at `path`: name -> epoch, oldest first.
-
-    Raises:
-        FileNotFoundError, FormatError: neither a table nor a run there.
-    """
-    files = RunFiles(_resolve(path))
-    return files.snapshots() if files.epochs() else dict(_native.snapshots(str(files.directory)))

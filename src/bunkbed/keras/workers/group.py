@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from bunkbed.files.run_files import is_sharded
 from bunkbed.keras.workers.folders import folders_of_workers
 from bunkbed.keras.workers.messages import error_message, message, told
-from bunkbed.table import opening
+from bunkbed.table.opening import is_table
 
 Placement = Literal["sharded", "replicated"]
 
@@ -146,7 +147,7 @@ class Workers:
         return {
             "has": self.place(path).is_dir(),
             "all": folders_of_workers(path),
-            "here": opening._is_table(path) or opening.is_sharded(path),
+            "here": is_table(path) or is_sharded(path),
         }
 
     def agree_on_parts(self, path: Path, said: list[dict[str, Any]]) -> None:
