@@ -17,7 +17,7 @@ import numpy as np
 import bunkbed as bb
 from benchmarks import common
 from benchmarks.figures import Figure, Settings
-from bunkbed.budget import parse_bytes
+from bunkbed.core.budget import parse_bytes
 
 DIM = 64
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from bunkbed import machine as machine_rates
+from bunkbed.machine import rates as machine_rates
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -63,7 +63,7 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 
 def bb_bytes(num_bytes: float) -> str:
     """Bytes for people."""
-    from bunkbed.budget import format_bytes
+    from bunkbed.core.budget import format_bytes
 
     return format_bytes(num_bytes)
 

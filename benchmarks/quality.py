@@ -34,12 +34,12 @@ import numpy as np
 
 import bunkbed as bb
 from benchmarks import common
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import Dataset, read_dataset
-from bunkbed.train.evaluate import EvalResult, evaluate_run
-from bunkbed.train.events import EpochReport, Event
+from bunkbed.train.data.interactions import Dataset, read_dataset
+from bunkbed.train.evaluate.evaluator import EvalResult, evaluate_run
 from bunkbed.train.loop import Trainer
+from bunkbed.train.output.events import EpochReport, Event
 from bunkbed.train.recipes import RECIPES
+from bunkbed.train.settings.config import TrainConfig
 
 #: What the budget has beside its share of the records: directory, write buffer, scratch of a batch.
 OVERHEAD_BYTES = common.MIB
@@ -86,7 +86,7 @@ def load(name: str, data: Path, *, tiny: bool) -> Dataset:
 
 def made_up() -> Dataset:
     """600 users who mostly like items near their own number."""
-    from bunkbed.train.data import Interactions, Vocab
+    from bunkbed.train.data.interactions import Interactions, Vocab
 
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(600), 12)

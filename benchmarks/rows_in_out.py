@@ -31,7 +31,7 @@ import bunkbed as bb
 from benchmarks import common, turns
 from benchmarks.figures import Figure, Settings, missing
 from benchmarks.rows_peers import PEERS, SAVE, Peer
-from bunkbed.budget import parse_bytes
+from bunkbed.core.budget import parse_bytes
 
 DIM = 64
 TARGET = 0.5

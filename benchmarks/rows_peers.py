@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.threads import get_num_threads
+from bunkbed.core.threads import get_num_threads
 
 Content = dict[str, Any]
 #: Writes rows that are ready in RAM, in the form that the library takes.

@@ -24,7 +24,7 @@ import numpy as np
 import bunkbed as bb
 from benchmarks import common
 from benchmarks.peers.records import DIM, RECORD_BYTES, Records, Training
-from bunkbed.budget import parse_bytes
+from bunkbed.core.budget import parse_bytes
 
 #: Edge of the matrices whose product stands for a model's work.
 EDGE = 512

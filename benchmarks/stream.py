@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.figures import Figure, Settings, missing
-from bunkbed.budget import parse_bytes
+from bunkbed.core.budget import parse_bytes
 
 # On disk a pair takes some 12 B in the source, 45 B while pairs are told apart, 25 B in a run.
 BYTES_A_PAIR = 90

@@ -33,10 +33,10 @@ from torch.nn import functional
 import bunkbed as bb
 from benchmarks import common
 from benchmarks.quality import FILES, load
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import Dataset
+from bunkbed.train.data.interactions import Dataset
+from bunkbed.train.data.splits import split
 from bunkbed.train.recipes import RECIPES
-from bunkbed.train.splits import split
+from bunkbed.train.settings.config import TrainConfig
 
 
 class Ours:
@@ -45,8 +45,8 @@ class Ours:
     def __init__(self, config: TrainConfig, data: Dataset) -> None:
         from rich.console import Console
 
-        from bunkbed.train.display import open_display
         from bunkbed.train.loop import Trainer
+        from bunkbed.train.output.display import open_display
 
         self._folder = tempfile.TemporaryDirectory()
         config = replace(config, epochs=1_000_000, eval_every=1_000_000, commit_every=1_000_000)

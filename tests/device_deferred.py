@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from bunkbed.torch.device.link import Link
+from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.records import DeviceRecords
 from device_setup import torch
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.core.optim import Optimizer
 from bunkbed.testing import ReferenceTable
 
 tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
@@ -42,7 +43,7 @@ def mse_gradient(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return 2.0 * (rows - targets) / np.float32(rows.size)
 
 
-def reference(optimizer: bb.optim.Optimizer) -> ReferenceTable:
+def reference(optimizer: Optimizer) -> ReferenceTable:
     """An untrained table as the layers of these tests make it."""
     return ReferenceTable(dim=DIM, num_rows=ROWS, optimizer=optimizer, init=INIT, seed=SEED)
 

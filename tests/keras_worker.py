@@ -184,7 +184,7 @@ def cut_of(step: int) -> int:
 
 
 def owners(ids: np.ndarray) -> np.ndarray:
-    from bunkbed.sharding import shards_of
+    from bunkbed.files.sharding import shards_of
 
     return shards_of(ids.astype(np.int64), WORKERS).astype(np.int64)
 
@@ -298,7 +298,7 @@ def half_saved(worker: Worker, data) -> None:
 
 def alone(worker: Worker) -> None:
     """Worker 0 saves long before worker 1 does, and says that it waits."""
-    from bunkbed.keras import workers
+    from bunkbed.keras.workers import group as workers
 
     _, model = worker.model(None, seed=SEED)
     worker.step_of(model)(*batch(batches(1), 0))

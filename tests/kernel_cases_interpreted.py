@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.torch.device import capabilities
-from bunkbed.torch.device.batches import PIECE, cut
+from bunkbed.torch.device.base import capabilities
+from bunkbed.torch.device.base.batches import PIECE, cut
+from bunkbed.torch.device.base.update_rules import step_constants
 from bunkbed.torch.device.kernels import launch, operations
 from bunkbed.torch.device.kernels.choice import chooser
 from bunkbed.torch.device.kernels.operations import Gather, Operation, Scatter, SumPieces, update_of
-from bunkbed.torch.device.update_rules import step_constants
 from device_setup import batches, cache_of, contents, loss_of, make_layer, most_rows, torch, train
 
 OPTIMIZERS = [

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import Dataset, Interactions
-from bunkbed.train.data_store import save_dataset
-from bunkbed.train.events import EpochReport, StepReport
-from bunkbed.train.progress import MetricsLog, Progress
-from bunkbed.train.vocab import Vocab
+from bunkbed.train.data.interactions import Dataset, Interactions
+from bunkbed.train.data.store import save_dataset
+from bunkbed.train.data.vocab import Vocab
+from bunkbed.train.output.events import EpochReport, StepReport
+from bunkbed.train.output.progress import MetricsLog, Progress
+from bunkbed.train.settings.config import TrainConfig
 
 USERS, ITEMS, STEPS = 40, 30, 10
 CONFIG = TrainConfig(dim=4, lr=0.02, ram="8MiB", negatives=3, metric="ndcg@10", epochs=3)

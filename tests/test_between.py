@@ -12,7 +12,7 @@ from torture import between
 from torture.features import small_tables
 
 import bunkbed as bb
-from bunkbed.io import dense
+from bunkbed.io.formats import dense
 
 #: The scan of each kind, and other walks of those where most can go wrong; all of them in the torture part `between`.
 CASES = [(kind, "scan", False) for kind in between.KINDS]

@@ -14,8 +14,9 @@ import pytest
 
 import bunkbed
 from bunkbed import _native
-from bunkbed.cli import main, train_command
-from bunkbed.train.config import TrainConfig
+from bunkbed.cli import main
+from bunkbed.cli.commands import train as train_command
+from bunkbed.train.settings.config import TrainConfig
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bunkbed.train.display import LineDisplay, LiveDisplay, open_display
-from bunkbed.train.events import EpochReport, EvalReport, StepReport
+from bunkbed.train.output.display import LineDisplay, LiveDisplay, open_display
+from bunkbed.train.output.events import EpochReport, EvalReport, StepReport
 
 MIB = 2**20
 
@@ -145,7 +145,7 @@ def write_metrics(folder: Path, *, evaluated: bool = True) -> None:
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_the_picture_is_drawn(evaluated: bool, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from bunkbed.train.plots import plot_run
+    from bunkbed.train.output.plots import plot_run
 
     write_metrics(tmp_path, evaluated=evaluated)
     picture = plot_run(tmp_path, title="ml-1m", metric="ndcg@10")
@@ -156,14 +156,14 @@ def test_the_picture_is_drawn(evaluated: bool, tmp_path: Path) -> None:
 
 def test_the_picture_of_a_run_without_metrics(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from bunkbed.train.plots import plot_run
+    from bunkbed.train.output.plots import plot_run
 
     (tmp_path / "metrics.jsonl").write_text("")
     assert plot_run(tmp_path).exists()
 
 
 def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
-    from bunkbed.train.plots import read_metrics
+    from bunkbed.train.output.plots import read_metrics
 
     write_metrics(tmp_path)
     path = tmp_path / "metrics.jsonl"

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import bunkbed as bb
-from bunkbed.cli.common import SafeConsole, escape, print_error, stderr, stdout
+from bunkbed.cli.shared.console import SafeConsole, escape, print_error, stderr, stdout
 
 Run = Callable[..., tuple[int, str, str]]
 #: C0, C1 and DEL, marks of direction, separators of lines, half a character; markup of rich; several at once.

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import bunkbed as bb
-from bunkbed import machine, planning
+from bunkbed import planning
 from bunkbed.cli import main
 from bunkbed.machine import Machine
+from bunkbed.machine import rates as machine
 from bunkbed.window import MAX_BATCHES
 
 Run = Callable[..., tuple[int, str, str]]

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 pytest.importorskip("duckdb")
 
 import bunkbed as bb
-from bunkbed.cli import train_command
-from bunkbed.train import stream_prepare
+from bunkbed.cli.commands import train as train_command
+from bunkbed.train.data import prepare as stream_prepare
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = (

@@ -286,7 +286,7 @@ def test_progress_shows_rows_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 
     from rich.console import Console
 
-    from bunkbed.cli import rows_commands
+    from bunkbed.cli.commands import rows as rows_commands
 
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)

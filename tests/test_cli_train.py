@@ -19,7 +19,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
 
 import bunkbed as bb
-from bunkbed.cli.train_command import _graceful
+from bunkbed.cli.commands.train import _graceful
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not at {DATA}")

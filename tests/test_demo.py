@@ -15,8 +15,8 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
 
 from bunkbed.cli import main
-from bunkbed.train.demo import DemoResult, Side, _same_bits
-from bunkbed.train.demo_data import plant
+from bunkbed.train.demo.data import plant
+from bunkbed.train.demo.twice import DemoResult, Side, _same_bits
 
 SIZE = {"num_users": 3_000, "num_items": 1_000, "num_pairs": 30_000, "num_tests": 500}
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.torch.device import capabilities
 from bunkbed.torch.device import window as window_module
+from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.records import DeviceRecords
 from device_setup import (
     BATCH,

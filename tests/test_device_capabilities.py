@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bunkbed as bb
-from bunkbed.torch.device import capabilities, sums
-from bunkbed.torch.device.capabilities import CPU, Capabilities
+from bunkbed.torch.device import sums
+from bunkbed.torch.device.base import capabilities
+from bunkbed.torch.device.base.capabilities import CPU, Capabilities
+from bunkbed.torch.device.base.update_rules import step_constants
 from bunkbed.torch.device.records import DeviceRecords
-from bunkbed.torch.device.update_rules import step_constants
 from device_setup import NUM_ROWS, batches, bt, cache_of, contents, make_layer, most_rows, torch, train
 from test_device_schedules import ACTIONS, run
 

@@ -10,7 +10,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.testing import arithmetic, philox
-from bunkbed.torch.device import capabilities, rounding, update_rules
+from bunkbed.torch.device.base import capabilities, rounding, update_rules
 from device_setup import DIM, NUM_ROWS, batches, bt, cache_of, contents, loss_of, make_layer, most_rows, torch, train
 
 OPTIMIZERS: list[dict[str, Any]] = [

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.torch.device import capabilities
-from bunkbed.torch.device.capabilities import Capabilities
+from bunkbed.torch.device.base import capabilities
+from bunkbed.torch.device.base.capabilities import Capabilities
 from bunkbed.torch.device.records import DeviceRecords
 from device_setup import DIM, NUM_ROWS, batches, bt, contents, make_layer, torch, train
 

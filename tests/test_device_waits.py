@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bunkbed.torch.device import rows, tier, transfer
-from bunkbed.torch.device.link import Link
+from bunkbed.torch.device.base.link import Link
 from device_deferred import DeferredLink, WatchedRecords
 from device_setup import NUM_ROWS, batches, bt, cache_of, contents, make_layer, most_rows, torch, train
 from test_device_schedules import ACTIONS, run

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed import machine
-from bunkbed.explain import Explanation
+from bunkbed.machine import rates as machine
+from bunkbed.table.explain import Explanation
 from bunkbed.window import Window
 
 DIM = 8
@@ -183,7 +183,7 @@ def test_without_steps(tmp_path: Path, measured: machine.Machine) -> None:
 
 def test_every_counter_is_known_to_count_or_to_stand(tmp_path: Path) -> None:
     """A new figure in stats() that may fall must be named in explain._NOW, or explain(since=) would refuse."""
-    from bunkbed.explain import _NOW
+    from bunkbed.table.explain import _NOW
 
     with make(tmp_path / "t") as table:
         keys = set(table.stats())

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.ram_snapshots import RamSnapshots
+from bunkbed.adapters.ram_snapshots import RamSnapshots
+from bunkbed.table.topk import best_rows
 from bunkbed.testing import ReferenceTable
-from bunkbed.topk import best_rows
 
 IDS = np.array([3, 1, 7, 3], np.int64)
 

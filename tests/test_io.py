@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import dense
-from bunkbed.io.formats import FORMATS
+from bunkbed.io.formats import FORMATS, dense
 from io_setup import check_whole_or_not_at_all
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import dense, torch_checkpoint, zip_members
+from bunkbed.core.optim import Optimizer
+from bunkbed.io.formats import dense, torch_checkpoint, zip_members
 
 ROWS, DIM = 1003, 6
 OPTIMIZERS = {"adam": bb.Adam(), "rowwise": bb.RowwiseAdagrad()}  # a slot of which has another length
 
 
-def filled(order: str, optimizer: bb.optim.Optimizer) -> bb.Table:
+def filled(order: str, optimizer: Optimizer) -> bb.Table:
     """Some rows in the log in that order, trained once or twice; others are not stored."""
     rng = np.random.default_rng(4)
     table = bb.create(None, dim=DIM, num_rows=ROWS, optimizer=optimizer, ram="1MiB")

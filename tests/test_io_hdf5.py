@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import hdf5
+from bunkbed.io.formats import hdf5
 
 h5py = pytest.importorskip("h5py")
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import tensorflow_checkpoint
+from bunkbed.io.formats import tensorflow_checkpoint
 
 ROWS = np.random.default_rng(0).standard_normal((40, 4)).astype(np.float32)
 SECRET = np.full((40, 4), 42, np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io.ahead import ahead
+from bunkbed.io.common.ahead import ahead
 from bunkbed.io.setting import Setting
 
 OPTIMIZERS = {

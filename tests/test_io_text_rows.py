@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import text_rows
-from bunkbed.io.text_rows import count_lines, parse
-from bunkbed.io.words import Words
+from bunkbed.io.common.words import Words
+from bunkbed.io.formats import text_rows
+from bunkbed.io.formats.text_rows import count_lines, parse
 
 FORMATS = {"word2vec": "rows.vec", "word2vec-binary": "rows.bin", "projector": "rows.projector"}
 DIM = 5

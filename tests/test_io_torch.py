@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.core.optim import Optimizer
 
 torch = pytest.importorskip("torch")
 torch.sparse.check_sparse_tensor_invariants.disable()  # or torch warns that they are disabled
@@ -19,7 +20,7 @@ EVERY = np.arange(40)
 OPTIMIZERS = {"adam": bb.Adam(lr=0.1), "adagrad": bb.Adagrad(lr=0.1, initial_accumulator=0.25)}
 
 
-def trained(optimizer: bb.optim.Optimizer, seed: int = 0) -> bb.Table:
+def trained(optimizer: Optimizer, seed: int = 0) -> bb.Table:
     rng = np.random.default_rng(seed)
     table = bb.create(None, dim=5, num_rows=40, optimizer=optimizer, seed=seed)
     for _ in range(3):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed import run_files
+from bunkbed.files import run_files
 
 IDS = np.arange(4000)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.keras import Embedding, lookups
+from bunkbed.keras import Embedding
+from bunkbed.keras.shared import lookups
 from keras_setup import (
     ADAM,
     BATCH,

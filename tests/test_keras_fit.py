@@ -372,7 +372,7 @@ def test_a_changed_token_gradient_is_an_error(change) -> None:
 
 
 def test_backwards_whose_gradients_no_optimizer_takes_are_an_error(monkeypatch) -> None:
-    from bunkbed.keras import pending
+    from bunkbed.keras.base import pending
 
     monkeypatch.setattr(pending, "MOST_UNSETTLED", 10)
     layer = Embedding(ROWS, DIM, optimizer=ADAM)
@@ -396,7 +396,7 @@ def test_many_lookups_of_one_step_are_no_error() -> None:
 
 def test_a_pruned_backward_is_noticed(monkeypatch) -> None:
     """With ops that TensorFlow may drop, and a token's gradient that is none of them, no update would be made."""
-    from bunkbed.keras import lookups
+    from bunkbed.keras.shared import lookups
 
     ids, targets = batches(8)
     real = lookups.call

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import tensorflow_checkpoint
+from bunkbed.io.formats import tensorflow_checkpoint
 from io_setup import check_whole_or_not_at_all
 from keras_setup import keras, tf
 

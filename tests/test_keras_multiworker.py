@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.adapters.references import Reference
 from bunkbed.keras import Embedding
-from bunkbed.keras.messages import error_message, message, told
-from bunkbed.keras.shared import reference_of
-from bunkbed.references import Reference
+from bunkbed.keras.shared.table import reference_of
+from bunkbed.keras.workers.messages import error_message, message, told
 from bunkbed.testing import ReferenceTable
 from keras_setup import INIT, keras, tf
 from keras_worker import (

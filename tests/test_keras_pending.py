@@ -1,4 +1,7 @@
-"""The protocol of `bunkbed.keras.pending`: what a token's value names is what becomes the update. No TensorFlow ops."""
+"""The protocol of `bunkbed.keras.base.pending`: the value of a token says which gradients become the update.
+
+No TensorFlow ops.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.keras.pending import BITS, Pending, StepRule
+from bunkbed.keras.base.pending import BITS, Pending, StepRule
 from keras_setup import DIM, ROWS, reference
 
 PLAIN = StepRule()

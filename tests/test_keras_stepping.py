@@ -8,7 +8,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.keras import Embedding
-from bunkbed.keras.stepping import require_known_keras
+from bunkbed.keras.base.stepping import require_known_keras
 from keras_setup import DIM, ROWS, keras
 
 # As Keras's own, but for what each test changes.

@@ -11,8 +11,9 @@ from benchmarks import common
 from benchmarks.simulate import belady_misses, lru_misses
 
 import bunkbed as bb
-from bunkbed import _native, limits
-from bunkbed.machine import random_reads
+from bunkbed import _native
+from bunkbed.machine import limits
+from bunkbed.machine.rates import random_reads
 from bunkbed.window import Window
 
 

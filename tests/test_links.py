@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.progress import MetricsLog
-from bunkbed.train.run_config import read_config, write_config
+from bunkbed.train.output.progress import MetricsLog
+from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import read_config, write_config
 
 TABLE: dict[str, Any] = {"dim": 2, "num_rows": 10, "init": bb.Zeros(), "optimizer": bb.SGD(lr=1.0)}
 #: What a run, a split and an export write or remove by name, in the folder that a link leads to.
@@ -107,10 +107,10 @@ def test_a_pipe_in_a_training_run_is_not_waited_for(tmp_path: Path, name: str) -
 
 def test_a_training_run_whose_data_is_a_link_is_not_written(tmp_path: Path, canary: Path) -> None:
     pytest.importorskip("duckdb")
-    from bunkbed.train.data import read_dataset
-    from bunkbed.train.data_store import save_dataset
-    from bunkbed.train.stream import StoredOrder, open_split
-    from bunkbed.train.stream_prepare import prepare_dataset
+    from bunkbed.train.data.interactions import read_dataset
+    from bunkbed.train.data.prepare import prepare_dataset
+    from bunkbed.train.data.store import save_dataset
+    from bunkbed.train.data.stream import StoredOrder, open_split
 
     source = tmp_path / "pairs.csv"
     source.write_text("user,item\n" + "".join(f"{user},{item}\n" for user in range(9) for item in range(user + 2)))
@@ -138,7 +138,7 @@ def test_a_training_run_whose_data_is_a_link_is_not_written(tmp_path: Path, cana
 
 @pytest.mark.parametrize("call", ["export", "vocabulary", "copy", "beside"])
 def test_unfinished_files_that_are_links_are_not_written_through(tmp_path: Path, canary: Path, call: str) -> None:
-    from bunkbed.io.naming import write_vocabulary
+    from bunkbed.io.common.naming import write_vocabulary
 
     path = tmp_path / "table"
     with bb.create(path, ram="16MiB", **TABLE) as table:
@@ -174,7 +174,7 @@ def test_unfinished_files_that_are_links_are_not_written_through(tmp_path: Path,
 
 def test_pictures_and_reports_are_not_written_through_links(tmp_path: Path, canary: Path) -> None:
     pytest.importorskip("matplotlib")
-    from bunkbed.train.plots import plot_run
+    from bunkbed.train.output.plots import plot_run
 
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / ".training.png").symlink_to(canary / "thesis.txt")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bunkbed import _native, machine
+from bunkbed import _native
+from bunkbed.machine import rates as machine
 
 
 @pytest.fixture(autouse=True)

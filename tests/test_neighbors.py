@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.io import usearch_index
+from bunkbed.io.formats import usearch_index
 from io_setup import check_whole_or_not_at_all
 
 Run = Callable[..., tuple[int, str, str]]

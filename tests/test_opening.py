@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.table import Table
+from bunkbed.table.table import Table
 
 THREADS = 6
 ROUNDS = 12

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import typer
 
-import bunkbed.opening
+import bunkbed.table.opening
 from bunkbed.cli.app import app
 
 sybil = pytest.importorskip("sybil")
@@ -64,7 +64,7 @@ def test_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             except unittest.SkipTest:
                 skipped += is_seen
     finally:
-        for table in list(bunkbed.opening._writers.values()):
+        for table in list(bunkbed.table.opening._writers.values()):
             if Path(table.path).is_relative_to(tmp_path):
                 table.close(commit=False)
     assert skipped == SKIPPED.get(page, 0)

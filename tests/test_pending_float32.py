@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bunkbed.torch.device import capabilities
+from bunkbed.torch.device.base import capabilities
 from device_setup import NUM_ROWS, batches, bt, contents, loss_of, make_layer, torch, train
 
 ABLE = (capabilities.CPU, capabilities.Capabilities(has_streams=False, has_float64=False, adds_in_order=True))

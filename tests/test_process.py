@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.uncommitted import warn_of_loss
+from bunkbed.table.uncommitted import warn_of_loss
 
 IDS = np.arange(200)
 ONES = np.ones((200, 4), np.float32)

@@ -11,7 +11,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed import _native
-from bunkbed.run_files import RunFiles
+from bunkbed.files.run_files import RunFiles
 
 FACTS: dict[str, Any] = {"dim": 2, "num_rows": 10, "init": bb.Zeros()}
 

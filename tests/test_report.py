@@ -15,12 +15,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 import bunkbed as bb
-from bunkbed import machine
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.progress import MetricsLog
+from bunkbed.core.budget import format_bytes
+from bunkbed.machine import rates as machine
+from bunkbed.train.output.progress import MetricsLog
 from bunkbed.train.report import write_report
 from bunkbed.train.report.charts import hot_rows
 from bunkbed.train.report.hot_rows import count_uses, curve
+from bunkbed.train.settings.config import TrainConfig
 from report_setup import ITEMS, STEPS, USERS, Page, make_run, make_table, pairs, step_report
 
 Run = Callable[..., tuple[int, str, str]]
@@ -79,7 +80,7 @@ def test_a_run(tmp_path: Path) -> None:
     disk = page.sections["disk"]
     assert "best 2 " in disk and "first 1 " in disk and "newest commit is number 2, of 2" in disk
     total = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and path != written)
-    assert f"Disk use: {bb.budget.format_bytes(total)}" in disk
+    assert f"Disk use: {format_bytes(total)}" in disk
     assert "interactions" in disk and "dense weights 10 B" in disk
 
 
@@ -146,7 +147,7 @@ def test_a_training_before_its_first_commit(tmp_path: Path) -> None:
     assert "reported until step 3" in page.text
     assert "Nothing is committed yet" in page.sections["tables"]
     waiting = sum(path.stat().st_size for path in (folder / "tables").rglob("*") if path.is_file())
-    assert f"older records {bb.budget.format_bytes(waiting)}" in page.sections["disk"]
+    assert f"older records {format_bytes(waiting)}" in page.sections["disk"]
     assert "last report 0.5000" in page.sections["learning"]
 
 

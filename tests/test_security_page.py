@@ -43,7 +43,7 @@ class Code:
 
 def test_code_in_dense_weights_does_not_run(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from bunkbed.train.dense import dense_state
+    from bunkbed.train.models.dense import dense_state
 
     buffer = io.BytesIO()
     torch.save({"weights": Code(tmp_path / "ran"), "optimizer": None}, buffer)

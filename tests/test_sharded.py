@@ -11,7 +11,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed import _native
-from bunkbed.sharding import MAX_SHARDS, Split, shard_name, shards_of
+from bunkbed.files.sharding import MAX_SHARDS, Split, shard_name, shards_of
 from bunkbed.testing.compare import assert_same_bits, zipf_ids
 from sharded_setup import EVERY, FACTS, ROWS, assert_same_tables, batches, make, train
 

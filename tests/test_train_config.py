@@ -3,7 +3,7 @@
 import pytest
 
 import bunkbed as bb
-from bunkbed.train.config import TrainConfig
+from bunkbed.train.settings.config import TrainConfig
 
 
 @pytest.mark.parametrize(

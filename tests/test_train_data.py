@@ -12,8 +12,8 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
-from bunkbed.train import data_formats  # noqa: E402
-from bunkbed.train.data import (  # noqa: E402
+from bunkbed.train.data import formats as data_formats  # noqa: E402
+from bunkbed.train.data.interactions import (  # noqa: E402
     DataError,
     Interactions,
     Vocab,
@@ -21,7 +21,7 @@ from bunkbed.train.data import (  # noqa: E402
     read_dataset,
     read_interactions,
 )
-from bunkbed.train.data_store import load_dataset, load_vocabs, save_dataset, seen_items  # noqa: E402
+from bunkbed.train.data.store import load_dataset, load_vocabs, save_dataset, seen_items  # noqa: E402
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not at {DATA}")

@@ -11,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import bunkbed as bb  # noqa: E402
-from bunkbed.train import losses, plain_losses  # noqa: E402
-from bunkbed.train.config import TrainConfig  # noqa: E402
-from bunkbed.train.data import read_dataset  # noqa: E402
-from bunkbed.train.display import epoch_line, step_line  # noqa: E402
-from bunkbed.train.events import EpochReport, StepReport  # noqa: E402
+from bunkbed.train.data.interactions import read_dataset  # noqa: E402
 from bunkbed.train.loop import Trainer  # noqa: E402
+from bunkbed.train.models import losses, plain_losses  # noqa: E402
+from bunkbed.train.output.display import epoch_line, step_line  # noqa: E402
+from bunkbed.train.output.events import EpochReport, StepReport  # noqa: E402
+from bunkbed.train.settings.config import TrainConfig  # noqa: E402
 
 
 def write_pairs(path: Path) -> Path:

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 import bunkbed as bb  # noqa: E402
-from bunkbed.train.config import TrainConfig  # noqa: E402
-from bunkbed.train.heads import make_head  # noqa: E402
-from bunkbed.train.models import Recommender, create_tables  # noqa: E402
+from bunkbed.train.models.heads import make_head  # noqa: E402
+from bunkbed.train.models.recommender import Recommender, create_tables  # noqa: E402
+from bunkbed.train.settings.config import TrainConfig  # noqa: E402
 
 USERS, NEGATIVES = 5, 4
 MODELS = pytest.mark.parametrize("model", ["mf", "gmf", "neumf", "two-tower"])

@@ -10,15 +10,15 @@ import pytest
 pytest.importorskip("torch")
 
 import bunkbed as bb
-from bunkbed.run_files import RunFiles
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import Candidates, Dataset, Interactions, Vocab
-from bunkbed.train.dense import DENSE_FILE, dense_state
-from bunkbed.train.evaluate import evaluate_run
-from bunkbed.train.events import EpochReport, EvalReport, StepReport
+from bunkbed.files.run_files import RunFiles
+from bunkbed.train.data.interactions import Candidates, Dataset, Interactions, Vocab
+from bunkbed.train.evaluate.evaluator import evaluate_run
+from bunkbed.train.evaluate.recommend import recommend
 from bunkbed.train.loop import Trainer
-from bunkbed.train.recommend import recommend
-from bunkbed.train.scorer import scorer_of_run
+from bunkbed.train.models.dense import DENSE_FILE, dense_state
+from bunkbed.train.models.scorer import scorer_of_run
+from bunkbed.train.output.events import EpochReport, EvalReport, StepReport
+from bunkbed.train.settings.config import TrainConfig
 
 NUM_USERS, NUM_ITEMS, PER_USER = 150, 90, 9
 

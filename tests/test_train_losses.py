@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from bunkbed.train.losses import pair_loss, shared_loss  # noqa: E402
+from bunkbed.train.models.losses import pair_loss, shared_loss  # noqa: E402
 
 
 def spelled_out(users, items, weight, bias, kind, l2, hardness=0.0, counts=None):

@@ -7,14 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bunkbed.train import ranking  # noqa: E402
-from bunkbed.train.config import TrainConfig  # noqa: E402
-from bunkbed.train.data import Candidates, Interactions, Vocab  # noqa: E402
-from bunkbed.train.evaluate import Evaluator, sample_candidates  # noqa: E402
-from bunkbed.train.heads import DotHead, make_head  # noqa: E402
-from bunkbed.train.metrics import ranking_metrics  # noqa: E402
-from bunkbed.train.ranking import full_ranks, sampled_ranks  # noqa: E402
-from bunkbed.train.scorer import Scorer  # noqa: E402
+from bunkbed.train.data.interactions import Candidates, Interactions, Vocab  # noqa: E402
+from bunkbed.train.evaluate import ranking  # noqa: E402
+from bunkbed.train.evaluate.evaluator import Evaluator, sample_candidates  # noqa: E402
+from bunkbed.train.evaluate.metrics import ranking_metrics  # noqa: E402
+from bunkbed.train.evaluate.ranking import full_ranks, sampled_ranks  # noqa: E402
+from bunkbed.train.models.heads import DotHead, make_head  # noqa: E402
+from bunkbed.train.models.scorer import Scorer  # noqa: E402
+from bunkbed.train.settings.config import TrainConfig  # noqa: E402
 
 
 class Rows:
@@ -105,7 +105,7 @@ def test_blocks_of_users_and_chunks_of_items_change_nothing(monkeypatch, kept_by
 def test_perceptrons_rank_as_their_scores_one_by_one_say(monkeypatch, model, kept_bytes):
     monkeypatch.setattr(ranking, "_KEPT_BYTES", kept_bytes)
     monkeypatch.setattr(ranking, "_BLOCK_SCORES", 3 * 1024)
-    monkeypatch.setattr("bunkbed.train.heads._BLOCK_HIDDEN", 5_000)
+    monkeypatch.setattr("bunkbed.train.models.heads._BLOCK_HIDDEN", 5_000)
     config = TrainConfig(model=model, dim=4, layers="6,5", seed=3)
     rng = np.random.default_rng(0)
     user, item = rng.normal(size=(11, config.row_dim)), rng.normal(size=(1500, config.row_dim))

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import Interactions, Vocab
-from bunkbed.train.sampling import BatchesAhead, BatchSource, SeenPairs, _stable_order, random_order
-from bunkbed.train.splits import split
+from bunkbed.train.data.interactions import Interactions, Vocab
+from bunkbed.train.data.sampling import BatchesAhead, BatchSource, SeenPairs, _stable_order, random_order
+from bunkbed.train.data.splits import split
+from bunkbed.train.settings.config import TrainConfig
 
 NUM_USERS, NUM_ITEMS = 50, 40
 
@@ -125,7 +125,7 @@ def test_a_batch_says_how_likely_its_items_were():
 
 def test_a_corrected_softmax_over_popular_items_is_the_softmax_over_all():
     torch = pytest.importorskip("torch")
-    from bunkbed.train.losses import shared_loss
+    from bunkbed.train.models.losses import shared_loss
 
     pairs = skewed_interactions()
     generator = torch.Generator().manual_seed(0)

@@ -18,12 +18,12 @@ import contextlib
 
 import bunkbed as bb
 from bunkbed.train import loop
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import Dataset, Interactions
+from bunkbed.train.data.interactions import Dataset, Interactions
+from bunkbed.train.data.vocab import Vocab
 from bunkbed.train.loop import Trainer
 from bunkbed.train.report import write_report
 from bunkbed.train.scalars import Scalars
-from bunkbed.train.vocab import Vocab
+from bunkbed.train.settings.config import TrainConfig
 
 Run = Callable[..., tuple[int, str, str]]
 CONFIG = TrainConfig(dim=4, batch_size=64, epochs=3, ram="8MiB", negatives=2, threads=1)

@@ -12,17 +12,19 @@ pytest.importorskip("torch")
 pytest.importorskip("duckdb")
 
 import bunkbed as bb
-from bunkbed.train import data as data_module
-from bunkbed.train import ranking, sampling, stream, stream_sort
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import DataError, read_dataset
-from bunkbed.train.data_store import load_dataset, load_vocabs, open_dataset, save_dataset, seen_items
-from bunkbed.train.evaluate import evaluate_run
+from bunkbed.train.data import interactions as data_module
+from bunkbed.train.data import sampling, stream
+from bunkbed.train.data import sort as stream_sort
+from bunkbed.train.data.interactions import DataError, read_dataset
+from bunkbed.train.data.prepare import prepare_dataset
+from bunkbed.train.data.sampling import BatchSource, SeenPairs, first_of_order, random_order
+from bunkbed.train.data.splits import split
+from bunkbed.train.data.store import load_dataset, load_vocabs, open_dataset, save_dataset, seen_items
+from bunkbed.train.data.stream import open_split
+from bunkbed.train.evaluate import ranking
+from bunkbed.train.evaluate.evaluator import evaluate_run
 from bunkbed.train.loop import Trainer
-from bunkbed.train.sampling import BatchSource, SeenPairs, first_of_order, random_order
-from bunkbed.train.splits import split
-from bunkbed.train.stream import open_split
-from bunkbed.train.stream_prepare import prepare_dataset
+from bunkbed.train.settings.config import TrainConfig
 
 MIB = 1 << 20
 
@@ -180,7 +182,7 @@ def test_ctrl_c_in_a_query_is_ctrl_c(tmp_path):
 
 
 def test_labels_on_disk_answer_as_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("bunkbed.train.stream_prepare._ROW_GROUP", 16)
+    monkeypatch.setattr("bunkbed.train.data.prepare._ROW_GROUP", 16)
     users, items = interactions(np.random.default_rng(2))
     path = write_csv(tmp_path / "pairs.csv", users, [f"item {i}" for i in items])
     data = read_dataset(path).train

@@ -17,7 +17,7 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed import _native
-from bunkbed.ram_snapshots import RamSnapshots
+from bunkbed.adapters.ram_snapshots import RamSnapshots
 from bunkbed.testing.compare import assert_same_bits
 from torture.calls import CALLS
 from torture.features import Story, copied, hole_of, must_raise, small_tables

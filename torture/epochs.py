@@ -52,7 +52,7 @@ def _write(path: Path, send: Callable[[Any], None]) -> None:
 
 
 def _smallest(options: dict[str, Any]) -> int:
-    from bunkbed.opening import make_spec
+    from bunkbed.table.opening import make_spec
 
     return (
         int(make_spec(**{"seed": 0, "dtype": "float32", "belongs_to_run": False, **options}).minimum_ram(ROWS, True))

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from bunkbed import _native, opening
+from bunkbed import _native
+from bunkbed.table import opening
 from bunkbed.testing import ReferenceTable
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows
 

@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from bunkbed import _native, opening
-from bunkbed.run_files import RunFiles, RunManifest
+from bunkbed import _native
+from bunkbed.files.run_files import RunFiles, RunManifest
+from bunkbed.table import opening
 from torture import scenario, table_scenario
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 from torture.powerloss import CHANCE, SURE, Ignored, Life, Losses
@@ -32,8 +33,8 @@ def core_bug(name: str) -> Iterator[None]:
 
 @contextmanager
 def tables_open_at_their_newest() -> Iterator[None]:
-    original = opening.open
-    with mock.patch.object(opening, "open", lambda *a, **k: original(*a, **{**k, "_epoch": None})):
+    original = opening.open_table
+    with mock.patch.object(opening, "open_table", lambda *a, **k: original(*a, **{**k, "epoch": None})):
         yield
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from bunkbed import _native, opening
+from bunkbed import _native
+from bunkbed.table import opening
 from bunkbed.testing import ReferenceTable
 
 #: Arguments of the tables; small, so that a hundred thousand disks can be looked at. The last one is made late.

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from bunkbed import _native, opening
+from bunkbed import _native
+from bunkbed.table import opening
 from torture.parts import Child, Clock, Result, Size, folder
 from torture.stress_oracle import Counts, Wrong
 from torture.stress_tables import DIM, KINDS, ROWS, THREADS, Kind, RunSubject, Subject, check_run, ids_of, rows_of

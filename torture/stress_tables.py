@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from bunkbed import opening
+from bunkbed.table import opening
 from torture.stress_oracle import Counts, Gate, Wrong
 
 ROWS = 3000

@@ -9,11 +9,12 @@ import torch
 
 import bunkbed as bb
 from benchmarks import common
+from bunkbed.core import optim
 from bunkbed.torch import Embedding, Optimizer
 
 Step = Callable[[torch.Tensor], Any]
 
-OPTIMIZERS: dict[str, bb.optim.Optimizer] = {
+OPTIMIZERS: dict[str, optim.Optimizer] = {
     "adam": bb.Adam(lr=1e-3),
     "adagrad": bb.Adagrad(lr=1e-2),
     "rowwise-adagrad": bb.RowwiseAdagrad(lr=1e-2),

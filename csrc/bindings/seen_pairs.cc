@@ -10,7 +10,7 @@ using namespace nb::literals;
 namespace bunkbed {
 
 void bind_seen_pairs(nb::module_& m) {
-  nb::class_<SeenPairs>(m, "SeenPairs", "A set of (user, item) pairs; see bunkbed.train.sampling.")
+  nb::class_<SeenPairs>(m, "SeenPairs", "A set of (user, item) pairs; see bunkbed.train.data.sampling.")
       .def(
           "__init__",
           [](SeenPairs* self, const Ids& keys, int64_t num_items) {

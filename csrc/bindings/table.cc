@@ -1,4 +1,4 @@
-// Mirrors table.h. Arrays come checked from table.py: contiguous, of the right dtype and shape.
+// Mirrors table.h. Arrays come checked from table/table.py: contiguous, of the right dtype and shape.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>

@@ -2,7 +2,7 @@
 //
 // A thread that wants the GIL back from an interpreter that finalises is ended by pthread_exit (before Python
 // 3.14). That unwinds through C++ frames, and a destructor there makes it std::terminate: a daemon thread in a lookup
-// aborted the process. So the interpreter's exit (opening.py):
+// aborted the process. So the interpreter's exit (table/opening.py):
 //
 //   1. closes the door: another thread's next call raises SystemExit, which ends that thread with all its locks released;
 //   2. waits until no call is inside, with the GIL released and the interpreter alive.

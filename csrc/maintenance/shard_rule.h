@@ -1,4 +1,4 @@
-// Which shard of a table has a row: version 1 of the rule in FORMAT.md, which bunkbed/sharding.py has too.
+// Which shard of a table has a row: version 1 of the rule in FORMAT.md, which bunkbed/files/sharding.py has too.
 #pragma once
 
 #include <cstdint>

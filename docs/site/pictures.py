@@ -96,8 +96,8 @@ def screen(target: Path) -> None:
     from rich.console import Console
 
     from bunkbed.cli import main
-    from bunkbed.train import display
-    from bunkbed.train.events import Event, StepReport
+    from bunkbed.train.output import display
+    from bunkbed.train.output.events import Event, StepReport
 
     shown: list[Any] = []
 

@@ -20,13 +20,13 @@ import tensorflow as tf
 import torch
 
 from bunkbed.keras import Embedding
-from bunkbed.train.data import read_dataset
-from bunkbed.train.evaluate import Evaluator
-from bunkbed.train.heads import DotHead
+from bunkbed.train.data.interactions import read_dataset
+from bunkbed.train.data.sampling import BatchSource, SeenPairs
+from bunkbed.train.data.splits import split
+from bunkbed.train.evaluate.evaluator import Evaluator
+from bunkbed.train.models.heads import DotHead
+from bunkbed.train.models.scorer import Scorer
 from bunkbed.train.recipes import ML1M_BCE
-from bunkbed.train.sampling import BatchSource, SeenPairs
-from bunkbed.train.scorer import Scorer
-from bunkbed.train.splits import split
 
 
 class GMF(keras.layers.Layer):

@@ -1,6 +1,7 @@
 """`plan`: how fast a table can train on a machine, what binds, and what would change it. Nothing is created.
 
-The formulas are in `limits`, the machine's rates in `machine`; how a budget becomes frames is asked of the core.
+The formulas are in `machine.limits`, the rates of the machine in `machine.rates`. The core says how many frames a
+budget is.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from bunkbed import _native, limits
-from bunkbed.budget import format_bytes, parse_bytes
-from bunkbed.machine import Machine
-from bunkbed.opening import make_spec
-from bunkbed.optim import Adam, Optimizer, RowwiseAdagrad
+from bunkbed import _native
+from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.optim import Adam, Optimizer, RowwiseAdagrad
+from bunkbed.machine import limits
+from bunkbed.machine.rates import Machine
+from bunkbed.table.opening import make_spec
 from bunkbed.window import MAX_BATCHES
 
 DEFAULT_LOOKAHEAD = 32

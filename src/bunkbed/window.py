@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, Self
 
 from bunkbed import _native
-from bunkbed.arguments import Ids, as_ids
+from bunkbed.core.arguments import Ids, as_ids
 
 #: Most batches a window holds.
 MAX_BATCHES = 32

@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
-from bunkbed.cli.compare_command import compare
-from bunkbed.cli.copy_command import copy
-from bunkbed.cli.demo_command import demo
-from bunkbed.cli.inspect_commands import check, info, snapshots
-from bunkbed.cli.judge_commands import evaluate, recommend
-from bunkbed.cli.neighbors_command import neighbors
-from bunkbed.cli.plan_command import plan
-from bunkbed.cli.report_command import report
-from bunkbed.cli.rows_commands import export_table, import_table
-from bunkbed.cli.train_command import train
+from bunkbed.cli.commands.compare import compare
+from bunkbed.cli.commands.copy import copy
+from bunkbed.cli.commands.demo import demo
+from bunkbed.cli.commands.inspect import check, info, snapshots
+from bunkbed.cli.commands.judge import evaluate, recommend
+from bunkbed.cli.commands.neighbors import neighbors
+from bunkbed.cli.commands.plan import plan
+from bunkbed.cli.commands.report import report
+from bunkbed.cli.commands.rows import export_table, import_table
+from bunkbed.cli.commands.train import train
 from bunkbed.cli.version import version_text
 
 app = typer.Typer(

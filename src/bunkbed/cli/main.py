@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from bunkbed.cli.common import UsageProblem, describe, print_error
+from bunkbed.cli.shared.console import UsageProblem, describe, print_error
 
 
 def main(argv: Sequence[str] | None = None) -> None:

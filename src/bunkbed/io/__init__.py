@@ -3,6 +3,6 @@
 `import_rows` and `export_rows` are the whole surface; `formats` lists the formats, each in a file of its own.
 """
 
+from bunkbed.io.common.source import Progress as Progress
 from bunkbed.io.exporting import export_rows as export_rows
 from bunkbed.io.importing import import_rows as import_rows
-from bunkbed.io.source import Progress as Progress

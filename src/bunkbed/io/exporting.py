@@ -15,117 +15,16 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
-from bunkbed.arguments import Floats, Ids
-from bunkbed.errors import BunkbedError
-from bunkbed.io.ahead import ahead
+from bunkbed.core.typed import typed
+from bunkbed.files.durable import sync_directory, sync_file
+from bunkbed.io.common.source import Progress
+from bunkbed.io.common.writing import Writing
 from bunkbed.io.formats import FORMATS, Format, format_of
-from bunkbed.io.naming import read_vocabulary
-from bunkbed.io.source import Progress, chunk_rows, slot_length
-from bunkbed.neighbors import METRICS
-from bunkbed.run_files import sync_directory, sync_file
-from bunkbed.table import Table
-from bunkbed.typed import typed
-
-#: Bytes of rows after which the disk is told to begin with them.
-_DISK_BYTES = 32 << 20
-
-
-class Writing:
-    """What a format is asked to write, and where; see `export_rows` for the arguments."""
-
-    def __init__(
-        self,
-        table: Table,
-        target: Path,
-        format: str,
-        slots: Sequence[str],
-        chunk: int | None,
-        name: str | None,
-        vocab: Path | None,
-        metric: str,
-        progress: Progress | None,
-    ) -> None:
-        self.table = table
-        self.target = target
-        self.format = format
-        self.lengths = {slot: slot_length(table, slot) for slot in slots}
-        self.chunk = chunk
-        self.name = name
-        self.vocab = vocab
-        self.metric = metric
-        self.words = None if vocab is None else read_vocabulary(vocab)
-        self._progress = progress
-        #: Where its files go, under the names they are to have.
-        self.out = Path()
-        #: Where it may put what it needs meanwhile.
-        self.scratch = Path()
-
-    @property
-    def file(self) -> Path:
-        """The file to write, of a format that is one file."""
-        return self.out / self.target.name
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """Slots that are optimizer state."""
-        return tuple(slot for slot in self.lengths if slot != "weight")
-
-    def rows_of(self) -> int:
-        """Rows of a chunk."""
-        return chunk_rows(self.chunk, max(self.lengths.values()))
-
-    def every_row(self) -> int:
-        """Number of rows of a format that holds all of them.
-
-        Raises:
-            ValueError: the table has no such number.
-        """
-        if self.table.num_rows is None:
-            raise ValueError(
-                f"table '{self.table.name}' takes any id, which {self.target.suffix or self.target.name} cannot name; "
-                "export to .parquet"
-            )
-        return self.table.num_rows
-
-    def stored(self) -> Iterator[tuple[Ids, dict[str, Floats]]]:
-        """Stored rows in log order with all slots at once; the next ones are read while these are written."""
-        total, done, begun = len(self.table), 0, 0
-        each = max(1, _DISK_BYTES // (4 * sum(self.lengths.values())))
-        with closing(ahead(self.table._scan_slots(tuple(self.lengths), self.rows_of()))) as parts:
-            for ids, values in parts:
-                yield ids, dict(zip(self.lengths, values, strict=True))
-                done += len(ids)
-                if done - begun >= each:
-                    begun = done
-                    self._begin_writing()
-                self.report(done, total)
-
-    def _begin_writing(self) -> None:
-        """What the file has got goes to the disk from now on, and not all at once when it is synced."""
-        try:
-            descriptor = os.open(self.file, os.O_RDONLY)
-        except OSError:  # of several files, or under another name: no more than time is lost
-            return
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-    def require_all(self, done: int, total: int) -> None:
-        """Raises BunkbedError where another number of rows was written than the file says: `total`, counted before."""
-        if done != total:
-            raise BunkbedError(
-                f"table '{self.table.name}' was changed while it was exported: {self.target.name} says {total} rows "
-                f"and got {done}; nothing was written, export it again"
-            )
-
-    def report(self, done: int, total: int) -> None:
-        """Calls `progress`."""
-        if self._progress is not None:
-            self._progress(done, total)
+from bunkbed.table.neighbors import METRICS
+from bunkbed.table.table import Table
 
 
 @typed

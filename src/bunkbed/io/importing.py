@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from bunkbed.arguments import Floats, Ids
+from bunkbed.core.arguments import Floats, Ids
+from bunkbed.core.typed import typed
 from bunkbed.errors import ReadOnlyError
-from bunkbed.io.ahead import ahead
+from bunkbed.io.common.ahead import ahead
+from bunkbed.io.common.naming import Naming
+from bunkbed.io.common.source import Chunk, Progress, Reading, Source, naming_file, slot_length
 from bunkbed.io.formats import Format, format_of
-from bunkbed.io.naming import Naming
 from bunkbed.io.setting import Setting
-from bunkbed.io.source import Chunk, Progress, Reading, Source, naming_file, slot_length
-from bunkbed.table import Table
-from bunkbed.typed import typed
+from bunkbed.table.table import Table
 
 #: The least magnitude that a 16-bit dtype rounds to infinity.
 _BEYOND = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32))}

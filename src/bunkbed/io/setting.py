@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
-from bunkbed.arguments import Floats, Ids
-from bunkbed.table import Table
+from bunkbed.core.arguments import Floats, Ids
+from bunkbed.table.table import Table
 
 
 class Setting:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from bunkbed.keras._backend import IS_TORCH  # first: says what is missing
+from bunkbed.keras.base.backend import IS_TORCH  # first: says what is missing
+from bunkbed.keras.base.places import moved
 from bunkbed.keras.embedding import Embedding
-from bunkbed.keras.places import moved
 from bunkbed.keras.tensorboard import TensorBoard
 
 _TENSORFLOW_ONLY = {
@@ -26,6 +26,7 @@ if not IS_TORCH or TYPE_CHECKING:
     from bunkbed.keras.export import export
     from bunkbed.keras.functions import embedding_lookup, token_of
     from bunkbed.keras.lookahead import lookahead
+    from bunkbed.keras.workers import table as workers_table  # noqa: F401  # errors and pages name it
 
     __all__ = ["Embedding", "TensorBoard", "embedding_lookup", "export", "lookahead", "moved", "token_of"]
 else:

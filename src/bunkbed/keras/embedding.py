@@ -12,20 +12,20 @@ import keras
 import numpy as np
 
 import bunkbed as bb
-from bunkbed import optim
-from bunkbed.budget import Budget
-from bunkbed.init import from_native as initializer_from_native
-from bunkbed.keras._backend import IS_TORCH
-from bunkbed.keras.folders import require_whole
-from bunkbed.keras.initializers import initializer_of
-from bunkbed.keras.places import current_path
-from bunkbed.keras.rows_layer import COMBINERS
-from bunkbed.keras.shared import TableArguments, shared_of, shared_of_table
-from bunkbed.layer_table import require_alone, require_same
-from bunkbed.table_facts import DTYPES
+from bunkbed.adapters.tables import require_alone, require_same
+from bunkbed.core import optim
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import from_native as initializer_from_native
+from bunkbed.keras.base.backend import IS_TORCH
+from bunkbed.keras.base.initializers import initializer_of
+from bunkbed.keras.base.places import current_path
+from bunkbed.keras.base.rows_layer import COMBINERS
+from bunkbed.keras.shared.table import TableArguments, shared_of, shared_of_table
+from bunkbed.keras.workers.folders import require_whole
+from bunkbed.table.facts import DTYPES
 
 if IS_TORCH:
-    from bunkbed.keras.torch_backend import (
+    from bunkbed.keras.torch.backend import (
         IdsLayer,
         answer_with_error,
         bags_of,
@@ -37,12 +37,12 @@ if IS_TORCH:
 else:
     import tensorflow as tf
 
-    from bunkbed.keras.callbacks import answer_with_error, is_eager
-    from bunkbed.keras.ids_layer import IdsLayer, is_recorded
-    from bunkbed.keras.lookups import bags_of, rows_of
-    from bunkbed.keras.workers import workers_of
-    from bunkbed.keras.workers_lookups import bags_of_workers, rows_of_workers
-    from bunkbed.keras.workers_table import require_shared_by, workers_table_of
+    from bunkbed.keras.shared.lookups import bags_of, rows_of
+    from bunkbed.keras.tensorflow.callbacks import answer_with_error, is_eager
+    from bunkbed.keras.tensorflow.ids_layer import IdsLayer, is_recorded
+    from bunkbed.keras.workers.group import workers_of
+    from bunkbed.keras.workers.lookups import bags_of_workers, rows_of_workers
+    from bunkbed.keras.workers.table import require_shared_by, workers_table_of
 
 #: What a saved layer holds of its table, as the bytes of JSON.
 _REFERENCE = "table"
@@ -76,7 +76,7 @@ class Embedding(IdsLayer):
         path: folder of the table, created or opened; None holds it in RAM only.
         ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
         optimizer: the rows' update rule. None follows the optimizer given to ``compile`` (class, hyperparameters,
-            schedule; see `bunkbed.keras.optimizers`), and the first training step makes the table.
+            schedule; see `bunkbed.keras.base.optimizers`), and the first training step makes the table.
         dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"`` or ``"float16"``; a Keras dtype policy such
             as ``"mixed_float16"`` is that of the output.
         seed: of the initialiser; None draws one as Keras does.

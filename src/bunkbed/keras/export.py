@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.budget import parse_bytes
+from bunkbed.core.budget import parse_bytes
 from bunkbed.keras.embedding import Embedding
-from bunkbed.keras.ids_layer import IdsLayer
+from bunkbed.keras.tensorflow.ids_layer import IdsLayer
 
 #: Bytes of rows in one variable. A SavedModel's graph may have 2 GB and holds none of them, but what writes and
 #: restores variables holds one at a time.

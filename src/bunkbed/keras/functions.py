@@ -6,10 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from bunkbed.keras.ids_layer import is_recorded
-from bunkbed.keras.lookups import rows_of
-from bunkbed.keras.shared import shared_of_table
-from bunkbed.keras.workers import workers_of
+from bunkbed.keras.shared.lookups import rows_of
+from bunkbed.keras.shared.table import shared_of_table
+from bunkbed.keras.tensorflow.ids_layer import is_recorded
+from bunkbed.keras.workers.group import workers_of
 
 
 def token_of(table: Any) -> Any:

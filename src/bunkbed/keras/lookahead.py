@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from bunkbed.keras.callbacks import ranged
 from bunkbed.keras.embedding import Embedding
+from bunkbed.keras.tensorflow.callbacks import ranged
 from bunkbed.window import MAX_BATCHES, Window
 
 #: Iterations over one pipeline whose windows are kept: an iterator that was given up says nothing.

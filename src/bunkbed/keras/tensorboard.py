@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import keras
 
+from bunkbed.keras.embedding import Embedding
+
 #: Counters of `bunkbed.Table.stats` that are written as what they grew by since they were written last.
 GROWTH = ("misses", "evictions", "staged_rows", "stall_s", "read_bytes", "written_bytes")
 #: And what is written as it is.
@@ -120,8 +122,6 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
 
 def tables_of(model: Any) -> list[Any]:
     """The open tables of a model's layers, each once."""
-    from bunkbed.keras import Embedding  # of the backend
-
     found: dict[int, Any] = {}
     for layer in model._flatten_layers():
         if isinstance(layer, Embedding) and layer._shared.has_table and not layer.table.closed:

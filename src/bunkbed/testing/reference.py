@@ -11,10 +11,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bunkbed import optim
+from bunkbed.core import optim
+from bunkbed.core.init import Initializer, Normal
 from bunkbed.errors import TableClosedError
-from bunkbed.init import Initializer, Normal
-from bunkbed.table_commits import PendingCommit
+from bunkbed.table.commits import PendingCommit
 from bunkbed.testing import arithmetic, philox
 from bunkbed.testing.arithmetic import FloatArray, IntArray
 

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from bunkbed import _native
-from bunkbed.bag_gradients import BagGradients, FloatArray, IntArray
-from bunkbed.budget import Budget
-from bunkbed.init import Initializer
-from bunkbed.optim import Optimizer as UpdateRule
-from bunkbed.torch.device.lookups import look_up_bags
-from bunkbed.torch.gradients import grad_array
+from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.torch.base.gradients import grad_array
+from bunkbed.torch.base.ranges import ranged
+from bunkbed.torch.device_lookups import look_up_bags
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
-from bunkbed.torch.ranges import ranged
 
 
 class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here

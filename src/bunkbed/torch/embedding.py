@@ -7,14 +7,14 @@ from typing import Any, Literal, Self
 
 import torch
 
-from bunkbed.budget import Budget
-from bunkbed.init import Initializer
-from bunkbed.optim import Optimizer as UpdateRule
-from bunkbed.torch.device.lookups import look_up
-from bunkbed.torch.gradients import grad_array
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.torch.base.gradients import grad_array
+from bunkbed.torch.base.ranges import is_profiling, ranged
+from bunkbed.torch.device_lookups import look_up
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
-from bunkbed.torch.ranges import is_profiling, ranged
 
 #: Up to here copying repeated rows is cheaper than knowing them before backward.
 FEW_IDS = 256

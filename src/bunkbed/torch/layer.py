@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 import bunkbed as bb
-from bunkbed.budget import Budget
-from bunkbed.init import Initializer
-from bunkbed.layer_table import open_or_create, require_alone, require_same
-from bunkbed.optim import Optimizer as UpdateRule
-from bunkbed.torch import checkpoint
-from bunkbed.torch.gradients import IntArray
+from bunkbed.adapters.tables import open_or_create, require_alone, require_same
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.torch.base import checkpoint
+from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.pending import pending_of, require_one_process
 
 #: Rows per `Table.set` when weights are imported.

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.device.window import DeviceWindow
-from bunkbed.torch.gradients import IntArray
 from bunkbed.torch.layer import TableLayer, id_array
 from bunkbed.torch.pending import pending_of
-from bunkbed.torch.ranges import ranged
 from bunkbed.window import MAX_BATCHES, Window
 
 #: Batches pulled from the loader for each one handed over, until the window is full: a slow loader then delays the

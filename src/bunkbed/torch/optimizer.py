@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.layer import TableLayer
 from bunkbed.torch.pending import Pending, anchors, distinct
-from bunkbed.torch.ranges import ranged
 
 
 class _TableGroup:

@@ -33,12 +33,12 @@ from typing import Any
 
 import torch
 
+from bunkbed.adapters.references import References
 from bunkbed.errors import ReadOnlyError
-from bunkbed.references import References
-from bunkbed.torch.checkpoint import PREFIX
-from bunkbed.torch.device import capabilities
+from bunkbed.torch.base.checkpoint import PREFIX
+from bunkbed.torch.base.gradients import HostRows, IntArray, Part, Rows
+from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
-from bunkbed.torch.gradients import HostRows, IntArray, Part, Rows
 
 #: How the fix looks in errors.
 ATTACH = "opt = bunkbed.torch.Optimizer(model, dense=torch.optim.AdamW(model.parameters()))"

@@ -1,5 +1,12 @@
 """The main job: recommenders from implicit feedback, on tables larger than memory.
 
-The modules are imported one by one (`bunkbed.train.data`, `bunkbed.train.loop`, ...), so that what needs torch
-or pyarrow loads only where it is used.
+- `loop` trains, `recipes` holds options that reach published quality, `scalars` writes to TensorBoard;
+- `settings` has every option, and what a run remembers of them;
+- `data` reads, splits, samples and stores interactions;
+- `models` has the scores, the losses and the dense weights;
+- `evaluate` ranks, recommends and compares; `output` draws and logs;
+- `demo` and `report` are what the commands of these names run.
+
+Import the modules one by one (`bunkbed.train.data.interactions`, `bunkbed.train.loop`, ...), so that torch and pyarrow
+load only where they are used.
 """

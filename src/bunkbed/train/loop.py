@@ -3,7 +3,7 @@
 A run is one sequence of steps, a pure function of the config and the data. What lets it stop anywhere and go
 on with the same bits:
 
-1. Batches are pure functions of (seed, epoch, step), see `bunkbed.train.sampling`.
+1. Batches are pure functions of (seed, epoch, step), see `bunkbed.train.data.sampling`.
 2. A commit holds the tables (optimizer state included), the dense weights with theirs, and `Progress`, in one
    manifest (`bunkbed.Run`): all of one step, or none.
 3. Everything that is decided (learning rate, best epoch, patience) follows from `Progress` and the config.
@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import bunkbed as bb
-from bunkbed.limits import memory_bytes
+from bunkbed.machine.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.data import Dataset
-from bunkbed.train.dense import DENSE_FILE, dense_bytes, dense_state
-from bunkbed.train.evaluate import Evaluator
-from bunkbed.train.events import EpochReport, EvalReport, Event, Outcome, StepReport
-from bunkbed.train.models import Recommender, create_tables
-from bunkbed.train.progress import MetricsLog, Progress
-from bunkbed.train.sampling import BatchesAhead, BatchSource, SeenPairs
-from bunkbed.train.splits import split
-from bunkbed.train.stream import STREAM_FOLDER, StoredOrder, open_split, pairs_of, pairs_of_some
+from bunkbed.train.data.interactions import Dataset
+from bunkbed.train.data.sampling import BatchesAhead, BatchSource, SeenPairs
+from bunkbed.train.data.splits import split
+from bunkbed.train.data.stream import STREAM_FOLDER, StoredOrder, open_split, pairs_of, pairs_of_some
+from bunkbed.train.evaluate.evaluator import Evaluator
+from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
+from bunkbed.train.models.recommender import Recommender, create_tables
+from bunkbed.train.output.events import EpochReport, EvalReport, Event, Outcome, StepReport
+from bunkbed.train.output.progress import MetricsLog, Progress
+from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
-    from bunkbed.run import Run
-    from bunkbed.table_commits import PendingCommit
+    from bunkbed.run.run import Run
+    from bunkbed.table.commits import PendingCommit
 
 __all__ = ["Trainer"]
 

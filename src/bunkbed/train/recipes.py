@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bunkbed.train.config import TrainConfig
+from bunkbed.train.settings.config import TrainConfig
 
 __all__ = ["GOWALLA", "ML1M", "ML1M_BCE", "ML1M_BF16", "ML1M_NEUMF", "RECIPES"]
 

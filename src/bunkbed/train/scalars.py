@@ -6,8 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from bunkbed.run_files import require_real
-from bunkbed.train.events import EpochReport, Event, StepReport
+from bunkbed.files.durable import require_real
+from bunkbed.train.output.events import EpochReport, Event, StepReport
 
 if TYPE_CHECKING:
     from bunkbed.train.loop import Trainer

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from bunkbed import optim
-from bunkbed.torch.device import capabilities
+from bunkbed.core import optim
+from bunkbed.torch.device.base import capabilities
+from bunkbed.torch.device.base.rounding import round_rows
+from bunkbed.torch.device.base.update_rules import StepConstants, update_rows
 from bunkbed.torch.device.kernels.choice import chooser
 from bunkbed.torch.device.kernels.operations import Gather, Scatter, update_of
-from bunkbed.torch.device.rounding import round_rows
-from bunkbed.torch.device.update_rules import StepConstants, update_rows
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

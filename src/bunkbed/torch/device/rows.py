@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from bunkbed.bag_gradients import BagGradients
-from bunkbed.torch.device.batches import DeviceBatch
-from bunkbed.torch.device.link import Link
+from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.torch.base.gradients import IntArray, Part
+from bunkbed.torch.device.base.batches import DeviceBatch
+from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.sums import add_segments, norm, spread_bags, sum_bags, sum_rows
-from bunkbed.torch.gradients import IntArray, Part
 
 
 class DeviceRows:
-    """The part of `bunkbed.torch.gradients.Rows` that does not depend on where rows are stepped.
+    """The part of `bunkbed.torch.base.gradients.Rows` that does not depend on where rows are stepped.
 
     Args:
         table: a `bunkbed.Table` open for writing.

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from bunkbed.bag_gradients import BagGradients
-from bunkbed.torch.device import capabilities
-from bunkbed.torch.device.batches import PIECE, DeviceBatch
+from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.device.base import capabilities
+from bunkbed.torch.device.base.batches import PIECE, DeviceBatch
+from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.kernels.choice import chooser
 from bunkbed.torch.device.kernels.operations import SumPieces
-from bunkbed.torch.device.link import Link
-from bunkbed.torch.gradients import IntArray
 
 
 def sum_rows(batch: DeviceBatch, grads: Any) -> Any:

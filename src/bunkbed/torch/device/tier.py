@@ -36,15 +36,15 @@ import numpy as np
 import torch
 
 from bunkbed import _native
-from bunkbed.budget import Budget, format_bytes, parse_bytes
+from bunkbed.core.budget import Budget, format_bytes, parse_bytes
 from bunkbed.errors import BunkbedError
-from bunkbed.torch.device import capabilities
-from bunkbed.torch.device.batches import FramedBatch
-from bunkbed.torch.device.link import Link, is_out_of_memory
+from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.device.base import capabilities
+from bunkbed.torch.device.base.batches import FramedBatch
+from bunkbed.torch.device.base.link import Link, is_out_of_memory
+from bunkbed.torch.device.base.update_rules import step_constants
 from bunkbed.torch.device.records import DeviceRecords
 from bunkbed.torch.device.rows import DeviceRows
-from bunkbed.torch.device.update_rules import step_constants
-from bunkbed.torch.gradients import IntArray
 
 #: Bytes of records that a write-back moves at once.
 _CHUNK_BYTES = 64 << 20
@@ -62,7 +62,7 @@ def _size(table: Any, size: int | str) -> int:
 
 
 class DeviceTier(DeviceRows):
-    """A cache of a table's hot records on the device of its layers; a `bunkbed.torch.gradients.Rows`.
+    """A cache of a table's hot records on the device of its layers; a `bunkbed.torch.base.gradients.Rows`.
 
     Owns the device memory from the first lookup on, until the table or its layers go. One thread trains; the table may
     be used by others meanwhile.
@@ -395,7 +395,7 @@ class DeviceTier(DeviceRows):
         self._require_records().store(batch.frames, new)
         self.link.used()
 
-    # ---- what the table asks for: see `bunkbed.table.Above`
+    # ---- what the table asks for: see `bunkbed.table.table.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

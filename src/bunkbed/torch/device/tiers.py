@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bunkbed import _native
-from bunkbed.budget import Budget
+from bunkbed.core.budget import Budget
 from bunkbed.torch.device.tier import DeviceTier
 from bunkbed.torch.device.transfer import TransferTier
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from bunkbed import _native
-from bunkbed.torch.device.batches import SentBatch
-from bunkbed.torch.device.link import Link
+from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.device.base.batches import SentBatch
+from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.rows import DeviceRows
-from bunkbed.torch.gradients import IntArray
 
 #: Steps whose rows are remembered; a copy older than that is read anew.
 _REMEMBERED = 8
@@ -138,14 +138,14 @@ class TransferTier(DeviceRows):
     # ---- steps
 
     def step(self, batch: SentBatch, sums: Any, *, lr: float, step: int | None) -> None:
-        """See `bunkbed.torch.gradients.Rows`."""
+        """See `bunkbed.torch.base.gradients.Rows`."""
         values = np.ascontiguousarray(self.link.down(sums).numpy())
         with self._lock:
             self.table.update_batch(batch.batch, values, lr=lr, step=step)
             self._steps += 1
             self._changed.append((self._steps, batch.batch))
 
-    # ---- what the table asks for: see `bunkbed.table.Above`
+    # ---- what the table asks for: see `bunkbed.table.table.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from bunkbed import _native
+from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.tiers import Tier
-from bunkbed.torch.gradients import IntArray
 from bunkbed.window import MAX_BATCHES, Window
 
 #: Batches placed on the device ahead of the one that has begun, unless told otherwise.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bunkbed.run_files import make_file
+from bunkbed.files.durable import make_file
 from bunkbed.train.report.facts import gather, kind_of
 from bunkbed.train.report.page import render
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from bunkbed.train.display import main_metrics
-from bunkbed.train.plots import Metrics
+from bunkbed.train.output.display import main_metrics
+from bunkbed.train.output.plots import Metrics
 from bunkbed.train.report.hot_rows import Curve
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 import bunkbed as bb
 from bunkbed.errors import BunkbedError, FormatError
-from bunkbed.limits import StepTimes, step_times
-from bunkbed.machine import Machine, remembered
-from bunkbed.opening import is_sharded
-from bunkbed.run_files import RunFiles
-from bunkbed.train.config import TrainConfig
-from bunkbed.train.plots import Metrics, read_metrics
+from bunkbed.files.run_files import RunFiles, is_sharded
+from bunkbed.machine.limits import StepTimes, step_times
+from bunkbed.machine.rates import Machine, remembered
+from bunkbed.train.output.plots import Metrics, read_metrics
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
-from bunkbed.train.run_config import CONFIG_NAME, read_config
+from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
 
 Kind = Literal["run", "table", "sharded table"]
 

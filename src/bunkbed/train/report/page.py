@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bunkbed.budget import format_bytes, parse_bytes
-from bunkbed.limit_text import milliseconds, rates
-from bunkbed.train.plots import Metrics
+from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.machine.text import milliseconds, rates
+from bunkbed.train.output.plots import Metrics
 from bunkbed.train.report import charts
 from bunkbed.train.report.charts import Chart
 from bunkbed.train.report.facts import UNKNOWN, Facts, Limit, Option

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bunkbed.torch.device.update_rules import StepConstants
+from bunkbed.torch.device.base.update_rules import StepConstants
 
 #: How every kernel is compiled. A product and a sum round on their own, as two torch operations do.
 OPTIONS = {"enable_fp_fusion": False}

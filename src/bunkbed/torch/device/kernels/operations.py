@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bunkbed import optim
-from bunkbed.torch.device.batches import PIECE, cut
+from bunkbed.core import optim
+from bunkbed.torch.device.base.batches import PIECE, cut
+from bunkbed.torch.device.base.update_rules import StepConstants, step_constants, update_rows
 from bunkbed.torch.device.kernels import launch
-from bunkbed.torch.device.update_rules import StepConstants, step_constants, update_rows
 
 #: Lookups in a trial, and the bytes it may take in all: rows too long for both are fewer.
 _TRIAL_ROWS, _TRIAL_BYTES = 8192, 64 << 20

@@ -1,0 +1,178 @@
+"""What a framework's checkpoint holds of a table: a reference to a kept epoch, never rows.
+
+The reference is the table's uuid and name, the epoch and the step. Saving commits the table and keeps that epoch under
+a name of ours; the oldest of those beyond `References.keep` are dropped. Loading rewinds the writer to the epoch,
+optimizer state included. How a framework stores the four values is its adapter's business.
+
+- Saving twice without a change in between is one commit, so a stray save costs no kept epoch, and two layers on one
+  table commit once.
+- A table of a `bunkbed.Run` is committed by its run only: the reference then just names the table, and ``run.rewind``
+  puts tables and dense weights back together.
+- A table in RAM only keeps its epochs as copies in this process (`RamSnapshots`): going back to the best epoch works
+  as with files, loading in another process is an error that says to give a path.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bunkbed.adapters.ram_snapshots import RamSnapshots
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A kept epoch of a table."""
+
+    uuid: str
+    table: str
+    epoch: int
+    step: int
+
+    def fields(self) -> dict[str, Any]:
+        """The four values by name."""
+        return asdict(self)
+
+
+class References:
+    """Kept epochs of one table, for every layer on it.
+
+    Args:
+        table: the `bunkbed.Table`.
+        prefix: of the names under which epochs are kept.
+        saved: what holds the references, for errors: ``"state_dict"``.
+
+    Owns copies of the rows of a table in RAM only, and nothing else. Not thread-safe.
+    """
+
+    def __init__(self, table: Any, prefix: str, saved: str) -> None:
+        self.table = table
+        self.keep: int | None = 0
+        self._prefix = prefix
+        self._saved = saved
+        self._ram: RamSnapshots | None = None
+        # Epochs of the same contents: a rewind, or a commit for its name only, gives old contents a new number.
+        self._same: set[int] = set()
+        self._has_new = False
+
+    def keep_at_least(self, keep: int | None) -> None:
+        """Of the layers on one table the one that keeps most decides; None is all."""
+        if self.keep is not None:
+            self.keep = None if keep is None else max(self.keep, keep)
+
+    # ---- the step
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that made the rows what they are."""
+        return int(self.table.step) if self.next_step is None else self.next_step - 1
+
+    @property
+    def next_step(self) -> int | None:
+        """The number to impose on the next step; None where the core's count is right."""
+        return None if self._ram is None else self._ram.next_step
+
+    def step_was_taken(self) -> None:
+        """A step with `next_step` happened."""
+        if self._ram is not None:
+            self._ram.next_step = None
+
+    # ---- save and load
+
+    def save(self, prefix: str | None = None, *, drop: bool = True) -> Reference:
+        """Commits the table if it changed, and keeps that epoch.
+
+        Args:
+            prefix: of the names, where these are to be counted apart from the others; None is the usual one.
+            drop: let go of what is beyond `keep`; False leaves it to a call of `drop_old`.
+        """
+        table = self.table
+        if table.mode == "r" or table.run is not None:
+            return Reference(table.uuid, table.name, table.epoch, self.step)
+        epoch = self._commit(prefix or self._prefix)
+        if drop:
+            self.drop_old(prefix)
+        return Reference(table.uuid, table.name, epoch, self.step)
+
+    def drop_old(self, prefix: str | None = None) -> None:
+        """Lets go of the oldest epochs of a prefix beyond `keep`, if the last `save` made their successor."""
+        if self.keep is None or not self._has_new:
+            return
+        self._has_new = False
+        prefix, kept = prefix or self._prefix, self._kept()
+        ours = sorted(int(name.removeprefix(prefix)) for name in kept.snapshots() if _is_of(name, prefix))
+        for number in ours[: max(0, len(ours) - self.keep)]:
+            kept.drop(f"{prefix}{number:06d}")
+
+    def load(self, reference: Reference) -> str | None:
+        """Puts the table back to the epoch of `reference`; returns what prevents it, or None."""
+        table, saved = self.table, self._saved
+        if reference.uuid != table.uuid:
+            if table.path is None:
+                return (
+                    f"table {table.name!r}: the {saved} refers to table {reference.table!r}, but this layer's table is "
+                    "another one, in RAM only; such a table ends with its process, so give path= to the layer that is "
+                    "saved and to this one"
+                )
+            return (
+                f"table {table.name!r}: the {saved} refers to table {reference.table!r} (uuid {reference.uuid}), but "
+                f"the layer has opened another one, {table.path} (uuid {table.uuid}); give the layer the path of that "
+                "table"
+            )
+        return None if table.run is not None else self.go_back(reference.epoch)
+
+    def go_back(self, epoch: int) -> str | None:
+        """Puts the table back to a kept epoch; returns what prevents it, or None."""
+        table, saved = self.table, self._saved
+        if epoch in self._equal_epochs() and (table.mode == "r" or not table.is_dirty):
+            return None
+        if table.mode == "r":
+            return (
+                f"table {table.name!r}: the {saved} refers to epoch {epoch}, but this reader is at epoch "
+                f"{table.epoch}; open it with snapshot=, one of bunkbed.snapshots(path)"
+            )
+        snapshots: dict[str, int] = self._kept().snapshots()
+        if epoch not in snapshots.values():
+            kept = ", ".join(f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1]))
+            return (
+                f"table {table.name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
+                "of the layer, or name what must stay: layer.table.commit(keep='best')"
+            )
+        self._kept().rewind(epoch)
+        self._same = {table.epoch, epoch}
+        return None
+
+    def _equal_epochs(self) -> set[int]:
+        """The epoch of the last commit, and others that are known to have its contents."""
+        return self._same if self.table.epoch in self._same else {self.table.epoch}
+
+    def _kept(self) -> Any:
+        """Who keeps the table's epochs: the table, or for one in RAM only our copies."""
+        if self.table.path is not None:
+            return self.table
+        if self._ram is None:
+            self._ram = RamSnapshots(self.table)
+        return self._ram
+
+    def _commit(self, prefix: str) -> int:
+        table, kept = self.table, self._kept()
+        snapshots: dict[str, int] = kept.snapshots()
+        # One of another prefix may be let go before its time.
+        stays = {epoch for name, epoch in snapshots.items() if _is_of(name, prefix) or not _AUTOMATIC.fullmatch(name)}
+        same = set() if table.is_dirty else self._equal_epochs()
+        self._has_new = not same & stays
+        if same & stays:
+            return max(same & stays)
+        ours = sorted(int(name.removeprefix(prefix)) for name in snapshots if _is_of(name, prefix))
+        epoch: int = kept.commit(keep=f"{prefix}{ours[-1] + 1 if ours else 1:06d}")
+        self._same = same | {epoch}
+        return epoch
+
+
+#: Names that are given, and let go, without anybody asking.
+_AUTOMATIC = re.compile(r"(state_dict|keras|get_weights)-\d{6}")
+
+
+def _is_of(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name.removeprefix(prefix).isdigit()

@@ -1,0 +1,118 @@
+"""The table of a framework's layer: opened or created, and compared with what the layer was told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Adam, Optimizer
+from bunkbed.errors import FormatError
+from bunkbed.sharded.opening import open
+from bunkbed.table.opening import create, path_lock
+
+
+def require_same(kind: str, table: Any, **given: Any) -> None:
+    """Raises ValueError naming both values where an argument of a layer contradicts its table.
+
+    Args:
+        kind: the layer's class.
+        given: what the layer was told, by its own argument names.
+    """
+    stored = {
+        "num_embeddings": table.num_rows,
+        "input_dim": table.num_rows,
+        "embedding_dim": table.dim,
+        "output_dim": table.dim,
+        "dtype": table.dtype,
+        "init": table.init,
+        "embeddings_initializer": table.init,
+        "seed": table.seed,
+        "durability": table.durability,
+    }
+    for name, value in given.items():
+        if stored[name] != value:
+            raise ValueError(
+                f"{kind}: {name}={value!r} was given, but table {table.name!r} has {stored[name]!r}; give what it "
+                "has, or another path for a new table"
+            )
+
+
+def require_alone(kind: str, **given: Any) -> None:
+    """Raises ValueError where an argument is given that a table given by ``table=`` brings itself."""
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
+        raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
+
+
+def open_stored(
+    kind: str,
+    path: Path,
+    *,
+    ram: int | str | Budget | None,
+    disk: int | str | None,
+    optimizer: Optimizer | None,
+    durability: Literal["durable", "scratch"] | None,
+    same: Mapping[str, Any],
+) -> Any:
+    """The table at `path`, whose arguments `same` (see `require_same`) agree with it; None where there is none."""
+    try:
+        table = open(path, ram=ram, disk=disk)
+    except FileNotFoundError:
+        return None
+    except FormatError:
+        # What a scratch table left is begun anew where one is asked for: create() tells it from others.
+        if durability != "scratch":
+            raise
+        return None
+    try:
+        require_same(kind, table, **same)
+        if optimizer is not None and optimizer != table.optimizer:
+            table.optimizer = optimizer  # other slots are an error there
+    except BaseException:
+        table.close(commit=False)  # this opening of it: another layer's stays open
+        raise
+    return table
+
+
+def open_or_create(
+    kind: str,
+    path: str | PathLike[str] | None,
+    *,
+    dim: int,
+    num_rows: int | None,
+    optimizer: Optimizer | None,
+    init: Initializer,
+    seed: int,
+    dtype: str | None,
+    ram: int | str | Budget | None,
+    durability: Literal["durable", "scratch"] | None,
+    disk: int | str | None,
+    same: Mapping[str, Any],
+) -> Any:
+    """The table at `path`, or a new one there; `init`, `seed` and `dtype` are those of a new one.
+
+    Args:
+        same: what a stored table must have; see `require_same`.
+    """
+    with path_lock(None if path is None else Path(path).expanduser()):
+        if path is not None:
+            path = Path(path)
+            table = open_stored(kind, path, ram=ram, disk=disk, optimizer=optimizer, durability=durability, same=same)
+            if table is not None:
+                return table
+        return create(
+            path,
+            dim=dim,
+            num_rows=num_rows,
+            optimizer=Adam(lr=1e-3) if optimizer is None else optimizer,
+            init=init,
+            seed=seed,
+            dtype="float32" if dtype is None else dtype,
+            ram=ram,
+            durability="durable" if durability is None else durability,
+            disk=disk,
+        )

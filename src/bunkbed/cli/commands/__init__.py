@@ -1,0 +1,1 @@
+"""The sub-commands, each a thin layer over public functions."""

@@ -1,0 +1,302 @@
+"""``bunkbed info``, ``check`` and ``snapshots``: what stands on disk. Only what is told to changes anything."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+from bunkbed.cli.shared.console import (
+    ConfigOption,
+    JsonOption,
+    UsageProblem,
+    byte_progress,
+    escape,
+    print_error,
+    print_json,
+    stdout,
+)
+from bunkbed.cli.shared.run_folder import kind_of
+from bunkbed.core.budget import format_bytes
+from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
+
+PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
+RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")]
+
+
+def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = None, json: JsonOption = False) -> None:
+    """Show what a table, sharded or not, or a run holds: rows, optimizer, bytes per tier, epoch, snapshots."""
+    import bunkbed as bb
+
+    kind = kind_of(path)
+    if kind != "run":
+        with bb.open(path, mode="r", ram=ram) as table:
+            about = {"kind": kind, "path": path, **_about(table), "snapshots": bb.snapshots(path)}
+            if isinstance(table, bb.ShardedTable):
+                about["shards"] = _shards(table)
+        if json:
+            print_json(about)
+        else:
+            _print_table(stdout(), about)
+        return
+    with bb.Run(path, ram=ram, mode="r") as run:
+        tables = {name: _about(run.table(name)) for name in run.table_names}
+        about = {
+            "kind": "run",
+            "path": path,
+            "epoch": run.epoch,
+            "meta": run.meta,
+            "training": read_config(path) if (path / CONFIG_NAME).exists() else None,
+            "snapshots": run.snapshots(),
+            "tables": tables,
+        }
+    if json:
+        print_json(about)
+    else:
+        _print_run(stdout(), about)
+
+
+def check(
+    path: PathArgument,
+    *,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove what no commit needs; never goes back by itself.")
+    ] = False,
+    fall_back_to: Annotated[
+        int | None,
+        typer.Option(help="With --repair: the sound commit to go back to, if the newest is damaged.", metavar="EPOCH"),
+    ] = None,
+    ram: RamOption = "256MiB",
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Verify every stored byte a commit relies on, and repair what can be without guessing.
+
+    Exit codes: 0 sound (now); 1 problems remain, or it could not be checked, which stderr says; 2 the command line is
+    wrong; 130 interrupted.
+    """
+    import bunkbed as bb
+
+    if fall_back_to is not None and not repair:
+        raise UsageProblem("--fall-back-to goes back to an older commit, which only --repair does; give both")
+    try:
+        kind = kind_of(path)
+        with byte_progress("checking") as progress:
+            report = bb.check(path, repair=repair, epoch=fall_back_to, ram=ram, progress=progress)
+    except KeyboardInterrupt:
+        print_error("interrupted before everything was looked at")
+        return 130
+    if json:
+        leftovers = [{"file": file, "bytes": size} for file, size in report.leftovers]
+        print_json(
+            {
+                "path": path,
+                "sound": not report,
+                "problems": [problem.as_dict() for problem in report],
+                "repaired": report.repaired,
+                "leftovers": leftovers,
+                "epochs": report.epochs,
+                "sound_epochs": report.sound_epochs,
+                "bytes_read": report.bytes_read,
+            }
+        )
+        return 1 if report else 0
+    console = stdout()
+    for line in report.repaired:
+        console.print(f"[green]repaired[/]  {escape(line)}", soft_wrap=True)
+    for problem in report:
+        where = escape(f" (byte {problem.offset} of {problem.file.name})") if problem.offset is not None else ""
+        console.print(f"[red]problem[/]  {escape(problem.found)}{where}", soft_wrap=True)
+        console.print(f"         {escape(problem.meaning)}", soft_wrap=True)
+        console.print(f"         [b]{escape(problem.remedy)}[/]", soft_wrap=True)
+    if report.leftovers:
+        size = format_bytes(sum(size for _, size in report.leftovers))
+        console.print(f"{len(report.leftovers)} leftovers ({size}) that no commit names; --repair removes them")
+    name = escape(str(path))
+    if report:
+        count = "1 problem" if len(report) == 1 else f"{len(report)} problems"
+        console.print(f"{name}: {count} in this {kind}", soft_wrap=True)
+        return 1
+    console.print(f"[green]sound[/]  {kind} {name}", soft_wrap=True)
+    return 0
+
+
+def snapshots(
+    path: PathArgument,
+    *,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", help="Forget this snapshot; may be given several times.", metavar="NAME"),
+    ] = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the snapshots kept by name and what each costs, or drop some."""
+    import bunkbed as bb
+
+    kind_of(path)
+    before = {kept.name: kept for kept in bb.describe_snapshots(path)}
+    for name in drop or []:
+        bb.drop_snapshot(path, name)
+    found = bb.describe_snapshots(path)
+    if json:
+        print_json(
+            {
+                "path": path,
+                "snapshots": {kept.name: kept.epoch for kept in found},
+                "details": [kept.as_dict() for kept in found],
+                "dropped": drop or [],
+            }
+        )
+        return
+    console = stdout()
+    for name in drop or []:
+        freed = format_bytes(before[name].own_bytes)
+        console.print(f"dropped {escape(name)} (epoch {before[name].epoch}, {freed} that only it held)", soft_wrap=True)
+    if not found:
+        console.print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
+        return
+    grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for column in ("snapshot", "epoch", "when", "step", "rows", "only it holds"):
+        grid.add_column(column, justify="left" if column in ("snapshot", "when") else "right")
+    for kept in found:
+        grid.add_row(
+            escape(kept.name),
+            str(kept.epoch),
+            kept.time.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+            "" if kept.step is None else f"{kept.step:,}",
+            f"{kept.stored_rows:,}",
+            format_bytes(kept.own_bytes),
+        )
+    console.print(grid)
+
+
+def _about(table: Any) -> dict[str, Any]:
+    stats = table.stats()
+    return {
+        "num_rows": table.num_rows,
+        "dim": table.dim,
+        "dtype": str(table.dtype),
+        "optimizer": _optimizer(table.optimizer),
+        "init": repr(table.init),
+        "seed": table.seed,
+        "slots": list(table.slots),
+        "state_dtype": getattr(table.optimizer, "state_dtype", None),
+        "record_bytes": table.record_bytes,
+        "stored_rows": int(stats["stored_rows"]),
+        "ram_bytes": int(stats["ram_bytes"]),
+        "disk_bytes": int(stats["disk_bytes"]),
+        "live_bytes": int(stats["live_bytes"]),
+        "segments": int(stats["segments"]),
+        "epoch": table.epoch,
+        "step": table.step,
+        "meta": table.meta,
+    }
+
+
+def _shards(table: Any) -> list[dict[str, Any]]:
+    names = ("stored_rows", "disk_bytes", "live_bytes")
+    return [
+        {"path": shard.path, **{name: int(shard.stats()[name]) for name in names}} for shard in table._native.tables()
+    ]
+
+
+def _print_table(console: Console, about: dict[str, Any]) -> None:
+    console.print(f"{about['kind']} [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
+    grid = _grid()
+    grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
+    grid.add_row("row", f"{about['dim']} x {about['dtype']}, {about['record_bytes']:,} bytes with its state")
+    grid.add_row("initially", f"{escape(about['init'])}, seed {about['seed']}")
+    grid.add_row("optimizer", escape(about["optimizer"]))
+    grid.add_row("slots", f"{', '.join(about['slots'])} in {about['state_dtype']}" if about["slots"] else "none")
+    grid.add_row("disk", _disk(about))
+    grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this reader")
+    grid.add_row("epoch", f"{about['epoch']}, after step {about['step']:,}")
+    if about["meta"]:
+        grid.add_row("meta", escape(_meta(about["meta"])))
+    grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
+    console.print(grid, soft_wrap=True)
+    for index, shard in enumerate(about.get("shards", ())):
+        size = format_bytes(shard["disk_bytes"])
+        line = f"[dim]shard {index}[/]  {shard['stored_rows']:,} rows, {size}, {escape(str(shard['path']))}"
+        console.print(line, soft_wrap=True)
+
+
+def _print_run(console: Console, about: dict[str, Any]) -> None:
+    console.print(f"run [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
+    grid = _grid()
+    training = about["training"]
+    if training is not None:
+        grid.add_row("data", escape(str(training["source"])))
+        grid.add_row("model", escape(_model(training["train"])))
+    grid.add_row("epoch", f"{about['epoch']} (number of the last commit)")
+    progress = about["meta"].get("progress")
+    if isinstance(progress, dict):
+        grid.add_row("trained", f"{progress['epoch']} epochs, {progress['global_step']:,} steps")
+        best = "  ".join(f"{name} {value:.4f}" for name, value in progress["best"].items())
+        grid.add_row("best", f"epoch {progress['best_epoch']}  {best}" if best else "not evaluated")
+    elif about["meta"]:
+        grid.add_row("meta", escape(_meta(about["meta"])))
+    grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
+    console.print(grid, soft_wrap=True)
+    console.print()
+    tables = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("table", "stored rows", "of", "dim", "disk", "live", "step", "optimizer"):
+        tables.add_column(name, justify="left" if name in ("table", "optimizer") else "right")
+    for name, table in about["tables"].items():
+        tables.add_row(
+            escape(name),
+            f"{table['stored_rows']:,}",
+            _rows(table),
+            str(table["dim"]),
+            format_bytes(table["disk_bytes"]),
+            format_bytes(table["live_bytes"]),
+            f"{table['step']:,}",
+            escape(table["optimizer"]),
+        )
+    console.print(tables)
+
+
+def _model(train: dict[str, Any]) -> str:
+    return f"{train.get('model')}, {train.get('loss')}, dim {train.get('dim')}, {train.get('optimizer')}"
+
+
+def _optimizer(optimizer: Any) -> str:
+    """The rule with its learning rate and whatever differs from the defaults."""
+    shown = [
+        f"{field.name}={getattr(optimizer, field.name)}"
+        for field in fields(optimizer)
+        if field.name == "lr" or getattr(optimizer, field.name) != field.default
+    ]
+    return f"{type(optimizer).__name__}({', '.join(shown)})"
+
+
+def _grid() -> Grid:
+    grid = Grid.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="dim")
+    grid.add_column()
+    return grid
+
+
+def _rows(about: dict[str, Any]) -> str:
+    return f"{about['num_rows']:,}" if about["num_rows"] is not None else "any id"
+
+
+def _disk(about: dict[str, Any]) -> str:
+    return (
+        f"{format_bytes(about['disk_bytes'])} in {about['segments']} segments, "
+        f"{format_bytes(about['live_bytes'])} of it live"
+    )
+
+
+def _meta(meta: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in meta.items() if not isinstance(value, (dict, list)))
+
+
+def _snapshots(kept: dict[str, int]) -> str:
+    by_epoch = sorted(kept.items(), key=lambda item: item[1])
+    return ", ".join(f"{name} (epoch {epoch})" for name, epoch in by_epoch) or "none"

@@ -1,0 +1,282 @@
+"""``bunkbed plan``: how fast a table can train here, what binds, what would change it. Creates nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as Grid
+
+from bunkbed import _native, planning
+from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
+from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, option
+from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.optim import OPTIMIZERS
+from bunkbed.machine.rates import Machine, measure
+from bunkbed.machine.text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
+from bunkbed.planning import DEFAULT_LOOKAHEAD, Plan
+
+_TABLE, _STEP, _MACHINE = "Table", "Step", "Machine"
+
+
+class Dtype(StrEnum):
+    """Types of stored weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+DTYPE_DEFAULT = Dtype.float32
+
+
+def plan(
+    *,
+    rows: Annotated[int, option(_TABLE, "Rows of the table, all of them trained in the end.")],
+    dim: Annotated[int, option(_TABLE, "Weights of a row.")],
+    dtype: Annotated[Dtype, option(_TABLE, "Of the stored weights.")] = DTYPE_DEFAULT,
+    optimizer: Annotated[OptimizerName, option(_TABLE, "Whose state each row carries.")] = OPTIMIZER_DEFAULT,
+    ram: Annotated[str, option(_TABLE, "RAM budget.", metavar="BYTES")] = "1GiB",
+    batch: Annotated[int, option(_STEP, "Ids of a step, duplicates counted.")] = 65_536,
+    zipf: Annotated[float, option(_STEP, "How skewed the ids are: exponent of Zipf's law, 0 is uniform.")] = 1.05,
+    lookahead: Annotated[int, option(_STEP, "Batches known ahead; 0: none, nothing overlaps.")] = DEFAULT_LOOKAHEAD,
+    compute_ms: Annotated[float, option(_STEP, "The model's own work in a step, in milliseconds.")] = 0.0,
+    dir: Annotated[Path, option(_MACHINE, "Where the table would lie: the disk to measure.", metavar="DIR")] = Path(),
+    ssd_iops: Annotated[
+        float | None, option(_MACHINE, "Random reads a second, instead of measuring.", metavar="N")
+    ] = None,
+    ssd_write: Annotated[
+        str | None, option(_MACHINE, "Bytes written a second, such as 2GB, instead of measuring.", metavar="BYTES")
+    ] = None,
+    memory_bandwidth: Annotated[
+        str | None, option(_MACHINE, "Bytes a second, such as 20GB, instead of measuring.", metavar="BYTES")
+    ] = None,
+    endurance: Annotated[
+        str, option(_MACHINE, "Bytes the disk may be written in its life, by its data sheet.", metavar="BYTES")
+    ] = "600TB",
+    remeasure: Annotated[bool, option(_MACHINE, "Measure again; else the last figures are used.")] = False,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Predict training speed here: steps a second, what binds, bytes per tier, and what would change it.
+
+    Measures memory and disk once (about five seconds, remembered). A prediction is the limit: training comes near it,
+    never above.
+    """
+    given = {
+        "read_iops": ssd_iops,
+        "write_bytes_per_s": _bytes("--ssd-write", ssd_write),
+        "memory_bytes_per_s": _bytes("--memory-bandwidth", memory_bandwidth),
+    }
+    for name, value in (("--ssd-iops", ssd_iops), ("--compute-ms", compute_ms + 1)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageProblem(f"{name} must be {'above 0' if name == '--ssd-iops' else 'at least 0'}")
+    life = _bytes("--endurance", endurance)
+    assert life is not None
+
+    def predict(machine: Machine) -> Plan:
+        return planning.plan(
+            rows,
+            dim,
+            batch,
+            machine=machine,
+            zipf=zipf,
+            optimizer=OPTIMIZERS[optimizer.value](),
+            dtype=dtype.value,
+            ram=ram,
+            lookahead=lookahead,
+            compute_s=compute_ms / 1e3,
+        )
+
+    try:  # a mistake should not cost the seconds of a measurement
+        predict(Machine(memory_bytes_per_s=1.0, read_iops=1.0, write_bytes_per_s=1.0))
+    except (ValueError, TypeError) as error:
+        raise UsageProblem(str(error)) from error
+    machine = _machine(dir, given, again=remeasure)
+    base = predict(machine)
+    others = list(planning.changes(base))
+    if json:
+        print_json(_as_json(base, others, life))
+    else:
+        show(stdout(), base, others, life)
+
+
+def _machine(directory: Path, given: dict[str, float | None], *, again: bool) -> Machine:
+    figures = {name: value for name, value in given.items() if value is not None}
+    if len(figures) == len(given):
+        return Machine(**figures)  # type: ignore[arg-type]
+    with stderr().status(f"measuring memory and the disk of {escape(str(directory))}, about five seconds"):
+        return replace(measure(directory, again=again), **figures)  # type: ignore[arg-type]
+
+
+def _bytes(name: str, text: str | None) -> float | None:
+    try:
+        return None if text is None else float(parse_bytes(text))
+    except (ValueError, TypeError) as error:
+        raise UsageProblem(f"{name}: {error}") from error
+
+
+# ---- As text, within 80 columns
+
+
+def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: float) -> None:
+    """Prints a plan and its alternatives."""
+    parts: list[RenderableType] = [_facts(base), "", _step(base), "", _verdict(base, life), "", _others(base, others)]
+    note = (
+        "A limit, not a promise: training comes near it where the disk binds, less so\n"
+        "where memory does. A full cache, every row trained, random ids, no commits."
+    )
+    console.print(Group(*parts, "", f"[dim]{note}[/]"), width=min(console.width, WIDTH))
+
+
+def _facts(plan: Plan) -> RenderableType:
+    asked, machine = plan.question, plan.machine
+    grid = facts_grid()
+    grid.add_row(
+        "table",
+        f"{asked.rows:,} rows x {asked.dim} {asked.dtype}, {type(asked.optimizer).__name__}: "
+        f"{plan.record_bytes:,} B a row, {format_bytes(plan.record_bytes * asked.rows)}",
+    )
+    grid.add_row(
+        "step",
+        f"{asked.batch:,} ids, Zipf {asked.zipf:g}: {plan.unique_rows:,.0f} unique rows, "
+        f"{plan.misses:,.0f} missed ({plan.misses / plan.unique_rows:.1%})",
+    )
+    grid.add_row(
+        "RAM",
+        f"{plan.frames:,} rows in {format_bytes(plan.frames_bytes)}, directory {format_bytes(plan.directory_bytes)}, "
+        f"buffers {format_bytes(plan.buffers_bytes + plan.window_bytes)}",
+    )
+    grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
+    grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
+    grid.add_row("machine", rates(machine))
+    grid.add_row("", f"[dim]{escape(machine.disk)}, measured; --remeasure[/]" if machine.disk else "[dim]as given[/]")
+    if machine.read_unit == 1:
+        grid.add_row("", "[yellow]this file system cannot be read past the page cache: the reads/s are the cache's[/]")
+    return grid
+
+
+def _step(plan: Plan) -> RenderableType:
+    times = plan.times
+    written = f"{format_bytes(plan.written_bytes)}, {plan.write_amplification:.2f} x what is evicted"
+    return times_grid(
+        [
+            ("disk, reads", times.disk_reads, f"{plan.misses:,.0f} rows"),
+            ("disk, writes", times.disk_writes, written if plan.misses else ""),
+            ("memory", times.memory, "lookup, gradients, update"),
+            ("model", times.compute, "as given" if times.compute else "not given: --compute-ms"),
+        ],
+        plan.binds,
+    )
+
+
+def _verdict(plan: Plan, life: float) -> RenderableType:
+    grid = facts_grid()
+    overlap = "with lookahead, all at once" if plan.question.lookahead else "without lookahead, one after another"
+    ids = plan.steps_per_s * plan.question.batch
+    ids_text = f"{ids / 1e6:,.2f} million" if ids >= 1e6 else f"{ids:,.0f}"
+    grid.add_row(
+        "limit", f"[b]{speed(plan.steps_per_s)} steps/s[/], {ids_text} ids/s; [b]{plan.binds}[/] binds ({overlap})"
+    )
+    if not plan.fits_batch:
+        grid.add_row(
+            "",
+            f"[yellow]the cache holds {plan.frames:,} rows, a step wants {plan.unique_rows:,.0f}: each is read twice; "
+            "give it more RAM[/]",
+        )
+    elif plan.misses and plan.frames < 4 * plan.unique_rows:
+        grid.add_row("", "[yellow]the cache holds less than four steps: up to a quarter more misses are likely[/]")
+    days = plan.days_to_write(life)
+    if math.isinf(days):
+        grid.add_row("SSD", "written by commits only")
+    else:
+        grid.add_row(
+            "SSD",
+            f"{decimal_bytes(plan.written_bytes_per_day)} written in a day of this; a drive rated for "
+            f"{decimal_bytes(life)} of writes would last {_duration(days)}",
+        )
+    return grid
+
+
+def _others(base: Plan, others: list[tuple[str, Plan]]) -> RenderableType:
+    grid = Grid(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    grid.add_column("what would change", no_wrap=True)
+    for name in ("RAM", "B a row", "missed", "steps/s", ""):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("binds", no_wrap=True)
+    grid.add_column("SSD a day", justify="right", no_wrap=True)
+    for name, plan in [("as asked", base), *others]:
+        factor = plan.steps_per_s / base.steps_per_s
+        grid.add_row(
+            name,
+            format_bytes(plan.question.ram),
+            f"{plan.record_bytes:,}",
+            f"{plan.misses / plan.unique_rows:.1%}",
+            f"[b]{speed(plan.steps_per_s)}[/]",
+            "" if plan is base else f"[{'green' if factor > 1.02 else 'dim'}]{factor:.1f}x[/]",
+            plan.binds,
+            decimal_bytes(plan.written_bytes_per_day),
+        )
+    return grid
+
+
+def _duration(days: float) -> str:
+    if days < 2:
+        return f"{days * 24:.0f} hours"
+    return f"{days:,.0f} days" if days < 730 else f"{days / 365:,.0f} years"
+
+
+# ---- As JSON
+
+
+def _as_json(base: Plan, others: list[tuple[str, Plan]], life: float) -> dict[str, Any]:
+    return {
+        "machine": asdict(base.machine),
+        **_facts_json(base, life),
+        "changes": [{"change": name, **_facts_json(plan, life)} for name, plan in others],
+    }
+
+
+def _facts_json(plan: Plan, life: float) -> dict[str, Any]:
+    asked = plan.question
+    days = plan.days_to_write(life)
+    return {
+        "table": {
+            "rows": asked.rows,
+            "dim": asked.dim,
+            "dtype": asked.dtype,
+            "optimizer": asked.optimizer.kind,
+            "record_bytes": plan.record_bytes,
+        },
+        "step": {
+            "ids": asked.batch,
+            "zipf": asked.zipf,
+            "lookahead": asked.lookahead,
+            "window": plan.window,
+            "unique_rows": plan.unique_rows,
+            "misses": plan.misses,
+            "hit_rate": plan.hit_rate,
+            "evicted_rows": plan.evicted_rows,
+            "fits_batch": plan.fits_batch,
+            "written_bytes": plan.written_bytes,
+            "write_amplification": plan.write_amplification,
+        },
+        "ram": {
+            "budget_bytes": asked.ram,
+            "frames": plan.frames,
+            "frames_bytes": plan.frames_bytes,
+            "directory_bytes": plan.directory_bytes,
+            "buffers_bytes": plan.buffers_bytes,
+            "window_bytes": plan.window_bytes,
+        },
+        "disk": {"bytes": plan.disk_bytes, "segments": plan.segments},
+        "seconds": {**asdict(plan.times), "step": plan.step_s},
+        "steps_per_s": plan.steps_per_s,
+        "binds": plan.binds,
+        "written_bytes_per_day": plan.written_bytes_per_day,
+        "days_to_endurance": None if math.isinf(days) else days,
+    }

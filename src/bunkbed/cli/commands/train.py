@@ -1,0 +1,541 @@
+"""``bunkbed train``: from a file of interactions to a run folder."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bunkbed.cli.shared.console import (
+    ConfigOption,
+    JsonOption,
+    UsageProblem,
+    escape,
+    given_options,
+    need,
+    print_json,
+    stderr,
+    stdout,
+)
+from bunkbed.cli.shared.run_folder import choose_folder
+from bunkbed.cli.shared.train_options import (
+    DATA,
+    DEFAULTS,
+    DTYPE_DEFAULT,
+    JUDGING,
+    LEARNING,
+    LOSS_DEFAULT,
+    MEMORY,
+    MODEL,
+    MODEL_DEFAULT,
+    OPTIMIZER_DEFAULT,
+    RANKING_DEFAULT,
+    RUN,
+    SAMPLING_DEFAULT,
+    FileLayout,
+    Loss,
+    Model,
+    OptimizerName,
+    Ranking,
+    RowType,
+    Sampling,
+    option,
+)
+from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.train.output.events import EpochReport, Event, Outcome
+from bunkbed.train.output.progress import FREE_TO_CHANGE
+from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
+
+if TYPE_CHECKING:
+    from bunkbed.run.run import Run
+    from bunkbed.train.data.interactions import Dataset
+    from bunkbed.train.evaluate.evaluator import EvalResult
+    from bunkbed.train.loop import Trainer
+    from bunkbed.train.output.display import Display
+
+_READING = ("user_col", "item_col", "header", "layout", "strict", "test", "test_negatives")
+
+
+def train(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="Interactions: CSV, TSV, Parquet, adjacency lines, or gzip of a text form."),
+    ] = None,
+    *,
+    user_col: Annotated[str | None, option(DATA, "Column of the users, by name or position from 0.")] = None,
+    item_col: Annotated[str | None, option(DATA, "Column of the items, by name or position from 0.")] = None,
+    header: Annotated[
+        bool | None, option(DATA, "Whether line 1 names the columns; default: looks.", "--header/--no-header")
+    ] = None,
+    layout: Annotated[FileLayout, option(DATA, "Columns, or 'user item item ...'.")] = FileLayout.auto,
+    strict: Annotated[
+        bool, option(DATA, "Stop at a malformed row instead of leaving it out and counting it.", "--strict")
+    ] = False,
+    test: Annotated[Path | None, option(DATA, "Held-out interactions to judge by.", metavar="FILE")] = None,
+    test_negatives: Annotated[
+        Path | None,
+        option(DATA, "What each held-out item competes with: '(user,item) item ...'.", metavar="FILE"),
+    ] = None,
+    model: Annotated[
+        Model,
+        option(
+            MODEL,
+            "Dot product (mf), weighted (gmf), that and a perceptron (neumf), or one a side (two-tower).",
+        ),
+    ] = MODEL_DEFAULT,
+    layers: Annotated[
+        str, option(MODEL, "Widths of a perceptron's hidden layers; default: chosen by --dim.", metavar="N,N")
+    ] = DEFAULTS.layers,
+    dim: Annotated[int, option(MODEL, "Numbers per row.")] = DEFAULTS.dim,
+    bias: Annotated[bool, option(MODEL, "Learn an item bias.", "--bias/--no-bias")] = DEFAULTS.bias,
+    init_std: Annotated[float, option(MODEL, "Standard deviation of initial rows.")] = DEFAULTS.init_std,
+    loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr), pointwise (bce) or sampled softmax.")] = LOSS_DEFAULT,
+    optimizer: Annotated[OptimizerName, option(LEARNING, "Optimizer of the tables.")] = OPTIMIZER_DEFAULT,
+    dtype: Annotated[
+        RowType, option(MODEL, "Stored weights; 16 bits with stochastic rounding and float32 sums.")
+    ] = DTYPE_DEFAULT,
+    lr: Annotated[float, option(LEARNING, "Learning rate.")] = DEFAULTS.lr,
+    lr_decay: Annotated[float, option(LEARNING, "Factor on it after every epoch.")] = DEFAULTS.lr_decay,
+    l2: Annotated[float, option(LEARNING, "L2 penalty on the rows of a batch.")] = DEFAULTS.l2,
+    epochs: Annotated[int, option(LEARNING, "Passes over the pairs.")] = DEFAULTS.epochs,
+    batch_size: Annotated[int, option(LEARNING, "Positive pairs per step.")] = DEFAULTS.batch_size,
+    negatives: Annotated[int, option(LEARNING, "Sampled negatives per pair.")] = DEFAULTS.negatives,
+    sampling: Annotated[
+        Sampling, option(LEARNING, "Negatives drawn evenly, or as often as they are popular.")
+    ] = SAMPLING_DEFAULT,
+    share_negatives: Annotated[
+        bool,
+        option(
+            LEARNING,
+            "The same negatives for all pairs of a step: fewer rows.",
+            "--share-negatives/--no-share-negatives",
+        ),
+    ] = DEFAULTS.share_negatives,
+    hardness: Annotated[
+        float, option(LEARNING, "bpr: weigh negatives by softmax(hardness * score).")
+    ] = DEFAULTS.hardness,
+    reject_seen: Annotated[
+        bool, option(LEARNING, "Never sample what the user has.", "--reject-seen/--no-reject-seen")
+    ] = DEFAULTS.reject_seen,
+    seed: Annotated[int, option(LEARNING, "Of initial rows, order and negatives.")] = DEFAULTS.seed,
+    ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(DEFAULTS.ram),
+    stream: Annotated[
+        bool,
+        option(
+            MEMORY,
+            "Keep the interactions on disk, for more of them than RAM holds; takes a quarter of --ram to sort them.",
+            "--stream/--no-stream",
+        ),
+    ] = DEFAULTS.stream,
+    device: Annotated[str, option(MEMORY, "Where the model computes: cpu, cuda, cuda:1.")] = DEFAULTS.device,
+    device_cache: Annotated[
+        str | None,
+        option(MEMORY, "Device memory for hot rows of all tables; 0: rows stay in RAM.", metavar="BYTES"),
+    ] = None,
+    lookahead: Annotated[
+        int | None, option(MEMORY, "Batches read from disk ahead of their step; 0: none; default: as it pays.")
+    ] = DEFAULTS.lookahead,
+    window: Annotated[
+        int | None, option(MEMORY, "Coming batches whose ids rank what the cache gives up; default: up to 32.")
+    ] = DEFAULTS.window,
+    threads: Annotated[int, option(MEMORY, "Compute threads; 0: every core.")] = DEFAULTS.threads,
+    valid: Annotated[
+        str,
+        option(JUDGING, "Held out to find the best epoch: 'random' or 'last' pair of a user, a share, 'none'."),
+    ] = DEFAULTS.valid,
+    ranking: Annotated[Ranking, option(JUDGING, "Rank all items, or sampled ones.")] = RANKING_DEFAULT,
+    eval_negatives: Annotated[int, option(JUDGING, "Items sampled for each held-out one.")] = DEFAULTS.eval_negatives,
+    eval_every: Annotated[int, option(JUDGING, "Epochs between evaluations.")] = DEFAULTS.eval_every,
+    eval_users: Annotated[int, option(JUDGING, "Users evaluated; 0: all.")] = DEFAULTS.eval_users,
+    ks: Annotated[str, option(JUDGING, "Cut-offs of the metrics.", metavar="K,K")] = DEFAULTS.ks,
+    metric: Annotated[str, option(JUDGING, "Chooses the best epoch: hr@k, ndcg@k, recall@k, mrr.")] = DEFAULTS.metric,
+    patience: Annotated[
+        int, option(JUDGING, "Stop after this many evaluations without a better one; 0: never.")
+    ] = DEFAULTS.patience,
+    out: Annotated[Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")] = None,
+    resume: Annotated[Path | None, option(RUN, "Go on with a run where its last commit stands.", metavar="RUN")] = None,
+    commit_every: Annotated[int, option(RUN, "Epochs between commits.")] = DEFAULTS.commit_every,
+    tensorboard: Annotated[
+        bool, option(RUN, "Also write scalars for TensorBoard, into the run's folder.", "--tensorboard")
+    ] = False,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Train a recommender on interactions, on tables larger than RAM.
+
+    Ctrl-C, and SIGTERM, finishes the step and commits (exit code 130); --resume goes on, and ends with the bits of a
+    run never stopped.
+    """
+    # One place knows the names: the configuration's fields are this function's parameters.
+    values = {name: _plain(value) for name, value in context.params.items()}
+    options = {field.name: values[field.name] for field in fields(TrainConfig) if field.name in values}
+    if (file is None) == (resume is None):
+        raise UsageProblem(
+            "give either FILE or --resume RUN, not both" if file else "give a FILE of interactions, or --resume RUN"
+        )
+    given = given_options(context)
+    new_config = _checked(options) if resume is None else None
+    resumed = _resumed_config(resume, options, given) if resume is not None else None
+    need("torch", "pyarrow", "matplotlib", command="train")
+    if tensorboard:
+        need("tensorboard", command="train --tensorboard", extra="tensorboard")
+    console = stderr() if json else stdout()
+    if resume is not None:
+        assert resumed is not None
+        return _go_on(resume, resumed, console, as_json=json, tensorboard=tensorboard)
+    assert file is not None and new_config is not None
+    if new_config.stream:
+        need("duckdb", command="train --stream")
+        _check_streaming(new_config, test, test_negatives)
+    reading = {
+        "user_col": user_col,
+        "item_col": item_col,
+        "header": "auto" if header is None else header,
+        "layout": layout.value,
+        "strict": strict,
+        "test": test,
+        "test_negatives": test_negatives,
+    }
+    return _start(file, reading, out, new_config, console, as_json=json, tensorboard=tensorboard)
+
+
+def _start(
+    file: Path,
+    reading: dict[str, Any],
+    out: Path | None,
+    config: TrainConfig,
+    console: Console,
+    *,
+    as_json: bool,
+    tensorboard: bool,
+) -> int:
+    """Read, create the run folder, train. A failure before anything is committed leaves no folder behind."""
+    import bunkbed
+    from bunkbed.run.run import Run
+    from bunkbed.train.data.interactions import read_dataset
+    from bunkbed.train.data.store import save_dataset
+    from bunkbed.train.loop import Trainer
+
+    folder = choose_folder(out, file)
+    if not config.stream:
+        with console.status(f"reading {escape(str(file))}"):
+            data = read_dataset(file, **reading)
+        _say_data(console, data)
+    existed = folder.exists()
+    run: Run | None = None
+    try:
+        run = Run(folder, ram=config.table_ram_bytes)
+        about = {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()}
+        if config.stream:  # what a preparation that was killed is begun again from
+            paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
+            about["reading"] = {**reading, **paths, "file": str(file.resolve())}
+        write_config(folder, about)
+        if config.stream:
+            data = _prepare(folder, file, reading, config, console)
+            _say_data(console, data)
+        else:
+            save_dataset(folder / DATA_NAME, data)
+        if config.stream and not console.is_terminal:
+            console.print("splitting", style="dim")
+        with console.status("splitting") if config.stream else nullcontext():
+            trainer = Trainer(config, data, run)
+    except BaseException:
+        if run is not None:
+            run.close(commit=False)
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
+
+
+def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Path | None) -> None:
+    """Refuse, before any work, what cannot be done with interactions on disk."""
+    if test_negatives is not None:
+        raise UsageProblem(
+            "--stream cannot keep --test-negatives on disk; leave one of them off (--ranking sampled draws its own)"
+        )
+    if test is not None and not config.eval_users:
+        raise UsageProblem("--stream with --test needs to know how many users to ask: give --eval-users, such as 10000")
+
+
+def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainConfig, console: Console) -> Dataset:
+    """The interactions in the run's folder; where that fails, or is interrupted, nothing of them stays."""
+    from bunkbed.train.data.prepare import prepare_dataset
+
+    options = {name: value for name, value in reading.items() if name != "test_negatives"}
+    # The tables are empty yet: all of the budget but what the reader and DuckDB's own overhead take.
+    ram_bytes = parse_bytes(config.ram) // 4 * 3
+    try:
+        with console.status(f"reading {escape(str(file))}") as status:
+
+            def on_progress(text: str, rows: int | None) -> None:
+                if console.is_terminal:
+                    status.update(escape(text) + ("" if rows is None else f": {rows:,} rows"))
+                elif said != [text]:  # a log gets one line a stage
+                    said[:] = [text]
+                    console.print(escape(text), style="dim", soft_wrap=True)
+
+            said: list[str] = []
+            return prepare_dataset(folder / DATA_NAME, file, ram_bytes=ram_bytes, on_progress=on_progress, **options)
+    except BaseException:
+        shutil.rmtree(folder / DATA_NAME, ignore_errors=True)
+        raise
+
+
+def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
+    from bunkbed.run.run import Run
+    from bunkbed.train.data.store import load_dataset, open_dataset
+    from bunkbed.train.loop import Trainer
+
+    if config.stream:
+        need("duckdb", command="train --stream")
+    reading = read_config(folder).get("reading")
+    run = Run(folder, ram=config.table_ram_bytes)
+    try:
+        if reading is not None and not (folder / DATA_NAME / "dataset.json").exists():
+            console.print("the interactions were not read to their end; reading them again", soft_wrap=True)
+            _say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
+        data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
+        trainer = Trainer(config, data, run)
+    except BaseException:
+        run.close(commit=False)
+        raise
+    write_config(folder, {**read_config(folder), "train": config.to_dict()})
+    where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
+    if trainer.epoch >= config.epochs:
+        where += "; nothing left to do, --epochs more of them goes on"
+    elif trainer.stopped_early:
+        where += f"; it stopped early, --patience more than {config.patience} goes on, or 0 for never"
+    console.print(f"resuming {escape(str(folder))} {where}", soft_wrap=True)
+    return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
+
+
+def _fit(
+    folder: Path,
+    config: TrainConfig,
+    run: Run,
+    trainer: Trainer,
+    data: Dataset,
+    console: Console,
+    *,
+    as_json: bool,
+    tensorboard: bool,
+) -> int:
+    from bunkbed.train.evaluate.results import save_test
+    from bunkbed.train.output.display import open_display
+    from bunkbed.train.output.plots import plot_run
+    from bunkbed.train.scalars import Scalars
+
+    source = Path(data.train.source).name
+    name = f"{config.model}, {config.loss}, dim {config.dim}, {config.optimizer}"
+    last: list[EpochReport] = []
+
+    def on_event(event: Event) -> None:
+        display(event)
+        if scalars is not None:
+            scalars(event)
+        if isinstance(event, EpochReport):
+            last[:] = [event]
+            if as_json:
+                print_json({"kind": "epoch", **asdict(event)})
+
+    with run:
+        _say_tables(console, run, config)
+        with (
+            open_display(console, title=f"{source}   {name}   {folder}", metric=config.metric) as display,
+            _graceful(trainer, display),
+            Scalars(trainer) if tensorboard else nullcontext() as scalars,
+        ):
+            outcome = trainer.fit(on_event)
+    title = f"{folder.name}   {name}, {_ram(config)} of RAM"
+    picture = plot_run(folder, title=title, metric=config.metric)
+    result = None
+    if not outcome.interrupted and (data.test is not None or data.candidates is not None):
+        with console.status("ranking the test items"):
+            result = judge(folder, config, data)
+        save_test(folder, result, step=outcome.step)
+    if as_json:
+        test = None if result is None else asdict(result)
+        print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), "test": test})
+    else:
+        _say_outcome(console, folder, config, outcome, last[0] if last else None, result, picture, data)
+    return 130 if outcome.interrupted else 0
+
+
+def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> EvalResult:
+    """Evaluate a run as it stands on disk, at its best epoch unless `options` name another snapshot."""
+    from bunkbed.train.evaluate.evaluator import evaluate_run
+
+    with open_reader(folder, options.pop("ram", None) or config.ram, options.pop("snapshot", None)) as run:
+        return evaluate_run(run, data, config, **options)
+
+
+def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
+    """A run opened read-only: at the snapshot asked for, else at the best epoch, else at the last commit."""
+    from bunkbed.run.run import Run
+
+    run = Run(folder, ram=ram, mode="r")
+    if snapshot is None and "best" not in run.snapshots():
+        return run
+    run.close(commit=False)
+    return Run(folder, ram=ram, mode="r", snapshot=snapshot or "best")
+
+
+@contextmanager
+def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the trainer to stop after its step; a Ctrl-C after it aborts.
+
+    Another SIGTERM does not: `timeout` and schedulers send it to the process and to its group, which is twice.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if not is_stopping:
+            is_stopping.append(True)
+            trainer.request_stop()
+            display.note("stopping: the step ends, then everything is committed (Ctrl-C again aborts at once)")
+
+    is_stopping: list[bool] = []
+
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    for kind in before:
+        signal.signal(kind, stop)
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> TrainConfig:
+    """A run's own configuration with what may change on resuming.
+
+    Raises:
+        UsageProblem: an option that shapes what is learned differs.
+    """
+    stored = dict(read_config(folder)["train"])
+    for name in sorted(given & {*options, *_READING}):
+        flag = "--" + name.replace("_", "-")
+        if name not in options:
+            raise UsageProblem(f"{flag} cannot change on resuming: {folder} keeps its own copy of the data")
+        if name in FREE_TO_CHANGE:
+            stored[name] = options[name]
+        elif stored.get(name) != options[name]:
+            raise UsageProblem(
+                f"{flag} {options[name]} cannot change on resuming: {folder} was started with "
+                f"{stored.get(name)}; start a new run for it"
+            )
+    return _checked(stored)
+
+
+def _checked(options: dict[str, Any]) -> TrainConfig:
+    try:
+        return TrainConfig.from_dict(options)
+    except (ValueError, TypeError) as error:
+        raise UsageProblem(str(error)) from error
+
+
+def _say_data(console: Console, data: Dataset) -> None:
+    train = data.train
+    lines = [
+        f"[b]{escape(Path(train.source).name)}[/b]  {len(train):,} pairs of {data.num_users:,} users and "
+        f"{data.num_items:,} items  [dim]({escape(train.form)})[/]"
+    ]
+    if train.duplicates:
+        lines.append(f"{train.duplicates:,} repeated pairs dropped: a pair counts once")
+    for pairs in (train, data.test):
+        if pairs is not None and pairs.malformed:
+            lines.append(
+                f"[yellow]{pairs.malformed:,} malformed rows of {escape(Path(pairs.source).name)} left out[/], "
+                f"the first: {escape(pairs.first_malformed)}; --strict stops there"
+            )
+        if pairs is not None and pairs.empty_users:
+            lines.append(
+                f"{pairs.empty_users:,} users without items left out of {escape(Path(pairs.source).name)}: "
+                "their lines hold no pair"
+            )
+    if data.test is not None:
+        lines.append(f"[b]{escape(Path(data.test.source).name)}[/b]  {len(data.test):,} pairs to judge by")
+    if data.candidates is not None:
+        width = data.candidates.negatives.shape[1]
+        lines.append(f"[b]{escape(Path(data.candidates.source).name)}[/b]  {width} negatives for each")
+    if data.cold_users or data.cold_items:
+        lines.append(
+            f"{data.cold_users:,} users and {data.cold_items:,} items stand only in the test files; "
+            "they are ranked too, untrained"
+        )
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
+    parts = []
+    total = 0
+    for name, table in run.tables.items():
+        parts.append(f"{name} {table.num_rows or 0:,} x {table.dim}")
+        total += table.nbytes
+    times = total / parse_bytes(config.ram)
+    console.print(
+        f"[b]tables[/b]  {', '.join(parts)}: {format_bytes(total)} with optimizer state; "
+        f"RAM budget {_ram(config)}{f', {times:.1f} times smaller' if times > 1 else ''}",
+        soft_wrap=True,
+    )
+
+
+def _say_outcome(
+    console: Console,
+    folder: Path,
+    config: TrainConfig,
+    outcome: Outcome,
+    last: EpochReport | None,
+    result: EvalResult | None,
+    picture: Path,
+    data: Dataset,
+) -> None:
+    from bunkbed.train.output.display import main_metrics
+
+    def say(label: str, text: str) -> None:
+        console.print(f"[dim]{label:<8}[/]{text}", soft_wrap=True)
+
+    if outcome.best_epoch is not None and outcome.best:
+        ranking = f"  [dim]validation, {last.ranking}[/]" if last is not None else ""
+        quality = _quality(outcome.best, main_metrics(outcome.best, config.metric))
+        say("best", f"epoch {outcome.best_epoch}  {quality}{ranking}")
+    if result is not None:
+        quality = _quality(result.metrics, list(result.metrics))
+        say("test", f"{quality}  [dim]{result.split}, {result.ranking}[/]")
+    if outcome.stopped_early:
+        say("stopped", f"after epoch {outcome.epoch}: no better epoch within the patience")
+    say("run", escape(str(folder)))
+    say("picture", escape(str(picture)))
+    if outcome.interrupted:
+        where = f"after epoch {outcome.epoch}, step {outcome.step:,}"
+        console.print(f"[yellow]interrupted[/] {where}; everything is committed", soft_wrap=True)
+        say("resume", f"[b]bunkbed train --resume {escape(shlex.quote(str(folder)))}[/b]")
+    else:
+        user = data.train.user_vocab.decode([0])[0]
+        say("try", escape(shlex.join(["bunkbed", "recommend", str(folder), "--user", str(user), "-k", "10"])))
+
+
+def _quality(metrics: dict[str, float], names: list[str]) -> str:
+    return "  ".join(f"{name} [b]{metrics[name]:.4f}[/b]" for name in names)
+
+
+def _ram(config: TrainConfig) -> str:
+    return format_bytes(parse_bytes(config.ram))
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, StrEnum) else value

@@ -1,0 +1,209 @@
+"""What the sub-commands share: consoles, errors in one line, options from a YAML file, JSON out."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import rich.markup
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from bunkbed.core.budget import format_bytes
+from bunkbed.errors import BunkbedError
+
+
+class UsageProblem(BunkbedError, ValueError):
+    """The command line asks for something that cannot be; nothing was done."""
+
+
+#: What a terminal acts on rather than shows: control characters, marks of direction, halves of a character.
+_ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def neutral(text: str) -> str:
+    """Text from elsewhere with an escape, such as ``\\x1b``, for each character that a terminal would act on."""
+    return _ACTED_ON.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def escape(text: str) -> str:
+    """Text from elsewhere for a line of markup, of which it is a part as it is."""
+    return rich.markup.escape(neutral(text).replace("\n", "\\n").replace("\t", "\\t"))
+
+
+class SafeConsole(Console):
+    """A console that sends a terminal no control character but its own, wherever the text came from."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else neutral(text), style, control)
+
+
+def stdout() -> Console:
+    """A console on the standard output as it is now (tests replace it)."""
+    return SafeConsole(file=sys.stdout, highlight=False)
+
+
+def stderr() -> Console:
+    """A console on the standard error, where progress and errors go: stdout stays clean for programs."""
+    return SafeConsole(file=sys.stderr, highlight=False)
+
+
+def print_error(message: str) -> None:
+    """One line on stderr, red where it is a terminal."""
+    line = Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold")
+    stderr().print(line, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """A value as one line of JSON on stdout."""
+    sys.stdout.write(json.dumps(value, default=_plain, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def byte_progress(what: str, unit: Literal["bytes", "rows"] = "bytes") -> Iterator[Callable[[int, int], None]]:
+    """A line on stderr that counts bytes or rows, where that is a terminal."""
+    console = stderr()
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+
+    def shown(number: int) -> str:
+        return format_bytes(number) if unit == "bytes" else f"{number:,}"
+
+    with console.status(what) as status:
+        yield lambda done, total: status.update(
+            f"{what}: {shown(done)} of {shown(total)}{' rows' if unit == 'rows' else ''}"
+        )
+
+
+def describe(error: Exception) -> str:
+    """An exception as one helpful line."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return str(error) if "pip install" in str(error) else f"the module {error.name} is not installed"
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        reason = error.strerror[:1].lower() + error.strerror[1:]
+        return f"{where}{reason}{_similar_file(error)}"
+    if isinstance(error, (BunkbedError, ValueError, IndexError, MemoryError, OSError)) and str(error):
+        return str(error)
+    name = type(error).__name__
+    return f"internal error, {name}: {error}; --debug shows where"
+
+
+def need(*modules: str, command: str, extra: str = "train") -> None:
+    """Make sure optional packages are there before any work is done.
+
+    Raises:
+        ModuleNotFoundError: one is not; the message says how to install it.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise ModuleNotFoundError(
+            f'bunkbed {command} needs {names}; install with: pip install "bunkbed[{extra}]"',
+            name=missing[0],
+        )
+
+
+def load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Options from a YAML file become the defaults of this command, so that flags win.
+
+    Raises:
+        UsageProblem: not YAML, not a mapping, a key that is no option of this command.
+    """
+    if path is None:
+        return None
+    need("yaml", command=f"{context.info_name} --config")
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise UsageProblem(f"{path}{line}: is not YAML ({problem})") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise UsageProblem(f"{path}: expected options as 'key: value' lines, found {type(values).__name__}")
+    known = {name: name for name in _option_names(context)}
+    defaults: dict[str, Any] = {}
+    for key, value in values.items():
+        name = known.get(str(key).replace("-", "_"))
+        if name is None:
+            raise UsageProblem(f"{path}: {unknown_key(str(key), sorted(known))}")
+        if isinstance(value, dict):
+            raise UsageProblem(f"{path}: {key} must be a plain value, found a mapping")
+        defaults[name] = value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """A message about a key that is none of `known`, naming the nearest."""
+    close = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}" if close else f"the options are {', '.join(known)}"
+    return f"unknown option {key!r}; {hint}"
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """Names of the options that were set by flag, environment or YAML rather than left at their default."""
+    return {
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
+    }
+
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE.yaml",
+        help="Read options from a YAML file; flags win.",
+        callback=load_config,
+        is_eager=True,
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _option_names(context: typer.Context) -> list[str]:
+    own = [str(param.name) for param in context.command.params]
+    return [name for name in own if name not in ("config", "help")]
+
+
+def _plain(value: object) -> object:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    return repr(value)
+
+
+def _similar_file(error: OSError) -> str:
+    """A hint where the name of a missing file is nearly one that is there."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, (str, Path)):
+        return ""
+    path = Path(error.filename)
+    if path.exists():
+        return ""
+    try:
+        siblings = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.6)
+    return f"; did you mean {path.parent / close[0]}" if close else ""

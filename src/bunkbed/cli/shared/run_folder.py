@@ -1,0 +1,58 @@
+"""A run's folder as the commands see it: where it goes, whether a path is one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Literal
+
+from bunkbed.cli.shared.console import UsageProblem
+from bunkbed.errors import BunkbedError, FormatError
+from bunkbed.files.run_files import is_sharded
+from bunkbed.train.settings.run_config import CONFIG_NAME
+
+
+def choose_folder(out: Path | None, source: Path) -> Path:
+    """Where a new run goes: `out`, or the next free ``runs/NAME`` after the data's file.
+
+    Raises:
+        UsageProblem: `out` is there already and is not an empty folder.
+    """
+    if out is not None:
+        if out.is_dir() and any(out.iterdir()):
+            hint = f"resume it with --resume {out}, or " if (out / CONFIG_NAME).exists() else ""
+            raise UsageProblem(f"{out} exists and is not empty; {hint}give another --out")
+        if out.exists() and not out.is_dir():
+            raise UsageProblem(f"{out} exists and is not a folder; give another --out")
+        return out
+    # "train.tsv.gz" says less than the folder it lies in.
+    stem = source.name.split(".")[0] or "run"
+    if stem in ("train", "data", "ratings", "interactions") and source.resolve().parent.name:
+        stem = source.resolve().parent.name
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem)
+    root = Path("runs")
+    folder, number = root / stem, 1
+    while folder.exists():
+        number += 1
+        folder = root / f"{stem}-{number}"
+    return folder
+
+
+def kind_of(path: Path) -> Literal["run", "sharded table", "table"]:
+    """Whether a folder holds a run (several tables), or one table, sharded or not; damage is no concern here.
+
+    Raises:
+        FileNotFoundError: no such path.
+        FormatError: it is a file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(2, "no such table or run", str(path))
+    if not path.is_dir():
+        raise FormatError(f"{path}: is a file; give the folder of a table or of a run")
+    if not (path / "tables").is_dir():
+        return "table"
+    with contextlib.suppress(BunkbedError, OSError):
+        if is_sharded(path):
+            return "sharded table"
+    return "run"

@@ -1,0 +1,219 @@
+"""Byte counts people write, and a RAM budget that several tables share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import weakref
+from typing import Protocol
+
+from bunkbed.core.typed import shortened
+from bunkbed.errors import BunkbedError, TableClosedError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes from an int or a string such as ``"256MiB"``.
+
+    Raises:
+        TypeError: neither int nor str.
+        ValueError: not a size, or not above 0.
+
+    >>> parse_bytes("1.5GiB")
+    1610612736
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f'a size is a number of bytes or a string like "2GiB", got {shortened(value)}')
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        unit = _UNITS.get(match.group(2).lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError(
+                f'cannot read the size {shortened(value)}; write bytes or a string like "256MiB" or "2GiB"'
+            )
+        size = float(match.group(1)) * unit
+        number = int(match.group(1)) * unit if size < 2**63 and "." not in match.group(1) else size
+    else:
+        number = value
+    if not 0 < number < 2**63:
+        bound = "above 0 bytes" if number <= 0 else "below 2**63 bytes"
+        raise ValueError(f"a size must be {bound}, got {shortened(value)}")
+    return int(number)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> format_bytes(256 * 2**20)
+    '256.0 MiB'
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+class Member(Protocol):
+    """What a budget needs of a table."""
+
+    def wanted_bytes(self) -> int | None:
+        """Bytes beyond which more RAM is of no use; None when unknown."""
+
+    def minimum_bytes(self) -> int:
+        """Bytes below which the table cannot work."""
+
+    def apply_share(self, num_bytes: int) -> None:
+        """Live within `num_bytes` from now on."""
+
+
+class Budget:
+    """A hard RAM budget that any number of tables share.
+
+    The bytes are divided again whenever a table joins or leaves: a table that needs less than its share gets
+    what it needs, the others divide the rest evenly (water-filling). Values never depend on the division.
+
+    A budget owns no memory itself; it may be dropped once its tables are closed. All methods are thread-safe.
+
+    Args:
+        total: bytes, or a string like ``"8GiB"``.
+
+    >>> Budget("8GiB").total_bytes
+    8589934592
+    """
+
+    def __init__(self, total: int | str) -> None:
+        self.total_bytes = parse_bytes(total)
+        self._pid = os.getpid()
+        self._lock = threading.Condition(threading.RLock())  # guards all below; notified when a share becomes free
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        #: Of them, those that open or close now: they have no core to ask, and their shares stay as they are.
+        self._unsettled: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._shares: weakref.WeakKeyDictionary[Member, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out to the tables that share this budget."""
+        self._require_own_process()
+        with self._lock:
+            return sum(self._shares.values())
+
+    def reserve(self, newcomer: Member) -> int:
+        """Bytes for a member that is about to open; present members shrink first. `join` or `leave` must follow.
+
+        Waits for members that open or close now where the bytes do not suffice beside them.
+
+        Raises:
+            MemoryError: the total cannot hold every member's minimum; the message says how much is needed.
+        """
+        self._require_own_process()
+        with self._lock:
+            while True:
+                others = list(self._members)
+                try:
+                    shares = self._divide([*others, newcomer])
+                    break
+                except MemoryError:
+                    if not self._unsettled:
+                        raise
+                self._lock.wait(1.0)  # one that is dropped meanwhile does not notify
+            self._apply(others, shares[:-1])
+            self._members.add(newcomer)
+            self._unsettled.add(newcomer)
+            self._shares[newcomer] = shares[-1]
+            return shares[-1]
+
+    def join(self, newcomer: Member) -> None:
+        """Add a member, one that opened or a new one, and divide the bytes again; present members shrink first."""
+        self._require_own_process()
+        with self._lock:
+            self._settle(newcomer)
+            members = [*self._members - {newcomer}, newcomer]
+            self._apply(members, self._divide(members))
+            self._members.add(newcomer)
+
+    def start_leaving(self, member: Member) -> None:
+        """From now on `member`, which is about to close, is asked for nothing. It keeps its share until `leave`."""
+        self._require_own_process()
+        with self._lock:
+            if member in self._members:
+                self._unsettled.add(member)
+
+    def leave(self, member: Member) -> None:
+        """Remove a member; the others grow into what it held."""
+        self._require_own_process()
+        with self._lock:
+            self._settle(member)
+            self._members.discard(member)
+            self._shares.pop(member, None)
+            members = list(self._members)
+            # One that refuses use until it is reopened keeps what it has, and one that cannot write what its cache
+            # holds to make it larger; so do all whose minimum has grown.
+            with contextlib.suppress(BunkbedError, MemoryError, OSError):
+                self._apply(members, self._divide(members))
+
+    def _settle(self, member: Member) -> None:
+        self._unsettled.discard(member)
+        self._lock.notify_all()
+
+    def _require_own_process(self) -> None:
+        # Before the lock is taken: another thread of the parent may have held it.
+        if self._pid != os.getpid():
+            raise TableClosedError(
+                "a Budget was made before this process was forked, and its tables are the parent's; make a new one here"
+            )
+
+    def _apply(self, members: list[Member], shares: list[int]) -> None:
+        # Shrink before growing, so that the sum never exceeds the total.
+        order = sorted(range(len(members)), key=lambda i: shares[i] - self._shares.get(members[i], 0))
+        for i in order:
+            if self._shares.get(members[i]) != shares[i]:
+                members[i].apply_share(shares[i])
+                self._shares[members[i]] = shares[i]
+
+    def _divide(self, members: list[Member]) -> list[int]:
+        fixed = {i: self._shares[m] for i, m in enumerate(members) if m in self._unsettled}
+        minimum = [fixed[i] if i in fixed else m.minimum_bytes() for i, m in enumerate(members)]
+        if sum(minimum) > self.total_bytes:
+            raise MemoryError(
+                f"a budget of {format_bytes(self.total_bytes)} is too small for {len(members)} tables; "
+                f"they need at least {sum(minimum)} bytes ({format_bytes(sum(minimum))})"
+            )
+        wanted = [fixed[i] if i in fixed else m.wanted_bytes() for i, m in enumerate(members)]
+        shares = list(minimum)
+        rest = self.total_bytes - sum(shares)
+        hungry = [i for i, w in enumerate(wanted) if w is None or w > shares[i]]
+        while hungry and rest > 0:
+            part = rest // len(hungry)
+            if part == 0:
+                break
+            satisfied = []
+            for i in hungry:
+                limit = wanted[i]
+                grant = part if limit is None else min(part, limit - shares[i])
+                shares[i] += grant
+                rest -= grant
+                if limit is not None and shares[i] >= limit:
+                    satisfied.append(i)
+            if not satisfied:
+                break
+            hungry = [i for i in hungry if i not in satisfied]
+        return shares
+
+    def __repr__(self) -> str:
+        return f"Budget({self.total_bytes})"

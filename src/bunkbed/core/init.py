@@ -1,0 +1,115 @@
+"""Initialisers: the value of an untouched row, a pure function of (seed, id).
+
+They are part of the file format (FORMAT.md gives the arithmetic and test vectors): the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bunkbed.core.typed import shortened
+
+
+def _require_finite(owner: object, name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {shortened(value)}")
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{type(owner).__name__}: {name} must be finite, got {shortened(value)}")
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """What every initialiser has; use one of its subclasses."""
+
+    kind: ClassVar[str] = ""
+
+    def native(self) -> tuple[str, float, float]:
+        """(kind, a, b) as the core and the manifest hold it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Zeros(Initializer):
+    """Every weight 0."""
+
+    kind: ClassVar[str] = "zeros"
+
+    def native(self) -> tuple[str, float, float]:
+        return ("zeros", 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Normal distribution with mean 0.
+
+    Args:
+        std: standard deviation, finite, at least 0.
+
+    Raises:
+        ValueError, TypeError: `std` out of range or not a number.
+    """
+
+    std: float = 1.0
+    kind: ClassVar[str] = "normal"
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "std", self.std)
+        if self.std < 0:
+            raise ValueError(f"Normal: std must be at least 0, got {self.std!r}")
+
+    def native(self) -> tuple[str, float, float]:
+        return ("normal", float(self.std), 0.0)
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Uniform distribution over [low, high).
+
+    Args:
+        low: smallest value, finite.
+        high: upper end, finite, not below `low`.
+
+    Raises:
+        ValueError, TypeError: a bound not finite, not a number, or `high < low`.
+    """
+
+    low: float = -0.05
+    high: float = 0.05
+    kind: ClassVar[str] = "uniform"
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "low", self.low)
+        _require_finite(self, "high", self.high)
+        if self.high < self.low:
+            raise ValueError(f"Uniform: high must not be below low, got low={self.low!r}, high={self.high!r}")
+
+    def native(self) -> tuple[str, float, float]:
+        return ("uniform", float(self.low), float(self.high))
+
+
+#: Every initialiser by the name its manifest carries.
+INITIALIZERS: dict[str, type[Initializer]] = {cls.kind: cls for cls in (Zeros, Normal, Uniform)}
+
+
+def from_native(kind: str, a: float, b: float) -> Initializer:
+    """The initialiser a manifest describes; the inverse of `Initializer.native`."""
+    arguments: dict[str, dict[str, Any]] = {
+        "zeros": {},
+        "normal": {"std": a},
+        "uniform": {"low": a, "high": b},
+    }
+    return INITIALIZERS[kind](**arguments[kind])
+
+
+def require_initializer(value: object) -> Initializer:
+    """`value` if it is an initialiser.
+
+    Raises:
+        TypeError: it is something else; the message lists the choices.
+    """
+    if not isinstance(value, Initializer) or not value.kind:
+        choices = ", ".join(f"bb.{cls.__name__}" for cls in INITIALIZERS.values())
+        raise TypeError(f"init must be one of {choices}, got {shortened(value)}")
+    return value

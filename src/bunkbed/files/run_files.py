@@ -1,0 +1,488 @@
+"""The files of a run: its manifests and dense files, written so that power loss leaves the old commit or the new.
+
+A manifest is one line of JSON and one line with its SHA-256. Protocol (docs/design/engine.md, rule 14, publish and
+collect):
+
+1. every table has prepared: its own commit is durable, under an epoch no run manifest names yet;
+2. each new dense file is written under a number never used before, synced, and its directory synced;
+3. the manifest is written under a temporary name, synced, linked under its epoch (never replacing), the directory
+   synced. The run's commit exists from here on;
+4. what no remaining manifest names goes: old manifests first, durably, then files and the tables' old commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bunkbed import _native
+from bunkbed.errors import BunkbedError, CorruptionError, FormatError, TableLockedError
+from bunkbed.files.durable import require_real, sync_directory, write_durably
+from bunkbed.files.sharding import HASH, Sharding
+
+FORMAT = 1
+_NAME = re.compile(r"run-([0-9]{16})")
+_FILE = re.compile(r"file-([0-9]{16})")
+#: Names of tables and dense files.
+MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+@dataclass
+class RunManifest:
+    """One commit of a run.
+
+    Attributes:
+        epoch: its number.
+        meta: the caller's facts.
+        keep: snapshot name, or empty.
+        tables: table name -> the table's epoch.
+        files: file name -> (number, bytes, sha256).
+        next_file: first number no file was ever given.
+        copied: a copy put this commit here, and nobody has written the run since.
+        places: shard -> its directory, absolute or relative to the run's, of shards that lie elsewhere than in
+            ``tables/NAME``. Where a shard lies is no part of a commit: those of the newest manifest hold for all.
+        sharding: what makes the run one sharded table; None for any other.
+    """
+
+    epoch: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    keep: str = ""
+    tables: dict[str, int] = field(default_factory=dict)
+    files: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    next_file: int = 1
+    copied: bool = False
+    places: dict[str, str] = field(default_factory=dict)
+    sharding: Sharding | None = None
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a commit of a run names: its snapshot's name or empty, its tables' epochs, the numbers of its files."""
+
+    keep: str
+    tables: dict[str, int]
+    files: frozenset[int]
+
+
+def encode(manifest: RunManifest) -> bytes:
+    """The manifest's bytes."""
+    values = {
+        "bunkbed_run": FORMAT,
+        "epoch": manifest.epoch,
+        "meta": manifest.meta,
+        "keep": manifest.keep,
+        "tables": manifest.tables,
+        "files": {name: list(entry) for name, entry in manifest.files.items()},
+        "next_file": manifest.next_file,
+    }
+    if manifest.copied:
+        values["copied"] = True
+    if manifest.places:
+        values["places"] = manifest.places
+    if manifest.sharding is not None:
+        values["sharding"] = manifest.sharding.as_json()
+    body = json.dumps(values, sort_keys=True).encode()
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_number(value: object) -> bool:
+    """Of a commit or file: the names of those to come have 16 digits too."""
+    return _is_count(value) and value < 10**15  # type: ignore[operator]
+
+
+def _is_file(entry: object) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 3
+        and _is_number(entry[0])
+        and _is_count(entry[1])
+        and isinstance(entry[2], str)
+    )
+
+
+def _is_named(value: object, is_sound: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(MEMBER.fullmatch(name) and is_sound(one) for name, one in value.items())
+
+
+#: What the values of a manifest may be: they become paths and numbers of files.
+_KEYS: dict[str, Callable[[object], bool]] = {
+    "epoch": _is_number,
+    "meta": lambda value: isinstance(value, dict),
+    "keep": lambda value: isinstance(value, str),
+    "tables": lambda value: _is_named(value, _is_count),
+    "files": lambda value: _is_named(value, _is_file),
+    "next_file": _is_number,
+}
+#: And of those that not every manifest has.
+_OPTIONAL: dict[str, Callable[[object], bool]] = {
+    "places": lambda value: _is_named(
+        value, lambda place: isinstance(place, str) and place != "" and "\0" not in place
+    ),
+    "sharding": lambda value: Sharding.from_json(value) is not None,
+}
+
+
+def decode(data: bytes, path: Path) -> RunManifest:
+    """The manifest in `data`.
+
+    Raises:
+        CorruptionError: the checksum does not fit, or what it covers is no manifest. FormatError: a newer format.
+    """
+    body, _, rest = data.partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() + b"\n" != rest:
+        raise CorruptionError(f"run manifest {path} fails its checksum")
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise CorruptionError(f"run manifest {path} holds no JSON object")
+    if values.get("bunkbed_run") != FORMAT:
+        raise FormatError(
+            f"run manifest {path} has format {values.get('bunkbed_run')}, this release reads format {FORMAT}"
+        )
+    for key, is_sound in _KEYS.items():
+        if key not in values or not is_sound(values[key]):
+            raise CorruptionError(f"run manifest {path}: {key!r} is {str(values.get(key))[:80]!r}, which no commit has")
+    for key, is_sound in _OPTIONAL.items():
+        if key in values and not is_sound(values[key]):
+            raise CorruptionError(f"run manifest {path}: {key!r} is {str(values[key])[:80]!r}, which no commit has")
+    sharding = Sharding.from_json(values.get("sharding"))
+    strangers = sorted(set(values.get("places", {})) - set(() if sharding is None else sharding.names()))
+    if strangers:
+        raise CorruptionError(
+            f"run manifest {path}: 'places' names {strangers[0]!r}, which is no shard; the tables of a run lie in its "
+            "own directory"
+        )
+    if sharding is not None and sharding.hash != HASH:
+        raise FormatError(
+            f"run manifest {path}: rows are divided among shards by rule {sharding.hash}, this release knows {HASH}"
+        )
+    if sharding is not None and sorted(values["tables"]) != sharding.names():
+        raise CorruptionError(
+            f"run manifest {path}: it names {len(values['tables'])} tables, and they are not its "
+            f"{len(sharding.shards)} shards"
+        )
+    return RunManifest(
+        epoch=values["epoch"],
+        meta=values["meta"],
+        keep=values["keep"],
+        tables=values["tables"],
+        files={name: (entry[0], entry[1], entry[2]) for name, entry in values["files"].items()},
+        next_file=values["next_file"],
+        copied=bool(values.get("copied", False)),
+        places=values.get("places", {}),
+        sharding=sharding,
+    )
+
+
+class RunFiles:
+    """The manifests and dense files in a run's directory, and where its tables lie.
+
+    Args:
+        directory: the run's.
+        kind: what messages call it.
+    """
+
+    def __init__(self, directory: Path, kind: str = "run") -> None:
+        self.directory = directory
+        self.files = directory / "files"
+        self.label = f"{kind} {directory}"
+        #: Where tables lie, when that is known better than the manifests say.
+        self.places: dict[str, str] | None = None
+        self._is_locked = False
+        self._known: dict[int, Named] = {}
+        #: What `_recorded` gave, and of which file: a table of many shards asks for it at each of them.
+        self._newest: tuple[tuple[int, int, int], RunManifest] = ((-1, 0, 0), RunManifest())
+
+    def table_path(self, name: str) -> Path:
+        """Where a table's directory is said to be; `own_table` where it is opened or changed."""
+        places = self._recorded().places if self.places is None else self.places
+        return self.directory / places.get(name, f"tables/{name}")  # an absolute place stands for itself
+
+    def own_table(self, name: str) -> Path:
+        """`table_path`, once it is known to be this run's: manifests and links may come from anywhere.
+
+        A shard may lie anywhere, and is known by its uuid. Any other table lies in the run's own directory.
+
+        Raises:
+            FormatError: a symbolic link leads to it, or another table is there. CorruptionError: none of a shard's
+            commits can be read. FileNotFoundError: no shard is there.
+        """
+        path, sharding = self.table_path(name), self._recorded().sharding
+        if sharding is not None and name in sharding.names():
+            uuid = sharding.shards[sharding.names().index(name)]
+            found = {commit["uuid"].hex() for commit in _native.commits(str(path))}
+            if not found:
+                raise CorruptionError(f"{self.label}: no commit of {name} at {path} can be read")
+            if found != {uuid}:
+                raise FormatError(
+                    f"{self.label}: {path} holds another table (uuid {', '.join(found - {uuid})}) than its {name} "
+                    f"(uuid {uuid}); were directories mixed up?"
+                )
+        elif path == self.directory / "tables" / name:
+            require_real(path.parent)
+            require_real(path)
+        return path
+
+    def _recorded(self) -> RunManifest:
+        """The newest manifest that can be read: where tables lie, and what they are, is the same in all of them."""
+        for epoch in reversed(self.epochs()):
+            try:
+                about = self.manifest_path(epoch).stat()
+                key = (epoch, about.st_ino, about.st_mtime_ns)
+                if self._newest[0] != key:
+                    self._newest = (key, self.load(epoch))
+                return self._newest[1]
+            except (BunkbedError, OSError):
+                continue  # damaged, or just collected; an older one says the same unless directories moved since
+        return RunManifest()
+
+    def lock(self) -> int:
+        """The writer's lock, held until `unlock`.
+
+        Raises:
+            TableLockedError: another process has it; names it. FormatError: something that the writer writes through is
+            a symbolic link.
+        """
+        path = self.directory / "lock"
+        for place in (path, self.files, self.directory / "tables"):
+            require_real(place)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Only the message of the next process that meets the lock reads this: a full disk is no reason to fail.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            self._is_locked = True
+            return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise TableLockedError(
+                f"{self.label} is being written by process {holder or 'unknown'}; close it there, "
+                'or open it with mode="r"'
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def unlock(self, descriptor: int) -> None:
+        """Give the lock back."""
+        self._is_locked = False
+        self._known.clear()
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the descriptor
+        os.close(descriptor)
+
+    def epochs(self) -> list[int]:
+        """Epochs with a manifest, ascending."""
+        found = (_NAME.fullmatch(name) for name in _names_in(self.directory))
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def manifest_path(self, epoch: int) -> Path:
+        return self.directory / f"run-{epoch:016d}"
+
+    def file_path(self, number: int) -> Path:
+        return self.files / f"file-{number:016d}"
+
+    def load(self, epoch: int) -> RunManifest:
+        path = self.manifest_path(epoch)
+        manifest = decode(_native.read_file(str(path)), path)
+        if manifest.epoch != epoch:
+            raise CorruptionError(f"run manifest {path} holds epoch {manifest.epoch}")
+        return manifest
+
+    def named(self, epoch: int) -> Named:
+        """What a commit names. The lock's holder reads each manifest once: none changes under its name."""
+        found = self._known.get(epoch)
+        if found is None:
+            manifest = self.load(epoch)
+            found = Named(manifest.keep, manifest.tables, frozenset(entry[0] for entry in manifest.files.values()))
+            if self._is_locked:
+                self._known[epoch] = found
+        return found
+
+    def load_newest(self) -> RunManifest:
+        """The newest commit; an empty manifest when there is none.
+
+        Raises:
+            CorruptionError: it is damaged; names the older ones. Never a silent roll-back.
+        """
+        epochs = self.epochs()
+        if not epochs:
+            return RunManifest()
+        try:
+            return self.load(epochs[-1])
+        except FileNotFoundError:
+            if self.epochs()[-1:] == epochs[-1:]:
+                raise
+            return self.load_newest()  # its writer made newer ones and collected it, after it was listed
+        except CorruptionError as error:
+            older = ", ".join(map(str, epochs[:-1]))
+            place = shlex.quote(str(self.directory))
+            remain = (
+                f"older commits remain: epoch {older}; "
+                f"to go back to one: bunkbed check {place} --repair --fall-back-to EPOCH"
+                if older
+                else "no older commit remains"
+            )
+            raise CorruptionError(f"{error}; {remain}") from None
+
+    def snapshots(self) -> dict[str, int]:
+        """Kept commits: name -> epoch, oldest first."""
+        newest: dict[str, int] = {}
+        for epoch in self.epochs():
+            try:
+                name = self.named(epoch).keep
+            except FileNotFoundError:
+                continue  # collected by its writer after it was listed
+            except BunkbedError:
+                continue  # check() reports it; the sound ones can still be opened
+            if name:
+                newest[name] = epoch
+        return dict(sorted(newest.items(), key=lambda item: item[1]))
+
+    def find(self, to: str | int) -> RunManifest:
+        """The commit kept under a name, or of an epoch.
+
+        Raises:
+            ValueError: there is none; lists those there are.
+        """
+        if isinstance(to, str):
+            for epoch in reversed(self.epochs()):
+                if to and self._keeps(epoch, to):
+                    return self.load(epoch)
+            names = ", ".join(map(repr, self.snapshots())) or "none"
+            raise ValueError(f"{self.label} has no snapshot {to!r}; there are: {names}")
+        if to not in self.epochs():
+            remain = ", ".join(map(str, self.epochs())) or "none"
+            raise ValueError(f"{self.label} has no epoch {to}; epochs that remain: {remain}")
+        return self.load(to)
+
+    def write_file(self, number: int, data: bytes) -> tuple[int, int, str]:
+        """Step 2 for one file; its directory must still be synced."""
+        path = self.file_path(number)
+        _native.remove_file(str(path))  # of a commit that never came to be
+        write_durably(path, data)
+        return (number, len(data), hashlib.sha256(data).hexdigest())
+
+    def read_file(self, name: str, manifest: RunManifest) -> bytes:
+        """A dense file of a commit, verified.
+
+        Raises:
+            FileNotFoundError: no such name; lists those there are. Or the commit was collected meanwhile.
+            CorruptionError: it is missing or damaged.
+        """
+        if name not in manifest.files:
+            known = ", ".join(sorted(manifest.files)) or "none"
+            raise FileNotFoundError(f"{self.label} has no file {name!r} in epoch {manifest.epoch}; it has: {known}")
+        number, size, digest = manifest.files[name]
+        path = self.file_path(number)
+        try:
+            data = _native.read_file(str(path))
+        except FileNotFoundError:
+            if not self.manifest_path(manifest.epoch).exists():
+                raise FileNotFoundError(
+                    f"{self.label}: epoch {manifest.epoch} was collected by its writer meanwhile; open it again"
+                ) from None
+            raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) is missing") from None
+        if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+            raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) fails its checksum")
+        return data
+
+    def publish(self, manifest: RunManifest) -> None:
+        """Step 3."""
+        final = self.manifest_path(manifest.epoch)
+        temporary = self.directory / f"new-{final.name}"
+        _native.remove_file(str(temporary))
+        write_durably(temporary, encode(manifest))
+        _native.link_file(str(temporary), str(final))
+        sync_directory(self.directory)
+        _native.failpoint("run.published")
+        with contextlib.suppress(OSError):  # the commit is durable; the next one removes the temporary
+            _native.remove_file(str(temporary))
+
+    def forget(self, name: str) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+        """Remove the commits kept under a name, but the newest; returns what `collect` does."""
+        epochs = self.epochs()
+        dropped = [epoch for epoch in epochs[:-1] if self._keeps(epoch, name)]
+        for epoch in dropped:
+            self.manifest_path(epoch).unlink()
+        if dropped:
+            sync_directory(self.directory)
+        return self.collect()
+
+    def _keeps(self, epoch: int, name: str) -> bool:
+        try:
+            return self.named(epoch).keep == name
+        except BunkbedError:
+            return False  # check() reports it
+
+    def collect(self) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+        """Step 4, except the tables' part: their epochs that remaining commits name, and that snapshots name, by table.
+
+        Where a manifest is damaged, what it names is not known: nothing goes, and the first of the two is empty.
+        """
+        epochs = self.epochs()
+        commits: dict[int, Named] = {}
+        for epoch in epochs:
+            with contextlib.suppress(BunkbedError):  # check() reports it
+                commits[epoch] = self.named(epoch)
+        kept = set({commit.keep: epoch for epoch, commit in commits.items() if commit.keep}.values())
+        if len(commits) < len(epochs):
+            return {}, _epochs_of_tables(commits[epoch] for epoch in kept)
+        remaining = kept.union(epochs[-2:])
+        dropped = [epoch for epoch in epochs if epoch not in remaining]
+        for epoch in dropped:
+            _native.remove_file(str(self.manifest_path(epoch)))
+        if dropped:
+            sync_directory(self.directory)
+        wanted = set().union(*(commits[epoch].files for epoch in remaining))
+        for number, path in self.dense_files():
+            if number not in wanted:
+                _native.remove_file(str(path))
+        return (
+            _epochs_of_tables(commits[epoch] for epoch in remaining),
+            _epochs_of_tables(commits[epoch] for epoch in kept),
+        )
+
+    def dense_files(self) -> list[tuple[int, Path]]:
+        """(number, path) of the dense files that are there, ascending."""
+        found = (_FILE.fullmatch(name) for name in _names_in(self.files))
+        return sorted((int(match.group(1)), self.files / match.group()) for match in found if match)
+
+
+def _names_in(directory: Path) -> list[str]:
+    """Names in a directory; none where there is none. Paths would take several times as long to make."""
+    if not directory.is_dir():
+        return []
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries]
+
+
+def _epochs_of_tables(commits: Iterable[Named]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for commit in commits:
+        for table, epoch in commit.tables.items():
+            found.setdefault(table, set()).add(epoch)
+    return found
+
+
+def is_sharded(place: Path) -> bool:
+    """Whether a sharded table lies there."""
+    files = RunFiles(place)
+    return bool(files.epochs()) and files.load_newest().sharding is not None

@@ -1,0 +1,55 @@
+"""Keras's initialisers as those of a table: a function of (seed, id), so that untouched rows need no memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+import bunkbed as bb
+from bunkbed.core.init import Initializer
+
+_OURS = "bunkbed.Zeros(), bunkbed.Normal(std) or bunkbed.Uniform(low, high)"
+
+
+def initializer_of(given: Any, input_dim: int | None, output_dim: int) -> tuple[Initializer, int]:
+    """The table's initialiser, and the seed that goes with it.
+
+    Args:
+        given: ours, or what Keras takes: a name, a config, an object.
+        input_dim, output_dim: shape of the table, for initialisers that scale by it.
+
+    Raises:
+        ValueError: one that is not a function of (seed, id); names ours.
+    """
+    if isinstance(given, Initializer):
+        return given, _seed_of(None)
+    found = keras.initializers.get(given)
+    seed = _seed_of(getattr(found, "seed", None))
+    if isinstance(found, keras.initializers.Zeros):
+        return bb.Zeros(), seed
+    if isinstance(found, keras.initializers.Constant) and found.value == 0:
+        return bb.Zeros(), seed
+    if isinstance(found, keras.initializers.RandomUniform):
+        return bb.Uniform(float(found.minval), float(found.maxval)), seed
+    if isinstance(found, keras.initializers.RandomNormal) and found.mean == 0.0:
+        return bb.Normal(float(found.stddev)), seed
+    if isinstance(found, keras.initializers.VarianceScaling) and input_dim is not None:
+        fans = {"fan_in": input_dim, "fan_out": output_dim, "fan_avg": (input_dim + output_dim) / 2}
+        scale = found.scale / max(1.0, fans[found.mode])
+        if found.distribution == "uniform":
+            limit = math.sqrt(3.0 * scale)
+            return bb.Uniform(-limit, limit), seed
+        if found.distribution == "untruncated_normal":
+            return bb.Normal(math.sqrt(scale)), seed
+    name = type(found).__name__ if found is not None else repr(given)
+    raise ValueError(
+        f"Embedding: embeddings_initializer={name} is not among those a table has (uniform, random_normal around 0, "
+        f"zeros, glorot_uniform, he_uniform, lecun_uniform); give {_OURS}, or the rows themselves with weights="
+    )
+
+
+def _seed_of(seed: Any) -> int:
+    # Keras gives an initialiser without a seed one of Python's generator, which set_random_seed() decides.
+    return int(seed) if isinstance(seed, int) else int(keras.initializers.RandomUniform().seed)

@@ -1,0 +1,119 @@
+r"""Keras's optimizers as update rules of a table.
+
+| Keras | the table | what differs |
+|---|---|---|
+| `SGD` without momentum | `bunkbed.SGD` | nothing |
+| `Adagrad` | `bunkbed.Adagrad` | gradients of an id that a batch repeats are summed, then squared, \
+which Keras squares apart; epsilon is added beside the root, not under it: a relative 2e-7 at Keras's defaults |
+| `Adam` without amsgrad, `AdamW` | `bunkbed.Adam` | rows that a step does not touch stand still; Keras moves them all |
+
+Weight decay reaches the rows that a step touches, where Keras's reaches them all. Whatever else an optimizer does
+(momentum, EMA, a norm over all variables) is an error, never left out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+import bunkbed as bb
+from bunkbed.core.optim import Optimizer
+from bunkbed.keras.base.pending import StepRule
+
+OURS = "bunkbed.SGD, bunkbed.Adagrad, bunkbed.RowwiseAdagrad or bunkbed.Adam"
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that steps: the one inside a LossScaleOptimizer, or itself."""
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+
+
+def _kind(optimizer: Any) -> Any:
+    """Its class as Keras documents it: on torch ``keras.optimizers.Adam(...)`` makes one of another class."""
+    kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend.")]
+    return kinds[0]
+
+
+def _refuse(optimizer: Any, what: str, *, own: bool = False) -> ValueError:
+    remedy = "" if own else f", or give the layer its own: Embedding(..., optimizer=...) with {OURS}"
+    return ValueError(
+        f"Embedding: the optimizer {type(optimizer).__name__} {what}, which a table does not do; use another{remedy}"
+    )
+
+
+def rule_of(optimizer: Any, token: Any, lr: float) -> Optimizer:
+    """The update rule that follows a Keras optimizer.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer`.
+        token: the table's token, for `exclude_from_weight_decay`.
+        lr: the learning rate to begin with; each step brings its own.
+
+    Raises:
+        ValueError: a class or a setting that no rule of ours follows; lists ours.
+    """
+    inner = _inner(optimizer)
+    kind = _kind(inner)
+    step_rule(inner, follows=True)
+    if inner.global_clipnorm is not None:
+        raise _refuse(inner, "clips by the norm of all gradients together (global_clipnorm)")
+    decay = inner.weight_decay
+    if decay is not None and not inner._use_weight_decay(token):
+        decay = None
+    shared: dict[str, Any] = {"lr": lr, "weight_decay": float(decay or 0.0), "decoupled": bool(decay)}
+    if kind is keras.optimizers.SGD:
+        if inner.momentum:
+            raise _refuse(inner, f"has momentum={inner.momentum:g}")
+        return bb.SGD(**shared)
+    if kind is keras.optimizers.Adagrad:
+        return bb.Adagrad(eps=inner.epsilon, initial_accumulator=inner.initial_accumulator_value, **shared)
+    if kind in (keras.optimizers.Adam, keras.optimizers.AdamW):
+        if inner.amsgrad:
+            raise _refuse(inner, "has amsgrad=True")
+        return bb.Adam(betas=(float(inner.beta_1), float(inner.beta_2)), eps=inner.epsilon, **shared)
+    raise ValueError(
+        f"Embedding: no update rule of a table is keras.optimizers.{kind.__name__}; compile SGD, Adagrad, Adam or "
+        f"AdamW and the table follows, or give the layer its own: Embedding(..., optimizer=...) with {OURS}"
+    )
+
+
+def learning_rate_now(optimizer: Any) -> float:
+    """The learning rate as a number, as far as it can be known outside a step."""
+    rate = _inner(optimizer)._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) or not hasattr(rate, "numpy"):
+        return 0.0  # never used: each step brings its own
+    try:
+        value = float(rate.numpy())
+    except (AttributeError, NotImplementedError, ValueError):  # while a graph is traced
+        return 0.0
+    return value if math.isfinite(value) and value >= 0 else 0.0
+
+
+def step_rule(optimizer: Any, *, follows: bool) -> StepRule:
+    """Accumulation and clipping of an optimizer's steps; None is one that is not Keras's.
+
+    Raises:
+        ValueError: it does to all weights together what cannot be done to a table.
+    """
+    if optimizer is None:
+        return StepRule()
+    if optimizer.use_ema:
+        raise _refuse(optimizer, "averages the weights of all steps (use_ema=True)", own=not follows)
+    return StepRule(optimizer.gradient_accumulation_steps or 1, optimizer.clipnorm or None, optimizer.clipvalue or None)
+
+
+def is_update(optimizer: Any) -> Any:
+    """bool[]: whether the step that is under way ends an accumulation; as Keras computes it."""
+    steps = None if optimizer is None else optimizer.gradient_accumulation_steps
+    if not steps:
+        return keras.ops.convert_to_tensor(True)
+    return keras.ops.equal((keras.ops.convert_to_tensor(optimizer._iterations) + 1) % steps, 0)
+
+
+def loss_scale(optimizer: Any, scaling: Any) -> Any:
+    """What the loss of the step that is under way was multiplied by; None where it was not."""
+    if scaling is not None:
+        return scaling.dynamic_scale
+    return None if optimizer is None else optimizer.loss_scale_factor

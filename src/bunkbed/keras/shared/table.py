@@ -1,0 +1,508 @@
+"""What all layers on one table share: the table, its token and kept epoch, the gradients that wait.
+
+A layer that follows compile's optimizer cannot make its table when it is constructed: the optimizer says which state
+a row has. Until a training step shows the optimizer, lookups go to a stand-in in RAM without state, whose untouched
+rows have the same bits: they are a function of (seed, id).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+import bunkbed as bb
+from bunkbed.adapters.references import Reference, References
+from bunkbed.adapters.tables import open_or_create, open_stored
+from bunkbed.core.budget import Budget
+from bunkbed.core.init import Initializer
+from bunkbed.core.optim import Optimizer, check_same_slots
+from bunkbed.keras.base.backend import IS_TORCH
+from bunkbed.keras.base.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
+from bunkbed.keras.base.pending import Pending, StepRule
+from bunkbed.keras.base.stepping import require_known_keras
+from bunkbed.keras.shared.variables import KeptEpoch
+
+if IS_TORCH:
+    from bunkbed.keras.torch.backend import Token, as_scalar, call, outside_graph
+else:
+    from bunkbed.keras.shared.variables import Token
+    from bunkbed.keras.tensorflow.callbacks import as_scalar, call, outside_graph
+
+_Shared = TypeVar("_Shared", bound="SharedTable")
+_log = logging.getLogger("bunkbed.keras")
+
+#: Rows per `Table.set` when weights are imported.
+_CHUNK = 65_536
+#: Of the names of the epochs that saved files refer to, and arrays from ``get_weights``.
+_PREFIX = "keras-"
+_PREFIX_IN_PROCESS = "get_weights-"
+
+
+@dataclass(frozen=True)
+class TableArguments:
+    """What a layer was told of its table."""
+
+    kind: str
+    input_dim: int | None
+    output_dim: int
+    init: Initializer
+    seed: int
+    dtype: str | None
+    path: Path | None
+    ram: int | str | Budget | None
+    disk: int | str | None
+    durability: Literal["durable", "scratch"] | None
+    #: What a stored table must have, by the layer's argument names; see `bunkbed.adapters.tables.require_same`.
+    same: dict[str, Any]
+    #: A sharded table, and where a new one's shards lie.
+    is_sharded: bool = False
+    directories: tuple[Path, ...] | None = None
+
+    def opened(self, optimizer: Optimizer | None) -> Any:
+        """The table at `path`; None where there is none."""
+        if self.path is None:
+            return None
+        found = open_stored(
+            self.kind, self.path,
+            ram=self.ram, disk=self.disk, optimizer=optimizer, durability=self.durability, same=self.same,
+        )  # fmt: skip
+        if self.is_sharded and found is not None and not isinstance(found, bb.ShardedTable):
+            found.close(commit=False)
+            raise ValueError(
+                f'{self.kind}: placement="sharded" was given, but table {found.name!r} is not sharded; leave it out, '
+                "or give another path"
+            )
+        return found
+
+    def created(self, optimizer: Optimizer) -> Any:
+        """The table at `path` or in RAM, made if it is not there."""
+        if self.is_sharded:
+            assert self.path is not None
+            return self.opened(optimizer) or bb.ShardedTable.create(
+                self.path, directories=self.directories, dim=self.output_dim, num_rows=self.input_dim,
+                optimizer=optimizer, init=self.init, seed=self.seed, dtype=self.dtype or "float32", ram=self.ram,
+                disk=self.disk,
+            )  # fmt: skip
+        return open_or_create(
+            self.kind, self.path,
+            dim=self.output_dim, num_rows=self.input_dim, optimizer=optimizer, init=self.init, seed=self.seed,
+            dtype=self.dtype, ram=self.ram, durability=self.durability, disk=self.disk, same=self.same,
+        )  # fmt: skip
+
+    def stand_in(self) -> Any:
+        """A table in RAM with the same untouched rows, and no state."""
+        return bb.create(
+            None, dim=self.output_dim, num_rows=self.input_dim, optimizer=bb.SGD(0.0), init=self.init, seed=self.seed,
+            dtype=self.dtype or "float32",
+        )  # fmt: skip
+
+
+class SharedTable:
+    """One table and what Keras needs of it, for every layer on it.
+
+    Thread-safe where TensorFlow's threads call it: lookups, pushes, steps. `bunkbed.keras.workers_table` has the one
+    that several workers train, each a part or a copy of it.
+
+    Args:
+        arguments: of the layer that came first; None with `table`.
+        table: an open table; None while it is not known what state its rows have.
+        is_explicit: whether its optimizer was given; otherwise it follows compile's.
+    """
+
+    #: The `bunkbed.keras.workers.group.Workers` that train it.
+    workers: Any = None
+
+    def __init__(self, arguments: TableArguments | None, table: Any, *, is_explicit: bool) -> None:
+        assert arguments is not None or table is not None
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._stand_in: Any = None
+        self._initial: NDArray[np.float32] | None = None
+        self._told = False
+        self.is_explicit = is_explicit
+        self._places = itertools.count()
+        self._table: Any = None
+        self._pending: Pending | None = None
+        self._references: References | None = None
+        self._keep: int | None = 0
+        if table is not None:
+            self._start(table)
+        require_known_keras()
+        name = re.sub(r"[^A-Za-z0-9]+", "_", self.name).strip("_") or "table"  # a scope of TensorFlow takes no others
+        self.token = Token(self, f"{name}_embeddings_token")
+        self.kept_epoch = KeptEpoch(self, f"{name}_embeddings_epoch")
+
+    # ---- the table
+
+    @property
+    def name(self) -> str:
+        """The table's."""
+        if self._table is not None:
+            return str(self._table.name)
+        path = None if self._arguments is None else self._arguments.path
+        return "table" if path is None else path.name
+
+    @property
+    def dim(self) -> int:
+        """Weights of a row."""
+        return int(self._table.dim) if self._arguments is None else self._arguments.output_dim
+
+    @property
+    def seed(self) -> int:
+        """Of the initialiser; a stored table has its own."""
+        if self._table is not None:
+            return int(self._table.seed)
+        assert self._arguments is not None
+        return self._arguments.seed
+
+    @property
+    def init(self) -> Initializer:
+        """The initialiser; a stored table has its own."""
+        if self._table is not None:
+            found: Initializer = self._table.init
+            return found
+        assert self._arguments is not None
+        return self._arguments.init
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each of several workers has rows of its own."""
+        return self.workers is not None and bool(self.workers.is_sharded)
+
+    def next_place(self) -> int:
+        """The next number of the forward order."""
+        return next(self._places)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the table is there already; see the module."""
+        return self._table is not None
+
+    @property
+    def table(self) -> Any:
+        """The `bunkbed.Table`.
+
+        Raises:
+            RuntimeError: it is not there yet.
+        """
+        if self._table is None:
+            raise RuntimeError(
+                "Embedding: its table follows compile's optimizer, and is made by the first training step; train, or "
+                "give the layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
+            )
+        return self._table
+
+    @property
+    def pending(self) -> Pending:
+        """The gradients that wait for a step."""
+        assert self._pending is not None
+        return self._pending
+
+    def adopt(self, table: Any) -> None:
+        """This is the table that was not known yet."""
+        self._start(table)
+
+    def require_same(self, arguments: TableArguments) -> None:
+        """Raises ValueError where another layer that waits for the same table describes it otherwise."""
+        assert self._arguments is not None
+        ours, theirs = self._arguments, arguments
+        for name in ("input_dim", "output_dim", "dtype"):
+            if getattr(ours, name) != getattr(theirs, name):
+                raise ValueError(
+                    f"{theirs.kind}: {name}={getattr(theirs, name)!r} was given, but another layer on {theirs.path} "
+                    f"has {getattr(ours, name)!r}; give what it has, or another path for a new table"
+                )
+
+    def _start(self, table: Any) -> None:
+        _by_table[id(table)] = self
+        self._table = table
+        self._pending = self._new_pending(table)
+        self._references = References(table, _PREFIX, "saved model")
+        self._references.keep_at_least(self._keep)
+        if self._initial is not None:
+            self._import(table, self._initial)
+        self._initial = self._stand_in = None
+
+    def _new_pending(self, table: Any) -> Pending:
+        return Pending(table)
+
+    def keep_at_least(self, keep: int | None) -> None:
+        """Of the layers on one table the one that keeps most checkpoints decides; None is all."""
+        self._keep = None if keep is None or self._keep is None else max(keep, self._keep)
+        if self._references is not None:
+            self._references.keep_at_least(keep)
+
+    def import_rows(self, weights: NDArray[np.float32]) -> None:
+        """Overwrites rows ``0 .. len(weights)`` with float32[rows, output_dim]."""
+        if self._table is not None:
+            self._import(self._table, weights)
+            return
+        self._initial = weights
+        self._stand_in = None
+
+    def _import(self, table: Any, weights: NDArray[np.float32]) -> None:
+        for start in range(0, len(weights), _CHUNK):
+            chunk = weights[start : start + _CHUNK]
+            self._set_rows(table, np.arange(start, start + len(chunk), dtype=np.int64), chunk)
+
+    def _set_rows(self, table: Any, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+        table.set(ids, rows)
+
+    def for_lookup(self) -> Any:
+        """The table, or what stands in for it."""
+        if self._table is not None:
+            return self._table
+        with self._lock:
+            if self._stand_in is None and self._table is None:
+                assert self._arguments is not None
+                self._stand_in = self._arguments.stand_in()
+                if self._initial is not None:
+                    self._import(self._stand_in, self._initial)
+            return self._stand_in if self._table is None else self._table
+
+    # ---- training
+
+    def follow(self, optimizer: Any) -> None:
+        """Make the table that follows a Keras optimizer, if it is not there.
+
+        Raises:
+            ValueError: no rule of ours follows it; or it is None.
+        """
+        if self.is_explicit or self._table is not None:
+            return
+        if optimizer is None:
+            raise ValueError(
+                "Embedding: its table follows the optimizer that steps it, and which that is is not known: the model "
+                "that is called was not compiled; call model.compile(optimizer=...), or layer.follow(optimizer) before "
+                "a loop of your own, or give the layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
+            )
+        with outside_graph():
+            rule = rule_of(optimizer, self.token, learning_rate_now(optimizer))
+            assert self._arguments is not None
+            self._start(self._arguments.created(rule))
+
+    def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
+        """The op of an optimizer's step.
+
+        One for each table, also of those that step together: Keras assigns to token after token and never says which is
+        the last one, and leaves out those without a gradient. An op that all shared would have to guess where a step
+        ends, and a table it missed would be a step behind. A further op costs some 25 us of a step's milliseconds.
+
+        Args:
+            gradients: float64[replicas], the token's gradient in each.
+            optimizer: the Keras optimizer that steps; None where it is another caller.
+            scaling: the `keras.optimizers.LossScaleOptimizer` around it, or None.
+
+        Returns:
+            float64[], 0.
+
+        Raises:
+            ValueError: the table cannot follow the optimizer, or it does what no table does.
+        """
+        rule, definition, rate, unscale, follows = self._what_steps(optimizer, scaling)
+        this, whose = weakref.ref(self), 0 if optimizer is None else id(optimizer)
+
+        def step(gradients: Any, rate: Any, unscale: Any, is_update: Any) -> Any:
+            shared = alive(this)
+            if definition is not None and definition != shared.table.optimizer:
+                shared.table.optimizer = definition  # two models may follow different ones
+            shared.pending.settle(
+                gradients,
+                rule,
+                float(rate) if follows else None,
+                unscale=float(unscale),
+                is_update=bool(is_update),
+                optimizer=whose,
+            )
+            return np.zeros((), np.float64)
+
+        inputs = [gradients, rate, unscale, is_update(optimizer)]
+        return as_scalar(call("update", self.name, step, inputs, np.float64))
+
+    def _what_steps(self, optimizer: Any, scaling: Any) -> tuple[StepRule, Optimizer | None, Any, Any, bool]:
+        """What an optimizer's step asks of the table.
+
+        Returns:
+            Its rule, the optimizer that the table is to have (None: its own), float64[] learning rate, float64[] one
+            over the loss scale, and whether that learning rate counts.
+        """
+        follows = not self.is_explicit and optimizer is not None
+        rule = step_rule(optimizer, follows=follows)
+        if follows:
+            self.follow(optimizer)
+            with outside_graph():
+                definition = rule_of(optimizer, self.token, learning_rate_now(optimizer))
+            check_same_slots(self.name, self.table.optimizer, definition)
+        else:
+            definition = None
+            self._tell(optimizer)
+        rate = keras.ops.cast(optimizer.learning_rate if follows else 0.0, "float64")
+        scale = loss_scale(optimizer, scaling)
+        unscale = 1.0 / keras.ops.cast(1.0 if scale is None else scale, "float64")
+        return rule, definition, rate, unscale, follows
+
+    def _tell(self, optimizer: Any) -> None:
+        """Says once that the table does not follow the optimizer that steps it."""
+        if optimizer is None or self._told:
+            return
+        self._told = True
+        beside = "" if optimizer.global_clipnorm is None else ", and global_clipnorm leaves it out"
+        _log.warning(
+            "table %r is trained by its own optimizer %r, not by compile's %s%s",
+            self.table.name, self.table.optimizer, type(optimizer).__name__, beside,
+        )  # fmt: skip
+
+    # ---- saved weights
+
+    def save(self, *, in_process: bool = False) -> Reference | None:
+        """Commits the table and keeps the epoch; None for a table that is not there yet.
+
+        Args:
+            in_process: for ``get_weights``, whose epochs do not crowd out those of files.
+
+        Raises:
+            ValueError: rows were given, and there is no table to hold them yet.
+        """
+        return self._keep_epoch(_PREFIX_IN_PROCESS if in_process else None)
+
+    def _keep_epoch(self, prefix: str | None, *, drop: bool = True) -> Reference | None:
+        if self._references is None:
+            if self._initial is not None:
+                raise ValueError(
+                    "Embedding: the rows that were given are in no table yet, as the first training step makes it; "
+                    "train, or give the layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3)), or "
+                    "bunkbed.SGD(0.0) for rows that stay as they are"
+                )
+            return None
+        if self.pending.accumulates:
+            _log.warning("table %r: gradients that still accumulate are not part of what is saved", self.table.name)
+        return self._references.save(prefix, drop=drop)
+
+    def go_back(self, number: int, number_of: Callable[[str, int], int]) -> None:
+        """Puts the table back to the epoch that `number` stands for, and forgets gradients that wait; see `KeptEpoch`.
+
+        Raises:
+            ValueError: it was dropped, or is another table's.
+        """
+        if self._references is None:
+            if number:
+                raise ValueError(self._not_there())
+            return
+        if number == 0:
+            return
+        table, epoch = self.table, number & 2**40 - 1
+        if number_of(table.uuid, epoch) != number:
+            raise ValueError(
+                f"table {table.name!r}: these weights refer to another table's epoch; weights of a layer hold a "
+                "reference, not rows, so they fit only layers on the same table (table=layer.table, or the same path=)"
+            )
+        before = table.epoch
+        error = None if table.run is not None else self._references.go_back(epoch)
+        if error is not None:
+            raise ValueError(error)
+        if table.epoch != before:
+            self.pending.drop()
+
+    def load(self, fields: dict[str, Any] | None) -> None:
+        """Puts the table back to the epoch of a reference's fields, and forgets gradients that wait.
+
+        Raises:
+            ValueError: it was dropped, or is another table's, or the table is not there.
+        """
+        if fields is None:
+            return
+        if self._references is None:
+            raise ValueError(self._not_there())
+        reference = reference_of(fields, self.table.uuid)
+        before = self.table.epoch
+        error = self._references.load(reference)
+        if error is not None:
+            raise ValueError(error)
+        if self.table.epoch != before:
+            self.pending.drop()
+
+    def _not_there(self) -> str:
+        assert self._arguments is not None
+        if self._arguments.path is None:
+            return (
+                "Embedding: the saved model refers to a table in RAM only, which ended with its process; give path= to "
+                "the layer that is saved"
+            )
+        return (
+            f"Embedding: the saved model refers to the table at {self._arguments.path}, and there is none; if it was "
+            "moved, load with `with bunkbed.keras.moved({old: new}):`"
+        )
+
+
+def reference_of(fields: dict[str, Any], uuid: str) -> Reference:
+    """The reference that was saved; of those that several workers saved together, the one to the table of `uuid`."""
+    own = {name: value for name, value in fields.items() if name != "workers"}
+    epochs = dict(fields.get("workers") or [])
+    return Reference(**{**own, "uuid": uuid, "epoch": epochs[uuid]} if uuid in epochs else own)
+
+
+def alive(shared: weakref.ref[_Shared]) -> _Shared:
+    """What TensorFlow's graphs, which outlive models, hold weakly.
+
+    Raises:
+        RuntimeError: it is gone.
+    """
+    found = shared()
+    if found is None:
+        raise RuntimeError("the layers on this table are gone, and the table with them")
+    return found
+
+
+_lock = threading.Lock()
+#: By id(table), and by path for those whose table is not there yet.
+_by_table: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDictionary()
+_by_path: weakref.WeakValueDictionary[str, SharedTable] = weakref.WeakValueDictionary()
+
+
+def shared_of_table(table: Any) -> SharedTable:
+    """What the layers on an open table share."""
+    with _lock:
+        found = _by_table.get(id(table))
+        return SharedTable(None, table, is_explicit=True) if found is None else found
+
+
+def shared_of(
+    arguments: TableArguments, optimizer: Optimizer | None, make: Callable[..., SharedTable] = SharedTable
+) -> SharedTable:
+    """What the layers share whose table these arguments describe; `make` is called where it is not there yet.
+
+    Raises:
+        ValueError: a stored table, or one that another layer waits for, is another than they describe.
+    """
+    with _lock:
+        table = arguments.opened(optimizer)
+        if table is None and optimizer is not None:
+            table = arguments.created(optimizer)
+        key = None if arguments.path is None else str(arguments.path.resolve())
+        waiting = None if key is None else _by_path.get(key)
+        if waiting is not None and waiting.has_table:
+            waiting = None  # it has what is open, or what was closed since
+        found = waiting if table is None else _by_table.get(id(table))
+        if found is None and waiting is not None:
+            waiting.adopt(table)  # a layer without optimizer= came first, and this one has it
+            found = waiting
+        if found is None:
+            found = make(arguments, table, is_explicit=optimizer is not None)
+            if key is not None:
+                _by_path[key] = found
+        elif table is None:
+            found.require_same(arguments)
+        if optimizer is not None:
+            found.is_explicit = True
+        return found

@@ -1,0 +1,1 @@
+"""Keras on TensorFlow: Python called from graphs, and ids in graphs."""

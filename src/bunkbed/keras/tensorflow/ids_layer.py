@@ -1,0 +1,104 @@
+"""What a layer that is called with ids does with them, whatever holds the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import record  # for the one question that TensorFlow has no public name for
+
+from bunkbed.keras.base.rows_layer import RowsLayer
+
+
+def is_recorded(value: Any) -> bool:
+    """Whether a tape that runs now watches a variable or tensor, or would on reading it."""
+    value = getattr(value, "value", value) if isinstance(value, keras.Variable) else value
+    return bool(record.should_record_backprop([tf.convert_to_tensor(value)]))
+
+
+class IdsLayer(RowsLayer):
+    """A layer from ids to rows, or to pooled rows with a combiner: dtypes, ragged and sparse ids, masks, shapes.
+
+    A subclass sets what `RowsLayer` names, and gives `_rows` and `_bags`.
+    """
+
+    def _rows(self, ids: Any, options: Any) -> Any:
+        """float32[..., output_dim] rows of int64[...] ids."""
+        raise NotImplementedError
+
+    def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
+        """float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] row splits, float32[N] weights or None."""
+        raise NotImplementedError
+
+    def _look_up(self, inputs: Any, weights: Any, options: Any) -> Any:
+        """Rows of ids of any kind, in the layer's compute dtype; `options` go on to `_rows` and `_bags`."""
+        entry = self._get_call_context().entry_layer
+        if self.combiner is not None:
+            rows = self._pooled(inputs, weights, entry, options)
+        elif weights is not None:
+            raise ValueError("Embedding: weights of ids need a combiner: Embedding(..., combiner='sum')")
+        elif isinstance(inputs, tf.RaggedTensor):
+            values = self._rows(self._as_ids(inputs.flat_values, entry), options)
+            return inputs.with_flat_values(tf.cast(values, self.compute_dtype))
+        elif isinstance(inputs, tf.SparseTensor):
+            raise TypeError("Embedding: sparse ids need a combiner: Embedding(..., combiner='sum')")
+        else:
+            rows = self._rows(self._as_ids(inputs, entry), options)
+        return tf.cast(rows, self.compute_dtype)
+
+    def _as_ids(self, ids: Any, entry: Any) -> Any:
+        """int64 ids; raises TypeError where they cannot be what the caller meant."""
+        ids = tf.convert_to_tensor(ids)
+        is_float = self._ids_are_float(ids.dtype.name, entry)
+        return tf.cast(_whole(ids) if is_float else ids, tf.int64)
+
+    def _pooled(self, inputs: Any, weights: Any, entry: Any, options: Any) -> Any:
+        assert self.combiner is not None
+        shape = None
+        if isinstance(inputs, tf.SparseTensor):
+            if weights is not None and not isinstance(weights, tf.SparseTensor):
+                raise TypeError("Embedding: weights of sparse ids must be sparse too")
+            if inputs.shape.rank != 2:
+                raise ValueError(f"Embedding: sparse ids of a combiner must be [B, L], got {inputs.shape}")
+            values, factors = inputs.values, None if weights is None else weights.values
+            # Canonical order is row-major; searchsorted on rows that are not sorted would mix bags up.
+            rows = inputs.indices[:, 0]
+            ordered = tf.debugging.assert_non_negative(
+                rows[1:] - rows[:-1], "Embedding: sparse ids are not in row-major order; give tf.sparse.reorder(ids)"
+            )
+            with tf.control_dependencies([] if ordered is None else [ordered]):
+                splits = tf.searchsorted(rows, tf.range(inputs.dense_shape[0] + 1, dtype=tf.int64), out_type=tf.int64)
+        elif isinstance(inputs, tf.RaggedTensor):
+            if inputs.ragged_rank != 1 or inputs.flat_values.shape.rank != 1:
+                raise ValueError(f"Embedding: ragged ids of a combiner must be [B, None], got {inputs.shape}")
+            if weights is not None and not isinstance(weights, tf.RaggedTensor):
+                raise TypeError("Embedding: weights of ragged ids must be ragged too")
+            values, factors = inputs.flat_values, None if weights is None else weights.flat_values
+            splits = tf.cast(inputs.row_splits, tf.int64)
+        else:
+            inputs = tf.convert_to_tensor(inputs)
+            if inputs.shape.rank is None or inputs.shape.rank < 2:
+                raise ValueError(f"Embedding: ids of a combiner must be [..., L], got {inputs.shape}")
+            shape = tf.concat([tf.shape(inputs)[:-1], [self.output_dim]], 0)
+            length = tf.shape(inputs, tf.int64)[-1]
+            values = tf.reshape(inputs, [-1])
+            factors = None if weights is None else tf.reshape(weights, [-1])
+            count = tf.reduce_prod(tf.shape(inputs, tf.int64)[:-1])
+            splits = tf.range(count + 1, dtype=tf.int64) * length
+        if factors is not None:
+            if is_recorded(factors):
+                raise ValueError(
+                    "Embedding: weights of ids get no gradient; pass tf.stop_gradient(weights), or pool by hand what "
+                    "the layer gives without a combiner"
+                )
+            factors = tf.cast(factors, tf.float32)
+        pooled = self._bags(self._as_ids(values, entry), splits, factors, options)
+        return pooled if shape is None else tf.ensure_shape(tf.reshape(pooled, shape), self._output(inputs.shape))
+
+
+def _whole(ids: Any) -> Any:
+    """The float ids, after asserting that they are whole numbers."""
+    checked = tf.debugging.assert_equal(ids, tf.floor(ids), "Embedding: ids must be whole numbers")
+    with tf.control_dependencies([] if checked is None else [checked]):
+        return tf.identity(ids)

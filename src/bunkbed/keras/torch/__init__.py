@@ -1,0 +1,1 @@
+"""Keras on torch: lookups, gradients and the token."""

@@ -1,0 +1,322 @@
+"""Keras on torch: the same layer, whose lookups, gradients and token are torch's. Needs no TensorFlow.
+
+Keras steps variables by its own optimizers on this backend too, and clears their gradients at each step, so the
+protocol is that of `bunkbed.keras.base.pending`, not the anchor of `bunkbed.torch`: a gradient that accumulates over
+several batches must outlive ``zero_grad``. What the backward of a lookup returns for the token names what it handed
+over, and autograd adds such numbers up exactly; what ``zero_grad`` drops, or no optimizer is given, is never applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from bunkbed.adapters.bag_gradients import FloatArray, IntArray
+from bunkbed.errors import ReadOnlyError
+from bunkbed.keras.base.bags import Bags
+from bunkbed.keras.base.rows_layer import RowsLayer
+from bunkbed.keras.base.stepping import SteppedVariable
+from bunkbed.torch.base.gradients import grad_array
+from bunkbed.torch.base.ranges import ranged
+from bunkbed.torch.layer import id_array
+from bunkbed.torch.pending import require_one_process
+
+__all__ = [
+    "IdsLayer",
+    "Token",
+    "answer_with_error",
+    "as_scalar",
+    "bags_of",
+    "call",
+    "is_eager",
+    "is_recorded",
+    "outside_graph",
+    "require_one_process",
+    "rows_of",
+]
+
+#: A lookup outside of `fit` may be for training whenever gradients are on, which torch has them by default.
+outside_graph = contextlib.nullcontext
+
+
+def is_eager() -> bool:
+    """Always: what is compiled or exported refuses to be, see `_require_eager`."""
+    return True
+
+
+def as_scalar(value: Any) -> Any:
+    """`value`, which has its shape."""
+    return value
+
+
+def is_recorded(value: Any) -> bool:
+    """Whether autograd would come back to a variable or tensor."""
+    value = value.value if isinstance(value, keras.Variable) else value
+    return bool(torch.is_grad_enabled() and value.requires_grad)
+
+
+def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
+    """``function(*inputs)`` on NumPy arrays, as a tensor; `dtypes` is for graphs, of which there are none."""
+    arrays = [keras.ops.convert_to_numpy(each) for each in inputs]
+    return torch.as_tensor(ranged(what, table, function, *arrays))
+
+
+class Token(SteppedVariable):
+    """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
+
+    See `bunkbed.keras.base.pending` for the protocol. Its value is 0 and stays 0.
+    """
+
+    strategy = None
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner = weakref.ref(owner)
+        super().__init__(name)
+
+    def assign(self, value: Any) -> Any:
+        """The optimizer's step: what the gradient names becomes an update of the table."""
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("the table of this token is closed")
+        by = self.assigned_by(value, sys._getframe(1).f_locals)
+        if by.optimizer is not None or owner.has_table:  # set_weights() sets it too
+            owner.settle(by.gradient.detach().reshape(1), by.optimizer, by.scaling)
+        return value
+
+
+class EpochParameter(torch.nn.Parameter):  # type: ignore[misc]  # torch is untyped here
+    """The value of a `KeptEpoch`, for ``state_dict()`` and ``load_state_dict()``, which walk over parameters.
+
+    They read one by ``detach`` and set it by ``copy_``: the table is committed, or goes back.
+    """
+
+    _variable: weakref.ref[Any] | None = None
+
+    @classmethod
+    def of(cls, variable: Any) -> EpochParameter:
+        """What stands for a `KeptEpoch`."""
+        made = cls(torch.zeros((), dtype=torch.int64, device="cpu"), requires_grad=False)
+        made._variable = weakref.ref(variable)
+        return made
+
+    def _alive(self) -> Any:
+        return None if self._variable is None else self._variable()
+
+    def detach(self) -> Any:
+        """int64[]: a kept epoch of the table as it is."""
+        variable = self._alive()
+        return torch.tensor(int(variable.saved())) if variable is not None else super().detach()
+
+    def copy_(self, src: Any, non_blocking: bool = False) -> Any:
+        """Puts the table back to the epoch that `src` names."""
+        variable = self._alive()
+        if variable is not None:
+            variable.assign(src.item())
+        return self
+
+
+# ---- Lookups
+
+
+def rows_of(shared: Any, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
+    """float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
+    _require_eager(shared.name)
+    table = shared.for_lookup()
+    if train:
+        _require_zero(shared)
+        return ranged("lookup", shared.name, _Rows.apply, shared.token.value, ids, shared, touch, is_certain)
+    rows = torch.from_numpy(ranged("lookup", shared.name, _plain, table, id_array(ids), touch))
+    return rows.to(shared.token.value.device)
+
+
+def _plain(table: Any, ids: IntArray, touch: bool) -> FloatArray:
+    rows: FloatArray = table.lookup(ids, touch=touch)
+    return rows
+
+
+class _Rows(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    @staticmethod
+    def forward(ctx: Any, token: Any, ids: Any, shared: Any, touch: bool, is_certain: bool) -> Any:
+        ctx.save_for_backward(ids)  # may be the caller's memory: torch notices if it is changed before backward
+        array, table = id_array(ids), shared.table
+        batch = table.batch(array)
+        rows = table.lookup_batch(batch, array.size, touch=touch)
+        ctx.shared, ctx.order = weakref.ref(shared), (0, shared.next_place())
+        ctx.handle = shared.pending.began(batch, 0, is_certain=is_certain)
+        ctx.device = token.device
+        return torch.from_numpy(rows.reshape(*array.shape, table.dim)).to(token.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        shared = _of_backward(ctx.shared)
+        ids = id_array(ctx.saved_tensors[0]).reshape(-1)
+        value = shared.pending.push(ctx.handle, ctx.order, ids, grad_array(grad, shared.dim))
+        return torch.tensor(value, dtype=torch.float64, device=ctx.device), None, None, None, None
+
+
+def bags_of(
+    shared: Any,
+    ids: Any,
+    splits: Any,
+    weights: Any,
+    combiner: str,
+    *,
+    skip_zero: bool,
+    train: bool,
+    touch: bool,
+    is_certain: bool,
+) -> Any:
+    """float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None."""
+    _require_eager(shared.name)
+    table = shared.for_lookup()
+    # Copies: what the caller does to them before backward is no concern of ours.
+    factors = None if weights is None else weights.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
+    bags = Bags(id_array(ids).copy(), splits.numpy(), factors, combiner, skip_zero)
+    if train:
+        _require_zero(shared)
+        return ranged("bags", shared.name, _Bags.apply, shared.token.value, bags, shared, touch, is_certain)
+    pooled = torch.from_numpy(ranged("bags", shared.name, lambda: bags.lookup(table, touch=touch)))
+    return pooled.to(shared.token.value.device)
+
+
+class _Bags(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    @staticmethod
+    def forward(ctx: Any, token: Any, bags: Bags, shared: Any, touch: bool, is_certain: bool) -> Any:
+        pooled = bags.lookup(shared.table, touch=touch)
+        ctx.bags, ctx.shared, ctx.order = bags, weakref.ref(shared), (0, shared.next_place())
+        ctx.handle = shared.pending.began(shared.table.batch(bags.ids), 0, is_certain=is_certain)
+        ctx.device = token.device
+        return torch.from_numpy(pooled).to(token.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        shared, bags = _of_backward(ctx.shared), ctx.bags
+        grads = grad_array(grad, shared.dim)
+        value = shared.pending.push(ctx.handle, ctx.order, bags.ids, grads, bags=bags.gradients())
+        return torch.tensor(value, dtype=torch.float64, device=ctx.device), None, None, None, None
+
+
+def answer_with_error(shared: Any, rows: Any) -> Any:
+    """`rows` that nothing can be learned from, with gradients on: a backward through them is an error, not silence."""
+    return _Unanswerable.apply(shared.token.value, rows, shared)
+
+
+class _Unanswerable(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    @staticmethod
+    def forward(ctx: Any, token: Any, rows: Any, shared: Any) -> Any:
+        ctx.shared = weakref.ref(shared)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        shared = _of_backward(ctx.shared)
+        if shared.has_table and shared.table.mode == "r":
+            raise ReadOnlyError(
+                f"table {shared.name!r} is open with mode='r' and cannot be trained; set layer.trainable = False, or "
+                "open the table for writing"
+            )
+        raise RuntimeError(
+            f"table {shared.name!r}: a backward reached rows that were looked up before it was known which optimizer "
+            "steps them; call model.compile(optimizer=...), or layer.follow(optimizer), before the lookup, or give the "
+            "layer its own: Embedding(..., optimizer=bunkbed.Adam(lr=1e-3))"
+        )
+
+
+def _of_backward(shared: weakref.ref[Any]) -> Any:
+    found = shared()
+    if found is None:
+        raise RuntimeError("a backward reached a table whose layers are gone; keep the model until after backward")
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"table {found.name!r}: backward with create_graph=True reached its rows, which have no second "
+            "derivative; take torch.autograd.grad with respect to the layer's output instead"
+        )
+    return found
+
+
+def _require_zero(shared: Any) -> None:
+    value = shared.token.value.item()
+    if value != 0.0:
+        raise RuntimeError(
+            f"table {shared.name!r}: its token's value was changed to {value:g} and no row was updated: an optimizer "
+            "of torch.optim stepped it; leave layer.token.value out of its parameters, and give the Keras optimizer "
+            "that trains the rows the token: optimizer.apply([layer.token.value.grad], [layer.token])"
+        )
+
+
+def _require_eager(name: str) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"table {name!r}: its lookups run in this process and cannot be compiled or exported; leave jit_compile "
+            'out, or serve rows from a reader, bunkbed.open(path, mode="r"), beside the rest of the model'
+        )
+
+
+# ---- The layer
+
+
+class IdsLayer(RowsLayer):
+    """A layer from ids to rows, or to pooled rows with a combiner, of torch's tensors."""
+
+    _shared: Any
+
+    def _rows(self, ids: Any, options: Any) -> Any:
+        """float32[..., output_dim] rows of int64[...] ids."""
+        raise NotImplementedError
+
+    def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
+        """float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] row splits, float32[N] weights or None."""
+        raise NotImplementedError
+
+    def _look_up(self, inputs: Any, weights: Any, options: Any) -> Any:
+        """Rows of ids, in the layer's compute dtype; `options` go on to `_rows` and `_bags`."""
+        entry = self._get_call_context().entry_layer
+        if weights is not None and self.combiner is None:
+            raise ValueError("Embedding: weights of ids need a combiner: Embedding(..., combiner='sum')")
+        inputs = keras.ops.convert_to_tensor(inputs)
+        if inputs.is_meta:  # Keras asks for shapes only, before the first batch
+            return keras.ops.cast(inputs.new_empty(self._output(inputs.shape)), self.compute_dtype)
+        ids = self._as_ids(inputs, entry)
+        if self.combiner is None:
+            return keras.ops.cast(self._rows(ids, options), self.compute_dtype)
+        if ids.ndim < 2:
+            raise ValueError(f"Embedding: ids of a combiner must be [..., L], got {list(ids.shape)}")
+        if weights is not None:
+            weights = torch.as_tensor(weights)
+            if tuple(weights.shape) != tuple(ids.shape):
+                raise ValueError(
+                    f"Embedding: weights of ids must have their shape {list(ids.shape)}, got {list(weights.shape)}"
+                )
+            if is_recorded(weights):
+                raise ValueError(
+                    "Embedding: weights of ids get no gradient; pass weights.detach(), or pool by hand what the layer "
+                    "gives without a combiner"
+                )
+            weights = weights.reshape(-1)
+        bags, length = int(np.prod(ids.shape[:-1])), ids.shape[-1]
+        splits = torch.arange(bags + 1, dtype=torch.int64, device="cpu") * length
+        pooled = self._bags(ids.reshape(-1), splits, weights, options)
+        return keras.ops.cast(pooled.reshape(self._output(ids.shape)), self.compute_dtype)
+
+    def _as_ids(self, ids: Any, entry: Any) -> Any:
+        """int64 ids; raises TypeError where they cannot be what the caller meant."""
+        if self._ids_are_float(str(ids.dtype).removeprefix("torch."), entry):
+            bad = torch.nonzero(ids != torch.floor(ids))
+            if len(bad):
+                place = tuple(bad[0].tolist())
+                raise ValueError(f"Embedding: ids must be whole numbers, got {ids[place].item()} at position {place}")
+        return ids.to(torch.int64)
+
+    # ---- torch.nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "embeddings":  # torch.nn.Module would hide what the property says
+            return type(self).embeddings.fget(self)
+        return super().__getattr__(name)

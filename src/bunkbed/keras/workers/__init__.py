@@ -1,0 +1,1 @@
+"""One table trained by several workers of `tf.distribute.MultiWorkerMirroredStrategy`; `table` says what holds."""

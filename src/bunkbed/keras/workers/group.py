@@ -1,0 +1,205 @@
+"""The workers of a `tf.distribute.MultiWorkerMirroredStrategy`: who they are, how they tell one another things.
+
+What travels goes through the strategy's own collectives, in which every worker must take part: one that stays away
+leaves the others waiting. So whatever goes wrong on one worker before a collective is sent through it as an error, and
+all raise. A worker whose process ends is noticed by TensorFlow, which ends what the others wait for with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from bunkbed.files.run_files import is_sharded
+from bunkbed.keras.workers.folders import folders_of_workers
+from bunkbed.keras.workers.messages import error_message, message, told
+from bunkbed.table.opening import is_table
+
+Placement = Literal["sharded", "replicated"]
+
+#: What the directories of workers are called below the path of a table.
+_FOLDER = {"sharded": "shard", "replicated": "replica"}
+#: How long a worker waits for the others where all make a layer or save before it says so.
+_PATIENCE_S = 60.0
+_log = logging.getLogger("bunkbed.keras")
+
+
+class Workers:
+    """The workers of a strategy, seen from one of them.
+
+    Attributes:
+        index: this one's number, from 0.
+        count: how many there are.
+        placement: ``"sharded"`` or ``"replicated"``.
+        strategy: theirs.
+    """
+
+    def __init__(self, strategy: Any, index: int, count: int, placement: Placement) -> None:
+        self.strategy = strategy
+        self.index = index
+        self.count = count
+        self.placement = placement
+        self._gather: Any = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each has rows of its own."""
+        return self.placement == "sharded"
+
+    def folder(self, index: int | None = None) -> str:
+        """What the directory of a worker is called, by default this one's."""
+        return f"{_FOLDER[self.placement]}-{self.index if index is None else index:04d}-of-{self.count:04d}"
+
+    # ---- In a replica, at every lookup or step
+
+    def is_in_replica(self) -> bool:
+        """Whether this is inside ``strategy.run``, where workers can meet."""
+        replica = tf.distribute.get_replica_context()
+        return replica is not None and int(replica.num_replicas_in_sync) == self.count
+
+    def require_replica(self, what: str) -> None:
+        """Raises RuntimeError outside of ``strategy.run``, where workers cannot meet."""
+        if not self.is_in_replica():
+            raise RuntimeError(
+                f"Embedding: with placement={self.placement!r}, {what} takes all {self.count} workers; do it inside "
+                "strategy.run(...), as model.predict does by itself, and on every worker as often"
+            )
+
+    def all_gather(self, said: Any) -> Any:
+        """int64[...] messages of all workers, one after another, from this one's."""
+        replica = tf.distribute.get_replica_context()
+        said.set_shape([None])
+        gathered = replica.all_gather(tf.identity(said), axis=0)  # identity: it must have this replica's device
+        if not tf.executing_eagerly():
+            gathered.set_shape([None])
+        return gathered
+
+    # ---- Outside of replicas, where a layer is made or saved
+
+    def meet(self, what: str, say: Callable[[], Any]) -> list[Any]:
+        """What every worker says, as JSON holds it, in order; all must come.
+
+        Args:
+            what: they do, for errors.
+            say: called first; where it raises on some workers, all raise.
+
+        Raises:
+            RuntimeError: another worker failed; says how.
+        """
+        if tf.distribute.in_cross_replica_context() is False and tf.distribute.has_strategy():
+            raise RuntimeError(f"Embedding: {what} takes all workers, and cannot be done inside strategy.run(...)")
+        failure: Exception | None = None
+        try:
+            text = json.dumps(say()).encode()
+            words = np.frombuffer(text + b" " * (-len(text) % 8), np.int64)
+            mine = message(0, 0, 1, words)
+        except Exception as error:
+            failure, mine = error, error_message(error)
+        # A timeout of TensorFlow's does not reach collectives that others never come to.
+        waits = threading.Timer(
+            _PATIENCE_S,
+            lambda: _log.warning(
+                "%s takes all %d workers, and this one waits for the others; every worker must make the same layers "
+                "and save as often as the others", what, self.count,
+            ),
+        )  # fmt: skip
+        waits.daemon = True
+        waits.start()
+        try:
+            gathered = self._gathered(mine)
+        finally:
+            waits.cancel()
+        if failure is not None:
+            raise failure
+        return [json.loads(each.ids.tobytes()) for each in told(gathered, self.index, f"Embedding: {what}", 1)]
+
+    def _gathered(self, mine: Any) -> Any:
+        if self._gather is None:
+            strategy = self.strategy
+
+            @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])  # type: ignore[untyped-decorator]
+            def gather(said: Any) -> Any:
+                def each(said: Any) -> Any:
+                    return tf.distribute.get_replica_context().all_gather(tf.identity(said), 0)
+
+                return strategy.run(each, args=(said,))
+
+            self._gather = gather
+        with tf.init_scope():
+            result = self.strategy.experimental_local_results(self._gather(tf.constant(mine)))[0]
+        return result.numpy()
+
+    # ---- Directories
+
+    def place(self, path: Path) -> Path:
+        """The directory of this worker's part of the table at `path`."""
+        return path / self.folder()
+
+    def parts(self, path: Path) -> dict[str, Any]:
+        """What lies at `path`, for `agree_on_parts`."""
+        return {
+            "has": self.place(path).is_dir(),
+            "all": folders_of_workers(path),
+            "here": is_table(path) or is_sharded(path),
+        }
+
+    def agree_on_parts(self, path: Path, said: list[dict[str, Any]]) -> None:
+        """Raises ValueError where what lies at `path` is not a table of these workers, or lacks a worker's part."""
+        mine = [self.folder(index) for index in range(self.count)]
+        for index, each in enumerate(said):
+            if each["here"]:
+                raise ValueError(
+                    f"Embedding: worker {index} has a whole table at {path}, which is no part of one with "
+                    f"placement={self.placement!r}; give another path, or copy the table to {path / mine[index]} on "
+                    "every worker (placement='replicated')"
+                )
+            strange = [name for name in each["all"] if name not in mine]
+            if strange:
+                raise ValueError(
+                    f"Embedding: worker {index} has {path / strange[0]}, and {self.count} workers with placement="
+                    f"{self.placement!r} would begin another table beside it; start as many workers as there were, or "
+                    "give another path"
+                )
+        if not all(each["has"] for each in said) and any(each["has"] or each["all"] for each in said):
+            lacking = next(index for index, each in enumerate(said) if not each["has"])
+            raise ValueError(
+                f"Embedding: worker {lacking} has no {path / mine[lacking]}, and others have their parts of the table; "
+                "put it back (were workers given other numbers?), or give another path for a new table"
+            )
+
+
+def workers_of(placement: str) -> Workers | None:
+    """The workers of the strategy whose scope this is; None where one process does it all.
+
+    Raises:
+        ValueError: a strategy whose processes would each train a table of their own.
+    """
+    strategy = tf.distribute.get_strategy()
+    resolver: Any = getattr(strategy, "cluster_resolver", None)
+    cluster: Any = None if resolver is None else resolver.cluster_spec()
+    tasks = 1 if not cluster else max(1, sum(cluster.num_tasks(job) for job in cluster.jobs if job != "evaluator"))
+    kind = type(strategy).__name__
+    if tasks == 1 and not isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.ParameterServerStrategy)):
+        return None
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or placement == "central":
+        raise ValueError(
+            f"Embedding: under {kind} with {tasks} processes each would train a table of its own; under "
+            'tf.distribute.MultiWorkerMirroredStrategy give placement="sharded" (each worker has rows of its own) or '
+            'placement="replicated" (each has all rows); tf.distribute.MirroredStrategy spreads the devices of one '
+            "process"
+        )
+    if strategy.num_replicas_in_sync != tasks:
+        raise ValueError(
+            f"Embedding: {tasks} workers with {strategy.num_replicas_in_sync} replicas; a table's workers have one "
+            "device each: start one process for each GPU, with CUDA_VISIBLE_DEVICES or "
+            "tf.config.set_visible_devices"
+        )
+    index = int(resolver.task_id) + ("chief" in cluster.jobs and resolver.task_type == "worker")  # as replicas count
+    return Workers(strategy, index, tasks, "sharded" if placement == "sharded" else "replicated")

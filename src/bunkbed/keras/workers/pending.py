@@ -1,0 +1,79 @@
+"""The gradients of a table of several workers between backward and step: each offers its sums, all apply all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bunkbed import _native
+from bunkbed.files.sharding import shards_of
+from bunkbed.keras.base.pending import Pending, StepRule
+from bunkbed.keras.workers.group import Workers
+from bunkbed.keras.workers.messages import FloatArray, IntArray, Told
+
+
+class WorkersPending(Pending):
+    """`Pending` whose step has two halves, with an exchange between them.
+
+    Each worker sums what its own batch gives each id, and `offer` returns that; `conclude` sums, of every id, what the
+    workers offered, in the order of their numbers. So all apply the same sums, and a step is the same bits wherever it
+    is computed. With shards, each then writes its own rows only, and counts the step all the same.
+    """
+
+    def __init__(self, table: Any, workers: Workers) -> None:
+        super().__init__(table)
+        self._workers = workers
+        self._offered: tuple[list[Any], int] = ([], 0)
+
+    def offer(
+        self, gradients: NDArray[np.float64], *, unscale: float, is_update: bool, optimizer: int
+    ) -> tuple[IntArray, FloatArray]:
+        """What this worker contributes: int64[U], each id once, and float32[U, dim] sums; see `Pending.settle`.
+
+        Nothing is accepted before `conclude`, which another worker's error prevents.
+        """
+        with self._lock:
+            self._unsettled = 0
+            if np.isnan(gradients).any():
+                raise ValueError(self._not_finite())
+            pushes = self._take(gradients)
+            for push in pushes:
+                push.unscale = unscale
+            accumulated = self._accepted if self._accumulates_for == optimizer else []
+            self._offered = ([*accumulated, *pushes], optimizer)
+            if not is_update:
+                return np.empty(0, np.int64), np.empty((0, self.table.dim), np.float32)
+            batch, sums, _, factor = self._summed(list(self._offered[0]))
+            if factor != 1.0:
+                _native.scale(sums, factor)
+            return batch.unique(), sums
+
+    def conclude(self, offered: list[Told], rule: StepRule, lr: float | None, *, is_update: bool) -> None:
+        """All workers have offered: accepts what this one did, and with `is_update` updates the table by all of it."""
+        with self._lock:
+            accepted, self._accumulates_for = self._offered
+            self._offered = ([], 0)
+            self._accepted = [] if is_update else accepted
+            if not is_update:
+                return
+            batch = self.table.batch(np.concatenate([each.ids for each in offered]))
+            sums, norm = batch.sum(np.concatenate([each.rows for each in offered]))
+            self._step(batch, sums, float(norm), 1.0 / rule.accumulate, rule, lr)
+            self.steps_settled += 1
+
+    def drop(self) -> None:
+        """Forgets every gradient: the table went back to another epoch."""
+        with self._lock:
+            super().drop()
+            self._offered = ([], 0)
+
+    def _write(self, batch: Any, sums: FloatArray, lr: float | None) -> None:
+        if not self._workers.is_sharded:
+            super()._write(batch, sums, lr)
+            return
+        ids = batch.unique()
+        own = shards_of(ids, self._workers.count) == self._workers.index
+        part = self.table.batch(ids[own])
+        super()._write(part, part.sum(sums[own])[0], lr)

@@ -1,0 +1,230 @@
+"""What this machine allows: memory bandwidth, random reads and sequential writes of a directory's disk.
+
+`measure` takes a few seconds and remembers the result in the user's cache directory, so that the next one is instant;
+`remembered` only looks there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bunkbed import _native
+from bunkbed.core.budget import format_bytes
+
+READ_THREADS = 64  # as many as the core reads with
+_MEMORY_BYTES = 512 << 20  # of the copied arrays: more than caches hold
+_ROUNDS = 5  # of a measurement. Of memory the best counts: what else runs here makes some worse. Of reads the median:
+# disks have bursts that a training run cannot count on
+_MEMORY_S = 0.15
+_FILE_BYTES = 1 << 30  # of the temporary file at most, and never more than an eighth of what is free
+_FILE_MIN_BYTES = 16 << 20
+_WRITE_S = 2.0
+_READ_S = 0.5
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates that a step is held against; None: unknown.
+
+    Attributes:
+        memory_bytes_per_s: read and written together, by copies on all processors.
+        read_iops: random reads of 4 KiB a second, past the page cache, by 64 threads.
+        write_bytes_per_s: of a file written from end to end and synced.
+        read_unit: bytes in which the disk is read; 1: the file system refuses reads past the page cache, and
+            `read_iops` is the page cache's.
+        disk: device and type of the file system.
+        processors: those this process may use.
+        measured: when, in seconds since 1970; 0: the figures were given.
+    """
+
+    memory_bytes_per_s: float | None = None
+    read_iops: float | None = None
+    write_bytes_per_s: float | None = None
+    read_unit: int = 4096
+    disk: str = ""
+    processors: int = 0
+    measured: float = 0.0
+
+
+def measure(directory: str | os.PathLike[str] = ".", *, again: bool = False) -> Machine:
+    """This machine's rates: the remembered ones, or else measured now, in about five seconds.
+
+    Args:
+        directory: whose disk is meant; a temporary file of at most 1 GiB (and an eighth of the free space) is written
+            there and removed. One that does not exist stands for its nearest parent that does.
+        again: measure even if remembered.
+
+    Raises:
+        OSError: the directory cannot be written, or has too little room.
+    """
+    place = _existing(directory)
+    key = _key(place)
+    if not again and (found := _load().get(key)) is not None:
+        return found
+    threads = _processors()
+    read_iops, write_bytes_per_s, unit = _measure_disk(place)
+    machine = Machine(
+        memory_bytes_per_s=max(_native.probe_memory(threads, _MEMORY_BYTES, _MEMORY_S) for _ in range(_ROUNDS)),
+        read_iops=read_iops,
+        write_bytes_per_s=write_bytes_per_s,
+        read_unit=unit,
+        disk=filesystem(place),
+        processors=threads,
+        measured=time.time(),
+    )
+    _save({**_load(), key: machine})
+    return machine
+
+
+def remembered(directory: str | os.PathLike[str] | None = None) -> Machine | None:
+    """What `measure` found here before, or None. Without a directory: only what does not depend on one."""
+    known = _load()
+    if directory is not None:
+        return known.get(_key(_existing(directory)))
+    here = [machine for key, machine in known.items() if key.startswith(_host() + " ")]
+    newest = max(here, key=lambda machine: machine.measured, default=None)
+    return None if newest is None else replace(newest, read_iops=None, write_bytes_per_s=None, disk="")
+
+
+def random_reads(files: Sequence[str | os.PathLike[str]], *, seconds: float = 3.0) -> tuple[float, int]:
+    """Random reads of 4 KiB a second that the disk under these files allows, 64 at a time, past the page cache.
+
+    Returns:
+        (reads a second, `Machine.read_unit`): where the unit is 1 the figure is the page cache's.
+
+    Raises:
+        OSError: a file cannot be read. ValueError: they hold no whole block.
+    """
+    rate, unit = _native.probe_reads([os.fspath(file) for file in files], READ_THREADS, seconds)
+    return float(rate), int(unit)
+
+
+def sequential_writes(
+    file: str | os.PathLike[str], *, num_bytes: int = _FILE_BYTES, seconds: float = math.inf
+) -> float:
+    """Bytes a second that the disk takes of a new file, written from end to end past the page cache and synced.
+
+    Args:
+        file: to write; it stays. num_bytes: at most. seconds: at most, before the sync.
+
+    Raises:
+        OSError, FileExistsError: it cannot be written, or is there already.
+    """
+    rate, _ = _native.probe_writes(os.fspath(file), num_bytes, min(seconds, 3600.0))
+    return float(rate)
+
+
+def filesystem(directory: str | os.PathLike[str]) -> str:
+    """Device and type of the file system that holds `directory`, such as ``"/dev/nvme0n1p2 (ext4)"``; empty where
+    the system does not tell."""
+    best, longest = "", -1
+    target = str(Path(directory).resolve())
+    try:
+        mounts = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in mounts:
+        device, mount, kind = line.split()[:3]
+        if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= longest:
+            best, longest = f"{device} ({kind})", len(mount)
+    return best
+
+
+def cache_file() -> Path:
+    """Where the figures are remembered: ``bunkbed/machine.json`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "bunkbed" / "machine.json"
+
+
+def _measure_disk(place: Path) -> tuple[float, float, int]:
+    """(reads a second, bytes written a second, read unit), on a temporary file that is removed."""
+    try:
+        folder = tempfile.mkdtemp(prefix=".bunkbed-measure-", dir=place)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        raise OSError(
+            error.errno, f"cannot write here to measure the disk ({reason}); name another directory", str(place)
+        ) from None
+    try:
+        room = shutil.disk_usage(place).free // 8
+        if room < _FILE_MIN_BYTES:
+            raise OSError(
+                errno.ENOSPC,
+                f"{format_bytes(room * 8)} free is too little to measure this disk with; it takes "
+                f"{format_bytes(_FILE_MIN_BYTES * 8)}, or the figures of another measurement",
+                str(place),
+            )
+        file = Path(folder) / "file"
+        written_per_s = sequential_writes(file, num_bytes=min(room, _FILE_BYTES), seconds=_WRITE_S)
+        rounds = [random_reads([file], seconds=_READ_S) for _ in range(_ROUNDS)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return statistics.median(rate for rate, _ in rounds), written_per_s, rounds[0][1]
+
+
+def _existing(directory: str | os.PathLike[str]) -> Path:
+    place = Path(directory).expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place if place.is_dir() else place.parent
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _host() -> str:
+    return f"{platform.node()} {platform.release()} {_processors()}"
+
+
+def _key(place: Path) -> str:
+    """Figures hold for this host, kernel, number of processors and device."""
+    return f"{_host()} {place.stat().st_dev}:{filesystem(place)}"
+
+
+def _load() -> dict[str, Machine]:
+    """What is remembered. A file that cannot be read or understood is as good as none: it is written anew."""
+    try:
+        content: Any = json.loads(cache_file().read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            return {}
+        known = {field.name for field in fields(Machine)}
+        return {
+            key: Machine(**{name: value for name, value in entry.items() if name in known})
+            for key, entry in content["machines"].items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _save(machines: dict[str, Machine]) -> None:
+    """Replaces the file as a whole. Where that is not allowed, the next call measures again: no reason to fail."""
+    path = cache_file()
+    content = {"format": _FORMAT, "machines": {key: asdict(machine) for key, machine in machines.items()}}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix="machine-", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink()
+            raise
+    except OSError:
+        return

@@ -1,0 +1,85 @@
+"""What `bunkbed plan` and `Table.explain` print alike: times by resource as bars, rates and speeds in few digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # rich takes a tenth of a second that a training script need not pay
+    from rich.table import Table as Grid
+
+    from bunkbed.machine.rates import Machine
+
+WIDTH = 80
+_BAR = 20
+
+
+def facts_grid() -> Grid:
+    """Two columns: a dim word and what is to be said about it."""
+    from rich.table import Table as Grid
+
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    return grid
+
+
+def times_grid(rows: Sequence[tuple[str, float, str]], binds: str, *, title: str = "one step") -> Grid:
+    """Rows of (``"resource"`` or ``"resource, part"``, seconds, what for), a bar each; the binding one stands out."""
+    from rich.table import Table as Grid
+
+    longest = max((seconds for _, seconds, _ in rows), default=0.0)
+    grid = Grid(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    grid.add_column(title, no_wrap=True)
+    grid.add_column("ms", justify="right", no_wrap=True)
+    grid.add_column("", width=_BAR, no_wrap=True)
+    grid.add_column("for", style="dim", no_wrap=True)
+    for name, seconds, what in rows:
+        is_binding = name.partition(",")[0] == binds
+        bar = "━" * max(1, round(_BAR * seconds / longest)) if seconds else ""
+        style = "bold yellow" if is_binding else "cyan"
+        grid.add_row(f"[b]{name}[/]" if is_binding else name, milliseconds(seconds), f"[{style}]{bar}[/]", what)
+    return grid
+
+
+def milliseconds(seconds: float) -> str:
+    """
+    >>> milliseconds(0.1057), milliseconds(2e-5), milliseconds(0)
+    ('105.7', '0.020', '0')
+    """
+    if not seconds:
+        return "0"
+    return f"{seconds * 1e3:,.1f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
+
+
+def speed(value: float) -> str:
+    """
+    >>> speed(8.77777), speed(23), speed(12_345.6)
+    ('8.78', '23.0', '12,346')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def decimal_bytes(num_bytes: float) -> str:
+    """Bytes as the makers of drives count them.
+
+    >>> decimal_bytes(6.8e12), decimal_bytes(5e8), decimal_bytes(0)
+    ('6.8 TB', '0.5 GB', '0 GB')
+    """
+    if num_bytes >= 1e14:
+        return f"{num_bytes / 1e12:,.0f} TB"
+    if num_bytes >= 1e12:
+        return f"{num_bytes / 1e12:.1f} TB"
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes else "0 GB"
+
+
+def rates(machine: Machine) -> str:
+    """What is known of a machine, in one line."""
+    parts = []
+    if machine.memory_bytes_per_s:
+        parts.append(f"memory {machine.memory_bytes_per_s / 1e9:,.1f} GB/s")
+    if machine.read_iops:
+        parts.append(f"{machine.read_iops:,.0f} random reads/s")
+    if machine.write_bytes_per_s:
+        parts.append(f"writes {machine.write_bytes_per_s / 1e9:,.2f} GB/s")
+    return ", ".join(parts)

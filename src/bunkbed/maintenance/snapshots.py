@@ -1,0 +1,156 @@
+"""Snapshots of tables and runs, as their files tell them: listing them, and letting go of one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bunkbed import _native
+from bunkbed.core.typed import typed
+from bunkbed.files.run_files import RunFiles
+from bunkbed.run.run import Run
+from bunkbed.table.opening import open_writer, path_lock, resolve
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A commit that is kept by name.
+
+    Attributes:
+        name: given to `commit(keep=)`.
+        epoch: its number.
+        time: when it was committed, by the clock of the machine that did.
+        step: optimizer steps until then; of a run whose tables differ, None.
+        stored_rows: rows stored then, of all tables.
+        bytes: of files it refers to.
+        own_bytes: of them, those that neither the newest commit nor another snapshot refers to: what dropping it frees,
+            with the next commit at the latest.
+    """
+
+    name: str
+    epoch: int
+    time: datetime
+    step: int | None
+    stored_rows: int
+    bytes: int
+    own_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The facts, for JSON; the time in ISO 8601."""
+        return {**vars(self), "time": self.time.isoformat(timespec="seconds")}
+
+
+@typed
+def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Kept commits of the table or run at `path`: name -> epoch, oldest first.
+
+    Raises:
+        FileNotFoundError, FormatError: neither a table nor a run there.
+    """
+    files = RunFiles(resolve(path))
+    return files.snapshots() if files.epochs() else dict(_native.snapshots(str(files.directory)))
+
+
+@typed
+def describe_snapshots(path: str | os.PathLike[str]) -> list[Snapshot]:
+    """Kept commits of the table or run at `path`, oldest first, with what each costs. `bunkbed.snapshots` names them.
+
+    Raises:
+        FileNotFoundError, FormatError: neither a table nor a run there.
+
+    >>> import bunkbed as bb, numpy as np, tempfile
+    >>> path = tempfile.mkdtemp() + "/user"
+    >>> with bb.create(path, dim=4, num_rows=100, ram="8MiB") as table:
+    ...     table.update(np.arange(10), np.ones((10, 4), np.float32))
+    ...     epoch = table.commit(keep="best")
+    >>> [(kept.name, kept.epoch, kept.step, kept.stored_rows) for kept in bb.describe_snapshots(path)]
+    [('best', 1, 1, 10)]
+    """
+    place = Path(path).expanduser().absolute()
+    files = RunFiles(place)
+    return _of_run(files) if files.epochs() else _of_table(place)
+
+
+@typed
+def drop_snapshot(path: str | os.PathLike[str], name: str) -> None:
+    """Forget a snapshot of the table or run at `path`; its space is freed where no other commit needs it.
+
+    Reads no rows. A table that this process has open for writing is asked to do it (`Table.drop`).
+
+    Raises:
+        ValueError: no such snapshot; lists those there are. TableLockedError: another process writes it.
+        ReadOnlyError: a table of a run, which keeps snapshots of all its tables together; name the run.
+        FileNotFoundError, FormatError: neither a table nor a run there.
+    """
+    place = Path(path).expanduser().absolute()
+    files = RunFiles(place)
+    if files.epochs():
+        files.find(name)  # before anything is locked or opened
+    with path_lock(place):
+        present = open_writer(place)
+        if present is not None:  # of a run's path: a sharded table
+            present.drop(name)
+        elif files.epochs():
+            with Run(place, _shards_of=None if files.load_newest().sharding is None else place.name) as run:
+                run.drop(name)
+        else:
+            _native.drop_snapshot(str(place), name)
+
+
+def _when(file: Path) -> datetime:
+    return datetime.fromtimestamp(file.stat().st_mtime, UTC)
+
+
+#: Everything a commit refers to: (where, number) -> bytes.
+_Parts = dict[tuple[str, int], int]
+
+
+def _with_own_bytes(
+    kept: dict[str, tuple[int, Path, int | None, int]], parts: dict[int, _Parts], newest: int
+) -> list[Snapshot]:
+    wanted = {epoch for epoch, *_ in kept.values()} | {newest}
+    found = []
+    for name, (epoch, file, step, rows) in sorted(kept.items(), key=lambda item: item[1][0]):
+        others = set().union(*(parts[other] for other in wanted if other != epoch and other in parts))
+        own = 0 if epoch == newest else sum(size for part, size in parts[epoch].items() if part not in others)
+        found.append(Snapshot(name, epoch, _when(file), step, rows, sum(parts[epoch].values()), own))
+    return found
+
+
+def _of_table(place: Path) -> list[Snapshot]:
+    commits = _native.commits(str(place))
+    parts = {c["epoch"]: {("", number): size for number, size in c["segments"].items()} for c in commits}
+    kept = {
+        c["keep"]: (c["epoch"], place / f"manifest-{c['epoch']:016d}", c["step"], c["stored_rows"])
+        for c in commits
+        if c["keep"]
+    }
+    return _with_own_bytes(kept, parts, commits[-1]["epoch"]) if commits else []
+
+
+def _of_run(files: RunFiles) -> list[Snapshot]:
+    newest = files.load_newest()
+    names = files.snapshots()
+    tables: dict[str, dict[int, Any]] = {}
+    parts: dict[int, _Parts] = {}
+    kept: dict[str, tuple[int, Path, int | None, int]] = {}
+    for name, epoch in [*names.items(), ("", newest.epoch)]:
+        manifest = files.load(epoch)
+        parts[epoch] = {("files", number): size for number, size, _ in manifest.files.values()}
+        steps, rows = set(), 0
+        for table, number in manifest.tables.items():
+            if table not in tables:
+                commits = _native.commits(str(files.table_path(table)))
+                tables[table] = {c["epoch"]: c for c in commits}
+            commit = tables[table].get(number)
+            if commit is None:
+                continue  # missing or damaged: check() says so
+            steps.add(commit["step"])
+            rows += commit["stored_rows"]
+            parts[epoch].update({(f"tables/{table}", segment): size for segment, size in commit["segments"].items()})
+        if name:
+            kept[name] = (epoch, files.manifest_path(epoch), steps.pop() if len(steps) == 1 else None, rows)
+    return _with_own_bytes(kept, parts, newest.epoch)

@@ -1,0 +1,1 @@
+"""One table whose rows are divided among several directories."""

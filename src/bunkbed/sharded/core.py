@@ -1,0 +1,221 @@
+"""A sharded table as its `bunkbed.Table` sees it: rows from `ShardedRows`, commits from the run of its shards.
+
+A commit of all shards is one commit of the run (docs/design/engine.md, rule 14):
+
+1. every shard begins its own while nothing can change, so all are of the same step;
+2. each becomes durable, under an epoch that no manifest of the parent names yet;
+3. the parent's manifest names them all. From then on the commit exists.
+
+Whoever opens after a failure anywhere before step 3 gets the commit before, in all shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+from bunkbed.errors import CorruptionError, FormatError
+from bunkbed.files.run_files import RunManifest
+from bunkbed.files.sharding import Sharding
+from bunkbed.run.run import Run
+from bunkbed.sharded.rows import ShardedRows
+from bunkbed.table.commits import PendingCommit
+from bunkbed.table.table import Table
+
+#: How often a reader looks for a commit that its writer does not collect meanwhile.
+_ATTEMPTS = 10
+
+
+class PendingParent:
+    """A commit of all shards that was begun, by the interface of the core's."""
+
+    def __init__(self, pending: PendingCommit) -> None:
+        self.wait = pending.wait
+        self._pending = pending
+
+    def is_over(self) -> bool:
+        return self._pending.done
+
+
+class ShardedCore(ShardedRows):
+    """All shards, by the interface of the core's table. Owns the run, and with it the shards.
+
+    Args:
+        name: the sharded table's.
+        run: with every shard open.
+        sharding: what its manifest says.
+        disk_bytes: limit of the files of all shards, 0 for none.
+    """
+
+    def __init__(self, name: str, run: Run, sharding: Sharding, disk_bytes: int, *, follows: bool) -> None:
+        tables = shards_in(run, sharding)
+        super().__init__(name, tables[0]._spec, [table._native for table in tables], writable=run.mode == "w")
+        self._run = run
+        self._sharding = sharding
+        self._disk_bytes = disk_bytes
+        self._follows = follows  # whether refresh() moves: not where a snapshot was opened
+        self._commits = threading.RLock()  # guards the run's own methods; taken before the lock of the rows
+        self._require_one_step()
+
+    def tables(self) -> list[Table]:
+        """The shards, in order."""
+        return shards_in(self._run, self._sharding)
+
+    def _require_one_step(self) -> None:
+        steps = [core.step() for core in self._cores]
+        if len(set(steps)) > 1:
+            raise CorruptionError(
+                f"table '{self.name}': its shards are at different steps ({', '.join(map(str, steps))}) in commit "
+                f"{self._run.epoch}; a shard was written on its own, or a folder was put back from elsewhere"
+            )
+
+    # ---- Facts
+
+    def epoch(self) -> int:
+        """Number of the last commit."""
+        return self._run.epoch
+
+    def meta(self) -> str:
+        """What it was given, as JSON."""
+        return json.dumps(self._run.meta)
+
+    def uuid(self) -> bytes:
+        """Identity of the whole."""
+        return bytes.fromhex(self._sharding.uuid)
+
+    def stats(self) -> dict[str, int | float]:
+        return {**super().stats(), "disk_limit_bytes": self._disk_bytes}
+
+    def snapshots(self) -> list[tuple[str, int]]:
+        """(name, epoch) of kept commits, oldest first."""
+        self._require_own_process()
+        with self._commits:
+            self._require_open()
+            return list(self._run.snapshots().items())
+
+    # ---- Commits
+
+    def begin_commit(self, meta: str | None, keep: str) -> PendingParent:
+        """See `bunkbed.Table.begin_commit`."""
+        self._require_own_process()
+        with self._commits:
+            # Waited for here, where rows can be used meanwhile.
+            self._run._settle(report=True)
+            with self._alone(write=True):
+                facts = None if meta is None else json.loads(meta)
+                return PendingParent(self._run.begin_commit(meta=facts, keep=keep or None))
+
+    def commit(self, meta: str | None, keep: str) -> int:
+        """See `bunkbed.Table.commit`."""
+        self._require_own_process()
+        with self._commits:
+            self._run._settle(report=True)
+            with self._alone(write=True):
+                if meta is None and not keep and not self._run.is_behind():
+                    return self._run.epoch
+            return self.begin_commit(meta, keep).wait()
+
+    def drop(self, name: str) -> None:
+        """See `bunkbed.Table.drop`."""
+        self._require_own_process()
+        with self._commits:
+            self._run._settle(report=True)
+            with self._alone(write=True):
+                self._run.drop(name)
+
+    def rewind(self, name: str, epoch: int | None) -> None:
+        """See `bunkbed.Table.rewind`; what a torn table is made whole with."""
+        self._require_own_process()
+        with self._commits, self._lock:
+            self._require_open()
+            self._require_writer()
+            self._run._settle(report=True)
+            to = name if epoch is None else epoch
+            self._run._files.find(to)
+            before, was_torn = self._epochs(), self._torn
+            self._torn = f"going back to commit {to!r} failed half-way"
+            try:
+                self._run.rewind(to)
+            except BaseException as error:
+                if isinstance(error, Exception) and self._epochs() == before and not self._is_broken():
+                    self._torn = was_torn  # nothing moved
+                else:
+                    self._torn += f" ({error})"
+                raise
+            self._require_one_step()
+            self._torn = ""
+
+    def _epochs(self) -> list[int]:
+        return [core.epoch() for core in self._cores]
+
+    # ---- Readers
+
+    def refresh(self) -> int:
+        """See `bunkbed.Table.refresh`: all shards move to the newest commit of the parent, or none does.
+
+        A shard moves by what changed where its own newest commit is the one the parent names. Where its writer is just
+        making another, which the parent does not name yet, it is opened anew.
+        """
+        self._require_own_process()
+        with self._lock:
+            self._require_open()
+            if self._writable:
+                raise ValueError(
+                    f"table '{self.name}' is open for writing and always up to date; refresh() is for readers"
+                )
+            if not self._follows:
+                return self._run.epoch
+            for attempt in range(_ATTEMPTS):
+                newest = self._run._files.load_newest()
+                if newest.epoch == self._run.epoch and not self._torn:
+                    return newest.epoch
+                if newest.sharding != self._sharding:
+                    raise FormatError(f"table '{self.name}': another one lies at {self._run.path} now; open it again")
+                self._torn = f"moving to commit {newest.epoch} failed half-way"
+                try:
+                    self._move_to(newest)
+                except FileNotFoundError:
+                    # Collected by its writer meanwhile: there is a newer one.
+                    if attempt == _ATTEMPTS - 1 or self._run._files.manifest_path(newest.epoch).exists():
+                        raise
+                    continue
+                self._torn = ""
+                return newest.epoch
+        raise AssertionError("unreachable")
+
+    def _move_to(self, manifest: RunManifest) -> None:
+        for index, name in enumerate(self._sharding.names()):
+            wanted = manifest.tables[name]
+            core, is_open = self._cores[index], not self._run.tables[name].closed
+            if is_open and core.epoch() != wanted and newest_epoch(self._run, name) == wanted:
+                core.refresh()
+            if not is_open or core.epoch() != wanted:
+                self._cores[index] = self._run.reopen(name, wanted)._native
+        self._run._manifest = manifest
+        self._require_one_step()
+
+    # ---- The end
+
+    def close(self) -> None:
+        """Let go of everything, without a commit. In a child after a fork: of nothing, which is the parent's."""
+        if self._pid != os.getpid():
+            return
+        with self._commits, self._lock:
+            self._closed = True
+            self._run.close(commit=False)
+        self._threads.shutdown()
+
+
+def shards_in(run: Run, sharding: Sharding) -> list[Table]:
+    """The open shards, in order."""
+    return [run.tables[name] for name in sharding.names()]
+
+
+def newest_epoch(run: Run, name: str) -> int:
+    """Of a shard's own commits, whether the parent names it or not."""
+    numbers = [
+        int(entry.name.removeprefix("manifest-"))
+        for entry in run._files.table_path(name).glob("manifest-" + "[0-9]" * 16)
+    ]
+    return max(numbers, default=-1)

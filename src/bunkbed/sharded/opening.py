@@ -1,0 +1,63 @@
+"""`open`: the table at a path, plain or sharded. Above both kinds, so that neither has to know the other."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from bunkbed.core import optim as _optim
+from bunkbed.core.budget import Budget
+from bunkbed.core.typed import typed
+from bunkbed.files.run_files import is_sharded
+from bunkbed.sharded.table import ShardedTable
+from bunkbed.table import opening
+from bunkbed.table.table import Table
+
+
+@typed
+def open(
+    path: str | os.PathLike[str],
+    *,
+    mode: Literal["w", "r"] = "w",
+    ram: int | str | Budget | None = None,
+    snapshot: str | None = None,
+    create: dict[str, Any] | None = None,
+    optimizer: _optim.Optimizer | None = None,
+    disk: int | str | None = None,
+) -> Table:
+    """Open a table at its last commit; of a sharded table's directory, the `bunkbed.ShardedTable`.
+
+    Opening a path that this process already writes returns the same table; each opening wants its own `close`.
+
+    Args:
+        path: the table's directory.
+        mode: ``"w"``: the one writer; ``"r"``: a reader of the last commit (`Table.refresh` moves on), without locks.
+        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
+        snapshot: open this kept commit, for reading.
+        create: arguments of `bunkbed.create`: make the table when it is not there, or when a scratch table was;
+            otherwise each given one is compared with the table's. The optimizer's hyperparameters are taken over.
+        optimizer: new hyperparameters; the class must be the table's.
+        disk: most bytes that the table's files may take while this writer has it open; see `bunkbed.create`.
+
+    Returns:
+        The open table.
+
+    Raises:
+        FileNotFoundError: nothing is there. FormatError: no table, a scratch table, or of a newer format.
+        TableLockedError: another process writes it. CorruptionError: its last commit is damaged; names the older ones.
+        ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget or limit too small.
+    """
+    place = opening.resolve(path)
+    wanted = opening.Wanted.of(mode, ram=ram, snapshot=snapshot, create=create, optimizer=optimizer, disk=disk)
+    with opening.path_lock(place if wanted.writable else None):
+        if is_sharded(place):
+            return ShardedTable.open(
+                place,
+                mode=mode,
+                ram=wanted.ram,
+                snapshot=snapshot,
+                create=wanted.create,
+                optimizer=optimizer,
+                disk=wanted.disk,
+            )
+        return opening.open_table(place, wanted)

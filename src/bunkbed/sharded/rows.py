@@ -1,0 +1,462 @@
+"""The rows of a sharded table: every call divided among the shards, as if one core held them all.
+
+`ShardedRows` has the methods of the core's table that are about rows; `sharded_core` adds commits. What holds:
+
+1. Whatever the caller got wrong is found for the whole batch before any shard sees it, so that messages name the
+   sharded table and places in the caller's batch. An empty core in RAM that has the table's name and its facts, the
+   *checker*, says it in the core's own words.
+2. Within a shard's part the order of the batch stays, so sums of equal ids are the same bits. Bags are pooled here, in
+   batch order, from rows that were gathered.
+3. A change is in two phases. *Prepare*: each shard dedupes and sums its part, and says whether it would take it (is
+   it writable, have its files room). Nothing changes, and an error leaves everything as it was. *Apply*: every shard
+   takes its part, and counts the step. Where that fails in some shards only (a read, or memory for the directory),
+   the shards no longer agree: the table is *torn*, and refuses everything but going back to a commit.
+4. The threads that apply a change are not the main one, where Ctrl-C could fall between two shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bunkbed import _native
+from bunkbed.core.arguments import Floats, Ids
+from bunkbed.errors import BunkbedError, ReadOnlyError, TableClosedError
+from bunkbed.files.sharding import Split
+from bunkbed.table.bag_pooling import BagPooling
+
+#: Up to this many ids one thread does all shards: handing work over costs about as much as such a lookup.
+FEW_IDS = 256
+
+_NO_IDS: Ids = np.empty(0, np.int64)
+# Of `Table.stats`: what is not the sum of what the shards say.
+_OWN = ("lookups", "updates")
+_MOST = ("commits", "window_batches", "staging_depth")
+_ALWAYS_FITS = 65504.0  # in every dtype
+
+
+class ShardedBatch:
+    """The ids of a training step, deduped once over all shards: what `bunkbed.Table.batch` gives of a sharded table."""
+
+    def __init__(self, batch: Any, ids: Ids) -> None:
+        self._batch = batch
+        self.ids = ids  # int64[N], a copy
+        self.sum = batch.sum
+        self.sum_bags = batch.sum_bags
+        self.num_ids = batch.num_ids
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def unique(self) -> Ids:
+        """int64[U], each id once; the order depends on the batch alone."""
+        found: Ids = self._batch.unique()
+        return found
+
+
+class ShardedRows:
+    """Rows of a sharded table, by the interface of the core's table.
+
+    Owns threads, not the shards. Thread-safe: calls run one after another, as those of one core do.
+
+    Args:
+        name: the sharded table's.
+        spec: of each shard, and so of the whole.
+        cores: the shards', in order.
+        writable: False for readers.
+    """
+
+    def __init__(self, name: str, spec: _native.TableSpec, cores: Sequence[Any], *, writable: bool) -> None:
+        self.name = name
+        self._spec = spec
+        self._cores = list(cores)
+        self._writable = writable
+        self._checker = _native.create("", name, spec, 0, 0)
+        self._bags = BagPooling(name)
+        self._lock = threading.RLock()  # guards all below, and the order of calls
+        self._closed = False
+        self._torn = ""  # why the shards do not agree
+        self._counts = dict.fromkeys(_OWN, 0)
+        self._window: dict[int, list[int]] = {}  # number of a batch to come -> its numbers in the shards
+        self._batches_seen = 0
+        self._pid = os.getpid()
+        self._threads = ThreadPoolExecutor(len(self._cores) + 1, thread_name_prefix="bunkbed-shard")
+
+    # ---- Who may do what
+
+    @contextlib.contextmanager
+    def _alone(self, *, write: bool = False) -> Iterator[None]:
+        self._require_own_process()  # before the lock is taken: another thread of the parent may have held it
+        with self._lock:
+            self._require_open()
+            if self._torn:
+                raise BunkbedError(self._refusal())
+            if write:
+                self._require_writer()
+            yield
+
+    def _require_own_process(self) -> None:
+        if self._pid != os.getpid():
+            raise TableClosedError(
+                f"table '{self.name}' was opened before this process was forked; open it in the process that uses it "
+                "(a DataLoader worker should pass ids on, not look them up)"
+            )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TableClosedError(f"table '{self.name}' is closed; open it again")
+
+    def _require_writer(self) -> None:
+        if not self._writable:
+            raise ReadOnlyError(f"table '{self.name}' is open for reading; open it with mode=\"w\" to change it")
+
+    def _refusal(self) -> str:
+        how = (
+            "go back with rewind(), or close(commit=False) and open it again: both lead to a commit, without what came "
+            "after it"
+            if self._writable
+            else "call refresh(), or open it again"
+        )
+        return f"table '{self.name}' refuses use: {self._torn}; {how}"
+
+    # ---- Work on several shards
+
+    def _each(self, work: Callable[[int, Any], Any], size: int, among: Sequence[int] | None = None) -> list[Any]:
+        """``work(index, core)`` of shards, for `size` ids in all; the first error is raised when all have ended."""
+        results = self._outcomes(work, size, among)
+        for result in results:
+            if isinstance(result, _Failed):
+                raise result.error
+        return results
+
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """To another thread, whose stalls a profiler sees where it sees this one's."""
+        ranges = _native.stall_ranges()
+        if ranges is None:
+            return self._threads.submit(work, *arguments)
+        return self._threads.submit(_native.with_stalls, ranges, work, *arguments)
+
+    def _outcomes(self, work: Callable[[int, Any], Any], size: int, among: Sequence[int] | None = None) -> list[Any]:
+        """As `_each`; a `_Failed` in place of what failed."""
+
+        def one(index: int) -> Any:
+            try:
+                return work(index, self._cores[index])
+            except Exception as error:
+                return _Failed(error)
+
+        indices = range(len(self._cores)) if among is None else among
+        if len(indices) < 2 or size <= FEW_IDS or _native.get_num_threads() == 1:
+            return [one(index) for index in indices]
+        others: list[Future[Any]] = [self._submit(one, index) for index in indices[1:]]
+        try:
+            first = one(indices[0])
+        finally:
+            wait(others)
+        return [first, *(other.result() for other in others)]
+
+    def _change(self, what: str, work: Callable[[int, Any], Any], size: int) -> None:
+        """``work(index, core)`` of every shard, or of none; where that fails the table is torn, and says so."""
+
+        def run() -> list[Any]:
+            results = self._outcomes(work, size)
+            if not any(isinstance(result, _Failed) for result in results):
+                self._torn = ""
+            return results
+
+        self._torn = f"{what} was interrupted between two shards"  # until `run` comes to its end
+        if threading.current_thread() is not threading.main_thread():
+            results = run()
+        else:
+            future = self._submit(run)
+            try:
+                results = future.result()
+            except BaseException:
+                wait([future])
+                self._judge(what, future.result())
+                raise
+        self._judge(what, results)
+
+    def _judge(self, what: str, results: list[Any]) -> None:
+        failed = [index for index, result in enumerate(results) if isinstance(result, _Failed)]
+        if not failed:
+            return
+        error = results[failed[0]].error
+        if len(failed) == len(results) and not self._is_broken():
+            self._torn = ""
+            raise error  # each shard said that it changed nothing
+        self._torn = (
+            f"{what} failed in shard {failed[0]} of {len(results)} after other shards had taken their part ({error})"
+        )
+        raise BunkbedError(self._refusal()) from error
+
+    def _prepare(self, core: Any, ids: Ids) -> Any:
+        """The batch of a shard's part, once the shard has said that it would take it."""
+        batch = core.batch(ids)
+        try:
+            # Everything else is asked for before the number of the step.
+            core.update_batch(batch, np.empty((0, self._spec.dim), np.float32), None, 0)
+        except ValueError:
+            return batch
+        raise AssertionError("step 0 was taken")
+
+    def _is_broken(self) -> bool:
+        """Whether a shard refuses use, as after a failure half-way."""
+        return any(map(_refuses_use, self._cores))
+
+    def check_ids(self, ids: Ids) -> None:
+        """Raises IndexError naming the first id outside the table, and its position."""
+        self._checker.expect(ids, 0)  # it holds no row, so all it does is to check them
+
+    def _split(self, ids: Ids) -> Split:
+        self.check_ids(ids)
+        return Split(ids, len(self._cores))
+
+    @staticmethod
+    def _holders(split: Split) -> list[int]:
+        return [index for index in range(len(split.bounds) - 1) if split.size(index)]
+
+    def _fill(self, ids: Ids, out: npt.NDArray[Any], read: Callable[[Any, Ids, npt.NDArray[Any]], None]) -> None:
+        """``read(core, ids, out)`` of every shard that has some of the ids, and `out` in batch order."""
+        split = self._split(ids)
+        mine = split.take(ids)
+        found = out if split.order is None else np.empty_like(out)
+
+        def work(index: int, core: Any) -> None:
+            part = split.part(index)
+            read(core, mine[part], found[part])
+
+        self._each(work, len(ids), self._holders(split))
+        split.put(found, out)
+
+    # ---- Reading
+
+    def lookup(self, ids: Ids, touch: bool, out: Floats) -> None:
+        """See `bunkbed.Table.lookup`."""
+        with self._alone():
+            self._counts["lookups"] += 1
+            self._fill(ids, out, lambda core, part, rows: core.lookup(part, touch, rows))
+
+    def batch(self, ids: Ids) -> ShardedBatch:
+        """See `bunkbed.Table.batch`."""
+        with self._alone():
+            return ShardedBatch(self._checker.batch(ids), ids.copy())
+
+    def lookup_batch(self, batch: ShardedBatch, touch: bool, out: Floats) -> None:
+        """See `bunkbed.Table.lookup_batch`."""
+        self.lookup(batch.ids, touch, out)
+
+    def lookup_bags(
+        self, ids: Ids, offsets: Ids, pooling: int, weights: Floats | None, touch: bool, out: Floats
+    ) -> None:
+        """See `bunkbed.Table.lookup_bags`; all rows of a call are in memory at once."""
+        rows: Floats = _native.empty_rows(len(ids), self._spec.dim)
+        self.lookup(ids, touch, rows)
+        self._bags.pool(rows, offsets, pooling, weights, out)
+
+    def get(self, ids: Ids, field: int, out: Floats) -> None:
+        """See `bunkbed.Table.get`."""
+        with self._alone():
+            self._fill(ids, out, lambda core, part, values: core.get(part, field, values))
+
+    def contains(self, ids: Ids, out: npt.NDArray[np.bool_]) -> None:
+        """See `bunkbed.Table.contains`."""
+        with self._alone():
+            self._fill(ids, out, lambda core, part, found: core.contains(part, found))
+
+    def scans(self, fields: list[int]) -> list[_native.Scan]:
+        """A walk over every stored row, begun in all shards at once: a change ends it wherever it stands."""
+        with self._alone():
+            return [_native.Scan(core, fields) for core in self._cores]
+
+    # ---- Writing
+
+    def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
+        """See `bunkbed.Table.update`."""
+        with self._alone(write=True):
+            ids = ids.copy()  # another thread may change the caller's: no row may get into another's shard
+            split = self._split(ids)
+            self._check_step(lr, step)
+            mine, values = split.take(ids), split.take(grads)
+
+            def prepare(index: int, core: Any) -> tuple[Any, Any, float]:
+                part = split.part(index)
+                batch = self._prepare(core, mine[part])
+                return (batch, *batch.sum(values[part]))
+
+            prepared = self._each(prepare, len(ids))
+            if not all(np.isfinite(norm) for _, _, norm in prepared):
+                self._checker.update(ids, grads, lr, step)  # raises, and names what is not finite
+            self._apply([(batch, sums) for batch, sums, _ in prepared], lr, step, len(ids))
+
+    def update_batch(self, batch: ShardedBatch, sums: Floats, lr: float | None, step: int | None) -> None:
+        """See `bunkbed.Table.update_batch`."""
+        with self._alone(write=True):
+            self._check_step(lr, step)
+            ids = batch.unique()
+            split = Split(ids, len(self._cores))
+            mine, values = split.take(ids), split.take(sums)
+
+            def prepare(index: int, core: Any) -> tuple[Any, Any]:
+                part = split.part(index)
+                shard = self._prepare(core, mine[part])
+                return shard, shard.sum(values[part])[0]  # in the order that the shard's batch has
+
+            self._apply(self._each(prepare, len(ids)), lr, step, len(ids))
+
+    def _check_step(self, lr: float | None, step: int | None) -> None:
+        if lr is not None or step is not None:
+            self._checker.update(_NO_IDS, np.empty((0, self._spec.dim), np.float32), lr, step)
+
+    def _apply(self, parts: list[tuple[Any, Any]], lr: float | None, step: int | None, size: int) -> None:
+        number = self._cores[0].step() + 1 if step is None else step  # the same in all, those without rows too
+
+        def apply(index: int, core: Any) -> None:
+            core.update_batch(*parts[index], lr, number)
+
+        self._change(f"step {number}", apply, size)
+        self._counts["updates"] += 1
+
+    def set(self, ids: Ids, field: int, values: Floats) -> None:
+        """See `bunkbed.Table.set`."""
+        with self._alone(write=True):
+            ids = ids.copy()  # see update()
+            split = self._split(ids)
+            if not (values.max(initial=0.0) < _ALWAYS_FITS and values.min(initial=0.0) > -_ALWAYS_FITS):
+                # In RAM, and gone at once: it raises, and names the value, or nothing is wrong.
+                _native.create("", self.name, self._spec, 0, 0).set(ids, field, values)
+            mine, rows = split.take(ids), split.take(values)
+            self._each(lambda index, core: self._prepare(core, mine[split.part(index)]), len(ids))
+
+            def apply(index: int, core: Any) -> None:
+                core.set(mine[split.part(index)], field, rows[split.part(index)])
+
+            self._change("set()", apply, len(ids))
+
+    def write_dirty(self) -> None:
+        """Begins to write what a commit would, as far as the shards' buffers take it."""
+        with self._alone(write=True):
+            for core in self._cores:
+                core.write_dirty()
+
+    # ---- What is to come
+
+    def stage(self, ids: Ids) -> None:
+        """See `bunkbed.Table.stage`."""
+        with self._alone():
+            split = self._split(ids)
+            mine = split.take(ids)
+            for index in self._holders(split):
+                self._cores[index].stage(mine[split.part(index)])
+
+    def expect(self, ids: Ids, most: int) -> int:
+        """Enter a batch into the window of every shard, or of none; the number of it, 0, or ``WINDOW_FULL``."""
+        with self._alone():
+            split = self._split(ids)
+            mine = split.take(ids)
+            numbers: list[int] = []
+            for index, core in enumerate(self._cores):
+                number = int(core.expect(mine[split.part(index)], most))
+                if number == _native.Table.WINDOW_FULL:
+                    for entered, earlier in zip(numbers, self._cores, strict=False):
+                        if entered:
+                            earlier.forget(entered)
+                    return number
+                numbers.append(number)
+            if not any(numbers):
+                return 0
+            self._batches_seen += 1
+            self._window[self._batches_seen] = numbers
+            return self._batches_seen
+
+    def advance(self, over: int, begun: int, depth: int) -> None:
+        """One batch is over and the next begins; rows of those after it are staged."""
+        with self._alone():
+            none = [0] * len(self._cores)
+            ended, present = self._window.pop(over, none), self._window.get(begun, none)
+            for core, one, other in zip(self._cores, ended, present, strict=True):
+                core.advance(one, other, depth)
+
+    def forget(self, number: int) -> None:
+        """A batch that will not come."""
+        self._require_own_process()
+        with self._lock:
+            for core, one in zip(self._cores, self._window.pop(number, []), strict=False):
+                if one:
+                    core.forget(one)
+
+    # ---- Facts
+
+    def stats(self) -> dict[str, int | float]:
+        """See `bunkbed.Table.stats`."""
+        self._require_own_process()
+        with self._lock:
+            every = [core.stats() for core in self._cores]
+            return {
+                key: self._counts[key] if key in _OWN else (max if key in _MOST else sum)(one[key] for one in every)
+                for key in every[0]
+            }
+
+    def step(self) -> int:
+        """Steps taken; the same in every shard unless the table is torn."""
+        return int(self._cores[0].step())
+
+    def is_changed(self) -> bool:
+        """Whether anything came after the last commit."""
+        return any(core.is_changed() for core in self._cores)
+
+    def uncommitted(self) -> tuple[int, bool, int]:
+        """What would be lost without a commit: (rows, whether that is exact or an upper bound, steps)."""
+        every = [core.uncommitted() for core in self._cores]
+        return sum(one[0] for one in every), all(one[1] for one in every), max(one[2] for one in every)
+
+    def payload_bytes(self) -> int:
+        """Bytes of a row's record."""
+        return int(self._cores[0].payload_bytes())
+
+    def fields(self) -> list[Any]:
+        """(name, length) of every field of a record."""
+        return list(self._cores[0].fields())
+
+    def optimizer(self) -> dict[str, Any]:
+        """The optimizer's values."""
+        found: dict[str, Any] = self._cores[0].optimizer()
+        return found
+
+    def set_optimizer(self, values: dict[str, Any]) -> None:
+        """See `bunkbed.Table.optimizer`."""
+        with self._alone():
+            self._checker.set_optimizer(values)
+            self._change("new hyperparameters", lambda _, core: core.set_optimizer(values), 0)
+
+    def set_holder(self, map: object | None, write_back: object | None) -> None:
+        """No device cache lies above a sharded table; what closes a table lets go of it all the same."""
+        if map is not None:
+            raise BunkbedError(f"table '{self.name}' is sharded, and a device cache wants a table that is not")
+
+    def compact(self) -> int:
+        """See `bunkbed.Table.compact`."""
+        with self._alone(write=True):
+            return sum(self._each(lambda _, core: core.compact(), FEW_IDS + 1))
+
+
+class _Failed:
+    """What a shard raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _refuses_use(core: Any) -> bool:
+    try:
+        core.expect(_NO_IDS, 1)
+    except BunkbedError:
+        return True
+    return False

@@ -1,0 +1,394 @@
+"""`ShardedTable`: one table whose rows are divided among several directories, one on each SSD."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from bunkbed import _native
+from bunkbed.core import init as _init
+from bunkbed.core import optim as _optim
+from bunkbed.core.arguments import Floats, Ids, as_ids
+from bunkbed.core.budget import Budget, format_bytes, parse_bytes
+from bunkbed.core.typed import typed
+from bunkbed.errors import CorruptionError, FormatError
+from bunkbed.files.run_files import RunFiles, RunManifest
+from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name, shards_of
+from bunkbed.machine.rates import Machine, remembered
+from bunkbed.run.run import Run
+from bunkbed.sharded.core import ShardedCore, shards_in
+from bunkbed.sharded.rows import ShardedBatch
+from bunkbed.table import opening
+from bunkbed.table.table import Table
+from bunkbed.table.uncommitted import warn_when_it_goes
+
+_Path = str | os.PathLike[str]
+#: How often a reader looks for a commit that its writer does not collect meanwhile.
+_ATTEMPTS = 10
+
+
+class ShardedTable(Table):
+    """One table divided by a hash of the id over several directories, for instance one on each SSD.
+
+    Made by `ShardedTable.create` and `ShardedTable.open`; `bunkbed.open` gives one too where its path is one's. It does
+    what `bunkbed.Table` does, with the same bits: which shard has a row changes where it lies, never what it holds. A
+    shard never holds another's rows; large batches are looked up and updated in all shards at once.
+
+    Its directory holds a parent manifest, which names the commit of every shard: all shards commit, open, go back and
+    are copied as one, and after a crash all are at the parent's last commit. Every update, also of a batch that has no
+    row in some shard, is a step of all of them, so there is one step count.
+
+    An update either happens in all shards or in none. What is wrong with a batch, a shard that cannot be written and a
+    `disk` limit are found before any shard changes. When a shard fails after others have taken their part (a stored
+    record cannot be read, no memory for its directory), the shards no longer agree: the call raises `BunkbedError`, and
+    so does every later one, commits too, until `rewind`, or closing with ``commit=False`` and opening again, leads back
+    to a commit. Nothing of a half-done step is ever looked up or committed.
+
+    Beside `ram`, a call takes memory in proportion to its batch: a copy divided by shard, and the sums of its
+    gradients. Owns the shards' files, one RAM budget that they share, and threads. Thread-safe, durable and closed as a
+    `Table` is.
+
+    >>> import bunkbed as bb, numpy as np, tempfile
+    >>> path = tempfile.mkdtemp() + "/user"
+    >>> with bb.ShardedTable.create(path, shards=2, dim=2, num_rows=10, init=bb.Zeros(), ram="32MiB") as table:
+    ...     table.update(np.array([3, 4]), np.ones((2, 2), np.float32))
+    ...     epoch = table.commit(keep="first")
+    >>> bb.open(path, mode="r")
+    <bunkbed.ShardedTable 'user' at ...: 2 shards, 10 rows x 2 float32, Adam, step 1, epoch 1>
+    """
+
+    _native: Any
+    _shards: tuple[Path, ...]
+
+    # ---- Making and opening
+
+    @classmethod
+    @typed
+    def create(
+        cls,
+        path: _Path,
+        *,
+        dim: int,
+        shards: int | None = None,
+        directories: Sequence[_Path] | None = None,
+        num_rows: int | None = None,
+        optimizer: _optim.Optimizer | None = None,
+        init: _init.Initializer | None = None,
+        seed: int = 0,
+        dtype: str = "float32",
+        ram: int | str | Budget | None = None,
+        disk: int | str | None = None,
+    ) -> Self:
+        """Create a sharded table; instant, whatever the number of rows.
+
+        Args:
+            path: directory of the whole: the parent manifest, and the shards where no `directories` are given.
+            shards: number of shards, 1 to 1024; it cannot change later. Default: one for each of `directories`.
+            directories: where shards lie, in turn, each in a new folder ``shard-NNNN`` there; made when missing. They
+                are remembered as absolute paths, those below `path` as relative ones: it may move with them.
+            dim, num_rows, optimizer, init, seed, dtype: see `bunkbed.create`.
+            ram: hard budget in bytes for all shards together, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
+            disk: most bytes that the files of all shards may take, divided evenly; see `bunkbed.create`, and there what
+                holds for a table of a `Run`.
+
+        Returns:
+            The open table; this process is its writer.
+
+        Raises:
+            FileExistsError: something is at `path`, or at a shard's place. ValueError, TypeError: an argument out of
+            range. MemoryError: `ram` is too small for so many shards; says how much is needed.
+        """
+        place = opening.resolve(path)
+        with opening.path_lock(place):
+            places = _new_places(place, shards, directories)
+            disk_bytes = 0 if disk is None else parse_bytes(disk)
+            facts: dict[str, Any] = {
+                "dim": dim,
+                "num_rows": num_rows,
+                "optimizer": optimizer,
+                "init": init,
+                "seed": seed,
+                "dtype": dtype,
+                **_limit_of_each(disk_bytes, len(places)),
+            }
+            spec = opening.make_spec(dim, num_rows, optimizer, init, seed, dtype, True)
+            budget = ram if isinstance(ram, Budget) else Budget(opening.DEFAULT_RAM if ram is None else ram)
+            _require_room(place.name, budget, spec, len(places))
+            _require_free(place, places)
+            is_new = not place.exists()
+            run = Run(place, budget, _shards_of=place.name)
+            made: list[Path] = []
+            try:
+                _require_free(place, places)  # again, now that nobody else can make one here
+                run._files.places = _records_of(place, places)
+                for index, shard in enumerate(places):
+                    _native.make_directories(str(shard.parent))
+                    run.table(shard_name(index), create=facts)
+                    made.append(shard)
+                tables = run.tables
+                sharding = Sharding.new([table.uuid for table in tables.values()])
+                # As the first manifest of a plain table: from here on it can be opened.
+                epochs = {name: table.epoch for name, table in tables.items()}
+                run._publish(RunManifest(tables=epochs, places=run._files.places, sharding=sharding))
+                return cls._of(run, sharding, disk_bytes, ram, follows=False)
+            except BaseException:
+                run.close(commit=False)
+                for folder in [*made, *([place] if is_new else [])]:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+
+    @classmethod
+    @typed
+    def open(
+        cls,
+        path: _Path,
+        *,
+        mode: Literal["w", "r"] = "w",
+        ram: int | str | Budget | None = None,
+        snapshot: str | None = None,
+        create: dict[str, Any] | None = None,
+        optimizer: _optim.Optimizer | None = None,
+        disk: int | str | None = None,
+        directories: Sequence[_Path] | None = None,
+    ) -> Self:
+        """Open a sharded table at its last commit.
+
+        Opening a path that this process already writes returns the same table; each opening wants its own `close`.
+
+        Args:
+            path: directory of the whole.
+            mode, ram, snapshot, optimizer, disk: see `bunkbed.open`.
+            create: arguments of `ShardedTable.create`: make the table when it is not there; otherwise each given one
+                but `directories` is compared with the table's.
+            directories: where shards lie now, in the order of `create`, after they were moved. A writer remembers it.
+
+        Returns:
+            The open table.
+
+        Raises:
+            FileNotFoundError: nothing is there, or a shard's directory is missing; names it. FormatError: `path` is no
+            sharded table, or a directory holds something else than its shard. TableLockedError, CorruptionError,
+            ValueError: see `bunkbed.open`.
+        """
+        place = opening.resolve(path)
+        if mode not in ("w", "r"):
+            raise ValueError(f'mode must be "w" or "r", got {mode!r}')
+        writable = mode == "w" and snapshot is None
+        wanted = dict(create or {})
+        if optimizer is not None:
+            wanted.setdefault("optimizer", optimizer)
+        ram = wanted.pop("ram", None) if ram is None else ram
+        disk = wanted.pop("disk", None) if disk is None else disk
+        disk_bytes = opening.parse_disk(disk, "w" if writable else "r")
+        with opening.path_lock(place if writable else None):
+            files = RunFiles(place, "sharded table")
+            if not files.epochs():
+                if create is not None and writable and not opening.is_table(place):
+                    return cls.create(place, ram=ram, disk=disk, **wanted)
+                if place.exists():
+                    raise FormatError(f"{place} is not a sharded table; open a plain one with bb.open")
+                raise FileNotFoundError(f"no sharded table at {place}; make one with bb.ShardedTable.create")
+            sharding = files.load_newest().sharding
+            if sharding is None:
+                raise FormatError(f"{place} is a run of tables, not one sharded table; open it with bb.Run")
+            shards = wanted.pop("shards", None)
+            if shards not in (None, len(sharding.shards)):
+                raise ValueError(f"table '{place.name}': it has {len(sharding.shards)} shards, {shards} was asked for")
+            wanted.pop("directories", None)
+            present = opening.open_writer(place) if writable else None
+            if present is not None:
+                assert isinstance(present, cls)
+                opening.compare_with(present, {**wanted, "disk": disk}, optimizer)
+                present._opens += 1
+                return present
+            for attempt in range(_ATTEMPTS):
+                run = Run(place, ram, mode=mode, snapshot=snapshot, _shards_of=place.name)
+                try:
+                    _open_shards(run, directories, disk_bytes)
+                    table = cls._of(run, sharding, disk_bytes, ram, follows=snapshot is None)
+                    break
+                except BaseException as error:
+                    run.close(commit=False)
+                    # Beside a writer the commit may be collected meanwhile: there is a newer one.
+                    was_collected = isinstance(error, FileNotFoundError) and run.epoch not in files.epochs()
+                    if not was_collected or attempt == _ATTEMPTS - 1:
+                        raise
+            try:
+                opening.compare_with(table, wanted, optimizer)
+            except BaseException:
+                table._close()
+                raise
+            return table
+
+    @classmethod
+    def _of(
+        cls, run: Run, sharding: Sharding, disk_bytes: int, ram: int | str | Budget | None, *, follows: bool
+    ) -> Self:
+        """The table of a run whose shards are open."""
+        shards = shards_in(run, sharding)
+        table = cls(shards[0]._spec, run.path, run.mode)
+        table._shards = tuple(shard.path for shard in shards if shard.path is not None)
+        for shard in shards:
+            shard._told_of_loss = True  # the whole tells
+        table._ram_bytes = 0 if isinstance(ram, Budget) else run.budget.total_bytes
+        table._start(ShardedCore(run.path.name, run, sharding, disk_bytes, follows=follows))  # type: ignore[arg-type]
+        if run.mode == "w":
+            opening.register_writer(table)
+        return table
+
+    _batch_class = ShardedBatch
+
+    # ---- Facts of its own
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self._shards)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directory of each shard."""
+        return self._shards
+
+    @property
+    def ram_bytes(self) -> int:
+        """The RAM budget in bytes; of a shared `Budget`, what the shards have of it now."""
+        return self._ram_bytes or sum(shard.ram_bytes for shard in self._native.tables())
+
+    def shards_of(self, ids: Any) -> Ids:
+        """The shard that has each row. ids: int64[...]; returns int64[...].
+
+        Raises:
+            IndexError, TypeError: see `lookup`.
+        """
+        array = as_ids(ids, table=f"table '{self._name}'")
+        self._native.check_ids(array.reshape(-1))
+        return shards_of(array, self.num_shards).astype(np.int64)
+
+    def __repr__(self) -> str:
+        text = super().__repr__().replace("bunkbed.Table", "bunkbed.ShardedTable", 1)
+        return (
+            text
+            if self._closed
+            else text.replace(f"at {self._path}:", f"at {self._path}: {self.num_shards} shards,", 1)
+        )
+
+    def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
+        for scan in self._native.scans([index for index, _ in fields]):
+            yield from self._rows_of(scan, fields, chunk)
+
+    def _machine(self) -> Machine | None:
+        """Rates of all its disks together: with rows divided evenly, the disk with most for its speed sets the pace."""
+        disks: dict[int, list[Path]] = {}
+        for shard in self._shards:
+            disks.setdefault(shard.stat().st_dev, []).append(shard)
+        found = [(remembered(places[0]), len(places) / self.num_shards) for places in disks.values()]
+        known = [(machine, share) for machine, share in found if machine is not None]
+        if len(known) < len(found):
+            return None
+
+        def together(rates: list[tuple[float | None, float]]) -> float | None:
+            return (
+                None if any(rate is None for rate, _ in rates) else min((rate or 0.0) / share for rate, share in rates)
+            )
+
+        return replace(
+            known[0][0],
+            read_iops=together([(machine.read_iops, share) for machine, share in known]),
+            write_bytes_per_s=together([(machine.write_bytes_per_s, share) for machine, share in known]),
+        )
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or self._native is None:
+            return
+        warn_when_it_goes(self)
+        if (
+            not self._closed
+        ):  # run and tables refer to each other: their files would stay locked until the next collection
+            with contextlib.suppress(Exception):
+                self._native.close()
+
+
+def _new_places(place: Path, shards: int | None, directories: Sequence[_Path] | None) -> list[Path]:
+    """The directory of each shard to be made."""
+    if isinstance(directories, (str, os.PathLike)):
+        raise TypeError(f"directories must be a list of paths, got {directories!r}")
+    if directories is not None and not directories:
+        raise ValueError("directories is empty; leave it out to have all shards below the path")
+    if shards is None and directories is None:
+        raise ValueError("give shards=, a number, or directories=, where they are to lie")
+    roots = None if directories is None else [opening.resolve(directory) for directory in directories]
+    count = len(roots or ()) if shards is None else shards
+    if not 1 <= count <= MAX_SHARDS:
+        raise ValueError(f"shards must be in [1, {MAX_SHARDS}], got {count}")
+    if roots is None:
+        roots = [place / "tables"]
+    if count < len(roots):
+        raise ValueError(f"{count} shards leave {len(roots) - count} of {len(roots)} directories empty; give fewer")
+    return [roots[index % len(roots)] / shard_name(index) for index in range(count)]
+
+
+def _records_of(place: Path, shards: list[Path]) -> dict[str, str]:
+    """What the manifest says of shards that lie elsewhere than in ``tables/NAME``."""
+    records = {}
+    for index, shard in enumerate(shards):
+        record = str(shard.relative_to(place) if shard.is_relative_to(place) else shard)
+        if record != f"tables/{shard_name(index)}":
+            records[shard_name(index)] = record
+    return records
+
+
+def _limit_of_each(disk_bytes: int, shards: int) -> dict[str, int]:
+    return {"disk": max(1, disk_bytes // shards)} if disk_bytes else {}
+
+
+def _require_room(name: str, budget: Budget, spec: _native.TableSpec, shards: int) -> None:
+    least = shards * spec.minimum_ram(0, True)
+    if budget.total_bytes < least:
+        raise MemoryError(
+            f"table '{name}': a budget of {format_bytes(budget.total_bytes)} is too small for {shards} shards; they "
+            f"need at least {least} bytes ({format_bytes(least)})"
+        )
+
+
+def _require_free(place: Path, shards: list[Path]) -> None:
+    if RunFiles(place).epochs() or opening.is_table(place):
+        raise FileExistsError(f"a table exists already at {place}; open it with bb.open, or remove the directory")
+    for shard in shards:
+        if shard.exists() and (not shard.is_dir() or any(shard.iterdir())):
+            raise FileExistsError(
+                f"table '{place.name}': {shard} is there already; remove it if nothing needs it, or give another "
+                "directory"
+            )
+
+
+def _require_shard(run: Run, name: str) -> None:
+    place = run._files.table_path(name)
+    if not place.is_dir():
+        raise FileNotFoundError(
+            f"table '{run.path.name}' at {run.path}: the directory of {name}, {place}, is missing; mount or move it "
+            "back, or say where the shards lie now: bb.ShardedTable.open(path, directories=[...])"
+        )
+
+
+def _open_shards(run: Run, directories: Sequence[_Path] | None, disk_bytes: int) -> None:
+    """Opens every shard where the manifest, or `directories`, says; a writer's manifest remembers those."""
+    sharding = run._manifest.sharding
+    if sharding is None:
+        raise CorruptionError(f"{run.path}: commit {run.epoch} does not say that it is a sharded table, newer ones do")
+    if directories is not None:
+        run._files.places = _records_of(run.path, _new_places(run.path, len(sharding.shards), directories))
+    for name in sharding.names():
+        _require_shard(run, name)
+        run.table(name, create=_limit_of_each(disk_bytes, len(sharding.shards)) or None)
+    places = run._files.places
+    if run.mode == "w" and places is not None and places != run._manifest.places:
+        run._publish(replace(run._manifest, epoch=run.epoch + 1, keep="", copied=False, places=places))

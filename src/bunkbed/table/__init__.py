@@ -1,0 +1,1 @@
+"""One table: looking up, updating, committing; making and opening one."""

@@ -1,0 +1,150 @@
+"""What a table is: what it was made with, and where it stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from bunkbed import _native
+from bunkbed.core import init as _init
+from bunkbed.core import optim as _optim
+
+DTYPES = ("float32", "bfloat16", "float16")
+_INIT_KINDS = ("zeros", "normal", "uniform")
+
+
+class TableFacts:
+    """What `bunkbed.Table` tells of itself without looking at a row."""
+
+    _spec: _native.TableSpec
+    _path: Path | None
+    _mode: Literal["w", "r"]
+    _name: str
+    _native: _native.Table
+    _run: Any
+    _ram_bytes: int
+    _closed: bool
+    _fields: dict[str, tuple[int, int]]
+    _dim: int
+
+    @property
+    def name(self) -> str:
+        """The last part of its path; ``"table"`` in RAM."""
+        return self._name
+
+    @property
+    def path(self) -> Path | None:
+        """Its directory; None in RAM."""
+        return self._path
+
+    @property
+    def mode(self) -> Literal["w", "r"]:
+        """``"w"``: this process writes it; ``"r"``: a reader."""
+        return self._mode
+
+    @property
+    def dim(self) -> int:
+        """Weights of a row."""
+        return self._dim
+
+    @property
+    def num_rows(self) -> int | None:
+        """Ids lie in ``[0, num_rows)``; None: any non-negative int64."""
+        rows = int(self._spec.num_rows)
+        return None if rows < 0 else rows
+
+    @property
+    def dtype(self) -> str:
+        """Storage type of the weights: float32, bfloat16 or float16; of the state: `optimizer.state_dtype`."""
+        return DTYPES[self._spec.dtype]
+
+    @property
+    def init(self) -> _init.Initializer:
+        """The initialiser of untouched rows."""
+        return _init.from_native(_INIT_KINDS[self._spec.init_kind], self._spec.init_a, self._spec.init_b)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the initialiser and of stochastic rounding."""
+        return int(self._spec.seed)
+
+    @property
+    def durability(self) -> Literal["durable", "scratch"]:
+        """``"scratch"``: a table to throw away, of which nothing is kept; see `bunkbed.create`."""
+        return "scratch" if self._spec.is_scratch else "durable"
+
+    @property
+    def optimizer(self) -> _optim.Optimizer:
+        """The optimizer. Assigning one of the same class changes lr, betas, eps and weight decay from now on.
+
+        Raises:
+            ValueError: on assignment, an optimizer with other slots or state dtype.
+        """
+        return _optim.from_native(self._native.optimizer())
+
+    @optimizer.setter
+    def optimizer(self, value: _optim.Optimizer) -> None:
+        _optim.check_same_slots(self._name, self.optimizer, _optim.require_optimizer(value))
+        self._native.set_optimizer(value.native())
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the per-row optimizer arrays; ``"weight"`` is not among them."""
+        return tuple(name for name in self._fields if name != "weight")
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps accepted so far; one for each `update`, however many ids it held."""
+        return int(self._native.step())
+
+    @property
+    def epoch(self) -> int:
+        """Number of the last commit; 0 when the table was just created."""
+        return int(self._native.epoch())
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the last `commit` was given as `meta`."""
+        value: dict[str, Any] = json.loads(self._native.meta())
+        return value
+
+    @property
+    def uuid(self) -> str:
+        """Identity of the table as 32 hexadecimal digits; a copy of its directory has the same."""
+        return bytes(self._native.uuid()).hex()
+
+    @property
+    def run(self) -> Any:
+        """The `bunkbed.Run` that commits this table with others, if it belongs to one; else None."""
+        return self._run
+
+    @property
+    def closed(self) -> bool:
+        """True once closed."""
+        return self._closed
+
+    @property
+    def is_dirty(self) -> bool:
+        """True when rows were updated or set since the last commit."""
+        return bool(self._native.is_changed())
+
+    @property
+    def ram_bytes(self) -> int:
+        """The RAM budget in bytes; 0: without bound."""
+        return self._ram_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a row's weights and optimizer state, as they are stored."""
+        return int(self._native.payload_bytes())
+
+    def __repr__(self) -> str:
+        where = "in RAM" if self._path is None else f"at {self._path}"
+        if self._closed:
+            return f"<bunkbed.Table '{self._name}' {where}, closed>"
+        rows = "any id" if self.num_rows is None else f"{self.num_rows} rows"
+        return (
+            f"<bunkbed.Table '{self._name}' {where}: {rows} x {self.dim} {self.dtype}, "
+            f"{type(self.optimizer).__name__}, step {self.step}, epoch {self.epoch}>"
+        )

@@ -1,0 +1,78 @@
+"""The rows most like a given one, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bunkbed.core.arguments import Floats, Ids, as_ids, require_finite
+from bunkbed.core.typed import typed
+from bunkbed.table.table import Table
+from bunkbed.table.topk import best_rows
+
+METRICS = ("dot", "cosine")
+_CHUNK_BYTES = 4 << 20
+
+
+@typed
+def neighbors(table: Table, ids: Any, k: int = 10, *, metric: str = "dot") -> tuple[Ids, Floats]:
+    """The `k` stored rows most like each of the given ones, exactly, streaming over all of them.
+
+    Args:
+        table: an open table, a reader too.
+        ids: int64[N], or one id; each was updated or set once. No row is its own neighbour.
+        k: rows wanted, at least 1.
+        metric: ``"dot"``, as `Table.topk` has it, or ``"cosine"``; a row of zeros has the cosine 0 with every row.
+
+    Returns:
+        (int64[N, k], float32[N, k]) ids and scores, best first, of equal scores the lower id first; without the leading
+        axis for one id. Rows whose score is NaN come last. Where fewer rows exist: id -1, score -inf.
+
+    Raises:
+        IndexError: an id outside the table.
+        ValueError: an id that was never updated or set, or whose row is not finite, with its position; k below 1;
+            another metric.
+
+    >>> import bunkbed as bb, numpy as np
+    >>> with bb.create(None, dim=2, num_rows=9) as table:
+    ...     table.set([2, 5, 7], np.array([[1, 0], [2, 1], [0, 3]], np.float32))
+    ...     bb.neighbors(table, 2, k=2)
+    (array([5, 7]), array([2., 0.], dtype=float32))
+    """
+    label = f"table '{table.name}'"
+    if metric not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+    if k < 1:
+        raise ValueError(f"{label}: k must be at least 1, got {k}")
+    wanted = as_ids(ids, table=label).reshape(-1)
+    queries = table.lookup(wanted, touch=False)  # an id outside the table ends here
+    absent = np.flatnonzero(~table.contains(wanted))
+    if absent.size:
+        at = int(absent[0])
+        raise ValueError(
+            f"{label}: id {wanted[at]} at position {at} was never updated or set: its row is its initial value; "
+            "choose one that Table.contains tells of"
+        )
+    require_finite(queries, what="rows", table=label)
+    itself = [wanted[at : at + 1] for at in range(len(wanted))]
+    if not wanted.size:
+        found: tuple[Ids, Floats] = np.empty((0, k), np.int64), np.empty((0, k), np.float32)
+    elif metric == "dot":
+        found = table.topk(queries, k, exclude=itself)
+    else:
+        found = best_rows(_directions(queries), k, _all_directions(table), itself)
+    return (found[0][0], found[1][0]) if np.ndim(ids) == 0 else found
+
+
+def _all_directions(table: Table) -> Iterator[tuple[Ids, Floats]]:
+    for ids, rows in table.scan(chunk=max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))):
+        yield ids, _directions(rows)
+
+
+def _directions(rows: Floats) -> Floats:
+    # In float64: the square of a float32 may be none.
+    lengths = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
+    with np.errstate(invalid="ignore"):  # a row that is not finite has no direction: NaN
+        return (rows / np.where(lengths > 0, lengths, 1.0)[:, None]).astype(np.float32)

@@ -1,0 +1,558 @@
+"""One table: look up, update, commit. Making and opening tables is in `opening`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from bunkbed import _native
+from bunkbed.core.arguments import (
+    Floats,
+    Ids,
+    as_flag,
+    as_ids,
+    as_number,
+    as_offsets,
+    as_out,
+    as_rows,
+    as_whole,
+    describe,
+)
+from bunkbed.core.budget import Budget
+from bunkbed.core.typed import shortened, typed
+from bunkbed.machine.rates import Machine, remembered
+from bunkbed.table.commits import TableCommits
+from bunkbed.table.explain import Explanation, explain
+from bunkbed.table.facts import TableFacts
+from bunkbed.table.topk import topk
+from bunkbed.table.uncommitted import warn_when_it_goes
+
+POOLINGS = ("sum", "mean", "sqrtn", "none")
+_NOTHING_ABOVE = nullcontext()
+
+
+class Above(Protocol):
+    """What a table asks of a cache that lies above it. Contexts may be entered within each other, by one thread."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Within, the table has the newest rows, and nothing above changes them."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Within, the table may change: it has the newest rows, and after it there are no copies of them above."""
+
+    def table_closed(self) -> None:
+        """The table is closed: what is not written back is lost."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Its counters, for `Table.stats`."""
+
+
+class Table(TableFacts, TableCommits):
+    """An embedding table: rows of `dim` weights and their optimizer state, in RAM and, with a path, on disk.
+
+    Made by `bunkbed.create` and `bunkbed.open`.
+
+    Owns the table's files (one writer, any number of readers), its RAM budget and its background writes.
+    Thread-safe: calls from several threads run one after another. Durable up to the last `commit`; what came after
+    it is lost if the process dies. Whoever opened it closes it: `close`, or a ``with`` block, commits first; a block
+    left by an exception does not commit.
+
+    >>> import bunkbed as bb, numpy as np
+    >>> with bb.create(None, dim=2, num_rows=10, optimizer=bb.SGD(lr=1.0), init=bb.Zeros()) as table:
+    ...     table.update(np.array([3, 3]), np.ones((2, 2), np.float32))
+    ...     table.lookup(np.array([3, 4]))
+    array([[-2., -2.],
+           [ 0.,  0.]], dtype=float32)
+    """
+
+    def __init__(self, spec: _native.TableSpec, path: Path | None, mode: Literal["w", "r"]) -> None:
+        self._spec = spec
+        self._path = path
+        self._mode: Literal["w", "r"] = mode
+        self._name = "table" if path is None else path.name
+        self._native: _native.Table = None  # type: ignore[assignment]
+        self._budget: Budget | None = None
+        self._ram_bytes = 0
+        self._ram_above = 0  # of them, what a cache above takes for its id map
+        self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
+        self._above: Callable[[], Above | None] | None = None  # a cache with newer rows, where one lies above
+        #: Guards `_opens` and closing; a writer's is that of its path, held while the path is opened.
+        self._opening: AbstractContextManager[Any] = threading.RLock()
+        self._opens = 1
+        self._closed = False
+        self._pid = os.getpid()
+        self._told_of_loss = False
+        self._opened_s = 0.0
+        self._fields: dict[str, tuple[int, int]] = {}
+        self._dim = int(spec.dim)
+
+    def _start(self, native: _native.Table) -> None:
+        self._native = native
+        self._opened_s = time.monotonic()
+        self._fields = {name: (index, length) for index, (name, length) in enumerate(native.fields())}
+
+    # ---- What it holds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records (weights and optimizer state): of `num_rows` rows, or of the stored ones."""
+        rows = self.num_rows
+        return self.record_bytes * (len(self) if rows is None else rows)
+
+    def __len__(self) -> int:
+        """Rows stored: those updated or set at least once."""
+        with self._reading():
+            return int(self._native.stats()["stored_rows"])
+
+    def __bool__(self) -> bool:
+        return True
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the table was opened, and its memory now.
+
+        ``hits + misses + first_touches == unique_rows``: rows wanted, each counted once a step. ``hits`` were in RAM,
+        ``misses`` read from disk, ``first_touches`` never trained before (they cost no read). A device cache above has
+        its own, ``device_hits`` and ``device_misses``; of its rows those it brings count here, each time, and none that
+        it writes back. ``open_s``: seconds since it was opened. ``indexed_records``: records looked at to find rows, by
+        opening, `refresh` and `rewind`.
+        """
+        values: dict[str, int | float] = self._native.stats()
+        values["threads"] = _native.get_num_threads()
+        above = self._cache_above()
+        if above is not None:
+            values.update(above.stats())
+        values["open_s"] = time.monotonic() - self._opened_s
+        return values
+
+    def explain(self, since: Explanation | Mapping[str, int | float] | None = None) -> Explanation:
+        """What the table did, beside what this machine allows: ``print(table.explain())``.
+
+        Measures nothing: the machine's rates are those `bunkbed.machine.measure` (or ``bunkbed plan``) found here
+        before; without them the limit is unknown.
+
+        Args:
+            since: an earlier `explain` or `stats` of this table: only what came after it counts. Default: everything
+                since the table was opened.
+
+        Raises:
+            ValueError: `since` is of another opening. TableClosedError: the table is closed.
+        """
+        return explain(self, since)
+
+    def _machine(self) -> Machine | None:
+        """The rates of the machine and disk it lies on, as they were measured."""
+        return None if self._path is None else remembered(self._path)
+
+    # ---- A cache above
+
+    def _cache_above(self) -> Above | None:
+        # In a forked child its locks may be held for ever; the core says what is wrong.
+        return None if self._above is None or self._pid != os.getpid() else self._above()
+
+    def _reading(self) -> AbstractContextManager[None]:
+        above = self._cache_above()
+        return _NOTHING_ABOVE if above is None else above.reading()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        above = self._cache_above()
+        return _NOTHING_ABOVE if above is None else above.writing()
+
+    # ---- Rows
+
+    def lookup(self, ids: Any, *, touch: bool = True, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Weights of rows, as a copy made after all earlier updates.
+
+        Args:
+            ids: int64[...], any shape; duplicates are fine; empty gives an empty result.
+            touch: False (evaluation) inserts nothing into the cache and leaves recency alone.
+            out: C-contiguous float32[..., dim] to write into; also float16 (or bfloat16, by a dtype of that name or
+                uint16) for a table of that dtype. Default: a new array, the caller's.
+
+        Returns:
+            float32[..., dim]; an untouched row has its initial value. `out` when given; a new array is aligned to 64
+            bytes.
+
+        Raises:
+            IndexError: an id outside the table; names the first and its position.
+            TypeError: ids that are not integers. ValueError: `out` of another shape, dtype or byte order, or that
+            shares memory with `ids`.
+            CorruptionError: a stored record fails its checksum.
+        """
+        array = as_ids(ids, table=f"table '{self._name}'")
+        touch = as_flag(touch, what="touch", table=f"table '{self._name}'")
+        if self._above is None:
+            return self._lookup(array, touch, out)
+        with self._reading():
+            return self._lookup(array, touch, out)
+
+    def _lookup(self, array: Ids, touch: bool, out: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+        shape = (*array.shape, self._dim)
+        if out is None:
+            rows: Floats = _native.empty_rows(array.size, self._dim)
+            if array.ndim == 1:  # for small batches the calls count
+                self._native.lookup(array, touch, rows)
+                return rows
+            self._native.lookup(array.reshape(-1), touch, rows)
+            return rows.reshape(shape)
+        narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
+        result = as_out(out, shape, *narrow, table=f"table '{self._name}'", read=(array,))
+        if result.dtype == np.float32:
+            self._native.lookup(array.reshape(-1), touch, result.reshape(-1, self._dim))
+            return result
+        wide = _native.empty_rows(array.size, self._dim)
+        self._native.lookup(array.reshape(-1), touch, wide)
+        _native.narrow(wide.reshape(-1), self._spec.dtype, result.view(np.uint16).reshape(-1))  # exact
+        return result
+
+    def lookup_bags(
+        self, ids: Any, offsets: Any, *, pooling: str = "mean", weights: Any = None, touch: bool = True, out: Any = None
+    ) -> Floats:
+        """Pooled rows of bags of ids, summed in batch order.
+
+        Args:
+            ids: int64[N].
+            offsets: int64[B], where each bag starts in `ids`; the first is 0; the last bag ends at N. An empty bag
+                gives zeros.
+            pooling: ``"sum"``, ``"mean"``, ``"sqrtn"`` (sum divided by the root of the count), or ``"none"``: the
+                rows themselves, float32[N, dim].
+            weights: float32[N] factors of the rows. With them mean divides by the sum of weights, sqrtn by the root of
+                the sum of their squares (TensorFlow's combiners).
+            touch: see `lookup`.
+            out: C-contiguous float32[B, dim] (of "none": [N, dim]) to write into. Default: a new array, the caller's.
+
+        Returns:
+            float32[B, dim]; `out` when given; a new array is aligned to 64 bytes.
+
+        Raises:
+            ValueError: no such pooling, bad offsets, weights of another length, `out` of another shape or dtype.
+            IndexError, TypeError, CorruptionError: see `lookup`.
+        """
+        label = f"table '{self._name}'"
+        if not isinstance(pooling, str) or pooling not in POOLINGS:
+            raise ValueError(f"{label}: pooling must be one of {', '.join(POOLINGS)}, got {shortened(pooling)}")
+        touch = as_flag(touch, what="touch", table=label)
+        array = as_ids(ids, table=label)
+        if array.ndim != 1:
+            raise ValueError(f"{label}: ids of bags must be int64[N], got {describe(array)}")
+        starts = as_offsets(offsets, array.size, table=label)
+        factors = None if weights is None else as_rows(weights, array.shape, what="weights", table=label)
+        shape = (array.size if pooling == "none" else starts.size, self._dim)
+        if out is None:
+            result: Floats = _native.empty_rows(*shape)
+        else:
+            result = as_out(out, shape, table=label, read=(array, starts, factors))
+        with self._reading():
+            if pooling == "none":
+                self._native.lookup(array, touch, result)
+            else:
+                self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, result)
+        if pooling == "none" and factors is not None:
+            result *= factors[:, None]
+        return result
+
+    def update(self, ids: Any, grads: Any, *, lr: float | None = None, step: int | None = None) -> None:
+        """One optimizer step.
+
+        Gradients of equal ids are summed, in batch order, and the row is updated once. Either all of the step happens
+        or, on an error, none of it.
+
+        Args:
+            ids: int64[N]; an empty batch counts as a step.
+            grads: float32[N, dim], finite.
+            lr: learning rate of this step instead of the optimizer's.
+            step: the step's number, in [1, 2**63 - 2], instead of ``table.step + 1``; for a shard that follows a global
+                count.
+
+        Raises:
+            ValueError: a NaN or Inf gradient (names the first, its position and id), another shape, no step left.
+            IndexError, TypeError: see `lookup`. ReadOnlyError: a reader.
+            MemoryError: the budget cannot hold the directory of so many rows; says how much is needed.
+            OSError: the disk is full or failing; nothing was changed.
+        """
+        label = f"table '{self._name}'"
+        array = as_ids(ids, table=label)
+        values = as_rows(grads, (*array.shape, self._dim), what="grads", table=label)
+        lr, step = self._checked_step(lr, step)
+        with self._writing():
+            self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
+
+    def _checked_step(self, lr: float | None, step: int | None) -> tuple[float | None, int | None]:
+        label = f"table '{self._name}'"
+        if lr is not None:
+            lr = as_number(lr, what="lr", table=label)
+        if step is not None:
+            step = as_whole(step, what="step", table=label, low=1, high=2**63 - 2)
+        return lr, step
+
+    # What a framework's training step does, with its ids deduped once: lookup_batch, then Batch.sum, then update_batch.
+
+    def batch(self, ids: Any) -> Any:
+        """The ids of a training step, int64[N], deduped once: a `_native.Batch`.
+
+        Raises:
+            IndexError, TypeError: see `lookup`.
+        """
+        return self._native.batch(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
+
+    def lookup_batch(self, batch: Any, size: int, *, touch: bool = True) -> Floats:
+        """`lookup` of a `batch` of `size` ids: float32[N, dim] in the order of the ids."""
+        self._require_batch(batch)
+        if size != batch.num_ids():
+            raise ValueError(f"table '{self._name}': the batch has {batch.num_ids()} ids, got size={size!r}")
+        out: Floats = _native.empty_rows(batch.num_ids(), self._dim)
+        self._native.lookup_batch(batch, as_flag(touch, what="touch", table=f"table '{self._name}'"), out)
+        return out
+
+    #: What `batch` gives.
+    _batch_class: type[Any] = _native.Batch
+
+    def _require_batch(self, batch: Any) -> None:
+        if not isinstance(batch, self._batch_class):
+            raise TypeError(f"table '{self._name}': batch must be what Table.batch made, got {shortened(batch)}")
+
+    def update_batch(self, batch: Any, sums: Floats, *, lr: float | None = None, step: int | None = None) -> None:
+        """`update` with what ``batch.sum`` made, which the caller knows to be finite."""
+        self._require_batch(batch)
+        values = as_rows(sums, (len(batch), self._dim), what="sums", table=f"table '{self._name}'")
+        self._native.update_batch(batch, values, *self._checked_step(lr, step))
+
+    def stage(self, ids: Any) -> None:
+        """Start reading rows that a lookup will want; moves records, never values. ids: int64[...].
+
+        Returns while the reads go on; whoever needs one of the rows waits for it. At most half of the cache is staged,
+        one batch at a time: a second call waits for the first.
+        """
+        self._native.stage(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
+
+    def _field(self, slot: str) -> tuple[int, int]:
+        if not isinstance(slot, str) or slot not in self._fields:
+            known = ", ".join(self._fields)
+            raise ValueError(f"table '{self._name}' has no slot {shortened(slot)}; it has: {known}")
+        return self._fields[slot]
+
+    def get(self, ids: Any, slot: str = "weight") -> Floats:
+        """A raw slot of rows, without touching the cache; a row not stored has its initial value.
+
+        Args:
+            ids: int64[...].
+            slot: ``"weight"`` or one of `slots`.
+
+        Returns:
+            float32[..., length of the slot].
+
+        Raises:
+            ValueError: no such slot; lists those there are.
+            IndexError, TypeError, CorruptionError: see `lookup`.
+        """
+        index, length = self._field(slot)
+        array = as_ids(ids, table=f"table '{self._name}'")
+        out = np.empty((*array.shape, length), np.float32)
+        with self._reading():
+            self._native.get(array.reshape(-1), index, out.reshape(-1, length))
+        return out
+
+    def set(self, ids: Any, values: Any, slot: str = "weight") -> None:
+        """Write a raw slot of rows, for imports; not an optimizer step. Of equal ids the last wins.
+
+        A row not yet stored gets its other slots' initial values. In 16 bits: rounded to nearest, ties to even.
+
+
+        Args:
+            ids: int64[...].
+            values: float32[..., length of the slot], finite, and finite when rounded.
+            slot: ``"weight"`` or one of `slots`.
+
+        Raises:
+            ValueError: no such slot, another shape, a NaN or Inf, a value beyond the slot's dtype. IndexError,
+            TypeError, ReadOnlyError, MemoryError, OSError: see `update`.
+        """
+        index, length = self._field(slot)
+        label = f"table '{self._name}'"
+        array = as_ids(ids, table=label)
+        rows = as_rows(values, (*array.shape, length), what="values", table=label)
+        with self._writing():
+            self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
+
+    def contains(self, ids: Any) -> npt.NDArray[np.bool_]:
+        """Whether each row was ever updated or set. ids: int64[...]; returns bool[...]."""
+        array = as_ids(ids, table=f"table '{self._name}'")
+        out = np.empty(array.shape, np.bool_)
+        with self._reading():
+            self._native.contains(array.reshape(-1), out.reshape(-1))
+        return out
+
+    @typed
+    def scan(self, slot: str = "weight", chunk: int = 65_536) -> Iterator[tuple[Ids, Floats]]:
+        """Every stored row once, in log order.
+
+        Args:
+            slot: ``"weight"`` or one of `slots`.
+            chunk: most rows of one pair, at least 1.
+
+        Yields:
+            (int64[n], float32[n, length of the slot]), the caller's arrays.
+
+        Raises:
+            BunkbedError: the table was changed during the scan. ValueError: no such slot.
+        """
+        return ((ids, values) for ids, (values,) in self._scan_slots((slot,), chunk))
+
+    def _scan_slots(self, slots: Sequence[str], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
+        """`scan` of several slots with one reading of the log: yields (int64[n], [float32[n, length], ...])."""
+        fields = [self._field(slot) for slot in slots]
+        if chunk < 1:
+            raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
+        return self._scan(fields, chunk)
+
+    def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
+        with self._reading():
+            scan = _native.Scan(self._native, [index for index, _ in fields])
+        yield from self._rows_of(scan, fields, chunk)
+
+    def _rows_of(
+        self, scan: _native.Scan, fields: Sequence[tuple[int, int]], chunk: int
+    ) -> Iterator[tuple[Ids, list[Floats]]]:
+        if chunk > 65_536:  # memory for no more than there is; asked after the scan, which refuses a table first
+            chunk = min(chunk, max(len(self), 65_536))
+        while True:
+            ids = np.empty(chunk, np.int64)
+            values = [np.empty((chunk, length), np.float32) for _, length in fields]
+            count = scan.next(ids, values)
+            if count == 0:
+                return
+            yield ids[:count], [one[:count] for one in values]
+
+    @typed
+    def topk(
+        self,
+        queries: Any,
+        k: int,
+        *,
+        ids: Any = None,
+        exclude: Any | Sequence[Any] | None = None,
+    ) -> tuple[Ids, Floats]:
+        """Exact best rows by dot product, streaming.
+
+        Args:
+            queries: float32[Q, dim], or float32[dim] for one.
+            k: rows wanted, at least 1.
+            ids: int64[M], the rows to choose from (duplicates count once). Default: every stored row.
+            exclude: ids to leave out: int64[E] for all queries, or a sequence of Q such arrays.
+
+        Returns:
+            (ids int64[Q, k], scores float32[Q, k]), best first, of equal scores the lower id first; without the
+            leading axis for one query. Rows whose score is NaN, because their values overflow in it, come last. Where
+            fewer rows exist: id -1, score -inf.
+
+        Raises:
+            ValueError: k below 1, queries of another shape or not finite, as many `exclude` arrays as there are no
+            queries.
+        """
+        return topk(self, queries, k, ids=ids, exclude=exclude)
+
+    # ---- Durability; more of it in `TableCommits`
+
+    @typed
+    def close(self, commit: bool = True) -> None:
+        """Commit (a writer, unless told not to) and let go of files and memory. Closing twice is no error.
+
+        If the commit fails the table stays open and nothing is lost. Where the path was opened several times the last
+        close lets go. Another thread that opens the path meanwhile waits.
+        """
+        with self._alone():
+            if self._closed:
+                return
+            if commit and self._mode == "w" and self._run is None:
+                self._commit(None, None)
+            if self._opens > 1:
+                self._opens -= 1
+            else:
+                self._close()
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """Within, no other thread opens or closes the table."""
+        # In a forked child the lock may be held for ever; the core says what is wrong.
+        return self._opening if self._pid == os.getpid() else nullcontext()
+
+    def _close(self) -> None:
+        with self._alone():
+            self._closed = True
+            above = self._cache_above()
+            budget = self._budget if self._pid == os.getpid() else None
+            if budget is not None:
+                budget.start_leaving(self)
+            try:
+                self._native.close()
+                self._native.set_holder(None, None)  # a holder that refers to this table would keep both alive
+                if above is not None:
+                    above.table_closed()
+            finally:
+                if budget is not None:
+                    budget.leave(self)
+
+    def __del__(self) -> None:
+        # At the interpreter's end `opening` has asked before modules went away; what is left then stays silent.
+        if not sys.is_finalizing():
+            warn_when_it_goes(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(commit=kind is None)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"table '{self._name}' cannot be pickled or copied: it is files and memory, not a value; "
+            'pass its path and open it there with bb.open(path, mode="r")'
+        )
+
+    # ---- As a member of a shared budget (see Budget)
+
+    def wanted_bytes(self) -> int | None:
+        """Bytes beyond which more RAM is of no use; None when unknown."""
+        return int(self._spec.wanted_ram(self._path is not None)) or None
+
+    def minimum_bytes(self) -> int:
+        """Bytes below which the table cannot work now."""
+        stats = self._native.stats() if self._native is not None else {"stored_rows": 0, "directory_bytes": 0}
+        on_disk = self._path is not None
+        stored = max(self._spec.minimum_ram(stats["stored_rows"], on_disk), self._stored_hint)
+        return int(max(stored, self._spec.minimum_ram(0, on_disk) + stats["directory_bytes"])) + self._ram_above
+
+    #: Bytes a table about to be opened needs, before there is a core to ask.
+    _stored_hint = 0
+
+    def apply_share(self, num_bytes: int) -> None:
+        """Live within `num_bytes` from now on."""
+        self._native.set_ram(num_bytes and num_bytes - self._ram_above)
+        self._ram_bytes = num_bytes
+
+    def reserve_ram(self, num_bytes: int) -> None:
+        """So many bytes more of the budget belong to a cache above; negative gives them back.
+
+        Raises:
+            MemoryError: the budget is too small for both.
+        """
+        above = self._ram_above + num_bytes
+        if self._ram_bytes and not self._closed:
+            needed = self.minimum_bytes() + num_bytes
+            if num_bytes > 0 and needed > self._ram_bytes:
+                raise MemoryError(
+                    f"table '{self._name}': its device cache's id map takes {num_bytes} of the {self._ram_bytes} bytes "
+                    f"of its ram, which must be at least {needed}; make it more, or the device cache smaller"
+                )
+            self._native.set_ram(self._ram_bytes - above)
+        self._ram_above = above

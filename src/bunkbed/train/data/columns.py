@@ -1,0 +1,151 @@
+"""Which columns of a file hold the users and the items, and whether its first line names them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from bunkbed.train.data.vocab import DataError
+
+HeaderChoice = bool | Literal["auto"]
+LayoutChoice = Literal["auto", "columns", "adjacency"]
+
+# Compared in lower case without anything but letters and digits: "User ID", "user_id" and "userId" are one.
+_USER_WORDS = """
+u uid user users userid usersid userindex useridx customer customerid visitor visitorid session sessionid
+member memberid reviewer reviewerid account accountid listener listenerid reader readerid
+"""
+_ITEM_WORDS = """
+i iid item items itemid itemindex itemidx movie movieid film filmid product productid asin parentasin
+track trackid song songid artist artistid book bookid isbn business businessid venue venueid poi location
+locationid article articleid news newsid video videoid game gameid sku anime animeid
+"""
+USER_NAMES = frozenset(_USER_WORDS.split())
+ITEM_NAMES = frozenset(_ITEM_WORDS.split())
+_NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
+
+
+def looks_like_header(rows: Sequence[Sequence[str]], user_col: int | str | None, item_col: int | str | None) -> bool:
+    """Whether the first of the sampled rows names the columns.
+
+    It does when it holds a name the caller asks for, when it holds a well-known name of users and one of
+    items, or when it holds no number while some column below it is numbers only.
+    """
+    first, rest = rows[0], rows[1:]
+    asked = [col for col in (user_col, item_col) if isinstance(col, str) and not col.isdecimal()]
+    if any(name in first for name in asked):
+        return True
+    names = {_plain(field) for field in first}
+    if names & USER_NAMES and names & ITEM_NAMES:
+        return True
+    if any(not field.strip() or _NUMBER.fullmatch(field) for field in first):
+        return False
+    columns = ([row[at] for row in rest if len(row) > at and row[at].strip()] for at in range(len(first)))
+    return any(column and all(map(_NUMBER.fullmatch, column)) for column in columns)
+
+
+def find_columns(
+    path: str,
+    names: Sequence[str] | None,
+    width: int,
+    user_col: int | str | None,
+    item_col: int | str | None,
+    *,
+    first_line: str = "",
+    first_line_number: int = 1,
+) -> tuple[int, int]:
+    """Positions of the users' and the items' column.
+
+    Args:
+        path: for messages.
+        names: the header's names, None without a header.
+        width: number of columns.
+        user_col: as the caller gave it.
+        item_col: as the caller gave it.
+        first_line: shown where there is no header to look in.
+        first_line_number: where it stands, counted from 1.
+
+    Raises:
+        DataError: no such column, several of that name, the same one twice, or none that can be told to be it.
+    """
+    if width < 2:
+        found = repr(first_line) if names is None else f"only the column {names[0]!r}"
+        raise DataError(
+            f"{path} line {first_line_number}: expected a user and an item separated by comma, tab or space, "
+            f"found {found}"
+        )
+    known: tuple[int | None, int | None] = (None, None)
+    if names is not None:
+        known = (_well_known(names, USER_NAMES), _well_known(names, ITEM_NAMES))
+    elif user_col is None or item_col is None:
+        # Without names the first two columns are the custom of every published split.
+        known = (0, 1)
+    # Two columns under names we do not know: there is only one way to take them.
+    if names is not None and width == 2 and known == (None, None) and user_col is None and item_col is None:
+        known = (0, 1)
+    chosen = []
+    for col, guess, what in ((user_col, known[0], "user"), (item_col, known[1], "item")):
+        if col is not None:
+            chosen.append(_asked_column(path, names, width, col, what, f"line {first_line_number} is {first_line!r}"))
+        elif guess is not None:
+            chosen.append(guess)
+        else:
+            listed = ", ".join(names or ())
+            raise DataError(
+                f"{path}: cannot tell which column holds the {what}s; it has: {listed}; "
+                f"say which with --{what}-col NAME, or its position from 0"
+            )
+    user, item = chosen
+    if user == item:
+        both = f"column {names[user]!r}" if names is not None else f"column {user}"
+        raise DataError(f"{path}: users and items cannot both come from {both}; give --user-col and --item-col")
+    return user, item
+
+
+def _asked_column(
+    path: str, names: Sequence[str] | None, width: int, col: int | str, what: str, first_line: str
+) -> int:
+    if isinstance(col, str) and names is not None and col in names:
+        places = [at for at, name in enumerate(names) if name == col]
+        if len(places) > 1:
+            listed = ", ".join(map(str, places))
+            raise DataError(
+                f"{path}: {len(places)} columns are called {col!r}, at positions {listed} (from 0); "
+                f"give one of them by its position: --{what}-col {places[0]}"
+            )
+        return places[0]
+    if isinstance(col, int) or col.isdecimal():
+        at = int(col)
+        if not 0 <= at < width:
+            listed = f": {', '.join(names)}" if names is not None else ""
+            raise DataError(f"{path}: has no column {at}; it has {width} columns, 0 to {width - 1}{listed}")
+        return at
+    if names is None:
+        raise DataError(
+            f"{path}: has no header line to find column {col!r} in ({first_line}); "
+            f"give the position, --{what}-col 0 to {width - 1}, or --header if that line names the columns"
+        )
+    lowered = {name.lower(): name for name in reversed(names)}
+    close = difflib.get_close_matches(col.lower(), list(lowered), n=1, cutoff=0.6)
+    hint = f"; did you mean {lowered[close[0]]!r}" if close else ""
+    raise DataError(f"{path}: has no column {col!r}; it has: {', '.join(names)}{hint}")
+
+
+def _well_known(names: Sequence[str], wanted: frozenset[str]) -> int | None:
+    found = [at for at, name in enumerate(names) if _plain(name) in wanted]
+    # "user_id, user_name": the id is meant; two equally good names are for the caller to choose between.
+    ids = [at for at in found if _plain(names[at]).endswith("id")]
+    if len(ids) == 1:
+        return ids[0]
+    return found[0] if len(found) == 1 else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def shown(field: str, *, limit: int = 60) -> str:
+    """A field or line as it stands in a message: quoted, cut when long."""
+    return repr(field if len(field) <= limit else field[: limit - 3] + "...")

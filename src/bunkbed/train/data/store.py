@@ -1,0 +1,171 @@
+"""A dataset kept in a run's folder, so that resuming, evaluating and recommending need no other file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real
+from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
+from bunkbed.train.data.stored import StoredInteractions, StoredVocab, opened
+from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PathLike = str | os.PathLike[str]
+
+
+def save_dataset(folder: PathLike, dataset: Dataset) -> None:
+    """Write a dataset as Parquet files in `folder`, durably; the description comes last and makes it whole.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    import pyarrow as pa
+
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    require_real(root)
+    train = dataset.train
+    _write(root / "users.parquet", {"label": train.user_vocab.array})
+    _write(root / "items.parquet", {"label": train.item_vocab.array})
+    about: dict[str, Any] = {"version": 1, "cold_users": dataset.cold_users, "cold_items": dataset.cold_items}
+    for name, pairs in (("train", train), ("test", dataset.test)):
+        if pairs is not None:
+            _write(root / f"{name}.parquet", {"user": pa.array(pairs.users), "item": pa.array(pairs.items)})
+            about[name] = {
+                "source": pairs.source,
+                "duplicates": pairs.duplicates,
+                "form": pairs.form,
+                "malformed": pairs.malformed,
+                "first_malformed": pairs.first_malformed,
+                "empty_users": pairs.empty_users,
+            }
+    if dataset.candidates is not None:
+        rows = dataset.candidates
+        width = rows.negatives.shape[1]
+        negatives = pa.FixedSizeListArray.from_arrays(pa.array(rows.negatives.ravel()), width)
+        columns = {"user": pa.array(rows.users), "positive": pa.array(rows.positives), "negatives": negatives}
+        _write(root / "candidates.parquet", columns)
+        about["candidates"] = {"source": rows.source}
+    write_description(root, about)
+
+
+def write_description(root: Path, about: dict[str, Any]) -> None:
+    """What makes the files in a folder a dataset: written last, durably and all at once."""
+    replace_file(root / "dataset.json", (json.dumps(about, indent=2) + "\n").encode())
+
+
+def load_dataset(folder: PathLike) -> Dataset:
+    """Read what `save_dataset` wrote.
+
+    Raises:
+        DataError: no dataset there, or it is not whole.
+    """
+    import pyarrow as pa
+
+    root = Path(folder)
+    try:
+        about = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+        users = Vocab(_read(root / "users.parquet")["label"].combine_chunks())
+        items = Vocab(_read(root / "items.parquet")["label"].combine_chunks())
+        pairs: dict[str, Interactions] = {}
+        for name in ("train", "test"):
+            if name in about:
+                table = _read(root / f"{name}.parquet")
+                pairs[name] = Interactions(
+                    table["user"].to_numpy(), table["item"].to_numpy(), users, items, **about[name]
+                )
+        candidates = None
+        if "candidates" in about:
+            table = _read(root / "candidates.parquet")
+            negatives = table["negatives"].combine_chunks()
+            candidates = Candidates(
+                table["user"].to_numpy(),
+                table["positive"].to_numpy(),
+                negatives.flatten().to_numpy().reshape(len(table), -1),
+                about["candidates"]["source"],
+            )
+        cold = (about["cold_users"], about["cold_items"])
+        return Dataset(pairs["train"], pairs.get("test"), candidates, *cold)
+    except FileNotFoundError as error:
+        raise _absent(root, error) from error
+    except (KeyError, json.JSONDecodeError, pa.ArrowException) as error:
+        raise DataError(f"{root}: the saved interactions are damaged ({error})") from error
+
+
+def open_dataset(folder: PathLike) -> Dataset:
+    """The same as `load_dataset` gives, with pairs and labels left on disk until they are asked for.
+
+    Raises:
+        DataError: no dataset there, it is not whole, or it has candidates, which are only read into memory.
+    """
+    import pyarrow as pa
+
+    root = Path(folder)
+    try:
+        about = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+        if "candidates" in about:
+            raise DataError(f"{root}: has given candidates, which option stream cannot keep on disk; leave it off")
+        users, items = StoredVocab(root / "users.parquet"), StoredVocab(root / "items.parquet")
+        pairs = {
+            name: StoredInteractions(root / f"{name}.parquet", users, items, **about[name])
+            for name in ("train", "test")
+            if name in about
+        }
+        return Dataset(pairs["train"], pairs.get("test"), None, about["cold_users"], about["cold_items"])
+    except FileNotFoundError as error:
+        raise _absent(root, error) from error
+    except (KeyError, json.JSONDecodeError, pa.ArrowException) as error:
+        raise DataError(f"{root}: the saved interactions are damaged ({error})") from error
+
+
+def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
+    """Only the labels of users and items that `save_dataset` wrote, left on disk.
+
+    Raises:
+        DataError: no dataset there, or it is damaged.
+    """
+    root = Path(folder)
+    try:
+        return StoredVocab(root / "users.parquet"), StoredVocab(root / "items.parquet")
+    except FileNotFoundError as error:
+        raise _absent(root, error) from error
+
+
+def seen_items(folder: PathLike, user: int) -> Int64Array:
+    """Items ``int64[M]`` of one user's training pairs, streamed from the saved dataset, in file order."""
+    parts = [np.empty(0, np.int64)]
+    with opened(Path(folder) / "train.parquet") as file:
+        for group in range(file.num_row_groups):
+            bounds = file.metadata.row_group(group).column(0).statistics
+            if bounds is not None and not bounds.min <= user <= bounds.max:
+                continue
+            table = file.read_row_group(group)
+            parts.append(table["item"].to_numpy()[table["user"].to_numpy() == user])
+    return np.concatenate(parts)
+
+
+def _absent(root: Path, error: FileNotFoundError) -> DataError:
+    return DataError(f"{root}: holds no saved interactions ({Path(error.filename).name} is missing)")
+
+
+def _write(path: Path, columns: dict[str, pa.Array]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    temporary = path.with_suffix(".tmp")
+    # Small row groups: `seen_items` skips those whose bounds leave the user out.
+    with make_file(temporary) as file:
+        pq.write_table(pa.table(columns), file, compression="zstd", row_group_size=1 << 17, write_page_checksum=True)
+    put_in_place(temporary, path)
+
+
+def _read(path: Path) -> pa.Table:
+    with opened(path) as file:
+        return file.read()

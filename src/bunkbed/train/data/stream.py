@@ -1,0 +1,475 @@
+"""Training pairs that stay on disk: split, seen items and the order of every epoch, with the bits they have in memory.
+
+What is in memory otherwise, for N pairs of U users, and what takes its place here:
+
+1. *The split* needs every user's pairs together, in an order that `random_order` gives all pairs (8 N bytes, and as
+   much again four times while sorting). Here each pair goes through one sort by (user, key, place), where `key` is what
+   `random_order` sorts by: a user's pairs then come out together, those to hold out last.
+2. *Seen items* are a hash of all pairs (12 N bytes). The same sort gives them as one file of items, user by user, and
+   one of where each user's begin. A batch reads those of its own users and asks the same native set of them alone.
+3. *The order of an epoch* (8 N bytes, and random access to 16 N bytes of pairs) is a sort by (key, place) into one file
+   an epoch, which batches then read from front to back. It is made when the epoch's first batch is asked for, in the
+   thread that makes batches.
+4. *Evaluations* ask a number of users (`eval_users`), and hold only their pairs.
+
+Sorts are DuckDB's, in the share of the budget that tables do not have (`TrainConfig.data_ram_bytes`); files are raw
+integers, read where they are needed, through the page cache, which the kernel takes back as it must. All of it is
+derived: made in a folder of another name, renamed when whole and durable, made again where it is missing, or where
+another split was asked for, or one of other pairs. A file that is there is whole; whether it still has the bytes that
+were written is asked once, when it is opened again: a flipped bit would train on pairs that nobody gave.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bunkbed import _native
+from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
+from bunkbed.train.data.interactions import Interactions
+from bunkbed.train.data.sampling import STREAM_EVAL, STREAM_ORDER, STREAM_SPLIT, SeenPairs, first_of_order, order_keys
+from bunkbed.train.data.sort import Sorter
+from bunkbed.train.data.vocab import DataError, Int64Array
+from bunkbed.train.settings.config import TrainConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = [
+    "STREAM_FOLDER",
+    "StoredOrder",
+    "StoredSeenPairs",
+    "StreamedSplit",
+    "open_split",
+    "pairs_of",
+    "pairs_of_some",
+]
+
+#: Where a run's folder has what is made here.
+STREAM_FOLDER = "stream"
+
+_VERSION = 2
+_CHUNK = 1 << 20
+_DESCRIPTION = "split.json"
+_BLOCK_BYTES = 1 << 20
+_SUM = np.dtype("<u4")  # what an epoch's file ends with: the crc32 of its records
+
+
+class StreamedSplit:
+    """What `bunkbed.train.data.splits.split` gives, on disk, with what batches need of it.
+
+    Attributes:
+        train: pairs to train on, in file order; mapped from their file.
+        valid: pairs held out, in file order; None when nothing is.
+        folder: where the files lie.
+    """
+
+    def __init__(self, pairs: Interactions, folder: Path, about: dict[str, Any]) -> None:
+        self.folder = folder
+        self._num_users, self._num_items = pairs.num_users, pairs.num_items
+        kinds = _kind(pairs.num_users), _kind(pairs.num_items)
+
+        def part(name: str) -> Interactions:
+            users = _mapped(folder / f"{name}.users", kinds[0], about[name])
+            items = _mapped(folder / f"{name}.items", kinds[1], about[name])
+            return Interactions(
+                users, items, pairs.user_vocab, pairs.item_vocab, pairs.source, pairs.duplicates, pairs.form
+            )
+
+        self.train = part("train")
+        self.valid = part("valid") if about["valid"] else None
+
+    def seen(self) -> StoredSeenPairs:
+        """The pairs to train on as a set."""
+        return StoredSeenPairs(self.folder, self._num_users, self._num_items, len(self.train))
+
+    def order(self, config: TrainConfig) -> StoredOrder:
+        """The pairs to train on in each epoch's order."""
+        return StoredOrder(self.train, self.folder, config)
+
+
+def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> StreamedSplit:
+    """The split that `config` asks for, made in `folder` unless it is there.
+
+    Raises:
+        ValueError: nothing can be held out, as `bunkbed.train.data.splits.split`.
+        DataError: a file there is damaged; DuckDB cannot do with the memory or the disk.
+        OSError: the folder cannot be written.
+    """
+    wanted = {
+        "version": _VERSION,
+        "option": config.valid,
+        "seed": config.seed,
+        "pairs": len(pairs),
+        "num_users": pairs.num_users,
+        "num_items": pairs.num_items,
+        "sums": _sums_of(pairs),
+    }
+    require_real(folder)
+    about = _description(folder)
+    if about is None or any(about.get(name) != value for name, value in wanted.items()):
+        made = folder.with_name(folder.name + ".making")
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        try:
+            about = {**wanted, **_Making(pairs, config, made).run()}
+            about["files"] = {}
+            for path in sorted(made.iterdir()):
+                sync_file(path)
+                about["files"][path.name] = [path.stat().st_size, _sum_of(path)]
+            replace_file(made / _DESCRIPTION, json.dumps(about, indent=2).encode())
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
+            sync_directory(folder.parent)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+    else:
+        for name, (size, wanted_sum) in about["files"].items():
+            path = folder / name
+            if not path.exists() or path.stat().st_size != size or _sum_of(path) != wanted_sum:
+                raise _damaged(path)
+    return StreamedSplit(pairs, folder, about)
+
+
+class _Making:
+    """Makes the files of a `StreamedSplit`."""
+
+    def __init__(self, pairs: Interactions, config: TrainConfig, folder: Path) -> None:
+        self._pairs = pairs
+        self._config = config
+        self._folder = folder
+        self._kinds = _kind(pairs.num_users), _kind(pairs.num_items)
+
+    def run(self) -> dict[str, int]:
+        is_held = self._sort()
+        counts = self._part(is_held)
+        if self._config.valid != "none" and not counts["valid"]:
+            raise ValueError(
+                f"option valid={self._config.valid!r} holds nothing out: no user of "
+                f"{self._pairs.source or 'the data'} has enough pairs; use --valid none"
+            )
+        del is_held
+        (self._folder / "held").unlink()
+        return counts
+
+    def _sort(self) -> npt.NDArray[np.bool_]:
+        """Writes the seen items of every user; returns which pairs are held out, mapped from a file."""
+        pairs, config = self._pairs, self._config
+        # Held out are the last of a user's pairs, by their place in the file or in a random order of all.
+        is_random = config.valid not in ("none", "last")
+        draw = order_keys(config.seed, STREAM_SPLIT, 0) if is_random else None
+        schema = _schema(self._kinds)
+        is_held = np.memmap(self._folder / "held", np.bool_, "w+", shape=(max(len(pairs), 1),))
+        starts = np.memmap(self._folder / "seen.starts", np.int64, "w+", shape=(pairs.num_users + 1,))
+        with (
+            Sorter(self._folder / "sorting", config.data_ram_bytes) as sorter,
+            (self._folder / "seen.items").open("wb") as file,
+        ):
+            sorter.stream("pairs", schema, _keyed(pairs, schema, draw))
+            answer = sorter.batches('SELECT "user", "item", place FROM pairs ORDER BY "user", key, place')
+            for users, items, places in _whole_users(answer):
+                held = self._held(users)
+                is_held[places[held]] = True
+                users, items = users[~held], items[~held]
+                items[np.lexsort((items, users))].astype(self._kinds[1]).tofile(file)
+                known, counts = np.unique(users, return_counts=True)
+                starts[known + 1] = counts
+        total = 0
+        for first in range(0, len(starts), _CHUNK):
+            part = starts[first : first + _CHUNK]
+            np.cumsum(part, out=part)
+            part += total
+            total = int(part[-1])
+        starts.flush()
+        return is_held
+
+    def _held(self, users: Int64Array) -> npt.NDArray[np.bool_]:
+        """Which of some users' pairs are held out: ``bool[n]`` for ascending ``users int64[n]``."""
+        config = self._config
+        _, at, counts = np.unique(users, return_inverse=True, return_counts=True)
+        if config.valid == "none":
+            return np.zeros(len(users), dtype=np.bool_)
+        wanted = 1 if config.valid_fraction is None else np.rint(counts * config.valid_fraction).astype(np.int64)
+        held = np.minimum(wanted, np.maximum(counts - 1, 0))
+        is_held: npt.NDArray[np.bool_] = np.arange(len(users)) >= (np.cumsum(counts) - held)[at]
+        return is_held
+
+    def _part(self, is_held: npt.NDArray[np.bool_]) -> dict[str, int]:
+        """Writes both sides of the split in file order; returns how many pairs each has."""
+        counts = {"train": 0, "valid": 0}
+        files = {
+            (name, column): (self._folder / f"{name}.{column}").open("wb")
+            for name in counts
+            for column in ("users", "items")
+        }
+        try:
+            done = 0
+            for users, items in self._pairs.batches():
+                held = np.asarray(is_held[done : done + len(users)])
+                for name, mine in (("train", ~held), ("valid", held)):
+                    users[mine].astype(self._kinds[0]).tofile(files[name, "users"])
+                    items[mine].astype(self._kinds[1]).tofile(files[name, "items"])
+                    counts[name] += int(mine.sum())
+                done += len(users)
+        finally:
+            for file in files.values():
+                file.close()
+        return counts
+
+
+class StoredSeenPairs(SeenPairs):
+    """A `SeenPairs` in files: each call reads the items of its own users. Not thread-safe; owns the mappings."""
+
+    def __init__(self, folder: Path, num_users: int, num_items: int, num_pairs: int) -> None:
+        self._num_items = num_items
+        self._starts = _Scattered(folder / "seen.starts", np.dtype(np.int64), num_users + 1)
+        self._items = _Scattered(folder / "seen.items", _kind(num_items), num_pairs)
+
+    def _of(self, users: Int64Array) -> tuple[_native.SeenPairs, Int64Array]:
+        """The pairs of some users, who are numbered anew there: ``int64[N]``."""
+        known, numbers = np.unique(users, return_inverse=True)
+        self._starts.want(known, known + 2)
+        starts = self._starts.values[known]
+        counts = self._starts.values[known + 1] - starts
+        self._items.want(starts, starts + counts)
+        before = np.cumsum(counts) - counts
+        at = np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
+        owners = np.repeat(np.arange(len(known)), counts)
+        return _native.SeenPairs(owners * self._num_items + self._items.values[at], self._num_items), numbers
+
+    def contains(self, users: Int64Array, items: Int64Array) -> npt.NDArray[np.bool_]:
+        """As `SeenPairs.contains`."""
+        part, numbers = self._of(users)
+        return part.contains(numbers, items)
+
+    def clashes(self, users: Int64Array, items: Int64Array) -> Int64Array:
+        """As `SeenPairs.clashes`."""
+        part, numbers = self._of(users)
+        return part.clashes(numbers, items)
+
+    def items_of(self, user: int) -> Int64Array:
+        """As `SeenPairs.items_of`."""
+        first, last = self._starts.values[user : user + 2]
+        return self._items.values[first:last].astype(np.int64)
+
+
+class StoredOrder:
+    """A `bunkbed.train.data.sampling.PairOrder` of one file an epoch.
+
+    Not thread-safe; owns its files, `close` removes them.
+
+    Making one takes a sort of all pairs and twice their bytes on disk, and some more to spill.
+    """
+
+    def __init__(self, pairs: Interactions, folder: Path, config: TrainConfig) -> None:
+        self._pairs = pairs
+        self._folder = folder
+        self._seed = config.seed
+        self._ram_bytes = config.data_ram_bytes
+        self._record = np.dtype([("user", _kind(pairs.num_users)), ("item", _kind(pairs.num_items))])
+        self._epoch: int | None = None
+
+    def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
+        """As `PairOrder.pairs`; the first call of an epoch makes its file."""
+        path = self._folder / f"epoch-{epoch}"
+        if self._epoch != epoch:
+            self._make(epoch, path)
+            self._epoch = epoch
+        size = self._record.itemsize
+        count = max(0, min(last, len(self._pairs)) - first)
+        records = np.fromfile(path, self._record, count=count, offset=first * size)
+        if len(records) != count:
+            raise DataError(f"{path}: ends after {first + len(records)} of {len(self._pairs)} pairs; remove it")
+        return records["user"].astype(np.int64), records["item"].astype(np.int64)
+
+    def _make(self, epoch: int, path: Path) -> None:
+        for other in self._folder.glob("epoch-*"):
+            if other != path:
+                other.unlink()
+        if path.exists() and self._is_whole(path):
+            return
+        pairs = self._pairs
+        schema = _schema((self._record["user"], self._record["item"]))
+        making = path.with_name(f"epoch-{epoch}.making")
+        sum_of_records = 0
+        with Sorter(self._folder / "sorting", self._ram_bytes) as sorter, make_file(making) as file:
+            sorter.stream("pairs", schema, _keyed(pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)))
+            for batch in sorter.batches('SELECT "user", "item" FROM pairs ORDER BY key, place'):
+                records = np.empty(len(batch), self._record)
+                records["user"] = batch.column(0).to_numpy()
+                records["item"] = batch.column(1).to_numpy()
+                records.tofile(file)
+                sum_of_records = zlib.crc32(records.data, sum_of_records)
+            np.array([sum_of_records], _SUM).tofile(file)
+        put_in_place(making, path)
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether an earlier process left the epoch's file as it was made."""
+        length = len(self._pairs) * self._record.itemsize
+        if path.stat().st_size != length + _SUM.itemsize:
+            return False
+        return _sum_of(path, length) == int(np.fromfile(path, _SUM, offset=length)[0])
+
+    def close(self) -> None:
+        """Removes the file of the epoch; it is made again where it is asked for."""
+        for path in self._folder.glob("epoch-*"):
+            path.unlink()
+        self._epoch = None
+
+
+def pairs_of_some(pairs: Interactions, count: int, seed: int) -> tuple[Interactions, npt.NDArray[np.bool_]]:
+    """The pairs of `count` users, drawn by seed as `bunkbed.train.evaluate.evaluator` draws them; 0: of all.
+
+    Returns:
+        The pairs, in memory, and which users they are of: ``bool[num_users]``.
+    """
+    has = np.zeros(pairs.num_users, dtype=np.bool_)
+    for users, _ in pairs.batches():
+        has[users] = True
+    total = int(np.count_nonzero(has))
+    if count and count < total:
+        ranks = np.sort(first_of_order(seed, STREAM_EVAL, 1, total, count))
+        done = 0
+        for first in range(0, len(has), _CHUNK):
+            part = has[first : first + _CHUNK]
+            there = np.flatnonzero(part)
+            mine = ranks[slice(*np.searchsorted(ranks, [done, done + len(there)]))] - done
+            part[:] = False
+            part[there[mine]] = True
+            done += len(there)
+    return pairs_of(pairs, has), has
+
+
+def pairs_of(pairs: Interactions, users: npt.NDArray[np.bool_]) -> Interactions:
+    """The pairs, in memory, of the users ``bool[num_users]``."""
+    parts = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for some_users, some_items in pairs.batches():
+        mine = users[some_users]
+        parts.append((some_users[mine].astype(np.int64), some_items[mine].astype(np.int64)))
+    found_users, found_items = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return pairs.replace(found_users, found_items)
+
+
+def _schema(kinds: tuple[np.dtype[Any], np.dtype[Any]]) -> pa.Schema:
+    import pyarrow as pa
+
+    users, items = map(pa.from_numpy_dtype, kinds)
+    return pa.schema([("user", users), ("item", items), ("key", pa.uint64()), ("place", pa.int64())])
+
+
+def _keyed(
+    pairs: Interactions, schema: pa.Schema, draw: Callable[[int], npt.NDArray[np.uint64]] | None
+) -> Iterator[pa.RecordBatch]:
+    """Pairs with their random keys (without `draw`: zeros) and places."""
+    import pyarrow as pa
+
+    place = 0
+    for users, items in pairs.batches():
+        count = len(users)
+        keys = np.zeros(count, np.uint64) if draw is None else draw(count)
+        places = np.arange(place, place + count, dtype=np.int64)
+        columns = [pa.array(column).cast(kind) for column, kind in zip((users, items), schema.types[:2], strict=True)]
+        yield pa.record_batch([*columns, pa.array(keys), pa.array(places)], schema=schema)
+        place += count
+
+
+def _whole_users(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Int64Array, Int64Array, Int64Array]]:
+    """Columns of batches that ascend by the first, cut where it changes."""
+    kept: list[Int64Array] = [np.empty(0, np.int64)] * 3
+    for batch in batches:
+        joined = [np.concatenate([old, column.to_numpy()]) for old, column in zip(kept, batch.columns, strict=True)]
+        last = int(np.searchsorted(joined[0], joined[0][-1]))  # the last user may go on in the next batch
+        if last:
+            yield joined[0][:last], joined[1][:last], joined[2][:last]
+        kept = [column[last:] for column in joined]
+    if len(kept[0]):
+        yield kept[0], kept[1], kept[2]
+
+
+def _kind(count: int) -> np.dtype[Any]:
+    """The integers that number so many."""
+    return np.dtype(np.int32 if count <= 2**31 else np.int64)
+
+
+class _Scattered:
+    """A file of numbers of which few are wanted at a time, here and there: mapped, and asked for before it is read.
+
+    A read of a page that is not in memory waits for the disk, one after another; asked for together, a disk gives many
+    at once. Owns the mapping.
+    """
+
+    def __init__(self, path: Path, kind: np.dtype[Any], count: int) -> None:
+        self._map = _map(path, kind, count)
+        #: All of them, read-only.
+        self.values = np.frombuffer(self._map or b"", kind)
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_RANDOM)  # no neighbours of what is asked for
+
+    def want(self, first: Int64Array, last: Int64Array) -> None:
+        """Begins to read ``values[first[i]:last[i]]`` for every i; does not wait."""
+        if self._map is None:
+            return
+        size = self.values.itemsize
+        begins, ends = first * size // mmap.PAGESIZE, -(-last * size // mmap.PAGESIZE)
+        pages = np.unique(np.stack([begins, ends], 1)[ends > begins], axis=0) * mmap.PAGESIZE
+        for begin, end in pages.tolist():
+            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+
+def _mapped(path: Path, kind: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """``kind[count]`` of a file, read-only; raises as `_map` does."""
+    return np.frombuffer(_map(path, kind, count) or b"", kind)
+
+
+def _map(path: Path, kind: np.dtype[Any], count: int) -> mmap.mmap | None:
+    """The bytes of ``kind[count]``; None for none.
+
+    Raises:
+        DataError: the file is missing or of another length.
+    """
+    if not path.exists() or path.stat().st_size != count * kind.itemsize:
+        raise _damaged(path)
+    if not count:
+        return None
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError(f"{path}: is damaged; remove the folder {path.parent}, it is made again")
+
+
+def _sums_of(pairs: Interactions) -> list[int]:
+    """The crc32 of all users and of all items, as int64 and in order: the same however the pairs are kept."""
+    sums = [0, 0]
+    for batch in pairs.batches():
+        for at, column in enumerate(batch):
+            sums[at] = zlib.crc32(np.ascontiguousarray(column, np.int64).data, sums[at])
+    return sums
+
+
+def _sum_of(path: Path, length: int | None = None) -> int:
+    """The crc32 of a file, or of its first `length` bytes."""
+    found, left = 0, path.stat().st_size if length is None else length
+    with path.open("rb") as file:
+        while left and (block := file.read(min(_BLOCK_BYTES, left))):
+            found = zlib.crc32(block, found)
+            left -= len(block)
+    return found
+
+
+def _description(folder: Path) -> dict[str, Any] | None:
+    try:
+        about = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) else None

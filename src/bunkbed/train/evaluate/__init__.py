@@ -1,0 +1,1 @@
+"""Evaluating models: metrics, ranks of held-out items, recommendations, comparisons of runs."""

@@ -1,0 +1,179 @@
+"""Evaluations: which held-out items compete with what, and the figures that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
+from bunkbed.train.data.sampling import STREAM_EVAL, SeenPairs, random_order, sample_unseen
+from bunkbed.train.data.splits import Split, split
+from bunkbed.train.data.stream import STREAM_FOLDER, StreamedSplit, open_split, pairs_of, pairs_of_some
+from bunkbed.train.evaluate.metrics import ranking_metrics
+from bunkbed.train.evaluate.ranking import Progress, full_ranks, sampled_ranks
+from bunkbed.train.models.scorer import Scorer, scorer_of_run
+from bunkbed.train.settings.config import TrainConfig
+
+if TYPE_CHECKING:
+    from bunkbed.run.run import Run
+
+__all__ = ["EvalResult", "Evaluator", "evaluate_run", "sample_candidates"]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Figures, and what they mean.
+
+    Attributes:
+        metrics: as `bunkbed.train.evaluate.metrics.ranking_metrics` gives them.
+        ranking: what each held-out item competed with, in words.
+        num_users: users the figures are means over.
+        split: ``"test"``, ``"test candidates"`` or ``"validation"``.
+    """
+
+    metrics: dict[str, float]
+    ranking: str
+    num_users: int
+    split: str
+
+
+def sample_candidates(targets: Interactions, known: Interactions, count: int, seed: int) -> Candidates:
+    """Draw `count` items for each held-out pair, none of which its user has in `known` or `targets`.
+
+    A pure function of the pairs and the seed. Negatives of one pair may repeat. A user who has
+    every item gets some of them.
+    """
+    users = np.concatenate([targets.users, known.users])
+    items = np.concatenate([targets.items, known.items])
+    seen = SeenPairs(users, items, targets.num_items)
+    owners = np.repeat(targets.users, count)
+    drawn = sample_unseen(seed, STREAM_EVAL, owners, targets.num_items, seen)
+    return Candidates(targets.users, targets.items, drawn.reshape(-1, count))
+
+
+class Evaluator:
+    """One evaluation that is repeated as a model trains: who is asked, and what is ranked.
+
+    Owns copies of the held-out pairs; immutable.
+
+    Args:
+        targets: held-out pairs.
+        known: pairs to leave out of a full ranking and never to sample: those trained on, and for a test the
+            validation pairs too.
+        candidates: given negatives; None draws them where ranking is sampled.
+    """
+
+    def __init__(
+        self,
+        targets: Interactions,
+        known: Interactions,
+        *,
+        ranking: str,
+        ks: Sequence[int],
+        eval_negatives: int = 99,
+        eval_users: int = 0,
+        seed: int = 0,
+        candidates: Candidates | None = None,
+        split: str = "validation",
+    ) -> None:
+        self._split = split
+        self._ks = tuple(ks)
+        if eval_users:
+            targets = _some_users(targets, eval_users, seed)
+        self._targets = targets
+        self._known = known
+        self._candidates = candidates
+        if ranking == "sampled" and candidates is None:
+            self._candidates = sample_candidates(targets, known, eval_negatives, seed)
+        if ranking == "full":
+            self._candidates = None
+
+    @property
+    def ranking(self) -> str:
+        """What a held-out item competes with, in words."""
+        if self._candidates is None:
+            return f"full ranking of {self._targets.num_items:,} items, less those trained on"
+        return f"sampled ranking: {self._candidates.negatives.shape[1]} negatives for each held-out item"
+
+    def evaluate(self, scorer: Scorer, on_event: Progress | None = None) -> EvalResult:
+        """Rank with the model as it is now."""
+        if self._candidates is None:
+            owners, ranks = full_ranks(scorer, self._targets, self._known, on_event=on_event)
+        else:
+            owners, ranks = sampled_ranks(scorer, self._candidates, on_event=on_event)
+        return EvalResult(ranking_metrics(owners, ranks, self._ks), self.ranking, len(np.unique(owners)), self._split)
+
+
+def _some_users(targets: Interactions, count: int, seed: int) -> Interactions:
+    """The pairs of `count` users, drawn by seed."""
+    users = np.unique(targets.users)
+    chosen = users[random_order(seed, STREAM_EVAL, 1, len(users))[:count]]
+    keep = np.isin(targets.users, chosen)
+    return targets.replace(targets.users[keep], targets.items[keep])
+
+
+def evaluate_run(
+    run: Run,
+    data: Dataset,
+    config: TrainConfig,
+    *,
+    ranking: str | None = None,
+    ks: Sequence[int] | None = None,
+    on_event: Progress | None = None,
+) -> EvalResult:
+    """Figures of what a run holds as it was opened (a reader, a snapshot, or the writer).
+
+    Judged by the test candidates if the data has them (sampled ranking), else by the test pairs (full
+    ranking), else by the run's own validation pairs (as `config.ranking` says). With `config.stream` by those of
+    `config.eval_users` users.
+
+    Args:
+        run: committed at least once.
+        ranking: ``"full"`` or ``"sampled"`` instead of what the data suggest.
+        ks: cut-offs instead of the config's.
+        on_event: told about progress.
+
+    Raises:
+        ValueError: nothing is held out: no test file, and ``valid`` is none.
+    """
+    if ranking not in (None, "full", "sampled"):
+        raise ValueError(f"ranking must be full or sampled, got {ranking!r}")
+    evaluate = partial(
+        Evaluator, ks=tuple(ks or config.cutoffs), eval_negatives=config.eval_negatives, seed=config.seed
+    )
+
+    def evaluator_of(targets: Interactions, known: Interactions, **options: Any) -> Evaluator:
+        if config.stream:  # the same users as `Evaluator` would ask, before anything of others is in memory
+            targets, asked = pairs_of_some(targets, config.eval_users, config.seed)
+            known = pairs_of(known, asked)
+        return evaluate(targets, known, **options)
+
+    if data.candidates is not None and ranking != "full":
+        evaluator = evaluate(
+            data.train.replace(data.candidates.users, data.candidates.positives),
+            data.train,
+            ranking="sampled",
+            candidates=data.candidates,
+            split="test candidates",
+        )
+    elif data.test is not None or data.candidates is not None:
+        test = data.test
+        if test is None:
+            assert data.candidates is not None
+            test = data.train.replace(data.candidates.users, data.candidates.positives)
+        evaluator = evaluator_of(test, data.train, ranking=ranking or "full", split="test")
+    else:
+        folder = run.path / STREAM_FOLDER
+        parts: Split | StreamedSplit = (
+            open_split(data.train, config, folder) if config.stream else split(data.train, config)
+        )
+        if parts.valid is None:
+            raise ValueError(
+                "nothing is held out to evaluate on: train with --valid random, or give a test file with --test"
+            )
+        evaluator = evaluator_of(parts.valid, parts.train, ranking=ranking or config.ranking)
+    return evaluator.evaluate(scorer_of_run(run, config), on_event)

@@ -1,0 +1,1 @@
+"""What is trained: tables of users and items, and a head that turns their rows into scores and losses."""

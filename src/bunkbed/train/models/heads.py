@@ -1,0 +1,234 @@
+"""The dense half of every model: how a row of a user and a row of an item become a score.
+
+A head cuts that in two, so that ranking can keep what it needs more than once: `queries` of users and `vectors` of
+items, each made once, and scores made of both. What is trained in a head is small and lives in torch; the rows live in
+tables.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bunkbed.train.models import plain_losses
+from bunkbed.train.models.losses import aligned, pair_loss, shared_loss
+from bunkbed.train.settings.config import TrainConfig
+
+__all__ = ["DotHead", "Head", "NeuMFHead", "TwoTowerHead", "make_head"]
+
+# Hidden numbers held at once where every user meets every item.
+_BLOCK_HIDDEN = 4 << 20
+
+
+def _relu_layers(widths: tuple[int, ...]) -> nn.ModuleList:
+    """Linear layers that keep the scale of what passes through them and a ReLU (He et al. 2015)."""
+    layers = nn.ModuleList(nn.Linear(wide, narrow) for wide, narrow in pairwise(widths))
+    for layer in layers:
+        nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+    return layers
+
+
+class Head(nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """What every head does. Shapes: ``N`` users, ``M`` items, rows of the tables' dim, all float32."""
+
+    #: Numbers held for each score that `pair_scores` makes.
+    numbers_per_score: int
+
+    def queries(self, users: Tensor) -> Tensor:
+        """``[N, dim]`` rows of users -> what scores need of them, ``[N, q]``."""
+        raise NotImplementedError
+
+    def vectors(self, items: Tensor) -> Tensor:
+        """``[..., dim]`` rows of items -> what scores need of them, ``[..., q]``."""
+        raise NotImplementedError
+
+    def pair_scores(self, queries: Tensor, vectors: Tensor) -> Tensor:
+        """``[N, q]`` and ``[N, K, q]`` -> ``[N, K]``: each user with items of its own."""
+        raise NotImplementedError
+
+    def all_scores(self, queries: Tensor, vectors: Tensor, out: Tensor) -> Tensor:
+        """``[N, q]`` and ``[M, q]`` -> ``out[N, M]``: each user with every item."""
+        raise NotImplementedError
+
+    def magnitudes(self, queries: Tensor, vectors: Tensor) -> Tensor:
+        """``[N, q]`` twice -> ``[N]``: how large the sums are that a score is rounded in, cancellation left out."""
+        raise NotImplementedError
+
+    def loss(
+        self,
+        users: Tensor,
+        items: Tensor,
+        *,
+        seen: Tensor | None,
+        bias: Tensor | None,
+        kind: str,
+        l2: float,
+        hardness: float,
+    ) -> Tensor:
+        """The loss of a batch of rows (see `bunkbed.train.data.sampling.Batch`); `bias` is added to the scores."""
+        raise NotImplementedError
+
+
+class DotHead(Head):
+    """score = ``sum(weight * user * item)``: mf without a weight, gmf (He et al. 2017) with one that starts at ones,
+    so that gmf starts as mf.
+
+    Args:
+        weight: ``float32[dim]``, or None.
+    """
+
+    def __init__(self, weight: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(weight)
+        self.numbers_per_score = 0
+
+    def queries(self, users: Tensor) -> Tensor:
+        return users if self.weight is None else users * self.weight
+
+    def vectors(self, items: Tensor) -> Tensor:
+        return items
+
+    def pair_scores(self, queries: Tensor, vectors: Tensor) -> Tensor:
+        return torch.matmul(vectors, queries[:, :, None])[:, :, 0]
+
+    def all_scores(self, queries: Tensor, vectors: Tensor, out: Tensor) -> Tensor:
+        return torch.mm(queries, vectors.T, out=out)
+
+    def magnitudes(self, queries: Tensor, vectors: Tensor) -> Tensor:
+        return queries.norm(dim=1) * vectors.norm(dim=1)
+
+    def loss(self, users: Tensor, items: Tensor, *, seen: Tensor | None, **options: Any) -> Tensor:
+        if items.dim() == 2:
+            return shared_loss(users, items, seen=seen, weight=self.weight, **options)
+        return pair_loss(users, items, weight=self.weight, **options)
+
+
+class TwoTowerHead(DotHead):
+    """score = ``<tower(user), tower(item)>``, each tower a perceptron of its own with ReLU between its layers
+    (Covington et al. 2016; Yi et al. 2019).
+
+    Args:
+        dim: numbers of a row, and of what a tower makes of it.
+        layers: widths of the hidden layers.
+    """
+
+    def __init__(self, dim: int, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.user_tower = _relu_layers((dim, *layers, dim))
+        self.item_tower = _relu_layers((dim, *layers, dim))
+
+    def queries(self, users: Tensor) -> Tensor:
+        return _perceptron(self.user_tower, users)
+
+    def vectors(self, items: Tensor) -> Tensor:
+        return _perceptron(self.item_tower, items)
+
+    def loss(self, users: Tensor, items: Tensor, *, seen: Tensor | None, **options: Any) -> Tensor:
+        l2 = options.pop("l2")  # of the rows, not of what the towers make of them
+        loss = super().loss(self.queries(aligned(users)), self.vectors(aligned(items)), seen=seen, l2=0.0, **options)
+        return loss + 0.5 * l2 * plain_losses.mean_squares(users, items) if l2 else loss
+
+
+class NeuMFHead(Head):
+    """score = ``sum(weight * user * item) + perceptron(user', item')`` (He et al. 2017, without its sigmoid, which no
+    ranking sees). A row holds both parts, ``[user, user']``: one lookup and one read instead of two.
+
+    The perceptron's first layer is a sum of a user's part and an item's, which `queries` and `vectors` hold.
+
+    Args:
+        dim: numbers of each part; a row has twice as many.
+        layers: widths of the hidden layers, at least one.
+    """
+
+    def __init__(self, dim: int, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self._dim = dim
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.user_layer = nn.Linear(dim, layers[0], bias=False)
+        self.item_layer = nn.Linear(dim, layers[0])
+        self.hidden = _relu_layers(layers)
+        self.out = nn.Linear(layers[-1], 1, bias=False)
+        self.numbers_per_score = dim + 2 * sum(layers)
+
+    def queries(self, users: Tensor) -> Tensor:
+        return torch.cat([users[..., : self._dim] * self.weight, self.user_layer(users[..., self._dim :])], -1)
+
+    def vectors(self, items: Tensor) -> Tensor:
+        return torch.cat([items[..., : self._dim], self.item_layer(items[..., self._dim :])], -1)
+
+    def _deep(self, first: Tensor) -> Tensor:
+        hidden = torch.relu(first)
+        for layer in self.hidden:
+            hidden = torch.relu(layer(hidden))
+        return self.out(hidden)[..., 0]
+
+    def pair_scores(self, queries: Tensor, vectors: Tensor) -> Tensor:
+        dim = self._dim
+        products = torch.matmul(vectors[..., :dim], queries[:, :dim, None])[..., 0]
+        return products + self._deep(queries[:, None, dim:] + vectors[..., dim:])
+
+    def _every_score(self, queries: Tensor, vectors: Tensor) -> Tensor:
+        dim = self._dim
+        return queries[:, :dim] @ vectors[:, :dim].T + self._deep(queries[:, None, dim:] + vectors[:, dim:])
+
+    def all_scores(self, queries: Tensor, vectors: Tensor, out: Tensor) -> Tensor:
+        step = max(1, _BLOCK_HIDDEN // (len(vectors) * self.numbers_per_score))
+        for first in range(0, len(queries), step):
+            out[first : first + step] = self._every_score(queries[first : first + step], vectors)
+        return out
+
+    def magnitudes(self, queries: Tensor, vectors: Tensor) -> Tensor:
+        dim = self._dim
+        products = queries[:, :dim].norm(dim=1) * vectors[:, :dim].norm(dim=1)
+        hidden = queries[:, dim:].abs() + vectors[:, dim:].abs()
+        for layer in self.hidden:
+            hidden = hidden @ layer.weight.abs().T + layer.bias.abs()
+        return products + hidden @ self.out.weight[0].abs()
+
+    def loss(
+        self,
+        users: Tensor,
+        items: Tensor,
+        *,
+        seen: Tensor | None,
+        bias: Tensor | None,
+        kind: str,
+        l2: float,
+        hardness: float,
+    ) -> Tensor:
+        batch = len(users)
+        queries, vectors = self.queries(aligned(users)), self.vectors(aligned(items))
+        if items.dim() == 2:
+            positive = self.pair_scores(queries, vectors[:batch, None])[:, 0]
+            negative = self._every_score(queries, vectors[batch:])
+            if bias is not None:
+                positive, negative = positive + bias[:batch], negative + bias[batch:]
+            negative = plain_losses.without_seen(negative, seen)
+        else:
+            scores = self.pair_scores(queries, vectors)
+            scores = scores if bias is None else scores + bias
+            positive, negative = scores[:, 0], scores[:, 1:]
+        loss = plain_losses.competition(positive, negative, kind, hardness)
+        return loss + 0.5 * l2 * plain_losses.mean_squares(users, items) if l2 else loss
+
+
+def _perceptron(layers: nn.ModuleList, rows: Tensor) -> Tensor:
+    hidden = rows
+    for layer in layers[:-1]:
+        hidden = torch.relu(layer(hidden))
+    return layers[-1](hidden)
+
+
+def make_head(config: TrainConfig) -> Head:
+    """The head of a run's model, on the CPU; its initial weights are a function of the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if config.model == "two-tower":
+            return TwoTowerHead(config.dim, config.layer_widths)
+        if config.model == "neumf":
+            return NeuMFHead(config.dim, config.layer_widths)
+        return DotHead(torch.ones(config.dim) if config.model == "gmf" else None)

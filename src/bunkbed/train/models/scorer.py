@@ -1,0 +1,102 @@
+"""What ranks: rows and head of a model, read without touching the cache, so that a reader beside training will do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bunkbed.train.models.dense import DENSE_FILE, dense_state
+from bunkbed.train.models.heads import DotHead, Head, make_head
+from bunkbed.train.settings.config import TrainConfig
+
+if TYPE_CHECKING:
+    from bunkbed.run.run import Run
+
+__all__ = ["Scorer", "scorer_of_run"]
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+class Rows(Protocol):
+    """The one thing a `Scorer` asks of a table."""
+
+    def lookup(self, ids: Int64Array, *, touch: bool = True) -> Float32Array: ...
+
+
+class Scorer:
+    """Scores of users and items: ``score = head(query(user), vector(item)) + bias(item)``.
+
+    Owns nothing; as thread-safe as its tables. Lookups leave the cache alone (``touch=False``).
+
+    Args:
+        user: table of users.
+        item: table of items.
+        head: on the CPU; None is a dot product.
+        item_bias: table of item biases, or None.
+    """
+
+    def __init__(self, user: Rows, item: Rows, head: Head | None = None, *, item_bias: Rows | None = None) -> None:
+        self._user = user
+        self._item = item
+        self._head = DotHead() if head is None else head
+        self._item_bias = item_bias
+
+    @property
+    def numbers_per_score(self) -> int:
+        """Numbers held for each score that `pair_scores` makes, beside the item's vector."""
+        return self._head.numbers_per_score
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is untyped here
+    def queries(self, users: Int64Array) -> Tensor:
+        """``int64[N]`` -> ``float32[N, q]``."""
+        return self._head.queries(torch.from_numpy(self._user.lookup(users, touch=False)))
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def vectors(self, items: Int64Array) -> Tensor:
+        """``int64[...]`` -> ``float32[..., q]``."""
+        return self._head.vectors(torch.from_numpy(self._item.lookup(items, touch=False)))
+
+    def biases(self, items: Int64Array) -> Tensor | None:
+        """``int64[...]`` -> ``float32[...]``, or None where the model has none."""
+        return None if self._item_bias is None else torch.from_numpy(self._item_bias.lookup(items, touch=False)[..., 0])
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def pair_scores(self, queries: Tensor, items: Int64Array) -> Tensor:
+        """``float32[N, q]`` and ``int64[N, K]`` -> ``float32[N, K]``: each user with items of its own."""
+        return self._biased(self._head.pair_scores(queries, self.vectors(items)), self.biases(items))
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def all_scores(self, queries: Tensor, vectors: Tensor, biases: Tensor | None, out: Tensor) -> Tensor:
+        """``float32[N, q]`` and ``float32[M, q]`` -> ``out[N, M]``: each user with every item."""
+        return self._biased(self._head.all_scores(queries, vectors, out), biases)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def scores_and_magnitudes(self, queries: Tensor, items: Int64Array) -> tuple[Tensor, Tensor]:
+        """``float32[N, q]`` and ``int64[N]`` -> scores ``float32[N]``, and `Head.magnitudes` of them."""
+        vectors = self.vectors(items)
+        scores = self._head.pair_scores(queries, vectors[:, None])[:, 0]
+        magnitudes = self._head.magnitudes(queries, vectors)
+        biases = self.biases(items)
+        return (scores, magnitudes) if biases is None else (scores + biases, magnitudes + biases.abs())
+
+    @staticmethod
+    def _biased(scores: Tensor, biases: Tensor | None) -> Tensor:
+        return scores if biases is None else scores.add_(biases)
+
+
+def scorer_of_run(run: Run, config: TrainConfig) -> Scorer:
+    """The `Scorer` of what a run holds as it was opened.
+
+    Raises:
+        FileNotFoundError: the run was never committed.
+    """
+    user, item = run.table("user"), run.table("item")
+    bias = run.table("item_bias") if config.bias else None
+    head = make_head(config)
+    head.load_state_dict(dense_state(run.read(DENSE_FILE))["weights"])
+    return Scorer(user, item, head, item_bias=bias)

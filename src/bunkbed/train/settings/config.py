@@ -1,0 +1,333 @@
+"""Every option of a training run, with its default and what it may be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bunkbed.core.budget import parse_bytes
+from bunkbed.core.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
+
+__all__ = ["OPTIMIZERS", "TrainConfig"]
+
+OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
+    "adam": Adam,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowwiseAdagrad,
+    "sgd": SGD,
+}
+
+# Option -> the words it may be.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model": ("mf", "gmf", "neumf", "two-tower"),
+    "loss": ("bpr", "bce", "softmax"),
+    "sampling": ("uniform", "popularity"),
+    "optimizer": tuple(OPTIMIZERS),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "ranking": ("full", "sampled"),
+}
+# Option -> the smallest whole number it may be.
+_AT_LEAST: dict[str, int] = {
+    "dim": 1,
+    "epochs": 1,
+    "batch_size": 1,
+    "negatives": 1,
+    "patience": 0,
+    "eval_negatives": 1,
+    "eval_every": 1,
+    "eval_users": 0,
+    "commit_every": 1,
+    "seed": 0,
+    "threads": 0,
+}
+# Option -> the whole numbers it may be; None chooses by itself.
+_MAY_CHOOSE: dict[str, tuple[int, int]] = {"lookahead": (0, 64), "window": (1, 64)}
+# Option -> (lowest number, may it be that number).
+_NUMBERS: dict[str, tuple[float, bool]] = {
+    "lr": (0.0, False),
+    "lr_decay": (0.0, False),
+    "l2": (0.0, True),
+    "hardness": (0.0, True),
+    "init_std": (0.0, False),
+}
+_FLAGS = ("bias", "reject_seen", "share_negatives", "stream")
+# Of a budget that streaming shares with the tables.
+_DATA_SHARE = 4
+_DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
+_METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
+
+
+def _whole_numbers(name: str, text: str, *, such_as: str) -> tuple[int, ...]:
+    """The numbers of an option that lists them, each at least 1."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except (AttributeError, ValueError):
+        raise ValueError(
+            f'option {name} must be whole numbers between commas such as "{such_as}", got {text!r}'
+        ) from None
+    if min(numbers) < 1:
+        raise ValueError(f"option {name} must be at least 1, got {min(numbers)}")
+    return numbers
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
+
+    Two runs with equal options but for `ram`, `stream`, `device_cache`, `lookahead` and `window` (and equal data,
+    machine and library versions) end with equal rows and losses, bit for bit.
+
+    Args:
+        model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
+            2017, without its sigmoid, which no ranking sees); ``"neumf"``: gmf plus a perceptron of rows of its own
+            (the same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019).
+        layers: widths of a perceptron's hidden layers, such as ``"64,32,16"``; empty: for neumf dim, dim / 2 and
+            dim / 4, for two-tower 2 * dim. The other models have none.
+        loss: ``"bpr"``: mean of softplus(negative - positive); ``"bce"``: mean binary cross-entropy of one
+            positive and its negatives; ``"softmax"``: cross-entropy of the positive among itself and its negatives.
+        dim: weights a row; neumf's rows have twice as many, one half for each part.
+        ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
+        stream: keep the interactions on disk, for more of them than RAM holds: labels, splits, seen items and the order
+            of every epoch. A quarter of `ram` (but at least 64 MiB) is then for sorting them, the rest for the tables.
+            Evaluations must be told how many users to ask, by `eval_users`.
+        optimizer: of the tables; dense weights always have Adam.
+        dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
+            seed, so that equal runs stay equal); sums and optimizer state are float32 in any case.
+        lr: learning rate.
+        lr_decay: the learning rate is multiplied by this after every epoch.
+        l2: adds l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2), averaged over the batch, to the loss. It
+            touches only rows of the batch, once for each time they occur.
+        bias: an item bias, kept as a third table of dim 1.
+        epochs: passes over the training pairs.
+        batch_size: positive pairs a step.
+        negatives: items sampled for each positive pair, anew every epoch.
+        sampling: ``"uniform"``, or ``"popularity"``: in proportion to 1 + the item's training pairs; shared negatives
+            are then this many draws, of which equal ones stand once. For ``loss="softmax"`` log q is taken off every
+            score, q being how likely an item is drawn, so that the loss is still that of all items (Bengio and Senecal
+            2008; Yi et al. 2019); evenly drawn ones need no such correction.
+        share_negatives: one set of negatives for all pairs of a step, instead of its own for each pair. A step
+            then touches far fewer rows, which is what counts when they come from disk, and can afford hundreds
+            of negatives.
+        hardness: weighs the negatives of a pair by softmax(hardness * score), so that those the model likes best
+            count most (Sun et al. 2019, eq. 5); 0 weighs them alike. For ``loss="bpr"``.
+        reject_seen: never sample an item the user has in training (unless that is every item).
+        valid: ``"random"`` or ``"last"`` (in file order): hold out one pair of every user who has two or
+            more; a fraction such as ``"0.1"`` of every user's pairs; ``"none"``: train on everything,
+            evaluate nothing.
+        patience: stop after this many evaluations without a better `metric`; 0 never stops early.
+        metric: what chooses the best epoch: ``"hr@k"``, ``"ndcg@k"``, ``"recall@k"``, ``"mrr"``.
+        ks: cut-offs of the reported metrics, such as ``"10,20"``.
+        ranking: of the validation: ``"full"`` against every item the user has not in training, or
+            ``"sampled"`` against `eval_negatives` of them.
+        eval_negatives: items a held-out one competes with in sampled ranking.
+        eval_every: epochs between evaluations.
+        eval_users: evaluate this many users, drawn by seed; 0: all.
+        commit_every: epochs between commits. The best epoch is always committed.
+        init_std: standard deviation of the initial rows.
+        seed: of the rows, the order of pairs, negatives and splits.
+        device: where the model computes, as torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Another device may
+            differ in the last bits.
+        device_cache: memory of that device for hot rows of all tables, bytes or ``"2GiB"``; 0: rows are trained in RAM
+            and every batch sends its own; None: as 0, each lookup by itself. Rows are the same with any.
+        lookahead: batches whose rows are read from disk ahead of their step; 0: none; None: as many as hide the reads.
+        window: coming batches whose ids rank what the cache gives up; None: up to 32, as the cache holds.
+        threads: of torch and the tables; 0: every core for the tables, and for torch all but one, which makes batches
+            and reads (torch's threads wait by spinning and would wait for one that shares its core). Results may
+            differ in the last bits between thread counts, because torch splits its sums by thread.
+
+    Raises:
+        ValueError: an option is out of range; the message names it, its value and what it may be.
+        TypeError: an option has the wrong type.
+
+    >>> TrainConfig(model="gmf", loss="bce").dim
+    64
+    """
+
+    model: str = "mf"
+    layers: str = ""
+    loss: str = "bpr"
+    dim: int = 64
+    ram: str | int = "1GiB"
+    stream: bool = False
+    optimizer: str = "adam"
+    dtype: str = "float32"
+    lr: float = 1e-3
+    lr_decay: float = 1.0
+    l2: float = 0.0
+    bias: bool = False
+    epochs: int = 20
+    batch_size: int = 4096
+    negatives: int = 4
+    sampling: str = "uniform"
+    share_negatives: bool = False
+    hardness: float = 0.0
+    reject_seen: bool = True
+    valid: str = "random"
+    patience: int = 0
+    metric: str = "ndcg@10"
+    ks: str = "10,20"
+    ranking: str = "full"
+    eval_negatives: int = 99
+    eval_every: int = 1
+    eval_users: int = 0
+    commit_every: int = 1
+    init_std: float = 0.05
+    seed: int = 0
+    device: str = "cpu"
+    device_cache: str | int | None = None
+    lookahead: int | None = None
+    window: int | None = None
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"option {name} must be one of {', '.join(allowed)}, got {value!r}")
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"option {name} must be a whole number, got {value!r}")
+            if value < low:
+                raise ValueError(f"option {name} must be at least {low}, got {value}")
+        for name, (lowest, highest) in _MAY_CHOOSE.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"option {name} must be a whole number, got {value!r}")
+            if value is not None and not lowest <= value <= highest:
+                raise ValueError(f"option {name} must be {lowest} to {highest}, got {value}")
+        for name, (low_number, inclusive) in _NUMBERS.items():
+            self._check_number(name, low_number, inclusive)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"option {name} must be true or false, got {getattr(self, name)!r}")
+        if self.lr_decay > 1:
+            raise ValueError(f"option lr_decay must be above 0 and at most 1, got {self.lr_decay}")
+        if self.hardness and self.loss != "bpr":
+            raise ValueError(f"option hardness={self.hardness} needs loss bpr, got loss {self.loss!r}")
+        _ = self.layer_widths
+        if self.seed >= 2**63:
+            raise ValueError(f"option seed must be below 2^63, got {self.seed}")
+        try:
+            parse_bytes(self.ram)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"option ram: {error}") from None
+        _ = self.device_cache_bytes
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise ValueError(
+                f"option device must be a device of torch such as cpu, cuda or cuda:1, got {self.device!r}"
+            )
+        _ = self.valid_fraction
+        if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
+            raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
+        _ = self.cutoffs
+        if self.stream and self.valid != "none" and not self.eval_users:
+            raise ValueError(
+                "option stream needs to know how many users an evaluation asks: "
+                "give eval_users, such as 10000, or valid none"
+            )
+
+    def _check_number(self, name: str, lowest: float, inclusive: bool) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            # YAML 1.1 reads 1e-3 (no dot) as a string; say so rather than "must be a number".
+            hint = " (in YAML write 1.0e-3)" if isinstance(value, str) else ""
+            raise TypeError(f"option {name} must be a number, got {value!r}{hint}")
+        if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
+            bound = "at least" if inclusive else "above"
+            raise ValueError(f"option {name} must be finite and {bound} {lowest:g}, got {value!r}")
+
+    @property
+    def table_ram_bytes(self) -> int:
+        """The tables' part of `ram`."""
+        total = parse_bytes(self.ram)
+        return total - total // _DATA_SHARE if self.stream else total
+
+    @property
+    def data_ram_bytes(self) -> int:
+        """The part of `ram` that sorts interactions beside the tables; 0 where they are in memory."""
+        return parse_bytes(self.ram) - self.table_ram_bytes
+
+    @property
+    def device_cache_bytes(self) -> int:
+        """Device memory for hot rows; 0 where there is none."""
+        if self.device_cache in (None, 0, "0"):
+            return 0
+        try:
+            return parse_bytes(self.device_cache)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"option device_cache: {error}") from None
+
+    @property
+    def valid_fraction(self) -> float | None:
+        """The fraction of pairs held out, or None when `valid` is a word."""
+        if self.valid in ("random", "last", "none"):
+            return None
+        try:
+            fraction = float(self.valid)
+        except (TypeError, ValueError):
+            fraction = math.nan
+        if not 0 < fraction < 1:
+            raise ValueError(
+                f"option valid must be random, last, none or a fraction between 0 and 1 such as 0.1, got {self.valid!r}"
+            )
+        return fraction
+
+    @property
+    def layer_widths(self) -> tuple[int, ...]:
+        """`layers` as numbers, chosen by the model where it is empty."""
+        if self.layers in ("", None):
+            chosen = {"neumf": (self.dim, self.dim // 2, self.dim // 4), "two-tower": (2 * self.dim,)}
+            return tuple(max(1, width) for width in chosen.get(self.model, ()))
+        if self.model not in ("neumf", "two-tower"):
+            raise ValueError(f"option layers={self.layers!r} needs model neumf or two-tower, got model {self.model!r}")
+        return _whole_numbers("layers", self.layers, such_as="64,32")
+
+    @property
+    def row_dim(self) -> int:
+        """Weights of a row of users and items."""
+        return 2 * self.dim if self.model == "neumf" else self.dim
+
+    @property
+    def cutoffs(self) -> tuple[int, ...]:
+        """`ks` as numbers, ascending, with the cut-off of `metric`."""
+        ks = set(_whole_numbers("ks", self.ks, such_as="10,20"))
+        if "@" in self.metric:
+            ks.add(int(self.metric.partition("@")[2]))
+        return tuple(sorted(ks))
+
+    def table_optimizer(self, lr: float | None = None) -> Optimizer:
+        """The optimizer of every table."""
+        return OPTIMIZERS[self.optimizer](lr=self.lr if lr is None else lr)
+
+    def record_bytes(self, dim: int | None = None) -> int:
+        """Bytes of weights and optimizer state of a row of `dim` weights; the default is that of users and items."""
+        dim = self.row_dim if dim is None else dim
+        optimizer = self.table_optimizer()
+        return dim * (4 if self.dtype == "float32" else 2) + 4 * len(optimizer.slots) * optimizer.slot_dim(dim)
+
+    def lr_at(self, epoch: int) -> float:
+        """The learning rate of an epoch, counted from 1: a pure function, so that a resumed run agrees."""
+        return self.lr * self.lr_decay ** (epoch - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and YAML."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The opposite of `to_dict`; options left out have their defaults.
+
+        Raises:
+            ValueError: an option that does not exist; the message lists those that do.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"unknown option {name!r}; the options are {', '.join(known)}")
+        # A fraction reads as a number from YAML and JSON.
+        fixed: dict[str, Any] = {name: str(v) if name in ("valid", "ks", "layers") else v for name, v in values.items()}
+        return cls(**fixed)

@@ -1,0 +1,44 @@
+"""A training run's ``config.json``: what it was started with, and on which data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bunkbed import _native
+from bunkbed.errors import CorruptionError, FormatError
+from bunkbed.files.durable import replace_file
+
+__all__ = ["CONFIG_NAME", "DATA_NAME", "read_config", "write_config"]
+
+CONFIG_NAME = "config.json"
+#: The folder of the run's own copy of its data.
+DATA_NAME = "data"
+
+
+def write_config(folder: Path, values: dict[str, Any]) -> None:
+    """Write a run's configuration, durably and all at once."""
+    replace_file(folder / CONFIG_NAME, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration a run was started with.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        FormatError: the folder is not a training run.
+        CorruptionError: its configuration is damaged.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(2, "no such run", str(folder))
+    path = folder / CONFIG_NAME
+    if not path.exists():
+        raise FormatError(f"{folder} is not a training run: it has no {CONFIG_NAME}")
+    try:
+        values = json.loads(_native.read_file(str(path)))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptionError(f"{path}: is damaged ({error}); restore it or start a new run") from error
+    if not isinstance(values, dict) or not isinstance(values.get("train"), dict):
+        raise CorruptionError(f"{path}: is damaged (no 'train' section); restore it or start a new run")
+    return values
