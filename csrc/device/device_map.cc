@@ -529,9 +529,11 @@ size_t DeviceMap::give_up(const int64_t* rows, size_t n) {
   return n;
 }
 
-void DeviceMap::give_up_all() {
+size_t DeviceMap::give_up_all() {
   const std::lock_guard guard(mutex_);
+  if (plans_ > 0 || dirty_ + leaving_ > 0) return std::max<size_t>(1, cache_.num_pinned() + dirty_ + leaving_);
   clear();
+  return 0;
 }
 
 void DeviceMap::arrived(const int64_t* rows, size_t n) {

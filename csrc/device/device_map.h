@@ -86,7 +86,7 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   size_t first_held(const int64_t* rows, size_t n) const override;
   size_t first_not_held(const int64_t* rows, size_t n) const override;
   size_t give_up(const int64_t* rows, size_t n) override;
-  void give_up_all() override;
+  size_t give_up_all() override;
   void arrived(const int64_t* rows, size_t n) override;
 
  private:

@@ -35,6 +35,7 @@ namespace bunkbed {
 
 namespace {
 
+constexpr int kMostAsked = 100;  // times that a device cache is asked for one call
 constexpr size_t kSliceBytes = 1u << 20;  // of records appended at once, under the lock: some tenths of a millisecond
 
 }  // namespace
@@ -76,18 +77,21 @@ void Table::publish(Manifest manifest) {
   committed_ = manifest;
 }
 
-void Table::ask_holder() {
-  std::function<void()> write_back;
-  {
-    const auto guard = lock_.alone(TableLock::Beside::kCommit);
-    if (holder_ == nullptr || holder_->num_held() == 0) return;
-    write_back = write_back_;
-  }
-  if (write_back) write_back();
-  const auto guard = lock_.alone(TableLock::Beside::kCommit);
-  if (const size_t held = holder_ == nullptr ? 0 : holder_->num_held(); held > 0) {
-    throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(held) +
-                                        " rows are still held by a device cache after it was asked to write them back");
+// Rows may be trained above between the write-back and the moment that the lock is had, and some of them come back here
+// already: the table would hold half a step. So it is looked at with the lock, and asked again.
+TableLock::Guard Table::lock_written_back(const std::function<TableLock::Guard()>& take) {
+  for (int asked = 0;; ++asked) {
+    auto guard = take();
+    const size_t held = holder_ == nullptr ? 0 : holder_->num_held();
+    if (held == 0) return guard;
+    if (asked == kMostAsked) {
+      throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(held) +
+                                          " rows are still held by a device cache after it was asked " +
+                                          std::to_string(asked) + " times to write them back; end the steps that other threads take first");
+    }
+    const std::function<void()> write_back = write_back_;
+    guard.unlock();
+    if (write_back) write_back();
   }
 }
 
@@ -96,10 +100,12 @@ void Table::ask_holder() {
 // Step 1. Null where there is nothing to do, or nothing left: then `pending` is over.
 std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::string>& meta, const std::string& keep,
                                                       std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
-  ask_holder();
-  const bool must_fit = options_.disk_bytes != 0;
-  auto guard = must_fit ? lock_.alone() : lock_.work();
-  if (!must_fit) lock_.wait_for_commit(guard);
+  const auto guard = lock_written_back([this] {
+    if (options_.disk_bytes != 0) return lock_.alone();
+    auto work = lock_.work();
+    lock_.wait_for_commit(work);
+    return work;
+  });
   require_writable();
   if (last_commit_ != nullptr && last_commit_->is_unreported_failure()) last_commit_->wait();
   if (!keep.empty()) require_durable("snapshots");

@@ -126,8 +126,18 @@ void Table::check_not_held(const int64_t* ids, size_t n) const {
 
 void Table::require_not_in_use() const {
   if (holder_ == nullptr || holder_->num_in_use() == 0) return;
-  throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(holder_->num_in_use()) +
-                                      " rows are in use by a device cache; end the step under way first");
+  throw rows_in_use(holder_->num_in_use());
+}
+
+// Before every row changes. Nothing is used above from here on until the lock is given up: it would be asked for here.
+void Table::give_up_above() {
+  if (holder_ == nullptr) return;
+  if (const size_t rows = holder_->give_up_all(); rows > 0) throw rows_in_use(rows);
+}
+
+Error Table::rows_in_use(size_t rows) const {
+  return Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(rows) +
+                                       " rows are in use by a device cache; end the step under way first");
 }
 
 // Copies above that are as good as these rows would be wrong once they change here.

@@ -73,8 +73,7 @@ struct Scan::ReadAhead {
 
 Scan::Scan(Table* table, std::vector<size_t> fields)
     : table_(table), fields_(std::move(fields)), owner_pid_(::getpid()) {
-  table->ask_holder();
-  const auto guard = table->lock_.alone();
+  const auto guard = table->lock_written_back([table] { return table->lock_.alone(); });
   table->require_usable();
   changes_ = table->changes_;
   moves_ = table->store_->compactor().records_moved();

@@ -78,6 +78,7 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
                                          "; it lives in RAM only, where " +
                                          (known.empty() ? "none is kept" : "these are kept: " + known));
   }
+  give_up_above();
   const uint64_t next = committed_.epoch + 1;
   broken_ = "going back to an earlier commit failed";  // unless it succeeds
   drop_store();
@@ -103,16 +104,11 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
 }
 
 void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
-  ask_holder();
-  const auto guard = lock_.alone();
+  const auto guard = lock_written_back([this] { return lock_.alone(); });
   require_writable();
   require_durable("commits to go back to");
   require_not_in_use();
-  if (store_->log() == nullptr) {
-    rewind_in_ram(name, epoch);
-    if (holder_ != nullptr) holder_->give_up_all();
-    return;
-  }
+  if (store_->log() == nullptr) return rewind_in_ram(name, epoch);
   Manifest target;
   if (epoch.has_value()) {
     const auto all = manifests_.epochs();
@@ -135,6 +131,7 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   manifest.optimizer = spec_.optimizer;
   manifest.next_segment = store_->log()->next_segment();
   manifest.next_version = store_->log()->next_version();
+  give_up_above();
   drop_store();
   try {
     load(target);
@@ -144,7 +141,6 @@ void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
     broken_ = std::string("going back to an earlier commit failed (") + error.what() + ")";
     throw;
   }
-  if (holder_ != nullptr) holder_->give_up_all();
   store_->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   collect_after_commit();
 }

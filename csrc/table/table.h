@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
 #include "base/memory.h"
 #include "base/types.h"
 #include "batch/batch.h"
@@ -277,7 +278,10 @@ class Table {
   void check_not_held(const int64_t* ids, size_t n) const;
   void release_for_change(const int64_t* ids, size_t n);
   void require_not_in_use() const;
-  void ask_holder();
+  void give_up_above();
+  Error rows_in_use(size_t rows) const;
+  // The lock as `take` takes it, once what lies above holds nothing.
+  TableLock::Guard lock_written_back(const std::function<TableLock::Guard()>& take);
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
   void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;
   size_t piece_ids() const;

@@ -1,0 +1,106 @@
+// A device cache whose rows other threads train: what must see whole steps asks again until it holds none.
+#include <functional>
+#include <memory>
+
+#include "tests/check.h"
+#include "tests/model.h"
+#include "tests/sample.h"
+#include "tests/sandbox.h"
+
+using namespace bunkbed;
+using namespace bunkbed::test;
+
+namespace {
+
+// Holds one row until it was asked to write back so many times, as if another thread had changed one after each.
+struct Busy final : Holder {
+  int more = 0, asked = 0, all_given_up = 0;
+  size_t in_use = 0;
+  size_t num_held() const override { return asked < more ? 1 : 0; }
+  size_t max_held() const override { return 4; }
+  size_t num_in_use() const override { return 0; }  // as it is found before the rows are about to change
+  size_t first_held(const int64_t*, size_t n) const override { return n; }
+  size_t first_not_held(const int64_t*, size_t n) const override { return n; }
+  size_t give_up(const int64_t*, size_t n) override { return n; }
+  size_t give_up_all() override {
+    all_given_up += in_use == 0;
+    return in_use;
+  }
+  void arrived(const int64_t*, size_t) override {}
+};
+
+constexpr int64_t kRows = 50;
+
+void check_call(const std::function<void(Table*)>& call) {
+  const Sandbox sandbox;
+  const TableSpec spec = whole_numbers(kRows, 2);
+  const auto table = Table::create(vfs::posix(), sandbox / "t", "t", spec, Table::minimum_ram(spec, kRows, true));
+  const auto busy = std::make_shared<Busy>();
+  update(table.get(), {1, 2, 3}, {1, 1, 1});
+  table->commit(std::nullopt, "a");
+  table->set_holder(busy, [busy] { ++busy->asked; });
+  for (const int more : {0, 1, 3}) {
+    busy->asked = 0;
+    busy->more = more;
+    call(table.get());
+    CHECK_EQ(busy->asked, more);
+  }
+  busy->asked = 0;
+  busy->more = 1 << 30;
+  CHECK_THROWS(call(table.get()), ErrorKind::kBroken, "1 rows are still held by a device cache after it was asked 100 times");
+  busy->more = 0;
+  table->set_holder(nullptr, nullptr);
+}
+
+}  // namespace
+
+TEST(held_rows_are_asked_for_until_a_scan_sees_whole_steps) {
+  check_call([](Table* table) {
+    Scan scan(table, {0});
+    int64_t ids[4];
+    std::vector<float> values(4 * 2);
+    float* const fields[] = {values.data()};
+    CHECK_EQ(scan.next(4, ids, fields), size_t{3});
+  });
+}
+
+TEST(held_rows_are_asked_for_until_a_commit_sees_whole_steps) {
+  check_call([](Table* table) {
+    update(table, {1}, {1});
+    table->commit(std::nullopt, "");
+  });
+}
+
+TEST(held_rows_are_asked_for_until_a_rewind_sees_whole_steps) {
+  check_call([](Table* table) { table->rewind("a", std::nullopt); });
+}
+
+// A step may begin above after the table asked whether one is under way: copies go before the rows change, or nothing does.
+TEST(held_rows_of_a_step_that_just_began_keep_a_rewind_from_changing_any) {
+  for (const bool on_disk : {true, false}) {
+    const Sandbox sandbox;
+    const TableSpec spec = whole_numbers(kRows, 2);
+    const auto table = Table::create(vfs::posix(), on_disk ? sandbox / "t" : "", "t", spec,
+                                     on_disk ? Table::minimum_ram(spec, kRows, true) : 0);
+    update(table.get(), {1}, {1});
+    table->commit(std::nullopt, "a");
+    update(table.get(), {1}, {1});
+    const auto busy = std::make_shared<Busy>();
+    table->set_holder(busy, [] {});
+    const auto value = [&] {
+      const int64_t id = 1;
+      float found[2];
+      table->lookup(&id, 1, true, found);
+      return found[0];
+    };
+    const float before = value();
+    busy->in_use = 3;
+    CHECK_THROWS(table->rewind("a", std::nullopt), ErrorKind::kBroken, "3 rows are in use by a device cache");
+    CHECK_EQ(value(), before);
+    busy->in_use = 0;
+    table->rewind("a", std::nullopt);
+    CHECK_EQ(busy->all_given_up, 1);
+    CHECK(value() != before);
+    table->set_holder(nullptr, nullptr);
+  }
+}
