@@ -1,8 +1,8 @@
 """The optimizers' update rules in plain torch operations, on any device.
 
-Operation for operation those of the core's kernels (csrc/kernels/impl/optimizer_impl.h), none of which a device may fuse:
-each line below is kernels of one rounding each, and forms like ``torch.lerp``, ``addcmul`` or ``alpha=`` are avoided as
-they round once where the core rounds twice. On a CPU the rows are the core's to the last bit.
+Operation for operation those of the core's kernels (csrc/kernels/impl/optimizer_impl.h), none of which a device may
+fuse: each line below is kernels of one rounding each, and forms like ``torch.lerp``, ``addcmul`` or ``alpha=`` are
+avoided as they round once where the core rounds twice. On a CPU the rows are the core's to the last bit.
 """
 
 from __future__ import annotations
