@@ -234,13 +234,13 @@ def test_sigterm_before_training_ends_as_ctrl_c_does(cli: Run, ratings: Path, tm
     script = """
 import os, signal, sys
 from bunkbed.cli import main
-from bunkbed.train import data_store
+from bunkbed.train.data import store
 
 def end(*arguments, **options):
     os.kill(os.getpid(), signal.SIGTERM)
     signal.pause()
 
-data_store.save_dataset = end
+store.save_dataset = end
 main(sys.argv[1:])
 """
     done = subprocess.run(
