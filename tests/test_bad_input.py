@@ -152,7 +152,7 @@ def test_open_a_folder_that_is_not_a_table(tmp_path: Path, content: str | None) 
         (folder / content).write_text("hello")
     before = tree(folder)
     for mode in ("w", "r"):
-        with pytest.raises((bb.FormatError, FileNotFoundError), match=r"folder.*(not a|no) .*table"):
+        with pytest.raises((bb.FormatError, FileNotFoundError), match=r"(is not a bunkbed|no) table"):
             bb.open(folder, mode=mode)
     assert tree(folder) == before
 

@@ -337,19 +337,18 @@ for number in range(60):
 
 
 def test_a_table_that_another_process_is_making_is_not_there_yet(tmp_path: Path) -> None:
-    opened, process = 0, subprocess.Popen([sys.executable, "-c", CREATE, str(tmp_path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    coming = [0]
-    following = threading.Thread(target=lambda: coming.extend(int(line) for line in process.stdout or ()))
-    following.start()
-    while process.poll() is None:
-        try:
-            bb.open(tmp_path / str(coming[-1]), mode="r", ram="4MiB").close()
-            opened += 1
-        except FileNotFoundError as error:
-            assert "no table at" in str(error)
-    following.join(60)
-    assert process.wait() == 0
+    opened, coming = 0, [0]
+    with subprocess.Popen([sys.executable, "-c", CREATE, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        following = threading.Thread(target=lambda: coming.extend(int(line) for line in process.stdout or ()))
+        following.start()
+        while process.poll() is None:
+            try:
+                bb.open(tmp_path / str(coming[-1]), mode="r", ram="4MiB").close()
+                opened += 1
+            except FileNotFoundError as error:
+                assert "no table at" in str(error)
+        following.join(60)
+    assert process.returncode == 0
     assert opened > 0
 
 
