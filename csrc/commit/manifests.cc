@@ -58,11 +58,11 @@ std::vector<uint64_t> Manifests::epochs_in(const std::vector<std::string>& names
     if (parse_name(name, "manifest-", &epoch)) found.push_back(epoch);
   }
   if (found.empty()) {
-    // As it is while another process makes a table there, and after one that was interrupted.
-    const bool is_begun = std::all_of(names.begin(), names.end(), [](const std::string& name) {
+    // Another process is creating a table there, or was interrupted.
+    const bool is_unfinished = std::all_of(names.begin(), names.end(), [](const std::string& name) {
       return name == kLockName || name.rfind(kTemporaryPrefix, 0) == 0;
     });
-    if (is_begun) {
+    if (is_unfinished) {
       throw Error(ErrorKind::kNotFound, "no table at " + directory_ + ": it holds no commit yet" +
                                             (names.empty() ? " (the directory is empty)" : "") + "; make one with bb.create");
     }

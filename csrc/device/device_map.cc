@@ -291,7 +291,6 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   counts_.misses += missing;
   counts_.write_backs += arrays.evict_rows.size();
   ++plans_;
-  made->generation_ = generation_;
   made->is_released_ = false;
   return made;
 }
@@ -357,12 +356,11 @@ void DeviceMap::Plan::undo() {
 
 void DeviceMap::release(const Plan& plan) {
   const std::lock_guard guard(mutex_);
-  if (plan.generation_ == generation_) unpin(plan);
+  unpin(plan);
 }
 
 void DeviceMap::undo(const Plan& plan) {
   const std::lock_guard guard(mutex_);
-  if (plan.generation_ != generation_) return;
   unpin(plan);
   const Plan::Arrays& arrays = *plan.arrays_;
   size_t evicted = 0;  // plan() lists victims in the order of the loads that took their frames
@@ -413,11 +411,6 @@ void DeviceMap::set_dirty(uint32_t frame, bool dirty) {
 
 void DeviceMap::mark_dirty(const Plan& plan) {
   const std::lock_guard guard(mutex_);
-  if (plan.generation_ != generation_) {
-    throw Error(ErrorKind::kBroken, "table '" + name_ +
-                                        "' went back to an earlier commit while its device cache was in use: what was "
-                                        "computed there since is of no use");
-  }
   for (const uint32_t frame : plan.pinned_) set_dirty(frame, true);
 }
 
@@ -463,12 +456,11 @@ void DeviceMap::forget_all() {
   clear();
 }
 
-// Coming batches stay expected.
+// Requires that no plan holds pins. Coming batches stay expected.
 void DeviceMap::clear() {
   cache_.clear();
   slots_ = BlockVector<Slot>();
-  used_ = dirty_ = leaving_ = plans_ = 0;
-  ++generation_;
+  used_ = dirty_ = leaving_ = 0;
 }
 
 DeviceStats DeviceMap::stats() const {

@@ -150,7 +150,6 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   size_t dirty_ = 0;         // frames
   size_t leaving_ = 0;
   size_t plans_ = 0;         // that hold pins
-  uint64_t generation_ = 0;  // counts clear(): frames of plans made before are no longer theirs
   DeviceStats counts_;       // of it, what only ever grows
   std::vector<int64_t> rows_;  // scratch of finish()
 };
@@ -196,7 +195,6 @@ class DeviceMap::Plan {
   const Batch* const batch_;
   std::shared_ptr<Arrays> arrays_;
   ArrayVector<uint32_t> pinned_;  // a copy that no caller of arrays() can change
-  uint64_t generation_ = 0;       // of the map
   std::atomic<bool> is_released_{true};  // until the pins are taken
   std::atomic<bool> is_done_{false};
 };

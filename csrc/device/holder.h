@@ -25,8 +25,8 @@ class Holder {
   // The rows are about to change in the table: copies go. Returns the first row that is held or in use, and then none
   // has gone; else n.
   virtual size_t give_up(const int64_t* rows, size_t n) = 0;
-  // Every row is about to change: all copies go, and who wants one asks the table, whose lock the caller has. Returns how
-  // many rows are held or in use, and then none has gone.
+  // Drops all copies, because every row is about to change. The caller holds the table's lock, so a new request for a row
+  // waits for the change. Returns the number of rows that are held or in use; when it is not 0, no copy was dropped.
   virtual size_t give_up_all() = 0;
   // The table has got records of these rows from above: they are no longer on their way.
   virtual void arrived(const int64_t* rows, size_t n) = 0;

@@ -21,7 +21,7 @@ void TableLock::require_own_process() const {
                                       "it (a DataLoader worker should pass ids on, not look them up)");
 }
 
-// ---- The three ways
+// ---- The three modes
 
 void TableLock::enter() {
   calls_waiting_.fetch_add(1, std::memory_order_relaxed);
@@ -29,10 +29,10 @@ void TableLock::enter() {
   calls_waiting_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-// Whoever gives the mutex up, for good or to wait, sees to the slice that is next: what it waits for changes here only.
+// Every unlock, and every wait, wakes the first waiting slice when it may enter: its condition changes only then.
 void TableLock::leave(bool is_call) {
   calls_left_ += is_call;
-  if (may_slice_enter()) on_->turn.notify_all();  // with the lock: the table may go as soon as it is given up
+  if (may_slice_enter()) on_->turn.notify_all();  // before the unlock, after which the table may be destroyed
   mutex_.unlock();
 }
 
@@ -47,14 +47,14 @@ TableLock::Guard TableLock::work() {
   return Guard(this, true);
 }
 
-TableLock::Guard TableLock::alone(Beside beside) {
+TableLock::Guard TableLock::exclusive(Commits commits) {
   Guard guard = work();
-  if (beside == Beside::kCommit) {
+  if (commits == Commits::kMayRun) {
     settle(guard);
     return guard;
   }
   wait_for_turn(guard);
-  settle(guard);  // none begins meanwhile: it is this call's turn
+  settle(guard);  // no commit starts meanwhile: this call has the ticket
   end_turn();
   return guard;
 }
@@ -90,7 +90,7 @@ void TableLock::settle(Guard& guard) {
   if (--settling_ == 0) on_->rest.notify_all();
 }
 
-// All of these are notified with the lock: the table may go as soon as what they say is seen.
+// Each notifies with the lock held: the table may be destroyed as soon as a waiter sees the new state.
 
 void TableLock::end_batch() {
   --batches_staging_;
@@ -107,7 +107,7 @@ TableLock::WaitsForRows::~WaitsForRows() {
   if (--lock_->waiting_for_rows_ == 0) lock_->on_->rest.notify_all();
 }
 
-void TableLock::wait_for_the_waiting(Guard& guard) {
+void TableLock::wait_until_not_waited_for(Guard& guard) {
   wait(guard, on_->rest, [this] { return !is_waited_for(); });
 }
 

@@ -1,16 +1,14 @@
-// The lock of a table, and what goes on beside the calls that take it. It is taken in one of three ways:
+// The lock of a table, and the background work that shares the table with calls. The lock has three modes:
 //
-//   work()     by a call. Staging, compaction and a commit go on beside it: each takes the lock for a slice at a time.
-//   alone()    by a call that needs the table at rest: once no batch is being staged, no compaction goes on and, unless it
-//              says that one may, no commit. While one waits for that, compaction ends early and no batch begins. Calls
-//              that wait for a commit go in the order they came in, and so does the call that begins the next one.
-//   slice()    by background work: after all calls that wait for the lock when it comes, and after the slices that came
-//              before it. So calls wait for one slice at most, and background work comes to its end beside any number of
-//              them. A mutex alone would not do: whoever gives it up and takes it at once gets it before a thread that has
-//              to be woken.
+//   work()       A call takes it at once. Staging, compaction and a commit may be running.
+//   exclusive()  A call takes it after staging and compaction have ended, and the commit too unless the call allows one. While
+//                it waits, compaction stops early and no batch starts staging. Calls that wait for a commit run in the order
+//                of their tickets, and the call that starts the next commit takes a ticket too.
+//   slice()      Background work takes it after all calls and slices that were waiting before it. So a call waits for one
+//                slice at most, and calls cannot starve background work. A plain mutex is not enough: a thread that unlocks
+//                and relocks a mutex gets it before a thread that must be woken.
 //
-// Calls among themselves take the lock in the order that the system wakes them in. Nothing sleeps to let others go first:
-// whoever leaves wakes who is next.
+// The mutex decides the order of calls. No thread sleeps to let others pass: the thread that unlocks wakes the next slice.
 #pragma once
 
 #include <atomic>
@@ -26,7 +24,7 @@ namespace bunkbed {
 
 class TableLock {
  public:
-  // Has the lock until it goes, or gives it up; one made of nothing has none.
+  // Holds the lock until it is destroyed or unlock() is called. A default guard holds nothing.
   class Guard {
    public:
     Guard() = default;
@@ -49,7 +47,7 @@ class TableLock {
     TableLock* lock_ = nullptr;
     bool is_call_ = false;
   };
-  enum class Beside { kNothing, kCommit };
+  enum class Commits { kEnded, kMayRun };
 
   // `name`: of the table, as errors give it.
   explicit TableLock(std::string name);
@@ -57,26 +55,25 @@ class TableLock {
   TableLock(const TableLock&) = delete;
   TableLock& operator=(const TableLock&) = delete;
 
-  // All three throw kClosed in a process that was forked from the one that made the lock: another thread of that one may
-  // have had it.
+  // All three throw kClosed in a forked child: another thread of the parent may have held the lock at the fork.
   Guard work();
-  Guard alone(Beside beside = Beside::kNothing);
+  Guard exclusive(Commits commits = Commits::kEnded);
   Guard slice();
   bool is_own_process() const;
   void require_own_process() const;
-  // Calls that wait for the lock now; without it.
+  // The number of calls that wait for the lock. Needs no lock.
   size_t calls_waiting() const { return calls_waiting_.load(std::memory_order_relaxed); }
 
-  // ---- All below: with the lock. What takes a guard gives the lock up while it waits.
+  // ---- All below require the lock. A method that takes a guard releases the lock while it waits.
 
-  // A call that has the lock for work needs the table at rest, but for a commit.
+  // Waits until staging and compaction have ended, as exclusive(Commits::kMayRun) does.
   void settle(Guard& guard);
 
   // Staging: batches of rows that are being read.
   bool is_staging() const { return batches_staging_ > 0; }
   void begin_batch() { ++batches_staging_; }
   void end_batch();
-  // Until another batch ends. `WaitsForRows` says that a call does so, once or again and again.
+  // Waits until one more batch has ended. A call that waits for rows holds a `WaitsForRows` meanwhile.
   void wait_for_batch(Guard& guard);
   class WaitsForRows {
    public:
@@ -88,27 +85,27 @@ class TableLock {
    private:
     TableLock* lock_;
   };
-  // Whether a call waits for staging: no other batch begins before that has gone on.
+  // Whether a call waits for staging. No batch starts before that call has continued.
   bool is_waited_for() const { return settling_ + waiting_for_rows_ > 0; }
-  void wait_for_the_waiting(Guard& guard);
+  void wait_until_not_waited_for(Guard& guard);
 
-  // Compaction beside calls.
+  // Background compaction.
   bool is_compacting() const { return is_compacting_; }
-  // Whether a call waits for the table to be at rest: compaction ends, unless the log would outgrow it.
-  bool should_rest() const { return settling_ > 0; }
+  // Whether a call waits in settle(). Compaction then stops, unless the log grows faster than compaction shrinks it.
+  bool is_settling() const { return settling_ > 0; }
   void begin_compaction() { is_compacting_ = true; }
   void end_compaction();
   void wait_for_compaction(Guard& guard);
 
-  // A commit beside calls, or a collection of what commits left.
+  // A commit, or a collection of the files that commits no longer need.
   bool is_committing() const { return is_committing_; }
   void begin_commit() { is_committing_ = true; }
   void end_commit();
-  // In turn. Who is to begin a commit, and is not alone, waits here and gives the lock up only afterwards.
+  // By ticket. A call that starts a commit without exclusive() calls this first and keeps the lock until begin_commit().
   void wait_for_commit(Guard& guard);
 
  private:
-  // A slice that waits, on its thread's stack: it goes once so many calls have left the lock, or none waits for it.
+  // A waiting slice, on the stack of its thread. It enters after `calls_left` calls have unlocked, or when no call waits.
   struct Turn {
     uint64_t calls_left;
     Turn* next = nullptr;
@@ -124,24 +121,24 @@ class TableLock {
 
   const std::string name_;
   const int owner_pid_;
-  std::mutex mutex_;  // guards all below but calls_waiting_, and what the table says that its lock guards
+  std::mutex mutex_;  // guards all below except calls_waiting_, and the fields of the table
   std::atomic<size_t> calls_waiting_{0};  // for the mutex
   uint64_t calls_left_ = 0;
-  Turn* first_ = nullptr;          // of the slices that wait, in their order
-  Turn** last_ = &first_;          // where the next one is entered
+  Turn* first_ = nullptr;          // queue of the waiting slices
+  Turn** last_ = &first_;          // end of the queue
   struct Conditions {
     std::condition_variable turn;    // a slice may enter
-    std::condition_variable rest;    // staging, compaction or who waits for them changed
+    std::condition_variable rest;    // staging or compaction ended, or a call that waited for them continued
     std::condition_variable commit;  // the commit is over
   };
-  // Left behind in a forked child, where destroying one would wait for threads that are the parent's.
+  // Leaked in a forked child: destroying a condition variable would wait for threads of the parent.
   std::unique_ptr<Conditions> on_ = std::make_unique<Conditions>();
   size_t batches_staging_ = 0;
   uint64_t batches_ended_ = 0;
   bool is_compacting_ = false;
   bool is_committing_ = false;
-  uint64_t next_ticket_ = 0;  // of a call that waits for the commit
-  uint64_t serving_ = 0;
+  uint64_t next_ticket_ = 0;  // of the next call that waits for the commit
+  uint64_t serving_ = 0;      // the ticket whose turn it is
   size_t settling_ = 0;
   size_t waiting_for_rows_ = 0;
 };

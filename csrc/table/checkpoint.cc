@@ -197,7 +197,7 @@ void Table::settle_checkpoint(bool may_take) {
   bool is_wanted = false;
   std::unique_ptr<std::thread> walk;
   {
-    const auto guard = lock_.alone();
+    const auto guard = lock_.exclusive();
     is_wanted = may_take && !closed_ && options_.writable && broken_.empty() && read_only_reason_.empty() &&
                 store_ != nullptr && store_->log() != nullptr && !spec_.is_scratch && !spec_.belongs_to_run && !changed_ && is_durable_ &&
                 spec_.optimizer == committed_.optimizer &&  // it would be committed with it
@@ -213,7 +213,7 @@ void Table::settle_checkpoint(bool may_take) {
   if (!is_wanted) return;
   bool is_ours = false;  // another thread may be closing the table, too
   {
-    const auto guard = lock_.alone();
+    const auto guard = lock_.exclusive();
     if (!checkpoints_.ready.has_value() && !checkpoints_.is_under_way) {
       is_ours = checkpoints_.is_under_way = true;
       checkpoints_.number = checkpoints_.next_number++;
@@ -221,7 +221,7 @@ void Table::settle_checkpoint(bool may_take) {
   }
   if (is_ours) take_checkpoint();
   {
-    const auto guard = lock_.alone();
+    const auto guard = lock_.exclusive();
     checkpoints_.stop = true;
   }
   try {

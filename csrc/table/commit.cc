@@ -35,7 +35,7 @@ namespace bunkbed {
 
 namespace {
 
-constexpr int kMostAsked = 100;  // times that a device cache is asked for one call
+constexpr int kMostAsked = 100;  // write-backs that one call asks a device cache for
 constexpr size_t kSliceBytes = 1u << 20;  // of records appended at once, under the lock: some tenths of a millisecond
 
 }  // namespace
@@ -77,8 +77,8 @@ void Table::publish(Manifest manifest) {
   committed_ = manifest;
 }
 
-// Rows may be trained above between the write-back and the moment that the lock is had, and some of them come back here
-// already: the table would hold half a step. So it is looked at with the lock, and asked again.
+// Another thread may take a step on the device cache between the write-back and the lock, and the cache may evict some of
+// its rows to the table: the table would hold half a step. So this checks under the lock, and repeats the write-back.
 TableLock::Guard Table::lock_written_back(const std::function<TableLock::Guard()>& take) {
   for (int asked = 0;; ++asked) {
     auto guard = take();
@@ -101,7 +101,7 @@ TableLock::Guard Table::lock_written_back(const std::function<TableLock::Guard()
 std::unique_ptr<Table::CommitJob> Table::start_commit(const std::optional<std::string>& meta, const std::string& keep,
                                                       std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
   const auto guard = lock_written_back([this] {
-    if (options_.disk_bytes != 0) return lock_.alone();
+    if (options_.disk_bytes != 0) return lock_.exclusive();
     auto work = lock_.work();
     lock_.wait_for_commit(work);
     return work;
@@ -419,7 +419,7 @@ void Table::collect(size_t newest) {
 }
 
 uint64_t Table::compact() {
-  const auto guard = lock_.alone();
+  const auto guard = lock_.exclusive();
   require_writable();
   return store_->compact_all();
 }

@@ -45,7 +45,7 @@ std::optional<MemoryPlan> Table::plan_with_smaller_chunks(uint64_t rows) const {
   return best;
 }
 
-// With the lock of lock_.alone().
+// With the lock of lock_.exclusive().
 bool Table::shrink_chunks(uint64_t rows) {
   const std::optional<MemoryPlan> plan = plan_with_smaller_chunks(rows);
   if (!plan.has_value()) return false;
@@ -108,7 +108,7 @@ void Table::make_room_for_stored(const int64_t* ids, size_t n) {
 }
 
 void Table::make_disk_room(const int64_t* ids, size_t n) {
-  const auto guard = lock_.alone();
+  const auto guard = lock_.exclusive();
   require_writable();
   check_ids(ids, n);
   make_room_for_stored(ids, n);
@@ -128,7 +128,7 @@ void Table::make_disk_room(const int64_t* ids, size_t n) {
 
 TableLock::Guard Table::lock_with_disk_for(const int64_t* ids, size_t n) {
   for (;;) {
-    auto guard = lock_.alone(TableLock::Beside::kCommit);
+    auto guard = lock_.exclusive(TableLock::Commits::kMayRun);
     require_writable();
     check_ids(ids, n);
     if (has_disk_for(ids, n)) return guard;
@@ -145,7 +145,7 @@ size_t Table::rows_above() const {
 
 // The lock, with room for so many rows to be written back.
 TableLock::Guard Table::lock_with_disk_above(size_t rows) {
-  auto guard = lock_.alone();
+  auto guard = lock_.exclusive();
   require_writable();
   if (spec_.num_rows >= 0) rows = std::min(rows, static_cast<size_t>(spec_.num_rows));
   if (store_->has_disk_for_any(rows)) return guard;
@@ -173,7 +173,7 @@ void Table::require_disk_above(const int64_t* ids, size_t n) const {
   }
 }
 
-// With the lock of lock_.alone(), before the commit begins.
+// With the lock of lock_.exclusive(), before the commit begins.
 void Table::make_commit_fit(const std::string& meta, const std::string& keep) {
   store_->forget_admitted();
   const auto beyond_little = [](const std::string& text) { return std::max(text.size(), kLittleMeta) - kLittleMeta; };
@@ -203,7 +203,7 @@ void Table::make_commit_fit(const std::string& meta, const std::string& keep) {
 }
 
 void Table::require_disk_to_keep(const std::string& keep) {
-  const auto guard = lock_.alone();
+  const auto guard = lock_.exclusive();
   require_writable();
   if (store_->disk_limit() != 0) make_commit_fit(committed_.meta, keep);
 }

@@ -150,7 +150,7 @@ void Table::lookup_missing(const Batch& batch, const uint32_t* frames, bool touc
 }
 
 void Table::contains(const int64_t* ids, size_t n, bool* out) {
-  const auto guard = lock_.alone(TableLock::Beside::kCommit);
+  const auto guard = lock_.exclusive(TableLock::Commits::kMayRun);
   require_usable();
   check_ids(ids, n);
   Entry entries[kBlockIds];

@@ -96,7 +96,7 @@ void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> wri
   if (holder == nullptr) {
     // What they refer to may refer to this table: it goes without the lock.
     std::function<void()> gone;
-    const auto guard = lock_.alone(TableLock::Beside::kCommit);
+    const auto guard = lock_.exclusive(TableLock::Commits::kMayRun);
     std::swap(gone, write_back_);
     std::swap(holder, holder_);
     if (store_ != nullptr) store_->reserve_held(0);
@@ -104,7 +104,7 @@ void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> wri
   }
   const auto guard = lock_with_disk_above(holder->max_held());
   if (holder_ != nullptr) {
-    store_->forget_admitted();  // the room that was just made sure of
+    store_->forget_admitted();  // the room that lock_with_disk_above() reserved
     throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has a device cache already; a table has one at a time");
   }
   holder_ = std::move(holder);
@@ -129,7 +129,7 @@ void Table::require_not_in_use() const {
   throw rows_in_use(holder_->num_in_use());
 }
 
-// Before every row changes. Nothing is used above from here on until the lock is given up: it would be asked for here.
+// Drops the device cache's copies before every row changes. A plan made afterwards finds no copy and waits for the lock.
 void Table::give_up_above() {
   if (holder_ == nullptr) return;
   if (const size_t rows = holder_->give_up_all(); rows > 0) throw rows_in_use(rows);
@@ -155,7 +155,7 @@ void Table::release_for_change(const int64_t* ids, size_t n) {
 // ---- Raw slots -----------------------------------------------------------------------------------------------
 
 void Table::get(const int64_t* ids, size_t n, size_t field, float* out) {
-  const auto guard = lock_.alone(TableLock::Beside::kCommit);
+  const auto guard = lock_.exclusive(TableLock::Commits::kMayRun);
   require_usable();
   check_ids(ids, n);
   check_not_held(ids, n);

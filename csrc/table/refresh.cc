@@ -107,7 +107,7 @@ bool Table::replay_onto(const Manifest& newest) {
 }
 
 uint64_t Table::refresh() {
-  const auto guard = lock_.alone(TableLock::Beside::kCommit);
+  const auto guard = lock_.exclusive(TableLock::Commits::kMayRun);
   // Nothing but a refresh that failed breaks a reader, and another one makes it whole.
   if (closed_ || options_.writable) require_usable();
   if (options_.writable) {

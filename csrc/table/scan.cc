@@ -73,7 +73,7 @@ struct Scan::ReadAhead {
 
 Scan::Scan(Table* table, std::vector<size_t> fields)
     : table_(table), fields_(std::move(fields)), owner_pid_(::getpid()) {
-  const auto guard = table->lock_written_back([table] { return table->lock_.alone(); });
+  const auto guard = table->lock_written_back([table] { return table->lock_.exclusive(); });
   table->require_usable();
   changes_ = table->changes_;
   moves_ = table->store_->compactor().records_moved();
@@ -169,7 +169,7 @@ void Scan::copy(const std::byte* record, size_t row, std::span<float* const> val
 }
 
 size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
-  const auto guard = table_->lock_.alone(TableLock::Beside::kCommit);
+  const auto guard = table_->lock_.exclusive(TableLock::Commits::kMayRun);
   table_->require_usable();
   if (table_->changes_ != changes_ && !fault_is("scan_misses_change")) {
     throw Error(ErrorKind::kBroken, "table '" + table_->name_ +

@@ -8,7 +8,7 @@
 namespace bunkbed {
 
 std::vector<Manifests::Snapshot> Table::snapshots() {
-  const auto guard = lock_.alone();
+  const auto guard = lock_.exclusive();
   require_usable();
   if (store_->log() != nullptr) return manifests_.snapshots();
   std::vector<Manifests::Snapshot> found;
@@ -17,7 +17,7 @@ std::vector<Manifests::Snapshot> Table::snapshots() {
 }
 
 void Table::drop(const std::string& name) {
-  const auto guard = lock_.alone();
+  const auto guard = lock_.exclusive();
   require_writable();
   require_durable("snapshots");
   if (store_->log() == nullptr) {
@@ -104,7 +104,7 @@ void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch
 }
 
 void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
-  const auto guard = lock_written_back([this] { return lock_.alone(); });
+  const auto guard = lock_written_back([this] { return lock_.exclusive(); });
   require_writable();
   require_durable("commits to go back to");
   require_not_in_use();

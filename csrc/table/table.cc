@@ -426,7 +426,7 @@ void Table::close() {
 }
 
 void Table::close_files() {
-  const auto guard = lock_.alone();
+  const auto guard = lock_.exclusive();
   if (commit_thread_ != nullptr) commit_thread_->join();
   commit_thread_.reset();
   if (closed_) return;
@@ -462,7 +462,7 @@ void Table::widen(const std::byte* record, float* out) const { read_field(fields
 // ---- Facts ---------------------------------------------------------------------------------------------------
 
 void Table::set_ram(size_t bytes) {
-  const auto guard = lock_.alone();
+  const auto guard = lock_.exclusive();
   require_usable();
   const bool has_log = store_->log() != nullptr;
   const MemoryPlan plan = plan_within_disk(
@@ -484,7 +484,7 @@ void Table::drop_scratch() {
 }
 
 void Table::set_optimizer(const OptimizerSpec& optimizer) {
-  const auto guard = lock_.alone(TableLock::Beside::kCommit);
+  const auto guard = lock_.exclusive(TableLock::Commits::kMayRun);
   require_usable();
   if (optimizer.kind != spec_.optimizer.kind || optimizer.initial_accumulator != spec_.optimizer.initial_accumulator ||
       optimizer.state_dtype != spec_.optimizer.state_dtype) {

@@ -223,7 +223,7 @@ class Table {
   bool has_disk_for(const int64_t* ids, size_t n);
   void make_disk_room(const int64_t* ids, size_t n);  // without the lock
   void make_room_for_stored(const int64_t* ids, size_t n);
-  // lock_.alone() beside a commit, and the checks of a call that sets these rows.
+  // The lock while a commit may run, and the checks of a call that sets these rows.
   TableLock::Guard lock_with_disk_for(const int64_t* ids, size_t n);
   TableLock::Guard lock_with_disk_above(size_t rows);
   void require_disk_above(const int64_t* ids, size_t n) const;
@@ -280,7 +280,7 @@ class Table {
   void require_not_in_use() const;
   void give_up_above();
   Error rows_in_use(size_t rows) const;
-  // The lock as `take` takes it, once what lies above holds nothing.
+  // Takes the lock with `take` at a moment when the device cache holds no row.
   TableLock::Guard lock_written_back(const std::function<TableLock::Guard()>& take);
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
   void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;

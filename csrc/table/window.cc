@@ -67,7 +67,7 @@ uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) {
 
 void Table::forget(uint32_t batch) {
   const auto guard = lock_.work();
-  if (store_ != nullptr) store_->finish(batch);  // none is there when closed, or after a rewind that failed
+  if (store_ != nullptr) store_->finish(batch);  // null after close() and after a failed rewind
 }
 
 void Table::advance(uint32_t over, uint32_t begun, uint32_t depth) {
@@ -121,7 +121,7 @@ void Table::stage(const int64_t* ids, size_t n) {
   require_usable();
   check_ids(ids, n);
   // Who waits for rows would wait for ever beside a thread that stages without end.
-  lock_.wait_for_the_waiting(guard);
+  lock_.wait_until_not_waited_for(guard);
   require_usable();
   if (store_->log() == nullptr) return;
   assign_checked(&batch_, ids, std::min(piece_ids(), n));
@@ -177,7 +177,7 @@ void Table::compact_beside(TableLock::Guard& guard) {
 // on a busy machine, would otherwise end every one of them before it began, and the log would grow for ever.
 void Table::compact_in_slices() {
   auto guard = lock_.slice();
-  const auto may_go_on = [this] { return !lock_.should_rest() || store_->is_compaction_behind(); };
+  const auto may_go_on = [this] { return !lock_.is_settling() || store_->is_compaction_behind(); };
   // A write that fails keeps its bytes: the next append tries again and reports it.
   try {
     for (Compactor::Read read; may_go_on() && store_->plan_compaction(&read);) {

@@ -1,4 +1,4 @@
-// The three ways to take a table's lock: who waits for whom, and that nobody waits for ever.
+// The three modes of a table's lock: which caller waits for which, and that no caller starves.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kRounds = 300;
 
-// Until `claim` holds with the lock.
+// Waits until `claim` is true under the lock.
 template <typename Claim>
 void wait_until(TableLock* lock, const Claim& claim) {
   for (;;) {
@@ -31,16 +31,19 @@ void wait_until(TableLock* lock, const Claim& claim) {
   }
 }
 
+// Gives other threads time to come to where they wait. A test holds without it, and finds less.
+void wait_briefly() { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
+
 }  // namespace
 
-TEST(table_lock_is_had_by_one_at_a_time) {
+TEST(table_lock_excludes_all_other_holders) {
   TableLock lock("t");
-  int inside = 0, most = 0, total = 0;  // plain: the thread sanitizer sees who has the lock
+  int inside = 0, most = 0, total = 0;  // not atomic, so that ThreadSanitizer reports an overlap
   std::vector<std::thread> threads;
   for (int way = 0; way < 6; ++way) {
     threads.emplace_back([&, way] {
       for (int round = 0; round < kRounds; ++round) {
-        const auto guard = way % 3 == 0 ? lock.work() : way % 3 == 1 ? lock.alone() : lock.slice();
+        const auto guard = way % 3 == 0 ? lock.work() : way % 3 == 1 ? lock.exclusive() : lock.slice();
         most = std::max(most, ++inside);
         ++total;
         --inside;
@@ -52,7 +55,7 @@ TEST(table_lock_is_had_by_one_at_a_time) {
   CHECK_EQ(total, 6 * kRounds);
 }
 
-TEST(table_lock_of_a_guard_that_was_moved_is_given_up_once) {
+TEST(table_lock_of_a_moved_guard_is_released_once) {
   TableLock lock("t");
   TableLock::Guard guard = lock.work();
   TableLock::Guard other = std::move(guard);
@@ -66,8 +69,8 @@ TEST(table_lock_of_a_guard_that_was_moved_is_given_up_once) {
   (void)lock.work();
 }
 
-TEST(table_lock_alone_waits_for_staging_compaction_and_a_commit) {
-  for (const auto beside : {TableLock::Beside::kNothing, TableLock::Beside::kCommit}) {
+TEST(table_lock_exclusive_waits_for_staging_compaction_and_a_commit) {
+  for (const auto commits : {TableLock::Commits::kEnded, TableLock::Commits::kMayRun}) {
     TableLock lock("t");
     {
       const auto guard = lock.work();
@@ -79,7 +82,7 @@ TEST(table_lock_alone_waits_for_staging_compaction_and_a_commit) {
     bool was_staging = true, was_compacting = true, was_committing = true;
     std::atomic<bool> entered{false};
     std::thread call([&] {
-      const auto guard = lock.alone(beside);
+      const auto guard = lock.exclusive(commits);
       was_staging = lock.is_staging();
       was_compacting = lock.is_compacting();
       was_committing = lock.is_committing();
@@ -90,20 +93,20 @@ TEST(table_lock_alone_waits_for_staging_compaction_and_a_commit) {
       const auto guard = lock.work();
       (lock.*what)();
     };
-    if (beside == TableLock::Beside::kNothing) end(&TableLock::end_commit);
-    wait_until(&lock, [&] { return lock.should_rest(); });  // so that compaction ends, and no batch begins
+    if (commits == TableLock::Commits::kEnded) end(&TableLock::end_commit);
+    wait_until(&lock, [&] { return lock.is_settling(); });
     end(&TableLock::end_batch);
     end(&TableLock::end_compaction);
     end(&TableLock::end_batch);
     call.join();
     CHECK(!was_staging);
     CHECK(!was_compacting);
-    CHECK_EQ(was_committing, beside == TableLock::Beside::kCommit);
-    CHECK(!lock.should_rest());
+    CHECK_EQ(was_committing, commits == TableLock::Commits::kMayRun);
+    CHECK(!lock.is_settling());
   }
 }
 
-TEST(table_lock_work_goes_on_beside_staging_compaction_and_a_commit) {
+TEST(table_lock_work_enters_while_staging_compaction_and_a_commit_run) {
   TableLock lock("t");
   {
     const auto guard = lock.work();
@@ -118,7 +121,7 @@ TEST(table_lock_work_goes_on_beside_staging_compaction_and_a_commit) {
   other.join();
 }
 
-TEST(table_lock_no_commit_begins_while_a_call_whose_turn_it_is_waits_for_staging) {
+TEST(table_lock_no_commit_starts_while_the_call_with_the_ticket_waits_for_staging) {
   TableLock lock("t");
   {
     const auto guard = lock.work();
@@ -126,44 +129,61 @@ TEST(table_lock_no_commit_begins_while_a_call_whose_turn_it_is_waits_for_staging
   }
   bool was_committing = true;
   std::thread call([&] {
-    const auto guard = lock.alone();
+    const auto guard = lock.exclusive();
     was_committing = lock.is_committing();
   });
-  wait_until(&lock, [&] { return lock.should_rest(); });
+  wait_until(&lock, [&] { return lock.is_settling(); });
+  std::atomic<bool> may_end{false};
   std::thread commit([&] {
     {
       auto guard = lock.work();
       lock.wait_for_commit(guard);
       lock.begin_commit();
     }
+    while (!may_end) std::this_thread::yield();
     const auto guard = lock.slice();
     lock.end_commit();
   });
+  wait_briefly();
+  bool is_committing = false;
   {
     const auto guard = lock.work();
+    is_committing = lock.is_committing();
     lock.end_batch();
   }
+  if (is_committing) may_end = true;
   call.join();
+  may_end = true;
   commit.join();
+  CHECK(!is_committing);
   CHECK(!was_committing);
 }
 
-TEST(table_lock_who_stages_waits_for_who_waits_for_rows) {
+TEST(table_lock_staging_waits_for_calls_that_wait_for_rows) {
   TableLock lock("t");
-  bool is_over = false;
-  std::thread stager;
+  bool has_rows = false, had_rows = false;
+  std::thread stager, reader;
   {
-    const auto guard = lock.work();
+    auto guard = lock.work();
+    lock.begin_batch();
     const TableLock::WaitsForRows waits(&lock);
     CHECK(lock.is_waited_for());
     stager = std::thread([&] {
       auto own = lock.work();
-      lock.wait_for_the_waiting(own);
-      CHECK(is_over);
+      lock.wait_until_not_waited_for(own);
+      had_rows = has_rows;
     });
-    is_over = true;
+    reader = std::thread([&] {
+      wait_briefly();  // the stager has the lock meanwhile
+      const auto own = lock.work();
+      lock.end_batch();
+    });
+    lock.wait_for_batch(guard);
+    has_rows = true;
   }
   stager.join();
+  reader.join();
+  CHECK(had_rows);
 }
 
 TEST(table_lock_waiting_for_a_batch_ends_with_the_next_one) {
@@ -182,7 +202,7 @@ TEST(table_lock_waiting_for_a_batch_ends_with_the_next_one) {
   reader.join();
 }
 
-TEST(table_lock_a_slice_goes_after_the_calls_that_wait_when_it_comes) {
+TEST(table_lock_a_slice_enters_after_the_calls_that_waited_before_it) {
   for (int round = 0; round < kRounds; ++round) {
     TableLock lock("t");
     std::vector<char> order;
@@ -208,7 +228,7 @@ TEST(table_lock_a_slice_goes_after_the_calls_that_wait_when_it_comes) {
   }
 }
 
-TEST(table_lock_slices_end_beside_calls_without_end_and_calls_beside_slices) {
+TEST(table_lock_calls_do_not_starve_slices_nor_slices_calls) {
   TableLock lock("t");
   std::atomic<bool> is_over{false};
   std::vector<std::thread> threads;
@@ -233,40 +253,43 @@ TEST(table_lock_slices_end_beside_calls_without_end_and_calls_beside_slices) {
   for (int round = 0; round < kRounds; ++round) {
     (void)lock.slice();
     (void)lock.work();
-    (void)lock.alone();
+    (void)lock.exclusive();
   }
   is_over = true;
   for (std::thread& thread : threads) thread.join();
 }
 
-// What waits with the lock lets go of it, for slices too.
-TEST(table_lock_a_slice_enters_while_a_call_waits_for_what_it_will_end) {
-  TableLock lock("t");
-  {
-    const auto guard = lock.work();
-    lock.begin_commit();
-  }
-  std::thread commit;
-  {
+// A wait releases the lock, for slices too, also for one that came before the call and let it pass.
+TEST(table_lock_a_slice_enters_while_a_call_waits_for_the_commit) {
+  for (int round = 0; round < 20; ++round) {
+    TableLock lock("t");
     auto guard = lock.work();
-    commit = std::thread([&] {
+    lock.begin_commit();
+    std::thread commit([&] {
       const auto own = lock.slice();
       lock.end_commit();
     });
-    lock.wait_for_commit(guard);
+    wait_briefly();
+    std::thread call([&] {
+      auto own = lock.work();
+      lock.wait_for_commit(own);
+    });
+    while (lock.calls_waiting() == 0) std::this_thread::yield();
+    guard.unlock();
+    call.join();
+    commit.join();
     CHECK(!lock.is_committing());
   }
-  commit.join();
 }
 
-TEST(table_lock_of_a_parent_is_refused_in_a_child_and_destroyed_there_at_once) {
+TEST(table_lock_of_a_parent_is_refused_in_a_child_which_destroys_it_without_waiting) {
   auto lock = std::make_unique<TableLock>("orders");
   {
     const auto guard = lock->work();
     lock->begin_commit();
   }
-  std::thread call([&] { (void)lock->alone(); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // so that it waits; the child's part is the same if not
+  std::thread call([&] { (void)lock->exclusive(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // usually the call waits by then; the test holds either way
   const pid_t child = ::fork();
   if (child == 0) {
     int status = 1;
@@ -276,7 +299,7 @@ TEST(table_lock_of_a_parent_is_refused_in_a_child_and_destroyed_there_at_once) {
       const bool says_it = std::string(error.what()).find("'orders' was opened before this process was forked") != std::string::npos;
       status = error.kind() == ErrorKind::kClosed && says_it ? 0 : 2;
     }
-    lock.reset();  // with a thread of the parent's waiting
+    lock.reset();  // while a thread of the parent waits on it
     ::_exit(status);
   }
   int status = -1;

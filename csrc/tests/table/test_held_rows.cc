@@ -1,4 +1,4 @@
-// A device cache whose rows other threads train: what must see whole steps asks again until it holds none.
+// A scan, commit or rewind next to a device cache that other threads train asks for write-backs until no row is held.
 #include <functional>
 #include <memory>
 
@@ -12,13 +12,13 @@ using namespace bunkbed::test;
 
 namespace {
 
-// Holds one row until it was asked to write back so many times, as if another thread had changed one after each.
+// Holds one row until `more` write-backs, as if another thread had changed a row after each write-back.
 struct Busy final : Holder {
   int more = 0, asked = 0, all_given_up = 0;
   size_t in_use = 0;
   size_t num_held() const override { return asked < more ? 1 : 0; }
   size_t max_held() const override { return 4; }
-  size_t num_in_use() const override { return 0; }  // as it is found before the rows are about to change
+  size_t num_in_use() const override { return 0; }  // what the table sees before the rows change
   size_t first_held(const int64_t*, size_t n) const override { return n; }
   size_t first_not_held(const int64_t*, size_t n) const override { return n; }
   size_t give_up(const int64_t*, size_t n) override { return n; }
@@ -54,7 +54,7 @@ void check_call(const std::function<void(Table*)>& call) {
 
 }  // namespace
 
-TEST(held_rows_are_asked_for_until_a_scan_sees_whole_steps) {
+TEST(held_rows_are_written_back_before_a_scan) {
   check_call([](Table* table) {
     Scan scan(table, {0});
     int64_t ids[4];
@@ -64,19 +64,19 @@ TEST(held_rows_are_asked_for_until_a_scan_sees_whole_steps) {
   });
 }
 
-TEST(held_rows_are_asked_for_until_a_commit_sees_whole_steps) {
+TEST(held_rows_are_written_back_before_a_commit) {
   check_call([](Table* table) {
     update(table, {1}, {1});
     table->commit(std::nullopt, "");
   });
 }
 
-TEST(held_rows_are_asked_for_until_a_rewind_sees_whole_steps) {
+TEST(held_rows_are_written_back_before_a_rewind) {
   check_call([](Table* table) { table->rewind("a", std::nullopt); });
 }
 
-// A step may begin above after the table asked whether one is under way: copies go before the rows change, or nothing does.
-TEST(held_rows_of_a_step_that_just_began_keep_a_rewind_from_changing_any) {
+// A step may start between the check and the rewind. The rewind then drops all copies before it changes rows, or fails.
+TEST(held_rows_of_a_step_that_just_started_stop_a_rewind) {
   for (const bool on_disk : {true, false}) {
     const Sandbox sandbox;
     const TableSpec spec = whole_numbers(kRows, 2);
