@@ -58,7 +58,7 @@ def as_ids(ids: Any, *, what: str = "ids", table: str = "table") -> Ids:
 
 
 def is_masked_array(values: Any) -> bool:
-    """Asked without an import: `np.ma` takes 1.5 MiB, and before somebody imported it there is no such array."""
+    """Return whether `values` is a masked array. Does not import `np.ma` (1.5 MiB): without it no such array exists."""
     return "numpy.ma" in sys.modules and isinstance(values, np.ma.MaskedArray)
 
 

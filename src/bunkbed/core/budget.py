@@ -162,8 +162,8 @@ class Budget:
             self._members.discard(member)
             self._shares.pop(member, None)
             members = list(self._members)
-            # One that refuses use until it is reopened keeps what it has, and one that cannot write what its cache
-            # holds to make it larger; so do all whose minimum has grown.
+            # The others keep their shares when one of them refuses use until it is reopened, when one cannot write
+            # its dirty rows to grow its cache (a full disk), and when the minimum of one has grown.
             with contextlib.suppress(BunkbedError, MemoryError, OSError):
                 self._apply(members, self._divide(members))
 
