@@ -1,4 +1,4 @@
-// The end of an epoch: what a commit asks of the log (the protocol stands in table/commit.cc).
+// The end of an epoch: what a commit asks of the log (table/commit.cc describes the protocol).
 #include <algorithm>
 
 #include "base/error.h"

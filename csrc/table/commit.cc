@@ -9,7 +9,7 @@
 //   4. Without the lock: the manifest is written under a temporary name, synced, linked under its epoch, the directory
 //      synced. From here on the commit is durable and whoever waits for it is told.
 //   5. Some compaction for what was appended, and what no remaining manifest names is removed. A directory checkpoint is
-//      begun where one is due (table/checkpoint.cc); one that was ready at 1 is named by the manifest.
+//      started where one is due (table/checkpoint.cc); one that was ready at 1 is named by the manifest.
 //
 // Why the manifest of an epoch E is right although rows change, leave RAM and are moved by compaction meanwhile:
 //   - What is appended from 1 on, by evictions of rows dirtied since and by compaction, goes to segments of E + 1, which
@@ -284,7 +284,7 @@ void Table::tidy_up_after_commit() {
     store_->keep_segments(named);
     for (const auto& [id, segment] : store_->log()->segments()) segment->is_ending = false;
     store_->count_commit_debt();
-    may_compact = !lock_.is_compacting() && store_->begin_compaction();  // else whoever does it goes on with this
+    may_compact = !lock_.is_compacting() && store_->begin_compaction();  // else the compaction that runs takes this over
     if (may_compact) lock_.begin_compaction();
   }
   if (may_compact) compact_in_slices();

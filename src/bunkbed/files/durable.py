@@ -43,7 +43,7 @@ def require_real(path: Path) -> None:
 
 
 def put_in_place(made: Path, path: Path) -> None:
-    """Give a file that was written beside `path` its name, durably: whoever looks finds the old one or the new one."""
+    """Give a file that was written beside `path` its name, durably. A reader finds the old file or the new one."""
     sync_file(made)
     made.replace(path)
     sync_directory(path.parent)

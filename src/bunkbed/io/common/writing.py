@@ -14,7 +14,7 @@ from bunkbed.io.common.naming import read_vocabulary
 from bunkbed.io.common.source import Progress, chunk_rows, slot_length
 from bunkbed.table.table import Table
 
-#: Bytes of rows after which the disk is told to begin with them.
+#: Bytes of rows after which the kernel is asked to start writing.
 _DISK_BYTES = 32 << 20
 
 
@@ -63,7 +63,7 @@ class Writing:
         return chunk_rows(self.chunk, max(self.lengths.values()))
 
     def every_row(self) -> int:
-        """Number of rows of a format that holds all of them.
+        """Return the number of rows of a format that holds every row.
 
         Raises:
             ValueError: the table has no such number.
@@ -77,14 +77,14 @@ class Writing:
 
     def stored(self) -> Iterator[tuple[Ids, dict[str, Floats]]]:
         """Stored rows in log order with all slots at once; the next ones are read while these are written."""
-        total, done, begun = len(self.table), 0, 0
+        total, done, flushed = len(self.table), 0, 0
         each = max(1, _DISK_BYTES // (4 * sum(self.lengths.values())))
         with closing(ahead(self.table._scan_slots(tuple(self.lengths), self.rows_of()))) as parts:
             for ids, values in parts:
                 yield ids, dict(zip(self.lengths, values, strict=True))
                 done += len(ids)
-                if done - begun >= each:
-                    begun = done
+                if done - flushed >= each:
+                    flushed = done
                     self._begin_writing()
                 self.report(done, total)
 

@@ -1,6 +1,6 @@
 """The models that are trained: a head over tables of users and items.
 
-What ranks with them stands in `bunkbed.train.models.scorer`.
+`bunkbed.train.models.scorer` ranks with them.
 """
 
 from __future__ import annotations
