@@ -17,11 +17,11 @@
 
 namespace bunkbed::vfs {
 
-// ---- Which of the two ------------------------------------------------------------------------------------------
+// ---- io_uring or threads ----------------------------------------------------------------------------------------
 
 namespace {
 
-// 0, or why there is no io_uring.
+// Returns 0, or the errno that says why there is no io_uring.
 int probe_uring() {
   Buffer memory(kBlockBytes);
   int error_number = 0;
@@ -86,18 +86,18 @@ Ring* ReadLane::ring() {
   if (ring_ == nullptr && !has_no_ring_) {
     int error_number = 0;
     ring_ = Ring::make(memory(), slice_bytes_, num_slices_, &error_number);
-    has_no_ring_ = ring_ == nullptr;  // no descriptor left, say: threads do as well
+    has_no_ring_ = ring_ == nullptr;  // for example no descriptor is left; threads read instead
   }
   return ring_.get();
 }
 
 // ---- Streams ---------------------------------------------------------------------------------------------------
 
-// Readers are invited by wake() and leave when the source has nothing. One that is about to leave looks, under the lock,
-// whether wake() was called since it last asked the source: so no read is left behind.
+// wake() submits readers to the I/O pool. A reader leaves when the source has no reads. Before it leaves, it checks
+// under the lock whether wake() was called since it last asked the source. So no read stays undone.
 //
-// With a ring there is one reader, its driver, who has all slices. When it meets a file without a descriptor the stream
-// goes over to threads for good.
+// With a ring there is one reader, its driver, which uses all slices. When it meets a file without a descriptor, the
+// stream uses threads from then on.
 struct ReadStream::State : std::enable_shared_from_this<State> {
   State(ReadSource& source_of_reads, ReadLane& lane)
       : source(source_of_reads),
@@ -111,8 +111,8 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
 
   bool is_idle() const { return num_readers == 0; }
 
-  // As an invited reader, or (not invited) as one that came by itself. Whoever finds no slice leaves: as many as there
-  // are slices read already, and none of them goes while there are reads.
+  // Runs a reader that invite() submitted, or (`is_invited` false) the caller of finish(). A reader that finds all
+  // slices in use returns: those readers do not leave while the source has reads.
   void work(bool is_invited) {
     std::unique_lock lock(mutex);
     if (is_invited) --invited;
@@ -122,7 +122,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
     leave();
   }
 
-  // Readers for `num_ops` more reads. Called without the lock.
+  // Submits readers for `num_ops` more reads. Called without the lock.
   void invite(size_t num_ops) {
     size_t more;
     {
@@ -193,7 +193,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
   size_t invited = 0;
   uint64_t wakes = 0;
   bool is_closed = false;
-  bool is_begun = false;  // the caller of begin() is the ring's driver and has not come back yet
+  bool is_begun = false;  // the caller of begin() is the ring's driver and has not called finish() yet
 };
 
 ReadStream::ReadStream(ReadSource& source, ReadLane& lane) : state_(std::make_shared<State>(source, lane)) {}
@@ -201,8 +201,8 @@ ReadStream::ReadStream(ReadSource& source, ReadLane& lane) : state_(std::make_sh
 ReadStream::~ReadStream() {
   finish();
   failpoint("reads.finished");
-  // Readers that were invited and have not come yet hold the state, and find it closed. One may have come since finish()
-  // saw none: the source lives until it has gone.
+  // Submitted readers that have not started keep the state alive and find it closed. A reader that started after
+  // finish() saw none uses the source: wait until it leaves.
   std::unique_lock lock(state_->mutex);
   state_->is_closed = true;
   state_->idle.wait(lock, [this] { return state_->is_idle(); });
@@ -214,7 +214,7 @@ void ReadStream::begin(size_t num_ops) {
   State& state = *state_;
   {
     const std::lock_guard guard(state.mutex);
-    // What fits into the ring is on its way in one call; for more somebody must keep the ring full meanwhile.
+    // One call submits all reads that fit into the ring. More reads need a thread that refills the ring.
     if (state.ring != nullptr && state.is_idle() && num_ops <= state.num_slices) {
       ++state.num_readers;
       state.is_begun = true;
@@ -240,7 +240,7 @@ void ReadStream::finish() {
 
 void read_all(ReadSource& source, size_t num_ops, ReadLane& lane, const std::function<void()>& meanwhile) {
   ReadStream stream(source, lane);
-  // The caller reads too once it has nothing better to do.
+  // The caller reads too after `meanwhile`.
   if (meanwhile) {
     stream.begin(num_ops);
     meanwhile();

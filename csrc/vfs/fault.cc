@@ -17,7 +17,7 @@ namespace {
   for (;;) ::kill(::getpid(), SIGKILL);
 }
 
-// Thrown out of enter() where a write is to be done by half.
+// Thrown by enter() where half of a write must be carried out.
 struct DieWithin {};
 
 }  // namespace

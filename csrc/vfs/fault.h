@@ -1,5 +1,5 @@
-// A filesystem that fails on purpose: wraps another one, numbers its operations and makes chosen ones fail, come up short,
-// be interrupted, take long, or end the process.
+// A filesystem for tests: wraps another one, numbers its operations and makes chosen ones fail, be short, be
+// interrupted, be late, or kill the process.
 #pragma once
 
 #include <atomic>
@@ -28,37 +28,37 @@ enum class Op {
 };
 
 enum class Fault {
-  kError,      // the error, the operation not carried out; of a write half its blocks arrive, as on a full disk
-  kInterrupt,  // one system call of it fails with EINTR
-  kShort,      // one read or write of it moves fewer bytes than asked for
-  kDelay,      // carried out late
-  kDie,        // the process ends by SIGKILL before it
-  kDieWithin,  // as kDie, a write half done
+  kError,      // it fails and is not carried out; half of a write's blocks are written, as on a full disk
+  kInterrupt,  // one of its system calls fails with EINTR
+  kShort,      // one of its reads or writes moves fewer bytes than asked for
+  kDelay,      // it is carried out late
+  kDie,        // SIGKILL ends the process before it
+  kDieWithin,  // like kDie, but half of a write is carried out first
 };
 
 class FaultVfs : public Vfs {
  public:
   explicit FaultVfs(Vfs& below = posix()) : below_(below) {}
 
-  // Operation number `at` fails (0: none), and with `and_all_later` everything from there on: to whoever reads the
-  // directory afterwards it looks as if the process had died. Counting begins anew.
+  // Makes operation number `at` fail (0: none). With `and_all_later` every later operation fails too, which leaves the
+  // directory as if the process had died there. Counting restarts at 0.
   void fail_at(uint64_t at, int error_number, bool and_all_later);
-  // As fail_at(), for the other faults.
+  // Like fail_at(), for the other faults.
   void set_fault(uint64_t at, Fault fault, int error_number = 0, bool and_all_later = false);
-  // Besides operation `at`, every `every`-th after it (0: none), until `most` have been struck in all (0: without end).
+  // The fault also meets every `every`-th operation after `at` (0: none), until it met `most` operations (0: no limit).
   void repeat_every(uint64_t every, uint64_t most = 0) {
     every_ = every;
     most_ = most;
   }
-  // Every operation of this kind fails, until told otherwise.
+  // Every operation of this kind fails until heal().
   void fail_all(Op op, int error_number);
   void heal();
   void set_delay(double seconds) { delay_s_ = seconds; }
   uint64_t count() const { return count_; }
-  uint64_t struck() const { return struck_; }  // operations that met the fault so far; a short one is a read or write
-  // Reads, opens and lists are many and change nothing: tests may number the others alone.
+  uint64_t struck() const { return struck_; }  // how often the fault was met; kShort counts reads and writes only
+  // False: reads, opens and lists get no number. They are many and change nothing.
   void count_reads(bool value) { count_reads_ = value; }
-  // Syncs are counted and not carried out: for tests that end processes at most, never the power.
+  // True: syncs are counted but not carried out, for tests that kill processes but never lose power.
   void skip_syncs(bool value) { skip_syncs_ = value; }
 
   std::shared_ptr<File> create(const std::string& path) override;
@@ -75,7 +75,7 @@ class FaultVfs : public Vfs {
 
  private:
   class FaultFile;
-  // False: the operation is not to be carried out and nobody is to hear of it (a skipped sync).
+  // Returns false when the caller must skip the operation and report success (a skipped sync).
   bool enter(Op op, const std::string& path);
 
   Vfs& below_;

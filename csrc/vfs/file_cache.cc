@@ -20,7 +20,7 @@ struct OpenFiles {
   void put_last(CachedFile* file, std::list<CachedFile*>* from) { closable.splice(closable.end(), *from, file->place_); }
   void take_out(CachedFile* file) { file->node_.splice(file->node_.begin(), closable, file->place_); }
 
-  // Takes the open files that are too many out of their CachedFiles; the caller gives them up without the mutex.
+  // Takes the files above the limit out of their CachedFiles. The caller closes them without the mutex.
   void trim(std::vector<std::shared_ptr<File>>* closed) {
     for (const size_t limit = most_open(); num_open > limit && closable.size() > kStay; --num_open) {
       CachedFile* const oldest = closable.front();
@@ -40,7 +40,7 @@ struct OpenFiles {
 
 namespace {
 
-// Never destroyed: tables may go while the interpreter unloads. fork() takes the mutex, so that the child finds it free.
+// Never destroyed: a table may outlive the interpreter's unloading. fork() takes the mutex: the child finds it free.
 OpenFiles& open_files() {
   static OpenFiles* all = nullptr;
   static const bool is_made = [] {
@@ -92,7 +92,7 @@ int CachedFile::descriptor(std::shared_ptr<File>* hold) {
   try {
     *hold = opened();
   } catch (const Error&) {
-    return -1;  // read() meets it again and reports it
+    return -1;  // read() fails in the same way and reports the error
   }
   return (*hold)->descriptor(hold);
 }

@@ -1,14 +1,14 @@
-// A cache of descriptors for the whole process: files are opened when they are used, the least recently used are closed.
+// A cache of descriptors for the whole process: opens files when they are used and closes the least recently used ones.
 //
 //   1. A CachedFile is made of an open file and stays open until let_close(). From then on it may be closed when more
 //      files are open than the limit allows. The next use opens it again by its name.
 //   2. The limit is a quarter of the soft RLIMIT_NOFILE. Files that may not be closed count too and may exceed it; the
 //      16 most recently used of the others stay open even then.
-//   3. The caller of let_close() has synced the file and writes no more: no write error is lost with the descriptor, and
-//      the file is opened again for reading only.
-//   4. A file that is opened again must have the device and inode of the one that was closed. A file that replaced it is
-//      an error and is never read. The caller calls keep_open() before it removes the name of a file still in use.
-//   5. A read in flight holds the open file. Its descriptor goes when the last such read is done.
+//   3. The caller of let_close() has synced the file and writes no more: no write error is lost with the descriptor,
+//      and the file is opened again for reading only.
+//   4. A file that is opened again must have the device and inode of the one that was closed. A file that replaced it
+//      is an error and is never read. The caller calls keep_open() before it removes the name of a file still in use.
+//   5. A read in flight holds the open file. Its descriptor is closed when the last such read is done.
 #pragma once
 
 #include <list>
@@ -28,7 +28,7 @@ class CachedFile final : public File {
   CachedFile& operator=(const CachedFile&) = delete;
 
   void let_close();
-  // Opens it where it is closed. Error(kSystem) where it cannot; it then is as it was.
+  // Opens the file if it is closed, and keeps it open. Throws Error if that fails; the state is then unchanged.
   void keep_open();
   bool is_open() const;
 

@@ -1,5 +1,5 @@
-// The real filesystem. O_DIRECT where the filesystem takes it (appends and record reads then leave the page cache
-// alone, which keeps the RAM budget honest); otherwise buffered I/O whose pages are given back after use.
+// The real filesystem. Uses O_DIRECT where the filesystem takes it: appends and reads of records then use no page cache
+// outside the RAM budget. Elsewhere it uses buffered I/O and drops the pages that it wrote.
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
@@ -35,8 +35,8 @@ constexpr int kDirect = O_DIRECT;
 constexpr int kDirect = 0;
 #endif
 
-// The unit direct reads need here. The kernel is asked, since many devices take 512 bytes, and a record of under
-// a block then costs one read less often than with 4096 (measured: 79k against 69k reads a second).
+// The alignment that direct reads need here, as reported by the kernel. Many devices take 512 bytes; a record smaller
+// than a block then needs a shorter read than with 4096 (measured: 79k against 69k reads a second).
 uint32_t direct_alignment(int fd) {
 #ifdef STATX_DIOALIGN
   struct statx info {};
@@ -91,15 +91,15 @@ class PosixFile final : public File {
       }
       if (put == 0) fail("write", path_, ENOSPC);
       auto more = static_cast<size_t>(put);
-      // A short direct write that ends within a block cannot be continued there, but made again from where the block
-      // begins. When that gains nothing it was no accident: a quota, a size limit.
+      // A direct write cannot start within a block: a short one that ends there is repeated from the start of the
+      // block. Two such writes in a row without a whole block mean a quota or a size limit.
       if (direct_ && done + more < n) more = round_down(more, kBlockBytes);
       if (more == 0 && has_stalled) fail("write", path_, EFBIG);
       has_stalled = more == 0;
       done += more;
     }
     if (drop_pages_) {
-      // Buffered fallback: push the pages out and let them go, they are not part of the budget.
+      // Buffered fallback: write the pages back and drop them, because the RAM budget does not include them.
 #ifdef __linux__
       ::sync_file_range(fd_, static_cast<off_t>(offset), static_cast<off_t>(n),
                         SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
@@ -148,7 +148,7 @@ class PosixLock final : public Lock {
  public:
   explicit PosixLock(int fd) : fd_(fd), owner_(::getpid()) {}
   ~PosixLock() override {
-    // In a forked child the descriptor is closed and no more: the lock is the parent's.
+    // A forked child only closes its descriptor: the lock is the parent's.
     if (fd_ >= 0) ::close(fd_);
   }
   void unlock() override {
@@ -175,7 +175,7 @@ class PosixVfs final : public Vfs {
 
   std::shared_ptr<File> open(const std::string& path, bool direct) override {
     auto file = open_with(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, direct, false);
-    // Of what was opened, not of the name: the file may have been collected since.
+    // Checks the opened file, not the name: garbage collection may have removed the name.
     struct stat info {};
     if (::fstat(file->descriptor(nullptr), &info) != 0) fail("fstat", path, errno);
     if (!S_ISREG(info.st_mode)) throw Error(ErrorKind::kFormat, "file " + path + " is not a regular file");
@@ -263,7 +263,7 @@ class PosixVfs final : public Vfs {
       throw Error(ErrorKind::kLocked, holder.empty() ? "another process" : "process " + holder);
     }
     const std::string self = std::to_string(::getpid()) + "\n";
-    // Only the message of the next process that meets the lock reads this: a failure to write it is none of ours.
+    // Only the error message of another process that finds the file locked uses this number. A failed write is ignored.
     if (::ftruncate(fd, 0) == 0) (void)!::pwrite(fd, self.data(), self.size(), 0);
     return held;
   }
@@ -276,7 +276,7 @@ class PosixVfs final : public Vfs {
     };
     if (direct) fd = open(flags | kDirect);
     const bool is_direct = fd >= 0 && kDirect != 0;
-    // Where O_DIRECT is refused the file may have been made all the same.
+    // A create that fails because O_DIRECT is refused may have made the file: the second try omits O_EXCL.
     if (fd < 0 && !direct) fd = open(flags);
     if (fd < 0 && direct && errno == EINVAL) fd = open(flags & ~O_EXCL);
     if (fd < 0) {
@@ -294,7 +294,7 @@ class PosixVfs final : public Vfs {
 }  // namespace
 
 Vfs& posix() {
-  static auto* instance = new PosixVfs;  // leaked: threads may be writing while the process goes down
+  static auto* instance = new PosixVfs;  // leaked: threads may still write at process exit
   return *instance;
 }
 
@@ -305,7 +305,7 @@ std::atomic<Vfs*> current_vfs{nullptr};  // null: posix()
 }  // namespace
 
 Vfs& current() {
-  // Pairs with use(): a backend was made before it was put in place.
+  // Pairs with use(): the backend's construction is visible.
   Vfs* const chosen = current_vfs.load(std::memory_order_acquire);
   return chosen != nullptr ? *chosen : posix();
 }

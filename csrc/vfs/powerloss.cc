@@ -15,7 +15,7 @@ namespace {
 constexpr uint64_t kNever = ~0ull;
 constexpr size_t kSector = 512;
 
-// splitmix64: small, and the same everywhere.
+// splitmix64: small, and equal on all machines.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -112,8 +112,8 @@ void PowerlossVfs::end_event(size_t event) {
   events_[event].end = ++tick_;
 }
 
-// Carries out `call`. A change of names that failed did not happen; a write that failed may have left something: it has
-// begun, does not end, and is never safe. Nor is a sync that failed.
+// Carries out `call`. A write that failed may have changed the file: its event has a begin, no end, and is never safe.
+// Any other operation that failed did not happen.
 template <typename Call>
 auto PowerlossVfs::record(size_t event, Call&& call) {
   try {
@@ -219,7 +219,7 @@ void PowerlossVfs::remove(const std::string& path) {
   inodes_.erase(path);
 }
 
-// Syncs what it did: safe once it has ended.
+// The other filesystem syncs a truncation: it is safe once it has ended.
 void PowerlossVfs::truncate(const std::string& path, uint64_t bytes) {
   uint32_t inode;
   {
@@ -247,7 +247,7 @@ void PowerlossVfs::sync_directory(const std::string& path) {
   end_event(event);
 }
 
-// Below the root a directory is made and its parent synced, one after the other, as posix() does it.
+// Makes each directory below the root and syncs its parent, in the order that posix() has.
 void PowerlossVfs::make_directories(const std::string& path) {
   below_.make_directories(root_);
   for (size_t at = root_.size() + 1; at <= path.size(); ++at) {
@@ -266,7 +266,7 @@ void PowerlossVfs::make_directories(const std::string& path) {
   }
 }
 
-// The holder's number is written past us: nobody needs it after a loss.
+// The other filesystem writes the process id of the holder; no record of it is needed after a loss.
 std::unique_ptr<Lock> PowerlossVfs::lock(const std::string& path) {
   if (below_.exists(path)) return below_.lock(path);
   const size_t event = begin_event(Kind::kCreate, path, ~0u);
@@ -295,7 +295,7 @@ bool PowerlossVfs::is_ignored(const Event& sync, const std::vector<const Event*>
     const auto is_of = [&](const Event* event) {
       return event->parent == sync.inode && begins_with(event->name, rule.name) && kind_name(event->kind) == rule.change;
     };
-    // The sync that a link waits for is another call in the code than the one that a new file waits for.
+    // The code syncs a directory for a link in another place than for a new file: a rule for "create" skips the former.
     const auto is_link = [&](const Event* event) { return event->parent == sync.inode && event->kind == Kind::kLink; };
     if (rule.change == "create" && std::any_of(pending.begin(), pending.end(), is_link)) continue;
     if (std::any_of(pending.begin(), pending.end(), is_of)) return true;
@@ -308,7 +308,7 @@ CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, ui
   const std::lock_guard guard(mutex_);
   Random random(seed * 0x2545f4914f6cdd1dull + moment);
 
-  // Up to when each file and directory is safe: what ended before its last sync began.
+  // The time until which each file and directory is safe: safe events ended before its last sync began.
   std::map<uint32_t, uint64_t> safe_until;
   std::map<uint32_t, std::vector<const Event*>> since_sync;  // changes of names since the last sync of a directory
   for (const Event& event : events_) {
@@ -327,7 +327,7 @@ CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, ui
     return found != safe_until.end() && event.end < found->second;
   };
 
-  // Names.
+  // Names that survive.
   std::map<uint32_t, Entries> entries = first_entries_;
   std::vector<const Event*> changes;
   size_t num_unsafe = 0;
@@ -356,7 +356,7 @@ CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, ui
     if (event->kind == Kind::kMakeDirectory) entries[event->inode];
   }
 
-  // What can be reached by name.
+  // Files that can be reached by name.
   CrashState state;
   std::map<std::string, uint32_t> files;
   std::set<uint32_t> reached;
@@ -376,7 +376,7 @@ CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, ui
     }
   }
 
-  // Bytes.
+  // Bytes that survive.
   std::map<uint32_t, std::vector<std::byte>> bytes;
   const auto bytes_of = [&](uint32_t inode) -> std::vector<std::byte>& {
     const auto [found, is_new] = bytes.try_emplace(inode);
@@ -396,7 +396,7 @@ CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, ui
       put(&file, event.offset, event.data.data(), n);
       continue;
     }
-    // 0 kept, 1 dropped, 2 garbage, 3 each sector its own way
+    // 0 kept, 1 dropped, 2 garbage, 3 chosen for each sector
     uint64_t way = static_cast<uint64_t>(sectors);
     if (sectors == Sectors::kMixed) way = std::min<uint64_t>(random.below(6), 3);
     for (size_t from = 0; from < n; from += kSector) {
@@ -411,7 +411,7 @@ CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, ui
       }
       put(&file, event.offset + from, garbage, size);
     }
-    // The length may be there without the bytes.
+    // The file may have the new length without the bytes.
     const bool is_extended = way != 0 && random.below(2) == 0;
     if (is_extended && file.size() < event.offset + n) file.resize(event.offset + n);
   }

@@ -1,12 +1,12 @@
-// A filesystem that remembers: carries every operation out below and records it, so that afterwards the state of the disk
-// can be made up that a loss of power at any moment could have left behind.
+// A filesystem that carries each operation out in another one and records it. From the record it makes the states of
+// the disk that a loss of power at any moment could leave behind.
 //
-// What a loss may do, at a moment p (stricter than any one filesystem):
-//   1. A write is safe once a sync of its file that began after the write had ended has ended before p. Of any other write
-//      that began before p each 512-byte sector is there, not there, or garbage, and the file's length is that of what is
-//      there or that of what was written.
-//   2. A name (create, link, remove, mkdir) is safe once a sync of its directory that began after it has ended before p.
-//      Of the other changes of names a prefix in the order of time survives, or any subset. Syncing a file makes no name
+// What a loss at a moment p may do (stricter than any one filesystem):
+//   1. A write is safe if a sync of its file began after the write ended, and ended before p. Of any other write that
+//      began before p, each 512-byte sector is present, absent or garbage. The file may have the length of the whole
+//      write.
+//   2. A change of a name (create, link, remove, mkdir) is safe if a sync of its directory began after the change and
+//      ended before p. Of the other changes the first ones in time survive, or any subset. Syncing a file makes no name
 //      safe.
 #pragma once
 
@@ -23,15 +23,15 @@ namespace bunkbed::vfs {
 
 // Which of the unsafe changes of names survive.
 enum class Names { kAll, kNone, kPrefix, kSubset };
-// What becomes of the sectors of unsafe writes. kMixed: each write its own way, or each of its sectors.
+// What happens to the sectors of unsafe writes. kMixed: chosen for each write, or for each of its sectors.
 enum class Sectors { kKept, kDropped, kTrashed, kMixed };
 
 // The files of a disk after a loss of power.
 class CrashState {
  public:
-  // The same for states with the same bytes under the same names.
+  // Equal for states with the same names and bytes.
   uint64_t digest() const { return digest_; }
-  // Makes the state in a directory that is empty or not there.
+  // Writes the state to a directory that is empty or missing.
   void write(const std::string& path) const;
 
  private:
@@ -41,22 +41,22 @@ class CrashState {
   uint64_t digest_ = 0;
 };
 
-// Syncs that a crash state takes for not having happened: as if the call were missing in the code.
+// Syncs that a crash state ignores, as if the code did not make the call.
 struct IgnoredSync {
-  // "" for syncs of files whose name begins with `name`. Otherwise for syncs of a directory that would make such a change
-  // (create, link, remove, mkdir) of a name that begins so safe.
+  // "": syncs of files whose name begins with `name`. Otherwise: syncs of a directory that would make safe a change of
+  // this kind (create, link, remove, mkdir) of a name that begins with `name`.
   std::string change;
   std::string name;
 };
 
 class PowerlossVfs final : public Vfs {
  public:
-  // Records what happens below `root`. What is there already counts as safe.
+  // Records the operations below `root`. Files that exist already are safe.
   explicit PowerlossVfs(std::string root, Vfs& below = posix());
 
-  // The moment after everything that has happened so far.
+  // Returns the moment after all operations so far.
   uint64_t now();
-  // For a moment, the kind and the path of what ended last; "" at 0.
+  // Returns "after" or "during", kind and name of the operation that began last at `moment`; "" if there is none.
   std::string describe(uint64_t moment);
   CrashState crash(uint64_t moment, Names names, Sectors sectors, uint64_t seed,
                    const std::vector<IgnoredSync>& ignored = {});
@@ -86,7 +86,7 @@ class PowerlossVfs final : public Vfs {
     uint64_t offset = 0;  // of a write; the length after a truncation
     std::vector<std::byte> data;
   };
-  // Names inside one directory and changes of them that have been decided.
+  // The names in a directory, each with its inode.
   using Entries = std::map<std::string, uint32_t>;
 
   static const char* kind_name(Kind kind);
@@ -106,9 +106,9 @@ class PowerlossVfs final : public Vfs {
   uint64_t tick_ = 0;
   std::vector<Event> events_;
   uint32_t num_inodes_ = 1;  // 0 is the root
-  // As things are now.
+  // The current state.
   std::map<std::string, uint32_t> inodes_;  // by path below the root
-  // As things were at the beginning.
+  // The state at construction.
   std::map<uint32_t, Entries> first_entries_;
   std::map<uint32_t, std::vector<std::byte>> first_bytes_;
 };

@@ -1,5 +1,5 @@
-// The system calls of the real filesystem that may be interrupted or come up short. A fault backend can make the next
-// one of its thread do so: what happens then is handled below File, where no backend of files could cause it.
+// System calls of the real filesystem that may be interrupted or move fewer bytes than asked. A fault backend can make
+// the next call of its thread do so. A backend of files cannot: these cases are handled below File.
 #pragma once
 
 #include <unistd.h>
@@ -10,7 +10,7 @@
 
 namespace bunkbed::vfs {
 
-// What the next call of this thread does instead of all it was asked for.
+// What the next call of this thread does instead of the whole operation.
 enum class Mishap { kNone, kInterrupt, kShort };
 
 inline Mishap& next_mishap() {
@@ -26,7 +26,7 @@ inline bool is_interrupted() {
   return true;
 }
 
-// Bytes a call asks for when it is to come up short: half, in whole sectors, at least one.
+// The bytes that a call asks for when it must be short: half, in whole sectors, at least one sector.
 inline size_t shortened(size_t n) {
   if (next_mishap() != Mishap::kShort) return n;
   next_mishap() = Mishap::kNone;
@@ -42,7 +42,7 @@ inline ssize_t write_some(int fd, const void* data, size_t n, off_t offset) {
   return is_interrupted() ? -1 : ::pwrite(fd, data, shortened(n), offset);
 }
 
-// Runs a call that may be interrupted until it was not.
+// Repeats a call until it is not interrupted.
 template <typename Call>
 auto uninterrupted(Call&& call) {
   for (;;) {

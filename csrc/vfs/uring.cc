@@ -1,4 +1,4 @@
-// The three system calls themselves, not liburing: nothing to find when building, nothing to miss where a wheel runs.
+// Makes the three system calls itself: neither a build nor an installed wheel needs liburing.
 #include "vfs/uring.h"
 
 #include <cerrno>
@@ -44,7 +44,7 @@ class KernelRing final : public Ring {
  public:
   KernelRing(std::byte* memory, size_t slice_bytes, size_t num_slices);
   ~KernelRing() override;
-  // 0, or why there is no ring.
+  // Returns 0, or the errno that says why there is no ring.
   int open();
   void begin(ReadSource& source) noexcept override;
   std::optional<ReadOp> drive(ReadSource& source) noexcept override;
@@ -85,13 +85,13 @@ class KernelRing final : public Ring {
 
 KernelRing::KernelRing(std::byte* memory, size_t slice_bytes, size_t num_slices)
     : memory_(memory), slice_bytes_(slice_bytes), ops_(num_slices), holds_(num_slices) {
-  // Taken from the end: the slice used last is the one whose lines are in the processor's cache.
+  // Slices are taken from the end: the slice used last is still in the processor's cache.
   for (size_t i = num_slices; i > 0; --i) free_slices_.push_back(static_cast<uint32_t>(i - 1));
 }
 
 int KernelRing::open() {
   // COOP_TASKRUN (5.19): completions wait for the next call into the kernel instead of interrupting the thread. Not
-  // DEFER_TASKRUN, which would bind the ring to one thread, nor SQPOLL, whose thread takes a processor from the model.
+  // DEFER_TASKRUN, which would bind the ring to one thread. Not SQPOLL, whose thread takes a processor from the model.
   io_uring_params params{};
   const auto setup = [&](unsigned flags) {
     params = {};
@@ -120,7 +120,7 @@ int KernelRing::open() {
   cq_mask_ = *at<unsigned>(cq_memory_, params.cq_off.ring_mask);
   cq_entries_ = at<io_uring_cqe>(cq_memory_, params.cq_off.cqes);
 
-  // Spares the kernel looking up the pages of every read; where the limit of locked memory forbids it, it does that.
+  // Spares the kernel a lookup of the pages of each read. Reads also work where the limit of locked memory forbids it.
   iovec whole{memory_, slice_bytes_ * ops_.size()};
   has_buffers_ = ::syscall(__NR_io_uring_register, fd_, IORING_REGISTER_BUFFERS, &whole, 1) == 0;
   return 0;
@@ -133,7 +133,7 @@ KernelRing::~KernelRing() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-// Queues reads while slices are free. The kernel sees them at the next enter().
+// Queues reads while slices are free. The next enter() passes the queued reads to the kernel.
 void KernelRing::fill(ReadSource& source) noexcept {
   unsigned tail = std::atomic_ref(*sq_tail_).load(std::memory_order_relaxed);
   while (!free_slices_.empty() && !refused_) {
@@ -161,12 +161,12 @@ void KernelRing::fill(ReadSource& source) noexcept {
     ++tail;
     ++queued_;
   }
-  // Pairs with the kernel's acquire of the tail: it sees the entries written above.
+  // Pairs with the kernel's acquire of the tail: the kernel sees the entries written above.
   std::atomic_ref(*sq_tail_).store(tail, std::memory_order_release);
 }
 
-// Hands the queued reads to the kernel and waits for so many completions; false when the kernel took nothing and
-// would not wait.
+// Submits the queued reads to the kernel and waits for `wait_for` completions. Returns false when the call failed,
+// other than by an interrupt: no read was submitted.
 bool KernelRing::enter(unsigned wait_for) noexcept {
   const unsigned flags = wait_for > 0 ? IORING_ENTER_GETEVENTS : 0;
   const long taken = ::syscall(__NR_io_uring_enter, fd_, queued_, wait_for, flags, nullptr, size_t{0});
@@ -176,8 +176,8 @@ bool KernelRing::enter(unsigned wait_for) noexcept {
   return true;
 }
 
-// Whatever is not a whole read (a short one, an interrupted one, an error) is done again by File::read, which goes on
-// until it is whole and names errors.
+// A read that is not complete (short, interrupted or failed) is repeated by File::read, which reads until it is
+// complete and reports errors.
 void KernelRing::finish(ReadSource& source, uint32_t index, int result) noexcept {
   const ReadOp op = ops_[index];
   holds_[index].reset();
@@ -195,7 +195,7 @@ void KernelRing::finish(ReadSource& source, uint32_t index, int result) noexcept
 
 void KernelRing::reap(ReadSource& source) noexcept {
   unsigned head = std::atomic_ref(*cq_head_).load(std::memory_order_relaxed);
-  // Pairs with the kernel's release of the tail: completions, and the bytes they speak of, are there.
+  // Pairs with the kernel's release of the tail: the completions and the bytes of their reads are visible.
   const unsigned tail = std::atomic_ref(*cq_tail_).load(std::memory_order_acquire);
   count_uring_reads(tail - head);
   for (; head != tail; ++head) {
@@ -211,7 +211,7 @@ void KernelRing::begin(ReadSource& source) noexcept {
   if (queued_ > 0) enter(0);
 }
 
-// For a kernel that takes no more: the queue is ours alone until then.
+// Does the queued reads by File::read when the kernel accepts none. The kernel reads the queue in enter() only.
 void KernelRing::take_back(ReadSource& source) noexcept {
   const unsigned tail = std::atomic_ref(*sq_tail_).load(std::memory_order_relaxed);
   std::atomic_ref(*sq_tail_).store(tail - queued_, std::memory_order_release);
@@ -225,10 +225,10 @@ std::optional<ReadOp> KernelRing::drive(ReadSource& source) noexcept {
   for (;;) {
     fill(source);
     if (queued_ + in_flight_ == 0) return std::exchange(refused_, std::nullopt);
-    // A few at a time: fewer calls, and the device still has most of what it can take.
+    // Waits for an eighth of the reads at once: fewer calls, while the device keeps most of its queue.
     if (!enter(std::max(1u, (queued_ + in_flight_) / 8))) {
       if (in_flight_ > 0) {
-        ::usleep(100);  // short of memory, most likely: completions make room
+        ::usleep(100);  // probably short of memory, which completions free
       } else {
         take_back(source);
       }

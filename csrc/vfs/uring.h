@@ -1,5 +1,5 @@
-// io_uring, where the kernel has it: many reads in flight from one thread. A read then costs less than half of the
-// processor time of a pread in a thread of its own, and a model beside the reads gets the rest (benchmarks/RESULTS.md).
+// io_uring, where the kernel has it: many reads in flight from one thread. A read takes less than half of the processor
+// time of a pread in its own thread, so a model that trains concurrently gets more (benchmarks/RESULTS.md).
 #pragma once
 
 #include <memory>
@@ -9,18 +9,18 @@
 
 namespace bunkbed::vfs {
 
-// One thread at a time.
+// Used by one thread at a time.
 class Ring {
  public:
-  // As many reads at once as there are slices. Null where the kernel has no io_uring or refuses it (a container's
-  // filter, a sysctl, too many open files); `error_number` then says why.
+  // Makes a ring with as many reads in flight as there are slices. Returns null where the kernel has no io_uring or
+  // refuses it (a container's filter, a sysctl, too many open files); `error_number` is then the reason.
   static std::unique_ptr<Ring> make(std::byte* memory, size_t slice_bytes, size_t num_slices, int* error_number);
   virtual ~Ring() = default;
 
-  // Puts the source's first reads on their way and returns; drive() must follow, on the same thread.
+  // Submits the source's first reads and returns. drive() must follow, on the same thread.
   virtual void begin(ReadSource& source) noexcept = 0;
-  // Carries out reads until the source has none and none is in flight. A file without a descriptor ends it early: the
-  // read that could not be taken is returned.
+  // Carries out reads until the source has none and none is in flight. Stops early at a file without a descriptor and
+  // returns its read, which is not carried out.
   virtual std::optional<ReadOp> drive(ReadSource& source) noexcept = 0;
 };
 

@@ -1,7 +1,7 @@
-// The only door to the operating system's files. Everything durable goes through here, so that backends which
-// inject faults or simulate power loss can take the place of the real one.
+// The interface to the operating system's files. All durable data goes through it, so a test can use a backend that
+// injects faults or simulates power loss.
 //
-// Every failure is an Error(kSystem) with errno and path, except where a call says otherwise.
+// A failure is an Error(kSystem) with errno and path. A failed sync is kSync. Other kinds are named at the call.
 #pragma once
 
 #include <cstddef>
@@ -22,24 +22,24 @@ class File {
   // fdatasync: data and the size needed to read it are on stable storage when this returns.
   virtual void sync() = 0;
   virtual uint64_t size() = 0;
-  // Unit in which offset, length and memory address of a read must be given. 1 where any will do.
+  // Alignment that offset, length and memory address of a read need; 1: none.
   virtual uint32_t read_alignment() const = 0;
   virtual const std::string& path() const = 0;
-  // Whether that name is still this very file's; false where nobody can tell.
+  // Returns whether that name is a name of this file; false where the backend cannot tell.
   virtual bool is_at(const std::string&) { return false; }
-  // Which file it is, whatever its name says: both 0 where that is not known.
+  // Identifies the file independently of its name; both 0 where that is not known.
   struct Identity {
     uint64_t device = 0;
     uint64_t inode = 0;
     bool operator==(const Identity&) const = default;
   };
   virtual Identity identity() { return {}; }
-  // The kernel's number of this file, for reads that do not go through read(); valid while the file and what `hold` then
-  // holds live. -1: they must.
+  // The descriptor of this file, for reads that bypass read(). It is valid while the file and the object that this call
+  // puts in `hold` live. -1: there is none.
   virtual int descriptor([[maybe_unused]] std::shared_ptr<File>* hold) { return -1; }
 };
 
-// Held while it lives; released by unlock() even where a forked child inherited the descriptor.
+// The writer's lock. unlock() releases it even where a forked child inherited the descriptor.
 class Lock {
  public:
   virtual ~Lock() = default;
@@ -49,17 +49,17 @@ class Lock {
 class Vfs {
  public:
   virtual ~Vfs() = default;
-  // A new file for appends of whole blocks, past the page cache where the filesystem allows it.
+  // Makes a file for appends of whole blocks, without the page cache where the filesystem allows it. Error(kExists).
   virtual std::shared_ptr<File> create(const std::string& path) = 0;
-  // A new file for a few bytes, through the page cache.
+  // Makes a new file of a few bytes that uses the page cache. Error(kExists).
   virtual std::shared_ptr<File> create_small(const std::string& path) = 0;
-  // An existing file for block reads (direct) or small parsed files (not direct).
+  // Opens a file for block reads (direct), or a small file that is parsed (not direct). Error(kNotFound).
   virtual std::shared_ptr<File> open(const std::string& path, bool direct) = 0;
   // Gives the file at `from` the name `to`; Error(kExists) when `to` exists. Never replaces.
   virtual void link(const std::string& from, const std::string& to) = 0;
-  // Removes a file; one that is not there is no error.
+  // Removes a file. A missing file is no error.
   virtual void remove(const std::string& path) = 0;
-  // Cuts a file to its first `bytes` bytes, durably.
+  // Cuts a file to its first `bytes` bytes and syncs it.
   virtual void truncate(const std::string& path, uint64_t bytes) = 0;
   virtual void sync_directory(const std::string& path) = 0;
   virtual void make_directories(const std::string& path) = 0;
@@ -72,8 +72,8 @@ class Vfs {
 
 Vfs& posix();
 
-// The one that tables are made and opened with from Python: posix(), unless a test has put a backend of its own in its
-// place, which then lives as long as the process. Null: posix() again.
+// The Vfs of tables that Python makes and opens: posix(), unless a test gave another one to use(). That one must live
+// as long as the process. Null: posix() again.
 Vfs& current();
 void use(Vfs* vfs);
 
@@ -83,7 +83,7 @@ inline constexpr size_t kBlockBytes = 4096;
 constexpr uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// Memory aligned for direct I/O, returned to the system when freed.
+// Memory aligned for direct I/O.
 class Buffer {
  public:
   Buffer() = default;
