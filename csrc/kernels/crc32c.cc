@@ -61,9 +61,9 @@ namespace {
 
 #define BUNKBED_CRC_TARGET __attribute__((target("sse4.2,pclmul")))
 
-// The crc32 instruction takes 3 cycles but one can start every cycle, so three neighbouring blocks of
-// kBlockBytes run side by side. Carry-less multiplication then moves the first two results over the bytes
-// that follow them: kShiftN = x^(8 N - 33) mod P, reflected, brings a CRC over N bytes of zeros.
+// The crc32 instruction takes 3 cycles but one can start every cycle, so three adjacent blocks of kBlockBytes are
+// computed concurrently. Carry-less multiplication then extends the first two results by two blocks and by one:
+// x^(8 n - 33) mod P, reflected, extends a CRC by n bytes of zeros.
 template <size_t kBlockBytes, uint32_t kShiftOne, uint32_t kShiftTwo>
 BUNKBED_CRC_TARGET inline uint64_t three_blocks(uint64_t crc, const unsigned char* p) {
   uint64_t a = crc;

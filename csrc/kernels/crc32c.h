@@ -1,5 +1,5 @@
 // CRC-32C (Castagnoli): reflected polynomial 0x82f63b78, initial and final xor 0xffffffff (RFC 3720, B.4).
-// `crc` is the result over the bytes before, 0 to begin. Both functions give the same value.
+// `crc` is the result over the bytes before, 0 at the start. Both functions return the same value.
 #pragma once
 
 #include <cstddef>

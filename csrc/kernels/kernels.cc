@@ -52,7 +52,7 @@ Simd level_from_environment() {
               "BUNKBED_SIMD must be 'auto', 'scalar', 'avx2' or 'avx512', got '" + name + "'");
 }
 
-// Null until first use. Two threads may both look at the environment; they find the same table.
+// Null until first use. Two threads may both read the environment; they choose the same table.
 std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace

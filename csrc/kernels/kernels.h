@@ -15,8 +15,7 @@ namespace bunkbed {
 
 enum class Simd : uint8_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
 
-// Everything about one optimizer step that is the same for every row.
-// Built once per step by make_step() from the table's step number (1 for the first update).
+// Constants of one optimizer step. make_step() makes them from the table's step number (1 for the first update).
 struct StepConstants {
   OptimizerKind kind;
   bool has_decay;         // coupled decay: grad += weight_decay * weight
@@ -42,10 +41,10 @@ struct LossSums {
   float weight;
 };
 
-// What a sum of rows begins with: 0, what stands there already, or the first row as it is (not 0 plus it: -0).
+// The start value of a sum of rows: 0, the content of `out`, or the first row itself (0 plus a row turns -0 into 0).
 enum class PoolFrom : uint8_t { kZero, kOut, kFirst };
 
-// Rows to add up, each where it lies.
+// Rows to add up, each at its own address.
 struct PoolRun {
   const void* const* rows;  // n pointers, and kPoolAhead more, which are prefetched and not read
   const float* weights;     // (n) factors, or null
@@ -56,19 +55,19 @@ struct PoolRun {
 };
 inline constexpr int64_t kPoolAhead = 48;
 
-// Rows that lie in frames: row i is that of frames[index[i]], or of frames[i] without an index.
+// Rows in frames: row i is that of frames[index[i]], or of frames[i] without an index.
 struct RowPlaces {
-  // In `frames`: the row lies elsewhere, and its place in the output is left alone.
+  // In `frames`: the row is in no frame; its place in the output stays as it is.
   static constexpr uint32_t kNowhere = ~0u;
   const std::byte* records;  // of frame 0
   size_t stride;             // bytes from one frame's record to the next
   const uint32_t* frames;
   const uint32_t* index;     // (known) or null
   int64_t n;
-  int64_t known;             // rows from the first on that can be asked for ahead; at least n
+  int64_t known;             // rows that may be prefetched, counted from the first; at least n
 };
 
-// Float32 records that lie in frames, to be stepped one after another.
+// Float32 records in frames, to be updated one after another.
 struct RowSteps {
   std::byte* records;      // of frame 0; the weights come first
   size_t stride;           // bytes from one frame's record to the next
@@ -77,18 +76,18 @@ struct RowSteps {
   const uint32_t* frames;  // (n), and more up to `known`
   const float* grads;      // (n, dim), and more up to `known`
   int64_t n;
-  int64_t known;           // rows from the first on that can be asked for ahead
+  int64_t known;           // rows that may be prefetched, counted from the first
 };
 
-// The generator's keys of each round for a seed, made once for many rows.
+// The generator's keys of each round for a seed, computed once for many rows.
 struct RoundKeys {
   explicit RoundKeys(uint64_t seed);
-  uint64_t low[10];   // 32-bit numbers, in lanes as wide as they are wanted
+  uint64_t low[10];   // 32-bit numbers in 64-bit lanes
   uint64_t high[10];
 };
 
-// Which random numbers a stochastic rounding takes: a pure function of these. `field` is 0 for the weights, then the
-// slots in record order, so that no two fields of a row round alike.
+// The random numbers of a stochastic rounding are a pure function of these. `field` is 0 for the weights; the slots
+// follow in record order. So no two fields of a row get the same numbers.
 struct RoundingKey {
   const RoundKeys& seed;
   int64_t id;
@@ -111,10 +110,10 @@ struct Kernels {
 
   // One optimizer step on one row in place. `slots` is laid out as optimizer.h says (slots follow each other).
   void (*update_row)(const StepConstants& step, int64_t dim, const float* grad, float* weight, float* slots);
-  // The same for many rows, each where it lies: one call a row cost as much again as the rows' way from memory.
+  // The same for many rows. A call for each row would take as long again as reading the rows from memory.
   void (*update_rows)(const StepConstants& step, int64_t dim, const RowSteps& rows);
   // The same on a record with 16-bit fields: they widen exactly, the update is update_row's bit for bit, and they are
-  // rounded stochastically when they are stored. `key.field` is not looked at.
+  // rounded stochastically when they are stored. `key.field` is ignored.
   void (*update_narrow)(const StepConstants& step, const NarrowRecord& layout, int64_t dim, const float* grad,
                         const RoundingKey& key, std::byte* record);
 
@@ -122,13 +121,14 @@ struct Kernels {
   void (*add_row)(int64_t dim, const float* x, float* acc);
   // acc[i] = acc[i] + scale * x[i]  (product rounded, then sum rounded)
   void (*add_scaled_row)(int64_t dim, float scale, const float* x, float* acc);
-  // Rows u of n, each the sum of grads' rows (dim) order[starts[u]], ..., order[starts[u + 1] - 1], added in that order:
-  // sums[u * dim + i]. `order` goes on to `known`, from its first on. Returns the sum of the squares of all sums, in double over 16 virtual lanes, by column.
+  // For each u < n: sums[u * dim + i] = the rows (dim) order[starts[u]], ..., order[starts[u + 1] - 1] of `grads`,
+  // added in that order. `order` has `known` entries, so that later rows can be prefetched. Returns the sum of the
+  // squares of all sums, in double over 16 virtual lanes, by column.
   double (*sum_rows)(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
                      uint32_t known, float* sums);
-  // out = the rows added up in rising order, as add_row and add_scaled_row do it; 16-bit rows are widened first
+  // out = the rows added up in order, as by add_row and add_scaled_row; 16-bit rows are widened first
   void (*pool_rows)(DType dtype, int64_t dim, const PoolRun& run, float* out);
-  // out (n, dim): copies of float32[dim] rows, or 16-bit ones widened
+  // out (n, dim): copies of float32[dim] rows, or of widened 16-bit rows
   void (*gather_rows)(DType dtype, int64_t dim, const RowPlaces& from, float* out);
   // x[i] = x[i] * scale
   void (*scale_row)(int64_t dim, float scale, float* x);
@@ -141,10 +141,10 @@ struct Kernels {
 
   // Exact widening of 16-bit values to float32 (float16 subnormals included).
   void (*widen)(DType dtype, int64_t n, const void* x, float* out);
-  // Round to nearest even; used for initial values and for set().
+  // Rounds to nearest even; used for initial values and for set().
   void (*narrow_nearest)(DType dtype, int64_t n, const float* x, void* out);
-  // Stochastic rounding, element by element. Unbiased; values that the narrow type has stay as they are; a finite value
-  // never becomes infinite. precision_impl.h has the details.
+  // Stochastic rounding, element by element. Unbiased; a value that the narrow type can represent does not change; a
+  // finite value never becomes infinite. precision_impl.h has the details.
   void (*narrow_stochastic)(DType dtype, int64_t n, const float* x, const RoundingKey& key, void* out);
 
   // Sums of w softplus(score - positive) and of its slopes, which replace the scores; see losses.h.
@@ -157,7 +157,7 @@ struct Kernels {
   uint32_t (*crc32c)(uint32_t crc, const void* data, size_t n);
 };
 
-// The table for the level in use: the best this processor has, unless BUNKBED_SIMD or set_simd() says less.
+// The kernels of the level in use: the best of this processor, unless BUNKBED_SIMD or set_simd() names a lower one.
 const Kernels& kernels();
 const Kernels& kernels_for(Simd level);  // throws Error(kInvalid) when the processor lacks it
 bool simd_supported(Simd level);

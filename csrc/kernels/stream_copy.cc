@@ -12,7 +12,7 @@ namespace bunkbed {
 
 void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
 #if defined(__x86_64__)
-  constexpr size_t kLine = 64;  // only whole ones go past the caches
+  constexpr size_t kLine = 64;  // only whole lines bypass the caches
   const size_t head = std::min(bytes, (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine);
   std::memcpy(to, from, head);
   size_t at = head;
@@ -23,7 +23,7 @@ void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
     for (int i = 0; i < 4; ++i) _mm_stream_si128(out + i, parts[i]);
   }
   std::memcpy(to + at, from + at, bytes - at);
-  _mm_sfence();  // a lock or an atomic orders ordinary stores alone
+  _mm_sfence();  // a lock or an atomic orders ordinary stores only
 #else
   std::memcpy(to, from, bytes);
 #endif

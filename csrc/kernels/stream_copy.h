@@ -1,11 +1,11 @@
-// Copies past the processor's caches, for bytes that nobody here reads next.
+// A copy that bypasses the processor's caches, for bytes that are not read soon.
 #pragma once
 
 #include <cstddef>
 
 namespace bunkbed {
 
-// As memcpy. Other threads see the bytes once they are told that it has returned.
+// Like memcpy. Another thread sees the bytes once it is synchronized with the return of this call.
 void stream_copy(std::byte* to, const std::byte* from, size_t bytes);
 
 }  // namespace bunkbed

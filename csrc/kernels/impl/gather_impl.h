@@ -1,11 +1,11 @@
-// Rows copied from where they lie to consecutive places.
+// Copies rows from any addresses to consecutive places.
 // Included once by each translation unit of the kernels, after pool_impl.h (prefetch_row); see kernels_impl.h.
 
-// Bytes asked for ahead of the row at hand: with fewer under way the memory's latency shows, many more fall out of the
-// second level before they are used.
+// Bytes prefetched ahead of the current row. With fewer in flight the memory's latency shows; many more leave the
+// second-level cache before they are used.
 constexpr int64_t kGatherAheadBytes = 12288;
 
-constexpr int64_t kGatherTile = 256;  // bytes copied, and asked for, by code without a loop
+constexpr int64_t kGatherTile = 256;  // bytes copied, and prefetched, by code without a loop
 
 inline void copy_row(int64_t bytes, const std::byte* row, std::byte* out) {
   int64_t at = 0;
@@ -24,7 +24,7 @@ inline void copy_row(int64_t bytes, const std::byte* row, std::byte* out) {
   if (at < bytes) __builtin_memcpy(out + at, row + at, static_cast<size_t>(bytes - at));
 }
 
-// `kTiles` of them are the whole row; 0: any number of bytes.
+// Prefetches a row of `kTiles` tiles; 0: of any number of bytes.
 template <int64_t kTiles>
 inline void ask_for_row(int64_t bytes, const std::byte* row) {
   if constexpr (kTiles == 0) {
@@ -36,7 +36,7 @@ inline void ask_for_row(int64_t bytes, const std::byte* row) {
 
 template <bool kIsIndexed, bool kIsWide, int64_t kTiles>
 inline void gather_as(DType dtype, int64_t dim, const RowPlaces& places, float* __restrict out) {
-  const RowPlaces from = places;  // of this function alone: no store to `out` can change it
+  const RowPlaces from = places;  // a local copy: no store to `out` can change it
   const int64_t row_bytes = kTiles == 0 ? dim * (kIsWide ? 4 : 2) : kTiles * kGatherTile;
   const int64_t rows_ahead = kGatherAheadBytes / row_bytes;
   const int64_t ahead = rows_ahead < 4 ? 4 : rows_ahead > 64 ? 64 : rows_ahead;

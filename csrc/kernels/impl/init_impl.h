@@ -1,4 +1,4 @@
-// Initial values of a row. This is file format: FORMAT.md repeats it, the tests hold its golden bytes.
+// Initial values of a row. This is file format: FORMAT.md repeats it, the tests pin its golden bytes.
 // Included once by each translation unit of the kernels; see kernels_impl.h.
 //
 // Element i of row `id` depends on (kind, a, b, seed, id, i) only, so a narrower row is a prefix of a wider one.

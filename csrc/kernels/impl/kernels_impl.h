@@ -1,9 +1,9 @@
 // The one source of all row kernels. kernels_scalar.cc, kernels_avx2.cc and kernels_avx512.cc each include it once
 // and are compiled with the flags of their level; the loops are written so that the compiler vectorizes them.
 //
-// Everything here and in the parts it includes stands in an unnamed namespace, and none of them uses an inline
-// function of the standard library or of our own headers. Such a function, compiled with AVX-512 in one file and
-// without in another, is one symbol to the linker, which may keep the AVX-512 copy for everybody.
+// All code here and in the included parts is in an unnamed namespace. It uses no inline function of the standard
+// library or of our own headers. The linker would see such a function, compiled with AVX-512 in one file and without it
+// in another, as one symbol, and might keep the AVX-512 copy for all callers.
 
 #include "kernels/kernels.h"
 

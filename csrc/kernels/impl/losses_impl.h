@@ -4,14 +4,14 @@
 // softplus(d) = max(d, 0) + log1p(t) and sigmoid(d) = (d < 0 ? t : 1) / (1 + t), both from one t = exp(-|d|), which is
 // why they are computed together. The polynomials are our own, so that no libm decides about the bits:
 //   exp(y), y <= 0   n = round(y / ln 2), r = y - n ln 2 in two steps, 2^n times a polynomial of degree 6; 2 ulp;
-//                    below -40 it is 0, beside which no float32 loss has a digit, and no step of an optimizer: squares
-//                    of smaller numbers are subnormal and take the processor a hundred times as long
+//                    below -40 it is 0: smaller values change no digit of a float32 loss and no optimizer step, and
+//                    their squares are subnormal, which take the processor a hundred times as long
 //   log1p(t)         2 s (1 + s^2 / 3 + s^4 / 5 + ... + s^12 / 13) with s = t / (2 + t): small t keep their digits
 
 constexpr float kLog2E = 0x1.715476p+0f;
 constexpr float kLn2High = 0x1.63p-1f;
 constexpr float kLn2Low = -0x1.bd0106p-13f;
-constexpr float kRoundMagic = 0x1.8p+23f;  // adding it rounds to a whole number, which then stands in the low bits
+constexpr float kRoundMagic = 0x1.8p+23f;  // adding it rounds to a whole number, in the low bits
 constexpr float kLowestExponent = -40.0f;
 
 inline float exp_of_negative(float y) {
@@ -39,7 +39,7 @@ inline float log1p_of_fraction(float t) {
   return (s + s) * (1.0f + tail);
 }
 
-// One block of kLanes scores: slopes in their place, sums added lane by lane. `weight` of a score is
+// One block of kLanes scores: replaces each by its slope and adds to the sums lane by lane. `weight` of a score is
 // exp(hardness * (score - highest)), or 1 where is_weighted is false.
 template <bool is_weighted>
 inline void loss_block(float hardness, float highest, float positive, float* __restrict x, float* __restrict losses,
@@ -91,7 +91,7 @@ inline float highest_of(int64_t n, const float* x) {
 LossSums bpr_row(int64_t n, float hardness, float positive, float* scores) {
   if (hardness == 0.0f) return loss_over_row<false>(n, hardness, 0.0f, positive, scores);
   const float highest = highest_of(n, scores);
-  if (highest == -__builtin_inff()) {  // nothing competes (or there are NaNs, which the sums must show)
+  if (highest == -__builtin_inff()) {  // all scores are -inf (or NaN, which the sums must show)
     return loss_over_row<false>(n, hardness, 0.0f, positive, scores);
   }
   LossSums sums = loss_over_row<true>(n, hardness, highest, positive, scores);

@@ -1,15 +1,15 @@
-// One optimizer step on a record with 16-bit fields: widened, updated as update_row does it, rounded and stored, in
-// blocks of as many elements as a group of random numbers serves. Nothing of the row is held beside its record but one
-// block on the stack. Included once by each translation unit of the kernels; see kernels_impl.h.
+// One optimizer step on a record with 16-bit fields, in blocks of as many elements as a group of random numbers serves.
+// A block is widened, updated like update_row does it, rounded and stored; one block of each field is on the stack.
+// Included once by each translation unit of the kernels; see kernels_impl.h.
 
 constexpr int64_t kBlock = kGroupRoundings;
 
-// kBlock as a type. (Nothing of the standard library is used here; kernels_impl.h says why.)
+// kBlock as a type. (kernels_impl.h says why it is not one of the standard library.)
 struct WholeBlock {
   constexpr operator int64_t() const { return kBlock; }
 };
 
-// Calls work(begin, count) for each block. A whole block's count is a constant there: its loops have no ends to look for.
+// Calls work(begin, count) for each block. The count of a whole block is a constant, so its loops need no remainder.
 template <typename Work>
 [[gnu::always_inline]] inline void for_each_block(int64_t dim, Work work) {
   int64_t begin = 0;
@@ -17,7 +17,7 @@ template <typename Work>
   if (begin < dim) work(begin, dim - begin);
 }
 
-// Which optimizer, and which fields are narrow: known before the loops, as the random numbers of a block must stay in
+// The optimizer and the narrow fields are template arguments, because the random numbers of a block must stay in
 // registers.
 template <OptimizerKind kKind, bool kCoupled, bool kDecoupled, bool kNarrowWeight, bool kNarrowState>
 struct NarrowStep {
@@ -34,12 +34,12 @@ struct NarrowStep {
 
   DType dtype_of(uint32_t field) const { return field == 0 ? layout.dtype : DType::kBFloat16; }
 
-  // Elements [begin, begin + count) of a field as float32: in the record where they are stored so, else in `wide`.
+  // Returns elements [begin, begin + count) of a field as float32: in the record if they are so stored, else in `wide`.
   template <uint32_t kField>
   [[gnu::always_inline]] float* open(int64_t begin, int64_t count, float* wide) const {
     std::byte* const stored = record + layout.offsets[kField];
     if constexpr (!is_narrow(kField)) return reinterpret_cast<float*>(stored) + begin;
-    // What lies behind the end of a shorter block is rounded with it, and not stored.
+    // The elements after the end of a shorter block are rounded too, and not stored.
     if (count < kBlock) __builtin_memset(wide, 0, kBlock * sizeof(float));
     widen_halves(dtype_of(kField), count, reinterpret_cast<const uint16_t*>(stored) + begin, wide);
     return wide;
@@ -51,12 +51,12 @@ struct NarrowStep {
     narrow_group(dtype_of(kField), count, wide, random, halves);
   }
 
-  // Every optimizer whose elements do not know each other.
+  // Every optimizer that updates each element independently.
   void elements() const {
     for_each_block(dim, [&](int64_t begin, auto count) __attribute__((always_inline)) {
       constexpr uint32_t kFirst = kNarrowWeight ? 0 : 1;
       constexpr uint32_t kDrawn = (kNarrowState ? kFields : 1) - kFirst;
-      // Drawn first: the generator's ten rounds wait for each other, and the update fills the gaps.
+      // Drawn first: the generator's ten rounds depend on each other, and the update fills the gaps between them.
       constexpr uint32_t kDrawnFields[3] = {kFirst, kFirst + 1, kFirst + 2};
       RandomGroup random[kDrawn];
       random_groups<kDrawn>(key, kDrawnFields, begin, random);
@@ -79,7 +79,7 @@ struct NarrowStep {
     });
   }
 
-  // Row-wise: all squares first, over the same lanes as in one go, as a block is a multiple of 16 long.
+  // Row-wise Adagrad: sums all squares first. A block is a multiple of 16, so the lanes are the same as in one pass.
   void rowwise() const {
     static_assert(kBlock % kLanes == 0);
     alignas(64) float wide[kBlock];

@@ -1,12 +1,12 @@
 // One optimizer step on one row, in place. Included once by each translation unit of the kernels; see kernels_impl.h.
 //
 // The order of operations follows the frameworks' own sparse rules: torch.optim.SGD, Adagrad (sparse gradients) and
-// SparseAdam; FBGEMM's exact row-wise Adagrad. Adam's slots then equal torch's bit for bit; weights differ in the last
+// SparseAdam; FBGEMM's exact row-wise Adagrad. Adam's slots then equal torch's bit for bit. Weights differ in the last
 // place where a build of torch fuses a multiplication with an addition or takes a root that is not correctly rounded.
-// Decay is not part of those. Coupled: the gradient becomes grad + weight_decay * weight. Decoupled: the
-// weight becomes weight * (1 - lr * weight_decay) first. The caller's gradient is never written.
+// Those rules have no decay. Coupled: the gradient becomes grad + weight_decay * weight. Decoupled: the weight first
+// becomes weight * (1 - lr * weight_decay). The caller's gradient is never written.
 
-// Neither kind of decay, or one of them: resolved outside the loops.
+// The kind of decay is a template argument, so the loops do not test it.
 template <bool kCoupled>
 inline float decayed_grad(const StepConstants& step, float grad, float weight) {
   if constexpr (kCoupled) return grad + step.weight_decay * weight;
@@ -40,7 +40,7 @@ inline void update_adagrad(const StepConstants& step, int64_t dim, const float* 
   }
 }
 
-// Adds the squares of the gradient to 16 lanes. `weight` is looked at for coupled decay only.
+// Adds the squares of the gradient to 16 lanes. `weight` is read for coupled decay only.
 template <bool kCoupled>
 inline void add_squares(const StepConstants& step, int64_t dim, const float* __restrict grad,
                         const float* __restrict weight, LaneSums* lanes) {
@@ -54,7 +54,7 @@ inline void add_squares(const StepConstants& step, int64_t dim, const float* __r
       lanes);
 }
 
-// The row's accumulator with its squares' sum, and the factor of its gradient.
+// Adds the mean of the squares to the row's accumulator. Returns the factor of the gradient.
 inline float add_mean_square(const StepConstants& step, int64_t dim, float squares, float* sum) {
   const float s = sum[0] + squares / static_cast<float>(dim);
   sum[0] = s;
@@ -114,8 +114,8 @@ void update_row(const StepConstants& step, int64_t dim, const float* grad, float
   update_with_decay<false, false>(step, dim, grad, weight, slots);
 }
 
-// One row in tiles of a fixed width, which the compiler unrolls and keeps the constants in registers for; the rest, and
-// row-wise Adagrad's sum over the whole row, as they are for a row alone. Element by element the same operations.
+// Updates one row in tiles of a fixed width: the compiler unrolls a tile and keeps the constants in registers. The bits
+// are those of update_row().
 template <OptimizerKind kKind, bool kCoupled, bool kDecoupled>
 inline void update_in_tiles(const StepConstants& step, int64_t dim, const float* grad, float* weight, float* slots) {
   constexpr int64_t kTile = 64;
@@ -144,13 +144,13 @@ inline void update_in_tiles(const StepConstants& step, int64_t dim, const float*
   if (at < dim) run(at, dim - at);
 }
 
-// Records lie anywhere, gradients one after another, but too far apart for the processor to guess across pages. Both are
-// asked for into the second level, well ahead: the first has too few places for lines under way.
+// Records are at any addresses; gradients are consecutive, but the processor's own prefetching ends at a page. Both are
+// prefetched into the second-level cache, well ahead: the first level has too few places for lines in flight.
 constexpr int64_t kStepAheadBytes = 24576;
 
 template <OptimizerKind kKind, bool kCoupled, bool kDecoupled>
 void update_rows_as(const StepConstants& constants, int64_t dim, const RowSteps& rows) {
-  const StepConstants step = constants;  // of this function alone: no store to a row can change it
+  const StepConstants step = constants;  // a local copy: no store to a row can change it
   const auto record_bytes = static_cast<int64_t>(rows.record_bytes);
   const int64_t asked_bytes = record_bytes < 1024 ? record_bytes : 1024;
   const int64_t grad_bytes = dim * 4 < 1024 ? dim * 4 : 1024;

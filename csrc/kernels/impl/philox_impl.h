@@ -2,9 +2,9 @@
 // Included once by each translation unit of the kernels; see kernels_impl.h.
 //
 // key = (seed bits 0..31, seed bits 32..63); counter = (id bits 0..31, id bits 32..63, block, extra).
-// The streams of one table never meet: initial values count blocks from 0 with extra = 0, stochastic rounding of
-// field f from kRoundingStream + f * kFieldStream with extra = step mod 2^32. (A row of 2^27 elements, more than any
-// record holds, would reach the next field's.)
+// The streams of one table are disjoint: initial values count blocks from 0 with extra = 0, stochastic rounding of
+// field f from kRoundingStream + f * kFieldStream with extra = step mod 2^32. (Only a row of 2^27 elements, more than a
+// record can hold, would reach the blocks of the next field.)
 
 constexpr int64_t kGroupBlocks = 8;
 constexpr int64_t kGroupPairs = 2 * kGroupBlocks;
@@ -12,7 +12,7 @@ constexpr uint32_t kRoundingStream = 0x80000000u;
 constexpr uint32_t kFieldStream = 0x01000000u;
 
 // A block's four words w0 w1 w2 w3 are two pairs: (w0, w1) and (w2, w3). even[p] and odd[p] are the two words of
-// pair p, block by block, which is the order in which the initialisers want them.
+// pair p, block by block, as the initialisers use them.
 struct alignas(64) PhiloxWords {
   uint32_t even[kGroupPairs];
   uint32_t odd[kGroupPairs];
@@ -28,8 +28,8 @@ constexpr size_t kVectorBytes = 16;
 
 typedef uint64_t Words64 __attribute__((vector_size(kVectorBytes)));
 
-// Low 32 bits of each lane times `factor`. Compilers do not see that `(a & 0xffffffff) * factor` is one
-// instruction, hence the intrinsics.
+// Low 32 bits of each lane times `factor`. Intrinsics, because compilers do not make one instruction of
+// `(a & 0xffffffff) * factor`.
 inline Words64 multiply_low(Words64 a, uint32_t factor) {
 #if defined(__AVX512F__)
   // The masked form, because GCC's unmasked one warns about its own undefined operand.
@@ -53,10 +53,10 @@ struct PhiloxState {
   Words64 c3[kVectors];
 };
 
-// Each 32-bit word of the state sits in a 64-bit lane whose upper half may hold rubbish: the multiplication reads
-// the lower half only, exclusive or does not carry, and whoever takes the words masks it off. Groups that are worked on
-// together differ in their first block only; one after the other they would wait for the multiplier, as each round needs
-// the one before.
+// Each 32-bit word of the state is in a 64-bit lane whose upper half may hold any bits: the multiplication reads the
+// lower half only, exclusive or has no carry, and the caller masks the words. Groups that are computed together differ
+// in their first block only. One after the other they would stall on the multiplier, as each round needs the one
+// before.
 template <size_t kGroups, typename KeyOfRound>
 inline void philox_rounds(KeyOfRound key_of, int64_t id, const uint32_t* first_blocks, uint32_t extra, PhiloxState* groups) {
   static constexpr uint64_t kIota[kGroupBlocks] = {0, 1, 2, 3, 4, 5, 6, 7};

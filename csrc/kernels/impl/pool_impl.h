@@ -1,14 +1,14 @@
-// Rows of a bag added up straight from where they lie.
+// Adds up the rows of a bag at their own addresses, without a copy.
 // Included once by each translation unit of the kernels, after rows_impl.h and precision_impl.h; see kernels_impl.h.
 //
-// The accumulator stays in registers, so every element is a chain of additions in the order of the rows, each rounded
-// once: the bits that add_row() and add_scaled_row() give, one row after another.
+// The accumulator stays in registers. Each element is a chain of additions in the order of the rows, each rounded once:
+// the bits are those of add_row() and add_scaled_row(), called for one row after another.
 
 constexpr int64_t kPoolWidth = kVectorBytes / sizeof(float);
-constexpr int64_t kPoolVectors = 8;  // columns of one pass over the rows, in vectors; the accumulators of a pass
+constexpr int64_t kPoolVectors = 8;  // columns of one pass over the rows, in vectors; each has an accumulator
 
-// Into the second level, far ahead: the first has too few places for lines under way (measured: 1.7 times the speed of
-// near ones into the first). `kOwnBytes` are those of the pass; the rest of a longer row is asked for as well.
+// Prefetches into the second-level cache, far ahead: the first level has too few places for lines in flight (1.7 times
+// as fast as near ones into the first). `kOwnBytes` are those of the pass; more of a longer row is prefetched too.
 template <int64_t kOwnBytes>
 inline void prefetch_row(const void* row, int64_t bytes) {
   const auto* line = static_cast<const char*>(row);

@@ -1,18 +1,18 @@
 // 16-bit fields: bfloat16 (8 bits of exponent, 7 of fraction) and IEEE float16 (5 and 10).
 // Included once by each translation unit of the kernels; see kernels_impl.h.
 //
-// Integer arithmetic throughout, not the processor's conversion instructions: every level then gives the same bits,
-// NaN payloads included, and the scalar level needs no F16C.
+// Uses integer arithmetic throughout, not the processor's conversion instructions: every level then gives the same
+// bits, NaN payloads included, and the scalar level needs no F16C.
 //
-// Nearest: to nearest, ties to even, overflow to infinity, as the frameworks convert. A NaN stays a NaN (made quiet).
+// Nearest: to nearest, ties to even, overflow to infinity, as the frameworks convert. A NaN stays a (quiet) NaN.
 //
 // Stochastic: a finite value x between two neighbouring values lo < x < hi of the narrow type becomes hi with
-// probability (x - lo) / (hi - lo), so its expectation is x; a value that the narrow type has stays as it is.
-// Element i of a field of row `id` uses 16 bits of the Philox stream of philox_impl.h: block kRoundingStream +
+// probability (x - lo) / (hi - lo), so its expectation is x. A value that the narrow type can represent does not
+// change. Element i of a field of row `id` uses 16 bits of the Philox stream of philox_impl.h: block kRoundingStream +
 // field * kFieldStream + i / 8, extra = step mod 2^32, bits 16 (i mod 2) to 16 (i mod 2) + 15 of word (i mod 8) / 2.
-// That is exact for bfloat16 and for normal float16; for subnormal float16 the probability is rounded down to a multiple of 2^-16.
-// A finite value never becomes infinite: beyond the largest finite value it becomes that value. (Rounding to
-// infinity with some probability would lose a row for good.) Infinities and NaNs stay what they are.
+// The probability is exact for bfloat16 and for normal float16; for subnormal float16 it is rounded down to a multiple
+// of 2^-16. A finite value beyond the largest finite one becomes that one: an infinite weight would make the row
+// useless for all later steps. Infinities and NaNs do not change.
 
 inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
@@ -32,7 +32,7 @@ inline float float16_widen(uint16_t half) {
   return float_of(sign | (magnitude < 0x400u ? subnormal : normal));
 }
 
-// Infinity, or the NaN with its upper payload bits.
+// The bits of infinity, or of the NaN with its upper payload bits.
 inline uint32_t float16_special(uint32_t magnitude) {
   return magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : 0x7c00u;
 }
@@ -41,7 +41,7 @@ inline uint16_t float16_nearest(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Adding 0.5, whose last bit is worth 2^-24, makes the adder round to a multiple of it.
+  // The last bit of 0.5 is 2^-24: adding 0.5 rounds the sum to a multiple of 2^-24.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t rounded = magnitude >= 0x47800000u ? float16_special(magnitude) : finite;
@@ -85,12 +85,12 @@ typedef uint16_t Words16 __attribute__((vector_size(kVectorBytes / 2)));  // as 
 
 constexpr int64_t kVectorFloats = kVectorBytes / sizeof(float);
 
-// All ones where it holds. Both sides below 2^31: signed comparisons are the ones every level has.
+// All ones in lanes where x < limit. Both must be below 2^31: only signed comparisons exist at every level.
 inline Words32 is_below(Words32 x, int32_t limit) { return (Words32)((Ints32)x < limit); }
 
 inline Words32 bfloat16_stochastic(Words32 bits, Words32 random16) {
   const Words32 magnitude = bits & 0x7fffffffu;
-  // From the largest finite value on nothing is raised: it stays that, or infinity.
+  // Values from the largest finite one on are not raised: they become that one, or stay infinite.
   const Words32 raise = random16 & is_below(magnitude, 0x7f7f0000);
   const Words32 quiet = ~is_below(magnitude, 0x7f800001) & 0x40u;
   return ((bits + raise) >> 16) | quiet;
@@ -100,13 +100,13 @@ inline Words32 float16_stochastic(Words32 bits, Words32 random16) {
   const Words32 magnitude = bits & 0x7fffffffu;
   const Words32 normal = (magnitude - 0x38000000u + (random16 & 0x1fffu)) >> 13;
   const Words32 is_subnormal = is_below(magnitude, 0x38800000);
-  // In units of 2^-24, the subnormals' spacing. Larger values must not reach the conversion to an integer.
+  // In units of 2^-24, the spacing of subnormals. Larger values must not be converted to an integer.
   const Floats units = (Floats)(magnitude & is_subnormal) * 0x1p24f;
   const Ints32 whole = __builtin_convertvector(units, Ints32);
   const Ints32 part = __builtin_convertvector((units - __builtin_convertvector(whole, Floats)) * 0x1p16f, Ints32);
   const Words32 subnormal = (Words32)whole + (((Words32)part + random16) >> 16);
   const Words32 raised = (subnormal & is_subnormal) | (normal & ~is_subnormal);
-  // As values, not encodings: beyond the range `raised` has run past the exponent's five bits.
+  // Compares values, not encodings: beyond the range `raised` exceeds the exponent's five bits.
   const Words32 fits = is_below(raised, 0x7c00);
   const Words32 finite = (raised & fits) | (0x7bffu & ~fits);
   const Words32 is_nan = ~is_below(magnitude, 0x7f800001);
@@ -115,16 +115,16 @@ inline Words32 float16_stochastic(Words32 bits, Words32 random16) {
   return ((bits >> 16) & 0x8000u) | (finite & is_finite) | (special & ~is_finite);
 }
 
-// 64 random 16-bit numbers: those of elements [begin, begin + 64) of a field. A group's words in stream order are its
-// numbers in stream order, on a little-endian machine. Kept as vectors: numbers stored and loaded again in other widths
-// would wait for the store.
+// 64 random 16-bit numbers, for elements [begin, begin + 64) of a field. On a little-endian machine the words of a
+// group, in stream order, are these numbers in order. They are kept as vectors: a load of another width would stall on
+// the store.
 constexpr int64_t kGroupRoundings = 8 * kGroupBlocks;
 constexpr size_t kGroupVectors = kGroupRoundings * sizeof(uint16_t) / kVectorBytes;
 struct RandomGroup {
   Words64 at[kGroupVectors];
 };
 
-// Lanes begin, begin + 1, ... of a and b in turn: one vector of them.
+// Returns lanes begin, begin + 1, ... of a and b alternately, as one vector.
 inline Words64 interleave(Words64 a, Words64 b, size_t begin) {
   constexpr size_t kWords = PhiloxState::kWords;
 #if defined(__clang__)
@@ -155,7 +155,7 @@ template <size_t kFields>
   if constexpr (kVectorBytes == 64) {
     philox_rounds<kFields>(key_of, key.id, first_blocks, extra, groups);
   } else {
-    // A group fills the registers, and has vectors enough of its own to keep the multiplier busy.
+    // One group fills the registers and has enough vectors to keep the multiplier busy.
     for (size_t f = 0; f < kFields; ++f) philox_rounds<1>(key_of, key.id, first_blocks + f, extra, groups + f);
   }
   constexpr size_t kWords = PhiloxState::kWords;
@@ -163,14 +163,14 @@ template <size_t kFields>
     for (size_t v = 0; v < PhiloxState::kVectors; ++v) {
       const Words64 first = (groups[f].c0[v] & 0xffffffffu) | (groups[f].c1[v] << 32);
       const Words64 second = (groups[f].c2[v] & 0xffffffffu) | (groups[f].c3[v] << 32);
-      // A block's four words are its lanes of the two.
+      // The four words of a block are its lane of `first` and its lane of `second`.
       random[f].at[2 * v] = interleave(first, second, 0);
       random[f].at[2 * v + 1] = interleave(first, second, kWords / 2);
     }
   }
 }
 
-// GCC makes two conversions of half the width and a shuffle of each of these, hence the intrinsics.
+// Intrinsics, because GCC makes two conversions of half the width and a shuffle of each of these functions.
 inline Words32 widen_words(Words16 x) {
 #if defined(__AVX512F__)
   return (Words32)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x);
@@ -212,7 +212,7 @@ template <DType kDType>
   }
 }
 
-// Rounds x[0 .. n) with n at most kGroupRoundings. x may be read up to the end of the vector in which its last value lies.
+// Rounds x[0 .. n), n at most kGroupRoundings. x may be read up to the end of the vector that has its last value.
 [[gnu::always_inline]] inline void narrow_group(DType dtype, int64_t n, const float* x, const RandomGroup& random,
                                                 uint16_t* out) {
   if (dtype == DType::kBFloat16) {

@@ -25,9 +25,9 @@ struct alignas(64) LaneSums {
   float at[kLanes];
 };
 
-// Adds term(i) for i below n to lane i mod 16, in rising i. `term(load, i)` returns what load(pointer + i) makes of it:
-// one value, or a vector of them from i onwards. A sum may be made of several calls, if n is a multiple of 16 in all but
-// the last.
+// Adds term(i) for i = 0, ..., n - 1, in this order, to lane i mod 16. `term(load, i)` computes from load(pointer + i),
+// which is one value or a vector of the values from i on. Several calls may add to one sum if n is a multiple of 16 in
+// all calls but the last.
 template <typename Term>
 inline void add_to_lanes(int64_t n, Term term, LaneSums* lanes) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
@@ -42,7 +42,7 @@ inline void add_to_lanes(int64_t n, Term term, LaneSums* lanes) {
   for (int64_t lane = 0; i < n; ++i, ++lane) lanes->at[lane] = lanes->at[lane] + term(load_one, i);
 }
 
-// Sum over i of term(i), over 16 lanes, which then fold 8, 4, 2, 1.
+// Returns the sum of all term(i) over 16 lanes, which are folded 8, 4, 2, 1.
 template <typename Term>
 inline float sum_over_lanes(int64_t n, Term term) {
   LaneSums lanes{};
@@ -57,8 +57,8 @@ float dot(int64_t dim, const float* x, const float* y) {
 typedef double Doubles __attribute__((vector_size(kVectorBytes)));
 typedef float HalfFloats __attribute__((vector_size(kVectorBytes / 2)));
 
-// A sum of squares in double over 16 lanes: column i of a row counts in lane i mod 16. As vectors, and not as an array
-// of lanes: the compiler would take that apart and put it together again for every row.
+// A sum of squares in double over 16 lanes: column i of a row counts in lane i mod 16. The lanes are vectors: the
+// compiler would unpack and pack an array for every row.
 struct Squares {
   static constexpr int64_t kWidth = kVectorBytes / sizeof(double);
   static constexpr int64_t kVectors = kLanes / kWidth;
@@ -88,14 +88,14 @@ struct Squares {
   }
 };
 
-// Columns [0, kVectors vectors) of a sum, kept in registers; order[0..n) as rows of `grads`. Each row lies somewhere else
-// in the batch: those to come, of which `known` are known, are asked for.
+// Sums columns [0, kVectors vectors) of rows order[0 .. n) of `grads`, in registers. The rows are scattered over the
+// batch, so the next ones, up to order[known], are prefetched.
 template <int64_t kVectors>
 inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uint32_t n, uint32_t known, float* out) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
   constexpr uint32_t kAhead = 32;
   Floats acc[kVectors];
-  for (int64_t v = 0; v < kVectors; ++v) acc[v] = -Floats{};  // -0.0: x + -0.0 is x for every x (0 - 0.0 would be 0)
+  for (int64_t v = 0; v < kVectors; ++v) acc[v] = -Floats{};  // x + -0.0 is x for every x (-0.0 + 0.0 would be 0.0)
   for (uint32_t o = 0; o < n; ++o) {
     if (o + kAhead < known) {
       const float* const ahead = grads + static_cast<int64_t>(order[o + kAhead]) * dim;
@@ -150,7 +150,7 @@ void scale_row(int64_t dim, float scale, float* x) {
 }
 
 bool all_finite(int64_t n, const float* x) {
-  // Looks at bits, in pieces: comparisons with NaN would cost a branch, a whole pass no early end.
+  // Tests bits, in pieces: comparisons with NaN would need a branch, and one pass could not end early.
   constexpr int64_t kPiece = 512;
   for (int64_t begin = 0; begin < n; begin += kPiece) {
     const int64_t end = n - begin < kPiece ? n : begin + kPiece;
