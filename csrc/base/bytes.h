@@ -1,4 +1,4 @@
-// Numbers in files, at any place: little-endian, as the processors are that this runs on (checked where the module starts).
+// Numbers in files, at any alignment, little-endian like all supported processors (csrc/bindings/module.cc).
 #pragma once
 
 #include <cstddef>

@@ -36,7 +36,7 @@ struct Armed {
 };
 
 Armed& armed() {
-  static auto* instance = new Armed;  // leaked: threads may come by while the process goes down
+  static auto* instance = new Armed;  // leaked: threads may reach a failpoint at process exit
   return *instance;
 }
 

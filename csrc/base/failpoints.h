@@ -1,5 +1,5 @@
-// Named places in the protocols where a test may make something happen: an error, the process's end, a delay. Always
-// compiled in; one relaxed load each while none is armed.
+// Named places in the protocols where a test can cause an error, the end of the process or a delay. Always compiled in.
+// Each costs one relaxed load while none is armed.
 #pragma once
 
 #include <atomic>
@@ -19,11 +19,11 @@ inline void failpoint(const char* name) {
   if (failpoints_armed.load(std::memory_order_relaxed)) [[unlikely]] reach_failpoint(name);
 }
 
-// At the `nth` time from now that the place is reached (1: the next) the action is taken, once; 0: every time. With an
-// empty name all places are counted and nothing happens. Error(kInvalid) when there is no such place.
+// Takes the action once, at the `nth` time from now that the place is reached (1: the next), or at each time (0). An
+// empty name counts all places and takes no action. Error(kInvalid) for an unknown name.
 void arm_failpoint(const std::string& name, uint64_t nth, FailpointAction action, double delay_s);
 void disarm_failpoints();
-// How often each was reached since counting began; all names.
+// Returns how often each place was reached since arm_failpoint(), for all names.
 std::vector<std::pair<std::string, uint64_t>> failpoint_counts();
 
 }  // namespace bunkbed

@@ -1,5 +1,5 @@
-// Seeded bugs, always compiled in, so that the tests can show that they would find them (docs/design/engine.md,
-// rule 20).
+// Seeded bugs, always compiled in. With one switched on, a test shows that it would find such a bug
+// (docs/design/engine.md, rule 20).
 #pragma once
 
 #include <atomic>
@@ -19,24 +19,24 @@ inline bool fault_is(const char* name) {
   return active != nullptr && std::strcmp(active, name) == 0;
 }
 
-// nullptr switches all off. False when unknown.
+// Switches the named bug on; nullptr switches all off. Returns false for an unknown name.
 inline bool set_fault(const char* name) {
   static constexpr const char* kKnown[] = {
-      // Of values.
+      // Values.
       "lost_write_back", "stale_read", "double_update",
-      // Of threads; csrc/stress must find them.
+      // Threads; csrc/stress must find these.
       "scan_misses_change",   // a scan goes on although the table was changed
-      "lookup_without_lock",  // a large lookup gives the lock up between its pieces
-      "descriptor_leak",      // a file that is done with is not closed
-      // Of commits and compaction.
-      "collect_before_commit",  // what the new commit does not name goes before it is durable
+      "lookup_without_lock",  // a large lookup releases the lock between its pieces
+      "descriptor_leak",      // a file that is no longer used is not closed
+      // Commits and compaction.
+      "collect_before_commit",  // files that the new commit does not name are removed before it is durable
       "length_too_long",        // the manifest names a block more than was written
-      "move_dead_records",      // compaction does not ask whether a record is still its row's newest
+      "move_dead_records",      // compaction does not check whether a record is its row's newest
       "move_outranks",          // compaction moves dead records too and gives them new versions
-      "update_before_copy",     // a record that a commit has yet to write is changed first
-      "evict_into_old_epoch",   // what was changed since a commit began and evicted counts into it
-      "checkpoint_too_new",     // a directory checkpoint is said to hold an epoch more than it does
-      "replay_last_record",     // of a row's records the last one counts, whatever its version
+      "update_before_copy",     // a record that a commit has not written yet is changed first
+      "evict_into_old_epoch",   // a row changed and evicted during a commit is written to that commit's epoch
+      "checkpoint_too_new",     // a directory checkpoint claims one epoch more than it holds
+      "replay_last_record",     // replay takes the last record of a row, whatever its version
   };
   if (name == nullptr) {
     fault_slot().store(nullptr);

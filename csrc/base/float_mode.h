@@ -1,5 +1,5 @@
-// Bits are a promise, also to a caller who set flush-to-zero (torch.set_flush_denormal does): the core computes with
-// IEEE's default mode and gives the caller's back.
+// Gives the core IEEE's default float mode and restores the caller's mode afterwards. So bits do not change for a
+// caller that set flush-to-zero (torch.set_flush_denormal does).
 #pragma once
 
 #if defined(__x86_64__)

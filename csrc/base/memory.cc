@@ -21,13 +21,13 @@ constexpr size_t kPage = 4096;
 constexpr size_t kAlignment = 64;  // a line of the processor's caches
 constexpr size_t kHugePagesFrom = 4u << 20;
 constexpr size_t kKeptBytes = 64u << 20;  // freed arrays kept, process-wide
-constexpr size_t kMadeUntilReturn = 8;    // a hole each: so many tensors of a step may lie idle
-constexpr uint64_t kKeptFor = 512;        // arrays handed out since, after which a kept one goes
+constexpr size_t kMadeUntilReturn = 8;    // each may leave a hole of the size of a tensor
+constexpr uint64_t kKeptFor = 512;        // a kept array is unmapped after so many allocations
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// Sizes vary a little from step to step (the unique rows of a batch) and must still find each other's blocks: rounded
-// up to an eighth of the power of two below.
+// Rounds up to an eighth of the power of two below. Sizes vary a little from step to step (the unique rows of a batch),
+// and a freed block must fit the next step.
 size_t rounded(size_t bytes) {
   const size_t unit = std::max(kPage, std::bit_floor(bytes) / 8);
   return (bytes + unit - 1) / unit * unit;
@@ -45,9 +45,9 @@ void* map(size_t bytes) {
   return block;
 }
 
-// Aligned by hand: glibc's aligned_alloc before 2.39 leaves slivers beside its blocks that keep freed ones from growing
-// together again (sourceware's bugs 14581 and 30723), and a table of 16 MiB took 24 after 800 steps. The byte ahead of
-// the block says how far it lies from what malloc gave.
+// Aligned by hand: glibc's aligned_alloc before 2.39 leaves slivers between its blocks, which keep freed blocks from
+// merging (sourceware bugs 14581 and 30723): a table of 16 MiB took 24 after 800 steps. The byte before the block is
+// the block's distance from malloc's address.
 void* from_heap(size_t bytes) {
   auto* const given = static_cast<std::byte*>(std::malloc(bytes + kAlignment));
   if (given == nullptr) throw OutOfMemory(bytes);
@@ -72,7 +72,7 @@ struct Kept {
   size_t bytes = 0;
   uint64_t handed_out = 0;
 
-  // The oldest first.
+  // Unmaps the oldest blocks first.
   void drop_while(auto&& is_too_much) {
     while (!blocks.empty() && is_too_much(blocks.front())) {
       ::munmap(blocks.front().address, blocks.front().bytes);
@@ -83,7 +83,7 @@ struct Kept {
 };
 
 Kept& kept() {
-  static auto* instance = new Kept;  // leaked: arrays may be freed while the process goes down
+  static auto* instance = new Kept;  // leaked: arrays may be freed at process exit
   return *instance;
 }
 

@@ -1,6 +1,6 @@
-// Large blocks straight from the system, kept apart from the heap: blocks of many MiB that come and go between
-// torch's own would leave holes there which nobody can use, and a RAM budget would not hold (measured: 110 MiB on top
-// of 256).
+// Large blocks come from the system and not from the heap. Blocks of many MiB that are allocated and freed between
+// those of torch would leave holes in the heap that no later block fits, and the process would exceed its RAM budget
+// (measured: 110 MiB more than 256).
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace bunkbed {
 
 inline constexpr size_t kLargeBlock = 256u << 10;  // smaller ones come from the heap
 
-// The system has not so many bytes of memory.
+// The system could not provide so many bytes.
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(size_t bytes) : text_("cannot allocate " + std::to_string(bytes) + " bytes of memory") {}
@@ -22,12 +22,12 @@ class OutOfMemory : public std::bad_alloc {
   std::string text_;
 };
 
-// 64-byte aligned at least; throws OutOfMemory. Given back to the system at once when freed.
+// Aligned to 64 bytes at least; throws OutOfMemory. free_block() returns large blocks to the system at once.
 void* allocate_block(size_t bytes);
 void free_block(void* block, size_t bytes) noexcept;
 
-// The same for arrays that are handed to callers and come back step after step: freed blocks are kept for the next one
-// of about the size, so that a warm step touches no new pages. What was not wanted for a while goes.
+// The same for arrays that callers get and free step after step. Freed blocks are kept for later arrays of about their
+// size, so that a warm step touches no new pages. Blocks that stay unused are returned to the system.
 void* allocate_array(size_t bytes);
 void free_array(void* block, size_t bytes) noexcept;
 
@@ -55,24 +55,24 @@ struct UnsetAllocator {
   bool operator==(const UnsetAllocator&) const { return true; }
 };
 
-// A table's scratch, kept by the table.
+// Scratch memory of a table, kept by the table.
 template <typename T>
 using BlockVector = std::vector<T, UnsetAllocator<T, allocate_block, free_block>>;
-// What comes and goes with each step.
+// Arrays that are made and freed with each step.
 template <typename T>
 using ArrayVector = std::vector<T, UnsetAllocator<T, allocate_array, free_array>>;
 
 // Blocks taken from the system so far, process-wide; a warm step takes none.
 size_t blocks_mapped();
 
-// Small blocks that live long part the heap, and before glibc 2.39 the holes between them do not serve posix_memalign:
-// asked for so many bytes, it looks for a few more. A new segment of a log comes to lie behind a tensor of the step
-// beside it, and the next tensor behind the segment, so a process grew by a tensor with every segment (measured: 5 MiB,
-// 8 MiB a second, a gibibyte beside `ram=` in four minutes). Whoever makes what lives long calls this for each; it is
-// true every now and then, no more than once a second: then return_heap_holes() is worth its milliseconds.
+// Small long-lived blocks split the heap, and before glibc 2.39 posix_memalign cannot reuse a hole of exactly its size.
+// A new segment's block was placed behind a tensor of the concurrent step, and the next tensor behind the block. So a
+// process grew by a tensor with every segment (measured: 5 MiB, 8 MiB a second, a gibibyte above `ram=` in four
+// minutes). Code that makes a long-lived block calls this. It returns true at most once a second: then
+// return_heap_holes() is worth its milliseconds.
 bool should_return_heap_holes();
 
-// Gives the pages of the heap's holes back to the system. Waits for the heap's locks: not under the table's.
+// Returns the pages of the heap's holes to the system. Waits for the heap's locks: not under a table's lock.
 void return_heap_holes() noexcept;
 
 }  // namespace bunkbed

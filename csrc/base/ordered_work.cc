@@ -41,7 +41,7 @@ void work_in_order(size_t n, size_t threads, std::atomic<bool>* stop, const std:
     }
   };
   std::vector<std::thread> workers;
-  const struct Join {  // whatever happens: the workers use what lies on this stack
+  const struct Join {  // in every case: the workers use variables of this call
     std::vector<std::thread>& workers;
     std::atomic<bool>* stop;
     ~Join() {
@@ -53,7 +53,7 @@ void work_in_order(size_t n, size_t threads, std::atomic<bool>* stop, const std:
   for (size_t t = 0; t < std::max<size_t>(1, std::min(threads, n)); ++t) {
     try {
       workers.emplace_back(body);
-    } catch (const std::exception&) {  // fewer threads are to be had
+    } catch (const std::exception&) {  // no more threads can be started
       if (workers.empty()) throw;
       break;
     }

@@ -1,10 +1,10 @@
-// Shows profilers when a call waits for reads. A thread that wants to know sets its watch for the time of a call; without
-// one a stall costs a load of a thread-local pointer.
+// Tells profilers that a call waits for reads. A thread sets its `stall_watch` for the time of a call. Without one a
+// stall costs a load of a thread-local pointer.
 #pragma once
 
 namespace bunkbed {
 
-// Told of the stalls of one thread, in that thread, under the table's lock: it must not call the table. Neither throws.
+// Called at the stalls of one thread, in that thread, under the table's lock: it must not call the table or throw.
 class StallWatch {
  public:
   virtual ~StallWatch() = default;

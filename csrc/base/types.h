@@ -1,4 +1,4 @@
-// The vocabulary every part of the core shares. docs/design/glossary.md gives the words.
+// Types that all parts of the core share. docs/design/glossary.md defines the words.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ constexpr const char* dtype_name(DType dtype) {
   return dtype == DType::kFloat32 ? "float32" : dtype == DType::kBFloat16 ? "bfloat16" : "float16";
 }
 
-// How an untouched row looks: a pure function of (kind, a, b, seed, id). Values are file format.
+// The value of an untouched row: a pure function of (kind, a, b, seed, id). Values are file format.
 enum class InitKind : uint8_t { kZeros = 0, kNormal = 1, kUniform = 2 };
 
 struct InitSpec {

@@ -16,7 +16,7 @@ namespace bunkbed {
 
 namespace {
 
-// Until done() or the time is up.
+// Spins until done() or for kTime.
 template <typename Done>
 void spin_until(const Done& done) {
   constexpr auto kTime = std::chrono::microseconds(60);
@@ -60,7 +60,7 @@ Pool::Pool(size_t num_threads, bool spins) : spins_(spins) {
     try {
       threads_.emplace_back([this] { main(); });
     } catch (const std::system_error& error) {
-      // Fewer threads are slower, not wrong; none at all could not finish a submitted job.
+      // With fewer threads the pool is slower, but correct. Without any, a submitted job would never run.
       if (threads_.empty()) {
         throw Error(ErrorKind::kSystem, std::string("cannot start a thread: ") + error.what(), error.code().value());
       }
@@ -92,7 +92,7 @@ void Pool::main() {
       }
       lock.unlock();
       job();
-      job = nullptr;  // what it holds must not be let go under the lock
+      job = nullptr;  // its captures must not be destroyed under the lock
       lock.lock();
       continue;
     }
@@ -137,7 +137,7 @@ void Pool::join(Loop& loop) {
   if (spins_ && loop.helpers_ != 0) {
     lock.unlock();
     spin_until([&loop] { return loop.helpers_.load(std::memory_order_relaxed) == 0; });
-    lock.lock();  // what the helpers wrote is seen from here on, whichever way this went
+    lock.lock();  // the helpers' writes are visible from here on, whether or not they ended in time
   }
   done_.wait(lock, [&loop] { return loop.helpers_ == 0; });
 }
@@ -159,7 +159,7 @@ void Pool::submit(std::function<void()> job, size_t times) {
   wake(times);
 }
 
-// No more threads than there is work for: of 64 waked for four reads, sixty would fight for the lock and sleep again.
+// Wakes no more threads than there is work for: of 64 threads woken for four reads, sixty would contend for the lock.
 void Pool::wake(size_t wanted) {
   if (wanted >= threads_.size()) return wake_.notify_all();
   for (size_t i = 0; i < wanted; ++i) wake_.notify_one();
@@ -184,14 +184,14 @@ std::atomic<size_t>& thread_setting() {
   return value;
 }
 
-// One pool a process. A forked child gets a new one; the parent's object is left alone there (its threads do not
-// exist in the child, so it can be neither used nor joined).
+// One pool per process. A forked child gets a new one and leaves the parent's object alone: its threads do not exist in
+// the child, so it can be neither used nor joined.
 class PoolOfProcess {
  public:
   Pool& get(size_t size, bool spins = false) {
     const std::lock_guard guard(mutex_);
     if (pool_ == nullptr || owner_ != ::getpid() || size > size_) {
-      if (pool_ != nullptr && owner_ == ::getpid()) retired_.push_back(pool_);  // others may be inside it
+      if (pool_ != nullptr && owner_ == ::getpid()) retired_.push_back(pool_);  // other threads may be using it
       pool_ = new Pool(size, spins);
       size_ = size;
       owner_ = ::getpid();

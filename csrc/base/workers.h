@@ -1,5 +1,5 @@
-// Threads: a few for compute, many for blocking reads. Both pools are process-wide, start at first use and are
-// made anew in a forked child (threads do not survive a fork).
+// Threads: a few for compute, many for blocking reads, a few for writes. The pools are process-wide and start at first
+// use. A forked child starts its own (threads do not survive a fork).
 #pragma once
 
 #include <atomic>
@@ -14,8 +14,8 @@
 
 namespace bunkbed {
 
-// A loop whose blocks any thread may claim. The caller always works on it too and can finish it alone: helpers
-// that were not scheduled in time find nothing left to claim.
+// A loop whose blocks any thread may claim. The caller always works on it too and can finish it alone. A helper that
+// starts late finds no block to claim.
 class Loop {
  public:
   using Body = std::function<void(size_t begin, size_t end)>;
@@ -32,19 +32,19 @@ class Loop {
   std::atomic<size_t> next_{0};
   std::mutex error_mutex_;
   std::exception_ptr error_;
-  std::atomic<size_t> helpers_{0};  // threads inside work(); changed under the pool's mutex, looked at without it
-  size_t wanted_ = 0;   // guarded by the pool's mutex: threads still invited
+  std::atomic<size_t> helpers_{0};  // threads inside work(); changed under the pool's mutex, read without it
+  size_t wanted_ = 0;   // guarded by the pool's mutex: helpers that may still join
 };
 
 class Pool {
  public:
-  // With `spins`, threads that have finished a loop look out for the next one for a moment before they sleep: the loops
-  // of one operation follow each other within microseconds, and waking a thread takes tens of them.
+  // With `spins`, a thread that finished a loop polls for the next one for a moment before it sleeps: the loops of one
+  // operation follow each other within microseconds, and waking a thread takes tens of microseconds.
   explicit Pool(size_t num_threads, bool spins = false);
   ~Pool();
   // Runs body over [0, n) in blocks of `grain` on the caller and at most `helpers` threads.
   void run(size_t n, size_t grain, size_t helpers, const Loop::Body& body);
-  // Runs `job` on `times` threads of the pool, or that often on fewer; in no order relative to others.
+  // Runs `job` on `times` threads of the pool, or that often on fewer; in no order relative to other jobs.
   void submit(std::function<void()> job, size_t times = 1);
 
  private:
@@ -55,9 +55,9 @@ class Pool {
   void main();
   void start(const std::shared_ptr<Loop>& loop, size_t helpers);
   void join(Loop& loop);
-  void wake(size_t wanted);  // so many threads, or all
+  void wake(size_t wanted);  // wakes that many threads, or all
   const bool spins_;
-  std::atomic<size_t> num_loops_{0};  // loops_.size(), for those who look without the mutex
+  std::atomic<size_t> num_loops_{0};  // loops_.size(), for threads that read it without the mutex
   std::mutex mutex_;  // guards loops_, jobs_, stopping_ and the counters of every Loop
   std::condition_variable wake_;
   std::condition_variable done_;
@@ -74,13 +74,13 @@ void set_num_threads(size_t n);
 
 // Runs body over [0, n) on up to num_threads() threads; inline when n <= grain.
 void parallel_for(size_t n, size_t grain, const Loop::Body& body);
-// Loops that were offered to other threads so far; a small batch offers none.
+// Returns how many loops were offered to other threads so far; a small batch offers none.
 size_t loops_shared();
 
 // The pool whose threads may block in reads.
 Pool& io_pool();
 inline constexpr size_t kIoThreads = 64;
-// That of writes: a stream of reads may keep every thread of the other for as long as it lasts.
+// The pool for writes: a stream of reads may use all threads of io_pool() until it ends.
 Pool& write_pool();
 inline constexpr size_t kWriteThreads = 4;
 
