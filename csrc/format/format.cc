@@ -23,7 +23,7 @@ constexpr uint64_t kMaxManifestBytes = 1ull << 30;
 
 uint32_t crc32c(uint32_t crc, const void* data, size_t n) { return kernels().crc32c(crc, data, n); }
 
-// Appends little-endian numbers. The host is little-endian (checked where the module starts).
+// Appends little-endian numbers. The host is little-endian (csrc/bindings/module.cc).
 class Writer {
  public:
   explicit Writer(Bytes* out) : out_(out) {}
@@ -66,7 +66,7 @@ class Reader {
     raw(value.data(), n);
     return value;
   }
-  // A count of items of at least `item_bytes` each; refused when they cannot fit in what is left.
+  // Reads a count of items of at least `item_bytes` each. Refuses a count that does not fit into the remaining bytes.
   size_t count(size_t item_bytes, const char* what) {
     const auto n = get<uint32_t>();
     if (n > (bytes_.size() - at_) / item_bytes) malformed(std::string("too many ") + what + ": " + std::to_string(n));
@@ -153,7 +153,7 @@ void encode_chunk_trailer(const ChunkTrailer& trailer, const Uuid& uuid, uint64_
   store(out + 64, trailer.index_crc);
   store<uint32_t>(out + 68, 0);
   store<uint32_t>(out + 72, 0);
-  // The uuid takes part in the checksum and is not stored: a chunk of another table cannot pass.
+  // The checksum covers the uuid, which is not stored: a chunk of another table fails it.
   store(out + 76, crc32c(record_crc_seed(uuid), out, 76));
 }
 
@@ -263,7 +263,7 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
   if (bytes.size() < kManifestPrefixBytes + 4 || std::memcmp(bytes.data(), kManifestMagic, 8) != 0) {
     corrupt("manifest " + path + " does not begin as a manifest does");
   }
-  // The checksum comes first: a damaged version number must read as damage, not as a release to look for.
+  // The checksum is tested first: a damaged version number must be reported as damage, not as another version.
   if (load<uint32_t>(bytes.data() + bytes.size() - 4) != crc32c(0, bytes.data(), bytes.size() - 4)) {
     corrupt("manifest " + path + " fails its checksum");
   }

@@ -1,6 +1,6 @@
 // Bytes on disk: segment headers, chunks, manifests. Mirrors FORMAT.md heading by heading; all integers are
-// little-endian. Nothing here touches a file: functions turn structures into bytes and back, and every way back
-// checks magic, version, checksum and bounds before it believes a number.
+// little-endian. No function here touches a file. Encoders turn structures into bytes. Decoders check magic, version,
+// checksum and bounds before they return a number.
 #pragma once
 
 #include <array>
@@ -51,7 +51,7 @@ struct ChunkTrailer {
   ChunkKind kind = ChunkKind::kData;
   uint64_t epoch = 0;
   uint64_t begin = 0;        // byte offset in the segment where the chunk's first block begins
-  uint64_t end = 0;          // byte offset behind the trailer
+  uint64_t end = 0;          // byte offset after the trailer
   uint64_t first_slot = 0;   // record number within the segment of the chunk's first record
   uint64_t index_offset = 0; // byte offset of ids[0]
   uint32_t count = 0;        // records; for a tombstone: ids, without records
@@ -77,11 +77,11 @@ struct Field {
 struct SegmentEntry {
   uint64_t segment = 0;
   uint64_t epoch = 0;
-  uint64_t bytes = 0;  // committed length; what lies above is discardable
+  uint64_t bytes = 0;  // committed length; bytes above it are discardable
 };
 
 // A directory checkpoint (directory_file.h): where rows were, so that opening need not read every chunk. At most one is
-// written; of several the last one counts.
+// written. Of several, the last one counts.
 struct CheckpointEntry {
   uint64_t file = 0;
   uint64_t bytes = 0;
@@ -92,7 +92,7 @@ struct Manifest {
   uint64_t writer_flags = 0;  // an unknown one: open read-only
   Uuid uuid{};
   uint64_t epoch = 0;
-  uint64_t parent_epoch = 0;  // the epoch this one was made from (a rewind goes back)
+  uint64_t parent_epoch = 0;  // the epoch that this one was made from; of a rewind the one it went back to
   int64_t step = 0;
   uint64_t next_version = 1;
   uint64_t next_segment = 1;
@@ -116,11 +116,11 @@ struct Manifest {
 
 // Reader flag: the slots are bfloat16.
 inline constexpr uint64_t kReaderFlagNarrowSlots = 1;
-// Reader flag: nothing of the table is kept (scratch.h); what is left of one holds no row.
+// Reader flag: a scratch table, of which nothing is kept (scratch.h). Files that it leaves hold no row.
 inline constexpr uint64_t kReaderFlagScratch = 2;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
-// Writer flag: a copy put this commit here (copy.h). A writer's own commits do not have it.
+// Writer flag: a copy made this commit (copy.h). A writer's own commits do not have the flag.
 inline constexpr uint64_t kWriterFlagCopy = 2;
 inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch;
 inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun | kWriterFlagCopy;
@@ -134,7 +134,7 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
 
 std::string manifest_name(uint64_t epoch);    // manifest-0000000000000001
 std::string segment_name(uint64_t segment);   // segment-0000000000000001
-// The number in such a name; false when `name` is of another kind.
+// Writes the number in such a name to `number`; returns false for a name of another kind.
 bool parse_name(const std::string& name, const char* prefix, uint64_t* number);
 inline constexpr const char* kLockName = "lock";
 inline constexpr const char* kTemporaryPrefix = "new-";

@@ -1,4 +1,4 @@
-// Which slots an optimizer keeps for each row, and how they begin. The update rules are kernels (update_row).
+// Which slots an optimizer keeps for each row, and their initial values. The update rules are kernels (update_row).
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace bunkbed {
 
-// One per-row array of optimizer state. A record holds its slots one after another in this order, after the weights
-// (record.h says where). Names are file format; they are the framework's own.
+// One per-row array of optimizer state. A record holds its slots in this order, after the weights (record.h says
+// where). Names are file format; they are the framework's own.
 struct Slot {
   std::string_view name;
-  int64_t length;  // dim, or 1 where the whole row shares it
+  int64_t length;  // dim, or 1 where the whole row shares one element
   float initial;   // value of every element of a row not yet updated, before it is rounded to the state's dtype
 };
 
-// What every element of every slot begins with. Only Adagrad's accumulator can begin above zero.
+// The initial value of all elements of all slots. Only Adagrad's accumulator can start above zero.
 float initial_value(const OptimizerSpec& spec);
 
 // Sgd: none. Adagrad: sum[dim]. RowwiseAdagrad: sum[1]. Adam: exp_avg[dim], exp_avg_sq[dim].

@@ -1,5 +1,5 @@
-// What a record holds and where: weights first, then the optimizer's slots, each field at a multiple of 4 bytes.
-// FORMAT.md, "Records". A field may be stored in 16 bits; here and outside it is float32.
+// The fields of a record and their places: weights first, then the optimizer's slots, each at a multiple of 4 bytes.
+// FORMAT.md, "Records". A field may be stored in 16 bits; callers see float32.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace bunkbed {
 
-// The fields of such a record, in order.
+// Returns the fields of a record, in order.
 std::vector<Field> record_fields(uint32_t dim, DType dtype, const OptimizerSpec& optimizer);
 size_t record_payload(const std::vector<Field>& fields);  // bytes
 
-// The type of a field: its bytes end where the next field, or the payload, begins, less padding.
+// The type of a field, and its bytes in the record.
 DType field_dtype(const Field& field);
-size_t field_bytes(const Field& field);  // with the padding behind it
+size_t field_bytes(const Field& field);  // with the padding after it
 
 // values: float32[field.length]. Reading widens exactly; writing rounds to nearest, ties to even.
 void read_field(const Field& field, const std::byte* record, float* values);

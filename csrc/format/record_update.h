@@ -1,5 +1,5 @@
-// One optimizer step on one record, in place: weights and slots widen to float32, the row is updated in float32,
-// and narrows again. What an update costs a row beside bringing it into RAM.
+// One optimizer step on one record, in place: weights and slots widen to float32, the row is updated in float32, and is
+// narrowed again. An update does this for each row after it made the row resident.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ struct FramedRecords {
   size_t record_bytes;
 };
 
-// Everything that is the same for all records of a step. Made once per step; used from any number of threads, each
-// on records of its own. Allocates nothing.
+// Constants of a step that are the same for all records. Made once per step; used from any number of threads, each on
+// records of its own. Allocates nothing.
 class RecordUpdate {
  public:
   // `fields` as in the manifest: the weights, then the optimizer's slots. `seed` and `step` key the rounding.
@@ -36,7 +36,7 @@ class RecordUpdate {
     }
   }
 
-  // Rows [from, to) of `count`; grads: float32[count, dim], frames: (count). Those from `to` on may be asked for ahead.
+  // Updates rows [from, to) of `count`, grads: float32[count, dim], frames: (count). Prefetches rows from `to` on too.
   void step_rows(size_t from, size_t to, size_t count, const int64_t* rows, const float* grads, const uint32_t* frames,
                  const FramedRecords& records) const;
 
@@ -47,7 +47,7 @@ class RecordUpdate {
   const int64_t step_;
   const int64_t dim_;
   NarrowRecord layout_;
-  bool is_narrow_;  // any field of it
+  bool is_narrow_;  // any field is stored in 16 bits
 };
 
 }  // namespace bunkbed
