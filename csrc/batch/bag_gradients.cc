@@ -57,7 +57,7 @@ double sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* su
     constexpr uint32_t kBlock = 512;
     const void* rows[kBlock + kPoolAhead];
     float weights[kBlock];
-    uint32_t block = 0, block_end = 0;  // the places in order() that `rows` and `weights` are about
+    uint32_t block = 0, block_end = 0;  // `rows` and `weights` are for these places in order()
     for (size_t u = from; u < to; ++u) {
       for (uint32_t done = starts[u]; done < starts[u + 1];) {
         if (done >= block_end) {
@@ -67,7 +67,7 @@ double sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* su
             rows[o - block] = grads + size_t{bag_of[order[o]]} * dim;
             weights[o - block] = bags.weights[order[o]];
           }
-          std::fill_n(rows + (block_end - block), kPoolAhead, rows);  // something that is near anyway
+          std::fill_n(rows + (block_end - block), kPoolAhead, rows);  // prefetched, not read: an address in cache
         }
         const uint32_t end = std::min(starts[u + 1], block_end);
         const PoolRun run{rows + (done - block), weights + (done - block), int64_t{end - done},

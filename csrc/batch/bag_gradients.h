@@ -1,4 +1,4 @@
-// The backward pass of bags: from the gradients of pooled rows to those of table rows, without one per id between.
+// The backward pass of bags: from gradients of pooled rows to those of table rows, without a gradient for each id.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace bunkbed {
 
-// What the forward pass knew of the bags of n ids.
+// The bags of n ids, as in the forward pass.
 struct BagGradients {
   const int64_t* offsets;  // (num_bags), as Table::lookup_bags
   size_t num_bags;
@@ -18,9 +18,9 @@ struct BagGradients {
   size_t dim;
 };
 
-// The sums of each unique row's gradients in batch order, (batch.num_unique(), dim): what sum_gradients() makes of the
-// gradients written out, grads[bag of i] / length * weights[i] for each id i, to the last bit. Returns the sum of their
-// squares, as sum_gradients() does.
+// Sums the gradients of each unique row in batch order: (batch.num_unique(), dim). The bits are those of
+// sum_gradients() for the gradients of all ids, grads[bag of i] / length * weights[i]. Returns the sum of squares, as
+// sum_gradients() does.
 double sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* sums);
 
 // dots[i] = rows[i] . grads[bag of i], the gradients of the weights. rows: (n, dim), dots: (n).

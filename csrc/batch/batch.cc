@@ -12,34 +12,34 @@ namespace bunkbed {
 
 namespace {
 
-// A batch of so many ids is deduped whole, by one thread: partitions on two threads took twice as long, for each of
-// their passes costs nearly what the whole of this does. More threads take up what they can share earlier.
+// Up to so many ids, one thread dedupes the whole batch. Partitions on two threads took twice as long, because each of
+// their passes costs nearly as much as the whole dedupe. With more threads partitions are faster from fewer ids on.
 constexpr size_t kWholeIds = size_t{1} << 18;
 constexpr size_t kWholeIdsOfMany = size_t{1} << 15;
 constexpr size_t kFewThreads = 3;
-constexpr size_t kPartitionIds = 2048;  // ids of a partition, about
+constexpr size_t kPartitionIds = 2048;  // ids of a partition, approximately
 constexpr size_t kMaxPartitions = 256;
 constexpr size_t kChunkIds = 4096;  // ids of one block of a pass over the batch
 constexpr uint32_t kFirst = 1u << 31;  // in an index: the key's first occurrence
-constexpr size_t kKeptSlots = 16384;  // of a thread's hash table between batches
+constexpr size_t kKeptSlots = 16384;  // slots of a thread's hash table that are kept between batches
 
 size_t partitions_of(size_t n) { return std::min(kMaxPartitions, std::bit_ceil(n / kPartitionIds)); }
 
-// The high bits choose the partition, those below the place in its table.
+// The highest bits choose the partition, the next ones the slot in its table.
 uint64_t spread(int64_t id) {
   const auto x = static_cast<uint64_t>(id);
   return (x ^ (x >> 32)) * 0x9e3779b97f4a7c15ull;
 }
 
-// The highest `bits` bits of a hash; none are a zero, which one shift by 64 would not make.
+// The highest `bits` bits of a hash. For 0 bits this is 0; one shift by 64 would be undefined.
 uint64_t high_bits(uint64_t hash, unsigned bits) { return (hash >> 1) >> (63 - bits); }
 
-// Distinct keys in order of first occurrence to `unique`, which has room for n and may be `keys` itself; index[j] says
-// which of them keys[j] is. `used_bits` of the hash are the same for all keys. Returns how many are distinct.
+// Writes the distinct keys to `unique` (room for n, may be `keys`), in order of first occurrence. index[j] is the
+// number of keys[j] there. The highest `used_bits` bits of the hash are equal for all keys. Returns num_unique.
 //
-// The hash table is open and holds numbers of distinct keys plus one, 0 where it is free; what key that is stands in
-// `unique`. Looking up and inserting alternate in runs of keys: a load that may alias a store just before it waits for
-// it, and one loop over both took five times as long as the lookups alone.
+// The hash table is open. A slot holds the number of a key in `unique` plus one, or 0 if it is free. Lookups and
+// inserts alternate in runs of keys: a load that may alias a store just before it stalls, and one loop over both took
+// five times as long as the lookups alone.
 size_t dedupe(const int64_t* keys, size_t n, unsigned used_bits, ArrayVector<uint32_t>* slots, int64_t* unique,
               uint32_t* index) {
   if (n == 0) return 0;
@@ -51,7 +51,7 @@ size_t dedupe(const int64_t* keys, size_t n, unsigned used_bits, ArrayVector<uin
   uint32_t* const table = slots->data();
   std::memset(table, 0, capacity * sizeof(uint32_t));
   const auto home_of = [&](int64_t key) { return high_bits(spread(key) << used_bits, slot_bits); };
-  // The first key is there before the others: a free slot may then be read as if it held that one, which it never is.
+  // Inserts the first key before the others: a free slot then reads as its number and never matches another key.
   unique[0] = keys[0];
   table[home_of(keys[0])] = 1;
   size_t num_unique = 1;
@@ -72,7 +72,7 @@ size_t dedupe(const int64_t* keys, size_t n, unsigned used_bits, ArrayVector<uin
       size_t slot = home_of(key);
       while (table[slot] != 0 && unique[table[slot] - 1] != key) slot = (slot + 1) & mask;
       if (table[slot] == 0) {
-        unique[num_unique++] = key;  // no further than j
+        unique[num_unique++] = key;  // num_unique <= j: if `unique` is `keys`, every unread key stays
         table[slot] = static_cast<uint32_t>(num_unique);
       }
       index[j] = table[slot] - 1;
@@ -81,14 +81,14 @@ size_t dedupe(const int64_t* keys, size_t n, unsigned used_bits, ArrayVector<uin
   return num_unique;
 }
 
-// Counting sort of places by index, stable: order[starts[u]..) are those of u. `starts` has num_unique + 1 elements.
-// `places` null: 0, 1, ...
+// Stable counting sort of places by index: order[starts[u] .. starts[u + 1]) are those of u. `starts` has num_unique +
+// 1 elements. `places` null: 0, 1, ...
 void group(const uint32_t* index, const uint32_t* places, size_t n, size_t num_unique, uint32_t* starts,
            uint32_t* order) {
   std::fill_n(starts, num_unique + 1, 0u);
   for (size_t j = 0; j < n; ++j) ++starts[index[j] + 1];
   for (size_t u = 0; u < num_unique; ++u) starts[u + 1] += starts[u];
-  // They serve as the write cursors and are shifted back afterwards.
+  // `starts` serve as the write cursors and are shifted back afterwards.
   if (places == nullptr) {
     for (size_t j = 0; j < n; ++j) order[starts[index[j]]++] = static_cast<uint32_t>(j);
   } else {
@@ -98,7 +98,7 @@ void group(const uint32_t* index, const uint32_t* places, size_t n, size_t num_u
   starts[0] = 0;
 }
 
-// Marks where a key comes first: they are numbered as they come.
+// Marks the first occurrence of each key. Keys are numbered in order of first occurrence.
 void mark_firsts(uint32_t* index, size_t n) {
   uint32_t seen = 0;
   for (size_t j = 0; j < n; ++j) {
@@ -137,7 +137,7 @@ void Batch::assign_whole(const int64_t* ids, size_t n, const uint32_t* members) 
 }
 
 void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) {
-  ArrayVector<int64_t> copy(n);  // made by 1.
+  ArrayVector<int64_t> copy(n);  // filled by step 1
   const auto id_at = [&](size_t i) { return copy[i]; };
   const size_t num_partitions = partitions_of(n);
   const auto partition_bits = static_cast<unsigned>(std::countr_zero(num_partitions));
@@ -180,8 +180,8 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
     }
   });
 
-  // 2. Places of partition p, grouped, from grouped[begins[p]]; the starts of its groups from starts[begins[p] + p].
-  // firsts: of chunk c in partition p, how many ids occur first there, and how often those occur in all.
+  // 2. grouped[begins[p]] starts the places of partition p, grouped; starts[begins[p] + p] the starts of its groups.
+  //    firsts: how many ids of partition p occur first in chunk c, and how often these occur in the whole batch.
   struct Count {
     uint32_t rows;
     uint32_t places;
@@ -190,10 +190,10 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
   ArrayVector<uint32_t> grouped(n);
   ArrayVector<uint32_t> starts(n + num_partitions);
   ArrayVector<Count> firsts(num_chunks * num_partitions);
-  // After the scatter a chunk's cursor stands where the next chunk's began.
+  // After the scatter a chunk's cursor is where the next chunk's ids start.
   const auto run_begin = [&](size_t c, size_t p) { return c == 0 ? begins[p] : cursors[(c - 1) * num_partitions + p]; };
   parallel_for(num_partitions, 1, [&](size_t from, size_t to) {
-    thread_local ArrayVector<uint32_t> slots;  // they stay in the processor's first cache, whatever the partition
+    thread_local ArrayVector<uint32_t> slots;  // reused by each partition, so that it stays in the first-level cache
     for (size_t p = from; p < to; ++p) {
       const size_t begin = begins[p];
       const size_t count = begins[p + 1] - begin;
@@ -213,8 +213,8 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
     if (slots.capacity() > kKeptSlots) slots = {};
   });
 
-  // 3. Rows are numbered by first occurrence. Each chunk knows the numbers before it, so that threads write to parts of
-  // the arrays that are their own: two cores that write to one cache line in turn are slower than one.
+  // 3. Rows are numbered by first occurrence. The numbers before each chunk are known, so threads write to separate
+  //    parts of the arrays: two cores that write to one cache line in turn are slower than one.
   ArrayVector<Count> before(num_chunks + 1);
   before[0] = {0, 0};
   for (size_t c = 0; c < num_chunks; ++c) {
@@ -230,7 +230,7 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
   offsets_[total] = static_cast<uint32_t>(n);
   ArrayVector<uint32_t> numbers(n);  // numbers[begins[p] + u]: of the distinct key u of partition p
   ArrayVector<uint32_t> groups(total);  // of a row, by number: where in `starts` its group is
-  // Visits the places of a chunk in order: (place, partition, what `index` says of it).
+  // Visits the places of a chunk in order: visit(place, partition, the entry of `index`).
   const auto visit_chunk = [&](size_t c, auto&& visit) {
     uint32_t cursor[kMaxPartitions];
     for (size_t p = 0; p < num_partitions; ++p) cursor[p] = run_begin(c, p);
@@ -240,7 +240,7 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
     }
   };
   parallel_for(num_chunks, 1, [&](size_t from, size_t to) {
-    // Listed first, every place written and first ones kept: a branch would be guessed wrong for a third of the ids.
+    // Writes each place but keeps first ones only: a branch would be mispredicted for a third of the ids.
     uint32_t places_of_firsts[kChunkIds + 1];
     uint32_t keys_of_firsts[kChunkIds + 1];
     for (size_t c = from; c < to; ++c) {
@@ -264,7 +264,7 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
     }
   });
 
-  // 4. By chunk, which row each place has; and by row, its places.
+  // 4. By chunk, the row of each place; by row, its places.
   order_.resize(n);
   inverse_.resize(members == nullptr ? n : 0);
   const size_t num_row_blocks = (total + kChunkIds - 1) / kChunkIds;

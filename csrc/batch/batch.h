@@ -1,13 +1,13 @@
-// From a batch of ids to unique rows and, for each, its places in the batch in order.
+// From a batch of ids to its unique rows and, for each row, its places in the batch in order.
 //
-// Rows are numbered in order of first occurrence, in the whole batch: rows and gradients are then visited nearly in the
-// order they lie in memory (numbering them by partition made sums twice as slow). One thread does all of it, by one hash
-// table, or, where the batch is large, all of them:
-//   1. The ids are dealt to partitions by hash, in batch order: so many that the hash table of one stays in the
-//      processor's first cache.
-//   2. Each partition is deduped by itself and its places grouped by row.
+// Rows are numbered in order of first occurrence in the whole batch: rows and gradients are then visited nearly in the
+// order of memory (numbering by partition made sums twice as slow). One thread and one hash table do this for a small
+// batch. For a large one all threads do:
+//   1. The ids are distributed to partitions by hash, in batch order. The hash table of one partition fits into the
+//      processor's first-level cache.
+//   2. Each partition is deduped alone, and its places are grouped by row.
 //   3. The rows of all partitions are numbered.
-// Which of the two it was shows nowhere: the result is a function of the batch alone.
+// The result is the same for both ways: a function of the batch alone.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ namespace bunkbed {
 class Batch {
  public:
   // Dedupes ids[0..n), none negative. With `members` the batch is ids[members[0]], ids[members[1]], ... instead; places
-  // are then those in `ids`, and there is no inverse(). Each id is read once: where another thread changes them meanwhile,
-  // the batch is one of ids that were there, and unique() is to be checked again.
+  // are then those in `ids`, and there is no inverse(). Each id is read once. If another thread changes `ids`
+  // meanwhile, the batch may hold other ids than the caller checked: check unique() again.
   void assign(const int64_t* ids, size_t n, const uint32_t* members = nullptr);
 
   size_t size() const { return order_.size(); }
@@ -31,12 +31,12 @@ class Batch {
   const ArrayVector<uint32_t>& order() const { return order_; }      // places grouped by unique row, ascending in each
   const ArrayVector<uint32_t>& offsets() const { return offsets_; }  // (num_unique + 1) starts into order()
 
-  // Where the rows were when they were last wanted: the store's to fill, so that the next operation on the batch need
-  // not look for them again. One table at a time may be given a batch.
+  // Where the rows were at their last use. The store fills it, so that the next operation on the batch need not locate
+  // them again. Only one table at a time may use a batch.
   struct Placement {
     ArrayVector<uint32_t> frames;  // of unique()
-    uint64_t version = 0;          // of the directory that said so
-    uint64_t step = 0;             // in which they were counted as wanted; 0: none
+    uint64_t version = 0;          // of the directory at that time
+    uint64_t step = 0;             // in which the rows were touched; 0: none
   };
   Placement& placement() const { return placement_; }
 

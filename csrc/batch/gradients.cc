@@ -18,7 +18,7 @@ double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grad
   const size_t num_unique = batch.num_unique();
   const size_t grain = row_grain(dim);
   const auto known = static_cast<uint32_t>(batch.size());
-  // One partial sum a block, added up in the order of blocks.
+  // One partial sum for each block, added up in the order of blocks.
   ArrayVector<double> squares((num_unique + grain - 1) / grain);
   parallel_for(num_unique, grain, [&](size_t from, size_t to) {
     ArrayVector<float> own(sums == nullptr ? std::min(grain, to - from) * dim : 0);

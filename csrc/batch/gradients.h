@@ -1,4 +1,4 @@
-// Gradient sums of a batch: what stands between a backward pass and the optimizer.
+// Gradient sums of a batch: the work between a backward pass and the optimizer.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,11 @@
 
 namespace bunkbed {
 
-// Sums the gradients of each unique row in batch order. grads: (batch.size(), dim), or longer where the batch was made
-// with members; sums: (batch.num_unique(), dim), or null where only the result is wanted. Returns the sum of the sums' squares in float64, which is finite if and
-// only if all of them are; its order is fixed, whatever the threads.
+// Sums the gradients of each unique row in batch order. grads: (batch.size(), dim), or more rows if the batch has
+// members; sums: (batch.num_unique(), dim), or null if only the result is needed. Returns the sum of squares of the
+// sums in float64, in a fixed order for any number of threads. It is finite if and only if all sums are.
 double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums);
-// The same where the gradient of place order()[o] is row rows[o] of grads.
+// The same where the gradient of place order()[o] is row rows[o] of `grads`.
 double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums);
 
 // x[i] = x[i] * scale; true when every result is finite.
