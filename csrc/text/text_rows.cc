@@ -14,18 +14,18 @@ namespace bunkbed {
 
 namespace {
 
-// Rows that one thread takes at a time: of text a few hundred microseconds, of records as much as a memory copy is worth.
+// Work that one thread takes at a time: text for a few hundred microseconds, records enough to be worth a thread.
 constexpr size_t kTextValues = 4096;
 constexpr size_t kRecordBytes = 256 << 10;
 
-// What "%.9g" of a float32 takes at most, -1.17549435e-38, and a separator. The shortest digits take no more.
+// The longest "%.9g" of a float32, -1.17549435e-38, and a separator. The shortest digits are never longer.
 constexpr size_t kMostDigits = 16;
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
 size_t rows_at_once(size_t wanted, size_t each) { return std::max<size_t>(1, wanted / std::max<size_t>(1, each)); }
 
-// Where a line ends without its line feed and a carriage return before it.
+// Returns where a line ends without the line feeds and carriage returns at its end.
 size_t end_of_content(std::string_view text, size_t begin, size_t end) {
   while (end > begin && (text[end - 1] == '\n' || text[end - 1] == '\r')) --end;
   return end;
@@ -52,10 +52,10 @@ bool parse_row(const char* at, const char* end, size_t dim, float* out) {
   }
 }
 
-// Text is mostly read as float64 and then rounded to float32. That goes wrong where the float64 is the very middle m
-// between two float32 and the text is not: for a few numbers the shortest digits lie so near it, as 7.038531e-26 does.
-// Nine digits never do. Text without an exponent does not either: it has k <= 12 decimals, so it is w / 10^k, and m is
-// M / 2^s with M < 2^25; unless equal these differ by 1 / (M 5^k) or more of m, and a float64 by 2^-53 at most.
+// Most readers convert text to float64 and then round to float32. The result is wrong if the float64 is exactly the
+// midpoint m of two float32 and the text is not: for a few numbers the shortest digits are so near m (7.038531e-26).
+// Nine digits never are. Text without an exponent has k <= 12 decimals: it is w / 10^k, and m is M / 2^s with M < 2^25;
+// unless equal these differ by at least m / (M 5^k), and the float64 is within m 2^-53 of the text.
 char* format(float value, char* at) {
   char* const limit = at + kMostDigits;
   char* const end = std::to_chars(at, limit, value).ptr;
@@ -166,7 +166,7 @@ void format_rows(const float* values, size_t rows, size_t dim, char separator, c
   if (words != nullptr && words->size() != rows) throw Error(ErrorKind::kInvalid, "not a word for each row");
   const size_t grain = rows_at_once(kTextValues, dim);
   const size_t blocks = (rows + grain - 1) / grain;
-  std::vector<std::string> parts(blocks);  // each as long as it may become, then as long as it is
+  std::vector<std::string> parts(blocks);  // first of the greatest possible length, then of the real one
   std::vector<size_t> begins(blocks + 1);
   parallel_for(blocks, 1, [&](size_t first, size_t last) {
     const DefaultFloatMode mode;
@@ -203,7 +203,7 @@ void format_rows(const float* values, size_t rows, size_t dim, char separator, c
 
 void join_records(const float* values, size_t dim, const WordsView& words, const Room& room) {
   const size_t rows = words.size(), bytes = dim * sizeof(float);
-  // A word's line feed is as long as the space behind it.
+  // One line feed follows each word in `words`, and one space in a record.
   const size_t total = rows == 0 ? 0 : words.begin(rows - 1) + words[rows - 1].size() + 1 + rows * (bytes + 1);
   char* const out = room(total);
   parallel_for(rows, rows_at_once(kRecordBytes, bytes), [&](size_t from, size_t to) {

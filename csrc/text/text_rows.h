@@ -1,7 +1,7 @@
-// Rows in files that name them by words: decimal numbers, and word2vec's binary records. Bytes in, bytes out: what they
-// mean for a table, and every message, is the caller's.
+// Rows in files that name them by words: decimal numbers, and word2vec's binary records. The functions convert bytes.
+// The caller knows the meaning of the bytes for a table and writes all messages.
 //
-// Here is what can be taken at once and without doubt. What a function does not take, it says; the caller then decides.
+// A function converts only unambiguous input. It reports input that it does not take; the caller then decides.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@
 
 namespace bunkbed {
 
-// Words of a chunk of rows: each followed by a line feed, at which it ends.
+// Words of a chunk of rows, each followed by a line feed.
 struct Words {
   std::string text;
-  std::vector<int64_t> ends;  // positions of those line feeds: a word may have others in it
+  std::vector<int64_t> ends;  // positions of these line feeds: a word may contain others
 
   void add(std::string_view word) {
     text.append(word);
@@ -26,7 +26,7 @@ struct Words {
   }
 };
 
-// Words that others hold. Throws kInvalid when the ends are not ascending positions within the text.
+// Words in memory of the caller. Throws kInvalid when the ends are not ascending positions within the text.
 class WordsView {
  public:
   WordsView(std::string_view text, const int64_t* ends, size_t count);
@@ -42,46 +42,46 @@ class WordsView {
 
 // Ids in decimal.
 Words words_of_ids(const int64_t* ids, size_t n);
-// The ids that all words are, in decimal digits and nothing else; nothing where one is not, or passes int64.
+// Returns the ids, or nothing where a word has other characters than decimal digits, or exceeds int64.
 std::optional<std::vector<int64_t>> ids_of_words(const WordsView& words);
 
-// Where the next lines end: behind each line feed, `most` of them at most; where nothing follows, also a last line that
-// has none.
+// Returns the ends of the next lines, at most `most`: the positions after line feeds. With `is_last` a last line
+// without a line feed counts too.
 std::vector<int64_t> line_ends(std::string_view text, size_t most, bool is_last);
 
-// One field of every line.
+// One field of each line.
 struct Fields {
   Words words;
-  std::vector<int64_t> behind;  // where the line goes on behind it and its separator; -1: it has not so many fields
+  std::vector<int64_t> behind;  // where the line continues after the field and its separator; -1: too few fields
 };
-// A line's fields stand between separators; its line feed and a carriage return before it belong to none.
+// Separators divide a line into fields; its line feed and a carriage return before it belong to no field.
 Fields fields(std::string_view text, const int64_t* ends, size_t lines, char separator, size_t column);
 
-// Numbers between white space to float32, rounded once: begins[i] .. ends[i] of the text are row i of `out`. Returns the
-// lines it did not take, ascending: another count of numbers, or one that std::from_chars does not take to its end
-// (a plus sign, what underflows) or that is not finite.
+// Converts numbers between white space to float32, rounded once: text[begins[i] .. ends[i]) becomes row i of `out`.
+// Returns the refused lines, ascending: another count of numbers, or a number that std::from_chars does not read to its
+// end (a plus sign, underflow) or that is not finite.
 std::vector<int64_t> parse_rows(std::string_view text, const int64_t* begins, const int64_t* ends, size_t rows,
                                 size_t dim,
                                 float* out);  // (rows, dim)
 
-// Gives a place for so many bytes, which are then written.
+// Returns memory for so many bytes, which are then written.
 using Room = std::function<char*(size_t bytes)>;
 
-// A line for each row: its word and a separator, where there are words, then its numbers with separators between them.
-// Each number is the shortest that is this float32 again, whether it is read as float32 or through float64.
+// Writes a line for each row: its word and a separator, if there are words, then its numbers between separators. A
+// number has the shortest digits that give this float32 again, or nine where those fail for readers through float64.
 void format_rows(const float* values,  // (rows, dim)
                  size_t rows, size_t dim, char separator, const WordsView* words, const Room& room);
 
-// word2vec's binary records: a word, a space, float32[dim], a line feed.
+// Writes word2vec's binary records: a word, a space, float32[dim], a line feed.
 void join_records(const float* values,  // (rows, dim)
                   size_t dim, const WordsView& words, const Room& room);
 
 struct Records {
   Words words;
-  size_t used = 0;  // bytes of those that are whole
+  size_t used = 0;  // bytes of the whole records
 };
-// At most `most` of them, until the bytes break off. The original tool ends each with a line feed, others do not: those
-// before a word are none of it.
+// Reads at most `most` records, up to the first one that is not whole. The original tool ends each with a line feed,
+// others do not: line feeds before a word are not part of it.
 Records split_records(std::string_view bytes, size_t most, size_t dim,
                       float* out);  // (most, dim)
 
