@@ -11,10 +11,10 @@ namespace bunkbed {
 
 namespace {
 
-// Scores a thread takes at once; a sum is over the rows (or these blocks) in order, whoever made them.
+// Scores that a thread takes at once. A sum adds rows (or these blocks) in order, whatever thread computed them.
 constexpr size_t kGrainScores = 16384;
 
-// Rows of so many numbers each that a thread takes at once.
+// Number of rows, of so many numbers each, that a thread takes at once.
 size_t rows_of(size_t numbers) { return std::max<size_t>(1, 4 * kGrainScores / std::max<size_t>(1, numbers)); }
 
 double sum_in_order(const std::vector<float>& parts) {

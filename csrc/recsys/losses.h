@@ -1,21 +1,21 @@
-// Losses of a batch of scores together with their derivatives, for the training loop.
+// Losses of a batch of scores and their derivatives, for the training loop.
 //
-// The framework's own functions walk over the scores six times and leave six matrices; with hundreds of negatives a
-// pair these are most of a step. Bits depend neither on threads nor on the instruction set.
+// The framework's own functions read the scores six times and make six matrices; with hundreds of negatives for each
+// pair these take most of a step. Bits depend neither on threads nor on the instruction set.
 #pragma once
 
 #include <cstddef>
 
 namespace bunkbed {
 
-// BPR: the sum over rows of sum_k w_k softplus(negative_k - positive), where w is 1 or, for hardness > 0,
-// softmax(hardness * negative) of the row. A score of -inf does not compete. In place of the scores stand the
-// derivatives (w taken as constant).
+// BPR: returns the sum over rows of sum_k w_k softplus(negative_k - positive), where w is 1 or, for hardness > 0,
+// softmax(hardness * negative) of the row. A score of -inf contributes nothing. The derivatives replace the scores (w
+// taken as constant).
 double bpr_slopes(size_t rows, size_t columns, float hardness,
                   float* positive,   // (rows)
                   float* negative);  // (rows, columns)
 
-// The sum of softplus(x), with sigmoid(x) in place of x.
+// Returns the sum of softplus(x) and replaces x by sigmoid(x).
 double logistic_slopes(size_t n, float* x);  // (n)
 
 // Scores of each query with its own items, and the sums of squares of each query's first item and of its others.
@@ -28,7 +28,7 @@ PairSquares pair_scores(size_t rows, size_t items_per_row, size_t dim,
                         const float* items,    // (rows, items_per_row, dim)
                         float* scores);        // (rows, items_per_row)
 
-// The gradients of those scores' slopes and of decay / 2 |item|^2, one pass over the items.
+// Gradients from the slopes of those scores and of decay / 2 |item|^2, in one pass over the items.
 struct PairDecay {
   float first = 0.0f;
   float others = 0.0f;

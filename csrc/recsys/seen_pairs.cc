@@ -115,7 +115,7 @@ size_t SeenPairs::clashes(size_t num_users, const int64_t* users, size_t num_ite
                           int64_t* places) {
   if (columns_.empty()) make_lists();
   const auto width = static_cast<int64_t>(num_items);
-  // Through the owners of the items, item by item, or the items of the users, row by row, whichever are fewer.
+  // Goes through the owners of the items, or through the items of the users, whichever are fewer.
   if (owners_asked(num_items, items) < items_asked(num_users, users)) {
     before_.resize(num_users);
     for (size_t b = 0; b < num_users; ++b) {
@@ -149,7 +149,7 @@ size_t SeenPairs::clashes(size_t num_users, const int64_t* users, size_t num_ite
     const Items own = items_of(users[b]);
     for (size_t k = 0; k < own.n; ++k) {
       const int32_t column = columns_[static_cast<size_t>(own.keys[k] - users[b] * num_items_)];
-      places[n] = static_cast<int64_t>(b) * width + column;  // counted below, or overwritten
+      places[n] = static_cast<int64_t>(b) * width + column;  // counted by the next line, or overwritten
       n += column >= 0;
     }
   }

@@ -1,10 +1,10 @@
-// A set of (user, item) pairs, for the sampling of negatives: is this one in it, and which of these users has which of
-// those items. The training loop asks in a thread beside the step, which is why it is here: without the interpreter's
-// lock the two overlap.
+// A set of (user, item) pairs, for the sampling of negatives: is a pair in it, and which of these users has which of
+// those items. The training loop samples in another thread during a step. In C++ both run at once, as the GIL is
+// released.
 //
-// A one-hash Bloom filter of 16 to 32 bits a pair answers most questions from the processor's cache; only what it cannot
-// exclude is searched in the sorted pairs. Where a bit for every user and item fits in that many, the filter is that
-// bitmap, and exact.
+// A one-hash Bloom filter of 16 to 32 bits a pair answers most questions from the processor's cache. Only a pair that
+// it cannot exclude is searched in the sorted pairs. Where one bit for each user and item fits into that size, the
+// filter is that bitmap, and exact.
 #pragma once
 
 #include <cstddef>
@@ -17,15 +17,15 @@ namespace bunkbed {
 // About 12 bytes a pair and, once `clashes` was called, 4 more and 12 bytes a user and an item. Not thread-safe.
 class SeenPairs {
  public:
-  // Of keys user * num_items + item, ascending, copied; one may stand there more than once. Throws Error(kInvalid) where
-  // they do not ascend.
+  // Copies ascending keys user * num_items + item, also repeated ones. Error(kInvalid) where they do not ascend.
   SeenPairs(const int64_t* keys, size_t n, int64_t num_items);
 
-  // Users and items are not negative, items below num_items; users beyond the last one with pairs have nothing.
+  // Users and items must not be negative, items must be below num_items. Users after the last one with pairs have none.
   void contains(size_t n, const int64_t* users, const int64_t* items, bool* found) const;
 
-  // Which of different items which of the users has: places in a matrix of num_users x num_items, row by row, each once;
-  // in a row they are in no order. A user may be asked for more than once. `places` has room for most_clashes(), which checks the question, and 1 more.
+  // Finds which of the items, all different, which of the users has: places in a matrix (num_users, num_items), row by
+  // row, each once, unordered in a row. A user may occur more than once. `places` has room for 1 more than
+  // most_clashes(), which checks the arguments.
   size_t most_clashes(size_t num_users, const int64_t* users, size_t num_items, const int64_t* items);
   size_t clashes(size_t num_users, const int64_t* users, size_t num_items, const int64_t* items, int64_t* places);
 
@@ -47,22 +47,22 @@ class SeenPairs {
   const int64_t num_items_;
   BlockVector<int64_t> keys_;
   bool is_exact_ = false;
-  uint64_t last_bit_ = 0;  // stays 0 and answers for keys beyond the last
+  uint64_t last_bit_ = 0;  // stays 0; all keys after the last one use it
   unsigned shift_ = 0;
   BlockVector<uint8_t> bits_;
   // Made by the first clashes().
-  BlockVector<int64_t> user_starts_;  // of each user in the keys, and the end
-  BlockVector<int64_t> item_starts_;  // of each item in the owners, and the end
-  BlockVector<int32_t> owners_;       // users, item by item
-  BlockVector<int32_t> columns_;      // scratch: item -> its place in a question, or -1
-  BlockVector<int32_t> rows_;         // scratch: user -> its last place in a question, or -1
-  BlockVector<int32_t> before_;       // scratch: place in a question -> that user's one before it, or -1
+  BlockVector<int64_t> user_starts_;  // of each user in keys_, and the end
+  BlockVector<int64_t> item_starts_;  // of each item in owners_, and the end
+  BlockVector<int32_t> owners_;       // users, grouped by item
+  BlockVector<int32_t> columns_;      // scratch: item -> its place in the arguments, or -1
+  BlockVector<int32_t> rows_;         // scratch: user -> its last place in the arguments, or -1
+  BlockVector<int32_t> before_;       // scratch: place in the arguments -> the same user's place before it, or -1
   struct Place {
     int32_t row;
     int32_t column;
   };
   BlockVector<Place> found_;      // scratch: clashes in the order of items
-  BlockVector<size_t> ends_;      // scratch: where each row's clashes go
+  BlockVector<size_t> ends_;      // scratch: where the clashes of each row are written
 };
 
 }  // namespace bunkbed
