@@ -27,7 +27,7 @@ Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// Runs `work(thread)` on threads of its own (the pools would measure their scheduling too) and rethrows the first
+// Runs `work(thread)` on new threads (a pool would add its scheduling to the measurement) and rethrows the first
 // exception.
 void on_threads(size_t num_threads, const std::function<void(size_t)>& work) {
   std::vector<std::thread> threads;
@@ -47,20 +47,20 @@ void on_threads(size_t num_threads, const std::function<void(size_t)>& work) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-// Which of a block's records, and how much of each.
+// The records of a block, and how many bytes of each are used.
 struct RowBlock {
   const int64_t* rows;
   size_t n;
-  size_t known;  // from the first on, so that those of the next block can be asked for
+  size_t known;  // rows that can be prefetched, counted from the first
   size_t record_bytes;
   size_t used_bytes;
 };
 
-// The simplest loop there is: a record far enough ahead is asked for, the one at hand is worked on.
+// The simplest loop: prefetches a record far enough ahead and works on the current one.
 void work_on_rows(const RowBlock& block, RowWork work, std::byte* records, std::byte* copies) {
   const size_t bytes = block.used_bytes;
   const auto num_floats = static_cast<int64_t>(bytes / sizeof(float));
-  const size_t ahead_bytes = work == RowWork::kChange ? 24576 : 12288;  // as the kernels of a step
+  const size_t ahead_bytes = work == RowWork::kChange ? 24576 : 12288;  // as the kernels of a step do
   const size_t ahead = std::clamp<size_t>(ahead_bytes / bytes, 4, 64);
   const auto place_of = [&](size_t i) { return records + static_cast<size_t>(block.rows[i]) * block.record_bytes; };
   const auto add_row = kernels().add_row;
@@ -100,7 +100,7 @@ double RowProbe::run(const int64_t* rows, size_t n, size_t used_bytes, RowWork w
   }
   if (work == RowWork::kCopy && copies_.size() < n * used_bytes) {
     copies_.resize(n * used_bytes);
-    std::memset(copies_.data(), 0, copies_.size());  // its pages are there before the clock starts
+    std::memset(copies_.data(), 0, copies_.size());  // touches the pages before the clock starts
   }
   const auto start = Clock::now();
   parallel_for(n, kBlock, [&](size_t from, size_t to) {
@@ -113,7 +113,7 @@ double RowProbe::run(const int64_t* rows, size_t n, size_t used_bytes, RowWork w
 double probe_memory(size_t threads, size_t bytes, double seconds) {
   const size_t part = std::max<size_t>(bytes / threads / 2, 1u << 20);
   std::vector<vfs::Buffer> memory(2 * threads);
-  on_threads(threads, [&](size_t i) {  // touched by the thread that uses it, for machines with several memories
+  on_threads(threads, [&](size_t i) {  // touched by the thread that uses it, for machines with several NUMA nodes
     for (size_t k : {2 * i, 2 * i + 1}) {
       memory[k] = vfs::Buffer(part);
       std::memset(memory[k].data(), static_cast<int>(k), part);
@@ -144,7 +144,7 @@ std::pair<double, size_t> probe_writes(vfs::Vfs& vfs, const std::string& path, s
   const auto deadline = after(seconds);
   on_threads(kThreads, [&](size_t i) {
     const vfs::Buffer block(kBlock);
-    // Not zeros, not alike: some devices store such blocks for nothing.
+    // Neither zeros nor equal blocks: some devices do not really store such blocks.
     uint64_t state = 0x9E3779B97F4A7C15u * (i + 1);
     while (Clock::now() < deadline) {
       const size_t at = next++;
