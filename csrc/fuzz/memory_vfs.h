@@ -1,4 +1,4 @@
-// Files in memory, for readers: what the fuzzers open tables from.
+// Read-only files in memory, from which the fuzz targets open tables.
 #pragma once
 
 #include <cstring>

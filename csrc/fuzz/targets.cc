@@ -37,7 +37,7 @@ Bytes bytes_of(const uint8_t* data, size_t size) {
   return bytes;
 }
 
-// 1: the checksum. 2: the stated length too. 4: magic and version too.
+// Bits of `mending`: 1 the checksum, 2 the stated length, 4 magic and version.
 void mend_manifest(Bytes* bytes, int mending) {
   if (bytes->size() < 28) return;
   if (mending & 4) {
@@ -48,7 +48,7 @@ void mend_manifest(Bytes* bytes, int mending) {
   if (mending & 1) put(bytes->data() + bytes->size() - 4, crc(0, bytes->data(), bytes->size() - 4), 4);
 }
 
-// 8: the header's checksum. 16: those of the trailer and its index.
+// Bits of `mending`: 8 the header's checksum, 16 those of the trailer and its index.
 void mend_segment(Bytes* bytes, int mending, const Uuid& uuid) {
   if ((mending & 8) && bytes->size() >= 60) put(bytes->data() + 56, crc(0, bytes->data(), 56), 4);
   if (!(mending & 16) || bytes->size() < kSegmentHeaderBytes + kChunkTrailerBytes) return;
@@ -69,7 +69,7 @@ void manifest(const uint8_t* data, size_t size) {
   mend_manifest(&bytes, data[0]);
   try {
     const Manifest found = decode_manifest(bytes, "m");
-    // What was understood is what the next commit writes and reads.
+    // The next commit writes what was decoded and must read it again.
     const Bytes again = encode_manifest(found);
     must(encode_manifest(decode_manifest(again, "m")) == again);
     must(again.size() == bytes.size());
@@ -93,7 +93,7 @@ void segment(const uint8_t* data, size_t size) {
     const uint64_t end = bytes.size();
     const ChunkTrailer trailer = decode_chunk_trailer({bytes.data() + end - kChunkTrailerBytes, kChunkTrailerBytes}, uuid,
                                                       1, end, stride, 1 << 20, "s");
-    // Whatever it names lies inside the chunk.
+    // All bytes that it names are inside the chunk.
     must(trailer.begin < trailer.end && trailer.end == end);
     must(trailer.index_offset >= trailer.begin);
     must(trailer.index_offset + chunk_index_bytes(trailer.count) <= end - kChunkTrailerBytes);
@@ -109,7 +109,7 @@ void directory(const uint8_t* data, size_t size) {
   if (size < 1) return;
   const int mending = data[0];
   Bytes file = bytes_of(data + 1, size - 1);
-  // 1: its number is what its place asks for. 2: the header's checksum. 4: those of the pieces. 8: the pieces' numbers too.
+  // Bits: 1 the file's number, 2 the header's checksum, 4 the checksums of the pieces, 8 with 4 also their counts.
   DirectoryHeader header;
   if (file.size() >= kDirectoryHeaderBytes) {
     if (mending & 1) put(file.data() + 32, 1, 8);
@@ -160,7 +160,7 @@ void table(const uint8_t* data, size_t size) {
   Uuid uuid{};
   if (manifest_file.size() >= 56) std::memcpy(uuid.data(), manifest_file.data() + 40, 16);
   mend_segment(&segment_file, mending, uuid);
-  // Tables of so many rows or such wide ones are no parser's business, and slow.
+  // Tables with many or wide rows are slow and test no more of the parsers.
   try {
     const Manifest found = decode_manifest(manifest_file, "m");
     if (found.dim > 64 || found.num_rows > 1 << 16 || found.stored_rows > 1 << 16) return;

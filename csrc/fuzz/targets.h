@@ -1,8 +1,8 @@
-// What the fuzzers feed: every parser of bytes that come from disk. Each takes any bytes and must end in an Error or in
-// a right use; an assertion here ends the process.
+// Fuzz targets: one for each parser of bytes that come from disk. A target takes any bytes and must end in an Error or
+// in a valid use. A failed must() ends the process.
 //
-// A mutation that breaks a checksum would get no further than that. The first byte says how many checksums are mended
-// before the rest is parsed, so that both sides of each check are reached.
+// Without repair, a wrong checksum would end the parsing of nearly every mutation. The bits of the first byte say which
+// checksums are repaired first, so that both sides of each check are reached.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@
 namespace bunkbed::fuzz {
 
 void manifest(const uint8_t* data, size_t size);
-// A segment: header, then the trailer at its end, its index.
+// A segment: its header, and the trailer at its end.
 void segment(const uint8_t* data, size_t size);
 // A directory checkpoint, read into directories of both forms and verified.
 void directory(const uint8_t* data, size_t size);
-// A table of a manifest and one segment: opened, every row read, checked. data: mending, u16 bytes of the manifest, it,
-// the segment.
+// A table of a manifest and one segment: opened, up to 40 rows read. data: the bits, u16 length of the manifest, the
+// manifest, the segment.
 void table(const uint8_t* data, size_t size);
 
 }  // namespace bunkbed::fuzz
