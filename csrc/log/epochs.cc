@@ -1,4 +1,4 @@
-// The end of an epoch: what a commit asks of the log (table/commit.cc describes the protocol).
+// The end of an epoch: the calls that a commit makes (table/commit.cc describes the protocol).
 #include <algorithm>
 
 #include "base/error.h"
@@ -17,12 +17,12 @@ void Log::begin_next_epoch(uint64_t records) {
 
 size_t Log::spare_buffers() {
   const std::lock_guard guard(mutex_);
-  // One whose write failed waits for nothing either: whoever wants a buffer tries it again.
+  // A buffer whose write failed counts as free: free_chunk() tries the write again.
   const auto num_free = static_cast<size_t>(std::count_if(chunks_.begin(), chunks_.end(), [](const auto& chunk) {
     return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
   }));
   const size_t num_left = num_free + (memory_.num_chunks - std::min(memory_.num_chunks, chunks_.size()));
-  // With few buffers two are open and one is on its way: whoever waits for that one waits for a single write.
+  // One buffer is left for other appends. With four or fewer none is: two are open, and a caller waits for one write.
   return num_left - std::min<size_t>(num_left, memory_.num_chunks > 4 ? 1 : 0);
 }
 

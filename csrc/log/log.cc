@@ -19,12 +19,12 @@ using vfs::round_up;
 
 namespace {
 
-// Records appended together: what is worth a thread, and what is made in the processor's nearest cache before it goes
-// past all of them. The bytes that a disk has just taken are nowhere near, and to bring them back in order to write over
-// them costs more than the copy: 250 ns a record of 768 bytes instead of 135, beside writes, where it was measured.
+// Sizes for batched appends: the bytes that are worth another thread, and the bytes assembled in the first-level cache
+// before a store that bypasses the caches. A buffer whose write has just ended is in no cache, and plain stores would
+// first load its lines: 250 ns instead of 135 for a record of 768 bytes, measured while chunks were written.
 constexpr size_t kThreadBytes = 32u << 10;
 constexpr size_t kStagedBytes = 8u << 10;
-constexpr size_t kAheadBytes = 6u << 10;  // payloads lie anywhere: so many of them are asked for ahead
+constexpr size_t kAheadBytes = 6u << 10;  // payloads are scattered in memory: how far ahead they are prefetched
 
 }  // namespace
 
@@ -38,13 +38,13 @@ Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_
       stride_(record_stride(payload_bytes)),
       slots_per_segment_(slots_per_segment),
       memory_(memory) {
-  vfs::current_io();  // a wrong BUNKBED_IO is an error here and not at the first read
+  vfs::current_io();  // reports a wrong BUNKBED_IO now, not at the first read
   resize_lanes();
 }
 
 void Log::resize_lanes() {
   lane_.resize(memory_.read_slice_bytes, memory_.num_read_slices);
-  // Staging has always more to read: it leaves some threads to those who wait for their reads.
+  // Staging always has more to read. It leaves a quarter of the threads to calls that wait for their reads.
   staging_lane_.resize(memory_.read_slice_bytes, memory_.num_read_slices,
                        std::max<size_t>(1, std::min(memory_.num_read_slices, kIoThreads) * 3 / 4));
 }
@@ -52,7 +52,7 @@ void Log::resize_lanes() {
 Log::~Log() {
   try {
     abandon();
-  } catch (...) {  // nothing is promised about bytes that were never committed
+  } catch (...) {  // uncommitted bytes need not be durable
   }
 }
 
@@ -78,7 +78,7 @@ void Log::adopt(const std::vector<SegmentEntry>& entries) {
     }
     if (closes_unused_) segment->file->let_close();
     Segment* const adopted = segment.get();
-    segments_[entry.segment] = std::move(segment);  // first: what owns it is what forget_segment() looks at
+    segments_[entry.segment] = std::move(segment);  // first: it owns the segment, and forget_segment() looks there
     by_id_[entry.segment] = adopted;
   }
 }
@@ -90,7 +90,7 @@ void Log::begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_versi
 
 void Log::set_memory(const LogMemory& memory) {
   drain();
-  running_.chunk = nullptr;  // opened and never filled, if at all
+  running_.chunk = nullptr;  // at most an empty one: drain() closed the others
   chunks_.clear();
   memory_ = memory;
   resize_lanes();
@@ -107,7 +107,7 @@ size_t Log::chunk_capacity(uint64_t begin) const {
 }
 
 void Log::open_segment(Stream* stream) {
-  // A file of that number may be left of a session that died: nothing names it, and it is not ours to remove here.
+  // A session that died may have left a file with this number. No commit names it; it is skipped, not removed.
   while (vfs_.exists(directory_ + "/" + segment_name(next_segment_))) ++next_segment_;
   auto segment = std::make_unique<Segment>();
   segment->id = next_segment_;
@@ -160,7 +160,7 @@ void Log::open_chunk(Stream* stream) {
   chunk->versions.clear();
   chunk->ids.reserve(chunk->capacity);
   chunk->versions.reserve(chunk->capacity);
-  // The gap before the first record: stale bytes of an earlier chunk must not reach the disk.
+  // Clears the gap before the first record: stale bytes of an earlier chunk must not reach the disk.
   std::memset(chunk->memory.data(), 0, chunk->first_slot * stride_ - chunk->begin);
   {
     const std::lock_guard guard(mutex_);
@@ -173,7 +173,7 @@ uint64_t Log::append(int64_t id, const std::byte* payload, uint64_t version) {
   return append_to(&running_, id, payload, version);
 }
 
-// The open chunk, which has room for a record.
+// Returns an open chunk with room for a record.
 Log::Chunk& Log::chunk_for(Stream* stream) {
   if (stream->chunk != nullptr && stream->chunk->ids.size() == stream->chunk->capacity) close_chunk(stream);
   if (stream->chunk == nullptr) open_chunk(stream);
@@ -291,7 +291,7 @@ void Log::start_write(Chunk* chunk) {
     } catch (...) {
       error = std::current_exception();
     }
-    // Notified under the lock: the log may be destroyed as soon as the last write is seen finished.
+    // Notifies with the mutex held: the log may be destroyed as soon as another thread sees that the write has ended.
     const std::lock_guard guard(mutex_);
     chunk->error = error;
     chunk->state = error ? Chunk::State::kFailed : Chunk::State::kFree;
@@ -300,14 +300,14 @@ void Log::start_write(Chunk* chunk) {
   });
 }
 
-// Tries failed writes again, now and here; throws what the first of them throws.
+// Tries failed writes again on the calling thread; throws the first error.
 void Log::retry_failed() {
   for (const auto& chunk : chunks_) {
     {
       const std::lock_guard guard(mutex_);
       if (chunk->state != Chunk::State::kFailed) continue;
     }
-    if (chunk->segment != nullptr) {  // null: the segment went meanwhile, nobody misses the bytes
+    if (chunk->segment != nullptr) {  // null: the segment was dropped, its bytes are not needed
       chunk->segment->file->write(chunk->memory.data(), chunk->end - chunk->begin, chunk->begin);
     }
     const std::lock_guard guard(mutex_);
@@ -357,7 +357,7 @@ void Log::rotate() {
 }
 
 void Log::seal(Stream* stream) {
-  if (stream->chunk != nullptr) {  // opened and never filled
+  if (stream->chunk != nullptr) {  // open and empty
     const std::lock_guard guard(mutex_);
     stream->chunk->state = Chunk::State::kFree;
   }
@@ -375,8 +375,8 @@ void Log::abandon() {
   for (const auto& [id, segment] : segments_) {
     if (segment->file.use_count() == 1) continue;
     try {
-      segment->file->keep_open();  // its name may go now
-    } catch (const Error&) {  // the reads that hold it fail too and report it
+      segment->file->keep_open();  // for reads under way: the name may be removed from now on
+    } catch (const Error&) {  // those reads fail too and report it
     }
   }
   segments_.clear();
@@ -389,7 +389,7 @@ const std::byte* Log::pending(uint64_t place) {
   for (const auto& chunk : chunks_) {
     if (chunk->segment == nullptr || chunk->segment->id != segment) continue;
     if (slot < chunk->first_slot || slot >= chunk->first_slot + chunk->ids.size()) continue;
-    // Whether its write has finished meanwhile does not matter: the bytes stay until the next append needs the buffer.
+    // A write that ends after this check does no harm: the bytes stay until an append takes the buffer.
     if (chunk.get() != running_.chunk && chunk.get() != ending_.chunk) {
       const std::lock_guard guard(mutex_);
       if (chunk->state == Chunk::State::kFree) return nullptr;
@@ -425,7 +425,7 @@ bool Log::is_being_written(const Segment& segment) {
 void Log::forget_segment(uint64_t id, bool remove_file) {
   const auto found = segments_.find(id);
   if (found == segments_.end()) return;
-  if (found->second->file.use_count() > 1) found->second->file->keep_open();  // for those reads: its name may go now
+  if (found->second->file.use_count() > 1) found->second->file->keep_open();  // for those reads: the name may go
   const std::string path = found->second->file->path();
   for (Stream* stream : {&running_, &ending_}) {
     if (stream->segment == found->second.get()) stream->segment = nullptr;

@@ -1,4 +1,4 @@
-// Records read back: many at once, in the order of the disk, each checked.
+// Reads of many records at once, in the order of their positions, each verified.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -63,7 +63,7 @@ void Log::deliver(const ReadPlan& plan, size_t index, const std::byte* data, siz
 
 void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
                   const std::function<void()>& meanwhile) const {
-  // Hands out the extents; after the first failure none any more.
+  // Hands out the extents; none after the first failure.
   class Source final : public vfs::ReadSource {
    public:
     Source(const Log& log, const ReadPlan& plan, size_t read_bytes)
