@@ -23,8 +23,8 @@ std::string join(const std::vector<std::string>& parts) {
   return text;
 }
 
-// A reader lists manifests beside a writer that collects them: one that is gone when it is opened has a successor, which
-// another listing names.
+// A reader may list manifests while the writer collects them. A manifest that is missing when it is opened has a
+// successor, which another listing finds.
 template <typename Find>
 auto look_again(const Find& find) {
   for (int attempt = 0;; ++attempt) {
@@ -50,7 +50,7 @@ std::vector<uint64_t> Manifests::epochs() const {
   return epochs_in(vfs_.list(directory_));
 }
 
-// Of a listing.
+// The epochs in a listing of the directory.
 std::vector<uint64_t> Manifests::epochs_in(const std::vector<std::string>& names) const {
   std::vector<uint64_t> found;
   for (const std::string& name : names) {
@@ -77,7 +77,7 @@ std::vector<uint64_t> Manifests::epochs_in(const std::vector<std::string>& names
   return found;
 }
 
-// Names changed, or not: the next call looks at what there is.
+// After a failure it is unknown which names changed: the next call lists the directory.
 void Manifests::forget_listing() const {
   const std::lock_guard guard(mutex_);
   is_listed_ = false;
@@ -160,7 +160,7 @@ std::vector<Manifests::Snapshot> Manifests::snapshots_listed() const {
       const auto manifest = facts(epoch);
       if (!manifest->keep.empty()) newest[manifest->keep] = epoch;
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kCorruption) throw;  // check() reports it; the sound ones can still be opened
+      if (error.kind() != ErrorKind::kCorruption) throw;  // check() reports it; sound commits can still be opened
     }
   }
   std::vector<Snapshot> found;
@@ -207,7 +207,7 @@ void Manifests::write(const Manifest& manifest) const {
   const std::string name = manifest_name(manifest.epoch);
   const std::string temporary = directory_ + "/" + kTemporaryPrefix + name;
   vfs_.remove(temporary);
-  // Whole blocks would pad a manifest; it is small and goes through the page cache.
+  // A manifest is small and goes through the page cache: writes of whole blocks would pad it.
   {
     const auto file = vfs_.create_small(temporary);
     file->write(bytes.data(), bytes.size(), 0);
@@ -221,7 +221,7 @@ void Manifests::write(const Manifest& manifest) const {
     try {
       vfs_.sync_directory(directory_);
     } catch (const Error& error) {
-      // The name is there and may or may not survive: only a new opening can tell.
+      // The name exists and may not be durable: only a new opening can find out.
       throw Error(ErrorKind::kSync, error.what(), error.error_number(), error.path());
     }
   } catch (...) {
@@ -275,13 +275,13 @@ std::map<uint64_t, uint64_t> Manifests::every_segment() const {
   return found;
 }
 
-// What commits up to this one may name.
+// All files that commits up to this one may name.
 Manifests::Held Manifests::everything(uint64_t newest) const {
   Held held;
   held.segments = every_segment();
   try {
     held.segments.erase(held.segments.lower_bound(load(newest).next_segment), held.segments.end());
-  } catch (const Error&) {  // it is the damaged one
+  } catch (const Error&) {  // the newest manifest is the damaged one
   }
   for (const std::string& name : vfs_.list(directory_)) {
     uint64_t number;
@@ -291,7 +291,7 @@ Manifests::Held Manifests::everything(uint64_t newest) const {
   return held;
 }
 
-// Segments of a manifest that `before`, which may be null, does not name with the same length.
+// Calls `call` for segments of `manifest` that `before`, which may be null, does not name with the same length.
 template <typename Call>
 void Manifests::for_each_new(const Facts* before, const Facts& manifest, const Call& call) {
   size_t at = 0;
@@ -308,14 +308,14 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
   {
     const std::lock_guard guard(mutex_);
     is_known = is_listed_ && has_files_ && spared.segments_end != kNoEnd && spared.checkpoints_end != kNoEnd;
-    has_files_ = false;  // until this has come to its end
+    has_files_ = false;  // until this call succeeds
   }
   std::vector<uint64_t> all;
   if (is_known) {
     all = epochs();
     for (uint64_t number = segments_seen_; number < spared.segments_end; ++number) loose_.segments.push_back(number);
     for (uint64_t number = checkpoints_seen_; number < spared.checkpoints_end; ++number) loose_.checkpoints.push_back(number);
-  } else {  // what is made meanwhile has numbers that are spared: one listing does for all
+  } else {  // files made meanwhile have spared numbers: one listing is enough
     const std::vector<std::string> names = vfs_.list(directory_);
     all = epochs_in(names);
     loose_ = {};
@@ -331,7 +331,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     try {
       manifests.push_back(facts(epoch));
     } catch (const Error&) {
-      // An old commit is damaged: nobody knows what it names, so nothing goes. check() reports it.
+      // A commit is damaged and the files that it names are unknown, so nothing is removed. check() reports the damage.
       return everything(all.back());
     }
     if (!manifests.back()->keep.empty()) newest_of_name[manifests.back()->keep] = epoch;
@@ -362,8 +362,8 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     for (const CheckpointEntry& checkpoint : manifest.checkpoints) checkpoints[checkpoint.file] = checkpoint.bytes;
     held.other_bytes += manifest.bytes;
   }
-  // The names must be gone for good before the segments they name are: otherwise power loss could leave a commit
-  // whose segments are missing.
+  // The removal of the manifests must be durable before their segments are removed: otherwise power loss could leave a
+  // commit without its segments.
   remove(dropped);
   Files files = std::exchange(loose_, Files());
   const auto sort = [](std::vector<uint64_t>* numbers) {

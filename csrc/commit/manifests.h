@@ -1,9 +1,9 @@
-// The commits of a table's directory: which exist, how one is written so that power loss leaves either the old or
-// the new one, and what may be removed.
+// The commits in a table's directory: finds, writes and collects them. Power loss during a write leaves either the old
+// or the new commit.
 //
 // Writing (docs/design/engine.md, rule 14d): (1) the bytes go to a temporary name; (2) fdatasync; (3) link() to the
-// commit's name, which refuses to replace; (4) fsync of the directory; (5) the temporary name goes. The segments a
-// manifest names are durable before (1): Log::sync() saw to that.
+// commit's name, which refuses to replace; (4) fsync of the directory; (5) the temporary name is removed. Before (1)
+// Log::sync() has made the segments durable that the manifest names.
 #pragma once
 
 #include <cstdint>
@@ -21,23 +21,23 @@ namespace bunkbed {
 
 class Manifests {
  public:
-  // Commits that nobody asked to keep and that may be there at once: those of a run's last two, and one on its way.
+  // Most commits that exist at once without being kept: those of a run's last two commits, and one under way.
   static constexpr size_t kMostRecent = 3;
 
   Manifests(vfs::Vfs& vfs, std::string directory) : vfs_(vfs), directory_(std::move(directory)) {}
 
-  // For the writer, who alone changes them: each is read once from now on, and the directory is listed once for them.
+  // Only for the writer, which alone changes manifests: from now on each is read once, the directory is listed once.
   void remember() { remembers_ = true; }
 
   // Epochs with a manifest, ascending. Error(kFormat) when the directory is no table.
   std::vector<uint64_t> epochs() const;
   Manifest load(uint64_t epoch) const;
-  // The newest one. Damage is an error that names the older commits that remain: never a silent roll-back.
+  // The newest commit. Damage is an error that names the remaining older commits; it never falls back silently.
   Manifest load_newest() const;
-  // The newest commit kept under `name`; Error(kInvalid) listing the names there are.
+  // The newest commit kept under `name`; Error(kInvalid) lists the existing names.
   Manifest load_snapshot(const std::string& name) const;
   void write(const Manifest& manifest) const;
-  // Removes commits for good; durable when it returns.
+  // Removes commits; the removal is durable on return.
   void remove(const std::vector<uint64_t>& epochs) const;
 
   struct Snapshot {
@@ -45,40 +45,40 @@ class Manifests {
     uint64_t epoch;
   };
   std::vector<Snapshot> snapshots() const;
-  // Commits that carry this name, ascending; Error(kInvalid) listing the names there are when none does.
+  // Commits kept under this name, ascending. Where there is none, Error(kInvalid) lists the existing names.
   std::vector<uint64_t> epochs_kept_as(const std::string& name) const;
 
   static constexpr uint64_t kNoEnd = ~uint64_t{0};
-  // What a collection leaves alone beside the newest commits and the named ones.
+  // What collect() keeps in addition to the newest commits and the kept ones.
   struct Spared {
     std::set<uint64_t> pinned = {};  // commits
-    std::set<uint64_t> kept = {};    // of these, those that stay until somebody drops them
+    std::set<uint64_t> kept = {};    // pinned commits that stay until they are dropped
     std::set<uint64_t> segments = {};
-    uint64_t segments_end = kNoEnd;  // what is made meanwhile has this number or a higher one
+    uint64_t segments_end = kNoEnd;  // segments made meanwhile have this number or a higher one
     std::set<uint64_t> checkpoints = {};
     uint64_t checkpoints_end = kNoEnd;
     size_t newest = 2;  // commits
   };
-  // What the commits that remain hold on disk.
+  // What the remaining commits hold on disk.
   struct Held {
     std::map<uint64_t, uint64_t> segments = {};  // number -> bytes
-    std::set<uint64_t> kept = {};  // of them, those of kept commits, and of pinned ones beyond the newest kMostRecent
+    std::set<uint64_t> kept = {};  // segments of kept commits, and of any older than the newest kMostRecent
     uint64_t other_bytes = 0;      // manifests and directory checkpoints
   };
-  // Removes every commit but the newest, the named and the pinned ones; then every segment file and directory checkpoint
-  // that no remaining commit names and that is not spared.
-  // The writer's looks at the directory once; then it knows which files may go: those that no commit named the last time,
-  // those of the commits that go, and those of numbers given out since. One at a time, and remove() too.
+  // Removes every commit except the newest, the kept and the pinned ones; then every segment file and directory
+  // checkpoint that no remaining commit names and that is not spared. A writer lists the directory once. After that it
+  // examines files that no commit named the last time, files of removed commits, and numbers given out since.
+  // collect() and remove() must not run concurrently.
   Held collect(const Spared& spared) const;
-  // A seeded bug's, and of no other use: what a commit that is not there yet will not name.
+  // Only for a seeded bug: removes segments that `manifest`, which is not written yet, does not name.
   void remove_segments_unnamed_by(const Manifest& manifest) const;
-  // Files of an unfinished commit.
+  // Removes files of unfinished commits.
   void remove_temporaries() const;
 
   const std::string& directory() const { return directory_; }
 
  private:
-  // What collecting and snapshots need of a manifest.
+  // The parts of a manifest that collect() and snapshots() need.
   struct Facts {
     std::string keep;
     std::vector<SegmentEntry> segments;  // by number
@@ -93,7 +93,7 @@ class Manifests {
   void forget_listing() const;
   template <typename Call>
   static void for_each_new(const Facts* before, const Facts& manifest, const Call& call);
-  // By one listing.
+  // From one listing of the directory.
   Manifest load_newest_listed() const;
   Manifest load_snapshot_listed(const std::string& name) const;
   std::vector<Snapshot> snapshots_listed() const;
@@ -106,13 +106,13 @@ class Manifests {
   mutable std::mutex mutex_;  // guards known_, is_listed_ and has_files_
   mutable std::map<uint64_t, std::shared_ptr<const Facts>> known_;  // null: not read yet
   mutable bool is_listed_ = false;  // known_ has every epoch there is
-  mutable bool has_files_ = false;  // what follows, collect()'s own, is true
+  mutable bool has_files_ = false;  // the members below, of collect() and remove(), are valid
   struct Files {
     std::vector<uint64_t> segments = {};
     std::vector<uint64_t> checkpoints = {};
   };
-  mutable Files loose_;  // spared by the last collect() and named by no commit, or named by commits that went since
-  mutable uint64_t segments_seen_ = 0, checkpoints_seen_ = 0;  // its ends of what is spared
+  mutable Files loose_;  // spared by the last collect() and named by no commit, or named by commits removed since
+  mutable uint64_t segments_seen_ = 0, checkpoints_seen_ = 0;  // segments_end and checkpoints_end of the last collect()
 };
 
 }  // namespace bunkbed

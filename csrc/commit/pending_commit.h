@@ -1,4 +1,4 @@
-// A commit that was begun: whoever wants to know when it is durable waits here. Lives on without its table.
+// A commit that was started; wait() returns when it is durable. It may outlive its table.
 #pragma once
 
 #include <condition_variable>
@@ -10,7 +10,7 @@ namespace bunkbed {
 
 class PendingCommit {
  public:
-  // Waits until the commit is durable and returns its epoch; throws what it failed with, each time.
+  // Waits until the commit is durable and returns its epoch. Each call throws the error of a failed commit.
   uint64_t wait() {
     std::unique_lock lock(mutex_);
     over_.wait(lock, [this] { return is_over_; });
@@ -24,7 +24,7 @@ class PendingCommit {
     const std::lock_guard guard(mutex_);
     return is_over_;
   }
-  // It failed and nobody was told.
+  // It failed, and no wait() has thrown the error.
   bool is_unreported_failure() {
     const std::lock_guard guard(mutex_);
     return error_ != nullptr && !is_reported_;
@@ -42,7 +42,7 @@ class PendingCommit {
     over_.notify_all();
   }
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable over_;
   bool is_over_ = false;
   bool is_reported_ = false;

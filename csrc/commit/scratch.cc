@@ -10,7 +10,7 @@ bool is_scratch(const Manifests& manifests) {
   try {
     return (manifests.load_newest().reader_flags & kReaderFlagScratch) != 0;
   } catch (const Error&) {
-    return false;  // whoever opens it is told
+    return false;  // opening the table reports the error
   }
 }
 
@@ -22,7 +22,7 @@ void clear_scratch(vfs::Vfs& vfs, const std::string& path) {
       if (parse_name(entry, prefix, &number)) vfs.remove(path + "/" + entry);
     }
   };
-  // The mark goes last: until then whoever comes after a failure knows what the rest was.
+  // The manifest is removed last: after a failure it still marks the directory as a scratch table's.
   remove_named("segment-");
   remove_named("manifest-");
 }

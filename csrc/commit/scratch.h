@@ -1,9 +1,9 @@
-// Scratch tables: the disk is their overflow and nothing of them is made durable.
+// Scratch tables use the disk as overflow. None of their rows is made durable.
 //
-// - The directory's one manifest, of epoch 0 and with kReaderFlagScratch, marks it; it is written once, like any other.
-// - Segments lose their names as soon as they are made: their bytes go back to the filesystem when the last one who has
-//   them open closes them, and that is so whatever ends the process. (Removing files on closing would leave them behind
-//   after a kill.) So a directory that nobody has open holds no row, and a new table may take its place.
+// - One manifest, of epoch 0 and with kReaderFlagScratch, marks the directory. It is written once, like any manifest.
+// - The name of each segment file is removed when the file is made. The filesystem frees the bytes when the last
+//   descriptor is closed, however the process ends. (Removing files in close() would leave them after a kill.) So the
+//   directory of a table that is not open holds no row, and a new table may replace it.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ namespace bunkbed {
 
 // Whether the newest commit in this directory is a scratch table's; false when it cannot be read.
 bool is_scratch(const Manifests& manifests);
-// Removes what a scratch table left in a directory whose lock the caller holds. Other files stay.
+// Removes the files that a scratch table left in a directory. Requires the directory's lock. Other files stay.
 void clear_scratch(vfs::Vfs& vfs, const std::string& path);
 [[noreturn]] void refuse_scratch(const std::string& name, const std::string& path);
 

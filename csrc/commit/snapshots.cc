@@ -33,7 +33,7 @@ std::vector<Manifest> readable_commits(vfs::Vfs& vfs, const std::string& path) {
     try {
       found.push_back(manifests.load(epoch));
     } catch (const Error& error) {
-      // check() reports damage; what is missing was collected meanwhile
+      // check() reports damage; a missing manifest was collected meanwhile
       if (error.kind() != ErrorKind::kCorruption && error.kind() != ErrorKind::kNotFound) throw;
     }
   }

@@ -1,4 +1,4 @@
-// A table's commits as its files tell them, without opening the table: which there are, and letting go of a name.
+// Lists, drops and collects a table's commits from its files, without opening the table.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace bunkbed {
 // Every commit that can be read, ascending.
 std::vector<Manifest> readable_commits(vfs::Vfs& vfs, const std::string& path);
 
-// Forgets the snapshot `name` and removes what only it held, under the writer's lock. Where the newest commit itself
-// carries the name, the same state is committed again without it. Error(kInvalid) listing the names there are.
+// Drops the snapshot `name` and removes files that only it named, under the writer's lock. Where the newest commit has
+// the name, commits the same state again without it. For an unknown name Error(kInvalid) lists the existing ones.
 void drop_snapshot(vfs::Vfs& vfs, const std::string& path, const std::string& name);
 
-// Removes commits that are neither the newest two, nor kept by name, nor in `pinned`, and what only they held, under
-// the writer's lock.
+// Removes commits that are neither the newest two, nor kept by name, nor in `pinned`, and files that only they named,
+// under the writer's lock.
 void collect_commits(vfs::Vfs& vfs, const std::string& path, const std::set<uint64_t>& pinned);
 
 }  // namespace bunkbed
