@@ -18,7 +18,7 @@ std::string temporary_of(const std::string& directory, uint64_t number) {
   return directory + "/" + kTemporaryPrefix + directory_name(number);
 }
 
-// What the bytes were written under so far becomes the file's name; durable with it.
+// Gives the temporary file its final name. The name is durable on return.
 void give_name(vfs::Vfs& vfs, const std::string& directory, uint64_t number) {
   const std::string temporary = temporary_of(directory, number);
   vfs.link(temporary, directory + "/" + directory_name(number));
@@ -90,7 +90,7 @@ void CheckpointFile::write_piece() {
   count_ = 0;
 }
 
-// Of a dense one: rows from where it stands to this one have no entry.
+// Adds absent entries to a dense file, from next_row_ up to `before_row`.
 void CheckpointFile::add_absent(uint64_t before_row) {
   while (next_row_ < before_row) {
     if (count_ == 0) std::memset(piece_.data(), 0, piece_.size());
@@ -111,7 +111,7 @@ void CheckpointFile::add(const int64_t* rows, const Entry* entries, size_t n) {
       store_packed(items + count_ * kPackedEntryBytes, entries[i]);
       ++next_row_;
     } else {
-      // Ids of the piece first, its entries behind them: the last piece, which is not full, is put right at the end.
+      // The ids of a full piece come first, its entries behind them. finish() closes the gap in the last piece.
       std::memcpy(items + count_ * sizeof(int64_t), &rows[i], sizeof(int64_t));
       store_packed(items + capacity_ * sizeof(int64_t) + count_ * kPackedEntryBytes, entries[i]);
       ++pairs_;
@@ -137,7 +137,7 @@ CheckpointEntry CheckpointFile::finish() {
     write_piece();
   }
   vfs::Buffer block(kDirectoryHeaderBytes);
-  // Seeded bug for the torture tests: what changed while the walk was under way is not replayed.
+  // Seeded bug for the torture tests: changes during the walk are not replayed.
   if (fault_is("checkpoint_too_new")) ++header_.replay_epoch;
   encode_directory_header(header_, block.data());
   file_->write(block.data(), block.size(), 0);
@@ -170,7 +170,7 @@ void write_void_checkpoint(vfs::Vfs& vfs, const std::string& directory, const Uu
 
 namespace {
 
-// One open checkpoint: what is asked of its header, and its pieces.
+// An open checkpoint: its verified header and its pieces.
 class CheckpointReader {
  public:
   CheckpointReader(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, const Uuid& uuid,
@@ -228,7 +228,7 @@ class CheckpointReader {
   DirectoryHeader header_;
 };
 
-// Ids and entries of a piece, those that have one.
+// The rows of a piece that have an entry.
 struct Unpacked {
   BlockVector<int64_t> rows;
   BlockVector<Entry> entries;
@@ -282,7 +282,7 @@ class LiveCounts {
     for (size_t i = 0; i < n; ++i) {
       if (!is_position(entries[i])) reader_.corrupt("holds an entry that is no record's number");
       const uint64_t position = position_of(entries[i]);
-      // Numbers of 40 bits are doubles exactly; the quotient is off by one at most.
+      // A double holds 40 bits exactly; the quotient is off by at most one.
       auto segment = static_cast<uint64_t>(static_cast<double>(position) * inverse_);
       if (segment * slots_ > position) --segment;
       if (position - segment * slots_ >= slots_) ++segment;
@@ -316,7 +316,7 @@ class LiveCounts {
   std::vector<int32_t> index_;
 };
 
-// What a thread needs for the pieces it takes.
+// One thread's buffers and counts while it loads pieces.
 struct Hand {
   Hand(const CheckpointReader& reader, const Log& log) : piece(reader.header().piece_bytes), live(reader, log) {}
   vfs::Buffer piece;
@@ -327,7 +327,7 @@ struct Hand {
 
 void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows, size_t scratch_bytes,
                  LiveCounts* total, uint64_t* rows) {
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex;  // guards hands and idle
   std::vector<std::unique_ptr<Hand>> hands;
   std::vector<Hand*> idle;
   const auto work = [&](size_t from, size_t to) {
@@ -360,7 +360,7 @@ void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory,
     const std::lock_guard guard(mutex);
     idle.push_back(hand);
   };
-  // Reads wait; the processors meanwhile have another thread's piece.
+  // More threads than processors, because some wait for their reads.
   const size_t hand_bytes = reader.header().piece_bytes * 8;
   const size_t threads = std::clamp<size_t>(scratch_bytes / hand_bytes, 1, 2 * num_threads());
   io_pool().run(reader.header().entry_pieces(), 1, threads - 1, work);

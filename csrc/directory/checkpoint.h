@@ -1,20 +1,20 @@
 // Directory checkpoints: files that say where the rows are, so that opening a large table need not read the index of
 // every chunk.
 //
-// One is *fuzzy*: it is taken while the table changes, part by part. Let X be the oldest epoch that still takes appends
-// when the walk begins. For each row the walk writes the position it finds, if that lies in a segment of an epoch before
-// X, and otherwise nothing (the row's record lies in a segment of X or later, or in RAM alone and will). Opening a commit
-// that was settled after the walk's end reads these entries and replays the segments of epoch X and later over them. That
-// gives the commit's directory:
-//   - A row whose record lies in such a segment is replayed, and a replayed record beats the entry: whatever was appended
-//     since X began has a version at least that of what was the row's record then (replay.h).
-//   - A row whose record lies in an older segment has had it ever since X began, for all that was appended since went to X
-//     or later. So the walk found exactly that position; the row was not dirty either, or it would have been appended.
-//   - An entry may point into a segment that is gone: the row has moved or changed since, and a replay beats it. After the
-//     replay none may be left.
-// It stays true for later commits, for those that go back to it (their new segments have later epochs still), and for those
-// a release makes that knows nothing of it. Entries point at nothing but what a commit has made durable or the next one,
-// which is the first to name the file, will; and the file is durable before that commit's manifest is written.
+// A checkpoint is *fuzzy*: a walk takes it part by part while the table changes. Let X be the oldest epoch that still
+// takes appends when the walk begins. For each row the walk writes the position that it finds, if the position is in a
+// segment of an epoch before X, and otherwise nothing (the record is in a segment of X or later, or is only in RAM and
+// will be appended there). Opening a commit that was settled after the walk ended reads these entries and replays the
+// segments of epoch X and later over them. The result is the commit's directory:
+//   - A row whose record is in epoch X or later is replayed. The replayed record replaces the entry: each record that
+//     was appended since X began has a version at least that of the row's record at that moment (replay.h).
+//   - A row whose record is in an earlier epoch has had this record since X began, as all later appends went to X or
+//     later. So the walk found exactly this position. The row was not dirty, or it would have been appended.
+//   - An entry may point into a removed segment. The row has then moved or changed since, and a replayed record
+//     replaces the entry. After the replay no such entry may be left.
+// This also holds for later commits, for commits after a rewind (their new segments have still later epochs), and for
+// commits by a release that does not know checkpoints. Entries point only at records that are durable, or that the next
+// commit makes durable; it is the first to name the file. The file is durable before that commit's manifest is written.
 #pragma once
 
 #include <memory>
@@ -27,18 +27,18 @@
 
 namespace bunkbed {
 
-// Writes one, in a bounded buffer, under a temporary name until it is whole.
+// Writes a checkpoint through a bounded buffer, under a temporary name until finish().
 class CheckpointFile {
  public:
-  // `header`: what is known at the beginning: form, uuid, number, replay_epoch, piece_bytes; of a dense one num_entries.
+  // `header` has form, uuid, number, replay_epoch and piece_bytes; for a dense file also num_entries.
   CheckpointFile(vfs::Vfs& vfs, const std::string& directory, const DirectoryHeader& header,
                  const std::vector<SegmentCounts>& segments);
   ~CheckpointFile();
   CheckpointFile(const CheckpointFile&) = delete;
   CheckpointFile& operator=(const CheckpointFile&) = delete;
-  // In the order of the rows where the form is dense.
+  // A dense file takes its rows in ascending order.
   void add(const int64_t* rows, const Entry* entries, size_t n);
-  // Durable under its name when it returns.
+  // The file is durable under its name on return.
   CheckpointEntry finish();
 
  private:
@@ -56,25 +56,25 @@ class CheckpointFile {
   const uint64_t capacity_;  // entries of a piece
   uint32_t count_ = 0;       // entries in the piece so far
   uint64_t piece_index_ = 0;
-  uint64_t next_row_ = 0;    // of a dense one
+  uint64_t next_row_ = 0;    // of a dense file
   uint64_t pairs_ = 0;
 };
 
-// A file that says nothing in the place of one that is damaged or missing.
+// Replaces a damaged or missing checkpoint by a file without entries.
 void write_void_checkpoint(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid, uint64_t number);
 
 struct LoadedCheckpoint {
-  bool is_loaded = false;     // false: it says nothing, or nothing this release can read; nothing was changed
+  bool is_loaded = false;     // false: the file is void, or its format is unknown; nothing was changed
   uint64_t replay_epoch = 0;
-  uint64_t lost = 0;          // entries into segments the log does not have: as many must be replayed over
+  uint64_t lost = 0;          // entries into segments that the log lacks: the replay must replace as many
 };
 
-// Fills an empty directory, and counts the records of the log's segments of earlier epochs; on several threads, in about
-// `scratch_bytes`. Error(kCorruption) that says what to do.
+// Fills an empty directory on several threads, in about `scratch_bytes`, and sets the record counts of the log's
+// segments before the replay epoch. Error(kCorruption) names the repair.
 LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, Log* log,
                                  Directory* rows, int64_t num_rows, uint64_t stored_rows, size_t scratch_bytes);
 
-// The same reading without a table: verifies every byte. `at` is called with each number of bytes done.
+// Verifies every byte of a checkpoint without a table. Calls `at` with the number of bytes of each part that is done.
 void verify_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, const Uuid& uuid,
                        int64_t num_rows, const std::function<void(uint64_t)>& at);
 

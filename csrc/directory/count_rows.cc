@@ -12,7 +12,7 @@ namespace bunkbed {
 
 namespace {
 
-// id -> its highest version and whether that is a tombstone's.
+// Maps an id to its highest version and whether that is a tombstone's.
 class Newest {
  public:
   static constexpr size_t kSlotBytes = 16;
@@ -103,7 +103,7 @@ uint64_t count_rows(Log* log, int64_t num_rows, uint64_t versions_end, size_t ra
     });
     return rows;
   }
-  // A power of two of slots that fits; three quarters of them are used.
+  // The largest power of two of slots that fits; at most three quarters are used.
   const size_t most = std::bit_floor(std::max<size_t>(1024, ram_bytes / Newest::kSlotBytes));
   for (uint64_t passes = std::max<uint64_t>(1, total / (most / 2) + 1);; passes *= 2) {
     uint64_t rows = 0;
@@ -117,7 +117,7 @@ uint64_t count_rows(Log* log, int64_t num_rows, uint64_t versions_end, size_t ra
       });
       rows += newest.rows();
     }
-    if (!overflowed) return rows;  // ids fell unevenly: smaller shares
+    if (!overflowed) return rows;  // the ids are spread unevenly: take smaller shares
   }
 }
 

@@ -29,7 +29,7 @@ void store_entry(std::byte* at, Entry entry) { std::memcpy(at, &entry, kEntryByt
 constexpr size_t kHugePagesFrom = 8u << 20;
 constexpr size_t kHugePagesTo = 256u << 20;
 
-// Memory of zeros that costs nothing where nobody touched it, though the budget counts it.
+// Zeroed memory that takes no RAM until it is touched. The budget counts all of it.
 class LazyZeros {
  public:
   explicit LazyZeros(size_t bytes) : bytes_(bytes) { map(); }
@@ -49,8 +49,8 @@ class LazyZeros {
       throw Error(ErrorKind::kMemory, "cannot map a directory of " + std::to_string(bytes_) + " bytes");
     }
 #ifdef MADV_HUGEPAGE
-    // A batch touches it all over, at one entry a page: with small pages each costs a walk through the page tables. Not
-    // where it is so large that a few rows must not touch all of it.
+    // A batch touches one entry in each of many pages, and with small pages each costs a walk through the page tables.
+    // Not for larger memory, where a few rows would make most of it resident.
     if (bytes_ >= kHugePagesFrom && bytes_ < kHugePagesTo) ::madvise(memory_, bytes_, MADV_HUGEPAGE);
 #endif
   }
@@ -58,10 +58,10 @@ class LazyZeros {
   void* memory_ = nullptr;
 };
 
-// Five bytes a row; and for each group of rows how many are at home, in the frame of their own number. Rows that were
-// first stored in the order of their ids all are (an import, a table filled once), and of groups that are wholly at home
-// nobody reads the entries: for a batch of random rows the counts lie in the processor's first caches, where the entries,
-// six hundred times as much, do not.
+// Five bytes a row, and for each group of rows the number of rows at home, in the frame with their own number. Rows
+// that were first stored in the order of their ids (an import, a table filled once) are all at home. locate() does not
+// read the entries of a group whose rows are all at home. For a batch of random rows the counts fit the processor's
+// inner caches; the entries, six hundred times as large, do not.
 class FlatDirectory final : public Directory {
  public:
   explicit FlatDirectory(uint64_t num_rows)
@@ -128,7 +128,7 @@ class FlatDirectory final : public Directory {
     }
   }
   void begin_bulk(uint64_t) override { changed(); }
-  // Positions are no frames: no row is at home. Only the entry's own bytes are touched, as others write beside.
+  // Positions are no frames: no row is at home. Touches only the entry's own bytes: other threads write its neighbours.
   bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
     bool all_new = true;
     for (size_t i = 0; i < n; ++i) {
@@ -150,20 +150,20 @@ class FlatDirectory final : public Directory {
   static constexpr uint64_t kPartRows = 8192;
   static constexpr uint64_t kGroupRows = kFlatGroupRows;
 
-  // Of rows beyond the numbers that frames have: no entry at all.
+  // For a row beyond the numbers of frames, a value that is no entry.
   static Entry home_of(int64_t row) {
     return static_cast<uint64_t>(row) < ~uint32_t{0} ? entry_of_frame(static_cast<uint32_t>(row)) : ~Entry{0};
   }
-  // A row to be located, read once. It was checked, but may lie in a caller's array that another thread has changed
-  // since: then any row, never memory outside.
+  // Reads a row to be located, once. Another thread may have changed the caller's array after the check; the result is
+  // then an arbitrary row of the table.
   int64_t within(const int64_t* row) const {
     return static_cast<int64_t>(std::min(static_cast<uint64_t>(__atomic_load_n(row, __ATOMIC_RELAXED)), num_rows_ - 1));
   }
   std::byte* at(int64_t row) const { return entry_zeros_.get() + static_cast<uint64_t>(row) * kEntryBytes; }
   uint8_t* home() const { return reinterpret_cast<uint8_t*>(home_zeros_.get()); }
   bool is_group_home(int64_t row) const { return home()[static_cast<uint64_t>(row) / kGroupRows] == kGroupRows; }
-  // Into the second level, as the first has too few places for lines under way; and both lines of an entry that
-  // straddles them, one in nine: a second one that was not asked for would be waited for in full.
+  // Into the second-level cache, because the first can have too few lines under way. One load in nine straddles two
+  // lines; without a prefetch of the second line it would stall for a full miss.
   void prefetch(int64_t row) const {
     __builtin_prefetch(at(row), 0, 2);
     __builtin_prefetch(at(row) + sizeof(uint64_t) - 1, 0, 2);
@@ -183,11 +183,11 @@ class FlatDirectory final : public Directory {
   size_t entry_bytes_;
   LazyZeros entry_zeros_;
   LazyZeros home_zeros_;  // uint8 for each group
-  size_t home_groups_ = 0;  // with all their rows at home
+  size_t home_groups_ = 0;  // groups with all rows at home
 };
 
-// Open addressing with linear probing in kPartitions independent tables. Rows are never erased one by one: a
-// stored row stays stored (a deletion, when it comes, rebuilds its partition).
+// Open addressing with linear probing in kPartitions independent tables. Keys are never erased: a deleted row keeps its
+// key, with the entry kAbsent.
 constexpr size_t kPartitionBits = 8;
 constexpr size_t kPartitions = 1u << kPartitionBits;
 constexpr double kMaxLoad = 0.84;
@@ -225,7 +225,7 @@ class Partition {
     if (capacity_ == 0) grow(1);
     size_t slot = place(row, hash);
     if (keys_[slot] != row) {
-      // Only a new row may make it grow: rows that are there are set where nothing may fail.
+      // Only a new row may grow the table: setting the entry of a known row must not fail.
       if (static_cast<double>(capacity_) * kMaxLoad < static_cast<double>(count_ + 1)) {
         grow(count_ + 1);
         slot = place(row, hash);
@@ -374,8 +374,8 @@ class HashedDirectory final : public Directory {
     bulk_locks_ = std::make_unique<std::mutex[]>(kPartitions);
   }
   bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
-    // By partition, as a checkpoint that was written from such a directory is already: a partition is locked once, and
-    // what is written lies together.
+    // By partition, so that each is locked once and its writes are close together. A checkpoint of a hashed directory
+    // is in this order already.
     std::vector<uint32_t> ends = per_partition(rows, n);
     for (size_t p = 1; p < kPartitions; ++p) ends[p] += ends[p - 1];
     std::vector<uint32_t> order(n);
@@ -426,7 +426,7 @@ Directory::Directory() {
 }
 
 size_t hashed_directory_bytes(uint64_t stored_rows) {
-  // Rows spread over the partitions binomially: six standard deviations above the even part, and one step of growth.
+  // The rows of a partition are binomially distributed: allows six standard deviations above the mean and one growth.
   const double even = static_cast<double>(stored_rows) / kPartitions;
   const double most = std::min(static_cast<double>(stored_rows), even + 6 * std::sqrt(even) + 6);
   const double capacity = std::max(8.0, most / kMaxLoad * kGrowth + 2);

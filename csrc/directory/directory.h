@@ -1,8 +1,8 @@
-// Row -> where its record lives: nowhere (absent: the row has its initial value), a frame of the cache, or a
-// position in the log. Two forms (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and hashed,
-// about seventeen bytes a stored row, grown one partition at a time so that no step pays for a big rehash.
+// Maps a row to the location of its record: absent (the row has its initial value), a frame of the cache, or a
+// position in the log. Two forms (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and
+// hashed, about seventeen bytes a stored row. It grows one partition at a time, so that no step pays for a big rehash.
 //
-// Not thread-safe for writes; concurrent locate() calls are fine while nobody writes.
+// Writes need exclusive access. Concurrent locate() calls are safe while no thread writes.
 #pragma once
 
 #include <cstddef>
@@ -28,43 +28,42 @@ constexpr Entry entry_of_position(uint64_t position) { return position + 1; }
 class Directory {
  public:
   virtual ~Directory() = default;
-  // entries[i] = entry of rows[i]; prefetches ahead. The only call that may be given rows out of range: some entry.
+  // entries[i] = entry of rows[i]. Only this call accepts rows out of range; their entries are arbitrary.
   virtual void locate(const int64_t* rows, size_t n, Entry* entries) const = 0;
   virtual Entry find(int64_t row) const = 0;
-  // Sets the entry of a row. A row new to a hashed directory must have been reserved for.
+  // Sets the entry of a row. A row that is new to a hashed directory requires reserve().
   virtual void set(int64_t row, Entry entry) = 0;
-  // False when new rows cost it nothing.
+  // False when new rows take no memory.
   virtual bool grows() const = 0;
-  // Bytes this directory takes while and after it makes room for these new rows; what a budget must allow before
-  // reserve().
+  // Bytes that the directory takes during and after reserve() of these rows. The budget must allow them.
   virtual size_t bytes_after(const int64_t* rows, size_t n) const = 0;
   // Makes room so that set() of these rows cannot fail.
   virtual void reserve(const int64_t* rows, size_t n) = 0;
   virtual size_t bytes() const = 0;
-  // Visits stored rows in some fixed order: fills up to `n` (row, entry) pairs from *cursor on and moves it;
-  // returns how many. 0 at the end. Set *cursor to 0 to begin.
+  // Visits stored rows in a fixed order: fills up to `n` (row, entry) pairs from *cursor on, advances *cursor and
+  // returns their number; 0 at the end. Start with *cursor = 0.
   virtual size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const = 0;
   virtual void clear() = 0;
 
-  // ---- For a walk beside changes: the rows fall into parts, a row into the same one for ever. Appends those of a part
-  // that have an entry.
+  // ---- For a walk while the table changes. Each row belongs to one part, always the same. part() appends the rows of
+  // a part that have an entry.
   virtual size_t num_parts() const = 0;
   virtual void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const = 0;
-  // Whether its parts, one after the other, give the rows in their order.
+  // Whether the parts in sequence give the rows in ascending order.
   bool is_ordered() const { return !grows(); }
 
   // ---- Filling an empty directory, from several threads at once. No other call between begin_bulk() and end_bulk().
-  // Makes room for about so many rows.
+  // Makes room for about `rows` rows.
   virtual void begin_bulk(uint64_t rows) = 0;
-  // Sets positions of rows that have no entry yet; false when one had.
+  // Sets positions of rows that have no entry yet; false when a row had one.
   virtual bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) = 0;
-  // Five bytes for each of the n rows from `first` on, as they lie in a dense checkpoint. False, and nothing done, where
-  // they do not lie so in memory.
+  // Copies the five-byte entries of the n rows from `first` on out of a dense checkpoint. Returns false and does
+  // nothing where the directory has another layout.
   virtual bool bulk_copy(int64_t first, const std::byte* packed, size_t n) = 0;
-  // `rows` have got an entry.
+  // `rows`: how many rows were given an entry.
   virtual void end_bulk(size_t rows) = 0;
   size_t stored_rows() const { return stored_rows_; }
-  // While it is the same, every entry is; no two directories of the process share one.
+  // No entry changes while the version stays the same. No two directories of the process share a version.
   uint64_t version() const { return version_; }
 
  protected:
@@ -76,7 +75,7 @@ class Directory {
   uint64_t version_;
 };
 
-inline constexpr uint64_t kFlatGroupRows = 128;  // rows for which a flat directory has one byte more
+inline constexpr uint64_t kFlatGroupRows = 128;  // a flat directory has one more byte for each group of so many rows
 constexpr size_t flat_directory_bytes(uint64_t num_rows) {
   return num_rows > (uint64_t{1} << 60) / 6 ? uint64_t{1} << 60 : num_rows * 5 + 8 + num_rows / kFlatGroupRows + 1;
 }

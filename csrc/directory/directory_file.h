@@ -1,6 +1,6 @@
-// Directory checkpoints on disk (FORMAT.md, "Directory checkpoint"): a header block, then pieces of equal size, each with
-// its own checksum, so that they can be read in any order, at once and in little memory. As in format.h nothing here
-// touches a file, and every way back checks before it believes a number.
+// Directory checkpoints on disk (FORMAT.md, "Directory checkpoint"): a header block, then pieces of equal size, each
+// with its own checksum, so that they can be read in any order, concurrently and in little memory. As in format.h these
+// functions touch no file, and decoding checks every number before it is used.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace bunkbed {
 
 enum class DirectoryForm : uint32_t {
-  kVoid = 0,   // no entries: the directory is to be built from the segments alone (a repair puts it in a damaged one's place)
+  kVoid = 0,   // no entries: the directory is built from the segments alone (a repair writes it for a damaged file)
   kDense = 1,  // an entry for each row of the table, in order
   kPairs = 2,  // ids and entries of the rows that have one, in any order, no id twice
 };
@@ -25,8 +25,8 @@ struct DirectoryHeader {
   uint64_t replay_epoch = 0;  // segments of this epoch and later ones are to be replayed over it
   uint64_t piece_bytes = 0;
   uint64_t num_segments = 0;  // of earlier epochs; their counts come first
-  uint64_t num_entries = 0;   // rows of a dense one, pairs
-  uint64_t num_rows = 0;      // of them that have an entry
+  uint64_t num_entries = 0;   // rows of the table (dense), or pairs
+  uint64_t num_rows = 0;      // rows that have an entry
 
   uint64_t segment_pieces() const;
   uint64_t entry_pieces() const;
@@ -40,7 +40,7 @@ inline constexpr size_t kSegmentCountBytes = 16;
 inline constexpr size_t kPackedEntryBytes = 5;
 inline constexpr uint64_t kMaxPieceBytes = 1u << 20;
 
-// What a checkpoint says of a segment, so that its chunks need not be read.
+// The counts of a segment, so that its chunks need not be read.
 struct SegmentCounts {
   uint64_t segment = 0;
   uint32_t records = 0;
@@ -50,13 +50,13 @@ struct SegmentCounts {
 std::string directory_name(uint64_t number);  // directory-0000000000000001
 
 void encode_directory_header(const DirectoryHeader& header, std::byte* out);  // writes kDirectoryHeaderBytes
-// False: of a format this release does not know. `file_bytes`: of the file, which must be as long as the header says.
+// Returns false for a format that this release does not know. `file_bytes`, the file's length, must match the header.
 bool decode_directory_header(std::span<const std::byte> bytes, uint64_t file_bytes, const std::string& path,
                              DirectoryHeader* header);
 
-// Items of a piece begin behind its head. Checksum and count are put into the head; `index` counts pieces from 0.
+// Writes checksum and count into the head of a piece. Its items follow the head; `index` counts pieces from 0.
 void seal_piece(const DirectoryHeader& header, uint64_t index, uint32_t count, std::byte* piece);
-// Checks a piece, whose items are then count_of_piece() many.
+// Verifies a piece; it then has count_of_piece() items.
 void check_piece(const DirectoryHeader& header, uint64_t index, const std::byte* piece, const std::string& path);
 uint64_t count_of_piece(const DirectoryHeader& header, uint64_t index);
 

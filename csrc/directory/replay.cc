@@ -73,8 +73,8 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
 
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
-  // Of a chunk, those that this pass looks at. Their entries are fetched a block ahead, all at once: what find() asks for
-  // is then in the processor's cache. The fetched ones themselves are not used, as an id may come twice.
+  // The ids of a chunk that belong to this pass. locate() brings their entries into the processor's cache, a block at a
+  // time, for find(). Its results are not used, because an id may occur twice.
   constexpr size_t kBlock = 256;
   std::vector<uint32_t> chosen;
   std::vector<int64_t> chosen_ids;
