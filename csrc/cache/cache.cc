@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kNoFrame = ~0u;
 constexpr size_t kHugePage = 2u << 20;
-constexpr size_t kHugeInfosFrom = 1u << 30;  // bytes of records beside which they lie
+constexpr size_t kHugeInfosFrom = 1u << 30;  // bytes of records from which metadata gets huge pages
 constexpr size_t kHugePagesFrom = 64u << 20;  // below, a half-used huge page would be a visible part of the budget
 
 void* reserve(size_t bytes) {
@@ -74,7 +74,7 @@ Cache::~Cache() {
 
 bool Cache::allocate(uint32_t* frame) {
   if (resident_ >= capacity_) return false;
-  // Frames above a lowered capacity may still sit in the free list: drop them.
+  // Frames above a lowered capacity may still be in the free list: drop them.
   while (free_head_ != kNoFrame && free_head_ >= capacity_) {
     free_head_ = static_cast<uint32_t>(infos_[free_head_].position);
   }
@@ -98,8 +98,8 @@ void Cache::admit(uint32_t frame, int64_t row) {
   if (*ghost.place == ghost.print) set_count(frame, kReturn);
 }
 
-// One place per row: what is evicted later takes it over, so that ghosts fade as about one cache's worth of rows goes.
-// One row in 255 is taken for another, which costs nothing but a little room.
+// A row has one place, which a later evicted row overwrites. So ghosts fade after about one cache's worth of evictions.
+// One row in 255 is taken for another, which costs only some room in the cache.
 Cache::Ghost Cache::ghost_of(int64_t row) const {
   const uint64_t mixed = static_cast<uint64_t>(row) * 0x9e3779b97f4a7c15ull;
   return {&ghosts_[static_cast<uint64_t>((static_cast<unsigned __int128>(mixed) * high_water_) >> 64)],
@@ -109,8 +109,8 @@ Cache::Ghost Cache::ghost_of(int64_t row) const {
 void Cache::begin_step() {
   step_ = step_ % kSteps + 1;
   ++steps_;
-  // Steps are numbered in turn: a frame must have lost its number when that comes round again. Nothing was wanted in
-  // the step that begins, so all numbers are old ones.
+  // Step numbers repeat: a frame must lose its number before that number is used again. No frame was wanted yet in the
+  // step that begins, so every number in a heat is old.
   for (uint32_t left = high_water_ / (kSteps - 5) + 1; left > 0 && high_water_ > 0;) {
     if (sweep_ >= high_water_) sweep_ = 0;
     const uint32_t end = sweep_ + std::min(left, high_water_ - sweep_);
@@ -120,13 +120,13 @@ void Cache::begin_step() {
 }
 
 bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
-  // Where nearly every frame is wanted, the hand would walk far for each that is not.
+  // Where nearly every frame is wanted, the hand would walk far to each unwanted one.
   const size_t loose = resident_ - num_pinned_;
   const bool has_unwanted = loose - num_wanted_ > 0 && (loose - num_wanted_) * 16 >= loose;
   bool found = false;
   if (num_wanted_ > 0 && !has_unwanted) {
     found = lately_unwanted(frame) || furthest(frame, keep_until);
-    if (!found && keep_until != kNoUse) return false;  // staging gives up: the rest is for those who cannot wait
+    if (!found && keep_until != kNoUse) return false;  // staging stops here: the rest is for calls that cannot wait
   }
   found = found || take_by_hand(frame) || (num_wanted_ > 0 && furthest(frame, keep_until));
   if (!found) return false;
@@ -135,19 +135,19 @@ bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
   return true;
 }
 
-// Takes the first frame at zero that is neither pinned nor wanted; false after a round in which all were at zero and
-// none would do.
+// Takes the first frame at zero that is neither pinned nor wanted; false after a round in which all frames were at zero
+// and none was usable.
 bool Cache::take_by_hand(uint32_t* frame) {
   constexpr size_t kAhead = 4;
   for (size_t in_vain = 0;; walk(&in_vain)) {
     while (next_candidate_ < num_candidates_) {
-      // A victim's record is copied if it is dirty, and lies anywhere. (Its info was asked for when it was found.)
+      // A dirty victim's record will be copied: prefetch it. (walk() has prefetched its FrameInfo.)
       if (const size_t ahead = next_candidate_ + kAhead; ahead < num_candidates_ && is_dirty(candidates_[ahead])) {
         const std::byte* record = this->record(candidates_[ahead]);
         for (size_t line = 0; line < stride_ && line < 1024; line += 64) __builtin_prefetch(record + line);
       }
       const uint32_t here = candidates_[next_candidate_++];
-      // Much may have happened since it was found.
+      // The frame may have changed since walk() found it.
       if (here >= high_water_ || count(here) > 0) continue;
       const FrameInfo& info = infos_[here];
       if (info.row < 0 || is_pinned(here) || is_wanted(here)) continue;
@@ -159,17 +159,17 @@ bool Cache::take_by_hand(uint32_t* frame) {
   }
 }
 
-// Moves the hand until it has passed some frames at zero, or a full round; lowers the others. `in_vain` counts the
-// frames passed since the last that was not at zero.
+// Moves the hand until it has passed some frames at zero, or a full round, and lowers the counts of the others.
+// `in_vain` counts the frames passed since the last frame that was not at zero.
 void Cache::walk(size_t* in_vain) {
   num_candidates_ = next_candidate_ = 0;
-  // Counts may be far too high for the few frames that are needed, when the hot rows change or nearly all are hot. So
-  // each round that found less than a hundredth of the frames takes twice as much as the one before.
+  // Counts may be too high when the hot rows change or nearly all rows are hot. So the decrement doubles with each
+  // round in which the hand took less than a 128th of the frames.
   const auto less = static_cast<uint16_t>(1u << std::min<size_t>(walked_ / high_water_, 6));
   size_t passed = 0;
   while (num_candidates_ + kBlock <= kCandidates && passed < high_water_ && *in_vain < high_water_) {
     if (hand_ >= high_water_) hand_ = 0;
-    // Whole blocks, without a branch: frames above the highest one are sorted out with the candidates.
+    // Whole blocks, without a branch. take_by_hand() rejects candidates above the high-water mark.
     uint16_t* heats = heats_ + hand_;
     uint32_t found = num_candidates_;
     for (uint32_t i = 0; i < kBlock; ++i) {
@@ -194,7 +194,7 @@ bool Cache::lately_unwanted(uint32_t* frame) {
   while (!unwanted_.empty()) {
     const uint32_t last = unwanted_.back();
     unwanted_.pop_back();
-    // A frame above the high-water mark is no frame: trim() has taken its metadata away.
+    // trim() has freed the metadata of frames above the high-water mark.
     if (last >= high_water_ || infos_[last].row < 0 || is_pinned(last) || is_wanted(last)) continue;
     *frame = last;
     return true;
@@ -292,7 +292,7 @@ void Cache::release(uint32_t frame) {
 
 void Cache::trim() {
   if (high_water_ <= capacity_) return;
-  // Rebuild the free list without the frames that go.
+  // Rebuild the free list without the frames above the capacity.
   free_head_ = kNoFrame;
   for (uint32_t frame = static_cast<uint32_t>(capacity_); frame-- > 0;) {
     if (infos_[frame].row < 0) {

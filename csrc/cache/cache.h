@@ -1,16 +1,16 @@
-// Frames: records in RAM. Residency, dirty bits, pins and the choice of a victim; knows no disk and no directory.
+// Frames: records in RAM. Residency, dirty bits, pins and the choice of a victim. Knows no disk and no directory.
 //
 // The victim (docs/design/architecture.md, "Plan, then execute"):
-//   1. A frame no coming batch wants, by GCLOCK with fine counts: a row wanted in a step gains kHit, each pass of the
-//      hand takes 1, and the hand takes the first unpinned frame at zero. A row that was just loaded starts at zero:
-//      the rows of the tail, most of what is loaded, are gone after one pass, a thirty-second of what a single hit is
-//      worth, and leave their frames to rows that do come back. So the cache stays within a few per cent of the best
-//      static one. (The same with kHit 1 missed 34 % more than that, LRU 38 %, for a row of the tail was kept about as
-//      long as its next use was away; see benchmarks/policy.py.)
-//   2. What was evicted lately leaves a ghost: a byte in a table as long as the cache. A row that comes back while its
-//      ghost is there was wanted twice in short order and starts with kReturn; without, a hot set that moves would
-//      take several times as long to settle.
-//   3. Where few frames are unwanted and the hand would walk far to each: one that lost its last use not long ago, else
+//   1. A frame that no coming batch wants, by GCLOCK with fine counts. A row wanted in a step gains kHit; each pass of
+//      the hand subtracts 1; the hand evicts the first unpinned frame at zero. A row that was just loaded starts at
+//      zero. So rows of the tail, which are most loads, are evicted after one pass, where a single hit would keep them
+//      for kHit passes, and free their frames for rows that return. The cache stays within a few per cent of the best
+//      static one. (With kHit 1 it missed 34 % more than that, and LRU 38 %: both kept a row of the tail about until
+//      its next use; see benchmarks/policy.py.)
+//   2. A recently evicted row leaves a ghost: a byte in a table as long as the cache. A row that returns while its
+//      ghost is there starts with kReturn, because it was wanted twice in a short time. Without ghosts a hot set that
+//      moves would take several times as long to settle.
+//   3. Where few frames are unwanted and the hand would walk far to each: a frame that lost its last use recently, else
 //      the frame whose next use is furthest (Belady's choice, within the window).
 #pragma once
 
@@ -23,29 +23,29 @@
 
 namespace bunkbed {
 
-// What is known of the record in a frame; 24 bytes each, two of heat, two bits and a ghost, inside the RAM budget.
+// A frame's metadata: these 24 bytes, two of heat, two bits and a ghost, all inside the RAM budget.
 struct FrameInfo {
   int64_t row;        // -1: the frame is free
   uint64_t position;  // of the same bytes in the log; kNoPosition when dirty or never stored
   uint32_t next_use;  // the coming batch that wants the row next (Window's numbers); past ones mean none
   uint8_t pinned;
-  uint8_t loading;  // its record is being read by staging
+  uint8_t loading;  // staging reads its record now
 };
 inline constexpr uint64_t kNoPosition = ~0ull;
 inline constexpr uint32_t kNoUse = 0;
 
 class Cache {
  public:
-  // Reserves address space for `max_frames`; memory is taken as frames are first used. Without record bytes it is a cache
-  // of frames whose records lie elsewhere.
+  // Reserves address space for `max_frames`; memory is taken as frames are first used. With record_bytes 0 the records
+  // are elsewhere (a device cache) and pins are counted.
   Cache(size_t record_bytes, size_t max_frames);
   ~Cache();
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
   static constexpr uint8_t kHit = 32;       // passes of the hand that a use is worth
-  static constexpr uint8_t kReturn = 16;    // what a row starts with that was evicted lately
-  static constexpr uint8_t kMaxCount = 127;  // about four uses: a hot set that has passed is forgotten in four rounds
+  static constexpr uint8_t kReturn = 16;    // initial count of a row that was evicted recently
+  static constexpr uint8_t kMaxCount = 127;  // about four uses, so that a hot set that has passed is soon evicted
   // Bytes a frame costs: its record, padded for alignment, its FrameInfo, heat, dirty bit and ghost.
   static size_t frame_cost(size_t record_bytes) { return padded(record_bytes) + kInfoBytes; }
 
@@ -69,20 +69,20 @@ class Cache {
   // One past the highest frame ever used since the last trim().
   uint32_t high_water() const { return high_water_; }
 
-  // A free frame, or false when capacity is reached: then evict a victim first. It is pinned, and nobody's until
-  // admit().
+  // Takes a free frame, which is pinned and has no row until admit(). False when the capacity is reached: then evict a
+  // victim first.
   bool allocate(uint32_t* frame);
-  // The row whose record the frame is to hold; wanted in this step.
+  // Gives the frame a row, which counts as wanted in this step.
   void admit(uint32_t frame, int64_t row);
-  // ---- Pins that last and are counted, of a cache without record bytes, beside those that come and go with one operation.
-  // Such a frame has no next use: whoever takes the last pin says what that is. Two bytes apart from FrameInfo, for the
-  // reason that heats have.
+  // ---- Counted pins, only of a cache without record bytes, in addition to the pin bit of one operation. A frame that
+  // is pinned so has no next use; the caller of the last unpin() sets it. Apart from FrameInfo for the reason that
+  // heats are.
   void pin(uint32_t frame) {
     if (pins_[frame]++ > 0) return;
     ++num_pinned_;
     if (num_wanted_ > 0) forget_use(frame);
   }
-  // Whether that was the last one.
+  // Returns whether that was the last pin.
   bool unpin(uint32_t frame) {
     if (--pins_[frame] > 0) return false;
     --num_pinned_;
@@ -90,13 +90,13 @@ class Cache {
   }
   uint16_t pins(uint32_t frame) const { return pins_[frame]; }
   size_t num_pinned() const { return num_pinned_; }
-  // Before touch_alone() and pin().
+  // Prefetches what touch_alone() and pin() access.
   void prefetch_pin(uint32_t frame) const {
     prefetch_heat(frame);
     __builtin_prefetch(&pins_[frame], 1);
     if (num_wanted_ > 0) prefetch(frame);
   }
-  // A frame that victim() gave up and pin() took gets another row at once; release(), allocate() and admit() in one.
+  // Gives another row to a frame that victim() chose and pin() took: release(), allocate() and admit() in one call.
   void reassign(uint32_t frame, int64_t row) {
     infos_[frame].row = row;
     infos_[frame].position = kNoPosition;
@@ -105,33 +105,34 @@ class Cache {
     admit(frame, row);
   }
 
-  // The next frame to give up, or false when there is none: pinned frames stay, and so do those that a batch up to
-  // `keep_until` wants. The caller writes it back if dirty, tells the directory, and release()s it.
+  // Chooses the next frame to evict, never a pinned one nor one that a batch up to `keep_until` wants. False when there
+  // is none. The caller writes it back if it is dirty, updates the directory, and calls release().
   bool victim(uint32_t* frame, uint32_t keep_until = kNoUse);
-  // Frames the hand has passed on its way to victims so far.
+  // Frames that the hand has passed so far.
   uint64_t frames_passed() const { return frames_passed_; }
   void release(uint32_t frame);
-  // Gives memory above the capacity back to the system; the frames there must have been released.
+  // Returns memory above the capacity to the system. Requires that the frames there were released.
   void trim();
   void clear();
 
-  // A step ends with an update; within one step a row counts as wanted once.
+  // Begins a step. Within one step a row counts as wanted once.
   void begin_step();
-  // Counts steps, from 1 on.
+  // The number of the step, from 1 on.
   uint64_t step() const { return steps_; }
-  // The row is wanted now. Returns whether that is news: not in this step yet, and not since mark_staged(), which
-  // counted it. Safe from several threads at once.
+  // Counts the row as wanted now. Returns true where neither an earlier call in this step nor mark_staged() has counted
+  // it. Safe from several threads at once.
   bool touch(uint32_t frame) {
     std::atomic_ref<uint16_t> heat(heats_[frame]);
     uint16_t seen = heat.load(std::memory_order_relaxed);
     if (seen >> kStepShift == step_) return false;
-    // The first use of a staged row is the one it was loaded for.
+    // The first use of a staged row is the use that it was loaded for, and adds no count.
     const uint32_t count = (seen & kMaxCount) + ((seen & kStagedBit) != 0 ? 0 : kHit);
     const auto raised = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count : kMaxCount));
-    // Who loses the exchange lost it to another touch of this step.
+    // A failed exchange: another thread touched the row in this step.
     return heat.compare_exchange_strong(seen, raised, std::memory_order_relaxed) && (seen & kStagedBit) == 0;
   }
-  // The same of frames that no other thread touches meanwhile: an exchange waits for every load and store before it.
+  // touch() without the exchange, which waits for every load and store before it. For frames that no other thread
+  // touches meanwhile.
   bool touch_alone(uint32_t frame) {
     uint16_t& heat = heats_[frame];
     const uint16_t seen = heat;
@@ -140,9 +141,9 @@ class Cache {
     heat = static_cast<uint16_t>(step_ << kStepShift | (count < kMaxCount ? count : kMaxCount));
     return (seen & kStagedBit) == 0;
   }
-  // The row was brought in for a step to come, and counted.
+  // The row was prefetched for a coming step, and counted.
   void mark_staged(uint32_t frame) { heats_[frame] = static_cast<uint16_t>(kStagedBit | count(frame)); }
-  // Whether it still waited for its first use since, which this was. Safe from several threads at once.
+  // Returns whether this is the first use since mark_staged(). Safe from several threads at once.
   bool take_staged(uint32_t frame) {
     std::atomic_ref<uint16_t> heat(heats_[frame]);
     if ((heat.load(std::memory_order_relaxed) & kStagedBit) == 0) return false;
@@ -153,8 +154,8 @@ class Cache {
     heats_[frame] = static_cast<uint16_t>((heats_[frame] & ~uint16_t{kMaxCount}) | count);
   }
 
-  // Whether the record in the frame is newer than the log's. A bit beside FrameInfo: an update of rows that are dirty
-  // already, as nearly all are in a warm step, touches nothing else of their frames.
+  // Whether the record in the frame is newer than the log's. A bit outside FrameInfo: an update of rows that are dirty
+  // already, as nearly all are in a warm step, touches no other metadata of their frames.
   bool is_dirty(uint32_t frame) const { return (dirty_[frame / 64] >> frame % 64 & 1) != 0; }
   void set_dirty(uint32_t frame, bool dirty) {
     const uint64_t bit = uint64_t{1} << frame % 64;
@@ -163,57 +164,56 @@ class Cache {
   // The first dirty frame from this one on, or high_water().
   uint32_t next_dirty(uint32_t frame) const { return next_set(dirty_, frame); }
 
-  // ---- A commit. freeze() turns every dirty frame into a frozen one, whose record the commit owes to the log: it must
-  // get there before the record changes or the frame is given up. Returns how many there are; none may be frozen before.
+  // ---- A commit. freeze() makes every dirty frame frozen and returns their number. The commit appends a frozen record
+  // to the log before the record changes or its frame is evicted. Requires that no frame is frozen.
   size_t freeze();
   bool is_frozen(uint32_t frame) const { return (frozen_[frame / 64] >> frame % 64 & 1) != 0; }
   void set_written(uint32_t frame) { frozen_[frame / 64] &= ~(uint64_t{1} << frame % 64); }
   // The first frozen frame from this one on, or high_water().
   uint32_t next_frozen(uint32_t frame) const { return next_set(frozen_, frame); }
-  // The commit failed: frozen frames are dirty ones again.
+  // After a failed commit: makes the frozen frames dirty again.
   void thaw();
 
-  // ---- Coming uses. Batches are numbered from 1 upwards; `first_batch` is the oldest that is not over: frames whose
-  // next use lies before it are wanted by none.
+  // ---- Coming uses. Batches are numbered from 1 upwards; `first_batch` is the oldest that is not over. A frame with
+  // an earlier next use is unwanted.
   void set_first_batch(uint32_t batch);
   void set_next_use(uint32_t frame, uint32_t batch);
-  // No coming batch wants a frame that had no next use before either, since it was pinned.
+  // For a frame without a next use that no coming batch wants, when its last pin is taken back.
   void set_unwanted(uint32_t frame) {
     if (num_wanted_ > 0) list_unwanted(frame);
   }
   bool is_wanted(uint32_t frame) const { return infos_[frame].next_use >= first_batch_; }
-  size_t uses_bytes() const;  // of memory the coming uses take, beside the frames
+  size_t uses_bytes() const;  // of the lists of coming uses, in addition to the frames
 
  private:
   // A frame's heat: the step in which its row was last wanted (1 to kSteps in turn; 0 when that is long ago, see
-  // begin_step), whether it waits for its first use since it was staged, its count. Two bytes instead of a part of
-  // FrameInfo: lookups and the hand touch nothing else of most frames, and 8 MB for 4M frames stay in the processor's
-  // cache.
+  // begin_step), whether it was staged and not used since, its count. Two bytes outside FrameInfo: lookups and the hand
+  // touch nothing else of most frames, and 8 MB for 4M frames stay in the processor's cache.
   static constexpr uint16_t kStagedBit = 128;
   static constexpr unsigned kStepShift = 8;
   static constexpr uint32_t kSteps = 255;
   static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*ghost*/ + 1 /*dirty and frozen bits, rounded up*/;
-  static constexpr uint32_t kBlock = 32;       // frames the hand passes at once
-  static constexpr uint32_t kCandidates = 96;  // at zero when the hand passed them; room for one more than are used
+  static constexpr uint32_t kBlock = 32;       // frames that the hand passes at once
+  static constexpr uint32_t kCandidates = 96;  // frames at zero when the hand passed them
   bool lately_unwanted(uint32_t* frame);
   bool take_by_hand(uint32_t* frame);
   void walk(size_t* in_vain);
   struct Ghost {
     uint8_t* place;  // in ghosts_
-    uint8_t print;   // what stands there when this row has a ghost; never 0
+    uint8_t print;   // the value there when this row has a ghost; never 0
   };
   Ghost ghost_of(int64_t row) const;
   bool furthest(uint32_t* frame, uint32_t keep_until);
   void forget_use(uint32_t frame);
   void list_unwanted(uint32_t frame) {
-    // More than the hand leaves to this list are of no use.
+    // victim() uses the list only where few frames are unwanted: more entries would be of no use.
     if (unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
   }
   uint32_t next_set(const uint64_t* words, uint32_t frame) const;
   bool is_pinned(uint32_t frame) const { return infos_[frame].pinned || (pins_ != nullptr && pins_[frame] > 0); }
 
   static size_t padded(size_t record_bytes) {
-    // Whole cache lines for records that are near one anyway; small records are packed.
+    // Whole cache lines where that adds little; other records are padded to 8 bytes.
     const size_t line = (record_bytes + 63) / 64 * 64;
     return line - record_bytes <= record_bytes / 16 ? line : (record_bytes + 7) / 8 * 8;
   }
@@ -225,8 +225,8 @@ class Cache {
   uint32_t high_water_ = 0;
   uint32_t hand_ = 0;
   uint64_t frames_passed_ = 0;
-  size_t walked_ = 0;   // frames the hand has passed, and
-  size_t taken_ = 0;    // taken, since it last had taken enough of them
+  size_t walked_ = 0;   // frames that the hand has passed since take_by_hand() reset both
+  size_t taken_ = 0;    // frames that it has taken since then
   uint32_t num_candidates_ = 0, next_candidate_ = 0;
   uint32_t candidates_[kCandidates + 1];
   uint32_t sweep_ = 0;  // where begin_step() goes on
@@ -249,10 +249,10 @@ class Cache {
   uint32_t first_batch_ = 1;
   size_t num_wanted_ = 0;  // frames with a next use
   size_t num_pinned_ = 0;  // by pin()
-  // Frames by the batch that wants them next, [i] of batch first_batch_ + i. An entry counts while its frame's next_use
-  // says the same: moving a frame from one batch to another leaves the old entry behind.
+  // Frames by the batch that wants them next, [i] of batch first_batch_ + i. An entry is valid while the frame's
+  // next_use agrees: moving a frame to another batch leaves the old entry behind.
   std::deque<BlockVector<uint32_t>> uses_;
-  BlockVector<uint32_t> unwanted_;  // frames that lost their last use; an entry counts while that is so
+  BlockVector<uint32_t> unwanted_;  // frames that lost their last use; valid while that is so
 };
 
 }  // namespace bunkbed

@@ -8,7 +8,7 @@
 namespace bunkbed {
 
 namespace {
-constexpr size_t kAhead = 12;  // rows whose place is asked for in advance: each is a miss of the processor's cache
+constexpr size_t kAhead = 12;  // rows whose places are prefetched: each is a miss of the processor's cache
 }  // namespace
 
 Window::Rows::Rows(const int64_t* rows, size_t n) {
@@ -58,7 +58,7 @@ void Window::add(const Rows& rows, uint32_t batch) {
   }
 }
 
-// From the lists, so that the old entries and the new ones never exist together.
+// Rebuilds the entries from the lists, so that old and new entries never exist at the same time.
 void Window::grow(size_t capacity) {
   entries_ = BlockVector<Entry>();
   entries_.assign(capacity, Entry{0, 0});
@@ -106,11 +106,11 @@ void Window::finish(uint32_t batch) {
   }
 }
 
-// In the order of memory, for all batches that ended since: looking for the rows of each took several times as long.
+// In memory order, for all batches that ended since the last call: a search for each row took several times as long.
 void Window::tidy() {
   if (untidied_ == 0) return;
   for (size_t place = 0; place < entries_.size(); ++place) {
-    // What moves back into the place may be of no use either.
+    // The entry that erase() moves into the place may be stale too.
     while (entries_[place].uses != 0 && (entries_[place].uses & unfinished_) == 0) erase(place);
     entries_[place].uses &= unfinished_;
   }

@@ -1,10 +1,10 @@
 // The rows that coming batches want: ids only, so that looking far ahead is cheap. Knows no frames and no disk.
 //
-// Each row has a set of batches that want it, one bit each: at most kMaxBatches batches are in the window at once, and a
-// batch's bit is its number modulo that. A row's next use is the lowest set bit, counted from the oldest batch.
+// Each row has a set of batches that want it, one bit each: at most kMaxBatches batches are in the window at once, and
+// a batch's bit is its number modulo that. A row's next use is the lowest set bit, counted from the oldest batch.
 //
-// Small rather than exact: a row is known by 32 bits of its hash, eight bytes in all. Two rows that share them count as
-// one, which may keep a row in the cache for nothing and can do no other harm: the window only ranks.
+// Small rather than exact: an entry has 32 bits of the row's hash, and eight bytes in all. Two rows with the same bits
+// count as one. That may keep an unwanted row in the cache and does no other harm: the window only ranks eviction.
 #pragma once
 
 #include <bit>
@@ -22,11 +22,11 @@ class Window {
 
   // Adds the next batch and returns its number: 1, 2, ... . Distinct rows; there must be room() for it.
   uint32_t push(const int64_t* rows, size_t n);
-  // The batch is over (batches may end in any order): its rows no longer count. Their places are free from the next
-  // tidy() on: push() does that where it needs them.
+  // Ends a batch; batches may end in any order. Its rows no longer count. tidy() frees their places; push() calls it
+  // where it needs places.
   void finish(uint32_t batch);
   void tidy();
-  // Forgets every batch and gives the memory back; numbers go on.
+  // Removes every batch and frees the memory. Later batches get later numbers.
   void clear();
 
   bool has_room() const { return batches_.size() < kMaxBatches; }
@@ -37,7 +37,7 @@ class Window {
   bool holds(uint32_t batch) const {
     return batch >= first_batch_ && batch < next_batch() && !batches_[batch - first_batch_].is_over;
   }
-  // Copies rows [from, to) of a batch the window holds.
+  // Both require holds(batch). copy_rows() copies rows [from, to).
   size_t num_rows(uint32_t batch) const { return batches_[batch - first_batch_].rows.size(); }
   void copy_rows(uint32_t batch, size_t from, size_t to, int64_t* out) const;
 
@@ -52,13 +52,13 @@ class Window {
   void prefetch(int64_t row) const;
 
   size_t bytes() const;
-  // What bytes() may be after another batch of n rows, at most.
+  // Upper bound of bytes() after another batch of n rows.
   size_t bytes_after(size_t n) const;
 
  private:
   struct Entry {
     uint32_t tag;   // of the row
-    uint32_t uses;  // 0: the place is free. Bits of batches that are over mean nothing
+    uint32_t uses;  // 0: the place is free. Bits of batches that are over are stale
   };
   // Rows of one batch, in four bytes each where that is enough.
   class Rows {
@@ -89,9 +89,9 @@ class Window {
   void erase(size_t place);
 
   BlockVector<Entry> entries_;  // open addressing, linear probing
-  size_t num_rows_ = 0;      // whose place is not free
+  size_t num_rows_ = 0;      // places that are not free
   uint32_t unfinished_ = 0;  // bits of the batches that are not over
-  uint32_t untidied_ = 0;    // bits of batches that are, and may still be in entries
+  uint32_t untidied_ = 0;    // bits of batches that are over and may still be in entries
   std::deque<Batch> batches_;   // [i] is batch first_batch_ + i; the first is not over
   uint32_t first_batch_ = 1;
   size_t num_unfinished_ = 0;
