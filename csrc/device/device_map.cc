@@ -9,9 +9,9 @@
 namespace bunkbed {
 
 namespace {
-constexpr size_t kAhead = 32;  // rows and frames whose memory is asked for in advance: it lies anywhere
+constexpr size_t kAhead = 32;  // how many rows or frames ahead their memory is prefetched
 
-// Slots for so many rows: at most half of them are in use.
+// Slots for so many rows: at most half are in use.
 size_t slots_for(size_t rows) { return 2 * rows + 16; }
 }  // namespace
 
@@ -29,8 +29,8 @@ size_t DeviceMap::home(int64_t row) const {
   return kLine * static_cast<size_t>((static_cast<unsigned __int128>(mix_id(row)) * (slots_.size() / kLine)) >> 64);
 }
 
-// Calls visit(i, place) with the slot of rows[i], or the free one it would get. Lines are asked for a run ahead: each is a
-// miss of the processor's cache. What visit() changes may be in the same run.
+// Calls visit(i, place) with the slot of rows[i], or the free one it would get. Prefetches lines one run ahead, as each
+// is a miss of the processor's cache. visit() may change slots of the same run.
 template <typename Visit>
 void DeviceMap::visit_slots(const int64_t* rows, size_t n, const Visit& visit) const {
   constexpr size_t kRun = 16;
@@ -48,15 +48,15 @@ void DeviceMap::visit_slots(const int64_t* rows, size_t n, const Visit& visit) c
   }
 }
 
-// What plan() goes on with: lists, so that no loop of its own must guess which rows are missing.
+// The result of locate() for plan(): lists, so that the loops of plan() need no branch on whether a row is missing.
 struct DeviceMap::Located {
   explicit Located(size_t n) : hits(n), missing(n), lines(n) {}
   ArrayVector<uint32_t> hits;     // frames of the rows that have one, in any order
-  ArrayVector<uint32_t> missing;  // which rows have none, in order
-  ArrayVector<size_t> lines;      // of those: where to look for their slots, or for free ones
+  ArrayVector<uint32_t> missing;  // indexes of the rows that have none, in order
+  ArrayVector<size_t> lines;      // of the missing rows: where to search for their slots, or for free ones
 };
 
-// The rows' frames, kNowhere for those that have none. Returns how many those are.
+// Finds the rows' frames, kNowhere for a row that has none. Returns the number of rows without a frame.
 size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, Located* out) const {
   if (slots_.empty()) {
     std::fill_n(frames, n, kNowhere);
@@ -77,7 +77,7 @@ size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, Locate
     ask(begin + kRun);
     const size_t* const home_of = homes[begin / kRun % 2];
     const size_t count = std::min(n - begin, kRun);
-    // Most are in the line where they are looked for first, and a branch on which would be guessed wrong for many.
+    // Most rows are in the first line of their search. A branch on the slot would be mispredicted for many.
     uint32_t others[kRun];
     size_t num_others = 0;
     uint32_t* const found = frames + begin;
@@ -111,8 +111,8 @@ size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, Locate
   return num_missing;
 }
 
-// Room for so many more rows, so that insert() cannot fail. At most as many as there are frames have one, so this ends
-// unless what is on its way down never arrives.
+// Makes room for `more` rows, so that insert() cannot fail. At most num_frames_ rows have a frame, so the slots stop
+// growing unless leaving rows never arrive.
 void DeviceMap::reserve(size_t more) {
   if (slots_for(used_ + more) <= slots_.size()) return;
   const size_t all = slots_for(num_frames_);  // rounded up by grow(), to whole lines
@@ -147,7 +147,7 @@ void DeviceMap::leave_frame(size_t place, bool is_dirty) {
   if (slots_[place].leaving == 0) erase(place);
 }
 
-// A line that was full may have sent rows on: one of them comes back, so that no search ends at the hole too early.
+// Rows of a full line may be in later lines: one of these moves back, so that no search ends too early at the hole.
 void DeviceMap::erase(size_t place) {
   const auto distance = [this](size_t from, size_t to) { return to >= from ? to - from : to + slots_.size() - from; };
   size_t line = place / kLine * kLine;
@@ -234,7 +234,7 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   const size_t missing = locate(rows, n, frames.data(), &located);
   const size_t num_hits = n - missing;
   const uint32_t* const hits = located.hits.data();
-  // Whose pins those are that others hold need not be known where there is room beside all of them.
+  // Where the batch fits in addition to all pinned frames, it does not matter which of its own rows are pinned.
   if (cache_.num_pinned() + n > num_frames_ || plans_ >= kMaxPins) {
     size_t own_pins = 0;  // frames of the batch that are pinned already
     for (size_t i = 0; i < num_hits; ++i) {
@@ -259,13 +259,13 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   ArrayVector<uint32_t> taken(missing);
   size_t num_fresh = 0;
   cache_.begin_step();
-  // Residents first: a row that this very batch wants must not be the victim of another.
+  // Pins the residents first: a row of this batch must not be evicted for another one.
   for (size_t i = 0; i < num_hits; ++i) {
     if (i + kAhead < num_hits) cache_.prefetch_pin(hits[i + kAhead]);
     cache_.touch_alone(hits[i]);
     cache_.pin(hits[i]);
   }
-  if (window_.holds(number)) finish(number);  // its frames are pinned and wanted no more: next to nothing is left to do
+  if (window_.holds(number)) finish(number);  // cheap: its pinned frames have no next use any more
   take_frames(missing, taken.data(), &num_fresh);
   for (size_t i = 0; i < missing; ++i) {
     const uint32_t at = located.missing[i];
@@ -274,7 +274,7 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
     arrays.load_frames[i] = taken[i];
   }
   std::copy(frames.begin(), frames.end(), arrays.frames.begin());
-  // In before victims go out: until then every place is where it was found, or further on where another row took it.
+  // Inserts before evict(): until then a free place is where locate() found it, or further on if another row took it.
   for (size_t i = 0; i < missing; ++i) {
     if (i + kAhead < missing) __builtin_prefetch(&slots_[located.lines[i + kAhead]], 1);
     insert(slot_from(located.lines[i], arrays.load_rows[i]), arrays.load_rows[i], taken[i]);
@@ -295,8 +295,8 @@ std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t nu
   return made;
 }
 
-// Frames for so many rows, pinned: `num_fresh` that were free, then victims, whose rows they still have. The caller knows
-// that there are enough.
+// Takes and pins n frames: `num_fresh` free ones, then victims, which keep their rows until evict(). Requires that
+// there are enough.
 void DeviceMap::take_frames(size_t n, uint32_t* frames, size_t* num_fresh) {
   size_t taken = 0;
   for (; taken < n && cache_.allocate(&frames[taken]); ++taken) {
@@ -308,11 +308,11 @@ void DeviceMap::take_frames(size_t n, uint32_t* frames, size_t* num_fresh) {
     if (!cache_.victim(&frames[taken])) {
       throw Error(ErrorKind::kBroken, "table '" + name_ + "': no frame of its device cache can be given up");
     }
-    cache_.pin(frames[taken]);  // nor is it a victim again
+    cache_.pin(frames[taken]);  // so that victim() does not choose it again
   }
 }
 
-// The rows of these frames leave them.
+// Takes these frames from their rows and lists the dirty ones.
 void DeviceMap::evict(const uint32_t* frames, size_t n, PlanArrays* arrays) {
   rows_.resize(n);
   for (size_t i = 0; i < n; ++i) rows_[i] = cache_.info(frames[i]).row;
@@ -345,7 +345,7 @@ void DeviceMap::Plan::mark_dirty() {
     throw Error(ErrorKind::kInvalid, "table '" + map_->name_ +
                                          "': rows of a released plan cannot be marked dirty; release it afterwards");
   }
-  is_done_ = true;  // else nothing could have been computed
+  is_done_ = true;  // the values were computed, so the loads were executed
   map_->mark_dirty(*this);
 }
 
@@ -371,9 +371,9 @@ void DeviceMap::undo(const Plan& plan) {
     if (evicted == arrays.evict_rows.size() || arrays.evict_frames[evicted] != frame) continue;
     const int64_t victim = arrays.evict_rows[evicted++];
     Slot& slot = slots_[slot_of(victim)];
-    if (slot.row == kFree || slot.leaving == 0) continue;  // the table has it
+    if (slot.row == kFree || slot.leaving == 0) continue;  // the table has received it
     uint32_t same;
-    cache_.allocate(&same);  // what was released last is given out first
+    cache_.allocate(&same);  // the frame that was released last
     cache_.info(same).pinned = 0;
     cache_.admit(same, victim);
     set_dirty(same, true);
@@ -477,7 +477,7 @@ DeviceStats DeviceMap::stats() const {
   return s;
 }
 
-// ---- As a table sees it
+// ---- Holder
 
 size_t DeviceMap::num_held() const {
   const std::lock_guard guard(mutex_);

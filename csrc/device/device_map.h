@@ -1,21 +1,21 @@
-// Which row lies in which frame of a device cache: the id map that never lives in device memory, and the plans that
-// executors follow (docs/design/architecture.md, "Plan, then execute"). Knows no device, no records and no files.
+// Maps the rows of a device cache to frames and makes the plans that executors follow (docs/design/architecture.md,
+// "Plan, then execute"). The map itself is in host memory. Knows no device, no records and no files.
 //
 //   1. expect() enters the rows of a coming batch into the window, which ranks eviction and does nothing else.
-//   2. plan() gives every row of a batch a frame and pins it. It says which rows to load into which frames, and which
-//      dirty rows gave way: their records are written back before the frame is loaded. When it returns the map is as it
-//      will be once all that is done: executors follow the plans in order.
+//   2. plan() gives every row of a batch a frame and pins it. The plan lists which rows to load into which frames, and
+//      which dirty rows were evicted: their records are written back before the frames are loaded. On return the map is
+//      in the state after the plan's execution, so executors must follow the plans in order.
 //   3. mark_dirty() once the frames hold newer values than the table.
 //   4. Plan::release() takes the pins back.
-// Victims are chosen by Cache (which here holds no records), so by the same rule as in RAM: what no coming batch wants, by
-// aged counts; else what is wanted last. A pinned frame is no victim, and nobody asks for its next use before the last
-// pin goes: that is when it is looked up.
+// Cache, here without records, chooses victims by the same rule as in RAM: a frame that no coming batch wants, by aged
+// counts; else the frame whose next use is furthest. A pinned frame is no victim and has no next use; unpin() looks the
+// next use up when it takes the last pin back.
 //
-// A dirty victim is on its way down until arrived(): until then its row is held as if it still had its frame, so that a
-// table with this holder refuses to give its old value to anyone. The memory follows the frames and what is under way,
-// never the table.
+// The row of a dirty victim is *leaving* until arrived(). Until then the row is held as if it still had its frame, so
+// that a table with this holder refuses to return its old value. The map's memory grows with the frames and the leaving
+// rows, not with the table.
 //
-// Any thread; one mutex guards all of it.
+// Thread-safe; one mutex guards all of it.
 #pragma once
 
 #include <atomic>
@@ -36,10 +36,10 @@ namespace bunkbed {
 
 struct DeviceStats {
   uint64_t hits = 0, misses = 0;  // unique rows of plans
-  uint64_t evictions = 0;         // frames that rows gave way in
-  uint64_t write_backs = 0;       // of them, dirty ones
+  uint64_t evictions = 0;         // rows that were evicted
+  uint64_t write_backs = 0;       // evictions of dirty rows
   size_t frames = 0, resident = 0, pinned = 0, dirty = 0, leaving = 0;
-  size_t plans = 0;  // with pins
+  size_t plans = 0;  // that hold pins
   size_t window_batches = 0, bytes = 0;
 };
 
@@ -49,25 +49,25 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
  public:
   class Plan;
   struct PlanArrays;
-  // `name`: of the table, for errors.
+  // `name`: the table's, for error messages.
   static std::shared_ptr<DeviceMap> make(const std::string& name, size_t frames) {
     return std::make_shared<DeviceMap>(Private{}, name, frames);
   }
   DeviceMap(Private, std::string name, size_t frames);
 
   size_t frames() const { return num_frames_; }
-  static constexpr uint32_t kWindowFull = ~0u;  // as Table's
-  // The batch's number, from 1 on, or kWindowFull.
+  static constexpr uint32_t kWindowFull = ~0u;  // as Table::kWindowFull
+  // Returns the batch's number, from 1 on, or kWindowFull.
   uint32_t expect(const Batch& batch);
-  // The batch will not come. Unknown numbers mean nothing.
+  // Removes a batch that will not come. Ignores unknown numbers.
   void forget(uint32_t number);
 
-  // `number`: what expect() said of the batch, which then leaves the window; 0 where it was not expected. Null, and nothing
-  // changed, where the batch would fit but for the pins of other plans: release some and call again. A batch of more rows
-  // than there are frames is an error.
+  // `number`: the result of expect() for the batch, which then leaves the window; 0 where it was not expected. Returns
+  // null and changes nothing where the pins of other plans leave too few frames: release some and call again. A batch
+  // with more rows than there are frames is an error.
   std::unique_ptr<Plan> plan(const Batch& batch, uint32_t number);
 
-  // The frames of these rows, -1 for rows that have none. Does not count as use.
+  // Finds the frames of these rows, -1 for a row that has none. Does not count as use.
   void find(const int64_t* rows, size_t n, int64_t* frames) const;
   void mark_dirty(const int64_t* frames, size_t n);
   void mark_clean(const int64_t* frames, size_t n);
@@ -75,11 +75,11 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
     ArrayVector<int64_t> rows, frames;  // in the order of the frames
   };
   Dirty dirty() const;
-  // Every frame is free, written back or not, and nothing is on its way down. Refused while plans hold pins.
+  // Frees every frame, written back or not; afterwards no row is leaving. An error while plans hold pins.
   void forget_all();
   DeviceStats stats() const;
 
-  // ---- As a table sees it.
+  // ---- Holder: called by the table.
   size_t num_held() const override;
   size_t max_held() const override { return num_frames_; }
   size_t num_in_use() const override;
@@ -92,19 +92,19 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
  private:
   struct Slot {
     int64_t row;       // kFree: none
-    uint32_t frame;    // kNowhere: the row is on its way down only
-    uint32_t leaving;  // records of it on their way down
+    uint32_t frame;    // kNowhere: the row has no frame and is leaving
+    uint32_t leaving;  // its records that are on their way to the table
   };
   static constexpr int64_t kFree = -1;
   static constexpr uint32_t kNowhere = ~0u;
   static constexpr uint32_t kMaxPins = 0xffff;
 
-  // Slots come in lines of kLine: a row is in the line its hash says or, where that is full, in the next that is not. So a
-  // line with a free slot ends every search, and nearly every search ends in the line where it began.
+  // Slots come in lines of kLine: a row is in the line of its hash or, where that is full, in the next line that is
+  // not. So a line with a free slot ends every search, and nearly every search ends in its first line.
   static constexpr size_t kLine = 4;
   size_t home(int64_t row) const;  // the first slot of its line
   size_t line_after(size_t line) const { return line + kLine == slots_.size() ? 0 : line + kLine; }
-  // Bits of the line's slots that hold `row`, kFree for those that are free.
+  // Returns a bit for each slot of the line that holds `row`; with `row` = kFree, for each free slot.
   unsigned slots_with(size_t line, int64_t row) const {
     const Slot* const slots = &slots_[line];
     unsigned found = 0;
@@ -150,41 +150,41 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   size_t dirty_ = 0;         // frames
   size_t leaving_ = 0;
   size_t plans_ = 0;         // that hold pins
-  DeviceStats counts_;       // of it, what only ever grows
-  std::vector<int64_t> rows_;  // scratch of finish()
+  DeviceStats counts_;       // only hits, misses, evictions and write_backs
+  std::vector<int64_t> rows_;  // scratch of forget() and evict()
 };
 
-// int64, as the frameworks index.
+// int64, the index type of the frameworks.
 struct DeviceMap::PlanArrays {
   ArrayVector<int64_t> frames;                    // of batch.unique(), in that order
   ArrayVector<int64_t> load_rows, load_frames;    // rows that were in no frame
   ArrayVector<int64_t> evict_rows, evict_frames;  // dirty victims: written back before the frame is loaded
 };
 
-// What becomes of one batch's rows. Its pins go with it, or earlier; the map lives as long as a plan of it.
+// The frames, loads and evictions of one batch. The destructor takes the pins back unless release() or undo() did. A
+// plan keeps its map alive.
 class DeviceMap::Plan {
  public:
   ~Plan() { is_done_ ? release() : undo(); }
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // Shared: an array that a caller keeps must not keep the pins.
+  // Shared, so that a caller can keep an array without keeping the pins.
   using Arrays = PlanArrays;
   const std::shared_ptr<Arrays>& arrays() const { return arrays_; }
-  const Batch& batch() const { return *batch_; }  // which must live as long
-  // The frame of every id of the batch, in its order.
+  const Batch& batch() const { return *batch_; }  // must outlive the plan
+  // Writes the frame of every id of the batch, in the batch's order.
   void positions(int64_t* out) const;
-  // Gives the pins back; only the first call does.
+  // Takes the pins back; later calls do nothing.
   void release();
-  // It was carried out: its frames hold what they should. A plan that goes before that, or before release(), was given up
-  // by an error or an interrupt, and is undone.
+  // Call after the loads were executed. A plan that is destroyed before done() or release() was abandoned by an error
+  // or an interrupt, and is undone.
   void done() { is_done_ = true; }
-  // It could not be carried out. Rows that were to be loaded are in none again, and dirty rows that
-  // gave way are back in theirs, unless the table has got them meanwhile; clean ones stay away, being no more than copies.
-  // Releases the plan; nothing once that has happened. No other plan may have been made since.
+  // Reverts a plan that could not be executed, and releases it: rows to be loaded have no frame again, and evicted
+  // dirty rows get their frames back unless the table has received them meanwhile. Evicted clean rows were only copies
+  // and stay evicted. Does nothing after release(). Requires that no other plan was made since.
   void undo();
-  // Every frame of the plan holds a newer value than the table. An error once the plan is released: its frames may be
-  // others' by then.
+  // Marks every frame of the plan as newer than the table. An error after release(): other rows may be in the frames.
   void mark_dirty();
 
  private:
@@ -195,7 +195,7 @@ class DeviceMap::Plan {
   const Batch* const batch_;
   std::shared_ptr<Arrays> arrays_;
   ArrayVector<uint32_t> pinned_;  // a copy that no caller of arrays() can change
-  std::atomic<bool> is_released_{true};  // until the pins are taken
+  std::atomic<bool> is_released_{true};  // true until plan() takes the pins
   std::atomic<bool> is_done_{false};
 };
 
