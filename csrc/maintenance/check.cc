@@ -20,12 +20,12 @@ namespace bunkbed {
 namespace {
 
 constexpr size_t kPieceBytes = 1u << 20;
-constexpr size_t kMaxRecordProblems = 20;  // of one segment; the rest is counted
-// A thread waits for its reads or verifies what they brought: a few of them keep both the disk and two processors busy.
+constexpr size_t kMaxRecordProblems = 20;  // listed for a segment; the rest is counted
+// A thread either waits for a read or verifies its bytes: a few threads keep both the disk and two processors busy.
 constexpr size_t kThreads = 4;
 constexpr uint64_t kBytesWorthAThread = 16u << 20;
 
-// One segment's verification.
+// Verifies one segment.
 class SegmentCheck {
  public:
   SegmentCheck(Log* log, Segment* segment, const std::vector<uint64_t>& epochs, std::vector<Problem>* problems,
@@ -59,20 +59,20 @@ class SegmentCheck {
                           std::string(kind) == "padding" ? std::vector<uint64_t>{} : epochs_});
   }
 
-  // Bytes [begin, end) mean nothing and are written as zeros: another value is the disk's doing.
+  // Bytes [begin, end) are unused and were written as zeros: another value is damage.
   void check_zeros(uint64_t begin, uint64_t end) {
     if (begin >= end || has_padding_) return;
     log_->read_span(*segment_, begin, end - begin, &span_);
     const std::byte* const bytes = span_.memory.data() - span_.begin;
     const auto* const found = std::find_if(bytes + begin, bytes + end, [](std::byte b) { return b != std::byte{0}; });
     if (found == bytes + end) return;
-    has_padding_ = true;  // one is enough
+    has_padding_ = true;  // one for each segment is enough
     report("padding", found - bytes,
            "segment " + segment_->file->path() + ": byte " + std::to_string(found - bytes) +
                ", which means nothing, is not zero as it was written");
   }
 
-  // Log::adopt() verified it already, except for what is behind it.
+  // Log::adopt() has verified the header, but not the zeros behind it.
   void check_header() {
     try {
       check_zeros(60, kSegmentHeaderBytes);
@@ -81,7 +81,7 @@ class SegmentCheck {
     }
   }
 
-  // Backwards, as a reader does; those before a damaged trailer are out of reach.
+  // Walks backwards, as a reader does. Chunks before a damaged trailer cannot be found.
   void find_chunks(std::vector<ChunkTrailer>* chunks) {
     for (uint64_t end = segment_->bytes; end > kSegmentHeaderBytes;) {
       const uint64_t at = end - kChunkTrailerBytes;
@@ -134,11 +134,11 @@ class SegmentCheck {
     }
   }
 
-  // A row in another shard's directory is one that no lookup finds, while its own shard may have it too.
+  // No lookup finds a row in another shard's directory, and the row's own shard may have it too.
   void check_shard(const ChunkTrailer& chunk) {
     const auto bad = std::find_if(ids_.begin(), ids_.end(), [this](int64_t id) { return !place_.owns(id); });
     if (bad == ids_.end() || has_misplaced_) return;
-    has_misplaced_ = true;  // one a segment is enough
+    has_misplaced_ = true;  // one for each segment is enough
     const uint64_t slot = chunk.first_slot + static_cast<uint64_t>(bad - ids_.begin());
     report("misplaced", static_cast<int64_t>(slot * log_->stride()),
            "segment " + segment_->file->path() + ": a record of id " + std::to_string(*bad) + ", which is shard " +
@@ -182,7 +182,7 @@ class SegmentCheck {
 
 LogMemory small_memory() {
   LogMemory memory;
-  memory.num_read_slices = 1;  // nothing here reads record by record
+  memory.num_read_slices = 1;  // no check reads single records through them
   return memory;
 }
 
@@ -209,7 +209,7 @@ class TableCheck {
     result_.problems.push_back(std::move(problem));
   }
 
-  // A writer at work collects old commits: what is gone with its manifest is no damage.
+  // A writer may collect old commits meanwhile: problems of a commit without a manifest are no damage.
   bool is_gone(uint64_t epoch) { return !vfs_.exists(path_ + "/" + manifest_name(epoch)); }
 
   void load_manifests() {
@@ -295,19 +295,19 @@ class TableCheck {
     const auto work = [&](size_t i) {
       verify(i, [&](uint64_t bytes) {
         done += bytes;
-        if (stop) throw std::runtime_error("the check was ended");  // seen by nobody
+        if (stop) throw std::runtime_error("the check was ended");  // not reported: work_in_order() has another error
       });
     };
     work_in_order(segments.size(), threads, &stop, work, take, [&] { advance(done - result_.bytes); });
     advance(done - result_.bytes);
   }
 
-  // What is wrong with a segment, by whichever thread came to it.
+  // The problems of one segment, found by one thread.
   struct Found {
     std::string cannot_open;
     std::vector<Problem> problems;
   };
-  // Calls `at` with numbers of bytes done, in all the segment's.
+  // Calls `at` with numbers of bytes done; their sum is the segment's length.
   Found verify_segment(const Wanted& wanted, const std::function<void(uint64_t)>& at) const {
     Found found;
     const Manifest& newest = loaded_.rbegin()->second;
@@ -344,7 +344,7 @@ class TableCheck {
         for (const uint64_t epoch : named.epochs) {
           if (!is_gone(epoch)) epochs.push_back(epoch);
         }
-        // What it says, the segments say too: those commits are sound, but for the opening that must wait for a repair.
+        // The segments have the same information, so these commits are sound. Opening them fails until a repair.
         if (!epochs.empty()) {
           result_.problems.push_back({"directory", directory_name(number), -1, error.what(), std::move(epochs)});
         }
@@ -378,7 +378,7 @@ class TableCheck {
   }
 
   void list_directory() {
-    // What an unreadable commit names is unknown: then no segment is a leftover.
+    // The files that an unreadable commit names are unknown: then no segment is listed as a leftover.
     const bool all_known = loaded_.size() == result_.epochs.size();
     for (const std::string& name : vfs_.list(path_)) {
       uint64_t number;
@@ -395,7 +395,7 @@ class TableCheck {
       try {
         bytes = vfs_.open(path_ + "/" + name, false)->size();
       } catch (const Error&) {
-        continue;  // gone meanwhile, or reported above
+        continue;  // removed meanwhile, or reported above
       }
       if (is_temporary) {
         result_.leftovers.push_back({"temporary", name, bytes});

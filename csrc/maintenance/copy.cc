@@ -23,7 +23,7 @@ LogMemory small_memory() {
   return memory;
 }
 
-// What a copy changes in a manifest, undone: two commits are the same when the rest is.
+// Encodes a manifest without the parts that a copy changes. Two commits are the same when these bytes are.
 Bytes content_of(Manifest manifest) {
   manifest.writer_flags &= ~(kWriterFlagCopy | kWriterFlagRun);
   manifest.checkpoints.clear();
@@ -50,7 +50,7 @@ class Copy {
       Manifest copied = manifest_;
       copied.writer_flags |= kWriterFlagCopy;
       if (!options_.for_run) copied.writer_flags &= ~kWriterFlagRun;
-      copied.checkpoints.clear();  // a directory checkpoint saves time; the segments hold all there is
+      copied.checkpoints.clear();  // a directory checkpoint only saves time; the segments hold everything
       target_.write(copied);
     }
     if (!options_.for_run) target_.collect({});
@@ -72,7 +72,7 @@ class Copy {
         log_->adopt(manifest_.segments);
         return;
       } catch (const Error& error) {
-        // Collected by its writer meanwhile: look again.
+        // The writer has collected the commit meanwhile: try again.
         if (error.kind() != ErrorKind::kNotFound || !vfs_.exists(from_) || attempt >= 20) throw;
       }
     }
@@ -133,7 +133,7 @@ class Copy {
       try {
         if (content_of(source_.load(newest.epoch)) != content_of(newest)) refuse(ErrorKind::kInvalid, other);
       } catch (const Error& error) {
-        if (error.kind() != ErrorKind::kNotFound) throw;  // collected since: the segments will tell
+        if (error.kind() != ErrorKind::kNotFound) throw;  // collected since: compare the segments
       }
     }
     if (newest.epoch == manifest_.epoch && !is_there_) {
@@ -173,7 +173,7 @@ class Copy {
     return true;
   }
 
-  // A glance at both ends. The last chunk's records differ between two histories that share numbers and lengths.
+  // Compares both ends only. The last chunk's records differ between two histories that share numbers and lengths.
   bool looks_the_same(const SegmentEntry& entry) {
     const auto file = vfs_.open(to_ + "/" + segment_name(entry.segment), true);
     if (file->size() < entry.bytes) return false;
@@ -188,7 +188,7 @@ class Copy {
       return;
     }
     const std::string path = to_ + "/" + segment_name(entry.segment);
-    // Of a copy that did not finish, or of a writer that died.
+    // The file is from a copy that did not finish, or from a writer that died.
     if (vfs_.exists(path)) {
       const auto file = vfs_.open(path, true);
       if (file->size() == entry.bytes && is_same(entry.segment, file.get(), 0, entry.bytes)) {
@@ -209,13 +209,13 @@ class Copy {
   }
 
   bool link(const SegmentEntry& entry, const std::string& path) {
-    // A file with more behind its committed length is one that a writer died in: only the committed part is ours.
+    // A file longer than its committed length was left by a writer that died: only the committed part is copied.
     if (!options_.may_link || log_->find_segment(entry.segment)->file->size() != entry.bytes) return false;
     try {
       vfs_.link(from_ + "/" + segment_name(entry.segment), path);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kSystem) throw;
-      return false;  // another filesystem, one without links, too many of them, or collected since
+      return false;  // another filesystem, one without links, too many links, or collected since
     }
     result_.linked_bytes += entry.bytes;
     return true;
@@ -240,7 +240,7 @@ class Copy {
     result_.copied_bytes += entry.bytes;
   }
 
-  // Where it lies now: what the destination's disk gives back is what counts.
+  // Reads the destination's file, because its disk must return the right bytes.
   void verify(const SegmentEntry& entry) {
     const auto log = make_log(to_);
     log->adopt({entry});
@@ -252,7 +252,7 @@ class Copy {
     });
     done_ += entry.bytes;
     for (const Problem& problem : problems) {
-      if (problem.kind == "padding") continue;  // no value is touched
+      if (problem.kind == "padding") continue;  // no value is affected
       throw Error(ErrorKind::kCorruption, "cannot copy " + from_ + " to " + to_ + ": " + problem.what +
                                               "; look at the source with bunkbed check; the destination is as it was");
     }

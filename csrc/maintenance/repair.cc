@@ -93,7 +93,7 @@ class Repair {
     manifest.epoch = newest + 1;
     manifest.keep.clear();
     manifest.writer_flags &= ~kWriterFlagCopy;
-    // Numbers of segments and versions never go back, whatever became of the commits that used them.
+    // Numbers of segments and versions never go back, even if the commits that used them are gone.
     for (const auto& [number, other] : loaded_) {
       if (unreadable_.contains(number)) continue;
       manifest.next_version = std::max(manifest.next_version, other.next_version);
@@ -112,12 +112,12 @@ class Repair {
   }
 
   void remove_commits() {
-    // A run says which commits it names; of a table by itself the newest one is that.
+    // A run gives the commits that it names in `pinned`. Without a run the newest commit must be sound.
     if (!options_.through_run && !is_sound(result_.table.epochs.back())) return;
     for (const uint64_t epoch : result_.table.epochs) {
       if (is_sound(epoch) || options_.pinned.contains(epoch)) continue;
       const bool is_unreadable = unreadable_.contains(epoch);
-      if (!is_unreadable && !loaded_.at(epoch).keep.empty()) continue;  // what is left of it may be wanted
+      if (!is_unreadable && !loaded_.at(epoch).keep.empty()) continue;  // its readable part may be wanted
       removed_.push_back(epoch);
       result_.done.push_back("removed commit " + std::to_string(epoch) +
                              (is_unreadable ? ", which cannot be read" : ", which is damaged and superseded"));
@@ -172,7 +172,7 @@ class Repair {
     if (names_changed) vfs_.sync_directory(path_);
   }
 
-  // Of commits that are gone, and of files that only they named.
+  // Drops the problems of removed commits, and of files that only those named.
   void forget_problems() {
     CheckedTable& table = result_.table;
     const auto is_removed = [this](uint64_t epoch) {
@@ -204,7 +204,7 @@ class Repair {
 
 RepairedTable repair_table(vfs::Vfs& vfs, const std::string& path, const RepairOptions& options,
                            const CheckProgress& progress) {
-  (void)Manifests(vfs, path).epochs();  // a table at all?
+  (void)Manifests(vfs, path).epochs();  // an error unless it is a table
   std::unique_ptr<vfs::Lock> lock;
   try {
     lock = vfs.lock(path + "/" + kLockName);

@@ -1,4 +1,4 @@
-// Which shard of a table has a row: version 1 of the rule in FORMAT.md, which bunkbed/files/sharding.py has too.
+// The rule that gives a row its shard: version 1 of FORMAT.md. bunkbed/files/sharding.py has the same rule.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ inline uint32_t shard_of(int64_t id, uint32_t shards) {
   return static_cast<uint32_t>(((x >> 32) * shards) >> 32);
 }
 
-// A table's place among the shards of one; of a table that is no shard, the one shard of itself.
+// A shard's place in a sharded table. A plain table counts as its only shard.
 struct ShardPlace {
   uint32_t index = 0;
   uint32_t shards = 1;
