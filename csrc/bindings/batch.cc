@@ -21,7 +21,7 @@ namespace {
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatsOfOne = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// (the sums of a batch of num_unique rows, their norm); `sum` fills the sums and returns their squares' sum.
+// Returns (the sums of a batch of num_unique rows, their norm). `sum` fills the sums and returns the sum of squares.
 template <typename Sum>
 nb::tuple sums_and_norm(size_t num_unique, size_t dim, Sum&& sum) {
   const size_t bytes = num_unique * dim * sizeof(float);
@@ -36,7 +36,7 @@ nb::tuple sums_and_norm(size_t num_unique, size_t dim, Sum&& sum) {
   return nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {num_unique, dim}, owner), std::sqrt(squares));
 }
 
-// A copy as frameworks index.
+// A copy as int64, the index type of the frameworks.
 nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> wide(const ArrayVector<uint32_t>& values) {
   const size_t n = values.size();
   auto* copy = static_cast<int64_t*>(allocate_array(n * sizeof(int64_t)));

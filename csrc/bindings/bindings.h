@@ -1,4 +1,4 @@
-// What the binding files share.
+// Declarations shared by the binding files.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,7 @@ using RecordsIn = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::
 using RecordsOut = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 
 InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed);
-// A Python object that gives a block of allocate_array() back when the last array over it is gone.
+// Makes a Python object that frees a block of allocate_array() with the last array over the block.
 nanobind::object own_block(void* address, size_t bytes);
 void bind_batch(nanobind::module_& m);
 void bind_losses(nanobind::module_& m);

@@ -19,7 +19,7 @@ using Array = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 using IdsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Plan = DeviceMap::Plan;
 
-// An array over memory that `owner` keeps.
+// An array over memory that `owner` keeps alive.
 template <typename Owner>
 Array view(const ArrayVector<int64_t>& values, const std::shared_ptr<Owner>& owner) {
   const nb::capsule keep(new std::shared_ptr<Owner>(owner),

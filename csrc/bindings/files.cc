@@ -1,4 +1,4 @@
-// A run's own files, which Python writes: through vfs like everything durable.
+// Files of a run, which Python code reads and writes through vfs, like all durable files.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -1,4 +1,4 @@
-// Mirrors check.h, copy.h, repair.h and snapshots.h: what is done with a table's files while nobody has them open as a table.
+// Mirrors check.h, copy.h, repair.h and snapshots.h: work on a table's files without opening the table.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/set.h>
@@ -20,7 +20,7 @@ namespace bunkbed {
 
 namespace {
 
-// Calls a Python function a few times a second, and lets Ctrl-C end the work.
+// Calls a Python function at most 20 times a second. Ctrl-C then ends the work.
 CheckProgress python_progress(const nb::object& function) {
   using Clock = std::chrono::steady_clock;
   auto next = std::make_shared<Clock::time_point>(Clock::now());
@@ -30,7 +30,7 @@ CheckProgress python_progress(const nb::object& function) {
     *next = now + std::chrono::milliseconds(50);
     const nb::gil_scoped_acquire acquire;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    InCore::require_open_door();  // a check of a large table would hold up the end of the process
+    InCore::require_open_door();  // otherwise a check of a large table would delay the end of the process
     if (!function.is_none()) function(done, total);
   };
 }

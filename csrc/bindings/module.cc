@@ -104,7 +104,7 @@ Simd simd_of(const std::string& name) {
 }
 
 #if defined(__clang__)
-constexpr const char* kCompiler = __VERSION__;  // names itself
+constexpr const char* kCompiler = __VERSION__;  // contains the compiler's name
 #else
 constexpr const char* kCompiler = "GCC " __VERSION__;
 #endif
@@ -115,7 +115,7 @@ const char* simd_name(Simd level) {
 
 }  // namespace
 
-// A Python object that gives a block back when the last array over it is gone.
+// A block that a capsule frees.
 struct OwnedBlock {
   void* address;
   size_t bytes;
@@ -153,7 +153,7 @@ NB_MODULE(_native, m) {
       PyErr_SetString(PyExc_MemoryError, kNoMemory);
     }
   });
-  // Tables that are still open when the interpreter goes are no leak of ours.
+  // Tables that are still open when the interpreter exits are not leaks.
   nb::set_leak_warnings(false);
   (void)kernels();  // a bad BUNKBED_SIMD is reported at import
 
@@ -297,7 +297,7 @@ NB_MODULE(_native, m) {
       },
       "queries"_a, "rows"_a, "out"_a, "Dot products, out float32[num_queries, num_rows]; 16 fixed lanes.");
 
-  // What predictions need to know of the core.
+  // Constants of the core that predictions depend on.
   m.attr("TARGET_LIVE") = kTargetLive;
   m.attr("GCLOCK_MAX_COUNT") = int{Cache::kMaxCount};
   m.attr("GCLOCK_HIT") = int{Cache::kHit};

@@ -1,4 +1,4 @@
-// Mirrors stall.h: stalls as whatever ranges a profiler has.
+// Mirrors stall.h: shows stalls as the ranges of a profiler.
 #include "base/stall.h"
 
 #include "bindings/bindings.h"
@@ -10,8 +10,8 @@ namespace bunkbed {
 
 namespace {
 
-// Makes a range when a stall begins and leaves it when it ends. The GIL is taken under the table's lock: whoever wants
-// that lock must not hold the GIL meanwhile, which no binding does.
+// Enters a range when a stall begins and leaves it when the stall ends. Takes the GIL under the table's lock, so no
+// thread may wait for that lock with the GIL held; no binding does.
 class PythonWatch final : public StallWatch {
  public:
   explicit PythonWatch(nb::object make) : make_(std::move(make)), before_(stall_watch) { stall_watch = this; }

@@ -263,8 +263,8 @@ void bind_table(nb::module_& m) {
       .def_ro_static("WINDOW_FULL", &Table::kWindowFull)
       .def(
           "advance",
-          [](Table& t, uint32_t over, uint32_t begun, uint32_t depth) {
-            unlocked([&] { t.advance(over, begun, depth); });
+          [](Table& t, uint32_t over, uint32_t started, uint32_t depth) {
+            unlocked([&] { t.advance(over, started, depth); });
           },
           "over"_a, "begun"_a, "depth"_a)
       .def("get", [](Table& t, const Ids& ids, size_t field, const FloatsOut& out) {
@@ -292,7 +292,7 @@ void bind_table(nb::module_& m) {
               unlocked([&] { t.set_holder(nullptr, nullptr); });
               return;
             }
-            // Copied and dropped by threads without the GIL.
+            // Threads without the GIL copy and drop this pointer, so its deleter takes the GIL.
             const std::shared_ptr<nb::object> call(new nb::object(std::move(write_back)), [](nb::object* object) {
               const nb::gil_scoped_acquire acquire;
               delete object;

@@ -1,4 +1,4 @@
-// What lets tests drive the shipped module into every failure: backends of vfs, failpoints, knobs.
+// Controls with which tests make the shipped module fail everywhere: backends of vfs, failpoints, knobs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -72,7 +72,7 @@ constexpr std::pair<const char*, FailpointAction> kActions[] = {
     {"delay", FailpointAction::kDelay},
 };
 
-// Tables keep a reference to the backend they were opened with: none ever goes.
+// Tables keep a reference to the backend that they were opened with, so no backend is ever destroyed.
 void use(std::shared_ptr<vfs::Vfs> backend) {
   static auto* const used = new std::vector<std::shared_ptr<vfs::Vfs>>;
   vfs::use(backend.get());

@@ -38,7 +38,7 @@ void require_same(size_t got, size_t wanted, const char* what) {
               std::to_string(got) + " " + what + " were given for " + std::to_string(wanted) + " rows");
 }
 
-// New bytes that are written before Python sees them. The GIL is taken for their making alone.
+// A bytes object that is filled before Python code sees it. Takes the GIL only to make the object.
 class NewBytes {
  public:
   char* room(size_t bytes) {

@@ -9,7 +9,7 @@ namespace bunkbed {
 
 namespace {
 
-thread_local int depth = 0;  // calls within each other, of this thread
+thread_local int depth = 0;  // nested calls of this thread
 std::atomic<long> inside{0};
 std::atomic<unsigned long> closed_by{0};  // the thread that closed the door; 0: it is open
 
@@ -49,7 +49,7 @@ void InCore::require_open_door() {
 long InCore::num_inside() { return inside - (depth > 0 ? 1 : 0); }
 
 WithoutGil::~WithoutGil() {
-  // Ctrl-C ended the wait for this call.
+  // Ctrl-C ended the exit's wait for this call. Taking the GIL would end the thread here, so it sleeps until the exit.
   while (is_finalizing() && closed_by != PyThread_get_thread_ident()) ::pause();
   PyEval_RestoreThread(thread_);
 }

@@ -1,20 +1,20 @@
 // Calls of the core by Python threads, and the end of the process.
 //
-// A thread that wants the GIL back from an interpreter that finalises is ended by pthread_exit (before Python
-// 3.14). That unwinds through C++ frames, and a destructor there makes it std::terminate: a daemon thread in a lookup
-// aborted the process. So the interpreter's exit (table/opening.py):
+// Before Python 3.14 the interpreter ends a thread by pthread_exit when the thread takes the GIL during finalisation.
+// That unwinds C++ frames, and a destructor there leads to std::terminate: a daemon thread in a lookup aborted the
+// process. So the interpreter's exit (table/opening.py):
 //
-//   1. closes the door: another thread's next call raises SystemExit, which ends that thread with all its locks released;
+//   1. closes the door: another thread's next call raises SystemExit, which ends the thread and releases its locks;
 //   2. waits until no call is inside, with the GIL released and the interpreter alive.
 //
-// A call made by a callback within a call is part of that one, and passes. The thread that closed the door goes on as ever.
+// A call made by a callback is part of the outer call, and passes. The thread that closed the door may still call.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace bunkbed {
 
-// A call of the core, counted from before the GIL is released until it is taken again. Made and ended with the GIL held.
+// Counts a call of the core from before it releases the GIL until it has the GIL again. Made and ended with the GIL.
 class InCore {
  public:
   InCore();
@@ -22,15 +22,15 @@ class InCore {
   InCore(const InCore&) = delete;
   InCore& operator=(const InCore&) = delete;
 
-  // By the thread that ends the process.
+  // Called by the thread that ends the process.
   static void close_door();
   // Throws SystemExit in other threads once the door is closed.
   static void require_open_door();
-  // Calls of other threads.
+  // Number of other threads' calls that are inside.
   static long num_inside();
 };
 
-// A call of the core without the GIL.
+// Releases the GIL for a call of the core.
 class WithoutGil {
  public:
   WithoutGil() : thread_(PyEval_SaveThread()) {}
