@@ -27,7 +27,7 @@ void Device::detach() {
   map_.reset();
 }
 
-// With `mutex_`. Null where the frames that other threads use leave too few.
+// Requires `mutex_`. Returns null where the frames that other threads use leave too few.
 std::unique_ptr<DeviceMap::Plan> Device::place(const Batch& batch) {
   auto plan = map_->plan(batch, 0);
   if (plan == nullptr) return plan;
@@ -69,7 +69,7 @@ void Device::verify(const std::string& when, Tally* tally) {
   Reading(subject_.bounds, rows).check(values.data(), subject_.shape().dim, when, tally);
 }
 
-// One training step: its rows get their frames, are read, and change there.
+// Makes one training step: places the rows in frames, reads them, and changes them there.
 void Device::step(Worker* worker, const Batch& batch, const std::map<size_t, int32_t>& amounts) {
   Subject& s = subject_;
   const size_t dim = s.shape().dim;
@@ -129,7 +129,7 @@ bool Device::call(Worker* worker, bool is_quiet) {
     });
   } else if (choice < 9) {
     worker->attempt(s, "device: write back", [&] { write_back(); });
-  } else if (choice < 10) {  // written back first, as for a table's own calls next to its layers
+  } else if (choice < 10) {  // writes back first, as a table's own call next to its layers does
     std::vector<float> values(rows.size() * s.shape().dim);
     const Locks guard(mutex_, frames_mutex_);
     const Reading reading(s.bounds, rows);

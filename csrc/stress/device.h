@@ -1,7 +1,7 @@
-// A device cache above a table, with memory of this process for the device's: the frames that DeviceMap plans.
+// A device cache of a table, with memory of this process instead of a device's. DeviceMap plans the frames.
 //
-// As the layers use it: plans are made and carried out one at a time under `mutex_`; `frames_mutex_` is held while frames
-// are read, changed or written back. Where both are held, `mutex_` was taken first.
+// As in the layers, plans are made and executed one at a time under `mutex_`, and `frames_mutex_` is held while frames
+// are read, changed or written back. `mutex_` is taken before `frames_mutex_`.
 #pragma once
 
 #include <memory>
@@ -19,11 +19,11 @@ class Device {
   Device(Subject& subject, size_t frames);
   ~Device() { detach(); }
   void attach();
-  // Every row is written back first.
+  // Writes back every dirty row first.
   void detach();
-  // One call, whichever; false once the table is closed.
+  // Makes a random call. Returns true: no table with a device is closed during an episode.
   bool call(Worker* worker, bool is_quiet);
-  // While no other thread is at work: every row that is in a frame.
+  // Checks every row that is in a frame. Requires that no other thread is at work.
   void verify(const std::string& when, Tally* tally);
 
  private:

@@ -1,8 +1,8 @@
 // bunkbed_stress [--kind NAME] [--seconds S] [--episodes N] [--seed N] [--threads N] [--calls N]
 //                [--backend threads|uring] [--fault NAME]
 //
-// Prints what was called and what was wrong; the exit status is 1 where anything was, 2 where an argument is, and 77 where
-// the backend is not to be had.
+// Prints the calls and the wrong results. The exit status is 1 where a result was wrong, 2 where an argument is, and 77
+// where the backend is not available.
 #include <unistd.h>
 
 #include <csignal>
@@ -89,7 +89,7 @@ int main(int argc, char** argv) {
   bool is_sound = true;
   for (const std::string& kind : kinds) {
     options.kind = kind;
-    // Tests, which give numbers of episodes, end after ten minutes themselves.
+    // A test gives a number of episodes and ends after ten minutes itself: the alarm must come before that.
     ::alarm(options.episodes > 0 ? 240 : static_cast<unsigned>(options.seconds) + 600);
     try {
       const Outcome outcome = bunkbed::stress::run(options);

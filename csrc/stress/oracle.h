@@ -1,9 +1,9 @@
-// What a table may hold while threads change it. A row's weights are a count: Zeros, plain SGD with lr 1 and gradients of
-// -(1 + column % 4), so an update of a row adds 1 to its count, and a row of which only some columns changed shows.
+// The values that a table may hold while threads change it. A row's weights are a count, from zero on: with plain SGD,
+// lr 1 and gradients of -(1 + column % 4) an update of a row adds 1. A row with only some columns changed is detected.
 //
-// Two numbers per row: `high` is raised before a change is asked for, `low` after the call returned. A read that takes
-// `low` before its call and `high` after it must find a count between the two. Rows r and r + pairs() change in the same
-// calls by the same amount: in the answer of one call, and in one commit, they are equal.
+// Each row has two numbers: `high` is raised before the call of a change, `low` after its return. A read that takes
+// `low` before its call and `high` after it must find a count between them. Rows r and r + pairs change in the same
+// calls by the same amount: they are equal in the result of one call and in one commit.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@
 
 namespace bunkbed::stress {
 
-// Relaxed where the processor's own order is enough: an acquire here would be an edge that hides the core's races from
-// TSan. On x86-64 each read-modify-write, and each lock of the core's mutex, is a full barrier.
+// Relaxed where the processor's own order is enough: an acquire would be a happens-before edge that hides races of the
+// core from TSan. On x86-64 each read-modify-write, and each lock of the core's mutex, is a full barrier.
 #if defined(__x86_64__)
 inline constexpr auto kOrder = std::memory_order_relaxed;
 #else
@@ -37,7 +37,7 @@ class Bounds {
   void end(size_t row, int32_t by) { low_[row].fetch_add(by, kOrder); }
   // The call failed and changed nothing.
   void cancel(size_t row, int32_t by) { high_[row].fetch_sub(by, kOrder); }
-  // A later read must find so much at least.
+  // A later read must find at least `count`.
   void raise_low(size_t row, int32_t count) {
     int32_t now = low_[row].load(kOrder);
     while (now < count && !low_[row].compare_exchange_weak(now, count, kOrder)) {
@@ -61,11 +61,11 @@ class Bounds {
 
 inline float element(int32_t count, size_t column) { return static_cast<float>(count) * static_cast<float>(1 + column % 4); }
 
-// What one thread did and found.
+// The calls and findings of one thread.
 struct Tally {
   std::map<std::string, uint64_t> calls;
-  std::map<std::string, uint64_t> refused;  // by the reason: allowed, and nothing was changed
-  uint64_t rows = 0;                        // whose values were compared
+  std::map<std::string, uint64_t> refused;  // calls by reason: an allowed failure that changed nothing
+  uint64_t rows = 0;                        // rows whose values were compared
   uint64_t num_wrong = 0;
   std::vector<std::string> wrong;           // the first few
 
@@ -101,7 +101,7 @@ class Rng {
   uint64_t state_;
 };
 
-// Compares the rows that one call gave, all of one moment. `lows` were taken before the call.
+// Compares the rows that one call returned, all of one moment. `lows` were taken before the call.
 class Reading {
  public:
   Reading(const Bounds& bounds, const std::vector<size_t>& rows) : bounds_(bounds), rows_(rows) {
@@ -109,7 +109,7 @@ class Reading {
   }
   Reading(const Bounds& bounds, const std::vector<size_t>& rows, std::vector<int32_t> lows)
       : bounds_(bounds), rows_(rows), lows_(std::move(lows)) {}
-  // values: float32[rows.size(), dim]. Counts that were found are returned, -1 for a torn row.
+  // values: float32[rows.size(), dim]. Returns the counts that were found, -1 for a torn row.
   std::vector<int32_t> check(const float* values, size_t dim, const std::string& call, Tally* tally,
                              const Bounds* highs = nullptr) const;
 

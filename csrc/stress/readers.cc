@@ -29,7 +29,7 @@ void Reader::verify(Tally* tally) {
   table_->lookup(ids.data(), ids.size(), true, values.data());
   Reading(subject_.bounds, rows).check(values.data(), subject_.shape().dim, "reader between episodes", tally);
   scan_and_check(subject_, table_.get(), subject_.bounds, 64, "reader's scan between episodes", [] {}, tally);
-  for (const size_t row : rows) least_.put(row, subject_.bounds.low(row));  // it may have gone back
+  for (const size_t row : rows) least_.put(row, subject_.bounds.low(row));  // the writer may have rewound
 }
 
 void ReaderThread::run(size_t calls) {
@@ -132,7 +132,7 @@ void ReaderThread::call() {
   } else {
     (void)table.stats();
     (void)table.epoch();
-    // Without the lock, while another thread refreshes.
+    // These calls take no lock, and another thread may refresh meanwhile.
     if (table.fields().size() != 1 || table.payload_bytes() == 0) tally_.fail("reader: not the fields of its table");
     ++tally_.calls["reader's stats"];
   }

@@ -1,4 +1,4 @@
-// Readers of a table that its writer goes on with in the same process. Each has its own table, used by two threads.
+// Readers of a table while its writer changes it in the same process. Each has its own Table, used by two threads.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@ namespace bunkbed::stress {
 class Reader {
  public:
   Reader(Subject& subject, uint64_t seed);
-  // No other thread is at work and the last commit holds every change: refreshed, every row is exact.
+  // Refreshes and checks every row exactly. Requires that no other thread runs and the last commit holds every change.
   void verify(Tally* tally);
 
  private:
@@ -22,7 +22,7 @@ class Reader {
   Subject& subject_;
   Rng rng_;
   std::shared_ptr<Table> table_;
-  Bounds least_;  // low: what the last commit held that it has moved to, and what it has given already
+  Bounds least_;  // low: counts of the last commit that it refreshed to, and counts that it has returned
 };
 
 class ReaderThread {

@@ -1,5 +1,5 @@
-// Commits of several tables as one, as a run makes them: all start, all are waited for, then what names them all is
-// there (here: in memory), and each table is told which of its commits are named and collects the others.
+// Commits several tables as one, as a run does: starts a commit of each, waits for all, then records all epochs (in
+// memory, instead of a run's manifest). Each table then gets its recorded epochs and collects its other commits.
 #pragma once
 
 #include <deque>
@@ -18,7 +18,7 @@ class RunCommits {
  public:
   explicit RunCommits(const std::vector<std::unique_ptr<Subject>>& subjects) : subjects_(subjects) { commit(nullptr); }
 
-  // One at a time. Without a worker, no other thread is at work and an error ends the life.
+  // Runs one at a time. With a null worker, no other thread may be at work, and an error ends the life.
   void commit(Worker* worker) {
     const std::lock_guard guard(mutex_);
     const auto make = [this] {
@@ -53,7 +53,7 @@ class RunCommits {
 
  private:
   const std::vector<std::unique_ptr<Subject>>& subjects_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::deque<std::vector<uint64_t>> named_;
 };
 

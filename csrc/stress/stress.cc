@@ -54,7 +54,7 @@ std::vector<Kind> all_kinds() {
   };
 }
 
-// A folder of its own, in memory where there is such a place; gone at the end.
+// A new folder, in memory where that is possible. The destructor removes it.
 class Folder {
  public:
   Folder() {
@@ -76,7 +76,7 @@ class Folder {
   std::string path_;
 };
 
-// Small tables compact and take checkpoints while it lives.
+// Makes small tables compact and take checkpoints until the destructor restores the settings.
 class Knobs {
  public:
   Knobs() : rows_(checkpoint_rows), slack_(compaction_slack_bytes), threads_(num_threads()) {
@@ -219,7 +219,7 @@ void Life::episode(size_t number) {
   for (const auto& reader : readers_) reader->verify(tally_);
 }
 
-// Where the files are limited there may be no room; then nothing was changed.
+// Runs a call that may fail for lack of room where the files are limited; it then changed nothing.
 template <typename Run>
 void Life::within_limit(const char* call, const Run& run) {
   try {
@@ -231,7 +231,7 @@ void Life::within_limit(const char* call, const Run& run) {
   }
 }
 
-// What is done while no other thread is at work.
+// The calls between episodes, while no other thread is at work.
 void Life::alone() {
   for (const auto& subject : subjects_) {
     if (rng_.one_in(2)) {

@@ -1,9 +1,9 @@
-// Threads of random calls on every kind of table, against an oracle that holds while they run (oracle.h).
+// Random calls by several threads on every kind of table, checked against an oracle while they run (oracle.h).
 //
-// A life is one table, or several, with the least RAM or little more. It has episodes: in one, threads make calls as they
-// like, each checked by the thread itself; between two, one thread checks every row exactly, goes back to an earlier
-// commit, sets rows, closes and opens. In a quiet episode nothing changes, so that scans come to their end; in others the
-// tables are closed while the threads are at work. A life ends with a commit, an opening and a check of the files.
+// A life is one table, or several, with the least RAM or little more. It has episodes. In an episode threads make
+// random calls, and each thread checks its own. Between episodes one thread checks every row exactly, rewinds to an
+// earlier commit, sets rows, closes and opens. In a quiet episode nothing changes, so that scans finish. In some others
+// the tables are closed while threads are at work. A life ends with a commit, an opening and a check of the files.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace bunkbed::stress {
 
 struct Options {
   std::string kind = "fixed";
-  double seconds = 10.0;   // no further episode begins after so long
+  double seconds = 10.0;   // no episode begins after so long
   uint64_t episodes = 0;   // or exactly so many; 0: by time
   uint64_t seed = 0;
   size_t threads = 4;

@@ -85,7 +85,7 @@ void Subject::create(Tally* tally) {
   if (shape_.has_limit) limit_files(tally);
 }
 
-// Every row is stored, and the files may take little more than the least that such a table needs.
+// Stores every row, and limits the files to little more than such a table needs at least.
 void Subject::limit_files(Tally* tally) {
   const std::vector<int64_t> ids = ids_of(all_rows());
   std::vector<float> grads(ids.size() * shape_.dim);
@@ -98,7 +98,7 @@ void Subject::limit_files(Tally* tally) {
   open(tally);
 }
 
-// As the error says.
+// Returns the limit that the error message asks for.
 static uint64_t disk_wanted(const std::string& message) {
   const size_t at = message.rfind("disk=");
   return at == std::string::npos ? 0 : std::stoull(message.substr(at + 5));
@@ -125,7 +125,7 @@ void Subject::open(Tally* tally) {
 
 void Subject::close() {
   const std::lock_guard guard(batches_mutex_);
-  batches_.clear();  // a batch is for one table
+  batches_.clear();  // a batch belongs to one table
   if (table != nullptr) table->close();
   table.reset();
 }
@@ -199,7 +199,7 @@ void Subject::rewind(Rng* rng, Tally* tally) {
 }
 
 void Subject::set_some(Rng* rng) {
-  std::map<size_t, int32_t> counts;  // of a row that comes twice the last value counts
+  std::map<size_t, int32_t> counts;  // for a row that occurs twice the last value counts
   std::vector<int64_t> ids;
   std::vector<float> values;
   for (size_t n = 1 + rng->below(40); n > 0; --n) {

@@ -1,4 +1,4 @@
-// A table under stress: what it may hold, and what is done with it while no other thread is at work.
+// A table under stress: the values it may hold, and the calls that are made while no other thread is at work.
 #pragma once
 
 #include <map>
@@ -36,9 +36,9 @@ class Subject {
   size_t twin(size_t row) const { return (row + shape_.pairs) % rows(); }
   int64_t id_of(size_t row) const;
   std::vector<int64_t> ids_of(const std::vector<size_t>& rows) const;
-  // rows() where the id is none of the subject's.
+  // Returns rows() for an id that is not the subject's.
   size_t row_of(int64_t id) const;
-  // A row of these changes by set() and scatter_records() of one thread only; the others by update() of any.
+  // In an episode only set() and scatter_records() of one thread change an owned row, and update() of any the others.
   bool is_owned(size_t row) const { return row % shape_.pairs % 8 == 7; }
   size_t owner(size_t row, size_t threads) const { return row % shape_.pairs / 8 % threads; }
   size_t some_ram(Rng* rng) const;
@@ -47,7 +47,7 @@ class Subject {
   // Changes only while no other thread is at work.
   std::shared_ptr<Table> table;
   Bounds bounds;
-  Bounds floor;  // low: what is durable at least
+  Bounds floor;  // low: counts that are durable at least
 
   // Two threads may use one batch of one table.
   std::shared_ptr<Batch> shared_batch(Rng* rng);
@@ -56,15 +56,15 @@ class Subject {
   void create(Tally* tally);
   void open(Tally* tally);  // at its last commit
   void close();
-  // Closed without a commit and opened again: every row is between what was durable and what was asked for; from here on
-  // it is what it is.
+  // After closing without a commit and opening: checks that each row is between the durable and the requested count,
+  // and takes the count that it finds.
   void settle(Tally* tally);
-  // Every row, exactly: by lookup, get, contains, scan.
+  // Checks every row exactly, by lookup, get, contains and scan.
   void verify(const std::string& when, Tally* tally);
   uint64_t commit(const std::string& keep);
   void rewind(Rng* rng, Tally* tally);
   void set_some(Rng* rng);
-  // Its files, without the table's code.
+  // Checks its files without the open table: problems, and the limit on their bytes.
   void check_files(Tally* tally);
   std::string some_kept(Rng* rng) const;
   const std::vector<int32_t>& kept(const std::string& name) const { return kept_.at(name); }
@@ -85,7 +85,7 @@ class Subject {
   std::vector<std::shared_ptr<Batch>> batches_;
 };
 
-// A whole scan, or as much as there is before a change ends it. `between` runs between its steps. Whether it came to its end.
+// Scans and checks all rows; throws when a change ends the scan. Runs `between` after each step. Else returns true.
 template <typename Between>
 bool scan_and_check(Subject& subject, Table* table, const Bounds& lows, size_t step, const std::string& call,
                     const Between& between, Tally* tally) {

@@ -1,4 +1,4 @@
-// One thread's random calls on a table, each against the bounds.
+// The random calls of one thread on a table, each checked against the bounds.
 #pragma once
 
 #include <atomic>
@@ -17,12 +17,12 @@ namespace bunkbed::stress {
 
 class Worker;
 
-// What threads of an episode share.
+// Shared by the threads of an episode.
 struct Episode {
   size_t threads = 1;
-  bool has_device = false;           // which may hold rows that a call wants
-  bool is_quiet = false;             // nothing changes: scans must come to their end
-  bool goes_back = false;            // quiet, and one thread goes back to commits that hold the same
+  bool has_device = false;           // a device cache may hold rows that a call wants
+  bool is_quiet = false;             // nothing changes: scans must finish
+  bool goes_back = false;            // quiet, and one thread rewinds to commits with the same values
   std::atomic<bool> is_closing{false};  // tables are closed meanwhile
   std::atomic<int64_t> step{0};         // of tables that are updated as one
   std::function<void(Worker*)> run_commit;  // of tables that are committed as one
@@ -31,16 +31,16 @@ struct Episode {
 class Worker {
  public:
   Worker(Episode& episode, size_t index, uint64_t seed) : episode_(episode), index_(index), rng_(seed) {}
-  // One call, whichever; false once the table is closed.
+  // Makes a random call; false once the table is closed.
   bool call(Subject& subject);
-  // One update of all of them, with one step number.
+  // Updates each of the tables, with one step number.
   bool update_as_one(const std::vector<std::unique_ptr<Subject>>& subjects);
-  // Before the thread ends: pending commits are waited for, and snapshots dropped.
+  // Before the thread ends: waits for pending commits and forgets the batches of the window.
   void finish();
   Tally& tally() { return tally_; }
   Rng& rng() { return rng_; }
 
-  // Runs a call and counts it. False where it failed: that is wrong unless it may fail so, and then changed nothing.
+  // Runs a call and counts it. False where it failed; the failure is wrong unless allowed() gives a reason for it.
   template <typename Run>
   bool attempt(const Subject& subject, const std::string& name, const Run& run) {
     try {
@@ -88,7 +88,7 @@ class Worker {
   void go_back(Subject& s);
   void facts(Subject& s);
   void maintain(Subject& s);
-  void harmless(Subject& s);  // a call that a scan must not notice
+  void harmless(Subject& s);  // a call that must not end a scan
 
   Episode& episode_;
   const size_t index_;
@@ -100,7 +100,7 @@ class Worker {
     std::shared_ptr<PendingCommit> commit;
     std::vector<int32_t> counts;
   };
-  void wait_for(Begun* begun);
+  void wait_for(Begun* entry);
   std::vector<Begun> begun_;
   std::vector<std::pair<Subject*, uint32_t>> expected_;  // batches of the window
 };

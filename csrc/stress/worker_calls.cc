@@ -1,4 +1,4 @@
-// Calls that neither read nor change a row: staging, commits, maintenance; and which call is made how often.
+// Calls that neither read nor change a row: staging, commits, maintenance; and the frequency of each call.
 #include <algorithm>
 
 #include "stress/worker.h"
@@ -10,7 +10,7 @@ void Worker::stage(Subject& s) {
   attempt(s, "stage", [&] { s.table->stage(ids.data(), ids.size()); });
 }
 
-// Some batches ahead, which come or are forgotten.
+// Enters a coming batch into the window; advances over an entered batch or forgets it.
 void Worker::window(Subject& s) {
   const std::vector<int64_t> ids = s.ids_of(rows_to_read(s, 1 + rng_.below(40)));
   uint32_t batch = 0;
@@ -33,9 +33,9 @@ void Worker::window(Subject& s) {
   }
 }
 
-void Worker::wait_for(Begun* begun) {
-  if (!attempt(*begun->subject, "wait for a commit", [&] { begun->commit->wait(); })) return;
-  for (size_t row = 0; row < begun->counts.size(); ++row) begun->subject->floor.raise_low(row, begun->counts[row]);
+void Worker::wait_for(Begun* entry) {
+  if (!attempt(*entry->subject, "wait for a commit", [&] { entry->commit->wait(); })) return;
+  for (size_t row = 0; row < entry->counts.size(); ++row) entry->subject->floor.raise_low(row, entry->counts[row]);
 }
 
 void Worker::commit(Subject& s) {
@@ -48,9 +48,9 @@ void Worker::commit(Subject& s) {
 
 void Worker::begin_commit(Subject& s) {
   if (episode_.run_commit) return episode_.run_commit(this);
-  Begun begun{&s, nullptr, s.bounds.lows()};
-  if (!attempt(s, "begin_commit", [&] { begun.commit = s.table->begin_commit(std::nullopt, ""); })) return;
-  begun_.push_back(std::move(begun));
+  Begun started{&s, nullptr, s.bounds.lows()};
+  if (!attempt(s, "begin_commit", [&] { started.commit = s.table->begin_commit(std::nullopt, ""); })) return;
+  begun_.push_back(std::move(started));
   if (begun_.size() < 2 && rng_.one_in(2)) return;
   wait_for(&begun_.front());
   begun_.erase(begun_.begin());
@@ -95,10 +95,10 @@ void Worker::facts(Subject& s) {
   });
   attempt(s, "set_optimizer", [&] {
     OptimizerSpec optimizer = s.table->optimizer();
-    optimizer.eps = static_cast<double>(rng_.below(8));  // which SGD does not ask for
+    optimizer.eps = static_cast<double>(rng_.below(8));  // SGD does not use it
     s.table->set_optimizer(optimizer);
   });
-  // Without the lock.
+  // These calls take no lock.
   const bool is_it = s.table->fields().size() == 1 && s.table->spec().dim == s.shape().dim && s.table->payload_bytes() > 0;
   if (!is_it || s.table->uuid() == Uuid{}) tally_.fail("fields: not those of its spec");
 }
@@ -186,7 +186,7 @@ bool Worker::call(Subject& s) {
 }
 
 void Worker::finish() {
-  for (Begun& begun : begun_) wait_for(&begun);
+  for (Begun& started : begun_) wait_for(&started);
   begun_.clear();
   for (const auto& [subject, batch] : expected_) {
     attempt(*subject, "forget", [&, number = batch, s = subject] { s->table->forget(number); });
