@@ -1,1 +1,1 @@
-"""One table: looking up, updating, committing; making and opening one."""
+"""One table: make, open, look up, update and commit."""

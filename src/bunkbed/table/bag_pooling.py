@@ -1,4 +1,4 @@
-"""Pooling of rows that were gathered, to the bits that the core's own pooling of a table's rows has."""
+"""Pool rows that were gathered before. The result has the same bits as the core's pooled lookup."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.optim import SGD
 from bunkbed.table.opening import make_spec
 
-#: Poolings as the core numbers them.
+#: The core's numbers of the poolings.
 SUM, MEAN, SQRTN = 0, 1, 2
 
 
 class BagPooling:
-    """Pools rows in batch order. Owns an empty core, whose batches sum what is equal in order.
+    """A pooler of rows, in batch order. Owns an empty core; its batches sum the rows of equal ids in order.
 
     Args:
-        name: of the table the rows are from.
+        name: name of the table that the rows are from.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,28 +25,28 @@ class BagPooling:
         self._core = _native.create("", name, any_id, 0, 0)
 
     def pool(self, rows: Floats, offsets: Ids, pooling: int, weights: Floats | None, out: Floats) -> None:
-        """float32[N, dim] rows to float32[B, dim] `out`, the pooled rows of bags.
+        """Write the pooled rows of bags to `out`.
 
         Args:
-            rows: of the ids of all bags; overwritten where there are `weights`.
+            rows: float32[N, dim], the rows of the ids of all bags; overwritten if there are `weights`.
             offsets: int64[B], where each bag begins.
             pooling: `SUM`, `MEAN` or `SQRTN`.
             weights: float32[N] factors of the rows, or None; see `bunkbed.Table.lookup_bags`.
-            out: where they go.
+            out: float32[B, dim].
         """
         lengths = np.diff(offsets, append=len(rows))
-        # Sums of equal "ids", which here are numbers of bags, in batch order.
+        # The batch's ids are the numbers of the bags, so it sums the rows of each bag in batch order.
         bags = self._core.batch(np.repeat(np.arange(len(offsets), dtype=np.int64), lengths))
         if weights is not None:
             rows *= weights[:, None]
         sums = bags.sum(rows)[0]
-        sums += np.float32(0)  # a sum begins with 0, so it is never -0
+        sums += np.float32(0)  # turns -0 to 0: the core's sums start with 0, so they are never -0
         if pooling in (MEAN, SQRTN):
             if weights is None:
                 masses = lengths[bags.unique()].astype(np.float32)[:, None]
             else:
                 masses = bags.sum((weights if pooling == MEAN else weights * weights)[:, None])[0] + np.float32(0)
-            with np.errstate(all="ignore"):  # weights that cancel each other out: the core divides by them too
+            with np.errstate(all="ignore"):  # the weights may sum to 0; the core then divides by 0 too
                 sums /= np.sqrt(masses) if pooling == SQRTN else masses
         out[...] = 0
         out[bags.unique()] = sums

@@ -1,4 +1,4 @@
-"""Commits of a table: made, kept, gone back to."""
+"""Commits of a table: commit, keep under a name, rewind."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bunkbed.errors import BunkbedError
 
 
 class PendingCommit:
-    """A commit that was begun: what it holds is settled, when it is durable is not.
+    """A commit that was started: its contents are settled, and it becomes durable in the background.
 
-    Thread-safe. Needs no closing: the table, or run, finishes the commit whether anybody waits or not.
+    Thread-safe. Needs no closing: the table, or run, finishes the commit whether or not a thread waits for it.
     """
 
     def __init__(self, wait: Callable[[], int], is_over: Callable[[], bool]) -> None:
@@ -26,21 +26,21 @@ class PendingCommit:
 
     @property
     def done(self) -> bool:
-        """True once it is durable or has failed; does not wait."""
+        """True once the commit is durable or has failed; does not wait."""
         return self._is_over()
 
     def wait(self) -> int:
-        """Return its epoch once it is durable.
+        """Wait until the commit is durable; return its epoch.
 
         Raises:
-            OSError: it failed: the disk is full or failing. The last commit stands, no row is lost, and the next commit
-                holds every row that this one did; `meta` and `keep` of a table are to be given again.
+            OSError: the commit failed, because the disk is full or failing. The commit before is still valid, no row
+                is lost, and the next commit holds every row of this one; give `meta` and `keep` again.
         """
         return self._wait()
 
 
 class BackgroundCommit:
-    """The rest of a commit, on a thread of its own. Thread-safe."""
+    """A thread that finishes a commit. Thread-safe."""
 
     def __init__(self, finish: Callable[[], int]) -> None:
         self._finish = finish
@@ -53,15 +53,15 @@ class BackgroundCommit:
     def _run(self) -> None:
         try:
             self._epoch = self._finish()
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # raised by `result` or `settle`
             self._error = error
 
     def done(self) -> bool:
-        """Whether it came to its end."""
+        """Return whether the thread has ended."""
         return not self._thread.is_alive()
 
     def result(self) -> int:
-        """Wait; its epoch, or what it failed with."""
+        """Wait for the thread; return the epoch, or raise the error that it failed with."""
         self._thread.join()
         if self._error is not None:
             self._is_reported = True
@@ -69,17 +69,17 @@ class BackgroundCommit:
         return self._epoch
 
     def settle(self, *, report: bool) -> None:
-        """Wait; with `report`, raise what it failed with unless somebody was told."""
+        """Wait for the thread; with `report`, raise its error unless `result` raised it before."""
         self._thread.join()
         if report and not self._is_reported:
             self.result()
 
 
 def meta_text(meta: dict[str, Any], label: str) -> str:
-    """What `commit` is given as `meta`, as JSON.
+    """Return the argument `meta` of `commit` as JSON.
 
     Raises:
-        TypeError: it is not a dict, or holds what JSON has no word for.
+        TypeError: `meta` is not a dict, or holds a value that JSON cannot represent.
     """
     if not isinstance(meta, dict):
         raise TypeError(f"{label}: meta must be a dict, got {shortened(meta)}")
@@ -90,7 +90,7 @@ def meta_text(meta: dict[str, Any], label: str) -> str:
 
 
 class TableCommits:
-    """What `bunkbed.Table` has of commits."""
+    """The part of `bunkbed.Table` that commits, keeps and rewinds."""
 
     _name: str
     _native: _native.Table
@@ -99,17 +99,17 @@ class TableCommits:
 
     @typed
     def commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> int:
-        """Make everything so far durable.
+        """Make all changes so far durable.
 
-        Calls of other threads go on meanwhile; what they change after this call began belongs to the next commit.
-        Of a scratch table (see `bunkbed.create`) nothing becomes durable: the epoch is counted, `meta` remembered.
+        Other threads may use the table meanwhile; what they change after the start of this call is in the next commit.
+        For a scratch table (see `bunkbed.create`) nothing becomes durable: the call counts the epoch and keeps `meta`.
 
         Args:
-            meta: JSON-able facts stored with the commit; `meta` reads them back. None keeps the last ones.
-            keep: name under which this commit is kept as a snapshot. A name used before moves here.
+            meta: JSON-able facts stored with the commit; `meta` reads them back. None keeps those of the last commit.
+            keep: name under which this commit is kept as a snapshot. A name in use moves to this commit.
 
         Returns:
-            The epoch. Without changes since the last commit, and without `meta` or `keep`, that one's.
+            The epoch; that of the last commit if nothing changed since and `meta` and `keep` are None.
 
         Raises:
             OSError: the disk is full (nothing is lost, free space and call again) or failing (after a failed sync the
@@ -124,18 +124,18 @@ class TableCommits:
 
     @typed
     def begin_commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> PendingCommit:
-        """`commit` without waiting: training goes on while a thread makes it durable.
+        """Start a commit that a thread makes durable while training continues.
 
-        It holds every change made before this call and none made after it. A second one waits for the first to end.
+        The commit holds every change made before this call and none made after it. A second commit waits for the first.
 
         Args:
-            meta, keep: see `commit`; `meta` and `epoch` tell of it once it is durable.
+            meta, keep: see `commit`; `Table.meta` and `Table.epoch` show this commit once it is durable.
 
         Returns:
-            What to wait on. A failure that nobody waited for is raised by the next commit, or `close`.
+            The pending commit. If it fails and `wait` was not called, the next commit, or `close`, raises its error.
 
         Raises:
-            ReadOnlyError: a reader. BunkbedError: the table belongs to a run. OSError: an earlier one failed.
+            ReadOnlyError: a reader. BunkbedError: the table belongs to a run. OSError: an earlier commit failed.
 
         >>> import bunkbed as bb, numpy as np, tempfile
         >>> with bb.create(f"{tempfile.mkdtemp()}/user", dim=2, num_rows=10, ram="16MiB") as table:
@@ -152,13 +152,13 @@ class TableCommits:
         return self._begin_commit(meta, keep)
 
     def _begin_commit(self, meta: dict[str, Any] | None, keep: str | None) -> PendingCommit:
-        with self._reading():  # what the commit holds is settled within: all of a step above, or nothing of it
+        with self._reading():  # so that the commit holds all of a device cache's step, or nothing of it
             pending = self._native.begin_commit(self._checked_meta(meta), self._checked_keep(keep))
         return PendingCommit(pending.wait, pending.is_over)
 
     def _commit(self, meta: dict[str, Any] | None, keep: str | None) -> int:
         if self._above is not None:
-            return self._begin_commit(meta, keep).wait()  # training above goes on while it is written
+            return self._begin_commit(meta, keep).wait()  # the device cache may train while the commit is written
         return int(self._native.commit(self._checked_meta(meta), self._checked_keep(keep)))
 
     def _checked_keep(self, keep: str | None) -> str:
@@ -170,38 +170,38 @@ class TableCommits:
         return None if meta is None else meta_text(meta, f"table '{self._name}'")
 
     def snapshots(self) -> dict[str, int]:
-        """Kept commits: name -> epoch, oldest first."""
+        """Return the kept commits: name -> epoch, oldest first."""
         return dict(self._native.snapshots())
 
     @typed
     def drop(self, name: str) -> None:
-        """Forget a snapshot; its space is freed where no other commit needs it.
+        """Remove a snapshot; its space is freed where no other commit needs it.
 
         Raises:
-            ValueError: no such snapshot; lists those there are.
+            ValueError: no such snapshot; the message lists the snapshots.
         """
         self._native.drop(name)
 
     @typed
     def rewind(self, to: str | int) -> None:
-        """Go back to a kept commit, optimizer state and step too; it becomes the newest commit.
+        """Go back to an earlier commit, with its optimizer state and step; it becomes the newest commit.
 
         Args:
             to: a snapshot's name, or an epoch that still exists.
 
         Raises:
-            ValueError: no such commit; lists those that remain. ReadOnlyError: a reader.
+            ValueError: no such commit; the message lists the commits that remain. ReadOnlyError: a reader.
         """
         if self._run is not None:
             raise BunkbedError(f"table '{self._name}' belongs to a run; go back with run.rewind()")
         self._rewind(to)
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Within, the table has the newest rows; see `bunkbed.table.table.Above`."""
+        """Return a context in which the table has the newest rows; see `bunkbed.table.table.Above`."""
         raise NotImplementedError
 
     def _writing(self) -> AbstractContextManager[None]:
-        """Within, the table may change; see `bunkbed.table.table.Above`."""
+        """Return a context in which the table may change; see `bunkbed.table.table.Above`."""
         raise NotImplementedError
 
     def _rewind(self, to: str | int) -> None:
@@ -212,13 +212,13 @@ class TableCommits:
                 self._native.rewind("", as_whole(to, what="to", table=f"table '{self._name}'", low=0, high=2**64 - 1))
 
     def refresh(self) -> int:
-        """Reader only: move to the newest commit, at the cost of what changed since. Returns its epoch.
+        """Move a reader to the newest commit and return its epoch. The cost depends on the number of changed rows.
 
-        Rows with a new record leave the cache; the others stay. Where the table went back to an earlier commit, the
-        reader finds all its rows anew, as opening does. ``stats()["indexed_records"]`` counts the records looked at.
+        Rows with a new record leave the cache; the others stay. Where the writer went back to an earlier commit, the
+        reader builds its directory again, like opening. ``stats()["indexed_records"]`` counts the records read for it.
         """
         return int(self._native.refresh())
 
     def compact(self) -> int:
-        """Compact the log now rather than little by little. Returns how many records were moved."""
+        """Compact the log in this call, not in small parts. Return how many records were moved."""
         return int(self._native.compact())

@@ -1,4 +1,4 @@
-"""`Table.explain`: what a running table did, beside what this machine allows."""
+"""`Table.explain`: compare what a running table did with the limits of this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bunkbed.machine.text import WIDTH, facts_grid, milliseconds, rates, speed, 
 if TYPE_CHECKING:
     from bunkbed.table.table import Table
 
-# Of `Table.stats`: what stands as it is now; everything else counts up from the opening.
+# The keys of `Table.stats` that describe the present. All other keys count up from the opening.
 _NOW = frozenset(
     (
         "ram_bytes", "ram_budget_bytes", "frames", "frame_capacity", "dirty_rows", "stored_rows", "directory_bytes",
@@ -28,21 +28,21 @@ _NOW = frozenset(
 
 @dataclass(frozen=True)
 class Explanation:
-    """A stretch of a table's life: what it did, measured, and the least that could have cost.
+    """The measured work of a table in one interval, and the least time that it needs on this machine.
 
-    ``print`` it, or read its fields. A step is an update; of a table that was only read, a lookup.
+    ``print`` it, or read its fields. A step is an update; for a table that was only read, a lookup.
 
     Attributes:
         table: the table's name.
-        seconds: length of the stretch, all that went on in it included.
-        steps: in it.
-        counts: what `Table.stats` counted in it: ``unique_rows``, ``misses``, ``written_bytes``...
-        now: what `Table.stats` says of the present: ``frames``, ``disk_bytes``...
+        seconds: wall time of the interval, with all other work in it.
+        steps: number of steps in the interval.
+        counts: the increase of each counter of `Table.stats`: ``unique_rows``, ``misses``, ``written_bytes``...
+        now: the values of `Table.stats` that describe the present: ``frames``, ``disk_bytes``...
         record_bytes: weights and optimizer state of a row.
-        machine: the rates it is held against; None: never measured here.
-        times: seconds a step needed of each resource at those rates; None: a rate is not known. The model's work is not
-            known to the table and counts 0.
-        stats: `Table.stats` at the end; what ``explain(since=)`` takes.
+        machine: the rates of the machine; None: never measured here.
+        times: seconds that a step needs of each resource at those rates; None: a rate is not known. The time of the
+            model is not known to the table and counts 0.
+        stats: `Table.stats` at the end, for ``explain(since=)``.
     """
 
     table: str
@@ -57,24 +57,24 @@ class Explanation:
     on_disk: bool = True
 
     def per_step(self, counter: str) -> float:
-        """One of `counts` for each step; 0 without steps."""
+        """Return one of `counts` divided by the steps; 0 without steps."""
         return self.counts.get(counter, 0) / self.steps if self.steps else 0.0
 
     @property
     def steps_per_s(self) -> float:
-        """Measured: steps divided by seconds."""
+        """The measured speed: steps divided by seconds."""
         return self.steps / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def limit_steps_per_s(self) -> float | None:
-        """Steps a second that this machine allows for what was done; None: unknown, or there were no steps."""
+        """Steps a second that this machine allows for the same work; None: unknown, or there were no steps."""
         if self.times is None or not self.steps:
             return None
         return 1 / self.times.together if self.times.together else math.inf
 
     @property
     def share_of_limit(self) -> float | None:
-        """Measured steps a second, of the limit's; None: unknown."""
+        """Measured steps a second divided by the limit's; None: unknown."""
         limit = self.limit_steps_per_s
         return None if limit is None else self.steps_per_s / limit
 
@@ -85,14 +85,14 @@ class Explanation:
 
     @property
     def hit_rate(self) -> float | None:
-        """Part of the unique rows that were in RAM; None: none was wanted, or there was no update (a row counts once a
-        step, and only updates end one)."""
+        """Fraction of the unique rows that were in RAM; None without unique rows or without updates (a row counts once
+        a step, and only an update ends a step)."""
         unique = self.counts.get("unique_rows", 0) if self.counts.get("updates") else 0
         return self.counts.get("hits", 0) / unique if unique else None
 
     @property
     def write_amplification(self) -> float | None:
-        """Bytes written to the log for each byte of a record written back; None: nothing was."""
+        """Bytes written to the log for each byte of a record written back; None: no record was written back."""
         written_back = self.counts.get("written_back", 0)
         return self.counts.get("written_bytes", 0) / (written_back * self.record_bytes) if written_back else None
 
@@ -129,7 +129,7 @@ def explain(table: Table, since: Explanation | Mapping[str, int | float] | None 
     steps = int(counts["updates"] or counts["lookups"])
     machine = table._machine()
     if machine is None:
-        machine = remembered()  # another directory's: its memory is the same
+        machine = remembered()  # rates of another directory; the memory rate is the same
     record_bytes = int(table._native.payload_bytes())
     return Explanation(
         table=table.name,
@@ -155,7 +155,7 @@ def _times(
         return rate if rate else (None if needed else math.inf)
 
     reads, written = counts["reads"] / steps, counts["written_bytes"] / steps
-    # Without updates rows are not counted a step: what was read is the least that was wanted.
+    # Without updates no step ends, so unique rows are not counted. Rows read from disk are a lower bound for them.
     unique = counts["unique_rows"] if counts["updates"] else counts["misses"]
     moved = limits.memory_bytes(counts["ids"] / steps, unique / steps, dim, record_bytes)
     read_iops = known(machine.read_iops, reads)

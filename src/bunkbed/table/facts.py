@@ -1,4 +1,4 @@
-"""What a table is: what it was made with, and where it stands."""
+"""The facts of a table: its definition and its present state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INIT_KINDS = ("zeros", "normal", "uniform")
 
 
 class TableFacts:
-    """What `bunkbed.Table` tells of itself without looking at a row."""
+    """The properties of `bunkbed.Table` that read no row."""
 
     _spec: _native.TableSpec
     _path: Path | None
@@ -30,12 +30,12 @@ class TableFacts:
 
     @property
     def name(self) -> str:
-        """The last part of its path; ``"table"`` in RAM."""
+        """The last part of the path; ``"table"`` for a table in RAM."""
         return self._name
 
     @property
     def path(self) -> Path | None:
-        """Its directory; None in RAM."""
+        """The table's directory; None for a table in RAM."""
         return self._path
 
     @property
@@ -50,13 +50,13 @@ class TableFacts:
 
     @property
     def num_rows(self) -> int | None:
-        """Ids lie in ``[0, num_rows)``; None: any non-negative int64."""
+        """Ids are in ``[0, num_rows)``; None: any non-negative int64."""
         rows = int(self._spec.num_rows)
         return None if rows < 0 else rows
 
     @property
     def dtype(self) -> str:
-        """Storage type of the weights: float32, bfloat16 or float16; of the state: `optimizer.state_dtype`."""
+        """Storage type of the weights: float32, bfloat16 or float16. The state has `optimizer.state_dtype`."""
         return DTYPES[self._spec.dtype]
 
     @property
@@ -71,12 +71,12 @@ class TableFacts:
 
     @property
     def durability(self) -> Literal["durable", "scratch"]:
-        """``"scratch"``: a table to throw away, of which nothing is kept; see `bunkbed.create`."""
+        """``"scratch"``: a temporary table, of which nothing becomes durable; see `bunkbed.create`."""
         return "scratch" if self._spec.is_scratch else "durable"
 
     @property
     def optimizer(self) -> _optim.Optimizer:
-        """The optimizer. Assigning one of the same class changes lr, betas, eps and weight decay from now on.
+        """The optimizer. Assign one of the same class to change lr, betas, eps and weight decay for later steps.
 
         Raises:
             ValueError: on assignment, an optimizer with other slots or state dtype.
@@ -95,7 +95,7 @@ class TableFacts:
 
     @property
     def step(self) -> int:
-        """Optimizer steps accepted so far; one for each `update`, however many ids it held."""
+        """Optimizer steps taken so far: one for each `update`, for any number of ids."""
         return int(self._native.step())
 
     @property
@@ -105,7 +105,7 @@ class TableFacts:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the last `commit` was given as `meta`."""
+        """The `meta` of the last commit."""
         value: dict[str, Any] = json.loads(self._native.meta())
         return value
 
@@ -116,7 +116,7 @@ class TableFacts:
 
     @property
     def run(self) -> Any:
-        """The `bunkbed.Run` that commits this table with others, if it belongs to one; else None."""
+        """The `bunkbed.Run` that commits this table together with others; None without a run."""
         return self._run
 
     @property
@@ -131,7 +131,7 @@ class TableFacts:
 
     @property
     def ram_bytes(self) -> int:
-        """The RAM budget in bytes; 0: without bound."""
+        """The RAM budget in bytes; 0: no limit."""
         return self._ram_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""The rows most like a given one, exactly."""
+"""Exact nearest neighbours: the stored rows with the highest scores for a given row."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CHUNK_BYTES = 4 << 20
 
 @typed
 def neighbors(table: Table, ids: Any, k: int = 10, *, metric: str = "dot") -> tuple[Ids, Floats]:
-    """The `k` stored rows most like each of the given ones, exactly, streaming over all of them.
+    """Return the `k` stored rows most similar to each given row, exactly, in one pass over all stored rows.
 
     Args:
-        table: an open table, a reader too.
-        ids: int64[N], or one id; each was updated or set once. No row is its own neighbour.
+        table: an open table; a reader is accepted.
+        ids: int64[N], or one id; each row must be stored. No row is its own neighbour.
         k: rows wanted, at least 1.
-        metric: ``"dot"``, as `Table.topk` has it, or ``"cosine"``; a row of zeros has the cosine 0 with every row.
+        metric: ``"dot"``, the score of `Table.topk`, or ``"cosine"``; a row of zeros has the cosine 0 with every row.
 
     Returns:
         (int64[N, k], float32[N, k]) ids and scores, best first, of equal scores the lower id first; without the leading
@@ -47,7 +47,7 @@ def neighbors(table: Table, ids: Any, k: int = 10, *, metric: str = "dot") -> tu
     if k < 1:
         raise ValueError(f"{label}: k must be at least 1, got {k}")
     wanted = as_ids(ids, table=label).reshape(-1)
-    queries = table.lookup(wanted, touch=False)  # an id outside the table ends here
+    queries = table.lookup(wanted, touch=False)  # raises for an id outside the table
     absent = np.flatnonzero(~table.contains(wanted))
     if absent.size:
         at = int(absent[0])
@@ -72,7 +72,7 @@ def _all_directions(table: Table) -> Iterator[tuple[Ids, Floats]]:
 
 
 def _directions(rows: Floats) -> Floats:
-    # In float64: the square of a float32 may be none.
+    # In float64, because the square of a float32 may overflow or underflow in float32.
     lengths = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
-    with np.errstate(invalid="ignore"):  # a row that is not finite has no direction: NaN
+    with np.errstate(invalid="ignore"):  # the direction of a row that is not finite is NaN
         return (rows / np.where(lengths > 0, lengths, 1.0)[:, None]).astype(np.float32)

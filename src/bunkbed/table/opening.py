@@ -1,4 +1,4 @@
-"""Making and opening tables: arguments, budgets, and the one writer a path has."""
+"""Make and open tables: check the arguments, join a budget, keep one writer for each path."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ DEFAULT_RAM = "1GiB"
 _MAX_DIM = 1 << 24
 _LARGEST = {"float32": 3.4028e38, "bfloat16": 3.3895e38, "float16": 65504.0}
 
-#: The tables this process writes, by resolved path: opening one again gives the same object.
+#: The tables that this process writes, by resolved path: opening a path again returns the same object.
 _writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValueDictionary()
-#: By resolved path, a lock held while a writer there is looked for, made, opened or closed. Taken before every other
-#: lock, that of a sharded table before those of its shards.
+#: The path locks by resolved path: each guards looking for, making, opening and closing a writer. A path lock comes
+#: before every other lock, and that of a sharded table before those of its shards.
 _path_locks: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
 _writers_lock = threading.Lock()  # guards both
 
 
 @atexit.register
 def _shut_down() -> None:
-    """Let no daemon thread be in the core, or come to it, while the interpreter goes; then warn of what is lost."""
+    """Keep daemon threads out of the core while the interpreter exits; then warn of changes that are lost."""
     _native.close_door()
     while _native.num_inside():
         time.sleep(0.001)
@@ -63,7 +63,7 @@ def make_spec(
     definition = _optim.require_optimizer(_optim.Adam() if optimizer is None else optimizer)
     initializer = _init.require_initializer(_init.Normal(std=0.01) if init is None else init)
     kind, a, b = initializer.native()
-    # Largest magnitudes that the initialiser gives, and that the dtype takes; Normal's is 5.77 std.
+    # The largest magnitude that the initialiser gives; Normal gives at most 5.77 std.
     largest = 5.77 * a if kind == "normal" else max(abs(a), abs(b))
     if largest >= _LARGEST[dtype]:
         raise ValueError(
@@ -90,7 +90,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def parse_disk(disk: int | str | None, mode: str | None) -> int:
-    """Bytes of the limit, 0 for none. `mode`: how the table is opened, None for one in RAM only."""
+    """Return the limit in bytes, 0 for none. `mode`: how the table is opened; None for a table in RAM only."""
     if disk is None:
         return 0
     if mode is None:
@@ -101,7 +101,7 @@ def parse_disk(disk: int | str | None, mode: str | None) -> int:
 
 
 def path_lock(place: Path | None) -> AbstractContextManager[Any]:
-    """Within, no other thread makes, opens or closes a writer of the table at `place`. None: not one with files."""
+    """Return the lock for making, opening and closing a writer at `place`; no lock for None (a table without files)."""
     if place is None:
         return nullcontext()
     key = os.getpid(), str(place.resolve())
@@ -118,7 +118,7 @@ def _start(
     open_core: Callable[[int], _native.Table],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Open the core of a table with its bytes of `ram`, and `check` it."""
+    """Open the core of `table` with its part of `ram`, and call `check`."""
     if isinstance(ram, Budget):
         table._ram_bytes = ram.reserve(table)
         table._budget = ram
@@ -163,34 +163,34 @@ def create(
 ) -> Table:
     """Create a table.
 
-    Instant whatever the number of rows, and writes next to nothing: an untouched row is a function of (seed, id).
+    Takes the same short time for any number of rows: an untouched row is a function of (seed, id), and is not written.
 
     Args:
         path: directory to make; None keeps the table in RAM only.
         dim: weights of a row, at least 1.
-        num_rows: ids lie in ``[0, num_rows)``; None: any non-negative int64, a row comes into being when first trained.
+        num_rows: ids are in ``[0, num_rows)``; None: any non-negative int64.
         optimizer: `bunkbed.SGD`, `Adagrad`, `RowwiseAdagrad` or `Adam`; default ``Adam(lr=1e-3)``.
         init: `bunkbed.Zeros`, `Normal` or `Uniform`; default ``Normal(std=0.01)``.
         seed: of the initialiser and of stochastic rounding, in [0, 2**64).
         dtype: of the stored weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB, or no bound in RAM only.
-        durability: ``"scratch"``: a table to throw away. The disk is only its overflow: no row is synced,
-            `Table.commit` counts the epoch, remembers `meta` and writes nothing, there are no snapshots, readers or
-            copies, and every row is gone once the table is closed or its process ends, however it ends. The bits are a
-            durable table's. The directory is marked: opening it is an error, creating a table there again begins an
+        durability: ``"scratch"``: a temporary table. Its files only hold rows that do not fit in RAM, and are not
+            synced. `Table.commit` counts the epoch, keeps `meta` and writes nothing. There are no snapshots, readers
+            or copies. Every row is lost when the table is closed or its process ends. The rows have the same bits as
+            in a durable table. The directory is marked: opening it is an error, creating a table there again makes an
             empty one.
-        disk: most bytes that the table's files may take while this writer has it open, as ``"20GiB"``; default: no
-            limit. It must hold the rows twice, packed, and some more: for the last commit, and for what is written
-            after it (four times for a table of a `Run`, once for a scratch table); kept snapshots come on top. With
-            three times the rows or more it costs nothing; with less, steps and commits wait for compaction. See
+        disk: maximum bytes of the table's files while this writer has it open, as ``"20GiB"``; default: no limit. It
+            must hold the packed rows twice and some more: for the last commit, and for the changes after it (four
+            times for a table of a `Run`, once for a scratch table). Kept snapshots need space in addition. A limit of
+            three times the rows or more costs no time; with less, steps and commits wait for compaction. See
             `Table.stats`: ``disk_bytes``, ``snapshot_bytes``.
 
     Returns:
         The open table; this process is its writer.
 
     Raises:
-        FileExistsError: something is there already, other than what a scratch table left. ValueError, TypeError: an
-        argument out of range; a budget or limit too small to work at all (says how much is needed).
+        FileExistsError: `path` exists and is not left from a scratch table. ValueError, TypeError: an argument out of
+        range; a budget or limit that is too small for any work (the message says how much is needed).
     """
     disk_bytes = parse_disk(disk, None if path is None else "w")
     if durability not in ("durable", "scratch"):
@@ -216,7 +216,7 @@ def create(
 
 
 def register_writer(table: Table) -> None:
-    """From now on opening its path for writing, in this process, gives this very table. Call under `path_lock`."""
+    """Make `open` return this table for a writer at its path, in this process. Requires: `path_lock` held."""
     if table.path is not None:
         table._opening = path_lock(table.path)
         with _writers_lock:
@@ -225,10 +225,10 @@ def register_writer(table: Table) -> None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `bunkbed.open` is asked for, with its `create` taken apart.
+    """The checked arguments of `bunkbed.open`.
 
     Attributes:
-        create: arguments of `create` but for `ram` and `disk`, which are in `ram` and `disk`.
+        create: the arguments of `create` without `ram` and `disk`, which are in the fields `ram` and `disk`.
         disk_bytes: the limit in bytes, 0 for none.
     """
 
@@ -251,7 +251,7 @@ class Wanted:
         optimizer: _optim.Optimizer | None = None,
         disk: int | str | None = None,
     ) -> Self:
-        """The arguments of `bunkbed.open`, checked.
+        """Check the arguments of `bunkbed.open`.
 
         Raises:
             ValueError, TypeError: an unknown mode, a limit for a reader, an unknown argument in `create`.
@@ -276,7 +276,7 @@ class Wanted:
 
     @property
     def writable(self) -> bool:
-        """Whether it is for a writer."""
+        """True where the table is opened for writing."""
         return self.mode == "w" and self.snapshot is None
 
 
@@ -287,10 +287,10 @@ def open_table(
 
     Args:
         place: the table's directory, absolute.
-        wanted: what is asked for.
-        run: the `bunkbed.Run` that commits it.
+        wanted: the arguments of `bunkbed.open`.
+        run: the `bunkbed.Run` that commits the table.
         epoch: the commit to open; default: the last one, or the snapshot's.
-        name: what messages call it; default: the last part of its path.
+        name: the table's name in messages; default: the last part of its path.
     """
     with path_lock(place if wanted.writable else None):
         if wanted.create is not None and not is_table(place):
@@ -314,7 +314,7 @@ def open_table(
         if spec.is_scratch and wanted.writable and wanted.create is not None and epoch is None:
             return create(
                 place, ram=wanted.ram, disk=wanted.disk, _run=run, _name=name, **wanted.create
-            )  # an error while another process has it
+            )  # raises while another process has the scratch table open
         table = Table(spec, place, "w" if wanted.writable else "r")
         table._name = name or table._name
         table._run = run
@@ -338,7 +338,7 @@ def open_table(
 
 
 def _has_sharded(place: Path) -> bool:
-    """`is_sharded`, of which damage is no concern."""
+    """Return whether `place` has a sharded table; False where its files are damaged."""
     try:
         return is_sharded(place)
     except (BunkbedError, OSError):
@@ -350,7 +350,7 @@ def is_table(place: Path) -> bool:
 
 
 def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.Optimizer | None) -> None:
-    """Each value given must be the table's; hyperparameters are taken over."""
+    """Raise where a given value is not the table's; set the table's hyperparameters to those given."""
     wanted = dict(create or {})
     limit = parse_disk(wanted.get("disk"), "w")
     if limit not in (0, table.stats()["disk_limit_bytes"]):
@@ -376,7 +376,7 @@ def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.
 
 
 def open_writer(place: Path) -> Table | None:
-    """The table at `place` if this process has it open for writing. Call under `path_lock`, for it to stay so."""
+    """Return the table at `place` if this process has it open for writing. Requires: `path_lock` held."""
     with _writers_lock:
         present = _writers.get((os.getpid(), str(place.resolve())))
     return None if present is None or present.closed else present

@@ -42,19 +42,19 @@ _NOTHING_ABOVE = nullcontext()
 
 
 class Above(Protocol):
-    """What a table asks of a cache that lies above it. Contexts may be entered within each other, by one thread."""
+    """The calls that a table makes to its device cache. One thread may nest the contexts."""
 
     def reading(self) -> AbstractContextManager[None]:
-        """Within, the table has the newest rows, and nothing above changes them."""
+        """Return a context in which the table has the newest rows and the device cache does not change them."""
 
     def writing(self) -> AbstractContextManager[None]:
-        """Within, the table may change: it has the newest rows, and after it there are no copies of them above."""
+        """Return a context in which the table may change; it has the newest rows, and later the cache has no copies."""
 
     def table_closed(self) -> None:
-        """The table is closed: what is not written back is lost."""
+        """Note that the table is closed. Rows that were not written back are lost."""
 
     def stats(self) -> dict[str, int | float]:
-        """Its counters, for `Table.stats`."""
+        """Return the counters of the device cache, for `Table.stats`."""
 
 
 class Table(TableFacts, TableCommits):
@@ -63,9 +63,9 @@ class Table(TableFacts, TableCommits):
     Made by `bunkbed.create` and `bunkbed.open`.
 
     Owns the table's files (one writer, any number of readers), its RAM budget and its background writes.
-    Thread-safe: calls from several threads run one after another. Durable up to the last `commit`; what came after
-    it is lost if the process dies. Whoever opened it closes it: `close`, or a ``with`` block, commits first; a block
-    left by an exception does not commit.
+    Thread-safe: calls from several threads run one after another. Changes are durable up to the last `commit`; later
+    changes are lost if the process dies. The caller that opened the table closes it. `close` and the end of a ``with``
+    block commit first; a block left by an exception does not commit.
 
     >>> import bunkbed as bb, numpy as np
     >>> with bb.create(None, dim=2, num_rows=10, optimizer=bb.SGD(lr=1.0), init=bb.Zeros()) as table:
@@ -83,10 +83,10 @@ class Table(TableFacts, TableCommits):
         self._native: _native.Table = None  # type: ignore[assignment]
         self._budget: Budget | None = None
         self._ram_bytes = 0
-        self._ram_above = 0  # of them, what a cache above takes for its id map
-        self._run: Any = None  # the bunkbed.Run it belongs to; a run knows tables, not the other way round
-        self._above: Callable[[], Above | None] | None = None  # a cache with newer rows, where one lies above
-        #: Guards `_opens` and closing; a writer's is that of its path, held while the path is opened.
+        self._ram_above = 0  # the part of `_ram_bytes` that the device cache takes for its id map
+        self._run: Any = None  # the bunkbed.Run that the table belongs to; Any, because this module must not import it
+        self._above: Callable[[], Above | None] | None = None  # the device cache, if there is one; it has newer rows
+        #: Guards `_opens` and closing. For a writer this is `path_lock`, which is also locked while the path is opened.
         self._opening: AbstractContextManager[Any] = threading.RLock()
         self._opens = 1
         self._closed = False
@@ -101,16 +101,16 @@ class Table(TableFacts, TableCommits):
         self._opened_s = time.monotonic()
         self._fields = {name: (index, length) for index, (name, length) in enumerate(native.fields())}
 
-    # ---- What it holds
+    # ---- Size and statistics
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records (weights and optimizer state): of `num_rows` rows, or of the stored ones."""
+        """Bytes of all records (weights and optimizer state): of `num_rows` rows; if None, of the stored rows."""
         rows = self.num_rows
         return self.record_bytes * (len(self) if rows is None else rows)
 
     def __len__(self) -> int:
-        """Rows stored: those updated or set at least once."""
+        """Return the number of stored rows: those updated or set at least once."""
         with self._reading():
             return int(self._native.stats()["stored_rows"])
 
@@ -118,13 +118,13 @@ class Table(TableFacts, TableCommits):
         return True
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the table was opened, and its memory now.
+        """Return the counters since the table was opened, and its memory now.
 
-        ``hits + misses + first_touches == unique_rows``: rows wanted, each counted once a step. ``hits`` were in RAM,
-        ``misses`` read from disk, ``first_touches`` never trained before (they cost no read). A device cache above has
-        its own, ``device_hits`` and ``device_misses``; of its rows those it brings count here, each time, and none that
-        it writes back. ``open_s``: seconds since it was opened. ``indexed_records``: records looked at to find rows, by
-        opening, `refresh` and `rewind`.
+        ``hits + misses + first_touches == unique_rows``: wanted rows, each counted once a step. ``hits`` were in RAM,
+        ``misses`` were read from disk, ``first_touches`` were not stored (they cost no read). A device cache has its
+        own counters, ``device_hits`` and ``device_misses``. Each row that it loads from the table counts here, every
+        time; rows that it writes back do not count. ``open_s``: seconds since the table was opened.
+        ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`.
         """
         values: dict[str, int | float] = self._native.stats()
         values["threads"] = _native.get_num_threads()
@@ -135,28 +135,28 @@ class Table(TableFacts, TableCommits):
         return values
 
     def explain(self, since: Explanation | Mapping[str, int | float] | None = None) -> Explanation:
-        """What the table did, beside what this machine allows: ``print(table.explain())``.
+        """Compare the speed of the table with the limit of this machine: ``print(table.explain())``.
 
-        Measures nothing: the machine's rates are those `bunkbed.machine.measure` (or ``bunkbed plan``) found here
-        before; without them the limit is unknown.
+        Measures nothing. The machine's rates are those that `bunkbed.machine.measure` (or ``bunkbed plan``) measured
+        here before; without them the limit is unknown.
 
         Args:
-            since: an earlier `explain` or `stats` of this table: only what came after it counts. Default: everything
+            since: an earlier result of `explain` or `stats` of this table; only later work counts. Default: everything
                 since the table was opened.
 
         Raises:
-            ValueError: `since` is of another opening. TableClosedError: the table is closed.
+            ValueError: `since` is from an earlier opening of the table. TableClosedError: the table is closed.
         """
         return explain(self, since)
 
     def _machine(self) -> Machine | None:
-        """The rates of the machine and disk it lies on, as they were measured."""
+        """Return the measured rates of this machine and of the table's disk; None if there are none."""
         return None if self._path is None else remembered(self._path)
 
-    # ---- A cache above
+    # ---- The device cache
 
     def _cache_above(self) -> Above | None:
-        # In a forked child its locks may be held for ever; the core says what is wrong.
+        # In a forked child the cache's locks may never be released. The core then reports the fork.
         return None if self._above is None or self._pid != os.getpid() else self._above()
 
     def _reading(self) -> AbstractContextManager[None]:
@@ -170,7 +170,7 @@ class Table(TableFacts, TableCommits):
     # ---- Rows
 
     def lookup(self, ids: Any, *, touch: bool = True, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Weights of rows, as a copy made after all earlier updates.
+        """Return a copy of the weights of rows, after all earlier updates.
 
         Args:
             ids: int64[...], any shape; duplicates are fine; empty gives an empty result.
@@ -199,7 +199,7 @@ class Table(TableFacts, TableCommits):
         shape = (*array.shape, self._dim)
         if out is None:
             rows: Floats = _native.empty_rows(array.size, self._dim)
-            if array.ndim == 1:  # for small batches the calls count
+            if array.ndim == 1:  # without reshape: in a small batch each NumPy call costs noticeable time
                 self._native.lookup(array, touch, rows)
                 return rows
             self._native.lookup(array.reshape(-1), touch, rows)
@@ -217,7 +217,7 @@ class Table(TableFacts, TableCommits):
     def lookup_bags(
         self, ids: Any, offsets: Any, *, pooling: str = "mean", weights: Any = None, touch: bool = True, out: Any = None
     ) -> Floats:
-        """Pooled rows of bags of ids, summed in batch order.
+        """Return the pooled rows of bags of ids, summed in batch order.
 
         Args:
             ids: int64[N].
@@ -261,22 +261,22 @@ class Table(TableFacts, TableCommits):
         return result
 
     def update(self, ids: Any, grads: Any, *, lr: float | None = None, step: int | None = None) -> None:
-        """One optimizer step.
+        """Run one optimizer step.
 
-        Gradients of equal ids are summed, in batch order, and the row is updated once. Either all of the step happens
-        or, on an error, none of it.
+        Gradients of equal ids are summed, in batch order, and the row is updated once. On an error the table is
+        unchanged.
 
         Args:
             ids: int64[N]; an empty batch counts as a step.
             grads: float32[N, dim], finite.
             lr: learning rate of this step instead of the optimizer's.
-            step: the step's number, in [1, 2**63 - 2], instead of ``table.step + 1``; for a shard that follows a global
-                count.
+            step: the step's number, in [1, 2**63 - 2], instead of ``table.step + 1``. A sharded table gives each shard
+                its own count.
 
         Raises:
             ValueError: a NaN or Inf gradient (names the first, its position and id), another shape, no step left.
             IndexError, TypeError: see `lookup`. ReadOnlyError: a reader.
-            MemoryError: the budget cannot hold the directory of so many rows; says how much is needed.
+            MemoryError: the budget cannot hold the directory of so many rows; the message says how much is needed.
             OSError: the disk is full or failing; nothing was changed.
         """
         label = f"table '{self._name}'"
@@ -294,10 +294,10 @@ class Table(TableFacts, TableCommits):
             step = as_whole(step, what="step", table=label, low=1, high=2**63 - 2)
         return lr, step
 
-    # What a framework's training step does, with its ids deduped once: lookup_batch, then Batch.sum, then update_batch.
+    # A framework's training step finds its unique ids once (batch), then calls lookup_batch, Batch.sum, update_batch.
 
     def batch(self, ids: Any) -> Any:
-        """The ids of a training step, int64[N], deduped once: a `_native.Batch`.
+        """Return a `_native.Batch` of the ids of a training step, int64[N], with its unique ids.
 
         Raises:
             IndexError, TypeError: see `lookup`.
@@ -305,7 +305,7 @@ class Table(TableFacts, TableCommits):
         return self._native.batch(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
 
     def lookup_batch(self, batch: Any, size: int, *, touch: bool = True) -> Floats:
-        """`lookup` of a `batch` of `size` ids: float32[N, dim] in the order of the ids."""
+        """Look up a `batch` of `size` ids; return float32[N, dim] in the order of the ids."""
         self._require_batch(batch)
         if size != batch.num_ids():
             raise ValueError(f"table '{self._name}': the batch has {batch.num_ids()} ids, got size={size!r}")
@@ -313,7 +313,7 @@ class Table(TableFacts, TableCommits):
         self._native.lookup_batch(batch, as_flag(touch, what="touch", table=f"table '{self._name}'"), out)
         return out
 
-    #: What `batch` gives.
+    #: The type that `batch` returns.
     _batch_class: type[Any] = _native.Batch
 
     def _require_batch(self, batch: Any) -> None:
@@ -321,16 +321,16 @@ class Table(TableFacts, TableCommits):
             raise TypeError(f"table '{self._name}': batch must be what Table.batch made, got {shortened(batch)}")
 
     def update_batch(self, batch: Any, sums: Floats, *, lr: float | None = None, step: int | None = None) -> None:
-        """`update` with what ``batch.sum`` made, which the caller knows to be finite."""
+        """Run one step with the sums of ``batch.sum``. The caller has checked that they are finite."""
         self._require_batch(batch)
         values = as_rows(sums, (len(batch), self._dim), what="sums", table=f"table '{self._name}'")
         self._native.update_batch(batch, values, *self._checked_step(lr, step))
 
     def stage(self, ids: Any) -> None:
-        """Start reading rows that a lookup will want; moves records, never values. ids: int64[...].
+        """Start to prefetch rows for a later lookup; moves records, never values. ids: int64[...].
 
-        Returns while the reads go on; whoever needs one of the rows waits for it. At most half of the cache is staged,
-        one batch at a time: a second call waits for the first.
+        Returns while the reads are running. A call that needs one of the rows waits for it. At most half of the cache
+        is used, for one batch at a time: a second call waits for the first.
         """
         self._native.stage(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
 
@@ -341,7 +341,7 @@ class Table(TableFacts, TableCommits):
         return self._fields[slot]
 
     def get(self, ids: Any, slot: str = "weight") -> Floats:
-        """A raw slot of rows, without touching the cache; a row not stored has its initial value.
+        """Return a raw slot of rows and leave the cache as it is; a row not stored has its initial value.
 
         Args:
             ids: int64[...].
@@ -351,7 +351,7 @@ class Table(TableFacts, TableCommits):
             float32[..., length of the slot].
 
         Raises:
-            ValueError: no such slot; lists those there are.
+            ValueError: no such slot; the message lists the slots.
             IndexError, TypeError, CorruptionError: see `lookup`.
         """
         index, length = self._field(slot)
@@ -362,10 +362,9 @@ class Table(TableFacts, TableCommits):
         return out
 
     def set(self, ids: Any, values: Any, slot: str = "weight") -> None:
-        """Write a raw slot of rows, for imports; not an optimizer step. Of equal ids the last wins.
+        """Write a raw slot of rows, for imports; not an optimizer step. Of equal ids the last one is written.
 
-        A row not yet stored gets its other slots' initial values. In 16 bits: rounded to nearest, ties to even.
-
+        A row not yet stored gets the initial values of its other slots. A 16-bit slot rounds to nearest, ties to even.
 
         Args:
             ids: int64[...].
@@ -384,7 +383,7 @@ class Table(TableFacts, TableCommits):
             self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
 
     def contains(self, ids: Any) -> npt.NDArray[np.bool_]:
-        """Whether each row was ever updated or set. ids: int64[...]; returns bool[...]."""
+        """Return whether each row is stored (was updated or set). ids: int64[...]; returns bool[...]."""
         array = as_ids(ids, table=f"table '{self._name}'")
         out = np.empty(array.shape, np.bool_)
         with self._reading():
@@ -393,14 +392,14 @@ class Table(TableFacts, TableCommits):
 
     @typed
     def scan(self, slot: str = "weight", chunk: int = 65_536) -> Iterator[tuple[Ids, Floats]]:
-        """Every stored row once, in log order.
+        """Yield every stored row once, in log order.
 
         Args:
             slot: ``"weight"`` or one of `slots`.
-            chunk: most rows of one pair, at least 1.
+            chunk: maximum rows of one pair, at least 1.
 
         Yields:
-            (int64[n], float32[n, length of the slot]), the caller's arrays.
+            (int64[n], float32[n, length of the slot]), new arrays that the caller owns.
 
         Raises:
             BunkbedError: the table was changed during the scan. ValueError: no such slot.
@@ -408,7 +407,7 @@ class Table(TableFacts, TableCommits):
         return ((ids, values) for ids, (values,) in self._scan_slots((slot,), chunk))
 
     def _scan_slots(self, slots: Sequence[str], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
-        """`scan` of several slots with one reading of the log: yields (int64[n], [float32[n, length], ...])."""
+        """Scan several slots in one pass over the log: yields (int64[n], [float32[n, length], ...])."""
         fields = [self._field(slot) for slot in slots]
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
@@ -422,7 +421,7 @@ class Table(TableFacts, TableCommits):
     def _rows_of(
         self, scan: _native.Scan, fields: Sequence[tuple[int, int]], chunk: int
     ) -> Iterator[tuple[Ids, list[Floats]]]:
-        if chunk > 65_536:  # memory for no more than there is; asked after the scan, which refuses a table first
+        if chunk > 65_536:  # no buffers larger than the table. After `Scan`, which raises first for an unusable table
             chunk = min(chunk, max(len(self), 65_536))
         while True:
             ids = np.empty(chunk, np.int64)
@@ -441,7 +440,7 @@ class Table(TableFacts, TableCommits):
         ids: Any = None,
         exclude: Any | Sequence[Any] | None = None,
     ) -> tuple[Ids, Floats]:
-        """Exact best rows by dot product, streaming.
+        """Return the exact best rows by dot product, from a stream of rows.
 
         Args:
             queries: float32[Q, dim], or float32[dim] for one.
@@ -451,23 +450,23 @@ class Table(TableFacts, TableCommits):
 
         Returns:
             (ids int64[Q, k], scores float32[Q, k]), best first, of equal scores the lower id first; without the
-            leading axis for one query. Rows whose score is NaN, because their values overflow in it, come last. Where
-            fewer rows exist: id -1, score -inf.
+            leading axis for one query. Rows whose score is NaN because of overflow come last. Where fewer rows exist:
+            id -1, score -inf.
 
         Raises:
-            ValueError: k below 1, queries of another shape or not finite, as many `exclude` arrays as there are no
-            queries.
+            ValueError: k below 1; queries of another shape or not finite; a number of `exclude` arrays other than the
+            number of queries.
         """
         return topk(self, queries, k, ids=ids, exclude=exclude)
 
-    # ---- Durability; more of it in `TableCommits`
+    # ---- Closing; commits are in `TableCommits`
 
     @typed
     def close(self, commit: bool = True) -> None:
-        """Commit (a writer, unless told not to) and let go of files and memory. Closing twice is no error.
+        """Commit (a writer, unless `commit` is False) and release files and memory. Closing twice is no error.
 
-        If the commit fails the table stays open and nothing is lost. Where the path was opened several times the last
-        close lets go. Another thread that opens the path meanwhile waits.
+        If the commit fails the table stays open and nothing is lost. Where the path was opened several times, only the
+        last close releases. Another thread that opens the path waits until `close` returns.
         """
         with self._alone():
             if self._closed:
@@ -480,8 +479,8 @@ class Table(TableFacts, TableCommits):
                 self._close()
 
     def _alone(self) -> AbstractContextManager[Any]:
-        """Within, no other thread opens or closes the table."""
-        # In a forked child the lock may be held for ever; the core says what is wrong.
+        """Return a context in which no other thread opens or closes the table."""
+        # In a forked child the lock may never be released. The core then reports the fork.
         return self._opening if self._pid == os.getpid() else nullcontext()
 
     def _close(self) -> None:
@@ -493,7 +492,7 @@ class Table(TableFacts, TableCommits):
                 budget.start_leaving(self)
             try:
                 self._native.close()
-                self._native.set_holder(None, None)  # a holder that refers to this table would keep both alive
+                self._native.set_holder(None, None)  # breaks the reference cycle between this table and its holder
                 if above is not None:
                     above.table_closed()
             finally:
@@ -501,7 +500,7 @@ class Table(TableFacts, TableCommits):
                     budget.leave(self)
 
     def __del__(self) -> None:
-        # At the interpreter's end `opening` has asked before modules went away; what is left then stays silent.
+        # At interpreter exit `opening._shut_down` has warned already, while modules were still loaded.
         if not sys.is_finalizing():
             warn_when_it_goes(self)
 
@@ -522,26 +521,26 @@ class Table(TableFacts, TableCommits):
     # ---- As a member of a shared budget (see Budget)
 
     def wanted_bytes(self) -> int | None:
-        """Bytes beyond which more RAM is of no use; None when unknown."""
+        """Return the bytes beyond which more RAM has no use; None when unknown."""
         return int(self._spec.wanted_ram(self._path is not None)) or None
 
     def minimum_bytes(self) -> int:
-        """Bytes below which the table cannot work now."""
+        """Return the bytes below which the table cannot work now."""
         stats = self._native.stats() if self._native is not None else {"stored_rows": 0, "directory_bytes": 0}
         on_disk = self._path is not None
         stored = max(self._spec.minimum_ram(stats["stored_rows"], on_disk), self._stored_hint)
         return int(max(stored, self._spec.minimum_ram(0, on_disk) + stats["directory_bytes"])) + self._ram_above
 
-    #: Bytes a table about to be opened needs, before there is a core to ask.
+    #: The bytes that a table needs while it is being opened and has no core yet.
     _stored_hint = 0
 
     def apply_share(self, num_bytes: int) -> None:
-        """Live within `num_bytes` from now on."""
+        """Set the RAM budget to `num_bytes`."""
         self._native.set_ram(num_bytes and num_bytes - self._ram_above)
         self._ram_bytes = num_bytes
 
     def reserve_ram(self, num_bytes: int) -> None:
-        """So many bytes more of the budget belong to a cache above; negative gives them back.
+        """Give `num_bytes` more of the budget to the device cache; a negative number returns them.
 
         Raises:
             MemoryError: the budget is too small for both.

@@ -1,4 +1,4 @@
-"""Exact best rows by dot product, streaming over chunks of rows."""
+"""The exact best rows by dot product, found in one pass over chunks of rows."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def _candidates(table: Table, ids: Any, num_queries: int) -> Iterator[tuple[Ids,
 def best_rows(
     queries: Floats, k: int, chunks: Iterable[tuple[Ids, Floats]], exclude: Ids | Sequence[Ids] | None
 ) -> tuple[Ids, Floats]:
-    """The `k` highest scores of each query over all chunks.
+    """Return the rows with the `k` highest scores of each query over all chunks.
 
-    Scores are dot products over 16 fixed lanes, the same on every machine; of equal scores the lower id wins. A row
-    whose values are so large that its score is NaN comes after all others.
+    Scores are dot products over 16 fixed lanes, the same on every machine; of equal scores the lower id comes first. A
+    row whose score is NaN because of overflow comes after all others.
 
     Args:
         queries: float32[Q, dim].
@@ -82,7 +82,7 @@ def best_rows(
                 left_out = exclude if isinstance(exclude, np.ndarray) else exclude[q]
                 kept = ~np.isin(row_ids, left_out)
                 row_ids, row_scores = row_ids[kept], row_scores[kept]
-            # Only rows that reach the k-th best so far can matter; equality too, for the sake of ties, and NaN.
+            # Only rows that reach the k-th best score so far can enter. An equal score can, by its id; so can NaN.
             reaching = ~(row_scores < best_scores[q, -1])
             row_ids = np.concatenate([best_ids[q], row_ids[reaching]])
             row_scores = np.concatenate([best_scores[q], row_scores[reaching]])

@@ -1,4 +1,4 @@
-"""What is lost when a table is let go of without a commit, said once."""
+"""The warning for a table that is dropped without a commit. Each table warns once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bunkbed.errors import UncommittedWarning
 
 
 def warn_of_loss(table: Any) -> None:
-    """Warn with the number of rows that are lost when `table` goes as it is now.
+    """Warn with the number of rows that are lost if `table` is dropped now.
 
-    Nothing is lost, and nothing said, where it was committed or closed, of a reader, of a table in RAM only, and in a
-    child after a fork. ``close(commit=False)``, and a ``with`` block left by an exception, drop changes without a word.
+    Does nothing for a table that is committed or closed, a reader, a table in RAM only, and in a child after a fork.
+    ``close(commit=False)``, and a ``with`` block left by an exception, drop changes without a warning.
     """
     if table._closed or table._native is None or table.mode != "w" or table.path is None:
         return
@@ -39,7 +39,7 @@ def warn_of_loss(table: Any) -> None:
 
 
 def warn_when_it_goes(table: Any) -> None:
-    """`warn_of_loss` from a finalizer, which cannot raise: where warnings are errors it is shown all the same."""
+    """Call `warn_of_loss` from a finalizer, which cannot raise: show the warning even where warnings are errors."""
     try:
         warn_of_loss(table)
     except UncommittedWarning as warning:
