@@ -1,1 +1,1 @@
-"""One table whose rows are divided among several directories."""
+"""A table whose rows are divided among several directories."""

@@ -1,12 +1,12 @@
-"""A sharded table as its `bunkbed.Table` sees it: rows from `ShardedRows`, commits from the run of its shards.
+"""The core of a sharded table: it has the interface of `_native.Table`. Rows are in `ShardedRows`, commits here.
 
 A commit of all shards is one commit of the run (docs/design/engine.md, rule 14):
 
-1. every shard begins its own while nothing can change, so all are of the same step;
-2. each becomes durable, under an epoch that no manifest of the parent names yet;
-3. the parent's manifest names them all. From then on the commit exists.
+1. Every shard begins its commit while no row can change, so all shards commit the same step.
+2. Each shard's commit becomes durable, under an epoch that no parent manifest names yet.
+3. The parent's manifest names all epochs. From then on the commit exists.
 
-Whoever opens after a failure anywhere before step 3 gets the commit before, in all shards.
+After a failure before step 3, opening the table gives the commit before, in all shards.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bunkbed.sharded.rows import ShardedRows
 from bunkbed.table.commits import PendingCommit
 from bunkbed.table.table import Table
 
-#: How often a reader looks for a commit that its writer does not collect meanwhile.
+#: How often a reader tries to open the newest commit; the writer may collect it in between.
 _ATTEMPTS = 10
 
 
 class PendingParent:
-    """A commit of all shards that was begun, by the interface of the core's."""
+    """A commit of all shards that was started. It has the interface of `_native.PendingCommit`."""
 
     def __init__(self, pending: PendingCommit) -> None:
         self.wait = pending.wait
@@ -39,13 +39,13 @@ class PendingParent:
 
 
 class ShardedCore(ShardedRows):
-    """All shards, by the interface of the core's table. Owns the run, and with it the shards.
+    """All shards, with the interface of `_native.Table`. Owns the run, and with it the shards.
 
     Args:
-        name: the sharded table's.
-        run: with every shard open.
-        sharding: what its manifest says.
-        disk_bytes: limit of the files of all shards, 0 for none.
+        name: name of the sharded table.
+        run: the run of the shards, every shard open.
+        sharding: the sharding in the run's manifest.
+        disk_bytes: limit for the files of all shards, 0 for none.
     """
 
     def __init__(self, name: str, run: Run, sharding: Sharding, disk_bytes: int, *, follows: bool) -> None:
@@ -54,12 +54,12 @@ class ShardedCore(ShardedRows):
         self._run = run
         self._sharding = sharding
         self._disk_bytes = disk_bytes
-        self._follows = follows  # whether refresh() moves: not where a snapshot was opened
-        self._commits = threading.RLock()  # guards the run's own methods; taken before the lock of the rows
+        self._follows = follows  # whether refresh() moves; False where a snapshot was opened
+        self._commits = threading.RLock()  # guards calls of the run's methods; taken before `ShardedRows._lock`
         self._require_one_step()
 
     def tables(self) -> list[Table]:
-        """The shards, in order."""
+        """Return the shards, in order."""
         return shards_in(self._run, self._sharding)
 
     def _require_one_step(self) -> None:
@@ -73,22 +73,22 @@ class ShardedCore(ShardedRows):
     # ---- Facts
 
     def epoch(self) -> int:
-        """Number of the last commit."""
+        """Return the number of the last commit."""
         return self._run.epoch
 
     def meta(self) -> str:
-        """What it was given, as JSON."""
+        """Return the meta of the last commit, as JSON."""
         return json.dumps(self._run.meta)
 
     def uuid(self) -> bytes:
-        """Identity of the whole."""
+        """Return the identity of the sharded table."""
         return bytes.fromhex(self._sharding.uuid)
 
     def stats(self) -> dict[str, int | float]:
         return {**super().stats(), "disk_limit_bytes": self._disk_bytes}
 
     def snapshots(self) -> list[tuple[str, int]]:
-        """(name, epoch) of kept commits, oldest first."""
+        """Return (name, epoch) of the kept commits, oldest first."""
         self._require_own_process()
         with self._commits:
             self._require_open()
@@ -100,7 +100,7 @@ class ShardedCore(ShardedRows):
         """See `bunkbed.Table.begin_commit`."""
         self._require_own_process()
         with self._commits:
-            # Waited for here, where rows can be used meanwhile.
+            # Wait for the commit under way without the lock of the rows, so that other calls can use rows.
             self._run._settle(report=True)
             with self._alone(write=True):
                 facts = None if meta is None else json.loads(meta)
@@ -125,7 +125,7 @@ class ShardedCore(ShardedRows):
                 self._run.drop(name)
 
     def rewind(self, name: str, epoch: int | None) -> None:
-        """See `bunkbed.Table.rewind`; what a torn table is made whole with."""
+        """See `bunkbed.Table.rewind`. A torn table accepts this call; afterwards it is no longer torn."""
         self._require_own_process()
         with self._commits, self._lock:
             self._require_open()
@@ -152,10 +152,10 @@ class ShardedCore(ShardedRows):
     # ---- Readers
 
     def refresh(self) -> int:
-        """See `bunkbed.Table.refresh`: all shards move to the newest commit of the parent, or none does.
+        """See `bunkbed.Table.refresh`. Move all shards to the newest commit of the parent, or none of the shards.
 
-        A shard moves by what changed where its own newest commit is the one the parent names. Where its writer is just
-        making another, which the parent does not name yet, it is opened anew.
+        A shard whose own newest commit is the one that the parent names is refreshed. A shard with a newer commit,
+        which the parent does not name yet, is opened again.
         """
         self._require_own_process()
         with self._lock:
@@ -176,7 +176,7 @@ class ShardedCore(ShardedRows):
                 try:
                     self._move_to(newest)
                 except FileNotFoundError:
-                    # Collected by its writer meanwhile: there is a newer one.
+                    # The writer collected this commit after it was read: there is a newer commit.
                     if attempt == _ATTEMPTS - 1 or self._run._files.manifest_path(newest.epoch).exists():
                         raise
                     continue
@@ -195,10 +195,10 @@ class ShardedCore(ShardedRows):
         self._run._manifest = manifest
         self._require_one_step()
 
-    # ---- The end
+    # ---- Closing
 
     def close(self) -> None:
-        """Let go of everything, without a commit. In a child after a fork: of nothing, which is the parent's."""
+        """Close all shards without a commit. In a child after a fork do nothing: the shards are the parent's."""
         if self._pid != os.getpid():
             return
         with self._commits, self._lock:
@@ -208,12 +208,12 @@ class ShardedCore(ShardedRows):
 
 
 def shards_in(run: Run, sharding: Sharding) -> list[Table]:
-    """The open shards, in order."""
+    """Return the open shards, in order."""
     return [run.tables[name] for name in sharding.names()]
 
 
 def newest_epoch(run: Run, name: str) -> int:
-    """Of a shard's own commits, whether the parent names it or not."""
+    """Return the newest of a shard's own commits, also one that the parent does not name."""
     numbers = [
         int(entry.name.removeprefix("manifest-"))
         for entry in run._files.table_path(name).glob("manifest-" + "[0-9]" * 16)

@@ -1,4 +1,4 @@
-"""`open`: the table at a path, plain or sharded. Above both kinds, so that neither has to know the other."""
+"""`open`: open the table at a path, plain or sharded. This module imports both kinds; they do not import each other."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def open(
     optimizer: _optim.Optimizer | None = None,
     disk: int | str | None = None,
 ) -> Table:
-    """Open a table at its last commit; of a sharded table's directory, the `bunkbed.ShardedTable`.
+    """Open a table at its last commit; the directory of a sharded table gives a `bunkbed.ShardedTable`.
 
-    Opening a path that this process already writes returns the same table; each opening wants its own `close`.
+    Opening a path that this process already writes returns the same table; each opening needs its own `close`.
 
     Args:
         path: the table's directory.
         mode: ``"w"``: the one writer; ``"r"``: a reader of the last commit (`Table.refresh` moves on), without locks.
         ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
         snapshot: open this kept commit, for reading.
-        create: arguments of `bunkbed.create`: make the table when it is not there, or when a scratch table was;
-            otherwise each given one is compared with the table's. The optimizer's hyperparameters are taken over.
-        optimizer: new hyperparameters; the class must be the table's.
-        disk: most bytes that the table's files may take while this writer has it open; see `bunkbed.create`.
+        create: arguments of `bunkbed.create`, used if there is no table or only a scratch table. Otherwise each given
+            value must be the table's, but the hyperparameters of the optimizer replace the table's.
+        optimizer: new hyperparameters; the class must be that of the table's optimizer.
+        disk: maximum bytes of the table's files while this writer has it open; see `bunkbed.create`.
 
     Returns:
         The open table.
 
     Raises:
-        FileNotFoundError: nothing is there. FormatError: no table, a scratch table, or of a newer format.
+        FileNotFoundError: `path` does not exist. FormatError: no table, a scratch table, or a table of a newer format.
         TableLockedError: another process writes it. CorruptionError: its last commit is damaged; names the older ones.
         ValueError: a mismatch with `create` (names both values), an unknown snapshot, a budget or limit too small.
     """

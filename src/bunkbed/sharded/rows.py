@@ -1,17 +1,17 @@
-"""The rows of a sharded table: every call divided among the shards, as if one core held them all.
+"""The rows of a sharded table: each call is divided among the shards.
 
-`ShardedRows` has the methods of the core's table that are about rows; `sharded_core` adds commits. What holds:
+`ShardedRows` has those methods of `_native.Table` that are about rows; `bunkbed.sharded.core` adds commits. Rules:
 
-1. Whatever the caller got wrong is found for the whole batch before any shard sees it, so that messages name the
-   sharded table and places in the caller's batch. An empty core in RAM that has the table's name and its facts, the
-   *checker*, says it in the core's own words.
-2. Within a shard's part the order of the batch stays, so sums of equal ids are the same bits. Bags are pooled here, in
-   batch order, from rows that were gathered.
-3. A change is in two phases. *Prepare*: each shard dedupes and sums its part, and says whether it would take it (is
-   it writable, have its files room). Nothing changes, and an error leaves everything as it was. *Apply*: every shard
-   takes its part, and counts the step. Where that fails in some shards only (a read, or memory for the directory),
-   the shards no longer agree: the table is *torn*, and refuses everything but going back to a commit.
-4. The threads that apply a change are not the main one, where Ctrl-C could fall between two shards.
+1. The arguments of the whole batch are checked before a shard is called, so that messages name the sharded table and
+   positions in the caller's batch. The *checker* raises these errors: an empty core in RAM with the name and the
+   definition of the table.
+2. A shard's part keeps the order of the batch, so the sums of equal ids have the same bits. Bags are pooled here, in
+   batch order, from gathered rows.
+3. A change has two phases. *Prepare*: each shard finds the unique ids of its part and sums its gradients, and checks
+   that it can apply the part (it is writable, its files have room). An error here leaves the table unchanged. *Apply*:
+   every shard applies its part and counts the step. Where this fails in some shards only (a read, or memory for the
+   directory), the shards no longer agree: the table is *torn*, and accepts only a return to a commit.
+4. A change is applied on other threads than the main thread, where Ctrl-C could interrupt it between two shards.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from bunkbed.errors import BunkbedError, ReadOnlyError, TableClosedError
 from bunkbed.files.sharding import Split
 from bunkbed.table.bag_pooling import BagPooling
 
-#: Up to this many ids one thread does all shards: handing work over costs about as much as such a lookup.
+#: Up to this many ids one thread works on all shards: starting work on other threads costs about as much as the lookup.
 FEW_IDS = 256
 
 _NO_IDS: Ids = np.empty(0, np.int64)
-# Of `Table.stats`: what is not the sum of what the shards say.
+# Keys of `Table.stats` that are not the sum over the shards: counted here, or the maximum over the shards.
 _OWN = ("lookups", "updates")
 _MOST = ("commits", "window_batches", "staging_depth")
-_ALWAYS_FITS = 65504.0  # in every dtype
+_ALWAYS_FITS = 65504.0  # the largest float16, which every dtype can represent
 
 
 class ShardedBatch:
-    """The ids of a training step, deduped once over all shards: what `bunkbed.Table.batch` gives of a sharded table."""
+    """The ids of a training step with their unique ids, over all shards: the result of `bunkbed.ShardedTable.batch`."""
 
     def __init__(self, batch: Any, ids: Ids) -> None:
         self._batch = batch
@@ -56,20 +56,20 @@ class ShardedBatch:
         return len(self._batch)
 
     def unique(self) -> Ids:
-        """int64[U], each id once; the order depends on the batch alone."""
+        """Return int64[U], each id once. The order depends only on the batch."""
         found: Ids = self._batch.unique()
         return found
 
 
 class ShardedRows:
-    """Rows of a sharded table, by the interface of the core's table.
+    """Rows of a sharded table, with the interface of `_native.Table`.
 
-    Owns threads, not the shards. Thread-safe: calls run one after another, as those of one core do.
+    Owns threads, not the shards. Thread-safe: calls run one after another, like those of one core.
 
     Args:
-        name: the sharded table's.
-        spec: of each shard, and so of the whole.
-        cores: the shards', in order.
+        name: name of the sharded table.
+        spec: definition of each shard, and so of the whole table.
+        cores: the cores of the shards, in order.
         writable: False for readers.
     """
 
@@ -80,16 +80,16 @@ class ShardedRows:
         self._writable = writable
         self._checker = _native.create("", name, spec, 0, 0)
         self._bags = BagPooling(name)
-        self._lock = threading.RLock()  # guards all below, and the order of calls
+        self._lock = threading.RLock()  # guards the fields below and the order of calls
         self._closed = False
-        self._torn = ""  # why the shards do not agree
+        self._torn = ""  # the reason why the shards do not agree, or empty
         self._counts = dict.fromkeys(_OWN, 0)
-        self._window: dict[int, list[int]] = {}  # number of a batch to come -> its numbers in the shards
+        self._window: dict[int, list[int]] = {}  # number of a coming batch -> its numbers in the shards
         self._batches_seen = 0
         self._pid = os.getpid()
         self._threads = ThreadPoolExecutor(len(self._cores) + 1, thread_name_prefix="bunkbed-shard")
 
-    # ---- Who may do what
+    # ---- Checks before a call
 
     @contextlib.contextmanager
     def _alone(self, *, write: bool = False) -> Iterator[None]:
@@ -129,7 +129,7 @@ class ShardedRows:
     # ---- Work on several shards
 
     def _each(self, work: Callable[[int, Any], Any], size: int, among: Sequence[int] | None = None) -> list[Any]:
-        """``work(index, core)`` of shards, for `size` ids in all; the first error is raised when all have ended."""
+        """Run ``work(index, core)`` for shards, for `size` ids in all. Raise the first error when all have ended."""
         results = self._outcomes(work, size, among)
         for result in results:
             if isinstance(result, _Failed):
@@ -137,14 +137,14 @@ class ShardedRows:
         return results
 
     def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """To another thread, whose stalls a profiler sees where it sees this one's."""
+        """Submit work to another thread. If a profiler records this thread's stalls, it records those too."""
         ranges = _native.stall_ranges()
         if ranges is None:
             return self._threads.submit(work, *arguments)
         return self._threads.submit(_native.with_stalls, ranges, work, *arguments)
 
     def _outcomes(self, work: Callable[[int, Any], Any], size: int, among: Sequence[int] | None = None) -> list[Any]:
-        """As `_each`; a `_Failed` in place of what failed."""
+        """Run as `_each` does, but return a `_Failed` for each shard that raised."""
 
         def one(index: int) -> Any:
             try:
@@ -163,7 +163,7 @@ class ShardedRows:
         return [first, *(other.result() for other in others)]
 
     def _change(self, what: str, work: Callable[[int, Any], Any], size: int) -> None:
-        """``work(index, core)`` of every shard, or of none; where that fails the table is torn, and says so."""
+        """Apply ``work(index, core)`` to every shard. If only some shards fail, mark the table torn and raise."""
 
         def run() -> list[Any]:
             results = self._outcomes(work, size)
@@ -171,7 +171,7 @@ class ShardedRows:
                 self._torn = ""
             return results
 
-        self._torn = f"{what} was interrupted between two shards"  # until `run` comes to its end
+        self._torn = f"{what} was interrupted between two shards"  # until `run` has ended
         if threading.current_thread() is not threading.main_thread():
             results = run()
         else:
@@ -191,29 +191,29 @@ class ShardedRows:
         error = results[failed[0]].error
         if len(failed) == len(results) and not self._is_broken():
             self._torn = ""
-            raise error  # each shard said that it changed nothing
+            raise error  # every shard failed before it changed anything
         self._torn = (
             f"{what} failed in shard {failed[0]} of {len(results)} after other shards had taken their part ({error})"
         )
         raise BunkbedError(self._refusal()) from error
 
     def _prepare(self, core: Any, ids: Ids) -> Any:
-        """The batch of a shard's part, once the shard has said that it would take it."""
+        """Return the batch of a shard's part; raise where the shard could not apply it."""
         batch = core.batch(ids)
         try:
-            # Everything else is asked for before the number of the step.
+            # The core checks the step number last, so the ValueError for step 0 means that all other checks passed.
             core.update_batch(batch, np.empty((0, self._spec.dim), np.float32), None, 0)
         except ValueError:
             return batch
         raise AssertionError("step 0 was taken")
 
     def _is_broken(self) -> bool:
-        """Whether a shard refuses use, as after a failure half-way."""
+        """Return whether a shard refuses use, as it does after a failure in the middle of a change."""
         return any(map(_refuses_use, self._cores))
 
     def check_ids(self, ids: Ids) -> None:
-        """Raises IndexError naming the first id outside the table, and its position."""
-        self._checker.expect(ids, 0)  # it holds no row, so all it does is to check them
+        """Raise IndexError that names the first id outside the table and its position."""
+        self._checker.expect(ids, 0)  # the checker has no rows, so this only checks the ids
 
     def _split(self, ids: Ids) -> Split:
         self.check_ids(ids)
@@ -224,7 +224,7 @@ class ShardedRows:
         return [index for index in range(len(split.bounds) - 1) if split.size(index)]
 
     def _fill(self, ids: Ids, out: npt.NDArray[Any], read: Callable[[Any, Ids, npt.NDArray[Any]], None]) -> None:
-        """``read(core, ids, out)`` of every shard that has some of the ids, and `out` in batch order."""
+        """Call ``read(core, ids, out)`` of every shard that has some of the ids; fill `out` in batch order."""
         split = self._split(ids)
         mine = split.take(ids)
         found = out if split.order is None else np.empty_like(out)
@@ -256,7 +256,7 @@ class ShardedRows:
     def lookup_bags(
         self, ids: Ids, offsets: Ids, pooling: int, weights: Floats | None, touch: bool, out: Floats
     ) -> None:
-        """See `bunkbed.Table.lookup_bags`; all rows of a call are in memory at once."""
+        """See `bunkbed.Table.lookup_bags`. All rows of the call are in memory at the same time."""
         rows: Floats = _native.empty_rows(len(ids), self._spec.dim)
         self.lookup(ids, touch, rows)
         self._bags.pool(rows, offsets, pooling, weights, out)
@@ -272,7 +272,7 @@ class ShardedRows:
             self._fill(ids, out, lambda core, part, found: core.contains(part, found))
 
     def scans(self, fields: list[int]) -> list[_native.Scan]:
-        """A walk over every stored row, begun in all shards at once: a change ends it wherever it stands."""
+        """Return a scan of each shard. All start now, so a later change of the table makes each scan raise."""
         with self._alone():
             return [_native.Scan(core, fields) for core in self._cores]
 
@@ -281,7 +281,7 @@ class ShardedRows:
     def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update`."""
         with self._alone(write=True):
-            ids = ids.copy()  # another thread may change the caller's: no row may get into another's shard
+            ids = ids.copy()  # another thread may write to the caller's array, and a row would get into a wrong shard
             split = self._split(ids)
             self._check_step(lr, step)
             mine, values = split.take(ids), split.take(grads)
@@ -293,7 +293,7 @@ class ShardedRows:
 
             prepared = self._each(prepare, len(ids))
             if not all(np.isfinite(norm) for _, _, norm in prepared):
-                self._checker.update(ids, grads, lr, step)  # raises, and names what is not finite
+                self._checker.update(ids, grads, lr, step)  # raises and names the value that is not finite
             self._apply([(batch, sums) for batch, sums, _ in prepared], lr, step, len(ids))
 
     def update_batch(self, batch: ShardedBatch, sums: Floats, lr: float | None, step: int | None) -> None:
@@ -307,7 +307,7 @@ class ShardedRows:
             def prepare(index: int, core: Any) -> tuple[Any, Any]:
                 part = split.part(index)
                 shard = self._prepare(core, mine[part])
-                return shard, shard.sum(values[part])[0]  # in the order that the shard's batch has
+                return shard, shard.sum(values[part])[0]  # brings the sums into the order of the shard's batch
 
             self._apply(self._each(prepare, len(ids)), lr, step, len(ids))
 
@@ -316,7 +316,7 @@ class ShardedRows:
             self._checker.update(_NO_IDS, np.empty((0, self._spec.dim), np.float32), lr, step)
 
     def _apply(self, parts: list[tuple[Any, Any]], lr: float | None, step: int | None, size: int) -> None:
-        number = self._cores[0].step() + 1 if step is None else step  # the same in all, those without rows too
+        number = self._cores[0].step() + 1 if step is None else step  # the same in all shards, also without rows
 
         def apply(index: int, core: Any) -> None:
             core.update_batch(*parts[index], lr, number)
@@ -330,7 +330,7 @@ class ShardedRows:
             ids = ids.copy()  # see update()
             split = self._split(ids)
             if not (values.max(initial=0.0) < _ALWAYS_FITS and values.min(initial=0.0) > -_ALWAYS_FITS):
-                # In RAM, and gone at once: it raises, and names the value, or nothing is wrong.
+                # A temporary table in RAM raises and names the value if one does not fit the dtype.
                 _native.create("", self.name, self._spec, 0, 0).set(ids, field, values)
             mine, rows = split.take(ids), split.take(values)
             self._each(lambda index, core: self._prepare(core, mine[split.part(index)]), len(ids))
@@ -341,12 +341,12 @@ class ShardedRows:
             self._change("set()", apply, len(ids))
 
     def write_dirty(self) -> None:
-        """Begins to write what a commit would, as far as the shards' buffers take it."""
+        """Start to write dirty rows, as far as the shards' write buffers have room."""
         with self._alone(write=True):
             for core in self._cores:
                 core.write_dirty()
 
-    # ---- What is to come
+    # ---- Coming batches
 
     def stage(self, ids: Ids) -> None:
         """See `bunkbed.Table.stage`."""
@@ -357,7 +357,7 @@ class ShardedRows:
                 self._cores[index].stage(mine[split.part(index)])
 
     def expect(self, ids: Ids, most: int) -> int:
-        """Enter a batch into the window of every shard, or of none; the number of it, 0, or ``WINDOW_FULL``."""
+        """Enter a batch into the windows of all shards or none; return its number, 0 or ``WINDOW_FULL``."""
         with self._alone():
             split = self._split(ids)
             mine = split.take(ids)
@@ -377,7 +377,7 @@ class ShardedRows:
             return self._batches_seen
 
     def advance(self, over: int, begun: int, depth: int) -> None:
-        """One batch is over and the next begins; rows of those after it are staged."""
+        """End one batch and begin the next; prefetch rows of the batches after it."""
         with self._alone():
             none = [0] * len(self._cores)
             ended, present = self._window.pop(over, none), self._window.get(begun, none)
@@ -385,7 +385,7 @@ class ShardedRows:
                 core.advance(one, other, depth)
 
     def forget(self, number: int) -> None:
-        """A batch that will not come."""
+        """Remove a coming batch from the windows."""
         self._require_own_process()
         with self._lock:
             for core, one in zip(self._cores, self._window.pop(number, []), strict=False):
@@ -405,28 +405,28 @@ class ShardedRows:
             }
 
     def step(self) -> int:
-        """Steps taken; the same in every shard unless the table is torn."""
+        """Return the steps taken; the same in every shard unless the table is torn."""
         return int(self._cores[0].step())
 
     def is_changed(self) -> bool:
-        """Whether anything came after the last commit."""
+        """Return whether the table changed after the last commit."""
         return any(core.is_changed() for core in self._cores)
 
     def uncommitted(self) -> tuple[int, bool, int]:
-        """What would be lost without a commit: (rows, whether that is exact or an upper bound, steps)."""
+        """Return the changes since the last commit: (rows, True if exact or False if an upper bound, steps)."""
         every = [core.uncommitted() for core in self._cores]
         return sum(one[0] for one in every), all(one[1] for one in every), max(one[2] for one in every)
 
     def payload_bytes(self) -> int:
-        """Bytes of a row's record."""
+        """Return the bytes of a row's record."""
         return int(self._cores[0].payload_bytes())
 
     def fields(self) -> list[Any]:
-        """(name, length) of every field of a record."""
+        """Return (name, length) of every field of a record."""
         return list(self._cores[0].fields())
 
     def optimizer(self) -> dict[str, Any]:
-        """The optimizer's values."""
+        """Return the optimizer's values."""
         found: dict[str, Any] = self._cores[0].optimizer()
         return found
 
@@ -437,7 +437,7 @@ class ShardedRows:
             self._change("new hyperparameters", lambda _, core: core.set_optimizer(values), 0)
 
     def set_holder(self, map: object | None, write_back: object | None) -> None:
-        """No device cache lies above a sharded table; what closes a table lets go of it all the same."""
+        """Accept only None, which `Table.close` passes: a sharded table cannot have a device cache."""
         if map is not None:
             raise BunkbedError(f"table '{self.name}' is sharded, and a device cache wants a table that is not")
 
@@ -448,7 +448,7 @@ class ShardedRows:
 
 
 class _Failed:
-    """What a shard raised."""
+    """The exception that a shard raised."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

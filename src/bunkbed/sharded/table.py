@@ -1,4 +1,4 @@
-"""`ShardedTable`: one table whose rows are divided among several directories, one on each SSD."""
+"""`ShardedTable`: one table whose rows are divided among several directories, for instance one on each SSD."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
 
 _Path = str | os.PathLike[str]
-#: How often a reader looks for a commit that its writer does not collect meanwhile.
+#: How often a reader tries to open the newest commit; the writer may collect it in between.
 _ATTEMPTS = 10
 
 
 class ShardedTable(Table):
     """One table divided by a hash of the id over several directories, for instance one on each SSD.
 
-    Made by `ShardedTable.create` and `ShardedTable.open`; `bunkbed.open` gives one too where its path is one's. It does
-    what `bunkbed.Table` does, with the same bits: which shard has a row changes where it lies, never what it holds. A
-    shard never holds another's rows; large batches are looked up and updated in all shards at once.
+    Made by `ShardedTable.create`, `ShardedTable.open` and, for the path of a sharded table, `bunkbed.open`. Has the
+    methods of `bunkbed.Table`, with the same bits: the values of a row do not depend on its shard. Each row is in one
+    shard. Large batches are looked up and updated in all shards in parallel.
 
-    Its directory holds a parent manifest, which names the commit of every shard: all shards commit, open, go back and
-    are copied as one, and after a crash all are at the parent's last commit. Every update, also of a batch that has no
-    row in some shard, is a step of all of them, so there is one step count.
+    The directory holds a parent manifest, which names the commit of every shard. All shards commit, open, rewind and
+    are copied together, and after a crash all are at the parent's last commit. Every update is a step of all shards,
+    also of shards without a row in the batch, so there is one step count.
 
-    An update either happens in all shards or in none. What is wrong with a batch, a shard that cannot be written and a
-    `disk` limit are found before any shard changes. When a shard fails after others have taken their part (a stored
-    record cannot be read, no memory for its directory), the shards no longer agree: the call raises `BunkbedError`, and
-    so does every later one, commits too, until `rewind`, or closing with ``commit=False`` and opening again, leads back
-    to a commit. Nothing of a half-done step is ever looked up or committed.
+    An update changes all shards or none. A bad batch, a shard that cannot be written and a full `disk` limit are
+    found before any shard changes. A shard may still fail after other shards applied their part (a stored record
+    cannot be read, no memory for the directory). The shards then no longer agree. That call and every later one, also
+    a commit, raise `BunkbedError`, until `rewind`, or closing with ``commit=False`` and opening again, goes back to a
+    commit. A part of a step is never looked up or committed.
 
-    Beside `ram`, a call takes memory in proportion to its batch: a copy divided by shard, and the sums of its
-    gradients. Owns the shards' files, one RAM budget that they share, and threads. Thread-safe, durable and closed as a
-    `Table` is.
+    In addition to `ram`, a call takes memory in proportion to its batch: a copy divided by shard, and the sums of its
+    gradients. Owns the shards' files, the RAM budget that the shards share, and threads. Thread-safety, durability and
+    closing: see `Table`.
 
     >>> import bunkbed as bb, numpy as np, tempfile
     >>> path = tempfile.mkdtemp() + "/user"
@@ -87,24 +87,24 @@ class ShardedTable(Table):
         ram: int | str | Budget | None = None,
         disk: int | str | None = None,
     ) -> Self:
-        """Create a sharded table; instant, whatever the number of rows.
+        """Create a sharded table. Takes the same short time for any number of rows.
 
         Args:
-            path: directory of the whole: the parent manifest, and the shards where no `directories` are given.
+            path: directory of the table: the parent manifest, and the shards where no `directories` are given.
             shards: number of shards, 1 to 1024; it cannot change later. Default: one for each of `directories`.
-            directories: where shards lie, in turn, each in a new folder ``shard-NNNN`` there; made when missing. They
-                are remembered as absolute paths, those below `path` as relative ones: it may move with them.
+            directories: directories for the shards, used in turn; made when missing. Each shard gets a new folder
+                ``shard-NNNN``. The manifest stores absolute paths, but relative ones below `path`, which may move.
             dim, num_rows, optimizer, init, seed, dtype: see `bunkbed.create`.
             ram: hard budget in bytes for all shards together, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
-            disk: most bytes that the files of all shards may take, divided evenly; see `bunkbed.create`, and there what
-                holds for a table of a `Run`.
+            disk: maximum bytes of the files of all shards, divided evenly; see `bunkbed.create`, where the facts for a
+                table of a `Run` apply.
 
         Returns:
             The open table; this process is its writer.
 
         Raises:
-            FileExistsError: something is at `path`, or at a shard's place. ValueError, TypeError: an argument out of
-            range. MemoryError: `ram` is too small for so many shards; says how much is needed.
+            FileExistsError: a table is at `path`, or a shard's directory is not empty. ValueError, TypeError: an
+            argument out of range. MemoryError: `ram` is too small for the shards; says how much is needed.
         """
         place = opening.resolve(path)
         with opening.path_lock(place):
@@ -127,7 +127,7 @@ class ShardedTable(Table):
             run = Run(place, budget, _shards_of=place.name)
             made: list[Path] = []
             try:
-                _require_free(place, places)  # again, now that nobody else can make one here
+                _require_free(place, places)  # again, because the run now has the writer's lock
                 run._files.places = _records_of(place, places)
                 for index, shard in enumerate(places):
                     _native.make_directories(str(shard.parent))
@@ -135,7 +135,7 @@ class ShardedTable(Table):
                     made.append(shard)
                 tables = run.tables
                 sharding = Sharding.new([table.uuid for table in tables.values()])
-                # As the first manifest of a plain table: from here on it can be opened.
+                # The first parent manifest: from here on the table can be opened.
                 epochs = {name: table.epoch for name, table in tables.items()}
                 run._publish(RunManifest(tables=epochs, places=run._files.places, sharding=sharding))
                 return cls._of(run, sharding, disk_bytes, ram, follows=False)
@@ -161,21 +161,21 @@ class ShardedTable(Table):
     ) -> Self:
         """Open a sharded table at its last commit.
 
-        Opening a path that this process already writes returns the same table; each opening wants its own `close`.
+        Opening a path that this process already writes returns the same table; each opening needs its own `close`.
 
         Args:
-            path: directory of the whole.
+            path: directory of the table.
             mode, ram, snapshot, optimizer, disk: see `bunkbed.open`.
-            create: arguments of `ShardedTable.create`: make the table when it is not there; otherwise each given one
-                but `directories` is compared with the table's.
-            directories: where shards lie now, in the order of `create`, after they were moved. A writer remembers it.
+            create: arguments of `ShardedTable.create`, used if there is no table; otherwise each given value but
+                `directories` must be the table's.
+            directories: the new directories of moved shards, in the order of `create`. A writer stores them.
 
         Returns:
             The open table.
 
         Raises:
-            FileNotFoundError: nothing is there, or a shard's directory is missing; names it. FormatError: `path` is no
-            sharded table, or a directory holds something else than its shard. TableLockedError, CorruptionError,
+            FileNotFoundError: `path` does not exist, or a shard's directory is missing (names it). FormatError: `path`
+            is not a sharded table, or a directory does not hold its shard. TableLockedError, CorruptionError,
             ValueError: see `bunkbed.open`.
         """
         place = opening.resolve(path)
@@ -217,7 +217,7 @@ class ShardedTable(Table):
                     break
                 except BaseException as error:
                     run.close(commit=False)
-                    # Beside a writer the commit may be collected meanwhile: there is a newer one.
+                    # A concurrent writer may have collected the commit: there is a newer commit.
                     was_collected = isinstance(error, FileNotFoundError) and run.epoch not in files.epochs()
                     if not was_collected or attempt == _ATTEMPTS - 1:
                         raise
@@ -232,12 +232,12 @@ class ShardedTable(Table):
     def _of(
         cls, run: Run, sharding: Sharding, disk_bytes: int, ram: int | str | Budget | None, *, follows: bool
     ) -> Self:
-        """The table of a run whose shards are open."""
+        """Return the table of a run whose shards are open."""
         shards = shards_in(run, sharding)
         table = cls(shards[0]._spec, run.path, run.mode)
         table._shards = tuple(shard.path for shard in shards if shard.path is not None)
         for shard in shards:
-            shard._told_of_loss = True  # the whole tells
+            shard._told_of_loss = True  # the sharded table warns instead
         table._ram_bytes = 0 if isinstance(ram, Budget) else run.budget.total_bytes
         table._start(ShardedCore(run.path.name, run, sharding, disk_bytes, follows=follows))  # type: ignore[arg-type]
         if run.mode == "w":
@@ -260,11 +260,11 @@ class ShardedTable(Table):
 
     @property
     def ram_bytes(self) -> int:
-        """The RAM budget in bytes; of a shared `Budget`, what the shards have of it now."""
+        """The RAM budget in bytes; with a shared `Budget`, the present shares of the shards."""
         return self._ram_bytes or sum(shard.ram_bytes for shard in self._native.tables())
 
     def shards_of(self, ids: Any) -> Ids:
-        """The shard that has each row. ids: int64[...]; returns int64[...].
+        """Return the number of the shard that has each row. ids: int64[...]; returns int64[...].
 
         Raises:
             IndexError, TypeError: see `lookup`.
@@ -286,7 +286,7 @@ class ShardedTable(Table):
             yield from self._rows_of(scan, fields, chunk)
 
     def _machine(self) -> Machine | None:
-        """Rates of all its disks together: with rows divided evenly, the disk with most for its speed sets the pace."""
+        """Return the rates of all disks together. The disk with the most shards for its speed sets the limit."""
         disks: dict[int, list[Path]] = {}
         for shard in self._shards:
             disks.setdefault(shard.stat().st_dev, []).append(shard)
@@ -312,13 +312,13 @@ class ShardedTable(Table):
         warn_when_it_goes(self)
         if (
             not self._closed
-        ):  # run and tables refer to each other: their files would stay locked until the next collection
+        ):  # run and tables are a reference cycle, so their files would stay locked until Python's garbage collection
             with contextlib.suppress(Exception):
                 self._native.close()
 
 
 def _new_places(place: Path, shards: int | None, directories: Sequence[_Path] | None) -> list[Path]:
-    """The directory of each shard to be made."""
+    """Return the directory of each shard of a new table."""
     if isinstance(directories, (str, os.PathLike)):
         raise TypeError(f"directories must be a list of paths, got {directories!r}")
     if directories is not None and not directories:
@@ -337,7 +337,7 @@ def _new_places(place: Path, shards: int | None, directories: Sequence[_Path] | 
 
 
 def _records_of(place: Path, shards: list[Path]) -> dict[str, str]:
-    """What the manifest says of shards that lie elsewhere than in ``tables/NAME``."""
+    """Return the manifest's paths of shards that are not in ``tables/NAME``."""
     records = {}
     for index, shard in enumerate(shards):
         record = str(shard.relative_to(place) if shard.is_relative_to(place) else shard)
@@ -380,7 +380,7 @@ def _require_shard(run: Run, name: str) -> None:
 
 
 def _open_shards(run: Run, directories: Sequence[_Path] | None, disk_bytes: int) -> None:
-    """Opens every shard where the manifest, or `directories`, says; a writer's manifest remembers those."""
+    """Open every shard at its path in the manifest, or in `directories`, which a writer stores in the manifest."""
     sharding = run._manifest.sharding
     if sharding is None:
         raise CorruptionError(f"{run.path}: commit {run.epoch} does not say that it is a sharded table, newer ones do")
