@@ -1,1 +1,1 @@
-"""What is done to the files of tables and runs: checking, repairing, copying, listing and dropping snapshots."""
+"""Work on the files of tables and runs: check, repair, copy, list and drop snapshots."""

@@ -1,4 +1,4 @@
-"""Looking for damage, and repairing what can be repaired without guessing."""
+"""Find damage, and repair what can be repaired without a guess."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bunkbed.files.run_files import RunFiles
 from bunkbed.maintenance.check_run import check_run
 from bunkbed.maintenance.problems import Problem, Report, problems_of_table
 
-#: (bytes done, bytes in all), a few times a second.
+#: Called with (bytes done, bytes in all), a few times a second.
 Progress = Callable[[int, int], None]
 
 
@@ -26,30 +26,30 @@ def check(
     ram: int | str = "256MiB",
     progress: Progress | None = None,
 ) -> Report:
-    """Problems of the table or run at `path`; empty when it is sound.
+    """Return the problems of the table or run at `path`; an empty list when it is sound.
 
-    Reads every commit, chunk, record and dense file and verifies every checksum, and of a sharded table that each row
-    lies in its own shard. Without `repair` it changes nothing and takes no lock: what is being written may be checked,
-    and what its writer removes meanwhile is no problem.
+    Reads every commit, chunk, record and dense file and verifies every checksum; in a sharded table also that each row
+    is in its own shard. Without `repair` the check changes nothing and takes no lock. A writer may be at work; files
+    that it removes during the check are no problem.
 
-    With `repair` it takes the writer's lock and does what needs no guess: it removes what no commit names (unfinished
-    commits, segments and bytes of sessions that died), and commits that are damaged and superseded. It goes back to
-    an older commit only when `epoch` names it; without that a damaged newest commit stays a problem.
+    With `repair` the check takes the writer's lock and makes only repairs that need no guess. It removes files and
+    bytes that no commit names (unfinished commits, segments of processes that died), and older commits that are
+    damaged. It goes back to a commit only if `epoch` names it; otherwise a damaged newest commit stays a problem.
 
     Args:
         path: folder of a table or of a run.
-        repair: repair, then report what is still wrong.
+        repair: repair, then report the problems that are left.
         epoch: the sound commit to go back to when the newest is damaged; it becomes the newest commit again.
-        ram: memory to use; less only takes longer.
+        ram: memory to use; with less the check takes longer.
         progress: called with (bytes done, bytes in all), a few times a second.
 
     Returns:
-        A list of `Problem`, each a line of text with its file, offset, meaning and remedy as attributes. The list also
-        says what was repaired and which commits are sound.
+        A list of `Problem`: lines of text with attributes for file, offset, meaning and remedy. The list also has the
+        repairs and the sound commits.
 
     Raises:
-        FileNotFoundError, FormatError: neither a table nor a run there. TableLockedError: `repair` while somebody
-        writes it. ValueError: `epoch` without `repair`, or of a commit that is not sound; lists those that are.
+        FileNotFoundError, FormatError: `path` has neither a table nor a run. TableLockedError: `repair` while another
+        process writes. ValueError: `epoch` without `repair`, or not of a sound commit; lists the sound ones.
 
     >>> import bunkbed as bb, numpy as np, tempfile
     >>> path = tempfile.mkdtemp() + "/user"

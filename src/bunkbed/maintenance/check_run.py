@@ -1,4 +1,4 @@
-"""Checking and repairing a run: its manifests, its dense files, and every table it names."""
+"""Check and repair a run: its manifests, its dense files, and every table that it names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bunkbed.maintenance.problems import Problem, Report, how_to_go_back, number
 
 
 class _RunCheck:
-    """One look at a run: every manifest, dense file and table, each read once."""
+    """One check of a run: every manifest, dense file and table, each read once."""
 
     def __init__(self, files: RunFiles, ram_bytes: int, progress: Callable[[int, int], None] | None) -> None:
         self.files = files
@@ -36,7 +36,7 @@ class _RunCheck:
         try:
             self.manifests[epoch] = self.files.load(epoch)
         except FileNotFoundError:
-            self.epochs = [number for number in self.epochs if number != epoch]  # its writer collected it
+            self.epochs = [number for number in self.epochs if number != epoch]  # collected by the run's writer
         except (BunkbedError, OSError) as error:
             self._report("manifest", path, str(error), f"commit {epoch} of the run cannot be opened", [epoch])
 
@@ -59,7 +59,7 @@ class _RunCheck:
                     self._report("file", self.files.file_path(number), str(error), meaning, epochs)
 
     def named(self) -> dict[str, dict[int, list[int]]]:
-        """Table -> its commits that the run names -> the run's commits that do."""
+        """Return table -> commit of the table -> the run's commits that name it."""
         found: dict[str, dict[int, list[int]]] = {}
         for epoch, manifest in self.manifests.items():
             for table, number in manifest.tables.items():
@@ -67,7 +67,7 @@ class _RunCheck:
         return found
 
     def check_tables(self, work: Callable[[str, Path], dict[str, Any]]) -> None:
-        """`work` on every table that a commit names, and what follows for the run's commits."""
+        """Call `work` for every table that a commit names; report the run's commits that its damage affects."""
         for name, numbers in sorted(self.named().items()):
             path = self.files.table_path(name)
             try:
@@ -88,11 +88,11 @@ class _RunCheck:
                 self._report("table", path, f"{found}, which the run names", meaning, users)
 
     def places(self) -> dict[str, str]:
-        """Where tables lie that do not lie in the run's directory."""
+        """Return the paths of the tables that are outside the run's directory."""
         return self.manifests[max(self.manifests)].places
 
     def shard(self, name: str) -> tuple[int, int]:
-        """Which shard of how many a table of the run is; (0, 1) where it is none."""
+        """Return (shard, number of shards) of a table; (0, 1) for a table that is not a shard."""
         shardings = [manifest.sharding for manifest in self.manifests.values()]
         names = [] if not shardings or shardings[-1] is None else shardings[-1].names()
         return (names.index(name), len(names)) if name in names else (0, 1)
@@ -126,7 +126,7 @@ class _RunCheck:
 
 
 def leftover_files(files: RunFiles, wanted: set[int]) -> list[Path]:
-    """Files of a run that no manifest names, which name `wanted`."""
+    """Return the files of a run that no manifest names; `wanted` are the numbers that manifests name."""
     found = [path for path in files.directory.glob("new-run-[0-9]*") if path.is_file()]
     return found + [path for number, path in files.dense_files() if number not in wanted]
 
@@ -138,7 +138,7 @@ def check_run(
     ram_bytes: int,
     progress: Callable[[int, int], None] | None,
 ) -> Report:
-    """`bunkbed.check` of a run."""
+    """Check a run; see `bunkbed.check`."""
     if not repair:
         look = _RunCheck(files, ram_bytes, progress)
         look.check_tables(lambda name, path: _native.check_table(str(path), ram_bytes, progress, *look.shard(name)))
@@ -151,7 +151,7 @@ def check_run(
 
 
 def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -> Report:
-    """Under the run's lock. Tables first: what a run's manifest names is durable before the manifest is."""
+    """Repair the tables, then the run, whose manifest may only name durable commits. Requires: the run's lock held."""
     look = _RunCheck(files, ram_bytes, progress)
     look.check_tables(lambda name, path: _native.check_table(str(path), ram_bytes, progress, *look.shard(name)))
     done: list[str] = []
@@ -159,7 +159,7 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
         _require_sound(look, epoch)
     newest = look.epochs[-1]
     if epoch is None and newest in look.damaged:
-        return look.report()  # which commits matter is not ours to say: nothing goes
+        return look.report()  # the caller must choose a commit with `epoch` first, so nothing is removed
     keep = [number for number in look.epochs if number not in look.damaged]
     keep += [number for number in look.damaged if number in look.manifests and look.manifests[number].keep]
     pinned = {
@@ -172,7 +172,7 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
     for name in look.tables:
         path = files.table_path(name)
         if not look.tables[name]["epochs"]:
-            continue  # reported as missing, or as not the run's
+            continue  # reported as missing, or as a table that is not of this run
         back_to = target.tables.get(name) if target is not None else None
         checked, lines = _native.repair_table(
             str(path), ram_bytes, back_to, pinned[name], True, progress, *look.shard(name)
@@ -207,7 +207,7 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
     for path in leftover_files(files, wanted):
         done.append(f"removed {path.name}, which no commit names ({path.stat().st_size} bytes)")
         path.unlink()
-    # What the repair found stands: nobody else writes.
+    # The reports of the repaired tables are still valid, because this process has the writer's lock.
     after.check_tables(
         lambda name, path: repaired.get(name) or _native.check_table(str(path), ram_bytes, progress, *after.shard(name))
     )

@@ -1,4 +1,4 @@
-"""Copying a run: its tables, dense files and manifest, and what else lies in its folder."""
+"""Copy a run: its tables, dense files and manifest, and the other files in its folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOLDERS = ("files", "tables", "lock")
 def copy_run(
     files: RunFiles, target: Path, snapshot: str | None, link: bool, progress: Progress | None
 ) -> tuple[int, int, int, int]:
-    """(epoch, bytes linked, bytes copied, bytes that were there)."""
+    """Copy a commit; return (epoch, bytes linked, bytes copied, bytes present before)."""
     is_new = not target.exists()
     try:
         for attempt in range(10):
@@ -35,7 +35,7 @@ def copy_run(
             try:
                 return _copy_commit(files, manifest, target, link, progress)
             except FileNotFoundError:
-                # Collected by its writer meanwhile: the newest commit is another one.
+                # The writer collected the commit during the copy. Try again with the newest.
                 if files.manifest_path(manifest.epoch).exists() or attempt == 9:
                     raise
     except BaseException:
@@ -72,7 +72,7 @@ def _copy_commit(
         sync_directory(there.files)
         _copy_beside(files.directory, target)
         if manifest.epoch not in there.epochs():
-            there.publish(replace(manifest, copied=True, places={}))  # every table lies in the copy itself
+            there.publish(replace(manifest, copied=True, places={}))  # the copy has every table in its own directory
         for name, pinned in there.collect()[0].items():
             _native.collect_commits(str(target / "tables" / name), pinned)
     finally:
@@ -81,7 +81,7 @@ def _copy_commit(
 
 
 def _meet(files: RunFiles, manifest: RunManifest, there: RunFiles) -> None:
-    """The destination is empty, or an earlier copy of this run that nobody has written since."""
+    """Raise unless the destination is empty, or an earlier copy of this run without commits of its own."""
     epochs = there.epochs()
     if not epochs:
         return
@@ -110,10 +110,10 @@ def _copy_file(files: RunFiles, there: RunFiles, name: str, manifest: RunManifes
     source, target = files.file_path(number), there.file_path(number)
     if target.exists():
         if any(number == entry[0] for epoch in there.epochs() for entry in there.load(epoch).files.values()):
-            there.read_file(name, manifest)  # it must be what the source's is
+            there.read_file(name, manifest)  # raises unless it has the checksum of the source's file
             sums[2] += size
             return
-        target.unlink()  # of a copy that did not finish
+        target.unlink()  # left by a copy that did not finish
     if link:
         try:
             os.link(source, target)
@@ -128,7 +128,7 @@ def _copy_file(files: RunFiles, there: RunFiles, name: str, manifest: RunManifes
 
 
 def _copy_bytes(source: Path, target: Path) -> None:
-    """A file under its name when it is complete, with its times."""
+    """Copy a file with its times. The file gets its name when it is complete."""
     temporary = target.with_name(f".{target.name}.part")
     with source.open("rb") as content, make_file(temporary) as file:
         shutil.copyfileobj(content, file)
@@ -139,7 +139,7 @@ def _copy_bytes(source: Path, target: Path) -> None:
 
 
 def _copy_beside(source: Path, target: Path) -> None:
-    """What else lies in a run's folder, such as configuration and data of ``bunkbed train``; no commit names it."""
+    """Copy the other files of a run's folder, such as configuration and data of ``bunkbed train``."""
     for entry in sorted(source.rglob("*")):
         place = entry.relative_to(source)
         if place.parts[0] in _FOLDERS or place.parts[0].startswith(_OWN) or entry.is_symlink() or not entry.is_file():
@@ -163,7 +163,7 @@ def rewrite_run(
     ram_bytes: int,
     progress: Progress | None,
 ) -> Rewritten:
-    """Every table rewritten; dense files as they are; one commit."""
+    """Rewrite every table and copy the dense files unchanged, in one commit."""
     half = ram_bytes // 2
     with (
         Run(source, half, mode="r", snapshot=snapshot) as run,

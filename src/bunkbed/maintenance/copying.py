@@ -1,4 +1,4 @@
-"""Copies of tables and runs: incremental and verified, or rewritten for serving."""
+"""Copy tables and runs: incrementally with verification, or rewritten for serving."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from bunkbed.sharded.opening import open
 from bunkbed.table.facts import DTYPES
 from bunkbed.table.opening import create
 
-#: (done, in all), a few times a second: bytes of files, or rows where rows are rewritten.
+#: Called with (done, in all), a few times a second: bytes of files, or rows where rows are rewritten.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy did.
+    """The result of a copy.
 
     Attributes:
-        epoch: the commit that was copied, by its number in the source.
-        linked_bytes: of files that both now share.
-        copied_bytes: of files written anew.
-        present_bytes: of files that were there from an earlier copy.
-        rows: written anew where rows were rewritten, otherwise 0.
+        epoch: the number of the copied commit in the source.
+        linked_bytes: bytes of files that source and copy now share.
+        copied_bytes: bytes of files that were written.
+        present_bytes: bytes of files that an earlier copy had written.
+        rows: number of rows where rows were rewritten, otherwise 0.
     """
 
     epoch: int
@@ -55,40 +55,37 @@ def copy(
     ram: int | str = "1GiB",
     progress: Progress | None = None,
 ) -> Copied:
-    """Copy a commit of a table or run to another folder, verifying every record.
+    """Copy a commit of a table or run to another folder and verify every record.
 
-    Without `dtype` and `optimizer` files are copied, and a second copy into the same folder brings only what is new.
-    Files that never change again are shared through hard links where both folders are on one filesystem: such a copy
-    costs no space until the source moves on, and outlives whatever is done to the source, but not a damaged disk.
-    The commit is there all at once: a copy that is interrupted leaves the folder as it was. The source may be written
-    meanwhile; its last commit is copied.
+    Without `dtype` and `optimizer` files are copied; a second copy into the same folder copies only new files. Where
+    both folders are on one filesystem, hard links share the files that never change again. Such a copy takes no space
+    until the source changes. It survives any change or removal of the source, but not a damaged disk. The commit
+    appears in one step: an interrupted copy leaves the folder as it was. The source may be written during the copy;
+    its last commit is copied.
 
-    A copy has its table's uuid, since every checksum contains it: copies are told apart by where they lie. One that
-    is opened for writing and commits goes its own way, and is no longer copied into.
+    A copy has its table's uuid, because every checksum contains the uuid; only the paths distinguish copies. A copy
+    that was opened for writing and has commits of its own is no longer a destination.
 
-    With `dtype` or `optimizer` the rows are rewritten, streaming, into a table of its own: weights rounded to nearest,
-    the slots both optimizers have carried over, the others new. ``dtype="bfloat16", optimizer=bb.SGD()`` is the
-    smallest form for serving.
+    With `dtype` or `optimizer` the rows are rewritten into a new table, in chunks. Weights are rounded to nearest.
+    Slots that both optimizers have are copied; the others are initial. ``dtype="bfloat16", optimizer=bb.SGD()`` is
+    the smallest form for serving.
 
     Args:
         src: folder of a table or of a run.
-        dst: folder to make, or an earlier copy of the same table or run; rewriting wants one that is not there.
+        dst: folder to make, or an earlier copy of the same table or run; for rewriting it must not exist.
         snapshot: the kept commit to copy; default: the last commit.
-        dtype: of the weights in the copy; default: as in the source.
-        optimizer: of the copy; default: the source's, with its state.
-        link: False: always write bytes anew, as for another disk.
-        ram: budget for rewriting rows; half of it reads, half writes.
+        dtype: dtype of the weights in the copy; default: that of the source.
+        optimizer: optimizer of the copy; default: the source's, with its state.
+        link: False: write all bytes, without hard links, as on another disk.
+        ram: budget for rewriting rows: half for reading, half for writing.
         progress: called with (done, in all), a few times a second: bytes, or rows where rows are rewritten.
 
-    Returns:
-        What was copied.
-
     Raises:
-        FileNotFoundError, FormatError: neither a table nor a run at `src`. FileExistsError: something else is at `dst`.
-        ValueError: no such snapshot (lists those there are), or `dst` is a copy of something else or went its own way.
-        CorruptionError: a record of the source fails its checksum. TableLockedError: somebody writes `dst`.
+        FileNotFoundError, FormatError: `src` has neither a table nor a run. FileExistsError: `dst` is not a copy.
+        ValueError: no such snapshot (lists the snapshots); `dst` is of another table or has commits of its own.
+        CorruptionError: a record of the source fails its checksum. TableLockedError: another process writes `dst`.
         MemoryError: `ram` is too small to rewrite rows; says how much is needed. OSError: the disk is full or failing.
-        Whatever is raised, `dst` is as it was.
+        After an error `dst` is as it was.
 
     >>> import bunkbed as bb, numpy as np, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -148,13 +145,13 @@ def _copy_table(
         )
     except BaseException:
         if is_new:
-            shutil.rmtree(target, ignore_errors=True)  # holds no commit: it would be in the way of the next try
+            shutil.rmtree(target, ignore_errors=True)  # a folder without a commit would make the next copy fail
         raise
     return done
 
 
 def _part_of(target: Path) -> Path:
-    """Where a rewritten copy grows until it is complete. What an interrupted one left there goes."""
+    """Return the temporary path of a rewritten copy; remove what an interrupted copy left there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)

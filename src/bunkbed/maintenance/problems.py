@@ -1,4 +1,4 @@
-"""What a check finds, in words: what it is, what it means, what to do."""
+"""The problems that a check reports: the damage, its meaning, the remedy."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 class Problem(str):
-    """One thing that is wrong: a line of text that says what, what it means and what to do.
+    """One problem: a line of text with the damage, its meaning and the remedy.
 
     Attributes:
         kind: ``"manifest"`` (a commit cannot be read), ``"foreign"`` (a commit of another table), ``"fields"`` (of
             another release), ``"segment"``, ``"chunk"``, ``"record"``, ``"rows"`` (a commit's files do not belong
             together), ``"directory"`` (a directory checkpoint, which a repair replaces), ``"file"`` (a dense file of a
             run), ``"table"`` (a run's commit names a commit of a table that is missing or damaged), ``"padding"`` (a
-            byte without meaning changed), ``"stranger"`` (a file that is not ours).
-        file: the file; the table's or run's folder where it is no single one.
-        offset: byte in the file where the damage begins, or None: all of it.
-        found: what was found.
-        meaning: what that means for rows and commits.
-        remedy: what to do.
-        epochs: commits that cannot be read in full because of it.
+            byte without meaning changed), ``"stranger"`` (a file that Bunkbed did not write).
+        file: the file; the table's or run's folder where the problem is not in a single file.
+        offset: byte in the file where the damage begins, or None: the whole file.
+        found: the damage.
+        meaning: the effect on rows and commits.
+        remedy: what the user can do.
+        epochs: commits that cannot be read in full because of this problem.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Problem(str):
         return problem
 
     def as_dict(self) -> dict[str, Any]:
-        """The facts, for JSON."""
+        """Return the attributes, for JSON."""
         return {
             "kind": self.kind,
             "file": str(self.file),
@@ -64,14 +64,14 @@ class Problem(str):
 
 
 class Report(list[Problem]):
-    """The problems a check found; empty, and equal to ``[]``, when the table or run is sound.
+    """The list of problems that a check found; empty, and equal to ``[]``, when the table or run is sound.
 
     Attributes:
-        repaired: what a repair did, one line each.
-        leftovers: files, or ends of files, that no commit names: (file, bytes). They are no problem: of a writer at
-            work, or of a session that died; the next writer removes them, and so does a repair.
-        epochs: the commits there are, ascending.
-        sound_epochs: those of them whose every byte was read and is right.
+        repaired: the repairs made, one line each.
+        leftovers: files, or ends of files, that no commit names: (file, bytes). They are no problem. A writer at work
+            or a process that died left them; the next writer removes them, and so does a repair.
+        epochs: the existing commits, ascending.
+        sound_epochs: the commits whose bytes were all read and are correct.
         bytes_read: bytes of segments that were verified.
     """
 
@@ -85,12 +85,12 @@ class Report(list[Problem]):
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:
-    """``commit 3``, ``commits 3, 4``."""
+    """Return ``commit 3``, ``commits 3, 4``."""
     return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def how_to_go_back(place: Path, epochs: Sequence[int], sound: Sequence[int]) -> str:
-    """The remedy when the newest of `epochs` cannot be read."""
+    """Return the remedy for a newest commit that cannot be read."""
     older = [number for number in sound if number < epochs[-1]]
     if not older:
         return "no older commit is sound: put the files back from a copy"
@@ -101,7 +101,7 @@ def how_to_go_back(place: Path, epochs: Sequence[int], sound: Sequence[int]) -> 
 
 
 def problems_of_table(place: Path, checked: dict[str, Any], owner: Path | None = None) -> Report:
-    """What the core found in the table at `place`; `owner` is the run it belongs to."""
+    """Return the report of the core's findings in the table at `place`; `owner` is the run of the table."""
     report = Report([_explain(place, checked, found, owner) for found in checked["problems"]])
     report.leftovers = [(place / name, size) for _, name, size in checked["leftovers"]]
     report.epochs, report.sound_epochs = list(checked["epochs"]), list(checked["sound"])

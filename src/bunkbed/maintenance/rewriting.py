@@ -1,4 +1,4 @@
-"""Rows of one table written into another of a different dtype or optimizer."""
+"""Rewrite the rows of a table into a table with another dtype or optimizer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The commit that was read, by its number in the source, and how many rows were written."""
+    """The number of the commit that was read, in the source, and the number of rows written."""
 
     epoch: int
     rows: int
 
 
 def rewritten_spec(table: Table, dtype: str | None, optimizer: _optim.Optimizer | None) -> dict[str, Any]:
-    """Arguments of `bunkbed.create` for the copy of `table`.
+    """Return the arguments of `bunkbed.create` for the copy of `table`.
 
     Raises:
-        ValueError: nothing about the rows would change.
+        ValueError: dtype and optimizer state would stay the same.
     """
     definition = table.optimizer if optimizer is None else optimizer
     same_state = type(definition) is type(table.optimizer) and (
@@ -48,9 +48,9 @@ def rewritten_spec(table: Table, dtype: str | None, optimizer: _optim.Optimizer 
 
 
 def rewrite_rows(table: Table, copied: Table, progress: Callable[[int, int], None] | None) -> int:
-    """Every stored row, in memory of a few chunks; returns how many. The optimizer's step goes on where it was.
+    """Copy every stored row, in chunks; return how many. The copy has the table's step number.
 
-    Slots that both have at the same length are carried over; the others have their initial values.
+    Slots that both tables have are copied; the others have their initial values.
     """
     none = np.empty(0, np.int64)
     shared = [slot for slot in table.slots if slot in copied.slots]
@@ -64,6 +64,6 @@ def rewrite_rows(table: Table, copied: Table, progress: Callable[[int, int], Non
         done += len(ids)
         if progress is not None:
             progress(done, total)
-    if table.step > 0:  # a step without rows, for its number only: bias correction goes on where it was
+    if table.step > 0:  # an empty step sets the step number, which bias correction depends on
         copied.update(none, np.empty((0, copied.dim), np.float32), step=table.step)
     return done

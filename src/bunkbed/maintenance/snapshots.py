@@ -1,4 +1,4 @@
-"""Snapshots of tables and runs, as their files tell them: listing them, and letting go of one."""
+"""List and drop snapshots of tables and runs, from their files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Snapshot:
     """A commit that is kept by name.
 
     Attributes:
-        name: given to `commit(keep=)`.
-        epoch: its number.
-        time: when it was committed, by the clock of the machine that did.
-        step: optimizer steps until then; of a run whose tables differ, None.
-        stored_rows: rows stored then, of all tables.
-        bytes: of files it refers to.
-        own_bytes: of them, those that neither the newest commit nor another snapshot refers to: what dropping it frees,
-            with the next commit at the latest.
+        name: the argument `keep` of the commit.
+        epoch: number of the commit.
+        time: time of the commit, by the clock of the machine that made it.
+        step: optimizer steps at the commit; None for a run whose tables differ.
+        stored_rows: stored rows at the commit, in all tables.
+        bytes: bytes of the files that the commit names.
+        own_bytes: the part of `bytes` that neither the newest commit nor another snapshot names. Dropping the snapshot
+            frees these bytes, at the next commit at the latest.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Snapshot:
     own_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The facts, for JSON; the time in ISO 8601."""
+        """Return the attributes, for JSON; the time in ISO 8601."""
         return {**vars(self), "time": self.time.isoformat(timespec="seconds")}
 
 
 @typed
 def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Kept commits of the table or run at `path`: name -> epoch, oldest first.
+    """Return the kept commits of the table or run at `path`: name -> epoch, oldest first.
 
     Raises:
-        FileNotFoundError, FormatError: neither a table nor a run there.
+        FileNotFoundError, FormatError: `path` has neither a table nor a run.
     """
     files = RunFiles(resolve(path))
     return files.snapshots() if files.epochs() else dict(_native.snapshots(str(files.directory)))
@@ -56,10 +56,10 @@ def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
 
 @typed
 def describe_snapshots(path: str | os.PathLike[str]) -> list[Snapshot]:
-    """Kept commits of the table or run at `path`, oldest first, with what each costs. `bunkbed.snapshots` names them.
+    """Return the kept commits of the table or run at `path`, with their sizes, oldest first.
 
     Raises:
-        FileNotFoundError, FormatError: neither a table nor a run there.
+        FileNotFoundError, FormatError: `path` has neither a table nor a run.
 
     >>> import bunkbed as bb, numpy as np, tempfile
     >>> path = tempfile.mkdtemp() + "/user"
@@ -76,14 +76,14 @@ def describe_snapshots(path: str | os.PathLike[str]) -> list[Snapshot]:
 
 @typed
 def drop_snapshot(path: str | os.PathLike[str], name: str) -> None:
-    """Forget a snapshot of the table or run at `path`; its space is freed where no other commit needs it.
+    """Drop a snapshot of the table or run at `path`; its space is freed where no other commit needs it.
 
-    Reads no rows. A table that this process has open for writing is asked to do it (`Table.drop`).
+    Reads no rows. If this process has the table open for writing, calls its `Table.drop`.
 
     Raises:
-        ValueError: no such snapshot; lists those there are. TableLockedError: another process writes it.
-        ReadOnlyError: a table of a run, which keeps snapshots of all its tables together; name the run.
-        FileNotFoundError, FormatError: neither a table nor a run there.
+        ValueError: no such snapshot; lists the snapshots. TableLockedError: another process writes the table or run.
+        ReadOnlyError: a table of a run, whose snapshots are of all its tables together; give the run's path.
+        FileNotFoundError, FormatError: `path` has neither a table nor a run.
     """
     place = Path(path).expanduser().absolute()
     files = RunFiles(place)
@@ -91,7 +91,7 @@ def drop_snapshot(path: str | os.PathLike[str], name: str) -> None:
         files.find(name)  # before anything is locked or opened
     with path_lock(place):
         present = open_writer(place)
-        if present is not None:  # of a run's path: a sharded table
+        if present is not None:  # a plain table; for a run's path, a sharded table
             present.drop(name)
         elif files.epochs():
             with Run(place, _shards_of=None if files.load_newest().sharding is None else place.name) as run:
@@ -104,7 +104,7 @@ def _when(file: Path) -> datetime:
     return datetime.fromtimestamp(file.stat().st_mtime, UTC)
 
 
-#: Everything a commit refers to: (where, number) -> bytes.
+#: The files that a commit names: (folder, number) -> bytes.
 _Parts = dict[tuple[str, int], int]
 
 
@@ -147,7 +147,7 @@ def _of_run(files: RunFiles) -> list[Snapshot]:
                 tables[table] = {c["epoch"]: c for c in commits}
             commit = tables[table].get(number)
             if commit is None:
-                continue  # missing or damaged: check() says so
+                continue  # missing or damaged, which check() reports
             steps.add(commit["step"])
             rows += commit["stored_rows"]
             parts[epoch].update({(f"tables/{table}", segment): size for segment, size in commit["segments"].items()})
