@@ -1,1 +1,1 @@
-"""What everything else is made with: arguments and their types, budgets, initialisers, optimizers, threads."""
+"""The parts that all other folders use: argument checks, budgets, initialisers, optimizers, threads."""

@@ -1,4 +1,4 @@
-"""What callers hand in, checked once at the public door: ids, gradients, values, offsets."""
+"""Checks of the arguments of public calls: ids, gradients, values, offsets. Each argument is checked once."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ _SWAPPED = np.dtype(np.float32).newbyteorder()
 
 
 def describe(array: npt.NDArray[Any]) -> str:
-    """Dtype and shape as messages show them: ``float32[32, 4]``."""
+    """Return dtype and shape for messages: ``float32[32, 4]``."""
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
 def as_ids(ids: Any, *, what: str = "ids", table: str = "table") -> Ids:
-    """Ids as contiguous int64 of any shape.
+    """Return ids as contiguous int64 of any shape.
 
-    Integers of other widths are widened; bool, float and everything else is refused, as are unsigned values past
-    int64.
+    Integers of other widths are widened. An empty list is accepted, although NumPy makes it float.
 
     Raises:
-        TypeError: not integers.
-        IndexError: an unsigned value that int64 cannot hold; names it and its position.
+        TypeError: not integers, for instance bool or float.
+        IndexError: a value that int64 cannot hold; names it and its position.
     """
     if type(ids) is np.ndarray and ids.dtype == np.int64:
         return _as_plain(ids)
     array = as_array(ids, "int64[N]", what, table)
     if array.size == 0 and array.dtype.kind == "f" and not isinstance(ids, np.ndarray):
-        return array.astype(np.int64)  # an empty list has no dtype of its own
+        return array.astype(np.int64)  # NumPy gives an empty list the dtype float64
     if array.dtype.kind not in "iu":
         hint = ""
         if array.dtype.kind == "O" and array.size and all(isinstance(v, int) for v in array.flat):
@@ -63,10 +62,10 @@ def is_masked_array(values: Any) -> bool:
 
 
 def as_array(values: Any, wanted: str, what: str, table: str) -> npt.NDArray[Any]:
-    """What callers hand in as an array.
+    """Return an argument as an array.
 
     Raises:
-        TypeError: it is none. ValueError: a masked array that masks a value, which would be taken as if it were there.
+        TypeError: NumPy cannot convert it. ValueError: a masked array with a masked value, whose mask would be ignored.
     """
     try:
         array = np.asarray(values)
@@ -81,13 +80,13 @@ def as_array(values: Any, wanted: str, what: str, table: str) -> npt.NDArray[Any
 
 
 def _as_plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array as the core reads it: contiguous and aligned."""
+    """Return the array contiguous and aligned, as the core requires."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=("C", "A"))
 
 
 def as_rows(values: Any, shape: tuple[int, ...], *, what: str, table: str) -> Floats:
-    """Float32 values of exactly `shape`, contiguous; of the other byte order they are converted.
+    """Return float32 values of exactly `shape`, contiguous; the other byte order is converted.
 
     Raises:
         TypeError: another dtype.
@@ -108,10 +107,10 @@ def as_rows(values: Any, shape: tuple[int, ...], *, what: str, table: str) -> Fl
 
 
 def require_finite(rows: Floats, *, what: str, table: str) -> None:
-    """Raises where a value of [N, dim] is NaN or infinite.
+    """Check that no value of [N, dim] is NaN or infinite.
 
     Raises:
-        ValueError: names the first and its position.
+        ValueError: a value is; the message names the first and its position.
     """
     bad = np.argwhere(~np.isfinite(rows))
     if bad.size:
@@ -124,13 +123,13 @@ def require_finite(rows: Floats, *, what: str, table: str) -> None:
 def as_out(
     out: Any, shape: tuple[int, ...], *narrow: str, table: str, read: Sequence[npt.NDArray[Any] | None] = ()
 ) -> npt.NDArray[Any]:
-    """A writable C-contiguous array of float32, or one of the `narrow` dtypes, of exactly `shape`.
+    """Check that `out` is a writable C-contiguous array of float32 or a `narrow` dtype, of exactly `shape`; return it.
 
     Args:
-        read: what is read while `out` is written, and must not share memory with it.
+        read: arrays that are read while `out` is written, so must not share memory with it.
 
     Raises:
-        ValueError: another dtype, byte order, shape or layout, or memory of what is read.
+        ValueError: another dtype, byte order, shape or layout, or memory shared with an array of `read`.
     """
     allowed = ("float32", *narrow)
     is_array = isinstance(out, np.ndarray) and not is_masked_array(out)
@@ -150,7 +149,7 @@ def as_out(
 
 
 def _layout(array: npt.NDArray[Any]) -> str:
-    """What of its layout the core cannot write to."""
+    """Return text that names the reasons why the core cannot write to the array."""
     flags = array.flags
     lacks = {
         "read-only": not flags.writeable,
@@ -161,10 +160,10 @@ def _layout(array: npt.NDArray[Any]) -> str:
 
 
 def as_flag(value: Any, *, what: str, table: str) -> bool:
-    """True or False.
+    """Return a flag as a bool.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `value` is neither True nor False.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{table}: {what} must be True or False, got {shortened(value)}")
@@ -172,10 +171,10 @@ def as_flag(value: Any, *, what: str, table: str) -> bool:
 
 
 def as_number(value: Any, *, what: str, table: str) -> float:
-    """A number as a float.
+    """Return a number as a float.
 
     Raises:
-        TypeError: it is none. ValueError: it is beyond every float.
+        TypeError: `value` is not a number. ValueError: it is too large for a float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{table}: {what} must be a number, got {shortened(value)}")
@@ -186,10 +185,10 @@ def as_number(value: Any, *, what: str, table: str) -> float:
 
 
 def as_whole(value: Any, *, what: str, table: str = "", low: int, high: int) -> int:
-    """An int in [low, high].
+    """Return an int in [low, high].
 
     Raises:
-        TypeError: it is none. ValueError: it is outside.
+        TypeError: `value` is not an int. ValueError: it is out of range.
     """
     label = f"{table}: {what}" if table else what
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
@@ -200,10 +199,10 @@ def as_whole(value: Any, *, what: str, table: str = "", low: int, high: int) -> 
 
 
 def as_offsets(offsets: Any, num_ids: int, *, table: str) -> Ids:
-    """Starts of bags, int64[B]: the first is 0, none decreases, none passes the ids' end.
+    """Return the starts of bags, int64[B]: the first is 0, they do not decrease, none is above `num_ids`.
 
     Raises:
-        TypeError: not integers. ValueError: not such starts; names the first bad one and its position.
+        TypeError: not integers. ValueError: a bad start; names the first and its position.
     """
     array = as_ids(offsets, what="offsets", table=table)
     if array.ndim != 1:

@@ -1,4 +1,4 @@
-"""Byte counts people write, and a RAM budget that several tables share."""
+"""Byte counts as text, and a RAM budget that several tables share."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _UNITS = {
 
 
 def parse_bytes(value: int | str) -> int:
-    """A number of bytes from an int or a string such as ``"256MiB"``.
+    """Return the number of bytes of an int or a string such as ``"256MiB"``.
 
     Raises:
         TypeError: neither int nor str.
-        ValueError: not a size, or not above 0.
+        ValueError: the string is not a size, or the size is not in [1, 2**63).
 
     >>> parse_bytes("1.5GiB")
     1610612736
@@ -56,7 +56,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes for people.
+    """Return a number of bytes as text.
 
     >>> format_bytes(256 * 2**20)
     '256.0 MiB'
@@ -70,25 +70,25 @@ def format_bytes(num_bytes: float) -> str:
 
 
 class Member(Protocol):
-    """What a budget needs of a table."""
+    """The methods of a table that a budget calls."""
 
     def wanted_bytes(self) -> int | None:
-        """Bytes beyond which more RAM is of no use; None when unknown."""
+        """Return the bytes beyond which more RAM has no use; None when unknown."""
 
     def minimum_bytes(self) -> int:
-        """Bytes below which the table cannot work."""
+        """Return the bytes below which the table cannot work."""
 
     def apply_share(self, num_bytes: int) -> None:
-        """Live within `num_bytes` from now on."""
+        """Set the table's RAM budget to `num_bytes`."""
 
 
 class Budget:
     """A hard RAM budget that any number of tables share.
 
-    The bytes are divided again whenever a table joins or leaves: a table that needs less than its share gets
-    what it needs, the others divide the rest evenly (water-filling). Values never depend on the division.
+    The bytes are divided again whenever a table joins or leaves. A table that needs less than an equal share gets what
+    it needs; the others divide the rest evenly (water-filling). Values of rows never depend on the division.
 
-    A budget owns no memory itself; it may be dropped once its tables are closed. All methods are thread-safe.
+    A budget owns no memory; it may be dropped once its tables are closed. All methods are thread-safe.
 
     Args:
         total: bytes, or a string like ``"8GiB"``.
@@ -100,23 +100,23 @@ class Budget:
     def __init__(self, total: int | str) -> None:
         self.total_bytes = parse_bytes(total)
         self._pid = os.getpid()
-        self._lock = threading.Condition(threading.RLock())  # guards all below; notified when a share becomes free
+        self._lock = threading.Condition(threading.RLock())  # guards the fields below; notified by `_settle`
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
-        #: Of them, those that open or close now: they have no core to ask, and their shares stay as they are.
+        #: The members that open or close now. They have no usable core, so their shares do not change.
         self._unsettled: weakref.WeakSet[Member] = weakref.WeakSet()
         self._shares: weakref.WeakKeyDictionary[Member, int] = weakref.WeakKeyDictionary()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out to the tables that share this budget."""
+        """Sum of the shares of the tables, in bytes."""
         self._require_own_process()
         with self._lock:
             return sum(self._shares.values())
 
     def reserve(self, newcomer: Member) -> int:
-        """Bytes for a member that is about to open; present members shrink first. `join` or `leave` must follow.
+        """Return a share for a member that is about to open; present members shrink first. Call `join` or `leave` next.
 
-        Waits for members that open or close now where the bytes do not suffice beside them.
+        Waits for members that open or close now if the bytes are not sufficient with their present shares.
 
         Raises:
             MemoryError: the total cannot hold every member's minimum; the message says how much is needed.
@@ -131,7 +131,7 @@ class Budget:
                 except MemoryError:
                     if not self._unsettled:
                         raise
-                self._lock.wait(1.0)  # one that is dropped meanwhile does not notify
+                self._lock.wait(1.0)  # with a timeout, because a member that is garbage-collected does not notify
             self._apply(others, shares[:-1])
             self._members.add(newcomer)
             self._unsettled.add(newcomer)
@@ -139,7 +139,7 @@ class Budget:
             return shares[-1]
 
     def join(self, newcomer: Member) -> None:
-        """Add a member, one that opened or a new one, and divide the bytes again; present members shrink first."""
+        """Add a member, with or without `reserve` before, and divide the bytes again; present members shrink first."""
         self._require_own_process()
         with self._lock:
             self._settle(newcomer)
@@ -148,21 +148,21 @@ class Budget:
             self._members.add(newcomer)
 
     def start_leaving(self, member: Member) -> None:
-        """From now on `member`, which is about to close, is asked for nothing. It keeps its share until `leave`."""
+        """Mark `member` as closing: it keeps its share until `leave`, and the budget does not call it."""
         self._require_own_process()
         with self._lock:
             if member in self._members:
                 self._unsettled.add(member)
 
     def leave(self, member: Member) -> None:
-        """Remove a member; the others grow into what it held."""
+        """Remove a member and divide its share among the others."""
         self._require_own_process()
         with self._lock:
             self._settle(member)
             self._members.discard(member)
             self._shares.pop(member, None)
             members = list(self._members)
-            # The others keep their shares when one of them refuses use until it is reopened, when one cannot write
+            # The others keep their shares when one member refuses use until it is reopened, when one cannot write
             # its dirty rows to grow its cache (a full disk), and when the minimum of one has grown.
             with contextlib.suppress(BunkbedError, MemoryError, OSError):
                 self._apply(members, self._divide(members))
@@ -172,7 +172,7 @@ class Budget:
         self._lock.notify_all()
 
     def _require_own_process(self) -> None:
-        # Before the lock is taken: another thread of the parent may have held it.
+        # Checked before `_lock` is taken: another thread of the parent may have held it at the fork.
         if self._pid != os.getpid():
             raise TableClosedError(
                 "a Budget was made before this process was forked, and its tables are the parent's; make a new one here"

@@ -1,6 +1,6 @@
-"""Initialisers: the value of an untouched row, a pure function of (seed, id).
+"""Initialisers: they give the value of an untouched row, a pure function of (seed, id).
 
-They are part of the file format (FORMAT.md gives the arithmetic and test vectors): the same bits on every machine.
+They are part of the file format (FORMAT.md has the arithmetic and test vectors). All machines give the same bits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def _require_finite(owner: object, name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Initializer:
-    """What every initialiser has; use one of its subclasses."""
+    """Base class of the initialisers; use a subclass."""
 
     kind: ClassVar[str] = ""
 
     def native(self) -> tuple[str, float, float]:
-        """(kind, a, b) as the core and the manifest hold it."""
+        """Return (kind, a, b), the form of the core and the manifest."""
         raise NotImplementedError
 
 
@@ -89,12 +89,12 @@ class Uniform(Initializer):
         return ("uniform", float(self.low), float(self.high))
 
 
-#: Every initialiser by the name its manifest carries.
+#: Every initialiser by its name in the manifest.
 INITIALIZERS: dict[str, type[Initializer]] = {cls.kind: cls for cls in (Zeros, Normal, Uniform)}
 
 
 def from_native(kind: str, a: float, b: float) -> Initializer:
-    """The initialiser a manifest describes; the inverse of `Initializer.native`."""
+    """Return the initialiser of a manifest; the inverse of `Initializer.native`."""
     arguments: dict[str, dict[str, Any]] = {
         "zeros": {},
         "normal": {"std": a},
@@ -104,10 +104,10 @@ def from_native(kind: str, a: float, b: float) -> Initializer:
 
 
 def require_initializer(value: object) -> Initializer:
-    """`value` if it is an initialiser.
+    """Return `value` if it is an initialiser.
 
     Raises:
-        TypeError: it is something else; the message lists the choices.
+        TypeError: it is not an initialiser; the message lists the choices.
     """
     if not isinstance(value, Initializer) or not value.kind:
         choices = ", ".join(f"bb.{cls.__name__}" for cls in INITIALIZERS.values())

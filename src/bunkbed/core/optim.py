@@ -1,4 +1,4 @@
-"""Optimizers as definitions: hyperparameters here, the row update in the core.
+"""Optimizers as definitions: the hyperparameters are here, the row update is in the core.
 
 | optimizer        | slots per row                | equals                                            |
 |------------------|------------------------------|---------------------------------------------------|
@@ -7,11 +7,11 @@
 | `RowwiseAdagrad` | `sum[1]`                     | FBGEMM's exact row-wise Adagrad                   |
 | `Adam`           | `exp_avg[dim]`, `exp_avg_sq[dim]` | `torch.optim.SparseAdam` (not dense Adam)    |
 
-The equality with a dense optimizer holds for `weight_decay=0`: decay touches only the rows of the step.
+The equality with a dense optimizer holds for `weight_decay=0`: decay changes only the rows of the step.
 
-State is float32, or with ``state_dtype="bfloat16"`` stored in half the bytes. The step itself is computed in float32
-from the stored values; what is stored of its outcome is rounded at random and without bias, keyed by (seed, row, step,
-slot), so that averages of which a step changes less than bfloat16 can tell still arrive where they should.
+State is float32, or with ``state_dtype="bfloat16"`` stored in half the bytes. The step is computed in float32 from the
+stored values. The result is stored with stochastic rounding, which has no bias and is keyed by (seed, row, step, slot).
+So an average is right in the long run even where each step changes it by less than bfloat16 can represent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _require(owner: object, name: str, value: float, *, positive: bool = False, 
         raise ValueError(f"{type(owner).__name__}: {name} must be finite, {bound}{limit}, got {shortened(value)}")
 
 
-_LARGEST = 3e38  # whatever the state's dtype, no finite value below it becomes infinite
+_LARGEST = 3e38  # smaller values stay finite in every state dtype
 STATE_DTYPES = ("float32", "bfloat16")
 
 
@@ -52,19 +52,19 @@ def _require_state_dtype(owner: object, value: object) -> None:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What every optimizer has; use one of its subclasses."""
+    """Base class of the optimizers; use a subclass."""
 
-    #: Names of the per-row arrays, in record order; the framework's own names.
+    #: Names of the per-row arrays, in record order; the same as in PyTorch.
     slots: ClassVar[tuple[str, ...]] = ()
     #: The name stored in the table's manifest.
     kind: ClassVar[str] = ""
 
     def slot_dim(self, dim: int) -> int:
-        """Length of each slot of a row with `dim` weights."""
+        """Return the length of each slot of a row with `dim` weights."""
         return dim
 
     def native(self) -> dict[str, Any]:
-        """The definition as the core reads it: `kind` and every hyperparameter as a number."""
+        """Return the definition for the core: `kind` and the value of every hyperparameter."""
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class SGD(Optimizer):
 
     Args:
         lr: learning rate, at least 0.
-        weight_decay: added to the gradient as ``weight_decay * w`` of touched rows only, at least 0.
+        weight_decay: ``weight_decay * w`` is added to the gradient, only for rows of the step; at least 0.
         decoupled: decay the weight itself (``w *= 1 - lr * weight_decay``) instead.
 
     Raises:
@@ -105,7 +105,7 @@ class Adagrad(Optimizer):
         initial_accumulator: initial value of ``sum``, at least 0; rounded to the nearest value of `state_dtype`.
         weight_decay: see `SGD`.
         decoupled: see `SGD`.
-        state_dtype: of the stored slots: ``"float32"`` or ``"bfloat16"``.
+        state_dtype: dtype of the stored slots: ``"float32"`` or ``"bfloat16"``.
 
     Raises:
         ValueError, TypeError: a hyperparameter out of range or not a number.
@@ -149,8 +149,8 @@ class RowwiseAdagrad(Optimizer):
         eps: added to the denominator, at least 0.
         weight_decay: see `SGD`.
         decoupled: see `SGD`.
-        state_dtype: of the stored accumulator: ``"float32"``, or ``"bfloat16"``, which saves nothing here: a record's
-            fields begin at multiples of 4 bytes.
+        state_dtype: dtype of the stored accumulator: ``"float32"`` or ``"bfloat16"``. The latter saves no space here,
+            because the fields of a record begin at multiples of 4 bytes.
 
     Raises:
         ValueError, TypeError: a hyperparameter out of range or not a number.
@@ -189,7 +189,7 @@ class RowwiseAdagrad(Optimizer):
 class Adam(Optimizer):
     """Lazy Adam, exactly `torch.optim.SparseAdam` (Kingma and Ba 2015).
 
-    The state of rows that a step does not touch stands still; bias correction uses the table's step.
+    The state of rows that are not in a step does not change; bias correction uses the table's step.
 
     Args:
         lr: learning rate, at least 0.
@@ -197,7 +197,7 @@ class Adam(Optimizer):
         eps: added to the denominator, at least 0.
         weight_decay: see `SGD`.
         decoupled: see `SGD`; with it this is a lazy AdamW.
-        state_dtype: of the stored slots: ``"float32"`` or ``"bfloat16"``.
+        state_dtype: dtype of the stored slots: ``"float32"`` or ``"bfloat16"``.
 
     Raises:
         ValueError, TypeError: a hyperparameter out of range or not a number.
@@ -239,12 +239,12 @@ class Adam(Optimizer):
         }
 
 
-#: Every optimizer by the name its manifest carries; one table drives opening, the command line and the tests.
+#: Every optimizer by its name in the manifest. Opening, the command line and the tests use this dict.
 OPTIMIZERS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adagrad, RowwiseAdagrad, Adam)}
 
 
 def from_native(values: dict[str, Any]) -> Optimizer:
-    """The optimizer a manifest describes; the inverse of `Optimizer.native`."""
+    """Return the optimizer of a manifest; the inverse of `Optimizer.native`."""
     fields = dict(values)
     kind = fields.pop("kind")
     if kind == "adam":
@@ -253,10 +253,10 @@ def from_native(values: dict[str, Any]) -> Optimizer:
 
 
 def require_optimizer(value: object) -> Optimizer:
-    """`value` if it is an optimizer definition.
+    """Return `value` if it is an optimizer definition.
 
     Raises:
-        TypeError: it is something else; the message lists the choices.
+        TypeError: it is not an optimizer; the message lists the choices.
     """
     if not isinstance(value, Optimizer) or not value.kind:
         choices = ", ".join(f"bb.{cls.__name__}" for cls in OPTIMIZERS.values())
@@ -265,7 +265,7 @@ def require_optimizer(value: object) -> Optimizer:
 
 
 def check_same_slots(name: str, present: Optimizer, wanted: Optimizer) -> None:
-    """Raises where records with the slots of one cannot hold those of the other.
+    """Check that records with the slots of `present` can hold those of `wanted`.
 
     Raises:
         ValueError: another class, or other initial values or dtype of the slots; names both.

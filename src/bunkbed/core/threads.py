@@ -1,4 +1,4 @@
-"""Compute threads of one operation, process-wide. Results never depend on them."""
+"""The number of compute threads of one operation, for the whole process. Results never depend on it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _MOST = 1024
 
 
 def get_num_threads() -> int:
-    """Threads one operation may use; by default the processors of this process, or ``BUNKBED_NUM_THREADS``."""
+    """Return the threads that an operation may use; default: ``BUNKBED_NUM_THREADS``, or the processors available."""
     return int(_native.get_num_threads())
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the threads one operation may use, in this process.
+    """Set the number of threads that an operation may use, in this process.
 
     Raises:
         TypeError: not an int. ValueError: not in [1, 1024].

@@ -1,7 +1,7 @@
-"""Types of arguments, checked at the public door by the annotations that are there anyway.
+"""A decorator that checks the types of arguments against the annotations of a public function.
 
-The core's own messages name its overloads, not the argument. Not for what a training step calls: a check takes
-microseconds.
+Without it the binding's messages would name C++ overloads, not the argument. Functions of a training step do not use
+the decorator, because a check takes microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
-#: What may be given for an annotation, and how a message calls it.
+#: For each annotation: the accepted classes, and their name in messages.
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool, np.bool_), "True or False"),
     int: ((int, np.integer), "an int"),
@@ -34,11 +34,11 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def typed(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Check arguments that are annotated as plain values; others are the function's own to check.
+    """Check arguments that are annotated as plain values; the function itself checks the others.
 
     Raises:
-        TypeError: of the function returned: an argument of another type. ValueError: text that is not UTF-8 or has a
-            null character, an int that 64 bits do not hold.
+        TypeError: the decorated function got an argument of another type. ValueError: it got text that is not UTF-8 or
+            has a null character, or an int that 64 bits cannot hold.
 
     >>> @typed
     ... def scan(chunk: int = 1) -> int:
@@ -52,7 +52,7 @@ def typed(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
 
     @functools.wraps(function)
     def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if not kinds:  # not earlier: annotations may name what comes later in a module
+        if not kinds:  # at the first call, because annotations may name classes that a module defines later
             hints = get_type_hints(function)
             kinds[""] = (), ""
             for name in signature.parameters:
@@ -65,7 +65,7 @@ def typed(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return function(*args, **kwargs)  # which says it better
+            return function(*args, **kwargs)  # raises Python's own message
         for name, value in given.items():
             if name in kinds:
                 _require(f"{function.__qualname__.removesuffix('.__init__')}: {name}", value, *kinds[name])
@@ -75,7 +75,7 @@ def typed(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
 
 
 def _kind(hint: Any) -> tuple[tuple[type, ...], str] | None:
-    """What a value may be; None where only the function can tell."""
+    """Return the accepted classes and their name; None where only the function can check the value."""
     origin = get_origin(hint)
     if origin is Literal:
         return _kind(type(get_args(hint)[0]))
@@ -105,13 +105,13 @@ def _require(what: str, value: object, classes: tuple[type, ...], name: str) -> 
 
 
 def shortened(value: object) -> str:
-    """`repr` as an error shows it, however long.
+    """Return `repr(value)` for an error message, at most 80 characters.
 
     >>> shortened("a" * 1000)
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
     """
     try:
         text = repr(value)
-    except Exception as error:  # of an int of more than 4,300 digits, or of a class with a faulty __repr__
+    except Exception as error:  # an int of more than 4,300 digits, or a class with a faulty __repr__
         text = f"{type(value).__name__} ({error})"
     return text if len(text) <= 80 else text[:77] + "..."
