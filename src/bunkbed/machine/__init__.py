@@ -1,6 +1,6 @@
-"""What this machine allows, and what a training step must cost on it.
+"""The rates of this machine, and the minimum cost of a training step on it.
 
-`rates` measures the machine, `limits` has the formulas, `text` says both in words.
+`rates` measures the machine, `limits` has the formulas, `text` formats both.
 """
 
 from bunkbed.machine.rates import Machine as Machine

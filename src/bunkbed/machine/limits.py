@@ -1,17 +1,16 @@
-"""What a training step must cost: formulas, and nothing that reads a clock or a disk.
+"""The minimum cost of a training step, as formulas. Nothing here measures.
 
-1. Which rows a step wants. Ids follow a Zipf law: the row of rank k (1 is the hottest) is drawn with probability
-   ``p_k = k**-s / sum(j**-s)``, so a step of N ids wants it with probability ``q_k = 1 - (1 - p_k)**N``, and
-   ``U = sum(q_k)`` unique rows. Ranks are put into buckets that grow with the rank: a table of 10^12 rows costs
-   some hundreds of numbers.
-2. Which of them are not in RAM. A row wanted at random instants stays for a while after it was last wanted; the
-   cache is in balance when the expected number of rows that stay equals its frames (Che, Tung and Wang 2002).
-   See `cache`.
-3. What that costs: ``disk = misses / IOPS + bytes written / write bandwidth``,
-   ``memory = (N e + U (2 r + g)) / memory bandwidth``; the larger of these and of the model's own work is the step,
-   when all go on at once.
+1. The rows that a step wants. Ids follow a Zipf law: the row of rank k (1 is the hottest) is drawn with probability
+   ``p_k = k**-s / sum(j**-s)``. A step of N ids wants the row with probability ``q_k = 1 - (1 - p_k)**N``, and
+   ``U = sum(q_k)`` unique rows in all. Ranks are grouped in buckets that grow with the rank, so a table of 10^12 rows
+   needs some hundreds of numbers.
+2. The wanted rows that are not in RAM. A row stays in the cache for some time after it was last wanted. In the steady
+   state the expected number of rows that stay equals the number of frames (Che, Tung and Wang 2002). See `cache`.
+3. The cost: ``disk = misses / IOPS + bytes written / write bandwidth``,
+   ``memory = (N e + U (2 r + g)) / memory bandwidth``. If all work overlaps, a step takes the maximum of these and of
+   the model's own work.
 
-Always misses of *unique* rows: hit rates of 84 to 98 % of the accesses coexist with 12 to 55 % of the rows missed.
+Misses always count *unique* rows: with hit rates of 84 to 98 % of the accesses, 12 to 55 % of the unique rows miss.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 
-_HEAD = 256  # ranks that have a bucket of their own
-_GROWTH = 1.04  # of the buckets after them; their width costs about 1e-4 of a figure
-# The core's largest count, what a use adds, what a row starts with that was evicted lately.
+_HEAD = 256  # the first ranks, which have a bucket each
+_GROWTH = 1.04  # growth of the later buckets; this width changes a result by about 1e-4
+# The core's largest count, the count that a use adds, the first count of a row with a ghost (evicted recently).
 GCLOCK_MAX, GCLOCK_HIT, GCLOCK_RETURN = 127, 32, 16
 
 
@@ -37,18 +36,18 @@ class Popularity:
 
     Attributes:
         rows: float64[B], rows of each bucket; hottest first.
-        share: float64[B], the part of all ids that goes to one row of the bucket.
+        share: float64[B], the probability that an id is one given row of the bucket.
     """
 
     rows: Numbers
     share: Numbers
 
     def wanted(self, ids: int) -> Numbers:
-        """float64[B]: the probability that a step of so many ids wants one given row of the bucket."""
+        """Return float64[B], the probability that a step of `ids` ids wants one given row of the bucket."""
         return np.asarray(-np.expm1(ids * np.log1p(-np.minimum(self.share, 1 - 1e-16))))
 
     def unique_rows(self, ids: int) -> float:
-        """Unique rows a step of so many ids wants, expected.
+        """Return the expected number of unique rows of a step of `ids` ids.
 
         >>> round(zipf(10_000_000, 1.05).unique_rows(65_536))
         26072
@@ -59,10 +58,10 @@ class Popularity:
 
 
 def zipf(num_rows: int, exponent: float) -> Popularity:
-    """Popularity by Zipf's law; exponent 0 is uniform.
+    """Return the popularity by Zipf's law; exponent 0 is uniform.
 
     Raises:
-        ValueError: no rows, or an exponent that is negative or no number.
+        ValueError: no rows, or an exponent that is negative or not finite.
     """
     if num_rows < 1:
         raise ValueError(f"rows must be at least 1, got {num_rows}")
@@ -78,7 +77,7 @@ def zipf(num_rows: int, exponent: float) -> Popularity:
         ends = np.unique(np.floor(np.geomspace(_HEAD, num_rows, count + 1)))
         ends[-1] = num_rows
         tail = np.diff(ends)
-        # The sum over a bucket's ranks is the integral between the half ranks around it, to a few 1e-6 here.
+        # The sum over a bucket's ranks is about the integral between the half ranks around it, with errors near 1e-6.
         total = _power_integral(ends[1:] + 0.5, exponent) - _power_integral(ends[:-1] + 0.5, exponent)
         rows = np.concatenate([rows, tail])
         weight = np.concatenate([weight, total / tail])
@@ -95,15 +94,15 @@ def _power_integral(x: Numbers, exponent: float) -> Numbers:
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache of rows in the long run, all rows stored: which rows it misses, and what it writes.
+    """A cache of rows in the steady state, with all rows stored: its misses and its writes.
 
     Made by `cache`.
 
     Attributes:
-        popularity: of the rows.
-        ids: of a step.
-        missed: float64[B], the probability that a row is not in the cache when a step wants it; also the part of the
-            time in which it is not there.
+        popularity: popularity of the rows.
+        ids: ids of a step.
+        missed: float64[B], the probability that a row is not in the cache when a step wants it; also the fraction of
+            time in which it is not in the cache.
     """
 
     popularity: Popularity
@@ -112,28 +111,28 @@ class Cache:
 
     @property
     def misses(self) -> float:
-        """Rows a step wants and does not find."""
+        """Rows of a step that are not in the cache."""
         return float(self.popularity.rows @ (self.popularity.wanted(self.ids) * self.missed))
 
     @property
     def hit_rate(self) -> float:
-        """Part of the unique rows of a step that it finds."""
+        """Fraction of the unique rows of a step that are in the cache."""
         return 1 - self.misses / self.popularity.unique_rows(self.ids)
 
     def write_amplification(self, live: float) -> float:
-        """Records written for each one evicted, where compaction lets all rows' records be this part of the log.
+        """Return the records written for each evicted record, where `live` is one record of each row / log size.
 
-        A row's record in the log lives until the row is wanted again. The log is taken as a ring: after T steps its
-        oldest records go, and those alive are written once more. ``T`` times all records written in a step is the
-        log's size, which is all rows' records, those in RAM included, divided by `live`. (For rows that are evicted
-        with equal probability and hardly ever in RAM this is the known ``1 / (1 - u)`` with ``live = (1 - u) /
-        -ln(u)``; compacting the emptiest segment first differs little.)
+        A row's record in the log is live until the row is wanted again. The log is modelled as a ring: after T steps
+        its oldest records are removed, and the live records among these are written again. ``T`` times the records
+        written in a step is the log's size, which is one record of each row, also of rows in RAM, divided by `live`.
+        (For rows that are evicted with equal probability and almost never in RAM this is the known ``1 / (1 - u)``
+        with ``live = (1 - u) / -ln(u)``; compacting the segment with the fewest live records first differs little.)
 
         >>> round(cache(zipf(100_000, 0.0), 1024, 40_000).write_amplification(0.65), 2)
         1.11
 
         Raises:
-            ValueError: not between 0 and 1.
+            ValueError: `live` is not between 0 and 1.
         """
         if not 0 < live < 1:
             raise ValueError(f"the live part must lie between 0 and 1, got {live}")
@@ -143,7 +142,7 @@ class Cache:
             return 1.0
         log_rest = np.log1p(-np.minimum(wanted, _ALWAYS))
 
-        def written(steps: float) -> float:  # 1 - P(alive after so many steps) is the chance of not being moved again
+        def written(steps: float) -> float:  # 1 - P(live after `steps`) is the probability of no further move
             return float(rows @ (evicted / -np.expm1(steps * log_rest)))
 
         size = float(rows.sum()) / live
@@ -151,22 +150,22 @@ class Cache:
 
 
 def cache(popularity: Popularity, ids: int, frames: float, *, policy: str = "gclock", window: int = 0) -> Cache:
-    """What a cache that holds `frames` rows misses in the long run.
+    """Return a cache of `frames` rows in the steady state.
 
     Args:
-        popularity: of the rows, all of them stored.
-        ids: of a step.
-        frames: rows the cache holds.
-        policy: who goes when room is needed.
-            ``"static"``: nobody: the hottest rows stay for ever. The best that can be done without knowing what comes.
-            ``"lru"``: the row that was not wanted for longest (Che's approximation).
-            ``"gclock"``: the core's: a hand goes round, lowers each row's count by 1 (raised by 32 by each step that
-            wants the row after the first, to at most 127) and takes the first at zero; a row that was evicted lately
-            starts with 16. A row's stay is a Markov chain over rounds of the hand.
-            ``"window"``: the ids of the next `window` steps are known: rows they need stay, the one needed last
-            goes first, and beyond the window the hottest stay. The best that can be done with a window.
-            ``"planner"``: the core's with a window: rows the window needs stay, among the rest ``"gclock"``.
-        window: steps known ahead, for the last two.
+        popularity: popularity of the rows, all stored.
+        ids: ids of a step.
+        frames: number of rows in the cache.
+        policy: the choice of the victim.
+            ``"static"``: no row is evicted: the hottest rows stay. The best policy without knowledge of coming ids.
+            ``"lru"``: the least recently wanted row (Che's approximation).
+            ``"gclock"``: the core's policy. A clock hand lowers each row's count by 1 and evicts the first row at 0.
+            Each step that wants the row after the first adds 32, up to 127. A row with a ghost starts with 16. The
+            stay of a row is a Markov chain over rounds of the hand.
+            ``"window"``: the ids of the next `window` steps are known. Rows that they want stay, the row that is
+            wanted last is evicted first, and of the other rows the hottest stay. The best policy with a window.
+            ``"planner"``: the core's policy with a window: rows of the window stay, ``"gclock"`` for the others.
+        window: number of coming steps whose ids are known, for the last two policies.
 
     >>> hot = zipf(10_000_000, 1.05)
     >>> [round(cache(hot, 65_536, 700_000, policy=name).misses) for name in ("lru", "gclock", "static")]
@@ -198,7 +197,7 @@ def _static(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbe
 
 def _lru(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbers:
     log_rest = np.log1p(-wanted)
-    # Not there: the row was not wanted within the last so many steps.
+    # A row is missing if it was not wanted within the last `steps` steps.
     steps = _solve(lambda s: float(rows @ -np.expm1(s * log_rest)), frames)
     return np.asarray(np.exp(steps * log_rest))
 
@@ -207,7 +206,7 @@ def _gclock(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbe
     rate = -np.log1p(-wanted)
 
     def missed(round_steps: float) -> Numbers:
-        # It stays for so many steps, then waits 1 / wanted of them to be wanted again.
+        # The hits of one stay: its steps times `wanted`. After the stay, 1 / wanted steps pass until the next use.
         new, back = (wanted * round_steps * stay for stay in rounds_stayed(rate * round_steps))
         return _missed(rows, wanted, new, back, frames)
 
@@ -215,20 +214,20 @@ def _gclock(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbe
 
 
 def _missed(rows: Numbers, wanted: Numbers, new: Numbers, back: Numbers, frames: float) -> Numbers:
-    """The part of the uses that find a row gone, which had `new` uses beside the first, or `back` where it had a ghost.
+    """Return the fraction of uses that miss. A stay has `new` hits after its first use, `back` hits with a ghost.
 
-    A ghost stands until another takes its place: there are as many places as frames and as many evictions as misses.
+    A ghost stays until another ghost takes its place. There are as many places as frames, and each miss evicts a row.
     """
     missed = np.asarray(1 / (1 + new))
     for _ in range(6):
-        evicted = float(rows @ (wanted * missed)) / frames  # a step, for each place
+        evicted = float(rows @ (wanted * missed)) / frames  # evictions a step, for each place
         ghost = wanted / (wanted + evicted)
         missed = np.asarray(1 / (1 + new + ghost * (back - new)))
     return missed
 
 
 def _window(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbers:
-    """The interval between two uses of a row is kept if it is short; a hot row is kept through long ones too."""
+    """Keep a row between two uses if the interval is short, and a hot row also through long intervals."""
     log_rest = np.log1p(-wanted)
 
     def kept(steps: float) -> Numbers:  # frames that intervals of at most `steps` take: wanted * E[gap; gap <= steps]
@@ -237,20 +236,20 @@ def _window(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbe
     if float(rows @ kept(window)) > frames:
         steps = _solve(lambda s: float(rows @ kept(s)), frames)
         return np.asarray(np.exp(steps * log_rest))
-    # What the window does not need takes the rest. Holding a row through its long intervals too costs
-    # 1 - kept(window) and saves wanted * (1 - wanted)**window: the hottest rows save most for each frame.
+    # The rest of the frames is for rows that the window does not want. Keeping a row through its long intervals too
+    # costs 1 - kept(window) frames and saves wanted * (1 - wanted)**window misses; the hottest rows save most a frame.
     short = kept(window)
     short_of_room = _without_hottest(rows * (1 - short), frames - float(rows @ short))
     return np.asarray(short_of_room * np.exp(window * log_rest))
 
 
 def _planner(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numbers:
-    """What the window needs stays; among the rest the hand goes round and lowers counts."""
+    """Keep the rows of the window; the hand lowers the counts of the others."""
     log_rest = np.log1p(-wanted)
     short = 1 - np.exp(window * log_rest) * (1 + wanted * window)  # frames of intervals within the window, as above
-    if float(rows @ short) > frames * 15 / 16:  # next to nothing else is left: who is needed last goes
+    if float(rows @ short) > frames * 15 / 16:  # almost no other rows are in the cache: evict the row wanted last
         return _window(rows, wanted, frames, window)
-    alone = np.exp(window * log_rest)  # no use follows within the window: the row is exposed to the hand
+    alone = np.exp(window * log_rest)  # P(no use follows within the window), so the hand may lower the row's count
 
     def missed_and_uses(round_steps: float) -> tuple[Numbers, Numbers]:
         rate = -log_rest * round_steps
@@ -259,7 +258,7 @@ def _planner(rows: Numbers, wanted: Numbers, frames: float, window: int) -> Numb
         return alone * found, 1 / found - 1
 
     def resident(round_steps: float) -> float:
-        # Exposed until the hand takes it; a use that comes before is known `window` steps earlier.
+        # The hand lowers a row's count except in the `window` steps before its next use.
         missed, uses = missed_and_uses(round_steps)
         return float(rows @ (short + missed * uses * (1 + wanted * window)))
 
@@ -273,17 +272,17 @@ _POLICIES: dict[str, Callable[[Numbers, Numbers, float, int], Numbers]] = {
     "window": _window,
     "planner": _planner,
 }
-_ALWAYS = 1 - 1e-12  # a row that every step wants, for logarithms
+_ALWAYS = 1 - 1e-12  # the largest probability, so that log(1 - p) is finite
 
 
 def _without_hottest(sizes: Numbers, room: float) -> Numbers:
-    """The part of each bucket that finds no room, when the hottest come first."""
+    """Return the fraction of each bucket that does not fit in `room` when the hottest rows are placed first."""
     held = np.clip(room - (np.cumsum(sizes) - sizes), 0, sizes)
     return np.asarray(1 - np.divide(held, sizes, out=np.ones_like(sizes), where=sizes > 0))
 
 
 def _solve(grows: Callable[[float], float], value: float) -> float:
-    """The positive x with grows(x) = value."""
+    """Return the positive x with grows(x) = value, for an increasing function."""
     low, high = 0.0, 1.0
     while grows(high) < value and high < 1e15:
         low, high = high, 2 * high
@@ -294,35 +293,35 @@ def _solve(grows: Callable[[float], float], value: float) -> float:
 
 
 def rounds_stayed(uses: Numbers, alone: Numbers | float = 1.0) -> tuple[Numbers, Numbers]:
-    """Rounds of the hand for which GCLOCK keeps a row, counting only the time in which the hand may lower its count.
+    """Return the rounds of the hand for which GCLOCK keeps a row, without the time in which a window protects the row.
 
     Args:
-        uses: float64[B], how often in such a round a use comes, on average.
-        alone: float64[B], the probability that no further use follows each one under the protection of a window;
-            1 without a window: uses come in runs of a geometric length.
+        uses: float64[B], the average number of uses in a round.
+        alone: float64[B], the probability that no further use follows a use within the window; 1 without a window.
+            Uses come in runs of a geometric length.
 
     Returns:
-        For rows that start with 0, and for those that start with `GCLOCK_RETURN`, for they were evicted lately. The
-        use that brings a row in adds nothing; each later one adds `GCLOCK_HIT`.
+        The rounds of rows that start with count 0, and of rows that start with `GCLOCK_RETURN` because they have a
+        ghost. The first use of a stay adds nothing to the count; each later use adds `GCLOCK_HIT`.
 
-    Let D(c) be the rounds until a row whose count is c after a visit of the hand first has c - 1 (for c = 0: goes).
+    Let D(c) be the rounds until a row with count c after a visit of the hand first has c - 1 (for c = 0: is evicted).
     With k uses until the next visit, compound Poisson, the count becomes min(max, c + k hit) - 1. So
     ``D(c) P(0) = 1 + sum over j > c of P(at least (j - c + 1) / hit) D(j)``: from the top down, all terms positive.
 
     >>> rounds_stayed(np.array([0.0, 0.5 / GCLOCK_HIT, 1.0 / GCLOCK_HIT]))[0].round(1)  # never wanted: one round
     array([1. , 2. , 8.6])
     """
-    uses = np.minimum(uses, 5.0)  # beyond, for ever
+    uses = np.minimum(uses, 5.0)  # with more uses a row practically always stays
     alone = np.clip(np.broadcast_to(np.asarray(alone, np.float64), uses.shape), 1e-12, 1.0)
     most = -(-GCLOCK_MAX // GCLOCK_HIT)
     run = [alone * (1 - alone) ** k for k in range(most + 1)]  # [k]: k + 1 uses in a run
-    chance = [np.exp(-uses)]  # of k uses in a round (Panjer 1981)
+    chance = [np.exp(-uses)]  # [k]: P(k uses in a round), by Panjer's recursion (1981)
     for k in range(1, most + 1):
         chance.append(uses / k * sum((j * run[j - 1] * chance[k - j] for j in range(1, k + 1)), np.zeros_like(uses)))
     at_least = [np.ones_like(uses)]
     for k in range(most):
         at_least.append(np.maximum(0.0, at_least[-1] - chance[k]))
-    # above[c]: D(c) + D(c + 1) + ... up to the top.
+    # above[c]: D(c) + D(c + 1) + ... up to D(GCLOCK_MAX - 1).
     above = [np.zeros_like(uses)] * (GCLOCK_MAX + 1)
     for count in range(GCLOCK_MAX - 1, -1, -1):
         ends = [min(GCLOCK_MAX, count + 1)] + [min(GCLOCK_MAX, count + k * GCLOCK_HIT) for k in range(1, most + 1)]
@@ -332,7 +331,7 @@ def rounds_stayed(uses: Numbers, alone: Numbers | float = 1.0) -> tuple[Numbers,
         above[count] = above[count + 1] + (1 + further) / chance[0]
 
     def stayed(start: int) -> Numbers:
-        # It starts with this and the further uses of its first run: D(c) is passed where that is c or more.
+        # The first count is `start` plus the further uses of the first run. Add D(c) times P(first count >= c).
         rounds = above[0] - above[start + 1]
         for k in range(1, most + 1):
             low, high = (min(GCLOCK_MAX, start + 1 + (k - less) * GCLOCK_HIT) for less in (1, 0))
@@ -346,9 +345,9 @@ def rounds_stayed(uses: Numbers, alone: Numbers | float = 1.0) -> tuple[Numbers,
 
 
 def memory_bytes(ids: float, unique_rows: float, dim: int, record_bytes: float) -> float:
-    """Bytes a step moves through memory at least: what a lookup returns, records read and written, gradient sums.
+    """Return the minimum bytes that a step moves through memory: ``N e + U (2 r + g)``.
 
-    ``N e + U (2 r + g)``; e and g are a float32 row.
+    e: a float32 row of the lookup's result; r: a record, read and written; g: a float32 row of gradient sums.
     """
     row = 4 * dim
     return ids * row + unique_rows * (2 * record_bytes + row)
@@ -356,7 +355,7 @@ def memory_bytes(ids: float, unique_rows: float, dim: int, record_bytes: float) 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds each resource needs for one step. 0: it is not needed."""
+    """The seconds of one step for each resource; 0: the resource is not needed."""
 
     disk_reads: float
     disk_writes: float
@@ -370,7 +369,7 @@ class StepTimes:
 
     @property
     def binds(self) -> str:
-        """The resource that needs most.
+        """The resource that needs the most time.
 
         >>> StepTimes(disk_reads=0.1, disk_writes=0.01, memory=0.004).binds
         'disk'
@@ -379,12 +378,12 @@ class StepTimes:
 
     @property
     def together(self) -> float:
-        """Seconds of a step in which all go on at once: no step is shorter."""
+        """Seconds of a step in which all resources work in parallel: a lower bound."""
         return max(self.resources.values())
 
     @property
     def in_turn(self) -> float:
-        """Seconds of a step in which each waits for the others."""
+        """Seconds of a step in which the resources work one after another."""
         return sum(self.resources.values())
 
 
@@ -398,10 +397,10 @@ def step_times(
     memory_bytes_per_s: float,
     compute_s: float = 0.0,
 ) -> StepTimes:
-    """What one step costs each resource of a machine.
+    """Return the time that one step takes of each resource of a machine.
 
     Args:
-        reads: rows read from disk. written_bytes: to disk, compaction included. moved_bytes: see `memory_bytes`.
+        reads: rows read from disk. written_bytes: bytes written to disk, with compaction. moved_bytes: `memory_bytes`.
         read_iops: random reads a second. write_bytes_per_s, memory_bytes_per_s: bandwidths.
         compute_s: seconds of the model's own work.
 

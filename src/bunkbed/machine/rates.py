@@ -1,7 +1,7 @@
-"""What this machine allows: memory bandwidth, random reads and sequential writes of a directory's disk.
+"""The rates of this machine: memory bandwidth, random reads and sequential writes of a directory's disk.
 
-`measure` takes a few seconds and remembers the result in the user's cache directory, so that the next one is instant;
-`remembered` only looks there.
+`measure` takes a few seconds and stores the result in the user's cache directory; the next call reads it from there.
+`remembered` only reads it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from bunkbed import _native
 from bunkbed.core.budget import format_bytes
 
-READ_THREADS = 64  # as many as the core reads with
-_MEMORY_BYTES = 512 << 20  # of the copied arrays: more than caches hold
-_ROUNDS = 5  # of a measurement. Of memory the best counts: what else runs here makes some worse. Of reads the median:
-# disks have bursts that a training run cannot count on
+READ_THREADS = 64  # the size of the core's read pool
+_MEMORY_BYTES = 512 << 20  # size of the copied arrays: larger than the processor's caches
+_ROUNDS = 5  # measurements of each rate. Memory: the best, because other processes only make it slower. Reads: the
+# median, because a disk can be faster for a short time than in a training run
 _MEMORY_S = 0.15
-_FILE_BYTES = 1 << 30  # of the temporary file at most, and never more than an eighth of what is free
+_FILE_BYTES = 1 << 30  # maximum size of the temporary file, which is at most an eighth of the free space
 _FILE_MIN_BYTES = 16 << 20
 _WRITE_S = 2.0
 _READ_S = 0.5
@@ -37,17 +37,17 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that a step is held against; None: unknown.
+    """The rates of a machine; None: unknown.
 
     Attributes:
-        memory_bytes_per_s: read and written together, by copies on all processors.
-        read_iops: random reads of 4 KiB a second, past the page cache, by 64 threads.
-        write_bytes_per_s: of a file written from end to end and synced.
-        read_unit: bytes in which the disk is read; 1: the file system refuses reads past the page cache, and
-            `read_iops` is the page cache's.
+        memory_bytes_per_s: bytes read plus bytes written, by copies on all processors.
+        read_iops: random reads of 4 KiB a second by 64 threads, without the page cache.
+        write_bytes_per_s: rate of a file that is written sequentially and synced.
+        read_unit: unit of reads from the disk in bytes; 1: the file system does not support reads without the page
+            cache, and `read_iops` is that of the page cache.
         disk: device and type of the file system.
-        processors: those this process may use.
-        measured: when, in seconds since 1970; 0: the figures were given.
+        processors: number of processors that this process may use.
+        measured: time of the measurement, in seconds since 1970; 0: the caller gave the rates.
     """
 
     memory_bytes_per_s: float | None = None
@@ -60,12 +60,12 @@ class Machine:
 
 
 def measure(directory: str | os.PathLike[str] = ".", *, again: bool = False) -> Machine:
-    """This machine's rates: the remembered ones, or else measured now, in about five seconds.
+    """Return this machine's rates: the stored ones, or else measure them, in about five seconds.
 
     Args:
-        directory: whose disk is meant; a temporary file of at most 1 GiB (and an eighth of the free space) is written
-            there and removed. One that does not exist stands for its nearest parent that does.
-        again: measure even if remembered.
+        directory: a directory on the disk to measure; a temporary file of at most 1 GiB (and an eighth of the free
+            space) is written there and removed. If it does not exist, the nearest existing parent is used.
+        again: measure even if the rates are stored.
 
     Raises:
         OSError: the directory cannot be written, or has too little room.
@@ -90,7 +90,7 @@ def measure(directory: str | os.PathLike[str] = ".", *, again: bool = False) -> 
 
 
 def remembered(directory: str | os.PathLike[str] | None = None) -> Machine | None:
-    """What `measure` found here before, or None. Without a directory: only what does not depend on one."""
+    """Return the stored rates of this machine, or None; without a directory, those that do not depend on the disk."""
     known = _load()
     if directory is not None:
         return known.get(_key(_existing(directory)))
@@ -100,13 +100,13 @@ def remembered(directory: str | os.PathLike[str] | None = None) -> Machine | Non
 
 
 def random_reads(files: Sequence[str | os.PathLike[str]], *, seconds: float = 3.0) -> tuple[float, int]:
-    """Random reads of 4 KiB a second that the disk under these files allows, 64 at a time, past the page cache.
+    """Measure random reads of 4 KiB from these files, 64 at a time, without the page cache.
 
     Returns:
-        (reads a second, `Machine.read_unit`): where the unit is 1 the figure is the page cache's.
+        (reads a second, `Machine.read_unit`); where the unit is 1 the reads were from the page cache.
 
     Raises:
-        OSError: a file cannot be read. ValueError: they hold no whole block.
+        OSError: a file cannot be read. ValueError: the files have no whole block.
     """
     rate, unit = _native.probe_reads([os.fspath(file) for file in files], READ_THREADS, seconds)
     return float(rate), int(unit)
@@ -115,21 +115,21 @@ def random_reads(files: Sequence[str | os.PathLike[str]], *, seconds: float = 3.
 def sequential_writes(
     file: str | os.PathLike[str], *, num_bytes: int = _FILE_BYTES, seconds: float = math.inf
 ) -> float:
-    """Bytes a second that the disk takes of a new file, written from end to end past the page cache and synced.
+    """Measure bytes a second of a new file that is written sequentially without the page cache, and synced.
 
     Args:
-        file: to write; it stays. num_bytes: at most. seconds: at most, before the sync.
+        file: path of the file, which is not removed. num_bytes: maximum size. seconds: time limit before the sync.
 
     Raises:
-        OSError, FileExistsError: it cannot be written, or is there already.
+        OSError, FileExistsError: the file cannot be written, or exists already.
     """
     rate, _ = _native.probe_writes(os.fspath(file), num_bytes, min(seconds, 3600.0))
     return float(rate)
 
 
 def filesystem(directory: str | os.PathLike[str]) -> str:
-    """Device and type of the file system that holds `directory`, such as ``"/dev/nvme0n1p2 (ext4)"``; empty where
-    the system does not tell."""
+    """Return device and type of the file system of `directory`, such as ``"/dev/nvme0n1p2 (ext4)"``; empty where
+    the system has no /proc/mounts."""
     best, longest = "", -1
     target = str(Path(directory).resolve())
     try:
@@ -144,13 +144,13 @@ def filesystem(directory: str | os.PathLike[str]) -> str:
 
 
 def cache_file() -> Path:
-    """Where the figures are remembered: ``bunkbed/machine.json`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the file of the stored rates: ``bunkbed/machine.json`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "bunkbed" / "machine.json"
 
 
 def _measure_disk(place: Path) -> tuple[float, float, int]:
-    """(reads a second, bytes written a second, read unit), on a temporary file that is removed."""
+    """Return (reads a second, bytes written a second, read unit), measured on a temporary file that is removed."""
     try:
         folder = tempfile.mkdtemp(prefix=".bunkbed-measure-", dir=place)
     except OSError as error:
@@ -193,12 +193,12 @@ def _host() -> str:
 
 
 def _key(place: Path) -> str:
-    """Figures hold for this host, kernel, number of processors and device."""
+    """Return the key of the stored rates: host, kernel, number of processors and device."""
     return f"{_host()} {place.stat().st_dev}:{filesystem(place)}"
 
 
 def _load() -> dict[str, Machine]:
-    """What is remembered. A file that cannot be read or understood is as good as none: it is written anew."""
+    """Return the stored rates; none where the file cannot be read or decoded. The next `measure` replaces it."""
     try:
         content: Any = json.loads(cache_file().read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
@@ -213,7 +213,7 @@ def _load() -> dict[str, Machine]:
 
 
 def _save(machines: dict[str, Machine]) -> None:
-    """Replaces the file as a whole. Where that is not allowed, the next call measures again: no reason to fail."""
+    """Replace the file of stored rates. An error is ignored: the next `measure` then measures again."""
     path = cache_file()
     content = {"format": _FORMAT, "machines": {key: asdict(machine) for key, machine in machines.items()}}
     try:

@@ -1,11 +1,11 @@
-"""What `bunkbed plan` and `Table.explain` print alike: times by resource as bars, rates and speeds in few digits."""
+"""The output that `bunkbed plan` and `Table.explain` share: times by resource as bars, rates, speeds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # rich takes a tenth of a second that a training script need not pay
+if TYPE_CHECKING:  # importing rich takes 0.1 s, which a training script does not need
     from rich.table import Table as Grid
 
     from bunkbed.machine.rates import Machine
@@ -15,7 +15,7 @@ _BAR = 20
 
 
 def facts_grid() -> Grid:
-    """Two columns: a dim word and what is to be said about it."""
+    """Return a grid of two columns: a dim label, and the fact."""
     from rich.table import Table as Grid
 
     grid = Grid.grid(padding=(0, 2, 0, 0))
@@ -25,7 +25,7 @@ def facts_grid() -> Grid:
 
 
 def times_grid(rows: Sequence[tuple[str, float, str]], binds: str, *, title: str = "one step") -> Grid:
-    """Rows of (``"resource"`` or ``"resource, part"``, seconds, what for), a bar each; the binding one stands out."""
+    """Return a grid of (``"resource"`` or ``"resource, part"``, seconds, note) with bars; `binds` is highlighted."""
     from rich.table import Table as Grid
 
     longest = max((seconds for _, seconds, _ in rows), default=0.0)
@@ -43,7 +43,7 @@ def times_grid(rows: Sequence[tuple[str, float, str]], binds: str, *, title: str
 
 
 def milliseconds(seconds: float) -> str:
-    """
+    """Return seconds as text in milliseconds.
     >>> milliseconds(0.1057), milliseconds(2e-5), milliseconds(0)
     ('105.7', '0.020', '0')
     """
@@ -53,7 +53,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def speed(value: float) -> str:
-    """
+    """Return a speed as text with at least three digits.
     >>> speed(8.77777), speed(23), speed(12_345.6)
     ('8.78', '23.0', '12,346')
     """
@@ -61,7 +61,7 @@ def speed(value: float) -> str:
 
 
 def decimal_bytes(num_bytes: float) -> str:
-    """Bytes as the makers of drives count them.
+    """Return bytes as text in decimal units, as drive makers use them.
 
     >>> decimal_bytes(6.8e12), decimal_bytes(5e8), decimal_bytes(0)
     ('6.8 TB', '0.5 GB', '0 GB')
@@ -74,7 +74,7 @@ def decimal_bytes(num_bytes: float) -> str:
 
 
 def rates(machine: Machine) -> str:
-    """What is known of a machine, in one line."""
+    """Return the known rates of a machine, in one line."""
     parts = []
     if machine.memory_bytes_per_s:
         parts.append(f"memory {machine.memory_bytes_per_s / 1e9:,.1f} GB/s")
