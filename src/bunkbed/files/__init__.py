@@ -1,1 +1,1 @@
-"""What Python writes in the folders of runs: durable files, manifests; and which shard has a row."""
+"""The files that Python writes in the folders of runs: durable files, manifests; and the shard of a row."""

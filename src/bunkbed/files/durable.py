@@ -1,4 +1,4 @@
-"""Files and names that survive power loss, and the one rule about symbolic links."""
+"""Files and names that survive power loss, and the rule for symbolic links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make the bytes of a file that is written durable; of a directory its names."""
+    """Make the bytes of a written file durable; for a directory, its names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,16 +25,16 @@ def sync_file(path: Path) -> None:
 
 
 def make_file(path: Path) -> BinaryIO:
-    """A new file, open for writing. What has its name goes first; a symbolic link there is removed, never followed."""
+    """Make a new file, open for writing. A file or symbolic link at `path` is removed first; no link is followed."""
     path.unlink(missing_ok=True)
     return path.open("xb")
 
 
 def require_real(path: Path) -> None:
-    """Nothing is written, or removed, through a symbolic link that came with a folder.
+    """Check that `path` is not a symbolic link: nothing is written or removed through a link in a copied folder.
 
     Raises:
-        FormatError: `path` is one.
+        FormatError: `path` is a symbolic link.
     """
     if path.is_symlink():
         raise FormatError(
@@ -43,14 +43,14 @@ def require_real(path: Path) -> None:
 
 
 def put_in_place(made: Path, path: Path) -> None:
-    """Give a file that was written beside `path` its name, durably. A reader finds the old file or the new one."""
+    """Rename `made`, in the same directory, to `path`, durably. A reader finds the old file or the new file."""
     sync_file(made)
     made.replace(path)
     sync_directory(path.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file durably and all at once."""
+    """Write a file durably; a reader never sees a part of it."""
     made = path.with_name(f"{path.name}.tmp")
     with make_file(made) as file:
         file.write(content)
@@ -58,5 +58,5 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """A new file whose bytes are durable; its name is, once the directory is synced."""
+    """Make a file whose bytes are durable. Its name is durable after `sync_directory`."""
     _native.write_file(str(path), data)

@@ -3,11 +3,11 @@
 A manifest is one line of JSON and one line with its SHA-256. Protocol (docs/design/engine.md, rule 14, publish and
 collect):
 
-1. every table has prepared: its own commit is durable, under an epoch no run manifest names yet;
-2. each new dense file is written under a number never used before, synced, and its directory synced;
-3. the manifest is written under a temporary name, synced, linked under its epoch (never replacing), the directory
-   synced. The run's commit exists from here on;
-4. what no remaining manifest names goes: old manifests first, durably, then files and the tables' old commits.
+1. Every table has prepared: its own commit is durable, under an epoch that no run manifest names yet.
+2. Each new dense file is written under a number that was never used before, and synced; then its directory is synced.
+3. The manifest is written under a temporary name, synced, and linked under its epoch (never replacing). The directory
+   is synced. From then on the run's commit exists.
+4. Old manifests are removed, durably; then the files and the tables' commits that no remaining manifest names.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class RunManifest:
         keep: snapshot name, or empty.
         tables: table name -> the table's epoch.
         files: file name -> (number, bytes, sha256).
-        next_file: first number no file was ever given.
-        copied: a copy put this commit here, and nobody has written the run since.
-        places: shard -> its directory, absolute or relative to the run's, of shards that lie elsewhere than in
-            ``tables/NAME``. Where a shard lies is no part of a commit: those of the newest manifest hold for all.
-        sharding: what makes the run one sharded table; None for any other.
+        next_file: first number that no file has had.
+        copied: `bunkbed.copy` wrote this commit, and no writer has committed since.
+        places: shard -> its directory, absolute or relative to the run's, for shards that are not in ``tables/NAME``.
+            The places are not part of a commit: those of the newest manifest are valid for all commits.
+        sharding: the record of a sharded table; None for other runs.
     """
 
     epoch: int = 0
@@ -66,7 +66,7 @@ class RunManifest:
 
 @dataclass(frozen=True)
 class Named:
-    """What a commit of a run names: its snapshot's name or empty, its tables' epochs, the numbers of its files."""
+    """The parts of a run's manifest that collection needs: snapshot name or empty, tables' epochs, file numbers."""
 
     keep: str
     tables: dict[str, int]
@@ -74,7 +74,7 @@ class Named:
 
 
 def encode(manifest: RunManifest) -> bytes:
-    """The manifest's bytes."""
+    """Return the manifest's bytes."""
     values = {
         "bunkbed_run": FORMAT,
         "epoch": manifest.epoch,
@@ -99,7 +99,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Of a commit or file: the names of those to come have 16 digits too."""
+    """Return whether `value` may be the number of a commit or file; below 10**15, so later names have 16 digits too."""
     return _is_count(value) and value < 10**15  # type: ignore[operator]
 
 
@@ -117,7 +117,7 @@ def _is_named(value: object, is_sound: Callable[[object], bool]) -> bool:
     return isinstance(value, dict) and all(MEMBER.fullmatch(name) and is_sound(one) for name, one in value.items())
 
 
-#: What the values of a manifest may be: they become paths and numbers of files.
+#: The checks of a manifest's values, which become paths and numbers of files.
 _KEYS: dict[str, Callable[[object], bool]] = {
     "epoch": _is_number,
     "meta": lambda value: isinstance(value, dict),
@@ -126,7 +126,7 @@ _KEYS: dict[str, Callable[[object], bool]] = {
     "files": lambda value: _is_named(value, _is_file),
     "next_file": _is_number,
 }
-#: And of those that not every manifest has.
+#: The checks of the optional values.
 _OPTIONAL: dict[str, Callable[[object], bool]] = {
     "places": lambda value: _is_named(
         value, lambda place: isinstance(place, str) and place != "" and "\0" not in place
@@ -136,10 +136,10 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
 
 
 def decode(data: bytes, path: Path) -> RunManifest:
-    """The manifest in `data`.
+    """Decode the manifest in `data`.
 
     Raises:
-        CorruptionError: the checksum does not fit, or what it covers is no manifest. FormatError: a newer format.
+        CorruptionError: the checksum is wrong, or the content is not a manifest. FormatError: a newer format.
     """
     body, _, rest = data.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() + b"\n" != rest:
@@ -190,36 +190,36 @@ def decode(data: bytes, path: Path) -> RunManifest:
 
 
 class RunFiles:
-    """The manifests and dense files in a run's directory, and where its tables lie.
+    """The manifests and dense files in a run's directory, and the paths of its tables.
 
     Args:
-        directory: the run's.
-        kind: what messages call it.
+        directory: the run's directory.
+        kind: the word for the run in messages.
     """
 
     def __init__(self, directory: Path, kind: str = "run") -> None:
         self.directory = directory
         self.files = directory / "files"
         self.label = f"{kind} {directory}"
-        #: Where tables lie, when that is known better than the manifests say.
+        #: The places of the tables, when the caller gave newer ones than the manifests have.
         self.places: dict[str, str] | None = None
         self._is_locked = False
         self._known: dict[int, Named] = {}
-        #: What `_recorded` gave, and of which file: a table of many shards asks for it at each of them.
+        #: The last result of `_recorded` and the identity of its file, because each shard needs the result.
         self._newest: tuple[tuple[int, int, int], RunManifest] = ((-1, 0, 0), RunManifest())
 
     def table_path(self, name: str) -> Path:
-        """Where a table's directory is said to be; `own_table` where it is opened or changed."""
+        """Return the recorded directory of a table, without a check. To open or change it, use `own_table`."""
         places = self._recorded().places if self.places is None else self.places
-        return self.directory / places.get(name, f"tables/{name}")  # an absolute place stands for itself
+        return self.directory / places.get(name, f"tables/{name}")  # an absolute place replaces the directory
 
     def own_table(self, name: str) -> Path:
-        """`table_path`, once it is known to be this run's: manifests and links may come from anywhere.
+        """Return `table_path` after a check that the table is of this run: a copied folder may have any links.
 
-        A shard may lie anywhere, and is known by its uuid. Any other table lies in the run's own directory.
+        A shard may be in any directory, so its uuid is checked. Any other table is in the run's own directory.
 
         Raises:
-            FormatError: a symbolic link leads to it, or another table is there. CorruptionError: none of a shard's
+            FormatError: the path has a symbolic link, or another table is there. CorruptionError: none of a shard's
             commits can be read. FileNotFoundError: no shard is there.
         """
         path, sharding = self.table_path(name), self._recorded().sharding
@@ -239,7 +239,7 @@ class RunFiles:
         return path
 
     def _recorded(self) -> RunManifest:
-        """The newest manifest that can be read: where tables lie, and what they are, is the same in all of them."""
+        """Return the newest readable manifest. Sharding never changes; places change only when shards are moved."""
         for epoch in reversed(self.epochs()):
             try:
                 about = self.manifest_path(epoch).stat()
@@ -248,15 +248,15 @@ class RunFiles:
                     self._newest = (key, self.load(epoch))
                 return self._newest[1]
             except (BunkbedError, OSError):
-                continue  # damaged, or just collected; an older one says the same unless directories moved since
+                continue  # damaged, or just collected; an older manifest has the same places unless directories moved
         return RunManifest()
 
     def lock(self) -> int:
-        """The writer's lock, held until `unlock`.
+        """Take the writer's lock, until `unlock`.
 
         Raises:
-            TableLockedError: another process has it; names it. FormatError: something that the writer writes through is
-            a symbolic link.
+            TableLockedError: another process has the lock; names the process. FormatError: the lock file or a folder
+            that the writer writes to is a symbolic link.
         """
         path = self.directory / "lock"
         for place in (path, self.files, self.directory / "tables"):
@@ -264,7 +264,7 @@ class RunFiles:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Only the message of the next process that meets the lock reads this: a full disk is no reason to fail.
+            # The process id is only for the message of another process, so a full disk is not an error here.
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -282,14 +282,14 @@ class RunFiles:
             raise
 
     def unlock(self, descriptor: int) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._is_locked = False
         self._known.clear()
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the descriptor
         os.close(descriptor)
 
     def epochs(self) -> list[int]:
-        """Epochs with a manifest, ascending."""
+        """Return the epochs that have a manifest, ascending."""
         found = (_NAME.fullmatch(name) for name in _names_in(self.directory))
         return sorted(int(match.group(1)) for match in found if match)
 
@@ -307,7 +307,7 @@ class RunFiles:
         return manifest
 
     def named(self, epoch: int) -> Named:
-        """What a commit names. The lock's holder reads each manifest once: none changes under its name."""
+        """Return the names in a commit. With the lock each manifest is read once, because manifests never change."""
         found = self._known.get(epoch)
         if found is None:
             manifest = self.load(epoch)
@@ -317,10 +317,10 @@ class RunFiles:
         return found
 
     def load_newest(self) -> RunManifest:
-        """The newest commit; an empty manifest when there is none.
+        """Return the newest commit; an empty manifest when there is none.
 
         Raises:
-            CorruptionError: it is damaged; names the older ones. Never a silent roll-back.
+            CorruptionError: it is damaged; names the older ones. An older commit is never returned silently.
         """
         epochs = self.epochs()
         if not epochs:
@@ -330,7 +330,7 @@ class RunFiles:
         except FileNotFoundError:
             if self.epochs()[-1:] == epochs[-1:]:
                 raise
-            return self.load_newest()  # its writer made newer ones and collected it, after it was listed
+            return self.load_newest()  # the writer made newer commits and collected this one after it was listed
         except CorruptionError as error:
             older = ", ".join(map(str, epochs[:-1]))
             place = shlex.quote(str(self.directory))
@@ -343,24 +343,24 @@ class RunFiles:
             raise CorruptionError(f"{error}; {remain}") from None
 
     def snapshots(self) -> dict[str, int]:
-        """Kept commits: name -> epoch, oldest first."""
+        """Return the kept commits: name -> epoch, oldest first."""
         newest: dict[str, int] = {}
         for epoch in self.epochs():
             try:
                 name = self.named(epoch).keep
             except FileNotFoundError:
-                continue  # collected by its writer after it was listed
+                continue  # collected by the writer after it was listed
             except BunkbedError:
-                continue  # check() reports it; the sound ones can still be opened
+                continue  # damaged, which check() reports; the sound snapshots can still be opened
             if name:
                 newest[name] = epoch
         return dict(sorted(newest.items(), key=lambda item: item[1]))
 
     def find(self, to: str | int) -> RunManifest:
-        """The commit kept under a name, or of an epoch.
+        """Return the commit kept under a name, or of an epoch.
 
         Raises:
-            ValueError: there is none; lists those there are.
+            ValueError: no such commit; the message lists the commits.
         """
         if isinstance(to, str):
             for epoch in reversed(self.epochs()):
@@ -374,18 +374,18 @@ class RunFiles:
         return self.load(to)
 
     def write_file(self, number: int, data: bytes) -> tuple[int, int, str]:
-        """Step 2 for one file; its directory must still be synced."""
+        """Do step 2 for one file; the caller syncs the directory afterwards."""
         path = self.file_path(number)
-        _native.remove_file(str(path))  # of a commit that never came to be
+        _native.remove_file(str(path))  # left by a commit that failed
         write_durably(path, data)
         return (number, len(data), hashlib.sha256(data).hexdigest())
 
     def read_file(self, name: str, manifest: RunManifest) -> bytes:
-        """A dense file of a commit, verified.
+        """Read a dense file of a commit and verify its checksum.
 
         Raises:
-            FileNotFoundError: no such name; lists those there are. Or the commit was collected meanwhile.
-            CorruptionError: it is missing or damaged.
+            FileNotFoundError: no such name (lists the names), or the writer has collected the commit.
+            CorruptionError: the file is missing or damaged.
         """
         if name not in manifest.files:
             known = ", ".join(sorted(manifest.files)) or "none"
@@ -405,7 +405,7 @@ class RunFiles:
         return data
 
     def publish(self, manifest: RunManifest) -> None:
-        """Step 3."""
+        """Do step 3."""
         final = self.manifest_path(manifest.epoch)
         temporary = self.directory / f"new-{final.name}"
         _native.remove_file(str(temporary))
@@ -417,7 +417,7 @@ class RunFiles:
             _native.remove_file(str(temporary))
 
     def forget(self, name: str) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-        """Remove the commits kept under a name, but the newest; returns what `collect` does."""
+        """Remove the commits kept under a name, except the newest commit; return the result of `collect`."""
         epochs = self.epochs()
         dropped = [epoch for epoch in epochs[:-1] if self._keeps(epoch, name)]
         for epoch in dropped:
@@ -430,17 +430,17 @@ class RunFiles:
         try:
             return self.named(epoch).keep == name
         except BunkbedError:
-            return False  # check() reports it
+            return False  # damaged, which check() reports
 
     def collect(self) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-        """Step 4, except the tables' part: their epochs that remaining commits name, and that snapshots name, by table.
+        """Do step 4 without the tables' commits; return (epochs that remaining commits name, that snapshots name).
 
-        Where a manifest is damaged, what it names is not known: nothing goes, and the first of the two is empty.
+        Both are by table. If a manifest is damaged, its names are unknown: nothing is removed, and the first is empty.
         """
         epochs = self.epochs()
         commits: dict[int, Named] = {}
         for epoch in epochs:
-            with contextlib.suppress(BunkbedError):  # check() reports it
+            with contextlib.suppress(BunkbedError):  # damaged, which check() reports
                 commits[epoch] = self.named(epoch)
         kept = set({commit.keep: epoch for epoch, commit in commits.items() if commit.keep}.values())
         if len(commits) < len(epochs):
@@ -461,13 +461,13 @@ class RunFiles:
         )
 
     def dense_files(self) -> list[tuple[int, Path]]:
-        """(number, path) of the dense files that are there, ascending."""
+        """Return (number, path) of the existing dense files, ascending."""
         found = (_FILE.fullmatch(name) for name in _names_in(self.files))
         return sorted((int(match.group(1)), self.files / match.group()) for match in found if match)
 
 
 def _names_in(directory: Path) -> list[str]:
-    """Names in a directory; none where there is none. Paths would take several times as long to make."""
+    """Return the names in a directory; none if it does not exist. `Path.iterdir` would take several times as long."""
     if not directory.is_dir():
         return []
     with os.scandir(directory) as entries:
@@ -483,6 +483,6 @@ def _epochs_of_tables(commits: Iterable[Named]) -> dict[str, set[int]]:
 
 
 def is_sharded(place: Path) -> bool:
-    """Whether a sharded table lies there."""
+    """Return whether `place` has a sharded table."""
     files = RunFiles(place)
     return bool(files.epochs()) and files.load_newest().sharding is not None

@@ -1,14 +1,14 @@
-"""Which shard of a table has a row, and what a run that is a sharded table says of its shards.
+"""The shard of a row, and the part of a run's manifest that describes a sharded table.
 
-The rule, version 1: with x = id + 0x9e3779b97f4a7c15, every operation modulo 2**64,
+The hash of an id, version 1: with x = id + 0x9e3779b97f4a7c15, every operation modulo 2**64,
 
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9
     x = (x ^ (x >> 27)) * 0x94d049bb133111eb
     shard = ((x >> 32) * shards) >> 32
 
-which is splitmix64, but for its last step, which mixes bits that are not used, and a multiplication in place of a
-division. It is file format: rows are found by it. It must differ from the core's own hash of ids (`mix_id`), or the
-directory of a shard would get only some of its values.
+This is splitmix64 without its last step, which would mix bits that are not used, and with a multiplication instead of
+a division. The hash is part of the file format, because it locates rows. It must differ from the core's own hash of
+ids (`mix_id`); otherwise the ids of a shard would have only some of that hash's values.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from bunkbed.core.arguments import Ids
 
-#: Version of the rule.
+#: Version of the hash.
 HASH = 1
-#: Most shards of a table.
+#: Maximum number of shards of a table.
 MAX_SHARDS = 1024
 
 
 def shard_name(index: int) -> str:
-    """Name of a shard in its run, and of its directory.
+    """Return the name of a shard in its run, and of its directory.
 
     >>> shard_name(3)
     'shard-0003'
@@ -44,7 +44,7 @@ def _names(num_shards: int) -> tuple[str, ...]:
 
 
 def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
-    """The shard that has each row.
+    """Return the shard of each row.
 
     Args:
         ids: int64[N], none negative.
@@ -69,10 +69,10 @@ def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
 
 
 class Split:
-    """The places of a batch, shard by shard; within a shard in batch order, which sums of equal ids depend on.
+    """The positions of a batch, sorted by shard; within a shard in batch order, because sums of equal ids depend on it.
 
     Attributes:
-        order: int64[N], places in the batch; None where all of it is one shard's.
+        order: int64[N], positions in the batch; None for a single shard.
         bounds: shard i has ``order[bounds[i]:bounds[i + 1]]``.
     """
 
@@ -82,23 +82,23 @@ class Split:
             self.bounds = [0, len(ids)]
             return
         owners = shards_of(ids, num_shards)
-        self.order = np.argsort(owners, kind="stable")  # of 16 bits: a radix sort
+        self.order = np.argsort(owners, kind="stable")  # NumPy uses a radix sort for 16 bits
         self.bounds = [0, *np.cumsum(np.bincount(owners, minlength=num_shards)).tolist()]
 
     def part(self, index: int) -> slice:
-        """Where shard `index` stands in what `take` gives."""
+        """Return the part of shard `index` in the result of `take`."""
         return slice(self.bounds[index], self.bounds[index + 1])
 
     def size(self, index: int) -> int:
-        """Places of shard `index`."""
+        """Return the number of positions of shard `index`."""
         return self.bounds[index + 1] - self.bounds[index]
 
     def take(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """[N, ...] in batch order to [N, ...] shard by shard."""
+        """Return [N, ...] values in batch order, sorted by shard."""
         return values if self.order is None else values.take(self.order, axis=0)
 
     def put(self, values: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """[N, ...] shard by shard into `out` in batch order."""
+        """Write [N, ...] values that are sorted by shard to `out` in batch order."""
         if self.order is not None:
             out[self.order] = values
         elif out is not values:
@@ -107,12 +107,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What the manifest of a run says where the run is one sharded table.
+    """The part of a run's manifest that makes the run a sharded table.
 
     Attributes:
-        uuid: identity of the whole, 32 hexadecimal digits; a copy has the same.
-        shards: uuids of the shards' tables, in order: directories that were mixed up are noticed.
-        hash: version of the rule.
+        uuid: identity of the sharded table, 32 hexadecimal digits; a copy has the same.
+        shards: uuids of the shards' tables, in order, to detect directories that were mixed up.
+        hash: version of the hash.
     """
 
     uuid: str
@@ -121,20 +121,20 @@ class Sharding:
 
     @classmethod
     def new(cls, shards: list[str]) -> Self:
-        """A sharded table of its own, of these tables."""
+        """Return the record of a new sharded table with these uuids of shards."""
         return cls(uuid.uuid4().hex, tuple(shards))
 
     def names(self) -> list[str]:
-        """Names of the shards in their run, in order."""
+        """Return the names of the shards in their run, in order."""
         return list(_names(len(self.shards)))
 
     def as_json(self) -> dict[str, Any]:
-        """What the manifest holds."""
+        """Return the record for the manifest."""
         return {"hash": self.hash, "uuid": self.uuid, "shards": list(self.shards)}
 
     @classmethod
     def from_json(cls, value: object) -> Self | None:
-        """What the manifest held; None where that is no such record. The version is for the caller to look at."""
+        """Return the record of a manifest; None where it is not valid. The caller must check the version."""
 
         def is_uuid(one: object) -> bool:
             return isinstance(one, str) and len(one) == 32 and set(one) <= set("0123456789abcdef")
