@@ -1,1 +1,1 @@
-"""Several tables and dense files that are committed as one, and what may be removed when one starts."""
+"""Several tables and dense files that are committed together; removal of a table that was never committed."""

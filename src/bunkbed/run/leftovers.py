@@ -1,16 +1,17 @@
-"""A table's directory that a session left before its run's first commit: what proves that it may go.
+"""Removal of a table's directory that a process left before the run committed the table.
 
-``Run.table(name, create=...)`` replaces the directory of a table that no commit of the run names. It may hold committed
-rows all the same: of a run whose manifests are missing (a partial copy, a restored backup), or of a table that was made
-there by hand. So nothing goes without a proof, which is one of these:
+``Run.table(name, create=...)`` replaces the directory of a table that no commit of the run names. The directory may
+still hold committed rows: of a run whose manifests are missing (a partial copy, a restored backup), or of a table that
+was made there without the run. So the directory is removed only if one of these conditions proves that it has no such
+rows:
 
-1. No table is there: the directory holds at most a lock and unfinished files.
-2. The table belongs to a run, and its one commit is that of its making, without a row.
-3. The table belongs to a run, and ``new-run-table-NAME`` in the run's directory has its uuid. The run writes that file,
-   durably, before the first commit of a new table, and removes it once a commit of the run that names the table is
+1. The directory has no table: it holds at most a lock and unfinished files.
+2. The table belongs to a run, and its only commit is that of its creation, without a row.
+3. The table belongs to a run, and the file ``new-run-table-NAME`` in the run's directory has its uuid. The run writes
+   this file, durably, before the first commit of a new table. It removes the file once its own commit of the table is
    durable.
 
-Only files that are a table's are removed, one by one, so that a symbolic link is never followed.
+Files of a table are removed one by one, so that a symbolic link is never followed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _mark(files: RunFiles, name: str) -> Path:
 
 
 def mark_new(files: RunFiles, uuids: dict[str, str]) -> None:
-    """Remember durably that no commit of the run names these tables (name -> uuid) yet."""
+    """Record durably that no commit of the run names these tables (name -> uuid) yet."""
     for name, uuid in uuids.items():
         _native.remove_file(str(_mark(files, name)))
         write_durably(_mark(files, name), uuid.encode())
@@ -50,11 +51,10 @@ def forget_marks(files: RunFiles, committed: set[str]) -> None:
 
 
 def remove_leftover(files: RunFiles, name: str, path: Path) -> None:
-    """Remove what lies at `path`, where the run is to make the table `name`; requires the run's lock.
+    """Remove the directory at `path`, where the run will make the table `name`. Requires: the run's lock held.
 
     Raises:
-        FileExistsError: it is not proved to be the leftover of a session that never committed the table. Nothing was
-        changed.
+        FileExistsError: no condition proves that the table was never committed. Nothing was changed.
     """
     why = _why_it_stays(files, name, path)
     if why:
@@ -63,7 +63,7 @@ def remove_leftover(files: RunFiles, name: str, path: Path) -> None:
             "of the run are missing (run-*, as after a partial copy), put them back; otherwise move that directory "
             "away, or remove it if nothing needs it"
         )
-    # Manifests go after what they name, so that an interrupted removal is still proved to be one.
+    # Manifests are removed last, so that after an interrupted removal the condition still holds.
     for entry in sorted(path.iterdir(), key=lambda entry: (entry.name.startswith("manifest-"), entry.name)):
         _native.remove_file(str(entry))
     path.rmdir()
@@ -71,7 +71,7 @@ def remove_leftover(files: RunFiles, name: str, path: Path) -> None:
 
 
 def _why_it_stays(files: RunFiles, name: str, path: Path) -> str:
-    """Empty where one of the proofs holds."""
+    """Return the reason why the directory must stay; empty where one of the conditions holds."""
     if path.is_symlink() or not path.is_dir():
         return "is not a directory"
     entries = sorted(path.iterdir())

@@ -1,4 +1,4 @@
-"""Several tables and dense files committed as one."""
+"""`Run`: several tables and dense files that are committed together."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def _require_name(what: str, name: object) -> None:
 class Run:
     """A directory of tables and dense files that are committed together and open together.
 
-    After a crash every table and every file is that of the run's last commit, never a mixture.
+    After a crash all tables and files have the state of the run's last commit.
 
     Owns its tables (closing the run closes them), their shared RAM budget and the run's lock. Not thread-safe; its
-    tables are. Durable up to the last `commit`. Whoever made it closes it: `close`, or a ``with`` block, commits
-    first; a block left by an exception does not commit.
+    tables are. Durable up to the last `commit`. The caller that made the run closes it. `close` and the end of a
+    ``with`` block commit first; a block left by an exception does not commit.
 
     Args:
-        path: the run's directory; made when it is not there (``mode="w"``).
+        path: the run's directory; made if it does not exist (``mode="w"``).
         ram: one hard budget for all its tables: bytes, as ``"2GiB"``, or a `Budget`.
-        mode: ``"w"``: the one writer; ``"r"``: readers of one commit.
+        mode: ``"w"``: the one writer; ``"r"``: a reader of one commit.
         snapshot: open this kept commit, for reading.
 
     Raises:
-        FileNotFoundError: nothing there to read. TableLockedError: another process writes it.
-        FormatError: the directory is something else. CorruptionError: the last commit is damaged.
+        FileNotFoundError: no run to read. TableLockedError: another process writes it.
+        FormatError: the directory is not a run. CorruptionError: the last commit is damaged.
 
     >>> import bunkbed as bb, numpy as np, tempfile
     >>> with bb.Run(tempfile.mkdtemp(), ram="64MiB") as run:
@@ -73,13 +73,13 @@ class Run:
         self.path = Path(path).expanduser().absolute()
         self.mode: Literal["w", "r"] = "r" if snapshot is not None else mode
         self.budget = ram if isinstance(ram, Budget) else Budget(DEFAULT_RAM if ram is None else ram)
-        self._shards_of = _shards_of  # the name of the sharded table that its tables are
+        self._shards_of = _shards_of  # the name of the sharded table whose shards are the run's tables, or None
         self._files = RunFiles(self.path, "run" if _shards_of is None else "sharded table")
         self._tables: dict[str, Table] = {}
         self._closed = False
         self._pid = os.getpid()
         self._background: BackgroundCommit | None = None
-        # Files and facts of a commit that failed, or is not over: the next one holds them too.
+        # Files and meta of a commit that failed or is not over. The next commit holds them too.
         self._owed: tuple[dict[str, bytes], dict[str, Any]] | None = None
         self._lock: int | None = None
         self._read_only_reason = ""
@@ -90,7 +90,7 @@ class Run:
         if self.mode == "w":
             self._prepare_directory()
         try:
-            # The table's epochs that the run's commits name, and those of them that its snapshots do.
+            # By table: the epochs that the run's commits name, and the epochs that its snapshots name.
             self._named: dict[str, set[int]] = {}
             self._kept: dict[str, set[int]] = {}
             self._manifest = self._files.load_newest() if snapshot is None else self._files.find(snapshot)
@@ -110,7 +110,7 @@ class Run:
         if self.path.is_dir() and any(entry.name.startswith("manifest-") for entry in self.path.iterdir()):
             raise FormatError(f"{self.path} is a table, not a run; open it with bb.open")
         if self.path.is_dir() and not self._files.epochs() and not (self.path / "lock").exists():
-            # Power may be lost before the lock's name is durable, or the first commit's manifest has its own.
+            # Power loss may leave these names before the lock's name or the first manifest's name is durable.
             ours = {"files", "tables", "lock"}
             strangers = sorted(e.name for e in self.path.iterdir() if e.name not in ours and e.name[:8] != "new-run-")
             if strangers:
@@ -135,12 +135,12 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """Number of the commit in view; 0 before the first."""
+        """Number of the present commit, the one that is open or was made last; 0 before the first."""
         return self._manifest.epoch
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What that commit was given as `meta`."""
+        """The `meta` of the present commit."""
         value: dict[str, Any] = json.loads(json.dumps(self._manifest.meta))
         return value
 
@@ -151,21 +151,21 @@ class Run:
 
     @property
     def table_names(self) -> list[str]:
-        """Names of the tables the commit in view holds, and of those made since."""
+        """Names of the tables of the present commit, and of tables that were made later."""
         return sorted({*self._manifest.tables, *self._tables})
 
     @property
     def files(self) -> list[str]:
-        """Names of the dense files of the commit in view."""
+        """Names of the dense files of the present commit."""
         return sorted(self._manifest.files)
 
     @property
     def sharding(self) -> Sharding | None:
-        """What makes it one `bunkbed.ShardedTable`; None for any other run."""
+        """The record of a `bunkbed.ShardedTable`; None for other runs."""
         return self._manifest.sharding
 
     def become_sharded(self, names: list[str]) -> None:
-        """From the next commit on its open tables are the shards of one table, in the order of `names`."""
+        """Make the open tables the shards of one table, in the order of `names`, from the next commit on."""
         self._manifest = replace(self._manifest, sharding=Sharding.new([self._tables[name].uuid for name in names]))
 
     @property
@@ -174,7 +174,7 @@ class Run:
         return self._closed
 
     def snapshots(self) -> dict[str, int]:
-        """Kept commits: name -> epoch, oldest first."""
+        """Return the kept commits: name -> epoch, oldest first."""
         self._settle(report=False)
         return self._files.snapshots()
 
@@ -198,12 +198,12 @@ class Run:
 
     @typed
     def table(self, name: str, *, create: dict[str, Any] | None = None) -> Table:
-        """The table `name` at the run's commit; opened once, then the same object.
+        """Return the table `name` at the run's commit. It is opened once; later calls return the same object.
 
         Args:
             name: letters, digits, ``.``, ``_``, ``-``.
-            create: arguments of `bunkbed.create`, except path and ram: makes the table when the run has none of that
-                name, otherwise each is compared with the table's.
+            create: arguments of `bunkbed.create`, except path and ram, used if the run has no table of that name.
+                Otherwise each given value must be the table's, but hyperparameters replace the table's.
 
         Raises:
             ValueError: a bad name, or a mismatch with `create`. FileNotFoundError: no such table, and no `create`.
@@ -217,7 +217,7 @@ class Run:
         path = self._files.own_table(name)
         label = name if self._shards_of is None else f"{self._shards_of}/{name}"
         if name in self._manifest.tables:
-            if not opening.is_table(path):  # with `create` an empty one would take its place
+            if not opening.is_table(path):  # with `create`, open_table would make an empty table there
                 raise FileNotFoundError(
                     f"run {self.path}: commit {self.epoch} names table {name!r}, but {path} holds no table; put its "
                     "files back"
@@ -237,19 +237,19 @@ class Run:
             if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
                 remove_leftover(self._files, name, path)
             opened = opening.create(path, ram=self.budget, _run=self, _name=label, **create)
-        self._tables[name] = opened  # from here on closing the run closes it
+        self._tables[name] = opened  # from here on `close` closes it
         if self.mode == "w":
             self._pin(name, opened)
         return opened
 
     def _pin(self, name: str, table: Table) -> None:
-        """Tells a table which of its commits stay."""
+        """Set the epochs of a table that must not be collected."""
         table._native.set_pinned_epochs(self._named.get(name, set()), self._kept.get(name, set()))
 
     def reopen(self, name: str, epoch: int) -> Table:
-        """A reader's open table anew, at another of its commits. The one before is closed, and stays so on an error."""
+        """Open a reader's table again, at another of its commits. The old object is closed, also on an error."""
         label = self._tables[name].name
-        self._tables[name]._close()  # first: the budget may not hold both
+        self._tables[name]._close()  # before the other opens, because the budget may be too small for both
         path = self._files.own_table(name)
         wanted = opening.Wanted.of("r", ram=self.budget)
         self._tables[name] = opening.open_table(path, wanted, epoch=epoch, name=label)
@@ -257,10 +257,10 @@ class Run:
 
     @typed
     def read(self, name: str) -> bytes:
-        """A dense file of the commit in view, verified.
+        """Read a dense file of the present commit and verify its checksum.
 
         Raises:
-            FileNotFoundError: no such file; lists those there are. CorruptionError: it is missing or damaged.
+            FileNotFoundError: no such file; lists the files. CorruptionError: the file is missing or damaged.
         """
         self._require_open()
         self._settle(report=False)
@@ -278,15 +278,15 @@ class Run:
         """Make all tables and `files` durable as one commit.
 
         Args:
-            files: dense files by name; those of the last commit that are not named again carry over.
-            meta: JSON-able facts; None keeps the last ones.
-            keep: name under which this commit is kept as a snapshot; a name used before moves here.
+            files: dense files by name; files of the last commit that are not given again stay in the commit.
+            meta: JSON-able facts; None keeps those of the last commit.
+            keep: name under which this commit is kept as a snapshot. A name in use moves to this commit.
 
         Returns:
             The run's epoch.
 
         Raises:
-            ReadOnlyError: a reader. OSError: the disk is full or failing; the last commit stands and nothing is lost.
+            ReadOnlyError: a reader. OSError: the disk is full or failing; the last commit stays valid, no row is lost.
         """
         contents, facts = self._begin(files, meta, keep)
         tables = {name: table._commit(None, None) for name, table in self._tables.items()}
@@ -299,27 +299,27 @@ class Run:
         meta: dict[str, Any] | None = None,
         keep: str | None = None,
     ) -> PendingCommit:
-        """`commit` without waiting: training goes on while a thread makes it durable.
+        """Start a commit that a thread makes durable while training continues.
 
-        It holds `files`, and every change of the tables made before this call and none made after it. The run's next
-        commit, and whatever else reads or changes its files, waits for it to end. Should it fail, the next commit holds
-        its files and `meta` too, where it names no newer ones; the name in `keep` is to be given again.
+        The commit holds `files`, and every change of the tables made before this call and none made after it. The
+        run's next commit, and each call that reads or changes the run's files, waits for this commit to end. If this
+        commit fails, the next one holds its files and `meta` too, unless newer ones are given; give `keep` again.
 
         Returns:
-            What to wait on. A failure that nobody waited for is raised by the next commit, or `close`.
+            The pending commit. If it fails and `wait` was not called, the next commit, or `close`, raises its error.
 
         Raises:
-            ReadOnlyError: a reader. OSError: an earlier one failed.
+            ReadOnlyError: a reader. OSError: an earlier commit failed.
         """
         contents, facts = self._begin(files, meta, keep)
-        begun = {name: table._begin_commit(None, None) for name, table in self._tables.items()}
+        started = {name: table._begin_commit(None, None) for name, table in self._tables.items()}
 
         def finish() -> int:
             epochs, errors = {}, []
-            for name, one in begun.items():
+            for name, one in started.items():
                 try:
                     epochs[name] = one.wait()
-                except BaseException as error:  # a failure that is not waited for is raised by a later commit
+                except BaseException as error:  # wait for all: a later commit would raise an error not waited for
                     errors.append(error)
             if errors:
                 raise errors[0]
@@ -329,7 +329,7 @@ class Run:
         return PendingCommit(self._background.result, self._background.done)
 
     def _settle(self, *, report: bool) -> None:
-        """Wait for a commit in the background; with `report`, raise what it failed with unless somebody was told."""
+        """Wait for the commit in the background; with `report`, raise its error unless it was raised before."""
         if self._background is not None:
             self._background.settle(report=report)
 
@@ -388,11 +388,11 @@ class Run:
             self._files.publish(manifest)
         except OSError as error:
             if self._files.manifest_path(manifest.epoch).exists():
-                # Linked, not known to be durable: only a new opening can tell which commit it is.
+                # The manifest is linked, but may not be durable. Only opening the run again shows the last commit.
                 self._read_only_reason = str(error)
             raise
         self._manifest = manifest
-        # The commit is durable and acknowledged: what cannot be removed now goes with the next one.
+        # The commit is durable, so errors from here on are ignored. The next commit tries the removals again.
         with contextlib.suppress(OSError, BunkbedError):
             self._named, self._kept = self._files.collect()
             forget_marks(self._files, set(manifest.tables))
@@ -402,7 +402,7 @@ class Run:
 
     @typed
     def rewind(self, to: str | int) -> int:
-        """Go back to a kept commit: all tables, with optimizer state, and files; it becomes the newest commit.
+        """Go back to an earlier commit: all tables, with optimizer state, and files. It becomes the newest commit.
 
         Args:
             to: a snapshot's name, or an epoch that still exists.
@@ -411,7 +411,7 @@ class Run:
             The new epoch.
 
         Raises:
-            ValueError: no such commit (lists those there are), or one older than a table of the run.
+            ValueError: no such commit (lists the commits), or a commit older than a table of the run.
         """
         self._require_open(write=True)
         self._settle(report=True)
@@ -449,15 +449,15 @@ class Run:
 
     @typed
     def drop(self, name: str) -> None:
-        """Forget a snapshot of the run; its space is freed where no other commit needs it.
+        """Remove a snapshot of the run; its space is freed where no other commit needs it.
 
         Raises:
-            ValueError: no such snapshot; lists those there are. ReadOnlyError: a reader.
+            ValueError: no such snapshot; the message lists the snapshots. ReadOnlyError: a reader.
         """
         self._require_open(write=True)
         self._files.find(name)
         if self._manifest.keep == name:
-            # The newest commit carries the name: the same state is committed again without it.
+            # The newest commit has the name, so the same state is committed again without the name.
             self._publish(replace(self._manifest, epoch=self._manifest.epoch + 1, keep="", copied=False))
         self._named, self._kept = self._files.forget(name)
         for table_name in self._manifest.tables:
@@ -471,25 +471,25 @@ class Run:
 
     @typed
     def close(self, commit: bool = True) -> None:
-        """Commit (a writer with changes, unless told not to) and close every table. Closing twice is no error."""
+        """Commit (a writer with changes, unless `commit` is False) and close every table. Closing twice is no error."""
         if self._closed:
             return
-        self._require_own_process()  # the lock and the tables are the parent's
+        self._require_own_process()  # in a forked child the lock and the tables are the parent's
         self._settle(report=commit)
         if commit and self.mode == "w" and self.is_behind():
             self.commit()
-        with contextlib.ExitStack() as closing:  # in any case all of them, and the lock last
+        with contextlib.ExitStack() as closing:  # closes every table also after an error, and unlocks last
             closing.callback(self._unlock)
             for table in self._tables.values():
                 closing.callback(table._close)
             self._closed = True
 
     def is_behind(self) -> bool:
-        """Whether a commit would hold anything that the last one does not."""
+        """Return whether the run has changes that the last commit does not hold."""
         return self._owed is not None or any(self._is_behind(name) for name in self._tables)
 
     def _is_behind(self, name: str) -> bool:
-        """Whether the run's last commit lacks something of a table; its own may be newer where the run's failed."""
+        """Return whether a table has changes, or a commit, that the run's last commit does not name."""
         table = self._tables[name]
         return table.is_dirty or table.epoch != self._manifest.tables.get(name, table.epoch)
 
