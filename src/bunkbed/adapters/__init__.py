@@ -1,1 +1,1 @@
-"""What the layers of torch and Keras share; no framework is imported here."""
+"""Code that the layers of torch and Keras share; no framework is imported here."""

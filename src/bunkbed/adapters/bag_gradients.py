@@ -1,4 +1,4 @@
-"""The gradients that bags give their ids."""
+"""The gradients of ids from the gradients of their bags."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FloatArray = NDArray[np.float32]
 
 
 class BagGradients:
-    """Bags of ids that a lookup pooled, and how a gradient of a bag becomes gradients of its ids.
+    """The bags of a pooled lookup; turns the gradient of a bag into gradients of its ids.
 
-    Bag b is ``ids[offsets[b] : offsets[b + 1]]``, the last one ends at N: int64[N], int64[B]. An id's gradient is its
-    bag's, times its float32[N] weight where there are `weights`, divided by the bag's length where `is_mean`.
+    Bag b is ``ids[offsets[b] : offsets[b + 1]]``; the last bag ends at N: int64[N], int64[B]. An id's gradient is that
+    of its bag, times the id's weight if there are `weights` (float32[N]), divided by the bag's length if `is_mean`.
     """
 
     __slots__ = ("ids", "is_mean", "offsets", "weights")
@@ -27,7 +27,7 @@ class BagGradients:
         self.is_mean = is_mean
 
     def spread(self, grads: FloatArray) -> FloatArray:
-        """float32[B, dim] gradients of bags to float32[N, dim] of their ids."""
+        """Return the float32[N, dim] gradients of the ids from the float32[B, dim] gradients of the bags."""
         lengths = np.diff(self.offsets, append=self.ids.size)
         if self.is_mean:
             grads = grads / np.maximum(lengths, 1).astype(np.float32)[:, None]
@@ -37,6 +37,6 @@ class BagGradients:
         return rows
 
     def sum_in(self, batch: Any, grads: FloatArray) -> tuple[FloatArray, float]:
-        """``batch.sum(self.spread(grads))``, the sums to the last bit, without spreading them."""
+        """Return ``batch.sum(self.spread(grads))``, with the same bits of the sums, without the memory of `spread`."""
         sums, norm = batch.sum_bags(self.offsets, grads, self.weights, self.is_mean)
         return sums, norm

@@ -1,7 +1,7 @@
-"""Kept epochs of a table that has no files: copies of its stored rows, in this process.
+"""Kept epochs of a table in RAM only: copies of its stored rows, in this process.
 
-The core keeps no epochs of a table in RAM only. A checkpoint never holds rows, so without these copies "keep the best
-epoch, reload it" would need a path even for a small model in one process.
+The core keeps no epochs of such a table, and a framework's checkpoint holds no rows. Without these copies, keeping and
+reloading the best epoch would need a path even for a small model in one process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bunkbed.table.opening import create
 
-#: Rows per call while copying back.
+#: Rows of one `set` call in `rewind`.
 _CHUNK = 65_536
 
 
@@ -27,23 +27,23 @@ class _Copy:
 
 
 class RamSnapshots:
-    """The verbs of `bunkbed.Table` about kept commits, for a table in RAM only.
+    """The methods of `bunkbed.Table` for kept commits, for a table in RAM only.
 
-    Owns one copy of the stored rows for each kept epoch. They end with the process, or with the last layer.
+    Owns one copy of the stored rows for each kept epoch. The copies exist until the process or the last layer ends.
     """
 
     def __init__(self, table: Any) -> None:
         self._table = table
-        #: The number to impose on the next step: the core's count goes back to any step but 0.
+        #: The number of the next step if the core's is wrong: a table cannot be set back to step 0. None: it is right.
         self.next_step: int | None = None
         self._copies: dict[str, _Copy] = {}
 
     def snapshots(self) -> dict[str, int]:
-        """Name -> epoch, oldest first."""
+        """Return name -> epoch, oldest first."""
         return {name: copy.epoch for name, copy in self._copies.items()}
 
     def commit(self, keep: str) -> int:
-        """Keeps a copy of every stored row under the name; returns the epoch."""
+        """Keep a copy of every stored row under the name; return the epoch."""
         table = self._table
         epoch: int = table.commit()
         names = ("weight", *table.slots)
@@ -56,11 +56,11 @@ class RamSnapshots:
         return epoch
 
     def drop(self, name: str) -> None:
-        """Forgets a copy."""
+        """Remove a copy."""
         del self._copies[name]
 
     def rewind(self, epoch: int) -> None:
-        """Puts every row, slot and the step back to the kept epoch, which becomes the newest commit."""
+        """Set every row, slot and the step back to the kept epoch, which becomes the newest commit."""
         table = self._table
         copy = next((copy for copy in self._copies.values() if copy.epoch == epoch), None)
         if copy is None:
@@ -75,14 +75,14 @@ class RamSnapshots:
             seed=table.seed,
             dtype=table.dtype,
         )
-        for ids in later:  # trained since: back to what an untouched row is
+        for ids in later:  # rows that were not stored at the epoch get their initial values
             for slot in ("weight", *table.slots):
                 table.set(ids, fresh.get(ids, slot), slot)
         for slot, values in copy.slots.items():
             for start in range(0, len(copy.ids), _CHUNK):
                 table.set(copy.ids[start : start + _CHUNK], values[start : start + _CHUNK], slot)
         self.next_step = None
-        if copy.step > 0:  # a step without rows, for its number only: bias correction goes on where it was
+        if copy.step > 0:  # an empty step sets the step number, which bias correction depends on
             table.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), step=copy.step)
         elif table.step > 0:
             self.next_step = 1

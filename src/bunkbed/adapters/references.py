@@ -1,15 +1,14 @@
-"""What a framework's checkpoint holds of a table: a reference to a kept epoch, never rows.
+"""The reference that a framework's checkpoint holds for a table: it names a kept epoch and has no rows.
 
 The reference is the table's uuid and name, the epoch and the step. Saving commits the table and keeps that epoch under
-a name of ours; the oldest of those beyond `References.keep` are dropped. Loading rewinds the writer to the epoch,
-optimizer state included. How a framework stores the four values is its adapter's business.
+an automatic name; of these epochs, the oldest beyond `References.keep` are dropped. Loading rewinds the writer to the
+epoch, with optimizer state. Each framework's adapter decides how to store the four values.
 
-- Saving twice without a change in between is one commit, so a stray save costs no kept epoch, and two layers on one
-  table commit once.
-- A table of a `bunkbed.Run` is committed by its run only: the reference then just names the table, and ``run.rewind``
-  puts tables and dense weights back together.
-- A table in RAM only keeps its epochs as copies in this process (`RamSnapshots`): going back to the best epoch works
-  as with files, loading in another process is an error that says to give a path.
+- Saving twice without a change makes one commit and one kept epoch. So do two layers on one table.
+- Only its run commits a table of a `bunkbed.Run`. The reference then only names the table, and ``run.rewind`` sets
+  tables and dense weights back together.
+- The epochs of a table in RAM only are copies in this process (`RamSnapshots`). Going back to an epoch works as with
+  files; loading in another process is an error that asks for a path.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Reference:
     step: int
 
     def fields(self) -> dict[str, Any]:
-        """The four values by name."""
+        """Return the four values by name."""
         return asdict(self)
 
 
@@ -40,10 +39,10 @@ class References:
 
     Args:
         table: the `bunkbed.Table`.
-        prefix: of the names under which epochs are kept.
-        saved: what holds the references, for errors: ``"state_dict"``.
+        prefix: prefix of the names under which epochs are kept.
+        saved: name of the framework's checkpoint in errors: ``"state_dict"``.
 
-    Owns copies of the rows of a table in RAM only, and nothing else. Not thread-safe.
+    Owns the copies of rows of a table in RAM only. Not thread-safe.
     """
 
     def __init__(self, table: Any, prefix: str, saved: str) -> None:
@@ -52,12 +51,12 @@ class References:
         self._prefix = prefix
         self._saved = saved
         self._ram: RamSnapshots | None = None
-        # Epochs of the same contents: a rewind, or a commit for its name only, gives old contents a new number.
+        # Epochs with the same contents: a rewind, or a commit only for a name, gives old contents a new epoch.
         self._same: set[int] = set()
         self._has_new = False
 
     def keep_at_least(self, keep: int | None) -> None:
-        """Of the layers on one table the one that keeps most decides; None is all."""
+        """Raise `keep` to the maximum over the layers on the table; None keeps all epochs."""
         if self.keep is not None:
             self.keep = None if keep is None else max(self.keep, keep)
 
@@ -65,27 +64,27 @@ class References:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that made the rows what they are."""
+        """Number of optimizer steps in the rows of the table."""
         return int(self.table.step) if self.next_step is None else self.next_step - 1
 
     @property
     def next_step(self) -> int | None:
-        """The number to impose on the next step; None where the core's count is right."""
+        """The number to give to the next step; None where the core's number is right."""
         return None if self._ram is None else self._ram.next_step
 
     def step_was_taken(self) -> None:
-        """A step with `next_step` happened."""
+        """Note that a step with `next_step` was taken."""
         if self._ram is not None:
             self._ram.next_step = None
 
     # ---- save and load
 
     def save(self, prefix: str | None = None, *, drop: bool = True) -> Reference:
-        """Commits the table if it changed, and keeps that epoch.
+        """Commit the table if it changed, and keep that epoch.
 
         Args:
-            prefix: of the names, where these are to be counted apart from the others; None is the usual one.
-            drop: let go of what is beyond `keep`; False leaves it to a call of `drop_old`.
+            prefix: prefix of the names, for epochs that are counted separately; None: the prefix of this object.
+            drop: drop old epochs beyond `keep`; False: the caller calls `drop_old` later.
         """
         table = self.table
         if table.mode == "r" or table.run is not None:
@@ -96,7 +95,7 @@ class References:
         return Reference(table.uuid, table.name, epoch, self.step)
 
     def drop_old(self, prefix: str | None = None) -> None:
-        """Lets go of the oldest epochs of a prefix beyond `keep`, if the last `save` made their successor."""
+        """Drop the oldest epochs of a prefix beyond `keep`, if the last `save` kept a new epoch."""
         if self.keep is None or not self._has_new:
             return
         self._has_new = False
@@ -106,7 +105,7 @@ class References:
             kept.drop(f"{prefix}{number:06d}")
 
     def load(self, reference: Reference) -> str | None:
-        """Puts the table back to the epoch of `reference`; returns what prevents it, or None."""
+        """Rewind the table to the epoch of `reference`; return the reason if that is not possible, or None."""
         table, saved = self.table, self._saved
         if reference.uuid != table.uuid:
             if table.path is None:
@@ -123,7 +122,7 @@ class References:
         return None if table.run is not None else self.go_back(reference.epoch)
 
     def go_back(self, epoch: int) -> str | None:
-        """Puts the table back to a kept epoch; returns what prevents it, or None."""
+        """Rewind the table to a kept epoch; return the reason if that is not possible, or None."""
         table, saved = self.table, self._saved
         if epoch in self._equal_epochs() and (table.mode == "r" or not table.is_dirty):
             return None
@@ -144,11 +143,11 @@ class References:
         return None
 
     def _equal_epochs(self) -> set[int]:
-        """The epoch of the last commit, and others that are known to have its contents."""
+        """Return the epoch of the last commit, and other epochs that have the same contents."""
         return self._same if self.table.epoch in self._same else {self.table.epoch}
 
     def _kept(self) -> Any:
-        """Who keeps the table's epochs: the table, or for one in RAM only our copies."""
+        """Return the object that keeps the table's epochs: the table, or `RamSnapshots` for a table in RAM only."""
         if self.table.path is not None:
             return self.table
         if self._ram is None:
@@ -158,7 +157,7 @@ class References:
     def _commit(self, prefix: str) -> int:
         table, kept = self.table, self._kept()
         snapshots: dict[str, int] = kept.snapshots()
-        # One of another prefix may be let go before its time.
+        # An epoch kept under another prefix does not count: that prefix may drop it earlier.
         stays = {epoch for name, epoch in snapshots.items() if _is_of(name, prefix) or not _AUTOMATIC.fullmatch(name)}
         same = set() if table.is_dirty else self._equal_epochs()
         self._has_new = not same & stays
@@ -170,7 +169,7 @@ class References:
         return epoch
 
 
-#: Names that are given, and let go, without anybody asking.
+#: The names that this module and its callers give and drop automatically.
 _AUTOMATIC = re.compile(r"(state_dict|keras|get_weights)-\d{6}")
 
 

@@ -1,4 +1,4 @@
-"""The table of a framework's layer: opened or created, and compared with what the layer was told."""
+"""Open or create the table of a framework's layer, and compare it with the layer's arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bunkbed.table.opening import create, path_lock
 
 
 def require_same(kind: str, table: Any, **given: Any) -> None:
-    """Raises ValueError naming both values where an argument of a layer contradicts its table.
+    """Raise ValueError, with both values, if an argument of a layer is not that of its table.
 
     Args:
         kind: the layer's class.
-        given: what the layer was told, by its own argument names.
+        given: the arguments by the layer's names.
     """
     stored = {
         "num_embeddings": table.num_rows,
@@ -42,7 +42,7 @@ def require_same(kind: str, table: Any, **given: Any) -> None:
 
 
 def require_alone(kind: str, **given: Any) -> None:
-    """Raises ValueError where an argument is given that a table given by ``table=`` brings itself."""
+    """Raise ValueError if an argument is given together with ``table=``, whose table already has a value for it."""
     extra = [name for name, value in given.items() if value is not None]
     if extra:
         raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
@@ -58,22 +58,22 @@ def open_stored(
     durability: Literal["durable", "scratch"] | None,
     same: Mapping[str, Any],
 ) -> Any:
-    """The table at `path`, whose arguments `same` (see `require_same`) agree with it; None where there is none."""
+    """Open the table at `path` and check it against `same` (see `require_same`); return None if there is no table."""
     try:
         table = open(path, ram=ram, disk=disk)
     except FileNotFoundError:
         return None
     except FormatError:
-        # What a scratch table left is begun anew where one is asked for: create() tells it from others.
+        # A new scratch table replaces the files of an old one. create() raises if they are not of a scratch table.
         if durability != "scratch":
             raise
         return None
     try:
         require_same(kind, table, **same)
         if optimizer is not None and optimizer != table.optimizer:
-            table.optimizer = optimizer  # other slots are an error there
+            table.optimizer = optimizer  # raises for other slots
     except BaseException:
-        table.close(commit=False)  # this opening of it: another layer's stays open
+        table.close(commit=False)  # ends only this opening; a table that another layer has open stays open
         raise
     return table
 
@@ -93,10 +93,10 @@ def open_or_create(
     disk: int | str | None,
     same: Mapping[str, Any],
 ) -> Any:
-    """The table at `path`, or a new one there; `init`, `seed` and `dtype` are those of a new one.
+    """Open the table at `path`, or create one there; only a new table uses `init`, `seed` and `dtype`.
 
     Args:
-        same: what a stored table must have; see `require_same`.
+        same: the values that a stored table must have; see `require_same`.
     """
     with path_lock(None if path is None else Path(path).expanduser()):
         if path is not None:
