@@ -1,19 +1,19 @@
-"""The errors that are ours.
+"""The exceptions of Bunkbed.
 
-The caller's mistakes are ``ValueError``, ``TypeError`` and ``IndexError``, the system's ``OSError``.
+Mistakes of the caller raise ``ValueError``, ``TypeError`` or ``IndexError``; failures of the system raise ``OSError``.
 """
 
 
 class BunkbedError(Exception):
-    """Base of every error that is Bunkbed's own."""
+    """Base class of the exceptions of Bunkbed."""
 
 
 class FormatError(BunkbedError):
-    """The files are not a table, or of a version this release cannot read."""
+    """The files are not a table, or of a version that this release cannot read."""
 
 
 class CorruptionError(BunkbedError):
-    """Stored bytes fail their checksum, or a file a commit names is missing or too short."""
+    """Stored bytes fail their checksum, or a file that a commit names is missing or too short."""
 
 
 class TableLockedError(BunkbedError):
@@ -25,7 +25,7 @@ class TableClosedError(BunkbedError):
 
 
 class UncommittedWarning(UserWarning):
-    """Rows that were updated or set are lost: a table was let go of, or the program ended, without a commit."""
+    """Changed rows are lost, because a table was garbage-collected, or the program ended, without a commit."""
 
 
 class ReadOnlyError(BunkbedError):

@@ -1,7 +1,7 @@
-"""`plan`: how fast a table can train on a machine, what binds, and what would change it. Nothing is created.
+"""`plan`: predict the training speed of a table on a machine, the limiting resource, and the effect of changes.
 
-The formulas are in `machine.limits`, the rates of the machine in `machine.rates`. The core says how many frames a
-budget is.
+The formulas are in `machine.limits`, the rates of the machine in `machine.rates`. The core gives the number of frames
+of a budget. No table is created.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained and how; see `plan` for the fields."""
+    """The arguments of a plan; see `plan` for the fields."""
 
     rows: int
     dim: int
@@ -39,22 +39,22 @@ class Question:
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction for the long run: every row trained, the cache full, compaction under way.
+    """A prediction for the steady state: every row is stored, the cache is full, compaction is running.
 
     Attributes:
-        question: what was asked.
-        machine: the rates it was held against.
+        question: the arguments.
+        machine: the rates of the machine.
         record_bytes: weights and optimizer state of a row.
-        unique_rows, misses, evicted_rows: a step's rows; every missed row was trained, and so is each evicted one.
-        fits_batch: False when the cache is smaller than the unique rows of a step: then a step reads them twice.
-        frames, frames_bytes, directory_bytes, buffers_bytes, window_bytes: where the RAM goes.
-        window: coming batches whose ids are held; fewer than asked for where they would take too much of the cache.
-        disk_bytes: of the log, dead records included.
-        segments: the log's files, at most. A reader holds a descriptor for each; all writers of a process together
-            hold a quarter of its soft RLIMIT_NOFILE for theirs.
+        unique_rows, misses, evicted_rows: rows of a step. Every missed row is stored, and every evicted row is dirty.
+        fits_batch: False when the cache is smaller than the unique rows of a step, so that a step reads rows twice.
+        frames, frames_bytes, directory_bytes, buffers_bytes, window_bytes: the use of the RAM.
+        window: coming batches whose ids are held; fewer than `lookahead` if they would take too much of the cache.
+        disk_bytes: size of the log, with dead records.
+        segments: maximum number of the log's files. A reader keeps a descriptor open for each. All writers of a
+            process together use at most a quarter of its soft RLIMIT_NOFILE.
         write_amplification: bytes written for each byte of an evicted record.
-        written_bytes: a step, compaction included.
-        times: seconds a step needs of each resource.
+        written_bytes: bytes written in a step, with compaction.
+        times: seconds of a step for each resource.
     """
 
     question: Question
@@ -78,31 +78,31 @@ class Plan:
 
     @property
     def hit_rate(self) -> float:
-        """Part of the unique rows of a step that is in RAM."""
+        """Fraction of the unique rows of a step that are in RAM."""
         return max(0.0, 1 - self.misses / self.unique_rows)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: with lookahead the slowest resource's, without it their sum."""
+        """Seconds of a step: with lookahead the maximum over the resources, without it their sum."""
         return self.times.together if self.question.lookahead else self.times.in_turn
 
     @property
     def steps_per_s(self) -> float:
-        """Steps a second, at most."""
+        """Maximum steps a second."""
         return 1 / self.step_s if self.step_s else math.inf
 
     @property
     def binds(self) -> str:
-        """The resource a step waits for most: ``"disk"``, ``"memory"`` or ``"model"``."""
+        """The resource that takes the most time: ``"disk"``, ``"memory"`` or ``"model"``."""
         return self.times.binds
 
     @property
     def written_bytes_per_day(self) -> float:
-        """Bytes the disk takes in a day of training at this speed, commits not counted."""
+        """Bytes written in a day of training at this speed, without commits."""
         return self.written_bytes * self.steps_per_s * _DAY_S if self.written_bytes else 0.0
 
     def days_to_write(self, num_bytes: float) -> float:
-        """Days of training at this speed until so many bytes are written."""
+        """Return the days of training at this speed until `num_bytes` are written."""
         return num_bytes / self.written_bytes_per_day if self.written_bytes_per_day else math.inf
 
 
@@ -122,17 +122,17 @@ def plan(
     """Predict a table's training speed on a machine.
 
     Args:
-        rows: of the table, all of which get trained in the end.
+        rows: rows of the table; the plan assumes that all are stored.
         dim: weights of a row.
-        batch: ids of a step, duplicates counted.
-        machine: `bunkbed.machine.measure()`, or a `Machine` made of figures.
-        zipf: exponent of the ids' popularity; 0: every row alike.
+        batch: ids of a step, with duplicates.
+        machine: `bunkbed.machine.measure()`, or a `Machine` with given rates.
+        zipf: exponent of the ids' popularity; 0: all rows are equally popular.
         optimizer: default ``Adam()``.
-        dtype: of the stored weights.
+        dtype: dtype of the stored weights.
         ram: the budget, as in `bunkbed.create`.
-        lookahead: coming batches whose ids are known, as with `bunkbed.torch.lookahead`, at most 32; 0: none, and
-            reads, writes and the model's work follow one another.
-        compute_s: seconds the model works in a step, beside the table.
+        lookahead: coming batches whose ids are known, as with `bunkbed.torch.lookahead`, at most 32. 0: none; reads,
+            writes and the model's work do not overlap.
+        compute_s: seconds of the model's own work in a step.
 
     >>> laptop = Machine(memory_bytes_per_s=20e9, read_iops=90_000, write_bytes_per_s=2e9)
     >>> found = plan(10_000_000, 64, 65_536, ram="640MiB", machine=laptop)
@@ -141,7 +141,7 @@ def plan(
 
     Raises:
         ValueError: an argument out of range; a budget too small (says how much is needed); a machine without a rate
-            that is needed.
+            that the plan needs.
     """
     question = Question(
         rows=rows,
@@ -158,7 +158,7 @@ def plan(
 
 
 def answer(question: Question, machine: Machine) -> Plan:
-    """`plan` for a question in one piece."""
+    """Return the plan for the arguments in `question`."""
     _check(question)
     spec = make_spec(question.dim, question.rows, question.optimizer, None, 0, question.dtype, False)
     needed = int(spec.minimum_ram(question.rows, True))
@@ -179,7 +179,7 @@ def answer(question: Question, machine: Machine) -> Plan:
         cache = limits.cache(popularity, question.batch, frames, policy="planner", window=window)
     else:
         cache = limits.cache(popularity, question.batch, frames)
-    misses = cache.misses if fits_batch else 2 * unique  # once for the lookup and once for the update
+    misses = cache.misses if fits_batch else 2 * unique  # the lookup and the update each read the rows
     evicted = cache.misses if fits_batch else unique
     amplification = cache.write_amplification(_native.TARGET_LIVE) * use["stored_bytes"] / use["record_bytes"]
     written = evicted * use["record_bytes"] * amplification
@@ -214,7 +214,7 @@ def answer(question: Question, machine: Machine) -> Plan:
 
 
 def changes(base: Plan) -> Iterator[tuple[str, Plan]]:
-    """What else could be done, each alone: (what it is, the plan then). What is so already is left out."""
+    """Yield (name, plan) for each possible change of the question, one at a time."""
     question = base.question
     spec = make_spec(question.dim, question.rows, question.optimizer, None, 0, question.dtype, False)
     wanted = int(spec.wanted_ram(True))
@@ -238,12 +238,12 @@ def changes(base: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _window(question: Question, popularity: limits.Popularity, frames: int) -> tuple[int, int]:
-    """Batches that the core's planner would hold of those asked for, and about how many bytes they take."""
+    """Return how many of the lookahead's batches the core would hold in its window, and their estimated bytes."""
     unique = popularity.unique_rows(question.batch)
-    # A row that is not wanted within a few cachefuls of batches will not stay anyway.
+    # More batches have no use: a row that is wanted only after them would be evicted before.
     batches = min(question.lookahead, max(4, int(4 * frames / unique)))
     while True:
-        # A hash table of the distinct rows, with room to grow; of each batch its rows and the frames they are in.
+        # A hash table of the distinct rows, with room to grow; for each batch its rows and their frames.
         distinct = popularity.unique_rows(batches * question.batch)
         row_bytes = 4 if question.rows < 2**32 else 8
         taken = int(1.5 * 8 * distinct + 1.1 * (row_bytes + 4) * batches * unique)

@@ -1,4 +1,4 @@
-"""The window: what the coming batches of a table want, so that their rows are there in time and stay."""
+"""The window: the ids of a table's coming batches, for prefetch and for the choice of victims."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, Self
 from bunkbed import _native
 from bunkbed.core.arguments import Ids, as_ids
 
-#: Most batches a window holds.
+#: Maximum number of batches in a window.
 MAX_BATCHES = 32
 
 
 class Window:
-    """The coming batches of one table, in order; what `bunkbed.torch.lookahead` is made of.
+    """The coming batches of one table, in order. `bunkbed.torch.lookahead` uses this class.
 
-    `push` tells the table the ids of a batch to come: from then on its cache gives up first what no coming batch wants,
-    then what is wanted last (Belady's rule within the window). `advance` is called when a batch begins: the one before
-    it is over, and the rows of the next few are staged, read from disk while the caller computes. Only records move,
-    never values: a training loop gives the same bits with a window and without. A batch the window has no room for
-    waits outside until it has.
+    `push` enters the ids of a coming batch. The table's cache then evicts first the rows that no coming batch wants,
+    then the rows that are wanted last (Belady's rule within the window). Call `advance` when a batch begins: it ends
+    the batch before, and prefetches rows of the next batches while the caller computes. The window moves records and
+    never changes values: a training loop gives the same bits with and without it. A batch that does not fit in the
+    window waits outside until it fits.
 
-    It owns no memory and no thread; the table's budget holds what it needs. Several windows on one table add up. Not
-    thread-safe. `close` (or leaving a ``with`` block) forgets the batches that have not come.
+    Owns no thread; the memory of the window is in the table's budget. The batches of several windows on one table add
+    up. Not thread-safe. `close`, and the end of a ``with`` block, remove all batches.
 
     Args:
         table: a `bunkbed.Table`.
-        depth: batches whose rows are staged ahead, at least 1. None: 2 to 4, by how long the reads of a batch take
-            beside a step.
-        batches: most batches the window holds, 1 to 32. None: up to 32, fewer where the cache holds only a few batches.
+        depth: number of batches whose rows are prefetched, at least 1. None: 2 to 4, by the read time of a batch
+            compared with the time of a step.
+        batches: maximum batches in the window, 1 to 32. None: up to 32, fewer if the cache holds only a few batches.
 
     Raises:
         ValueError: depth or batches out of range.
@@ -50,26 +50,26 @@ class Window:
         self.table = table
         self._depth = depth or 0
         self._batches = batches or 0
-        self._present = 0  # the core's number of the batch that began; 0: it has none
-        self._coming: deque[int] = deque()  # those after it
-        self._outside: deque[Ids | None] = deque()  # and those after them, that have not been entered
+        self._present = 0  # the core's number of the present batch; 0: it is not in the window
+        self._coming: deque[int] = deque()  # the core's numbers of the batches after the present one
+        self._outside: deque[Ids | None] = deque()  # later batches, which are not yet in the window
         self._plans = False
 
     @property
     def plans(self) -> bool:
-        """Whether the last batch entered was worth planning: False where every row is in RAM."""
+        """True if the core planned the last entered batch; False where every row is in RAM."""
         return self._plans
 
     @property
     def is_full(self) -> bool:
-        """Whether a batch waits outside: pushing more is of no use before `advance`."""
+        """True if a batch waits outside the window; pushing more has no effect before `advance`."""
         return bool(self._outside)
 
     def push(self, ids: Any) -> None:
-        """Enter the next batch: int64[...], or None for one that does not want this table.
+        """Enter the next batch: int64[...], or None for a batch that does not use this table.
 
         Raises:
-            IndexError, TypeError: see `Table.lookup`; the batch counts as pushed, and is not planned.
+            IndexError, TypeError: see `Table.lookup`. A batch with an id outside the table counts as pushed.
         """
         self._outside.append(None if ids is None else as_ids(ids, table=f"table '{self.table.name}'").reshape(-1))
         self._enter()
@@ -90,7 +90,7 @@ class Window:
             self._coming.append(number)
 
     def advance(self) -> None:
-        """The oldest batch that was pushed begins, and the one before it is over; rows of the next are staged."""
+        """End the present batch, begin the oldest pushed batch, and prefetch rows of the batches after it."""
         over = self._present
         if self._coming:
             self._present = self._coming.popleft()
@@ -103,11 +103,11 @@ class Window:
         if self._outside:
             self._enter()
         if not self._coming and self._outside and self._outside[0] is not None:
-            # Larger than the window: its rows are staged all the same, as far as they fit.
+            # A batch larger than the window: prefetch its rows without the window, as far as they fit.
             self.table.stage(self._outside[0])
 
     def close(self) -> None:
-        """Forget every batch. Closing twice is no error."""
+        """Remove every batch. Closing twice is no error."""
         for number in (self._present, *self._coming):
             if number and not self.table.closed:
                 self.table._native.forget(number)
