@@ -1,4 +1,4 @@
-"""The ``bunkbed`` command: sub-commands, each a thin layer over public functions."""
+"""The ``bunkbed`` command. Each sub-command is a thin layer over public functions."""
 
 from bunkbed.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The sub-commands, put together."""
+"""The Typer application with all sub-commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def root(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With --version: also the build, this machine and the libraries.")
     ] = False,
-    # Taken out of the arguments before they get here, see `bunkbed.cli.main`; declared for --help.
+    # `bunkbed.cli.main` removes --debug from the arguments before this call. It is declared here for --help.
     debug: Annotated[
         bool, typer.Option("--debug", help="Show where an error comes from (also BUNKBED_DEBUG=1).")
     ] = False,

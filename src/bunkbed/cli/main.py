@@ -1,6 +1,6 @@
-"""Entry of the command: find the sub-command, turn every failure into one line and an exit code.
+"""Entry point of the command: run the sub-command; turn every failure into one line and an exit code.
 
-Exit codes: 0 done; 1 it could not be done; 2 the command line is wrong; 130 interrupted, by Ctrl-C or SIGTERM.
+Exit codes: 0 success; 1 failure; 2 the command line is wrong; 130 interrupted by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, unless the caller has a use for it: nothing is left half-done."""
+    """Handle SIGTERM like Ctrl-C, so that the command cleans up; keep a handler that the caller installed."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -46,14 +46,14 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def _run(arguments: list[str], debug: bool) -> int:
-    # Imported here: `--debug` also covers a failure of these imports.
+    # Imported here, so that `--debug` also shows where one of these imports fails.
     from bunkbed.cli.app import app
 
     try:
         code = app(args=arguments, prog_name="bunkbed", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (`| head`) went away. Python would complain again when it flushes stdout at exit.
+        # The reader (`| head`) closed the pipe. Without dup2 Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -62,7 +62,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         print_error("interrupted")
         return 130
     except Exception as error:
-        # Typer brings its own copy of click, older ones import it: both are told by what they can do.
+        # New releases of Typer contain a copy of click, older ones import it, so the class is not checked by name.
         if callable(getattr(error, "format_message", None)):
             print_error(_usage_message(error, arguments))
             return 2
@@ -85,7 +85,7 @@ def _usage_message(error: Exception, arguments: list[str]) -> str:
 
 
 def _take_debug(arguments: list[str]) -> bool:
-    """Remove ``--debug`` wherever it stands before ``--``: people add it at the end of what failed."""
+    """Remove ``--debug`` at any position before ``--``: users add it at the end of a failed command."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     found = "--debug" in arguments[:end]
     arguments[:end] = [argument for argument in arguments[:end] if argument != "--debug"]

@@ -1,4 +1,4 @@
-"""`bunkbed --version`, and with ``--verbose`` what a report of a defect needs."""
+"""`bunkbed --version`, and with ``--verbose`` the facts for a bug report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import bunkbed
 from bunkbed import _native
 
 _LEVELS = ("scalar", "avx2", "avx512")
-#: What a table is used with, in the order in which it is told.
+#: Libraries that are listed with their versions, in this order.
 _LIBRARIES = ("numpy", "torch", "tensorflow-cpu", "tensorflow", "keras", "pyarrow", "triton")
 
 
 def version_text(verbose: bool = False) -> str:
-    """The version; with `verbose` also the build, the machine and the libraries, a line each."""
+    """Return the version; with `verbose` also lines for the build, the machine and the libraries."""
     text = f"bunkbed {bunkbed.__version__}"
     if not verbose:
         return text

@@ -1,1 +1,1 @@
-"""The sub-commands, each a thin layer over public functions."""
+"""The sub-commands. Each is a thin layer over public functions."""

@@ -1,4 +1,4 @@
-"""``bunkbed compare``: several runs in one table. It only reads."""
+"""``bunkbed compare``: show several runs in one table. Writes no file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compare(
 ) -> None:
     """Show runs side by side, the best first: the options in which they differ, quality, speed."""
     for folder in runs:
-        read_config(folder)  # says what is wrong with a folder that is no run
+        read_config(folder)  # raises for a folder that is not a run
     twice = {str(folder) for folder in runs if sum(folder.resolve() == other.resolve() for other in runs) > 1}
     if twice:
         raise UsageProblem(f"{sorted(twice)[0]} is given twice; name each run once")
@@ -38,7 +38,7 @@ def compare(
         print_json({"options": names, "runs": [_plain(run) for run in found], "comparable": _is_comparable(found)})
         return
     console, table = stdout(), _table(found, names)
-    if not console.is_terminal:  # a line a run, however long
+    if not console.is_terminal:  # one line for each run, of any length
         width = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.width = width
     console.print(table)
@@ -65,10 +65,10 @@ def _plain(run: RunSummary) -> dict[str, Any]:
 
 
 def _table(runs: Sequence[RunSummary], names: Sequence[str]) -> Table:
-    """A row for every run; of equal metrics the best value is bold."""
+    """Return a table with a row for each run; the best value of each metric is bold."""
     from bunkbed.train.output.display import main_metrics
 
-    # Those of the run's own metric that all runs have.
+    # The main metrics of the first run that all runs have.
     metrics = [
         name
         for name in main_metrics(runs[0].best, runs[0].config.metric)

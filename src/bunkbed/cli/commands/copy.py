@@ -1,4 +1,4 @@
-"""``bunkbed copy``: backups, and tables rewritten for serving."""
+"""``bunkbed copy``: back up tables and runs, or rewrite them for serving."""
 
 from __future__ import annotations
 

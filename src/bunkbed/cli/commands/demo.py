@@ -1,4 +1,4 @@
-"""``bunkbed demo``: what a small RAM budget costs on this machine. Needs no file."""
+"""``bunkbed demo``: measure the cost of a small RAM budget on this machine. Needs no data file."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def _size(scale: float, epochs: int) -> DemoSize:
 
 @contextlib.contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
-    """`out`, or a folder beside the working directory's files that is gone afterwards.
+    """Yield `out`, or a temporary folder in the working directory that is removed afterwards.
 
-    Not the system's temporary folder: that is often RAM, and the demo is about a disk.
+    The system's temporary folder is not used, because it is often in RAM and the demo needs a disk.
     """
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -100,7 +100,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 
 class _Watcher:
-    """Shows each phase while it lasts, on stderr: the first thing on stdout is the result."""
+    """The display of the present phase, on stderr, so that stdout has only the result."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""``bunkbed info``, ``check`` and ``snapshots``: what stands on disk. Only what is told to changes anything."""
+"""``bunkbed info``, ``check`` and ``snapshots``: show files on disk. Only --repair and --drop change files."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def _model(train: dict[str, Any]) -> str:
 
 
 def _optimizer(optimizer: Any) -> str:
-    """The rule with its learning rate and whatever differs from the defaults."""
+    """Return the optimizer's name with its learning rate and each field that is not the default."""
     shown = [
         f"{field.name}={getattr(optimizer, field.name)}"
         for field in fields(optimizer)

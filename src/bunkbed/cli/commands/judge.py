@@ -1,4 +1,4 @@
-"""``bunkbed eval`` and ``bunkbed recommend``: what a finished run is good for. Both only read."""
+"""``bunkbed eval`` and ``bunkbed recommend``: use a finished run. Both only read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bunkbed neighbors``: the rows most like a given one."""
+"""``bunkbed neighbors``: print the rows most similar to a given row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bunkbed.core.arguments import Ids
 
 
 class Metric(StrEnum):
-    """How alike two rows are."""
+    """Measures of the similarity of two rows."""
 
     dot = "dot"
     cosine = "cosine"
@@ -55,7 +55,7 @@ def neighbors(
     def to_labels(ids: Ids) -> Sequence[int | str]:
         return ids.tolist() if vocab is None else vocab.decode(ids)
 
-    is_row = found >= 0  # fewer than k are stored
+    is_row = found >= 0  # the id is -1 where fewer than k rows are stored
     labels = to_labels(found[is_row])
     pairs = list(zip(labels, scores[is_row].tolist(), strict=True))
     if json:

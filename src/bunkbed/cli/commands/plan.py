@@ -1,4 +1,4 @@
-"""``bunkbed plan``: how fast a table can train here, what binds, what would change it. Creates nothing."""
+"""``bunkbed plan``: predict the training speed here, the limiting resource and the effect of changes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def plan(
             compute_s=compute_ms / 1e3,
         )
 
-    try:  # a mistake should not cost the seconds of a measurement
+    try:  # find a wrong option before the measurement, which takes seconds
         predict(Machine(memory_bytes_per_s=1.0, read_iops=1.0, write_bytes_per_s=1.0))
     except (ValueError, TypeError) as error:
         raise UsageProblem(str(error)) from error
@@ -124,7 +124,7 @@ def _bytes(name: str, text: str | None) -> float | None:
 
 
 def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: float) -> None:
-    """Prints a plan and its alternatives."""
+    """Print a plan and its alternatives."""
     parts: list[RenderableType] = [_facts(base), "", _step(base), "", _verdict(base, life), "", _others(base, others)]
     note = (
         "A limit, not a promise: training comes near it where the disk binds, less so\n"

@@ -1,4 +1,4 @@
-"""``bunkbed report``: one page about a run or a table."""
+"""``bunkbed report``: write one HTML page about a run or a table."""
 
 from __future__ import annotations
 

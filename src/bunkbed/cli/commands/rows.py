@@ -1,4 +1,4 @@
-"""``bunkbed import`` and ``bunkbed export``: rows between tables and files."""
+"""``bunkbed import`` and ``bunkbed export``: copy rows between tables and files."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def import_table(
                 checking=checking,
             )
     except BaseException as error:
-        # Nothing was committed, and a table that held nothing before is in the way of the next try.
+        # Nothing was committed. A new table is removed, so that it does not stop the next import.
         if is_new:
             shutil.rmtree(path, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
@@ -126,7 +126,7 @@ def import_table(
 
 
 def _require_same(table: Table, path: Path, asked: dict[str, Any]) -> None:
-    """Raises where an option says another thing of the table than is so."""
+    """Raise if an option has another value than the table."""
     names = {kind: name for name, kind in OPTIMIZERS.items()}
     for option, value in asked.items():
         is_so = getattr(table, option)
@@ -218,7 +218,7 @@ def export_table(
 
 @contextmanager
 def _words(opened: OpenedTable, file: Path, format: str | None, vocab: Path | None) -> Iterator[Path | None]:
-    """The vocabulary to export with: the one given, or a training run's labels where the format has room for them."""
+    """Yield the vocabulary for an export: `vocab`, or a training run's labels if the format can hold them, or None."""
     if vocab is not None or opened.vocab is None or not format_of(file, format).has_words:
         yield vocab
         return
@@ -238,7 +238,7 @@ def _names(slots: str) -> tuple[str, ...]:
 
 @contextmanager
 def _row_bars(*labels: str) -> Iterator[tuple[Callable[[int, int], None], ...]]:
-    """A bar on stderr for each label, with rows, time gone and time left, where that is a terminal."""
+    """Show a progress bar on stderr for each label, with rows, elapsed and remaining time, if stderr is a terminal."""
     console = stderr()
     if not console.is_terminal:
         yield tuple(lambda done, total: None for _ in labels)

@@ -1,4 +1,4 @@
-"""``bunkbed train``: from a file of interactions to a run folder."""
+"""``bunkbed train``: train a recommender on a file of interactions and write a run folder."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def train(
     Ctrl-C, and SIGTERM, finishes the step and commits (exit code 130); --resume goes on, and ends with the bits of a
     run never stopped.
     """
-    # One place knows the names: the configuration's fields are this function's parameters.
+    # The parameters of this function have the names of the configuration's fields.
     values = {name: _plain(value) for name, value in context.params.items()}
     options = {field.name: values[field.name] for field in fields(TrainConfig) if field.name in values}
     if (file is None) == (resume is None):
@@ -221,7 +221,7 @@ def _start(
     as_json: bool,
     tensorboard: bool,
 ) -> int:
-    """Read, create the run folder, train. A failure before anything is committed leaves no folder behind."""
+    """Read the data, create the run folder, train. A failure before the first commit removes a new folder."""
     import bunkbed
     from bunkbed.run.run import Run
     from bunkbed.train.data.interactions import read_dataset
@@ -238,7 +238,7 @@ def _start(
     try:
         run = Run(folder, ram=config.table_ram_bytes)
         about = {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()}
-        if config.stream:  # what a preparation that was killed is begun again from
+        if config.stream:  # --resume needs these options if the preparation is killed
             paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
             about["reading"] = {**reading, **paths, "file": str(file.resolve())}
         write_config(folder, about)
@@ -261,7 +261,7 @@ def _start(
 
 
 def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Path | None) -> None:
-    """Refuse, before any work, what cannot be done with interactions on disk."""
+    """Raise, before any work, for options that are not supported with interactions on disk."""
     if test_negatives is not None:
         raise UsageProblem(
             "--stream cannot keep --test-negatives on disk; leave one of them off (--ranking sampled draws its own)"
@@ -271,11 +271,11 @@ def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Pat
 
 
 def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainConfig, console: Console) -> Dataset:
-    """The interactions in the run's folder; where that fails, or is interrupted, nothing of them stays."""
+    """Prepare the interactions in the run's folder; after a failure or an interrupt remove them."""
     from bunkbed.train.data.prepare import prepare_dataset
 
     options = {name: value for name, value in reading.items() if name != "test_negatives"}
-    # The tables are empty yet: all of the budget but what the reader and DuckDB's own overhead take.
+    # The tables are still empty, so this may use the budget, except a quarter for the reader and DuckDB's overhead.
     ram_bytes = parse_bytes(config.ram) // 4 * 3
     try:
         with console.status(f"reading {escape(str(file))}") as status:
@@ -283,7 +283,7 @@ def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainCon
             def on_progress(text: str, rows: int | None) -> None:
                 if console.is_terminal:
                     status.update(escape(text) + ("" if rows is None else f": {rows:,} rows"))
-                elif said != [text]:  # a log gets one line a stage
+                elif said != [text]:  # without a terminal, print one line for each stage
                     said[:] = [text]
                     console.print(escape(text), style="dim", soft_wrap=True)
 
@@ -375,7 +375,7 @@ def _fit(
 
 
 def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> EvalResult:
-    """Evaluate a run as it stands on disk, at its best epoch unless `options` name another snapshot."""
+    """Evaluate a run from its files, at its best epoch unless `options` name another snapshot."""
     from bunkbed.train.evaluate.evaluator import evaluate_run
 
     with open_reader(folder, options.pop("ram", None) or config.ram, options.pop("snapshot", None)) as run:
@@ -383,7 +383,7 @@ def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> E
 
 
 def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
-    """A run opened read-only: at the snapshot asked for, else at the best epoch, else at the last commit."""
+    """Open a run for reading: at `snapshot`, otherwise at the best epoch, otherwise at the last commit."""
     from bunkbed.run.run import Run
 
     run = Run(folder, ram=ram, mode="r")
@@ -395,9 +395,9 @@ def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
 
 @contextmanager
 def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the trainer to stop after its step; a Ctrl-C after it aborts.
+    """Stop the trainer after its step on the first Ctrl-C or SIGTERM; abort on a later Ctrl-C.
 
-    Another SIGTERM does not: `timeout` and schedulers send it to the process and to its group, which is twice.
+    A second SIGTERM has no effect, because `timeout` and schedulers send it to the process and again to its group.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -420,10 +420,10 @@ def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
 
 
 def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> TrainConfig:
-    """A run's own configuration with what may change on resuming.
+    """Return the configuration of a run, with the given options that may change on resuming.
 
     Raises:
-        UsageProblem: an option that shapes what is learned differs.
+        UsageProblem: a given option may not change on resuming, and differs.
     """
     stored = dict(read_config(folder)["train"])
     for name in sorted(given & {*options, *_READING}):

@@ -1,1 +1,1 @@
-"""What the sub-commands share: the console, errors, options of a training run, opening what a path leads to."""
+"""Code that the sub-commands share: console, errors, options of a training run, opening of tables and runs."""

@@ -1,4 +1,4 @@
-"""What the sub-commands share: consoles, errors in one line, options from a YAML file, JSON out."""
+"""Consoles, errors in one line, options from a YAML file, JSON output."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from bunkbed.errors import BunkbedError
 
 
 class UsageProblem(BunkbedError, ValueError):
-    """The command line asks for something that cannot be; nothing was done."""
+    """The command line is wrong; nothing was changed."""
 
 
-#: What a terminal acts on rather than shows: control characters, marks of direction, halves of a character.
+#: Characters that a terminal does not display as such: control characters, direction marks, surrogates.
 _ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def neutral(text: str) -> str:
-    """Text from elsewhere with an escape, such as ``\\x1b``, for each character that a terminal would act on."""
+    """Return untrusted text with an escape, such as ``\\x1b``, for each character of `_ACTED_ON`."""
     return _ACTED_ON.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def escape(text: str) -> str:
-    """Text from elsewhere for a line of markup, of which it is a part as it is."""
+    """Return untrusted text for a line of rich markup, without markup of its own."""
     return rich.markup.escape(neutral(text).replace("\n", "\\n").replace("\t", "\\t"))
 
 
 class SafeConsole(Console):
-    """A console that sends a terminal no control character but its own, wherever the text came from."""
+    """A console that escapes the control characters of printed text, so that only its own reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -49,30 +49,30 @@ class SafeConsole(Console):
 
 
 def stdout() -> Console:
-    """A console on the standard output as it is now (tests replace it)."""
+    """Return a console on the present `sys.stdout`, which tests replace."""
     return SafeConsole(file=sys.stdout, highlight=False)
 
 
 def stderr() -> Console:
-    """A console on the standard error, where progress and errors go: stdout stays clean for programs."""
+    """Return a console on standard error, for progress and errors, so that stdout has only the result."""
     return SafeConsole(file=sys.stderr, highlight=False)
 
 
 def print_error(message: str) -> None:
-    """One line on stderr, red where it is a terminal."""
+    """Print one line on stderr, with red on a terminal."""
     line = Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold")
     stderr().print(line, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """A value as one line of JSON on stdout."""
+    """Print a value as one line of JSON on stdout."""
     sys.stdout.write(json.dumps(value, default=_plain, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 @contextmanager
 def byte_progress(what: str, unit: Literal["bytes", "rows"] = "bytes") -> Iterator[Callable[[int, int], None]]:
-    """A line on stderr that counts bytes or rows, where that is a terminal."""
+    """Show a line on stderr that counts bytes or rows, if stderr is a terminal."""
     console = stderr()
     if not console.is_terminal:
         yield lambda done, total: None
@@ -88,7 +88,7 @@ def byte_progress(what: str, unit: Literal["bytes", "rows"] = "bytes") -> Iterat
 
 
 def describe(error: Exception) -> str:
-    """An exception as one helpful line."""
+    """Return an exception as one line of text."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return str(error) if "pip install" in str(error) else f"the module {error.name} is not installed"
     if isinstance(error, OSError) and error.strerror:
@@ -102,10 +102,10 @@ def describe(error: Exception) -> str:
 
 
 def need(*modules: str, command: str, extra: str = "train") -> None:
-    """Make sure optional packages are there before any work is done.
+    """Check that optional packages are installed, before any work.
 
     Raises:
-        ModuleNotFoundError: one is not; the message says how to install it.
+        ModuleNotFoundError: a package is missing; the message says how to install it.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
@@ -117,10 +117,10 @@ def need(*modules: str, command: str, extra: str = "train") -> None:
 
 
 def load_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Options from a YAML file become the defaults of this command, so that flags win.
+    """Make the options of a YAML file the defaults of this command. Flags take precedence.
 
     Raises:
-        UsageProblem: not YAML, not a mapping, a key that is no option of this command.
+        UsageProblem: not YAML, not a mapping, or a key that is not an option of this command.
     """
     if path is None:
         return None
@@ -152,14 +152,14 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """A message about a key that is none of `known`, naming the nearest."""
+    """Return a message about a key that is not in `known`; it names the most similar key."""
     close = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}" if close else f"the options are {', '.join(known)}"
     return f"unknown option {key!r}; {hint}"
 
 
 def given_options(context: typer.Context) -> set[str]:
-    """Names of the options that were set by flag, environment or YAML rather than left at their default."""
+    """Return the names of the options that a flag, the environment or YAML has set."""
     return {
         name
         for name in context.params
@@ -195,7 +195,7 @@ def _plain(value: object) -> object:
 
 
 def _similar_file(error: OSError) -> str:
-    """A hint where the name of a missing file is nearly one that is there."""
+    """Return a hint if the name of a missing file is similar to that of an existing file."""
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, (str, Path)):
         return ""
     path = Path(error.filename)

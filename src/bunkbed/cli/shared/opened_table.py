@@ -1,4 +1,4 @@
-"""One table to read from, whether a command was given a table or a run, and what its rows are called outside."""
+"""Open a table for reading, given a table or a run, together with the labels of its rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenedTable:
-    """A table that is open, to be read from.
+    """A table that is open for reading.
 
     Args:
-        table: closed by who opened it.
-        snapshot: the kept commit that it shows; None: the newest.
-        vocab: labels of a training run's users or items; None: rows are called by their ids.
-        what: "user" or "item", where there are labels.
+        table: the table; `open_rows` closes it.
+        snapshot: the kept commit that is open; None: the newest commit.
+        vocab: labels of a training run's users or items; None: the rows have no labels, only ids.
+        what: "user" or "item", if there are labels.
     """
 
     table: Table
@@ -38,10 +38,10 @@ class OpenedTable:
 def open_rows(
     path: Path, name: str | None, snapshot: str | None, ram: str, *, command: str, default: str | None = None
 ) -> Iterator[OpenedTable]:
-    """A table, or table `name` of a run: of a training run's best commit, where it kept one.
+    """Open a table, or table `name` of a run. Without `snapshot`, a training run is opened at its kept "best" commit.
 
     Args:
-        default: which table of a run is meant where `name` is None; None: it must be said.
+        default: the table of a run if `name` is None; None: `name` is required for a run.
     """
     import bunkbed as bb
 

@@ -1,4 +1,4 @@
-"""A run's folder as the commands see it: where it goes, whether a path is one."""
+"""Choose the folder of a new run; tell runs and tables apart."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bunkbed.train.settings.run_config import CONFIG_NAME
 
 
 def choose_folder(out: Path | None, source: Path) -> Path:
-    """Where a new run goes: `out`, or the next free ``runs/NAME`` after the data's file.
+    """Return the folder of a new run: `out`, or the next free ``runs/NAME``, with the name of the data's file.
 
     Raises:
-        UsageProblem: `out` is there already and is not an empty folder.
+        UsageProblem: `out` exists and is not an empty folder.
     """
     if out is not None:
         if out.is_dir() and any(out.iterdir()):
@@ -26,7 +26,7 @@ def choose_folder(out: Path | None, source: Path) -> Path:
         if out.exists() and not out.is_dir():
             raise UsageProblem(f"{out} exists and is not a folder; give another --out")
         return out
-    # "train.tsv.gz" says less than the folder it lies in.
+    # A general name such as "train.tsv.gz" is replaced by the name of its folder.
     stem = source.name.split(".")[0] or "run"
     if stem in ("train", "data", "ratings", "interactions") and source.resolve().parent.name:
         stem = source.resolve().parent.name
@@ -40,11 +40,11 @@ def choose_folder(out: Path | None, source: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["run", "sharded table", "table"]:
-    """Whether a folder holds a run (several tables), or one table, sharded or not; damage is no concern here.
+    """Return whether a folder has a run (several tables), a sharded table or a table. Damage raises no error here.
 
     Raises:
         FileNotFoundError: no such path.
-        FormatError: it is a file.
+        FormatError: the path is a file.
     """
     if not path.exists():
         raise FileNotFoundError(2, "no such table or run", str(path))

@@ -1,6 +1,6 @@
-"""Options of ``bunkbed train``: one for every field of `TrainConfig`, and those about files.
+"""Helpers and choices for the options of ``bunkbed train``.
 
-A test fails when the fields and the options differ.
+Every field of `TrainConfig` has an option; a test compares the fields with the options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA, MODEL, LEARNING, MEMORY, JUDGING, RUN = (
 
 
 def option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
-    """An option of one panel of the help."""
+    """Return an option in one panel of the help."""
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
 
 
@@ -46,7 +46,7 @@ class Loss(StrEnum):
 
 
 class Sampling(StrEnum):
-    """How negatives are drawn."""
+    """Distributions of sampled negatives."""
 
     uniform = "uniform"
     popularity = "popularity"
@@ -62,7 +62,7 @@ class OptimizerName(StrEnum):
 
 
 class RowType(StrEnum):
-    """How weights are stored."""
+    """Types of stored weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -70,14 +70,14 @@ class RowType(StrEnum):
 
 
 class Ranking(StrEnum):
-    """What held-out items compete with."""
+    """Items that held-out items are ranked with."""
 
     full = "full"
     sampled = "sampled"
 
 
 class FileLayout(StrEnum):
-    """How lines of a text file are laid out."""
+    """Layouts of the lines of a text file."""
 
     auto = "auto"
     columns = "columns"
