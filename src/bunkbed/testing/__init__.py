@@ -1,7 +1,7 @@
-"""For tests of code that uses tables: an oracle, and a conformance suite that any table can be held against.
+"""For tests of code that uses tables: an oracle, and a conformance suite for any kind of table.
 
-`ReferenceTable` is a table in plain NumPy that agrees with the engine bit for bit. `TableTests` is a pytest
-class to subclass (it needs pytest, which is imported only when the name is used).
+`ReferenceTable` is a table in plain NumPy with the same bits as the engine. `TableTests` is a pytest class to
+subclass; pytest is imported only when the name is used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The engine's arithmetic in plain NumPy: what every row must hold after a step, to the last bit.
+"""The engine's arithmetic in plain NumPy: the exact bits of every row after a step.
 
-Everything here is written a second time on purpose, from the rules and not from the C++: a mistake has to be
-made twice, in two languages, to go unseen. Each float32 operation below is one IEEE operation, in the order
-written; NumPy neither fuses nor reorders elementwise arithmetic.
+This is a second implementation, from the rules and not from the C++, so that tests find a mistake in either one.
+Each float32 operation below is one IEEE operation, in the order written; NumPy neither fuses nor reorders elementwise
+arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LANES = 16
 
 
 def integer_power(base: float, exponent: int) -> float:
-    """``base ** exponent`` in double by repeated squaring, the same bits on every machine.
+    """Return ``base ** exponent`` in double by repeated squaring, the same bits on every machine.
 
     >>> integer_power(0.5, 3)
     0.125
@@ -35,7 +35,7 @@ def integer_power(base: float, exponent: int) -> float:
 
 
 def lane_sum(products: FloatArray) -> FloatArray:
-    """Sums float32[U, n] along the last axis over 16 virtual lanes, folded 8, 4, 2, 1.
+    """Sum float32[U, n] along the last axis over 16 virtual lanes, folded 8, 4, 2, 1.
 
     Lane ``j`` takes elements ``j``, ``j + 16``, ... one after another, starting from zero.
     """
@@ -50,7 +50,7 @@ def lane_sum(products: FloatArray) -> FloatArray:
 
 
 def sum_duplicates(ids: IntArray, grads: FloatArray) -> tuple[IntArray, FloatArray]:
-    """Sums the gradients of each id one after another, in batch-position order.
+    """Sum the gradients of each id one after another, in batch order.
 
     Args:
         ids: int64[N], duplicates allowed, may be empty.
@@ -65,7 +65,7 @@ def sum_duplicates(ids: IntArray, grads: FloatArray) -> tuple[IntArray, FloatArr
     place[order] = np.arange(order.size)
     groups = place[inverse]
 
-    # The k-th occurrences of all ids are added together: within one id that is batch order.
+    # Each pass adds the k-th occurrence of every id, so the sums of one id are in batch order.
     by_group = np.argsort(groups, kind="stable")
     counts = np.bincount(groups, minlength=unique.size)
     starts = np.cumsum(counts) - counts
@@ -77,7 +77,7 @@ def sum_duplicates(ids: IntArray, grads: FloatArray) -> tuple[IntArray, FloatArr
 
 
 def optimizer_slots(optimizer: Any, dim: int) -> dict[str, tuple[int, float]]:
-    """Name, width in float32 and starting value of every slot the optimizer keeps for a row."""
+    """Return name -> (width in float32, initial value) of the optimizer's slots of a row."""
     kind = type(optimizer).__name__
     if kind == "SGD":
         return {}
@@ -101,15 +101,15 @@ def apply_optimizer(
     weight: FloatArray,
     slots: dict[str, FloatArray],
 ) -> None:
-    """One optimizer step on float32[U, dim] rows, in place.
+    """Run one optimizer step on float32[U, dim] rows, in place.
 
     Args:
-        optimizer: any of bunkbed's four.
-        lr: the rate of this step.
+        optimizer: any optimizer of bunkbed.
+        lr: the learning rate of this step.
         step: the table's step number, 1 for the first update.
         grad: the summed gradients, float32[U, dim]; changed when weight decay is coupled.
         weight: float32[U, dim].
-        slots: arrays as ``optimizer_slots`` names them, float32[U, width].
+        slots: arrays by their names in ``optimizer_slots``, float32[U, width].
     """
     f32 = np.float32
     decay = float(optimizer.weight_decay)
@@ -139,7 +139,7 @@ def apply_optimizer(
 
 
 def pool(rows: FloatArray, pooling: str, weights: FloatArray | None) -> FloatArray:
-    """Pools float32[n, dim] rows of one bag to float32[dim]; an empty bag is zeros.
+    """Pool the float32[n, dim] rows of one bag to float32[dim]; an empty bag gives zeros.
 
     Rows are added in bag order. ``mean`` divides by the number of rows, or by the sum of the weights;
     ``sqrtn`` by the square root of that number, or of the sum of squared weights (TensorFlow's combiners).

@@ -1,4 +1,4 @@
-"""CRC-32C in plain Python, from FORMAT.md: a second opinion on the core's, for small files."""
+"""CRC-32C in plain Python, from FORMAT.md: a second implementation to test the core's, for small files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:
-    """CRC-32C (Castagnoli) of `data`, continued from `crc`.
+    """Return the CRC-32C (Castagnoli) of `data`, continued from `crc`.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'

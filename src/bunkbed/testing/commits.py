@@ -1,4 +1,4 @@
-"""The part of the conformance suite that is about commits: what they hold, going back to them, opening files again."""
+"""The part of the conformance suite for commits: their contents, rewind, opening files again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bunkbed.testing.suite_part import SuitePart
 
 
 class CommitTests(SuitePart):
-    """Tests of `TableTests` that commit, go back and open again."""
+    """Tests of `TableTests` that commit, rewind and open again."""
 
-    #: False for tables whose commits keep nothing, as scratch tables: what needs a kept commit is skipped.
+    #: False for tables whose commits keep nothing, such as scratch tables; tests that need a kept commit are skipped.
     keeps_commits = True
 
     def reopen(self, table: Any, *, mode: Literal["w", "r"] = "w", commit: bool = True) -> Any:
-        """Closes the writer and opens its files again; skips where there are none."""
+        """Close the writer and open its files again; skip the test if the table has no files."""
         self.skip_without_commits()
         if table.path is None:
             pytest.skip("a table in RAM only has no files")
@@ -30,7 +30,7 @@ class CommitTests(SuitePart):
         return bb.open(table.path, mode=mode)
 
     def skip_without_commits(self) -> None:
-        """Skips a test that needs a kept commit where none is."""
+        """Skip the test if the table's commits keep nothing."""
         if not self.keeps_commits:
             pytest.skip("nothing of these tables is kept")
 

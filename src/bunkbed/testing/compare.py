@@ -1,4 +1,4 @@
-"""Comparisons to the last bit, and skewed ids, for the conformance suite and whoever tests beside it."""
+"""Comparisons of all bits, and skewed ids, for the conformance suite and other tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bunkbed.testing.reference import ReferenceTable
 
 
 def zipf_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float = 1.05) -> IntArray:
-    """int64[size] ids in [0, num_rows), Zipf-skewed and scattered, so that neighbours are not equally hot."""
+    """Return int64[size] Zipf-skewed ids in [0, num_rows), permuted so that hot ids are not neighbours."""
     weight = 1.0 / np.arange(1, num_rows + 1) ** exponent
     ranks = np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(size))
     scatter = np.random.default_rng(12345).permutation(num_rows)
@@ -19,7 +19,7 @@ def zipf_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float
 
 
 def assert_same_bits(ours: FloatArray, expected: FloatArray, what: str = "values") -> None:
-    """Fails unless both arrays have one shape and the same bytes; names the first difference."""
+    """Fail unless both arrays have the same dtype, shape and bytes; name the first difference."""
     assert ours.dtype == expected.dtype, f"{what}: {ours.dtype} is not {expected.dtype}"
     assert ours.shape == expected.shape, f"{what}: {ours.shape} is not {expected.shape}"
     if ours.tobytes() == expected.tobytes():
@@ -33,7 +33,7 @@ def assert_same_bits(ours: FloatArray, expected: FloatArray, what: str = "values
 
 
 def assert_same_rows(table: Any, reference: ReferenceTable, ids: IntArray) -> None:
-    """Fails unless the rows `ids` agree in the weight, every slot and whether they are stored."""
+    """Fail unless the rows `ids` have the same weight, slots and `contains`, and both tables the same step."""
     for slot in ("weight", *reference.slots):
         assert_same_bits(table.get(ids, slot=slot), reference.get(ids, slot=slot), slot)
     assert table.contains(ids).tolist() == reference.contains(ids).tolist()

@@ -1,6 +1,6 @@
-"""`TableTests`: what any table must do, whatever tiers hold it. Subclass it, give it a factory, run pytest.
+"""`TableTests`: the conformance suite for every kind of table. Subclass it, give it a factory, run pytest.
 
-Needs pytest. Values are compared with `ReferenceTable` as bytes, so a sign of zero counts.
+Needs pytest. Values are compared with `ReferenceTable` as bytes, so that 0 and -0 differ.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ OPTIMIZERS = [
 class TableTests(NarrowTests, CommitTests):
     """A conformance suite for tables; subclass it as ``TestSomething`` and override `make_table`.
 
-    `make_table` is the only thing to give. Tests that need files skip where `table.path` is None; a subclass
-    that opens tables in its own way overrides `reopen` too. Set `num_rows` larger to force eviction.
+    A subclass must define `make_table`. Tests that need files skip if `table.path` is None. A subclass that opens
+    tables in another way overrides `reopen` too. Set `num_rows` larger to force eviction.
 
     Example::
 
@@ -46,19 +46,19 @@ class TableTests(NarrowTests, CommitTests):
                 return bb.create(tmp_path / "table", ram="1MiB", **kwargs)
     """
 
-    #: Rows of the tables these tests make.
+    #: `num_rows` of the tables in these tests.
     num_rows = 1000
     dim = 8
 
     def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
-        """A new table with these arguments of ``bb.create`` (never `path` or `ram`)."""
+        """Return a new table with these arguments of ``bb.create`` (never `path` or `ram`)."""
         raise NotImplementedError("subclasses of TableTests override make_table(self, tmp_path, **kwargs)")
 
     # ---- fixtures
 
     @pytest.fixture
     def pair(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, ReferenceTable]]:
-        """A table and its oracle, made with the same arguments."""
+        """Yield a table and its oracle, made with the same arguments."""
         kwargs = {
             "dim": self.dim,
             "num_rows": self.num_rows,
@@ -73,7 +73,7 @@ class TableTests(NarrowTests, CommitTests):
             table.close(commit=False)
 
     def train(self, table: Any, reference: ReferenceTable, *, steps: int = 20, seed: int = 0) -> None:
-        """The same updates, with duplicates, to both."""
+        """Make the same updates, with duplicate ids, to both."""
         rng = np.random.default_rng(seed)
         for _ in range(steps):
             ids = zipf_ids(rng, self.num_rows, 300)
@@ -161,7 +161,7 @@ class TableTests(NarrowTests, CommitTests):
         ids = zipf_ids(rng, self.num_rows, size)
         offsets = np.sort(rng.integers(0, 201, 30))
         offsets[:2] = 0  # an empty bag first
-        offsets[-2:] = 200, size  # and last, behind one of 1,200 ids
+        offsets[-2:] = 200, size  # an empty bag last, after a bag of 1,200 ids
         weights = rng.random(size).astype(np.float32) if weighted else None
         arguments: dict[str, Any] = {"pooling": pooling, "weights": weights, "touch": touch}
         found = table.lookup_bags(ids, offsets, **arguments)
@@ -289,7 +289,7 @@ class TableTests(NarrowTests, CommitTests):
             reference.set(ids, values, slot=slot)
             assert_same_bits(table.get(ids, slot=slot), values)
         assert_same_rows(table, reference, self.all_ids())
-        self.train(table, reference, steps=2, seed=9)  # and training goes on from there
+        self.train(table, reference, steps=2, seed=9)  # training continues from the values set
         assert_same_rows(table, reference, self.all_ids())
 
     def test_set_keeps_the_last_of_duplicates(self, pair: tuple[Any, ReferenceTable]) -> None:
@@ -312,7 +312,7 @@ class TableTests(NarrowTests, CommitTests):
         for again in range(10):
             ids = zipf_ids(rng, self.num_rows, 100)
             grads = rng.standard_normal((100, self.dim)).astype(np.float32)
-            table.stage(ids)  # what the update changes is read before it
+            table.stage(ids)  # the update then changes rows that are being prefetched
             table.update(ids, grads)
             reference.update(ids, grads)
             if again % 2:
@@ -365,7 +365,7 @@ class TableTests(NarrowTests, CommitTests):
         assert_same_rows(table, reference, self.all_ids()[:100])
         assert_same_rows(table, reference, ids)
 
-    # ---- what a caller gets wrong
+    # ---- wrong arguments
 
     @pytest.mark.parametrize(
         ("ids", "kind", "message"),
@@ -434,7 +434,7 @@ class TableTests(NarrowTests, CommitTests):
         with pytest.raises(ValueError, match=r"median"):
             table.lookup_bags([1], [0], pooling="median")
 
-    # ---- commits
+    # ---- facts and closing
 
     def test_facts(self, pair: tuple[Any, ReferenceTable]) -> None:
         table, reference = pair

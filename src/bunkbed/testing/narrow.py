@@ -1,4 +1,4 @@
-"""The part of the conformance suite that is about 16 bits: rows in bfloat16 or float16, state in bfloat16."""
+"""The part of the conformance suite for 16 bits: rows in bfloat16 or float16, state in bfloat16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NARROW: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "optimizer": bb.RowwiseAdagrad(lr=0.1, weight_decay=0.01, state_dtype="bfloat16")},
     {"dtype": "float32", "optimizer": bb.RowwiseAdagrad(lr=0.1, state_dtype="bfloat16")},
 ]
-# The one that has everything; beside float32 it stands for all of them where a dtype only travels.
+# 16 bits for rows and state. With float32 it is enough for tests of code that only copies stored values.
 ALL_NARROW: dict[str, Any] = {"dtype": "bfloat16", "optimizer": bb.Adam(lr=0.01, state_dtype="bfloat16")}
 both_widths = pytest.mark.parametrize("pair", [{}, ALL_NARROW], indirect=True, ids=["float32", "bfloat16"])
 
@@ -54,7 +54,7 @@ class NarrowTests(SuitePart):
         assert out.tobytes() == expected.tobytes()
         wide = out.astype(np.uint32) << 16 if dtype == "bfloat16" else out.astype(np.float32)
         assert wide.tobytes() == table.lookup(ids).tobytes()
-        if table.path is not None:  # the oracle takes any
+        if table.path is not None:  # the oracle does not check the dtype of `out`
             with pytest.raises(ValueError, match="out"):
                 table.lookup(ids, out=np.zeros_like(out, np.float16 if dtype == "bfloat16" else np.uint16))
         table.close(commit=False)
@@ -75,7 +75,7 @@ class NarrowTests(SuitePart):
             ids = rng.choice(self.num_rows, 100, replace=False)
             values = rng.random((100, *reference.get(ids, slot=slot).shape[1:])).astype(np.float32)
             dtype = reference.dtype if slot == "weight" else reference.state_dtype
-            for again in range(2):  # what was read is stored as it was: no rounding twice
+            for again in range(2):  # the second time, values that were read are stored without a change
                 table.set(ids, values, slot=slot)
                 assert_same_bits(table.get(ids, slot=slot), narrow_nearest(dtype, values), f"{slot}, {again}")
                 reference.set(ids, values, slot=slot)
@@ -92,7 +92,7 @@ class NarrowTests(SuitePart):
     ) -> None:
         table, reference = pair
         values = np.zeros((3, self.dim), np.float32)
-        values[:2] = np.nextafter(np.float32(value), np.float32(0))  # rounds to the largest there is
+        values[:2] = np.nextafter(np.float32(value), np.float32(0))  # rounds to the largest finite value
         table.set([1, 2, 3], values)
         reference.set([1, 2, 3], values)
         values[1, 5] = value

@@ -1,4 +1,4 @@
-"""Initial values and 16-bit rounding in NumPy, written a second time from FORMAT.md.
+"""Initial values and 16-bit rounding in NumPy: a second implementation, from FORMAT.md.
 
 Both draw from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (id, block, extra).
 """
@@ -14,8 +14,8 @@ from bunkbed.testing.arithmetic import FloatArray, IntArray
 
 WordArray = NDArray[np.uint32]
 
-# Initial values count blocks from 0, the stochastic rounding of each field from a place of its own: the streams never
-# meet.
+# Initial values count blocks from 0; the stochastic rounding of each field counts from its own base, so that no two
+# streams have a block in common.
 _ROUNDING_STREAM = 0x80000000
 _FIELD_STREAM = 0x01000000
 
@@ -29,9 +29,9 @@ _MINUS_TWO_LN2 = np.float32(float.fromhex("-0x1.62e430p+0"))
 
 
 def philox(seed: int, ids: IntArray, blocks: NDArray[np.int64], extra: int) -> WordArray:
-    """Philox4x32-10: uint32[N, B, 4], the four words of every block of every id.
+    """Return the four Philox4x32-10 words of every block of every id, uint32[N, B, 4].
 
-    The first of the generator's published test vectors (all zeros in):
+    The first of the generator's published test vectors (all inputs are 0):
 
     >>> [hex(word) for word in philox(0, np.zeros(1, np.int64), np.zeros(1, np.int64), 0)[0, 0].tolist()]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -67,7 +67,7 @@ def _horner(coefficients: str, x: FloatArray) -> FloatArray:
 
 
 def _normal(words: WordArray, std: float) -> FloatArray:
-    """Box and Muller's transform of uint32[..., 4] words to float32[..., 4] values."""
+    """Transform uint32[..., 4] words to float32[..., 4] normal values (Box and Muller)."""
     u, v = words[..., 0::2], words[..., 1::2]
     n = ((u >> np.uint32(8)) + np.uint32(1)).astype(np.float32)
     bits = n.view(np.int32)
@@ -98,7 +98,7 @@ def _uniform(words: WordArray, low: float, high: float) -> FloatArray:
 
 
 def initial_rows(init: Any, seed: int, ids: IntArray, dim: int) -> FloatArray:
-    """The rows nobody has written yet, float32[N, dim]: a pure function of (init, seed, id).
+    """Return the initial values of rows, float32[N, dim]: a pure function of (init, seed, id).
 
     Args:
         init: ``bb.Zeros``, ``bb.Normal`` or ``bb.Uniform``.
@@ -115,7 +115,7 @@ def initial_rows(init: Any, seed: int, ids: IntArray, dim: int) -> FloatArray:
 
 
 def narrow_nearest(dtype: str, values: FloatArray) -> FloatArray:
-    """float32 values rounded to the nearest representable in `dtype` (ties to even), still as float32."""
+    """Round float32 values to the nearest value of `dtype` (ties to even); return them as float32."""
     if dtype == "float32":
         return values
     if dtype == "float16":
@@ -129,13 +129,13 @@ def narrow_nearest(dtype: str, values: FloatArray) -> FloatArray:
 def narrow_stochastic(
     dtype: str, values: FloatArray, *, seed: int, ids: IntArray, step: int, field: int = 0
 ) -> FloatArray:
-    """A field of updated rows as stored in `dtype`: rounded up or down at random, keyed by (seed, id, step, field).
+    """Round a field of updated rows to `dtype` stochastically, keyed by (seed, id, step, field).
 
-    A value between two neighbours of the narrow type becomes the outer one with a probability equal to
-    its place between them; one beyond the largest finite value becomes that. Infinities and NaNs stay.
+    A value between two neighbours of the narrow type becomes the one farther from 0 with a probability equal to its
+    relative distance from the other. Values are limited to the largest finite value. Infinities and NaNs do not change.
 
     Args:
-        dtype: ``"float32"`` (returned as it is), ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"float32"`` (returned unchanged), ``"bfloat16"`` or ``"float16"``.
         values: float32[U, dim].
         seed: the table's seed.
         ids: int64[U].
@@ -158,7 +158,7 @@ def narrow_stochastic(
     else:
         unit_exponent = np.maximum(np.frexp(magnitude)[1] - 11, -24)
         largest = 65504.0
-        # A normal float16 drops 13 bits of a float32 and so needs 13 of the random ones.
+        # A normal float16 drops 13 bits of a float32, so 13 random bits are used.
         resolution = np.where(magnitude < 2.0**-14, 16, 13)
     unit = np.ldexp(1.0, unit_exponent)
     whole = np.floor(magnitude / unit)

@@ -1,4 +1,4 @@
-"""`ReferenceTable`: a table as a dictionary of rows, the oracle every tier combination is compared with."""
+"""`ReferenceTable`: a table in plain NumPy, the oracle that every kind of table is compared with."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Initial = Callable[[IntArray], ArrayLike]
 
 
 class ReferenceTable:
-    """The whole surface of a table in plain NumPy and one dictionary, with the engine's rules for every bit.
+    """The public methods of a table in plain NumPy and one dictionary, with the same bits as the engine.
 
-    It owns all its rows in RAM, is not thread-safe, and is "durable" only in memory: `commit` keeps a copy,
-    `revert` and `rewind` return to one. Nothing needs closing.
+    Owns its rows in RAM. Not thread-safe. Commits are copies in memory: `commit` keeps a copy, `revert` and `rewind`
+    return to a copy. Needs no closing.
 
     Args:
         dim: weights per row.
-        num_rows: ids lie in ``[0, num_rows)``; None admits any non-negative int64.
+        num_rows: ids are in ``[0, num_rows)``; None: any non-negative int64.
         optimizer: one of ``bb.SGD``, ``bb.Adagrad``, ``bb.RowwiseAdagrad``, ``bb.Adam`` (the default).
         init: ``bb.Zeros``, ``bb.Normal`` or ``bb.Uniform``; default ``Normal(std=0.01)``.
-        seed: of the initialiser.
-        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; how weights are stored.
+        seed: seed of the initialiser and of stochastic rounding.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``: dtype of the stored weights.
         initial: overrides `init`: a function from int64[N] ids to float32[N, dim] rows.
-        name: how errors call the table.
+        name: the table's name in errors.
 
     >>> from bunkbed import SGD, Zeros
     >>> table = ReferenceTable(dim=2, optimizer=SGD(lr=0.5), init=Zeros())
@@ -82,7 +82,7 @@ class ReferenceTable:
             for slot, (width, initial) in arithmetic.optimizer_slots(self.optimizer, dim).items()
         }
         self._widths = {"weight": dim, **{slot: width for slot, (width, _) in self._slots.items()}}
-        # Row -> place in the arrays below; a row is here only once updated or set.
+        # Row -> index in the arrays below, for stored rows.
         self._places: dict[int, int] = {}
         self._arrays = {slot: np.zeros((0, width), np.float32) for slot, width in self._widths.items()}
         self._commits: dict[int, dict[str, Any]] = {}
@@ -94,7 +94,7 @@ class ReferenceTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records: of `num_rows` rows, or of the stored ones."""
+        """Bytes of all records: of `num_rows` rows; if None, of the stored rows."""
         widths = [(self._dtype_of(slot), width) for slot, width in self._widths.items()]
         record = sum(-(-width * (4 if dtype == "float32" else 2) // 4) * 4 for dtype, width in widths)
         return record * (len(self) if self.num_rows is None else self.num_rows)
@@ -105,13 +105,13 @@ class ReferenceTable:
         return tuple(self._slots)
 
     def __len__(self) -> int:
-        """Number of stored rows."""
+        """Return the number of stored rows."""
         return len(self._places)
 
     def lookup(self, ids: ArrayLike, *, touch: bool = True, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """int64[...] ids to float32[..., dim] weights, a copy; `touch` changes nothing here.
+        """Return a copy of the weights, float32[..., dim], of int64[...] ids; `touch` has no effect.
 
-        `out` may have the rows' own 16 bits: float16, or uint16 for bfloat16.
+        `out` may have the 16-bit dtype of the rows: float16, or uint16 for bfloat16.
         """
         wanted = self._check_ids(ids)
         self._counts["lookups"] += 1
@@ -129,7 +129,7 @@ class ReferenceTable:
         touch: bool = True,
         out: FloatArray | None = None,
     ) -> FloatArray:
-        """Pooled rows, float32[B, dim]; bag b is ``ids[offsets[b]:offsets[b + 1]]``, an empty one zeros."""
+        """Return pooled rows, float32[B, dim]; bag b is ``ids[offsets[b]:offsets[b + 1]]``; empty bags give zeros."""
         if pooling not in ("sum", "mean", "sqrtn", "none"):
             raise ValueError(f"table {self.name!r}: pooling must be one of sum, mean, sqrtn, none, got {pooling!r}")
         wanted = self._check_ids(ids)
@@ -151,19 +151,19 @@ class ReferenceTable:
         return _filled(out, result)
 
     def get(self, ids: ArrayLike, slot: str = "weight") -> FloatArray:
-        """The raw values of one slot, float32[..., width]."""
+        """Return the raw values of one slot, float32[..., width]."""
         wanted = self._check_ids(ids)
         width = self._check_slot(slot)
         return self._gather(wanted.ravel(), slot).reshape(*wanted.shape, width)
 
     def contains(self, ids: ArrayLike) -> NDArray[np.bool_]:
-        """bool[...]: was this row ever updated or set."""
+        """Return bool[...]: whether each row is stored (was updated or set)."""
         wanted = self._check_ids(ids)
         stored = [int(row) in self._places for row in wanted.ravel()]
         return np.array(stored, np.bool_).reshape(wanted.shape)
 
     def scan(self, slot: str = "weight", chunk: int = 65_536) -> Iterator[tuple[IntArray, FloatArray]]:
-        """Every stored row as (int64[n], float32[n, width]), in the order rows were first stored."""
+        """Yield every stored row as (int64[n], float32[n, width]), in the order rows were first stored."""
         self._check_open()
         self._check_slot(slot)
         ids = np.fromiter(self._places, np.int64, len(self._places))
@@ -174,11 +174,10 @@ class ReferenceTable:
     def topk(
         self, queries: ArrayLike, k: int, *, ids: ArrayLike | None = None, exclude: ArrayLike | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """The k best rows by dot product for each query: (int64[Q, k], float32[Q, k]), best first.
+        """Return the k best rows by dot product for each query: (int64[Q, k], float32[Q, k]), best first.
 
-        Candidates are `ids`, or every stored row, less `exclude` (one set for all queries, or one a query).
-        Equal scores go to the smaller id, rows whose score is NaN come last; where fewer rows exist, id -1 and score
-        -inf.
+        Candidates are `ids`, or every stored row, without `exclude` (one set for all queries, or one a query). Of
+        equal scores the lower id is first; NaN scores are last. Where fewer rows exist: id -1, score -inf.
         """
         vectors = np.asarray(queries, np.float32)
         if vectors.ndim == 1:
@@ -200,7 +199,7 @@ class ReferenceTable:
         return best_ids, best_scores
 
     def stats(self) -> dict[str, float]:
-        """Counters; the oracle has no cache, so only those that do not depend on one."""
+        """Return the counters that do not depend on a cache."""
         stored = len(self._places)
         unique = self._counts["unique_rows"]
         rates = {"hits": unique, "misses": 0, "first_touches": 0, "evictions": 0}
@@ -209,9 +208,9 @@ class ReferenceTable:
     # ---- writing
 
     def update(self, ids: ArrayLike, grads: ArrayLike, *, lr: float | None = None, step: int | None = None) -> None:
-        """One optimizer step: int64[N] ids, float32[N, dim] gradients, duplicates summed in batch order.
+        """Run one optimizer step: int64[N] ids, float32[N, dim] gradients, duplicates summed in batch order.
 
-        `lr` and `step` take the place of the optimizer's rate and of ``self.step + 1``, this time only.
+        `lr` and `step` replace the optimizer's rate and ``self.step + 1`` for this step.
         """
         wanted = self._check_ids(ids)
         values = self._check_values(grads, (*wanted.shape, self.dim), "grads").reshape(-1, self.dim)
@@ -248,7 +247,7 @@ class ReferenceTable:
             )
 
     def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
-        """Overwrites one slot of int64[N] rows with float32[N, width]; the last of duplicate ids wins."""
+        """Overwrite one slot of int64[N] rows with float32[N, width]; of equal ids the last one is written."""
         wanted = self._check_ids(ids)
         width = self._check_slot(slot)
         fresh = self._check_values(values, (*wanted.shape, width), "values").reshape(-1, width)
@@ -263,18 +262,18 @@ class ReferenceTable:
             )
         places = self._store(wanted.ravel())
         self.is_dirty = self.is_dirty or wanted.size > 0
-        self._arrays[slot][places] = fresh  # NumPy assigns in order: the last of duplicates stays
+        self._arrays[slot][places] = fresh  # NumPy assigns in order, so the last of equal ids stays
 
     def stage(self, ids: ArrayLike) -> None:
-        """Checks the ids; there is nothing to move."""
+        """Check the ids; the oracle has nothing to prefetch."""
         self._check_ids(ids)
 
     # ---- commits
 
     def commit(self, meta: Mapping[str, Any] | None = None, keep: str | None = None) -> int:
-        """Keeps a copy of everything as the next epoch and returns its number.
+        """Keep a copy of the table as the next epoch and return its number.
 
-        Without changes since the last commit, and without `meta` or `keep`, that one's.
+        Without changes since the last commit, and without `meta` or `keep`, return the last epoch.
         """
         self._check_open()
         if not self.is_dirty and meta is None and keep is None:
@@ -289,23 +288,23 @@ class ReferenceTable:
         return self.epoch
 
     def begin_commit(self, meta: Mapping[str, Any] | None = None, keep: str | None = None) -> PendingCommit:
-        """`commit`, over at once."""
+        """Commit, and return a pending commit that is over."""
         epoch = self.commit(meta, keep)
         return PendingCommit(lambda: epoch, lambda: True)
 
     def snapshots(self) -> dict[str, int]:
-        """Names of the kept commits and their epochs."""
+        """Return name -> epoch of the kept commits."""
         return dict(self._names)
 
     def drop(self, name: str) -> None:
-        """Forgets a kept commit."""
+        """Remove a kept commit."""
         if name not in self._names:
             raise ValueError(f"table {self.name!r} has no snapshot {name!r}; it has {sorted(self._names)}")
         del self._names[name]
         self._collect()
 
     def rewind(self, snapshot: str | int) -> None:
-        """Returns rows, slots and step to a kept commit, which becomes the newest one."""
+        """Set rows, slots and step back to a kept commit, which becomes the newest one."""
         epoch = self._names.get(snapshot) if isinstance(snapshot, str) else snapshot
         if epoch not in self._commits:
             raise ValueError(f"table {self.name!r} has no snapshot {snapshot!r}; it has {sorted(self._names)}")
@@ -315,19 +314,19 @@ class ReferenceTable:
         self._keep_state()
 
     def revert(self) -> None:
-        """Back to the last commit, as a process that ended without one finds the table."""
+        """Go back to the last commit, like opening a table after its process ended without a commit."""
         self._restore(self._commits[self.epoch])
 
     def compact(self) -> int:
-        """Nothing to do: there is no log."""
+        """Do nothing: there is no log."""
         return 0
 
     def refresh(self) -> int:
-        """The epoch; a writer is always at its own."""
+        """Return the epoch: a writer is always at the newest."""
         return self.epoch
 
     def close(self, commit: bool = True) -> None:
-        """Commits unless told not to; a closed table refuses use."""
+        """Commit unless `commit` is False, and refuse later calls."""
         if self.closed:
             return
         if commit:
@@ -397,14 +396,14 @@ class ReferenceTable:
         return values
 
     def _store(self, ids: IntArray) -> IntArray:
-        """Places of the rows, which are created where missing."""
+        """Return the indices of the rows; store rows that are missing."""
         fresh = [row for row in dict.fromkeys(ids.tolist()) if row not in self._places]
         if fresh:
             start = len(self._places)
             self._places.update({row: start + index for index, row in enumerate(fresh)})
             needed = len(self._places)
             for slot, array in self._arrays.items():
-                if needed > len(array):  # doubled, so that growth is linear in the rows
+                if needed > len(array):  # doubled, so that the total cost of growth is linear in the rows
                     grown = np.empty((max(needed, 2 * len(array)), array.shape[1]), np.float32)
                     grown[: len(array)] = array
                     self._arrays[slot] = array = grown
@@ -425,7 +424,7 @@ class ReferenceTable:
         self._collect()
 
     def _collect(self) -> None:
-        """Forgets every commit but the last and the kept ones."""
+        """Remove every commit except the last and the kept ones."""
         kept = {self.epoch, *self._names.values()}
         self._commits = {epoch: state for epoch, state in self._commits.items() if epoch in kept}
 
@@ -438,7 +437,7 @@ class ReferenceTable:
 
 
 def _filled(out: NDArray[Any] | None, values: FloatArray) -> NDArray[Any]:
-    """`values`, in `out` where one was given; uint16 takes bfloat16 values' upper halves."""
+    """Return `values`, in `out` if given; a uint16 `out` gets the upper halves, which are bfloat16."""
     if out is None:
         return values
     if out.shape != values.shape:

@@ -1,4 +1,4 @@
-"""What every part of the conformance suite finds in `TableTests`."""
+"""The members of `TableTests` that every part of the conformance suite uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bunkbed.testing.reference import ReferenceTable
 
 
 class SuitePart:
-    """A group of tests of `TableTests`, which has the factory, the training and the fixture ``pair``."""
+    """Base class of the groups of tests in `TableTests`, which has the factory, `train` and the fixture ``pair``."""
 
     num_rows: int
     dim: int
