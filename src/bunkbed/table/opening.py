@@ -189,8 +189,8 @@ def create(
         The open table; this process is its writer.
 
     Raises:
-        FileExistsError: `path` exists and is not left from a scratch table. ValueError, TypeError: an argument out of
-        range; a budget or limit that is too small for any work (the message says how much is needed).
+        FileExistsError: `path` is neither an empty directory nor left from a scratch table. ValueError, TypeError: an
+        argument out of range; a budget or limit that is too small for any work (the message says how much is needed).
     """
     disk_bytes = parse_disk(disk, None if path is None else "w")
     if durability not in ("durable", "scratch"):

@@ -270,8 +270,8 @@ class Table(TableFacts, TableCommits):
             ids: int64[N]; an empty batch counts as a step.
             grads: float32[N, dim], finite.
             lr: learning rate of this step instead of the optimizer's.
-            step: the step's number, in [1, 2**63 - 2], instead of ``table.step + 1``. A sharded table gives each shard
-                its own count.
+            step: the step's number, in [1, 2**63 - 2], instead of ``table.step + 1``. A sharded table passes its number
+                to each shard.
 
         Raises:
             ValueError: a NaN or Inf gradient (names the first, its position and id), another shape, no step left.
