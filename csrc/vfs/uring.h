@@ -1,5 +1,5 @@
 // io_uring, where the kernel has it: many reads in flight from one thread. A read takes less than half of the processor
-// time of a pread in its own thread, so a model that trains concurrently gets more (benchmarks/RESULTS.md).
+// time of a pread in its own thread, so a model that trains concurrently gets more (docs/design/notes/reads.md).
 #pragma once
 
 #include <memory>
