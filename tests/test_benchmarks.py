@@ -123,7 +123,7 @@ def test_names_are_unique_and_functions_exist() -> None:
 
 
 def test_every_measurement_has_its_command_in_the_results() -> None:
-    pages = [ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
     results = "".join(page.read_text() for page in pages)
     missing = [case.name for case in suite.CASES if not re.search(rf"(`|benchmarks ){case.name}\b", results)]
     assert missing == []
