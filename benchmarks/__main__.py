@@ -1,7 +1,8 @@
 """The benchmark suite: ``python -m benchmarks [CASE ...]``.
 
 Without names it runs every case; ``--list`` shows them with their targets. Figures are printed and written to
-``benchmarks/figures`` as JSON, a Markdown table and plots; what an earlier run wrote for other cases is kept.
+``benchmarks/figures`` (not in git) as JSON and a Markdown table, which keep the other cases of earlier runs. What is
+claimed is copied by hand into ``results.toml``; ``python -m benchmarks.results`` makes ``RESULTS.md`` from it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def arguments() -> argparse.Namespace:
     size = options.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="seconds in all, for tests; no figures, nothing written")
     size.add_argument("--quick", action="store_true", help="fewer turns and smaller tables")
-    options.add_argument("--out", type=Path, help="folder for figures.json, figures.md and the plots")
+    options.add_argument("--out", type=Path, help="folder for figures.json and figures.md")
     options.add_argument("--dir", type=Path, default=Path("bench-data"), help="where temporary files go")
     options.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the real data sets")
     options.add_argument("--table", type=Path, help="keep the larger-than-memory table here, and use it again")

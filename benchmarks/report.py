@@ -1,4 +1,4 @@
-"""The suite's figures as JSON, as a Markdown table and as plots.
+"""The suite's figures as JSON and as a Markdown table.
 
 `write` merges by case: cases that did not run this time keep the figures, machine and revision of the run that
 measured them, so that a suite can be run in pieces.
@@ -52,25 +52,18 @@ def merge(old: Sequence[Outcome], new: Sequence[Outcome]) -> list[Outcome]:
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    """figures.json, figures.md and the plots (these only where matplotlib is installed)."""
+    """Write figures.json and figures.md."""
     folder.mkdir(parents=True, exist_ok=True)
     merged = merge(read(folder), outcomes)
     text = json.dumps({"cases": [outcome.to_json() for outcome in merged]}, indent=1)
     (folder / "figures.json").write_text(text + "\n")
-    try:
-        from benchmarks import plots
-    except ImportError as error:
-        print(f"no plots: {error}")
-        names = []
-    else:
-        names = plots.draw(folder, merged)
-    (folder / "figures.md").write_text(markdown(merged, names))
+    (folder / "figures.md").write_text(markdown(merged))
 
 
-def markdown(outcomes: Sequence[Outcome], plots: Sequence[str] = ()) -> str:
+def markdown(outcomes: Sequence[Outcome]) -> str:
     """One table of what has a target, then one section a case."""
     lines = ["# Figures of the benchmark suite", ""]
-    lines += ["Written by `python -m benchmarks`; `RESULTS.md` says how they are measured and what they mean.", ""]
+    lines += ["Written by `python -m benchmarks`; `RESULTS.md` says how they are measured and holds the claims.", ""]
     lines += ["| case | figure | reached (least to most) | wanted | |", "|---|---|---|---|---|"]
     for outcome in outcomes:
         for figure in outcome.figures:
@@ -79,8 +72,6 @@ def markdown(outcomes: Sequence[Outcome], plots: Sequence[str] = ()) -> str:
         if outcome.failed:
             lines.append(f"| {outcome.case} | failed: {outcome.failed} | | | |")
     lines.append("")
-    for name in plots:
-        lines += [f"![{name}]({name})", ""]
     whats = {case.name: case for case in suite.CASES}
     for outcome in outcomes:
         size = f" ({SIZES[outcome.size]})" if SIZES[outcome.size] else ""

@@ -242,22 +242,6 @@ def test_report_is_written_and_merged(tmp_path: Path) -> None:
     assert cases[0]["figures"][0]["reached"] is True
 
 
-def test_plots_are_pictures(tmp_path: Path) -> None:
-    plots = pytest.importorskip("benchmarks.plots")
-    outcomes = [
-        Outcome("adam", [Figure("ratio torch / bunkbed", 6.5, "x", 6, 7, 20, at_least=6)]),
-        Outcome(
-            "larger-than-memory",
-            [Figure("bunkbed, a step", 100, "ms", 90, 120), Figure("memmap, a step", 16_000, "ms")],
-        ),
-        Outcome("growth", [Figure("10^6 rows, a step", 5, "ms", 4, 6), Figure("10^9 rows, a step", 5.5, "ms", 5, 7)]),
-    ]
-    names = plots.draw(tmp_path, outcomes)
-    assert names == ["targets.png", "larger-than-memory.png", "growth.png"]
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    assert plots.draw(tmp_path, []) == []
-
-
 # ---- what the measurements share
 
 

@@ -1,6 +1,6 @@
 """Draws the pages' pictures that are not drawn by hand, into ``docs/``.
 
-    python docs/site/pictures.py cost     # docs/cost.svg, from benchmarks/figures/figures.json
+    python docs/site/pictures.py cost     # docs/cost.svg, from benchmarks/results.toml
     python docs/site/pictures.py screen   # docs/training-screen.svg, as `bunkbed train` shows it, of a generated file
 
 ``docs/tiers.svg`` is written by hand.
@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import tempfile
@@ -17,30 +16,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks import results  # noqa: E402
+
 OURS, THEIRS = "#2a7f62", "#a3acb9"
-#: What is compared: heading, the case, and the sides with their names for people.
+#: What is compared: heading, the command of rows in results.toml, their peers with names for people.
 PANELS = (
-    ("Table fits RAM, Adam", "adam", {"bunkbed": "Bunkbed", "torch": "torch SparseAdam"}),
-    (
-        "Table fits RAM, dense Adam",
-        "dense-adam",
-        {"bunkbed": "Bunkbed", "keras Adam": "Keras Adam", "torch dense Adam": "torch Adam"},
-    ),
+    ("Table fits RAM, Adam", "adam", {"torch SparseAdam": "torch SparseAdam"}),
+    ("Table fits RAM, dense Adam", "dense-adam", {"Keras Adam": "Keras Adam", "torch dense Adam": "torch Adam"}),
     (
         "Table larger than the memory limit",
         "larger-than-memory",
-        {
-            "lookahead": "Bunkbed, lookahead",
-            "bunkbed": "Bunkbed",
-            "advised": "memmap + madvise",
-            "memmap": "np.memmap",
-        },
+        {"without lookahead": "Bunkbed", "memmap + madvise": "memmap + madvise", "np.memmap": "np.memmap"},
     ),
-    (
-        "The same, key-value stores",
-        "key-value-stores",
-        {"bunkbed": "Bunkbed", "lmdb": "LMDB", "rocksdb": "RocksDB"},
-    ),
+    ("The same, key-value stores", "key-value-stores", {"LMDB": "LMDB", "RocksDB": "RocksDB"}),
 )
 COMMAND = [
     "train",
@@ -65,26 +54,28 @@ def cost(target: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    cases = {one["case"]: one for one in json.loads((ROOT / "benchmarks/figures/figures.json").read_text())["cases"]}
+    data, claims = results.read()
     plt.rcParams.update(
         {"svg.hashsalt": "bunkbed", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
     )
     picture, grid = plt.subplots(2, 2, figsize=(9, 4.2), gridspec_kw={"height_ratios": [3, 4]})
-    for axes, (heading, case, names) in zip(grid.flat, PANELS, strict=True):
-        steps = {figure["name"].removesuffix(", a step"): figure["value"] for figure in cases[case]["figures"]}
-        values = [steps[name] for name in names]
-        colors = [OURS if name in ("bunkbed", "lookahead") else THEIRS for name in names]
+    rows = {(row.command, row.peer): row for claim in claims for row in claim.rows if row.readings[0].ms}
+    for axes, (heading, command, peers) in zip(grid.flat, PANELS, strict=True):
+        pairs = [rows[command, peer].readings[0].ms for peer in peers]
+        names = ["Bunkbed, lookahead" if "without lookahead" in peers else "Bunkbed", *peers.values()]
+        values = [pairs[0][0], *(theirs for _, theirs in pairs)]
+        colors = [OURS if name.startswith("Bunkbed") else THEIRS for name in names]
         axes.barh(range(len(values)), values, color=colors, height=0.62)
         for y, value in enumerate(values):
             text = f"{value:,.3g} ms" if value < 1000 else f"{value / 1000:.1f} s"
             axes.annotate(text, (value, y), (5, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(values)), list(names.values()))
+        axes.set_yticks(range(len(values)), names)
         axes.invert_yaxis()
         axes.set_title(heading, fontsize=10, loc="left", fontweight="bold")
         axes.set_xlim(0, max(values) * 1.18)
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    machine = cases["adam"]["machine"].splitlines()[0].removeprefix("machine: ")
+    machine = data["machines"]["EPYC"].partition(";")[0]
     picture.tight_layout(w_pad=3, h_pad=2, rect=(0, 0.05, 1, 1))
     picture.text(0.01, 0.01, f"Median of a training step; {machine}; each panel has its own scale", color="#5b6472")
     picture.savefig(target, metadata={"Date": None})
