@@ -21,7 +21,7 @@ from bunkbed.torch.pending import alive
 
 
 class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Pooled rows out; gradients of the rows into `Pending`, and of per_sample_weights back to autograd."""
+    """Lookup of pooled rows; row gradients go to `Pending`, those of per_sample_weights to autograd."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, weights: Any, ids: Any, bags: _Bags, layer: EmbeddingBag) -> Any:
@@ -30,13 +30,13 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         ctx.pending, ctx.bags = pending.ref, bags
         ctx.order = next(pending.order)
         if bags.borrows(ids):
-            ctx.save_for_backward(ids)  # the caller's memory: torch notices if it is changed before backward
+            ctx.save_for_backward(ids)  # the caller's memory: torch detects a change before backward
         else:
             bags.own_ids()
         if weights is not None:
             ctx.like = weights  # shape, dtype and device only
             if weights.requires_grad:
-                # Their gradient is made of the rows as they are now; reading them at backward could be a step late.
+                # Their gradient needs the present rows; at backward a step may have changed them.
                 ctx.rows = pending.table.lookup(bags.ids, touch=False)
         return bags.lookup(layer, touch=layer.training)
 
@@ -44,7 +44,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     def backward(ctx: Any, grad: Any) -> Any:
         pending, bags = alive(ctx.pending), ctx.bags
         pending.require_first_order()
-        _ = ctx.saved_tensors  # raises where the ids were changed
+        _ = ctx.saved_tensors  # raises if the ids were changed
         pooled = grad_array(grad, pending.table.dim)
         weights_grad = None
         if ctx.needs_input_grad[1]:
@@ -59,29 +59,29 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
 
 
 class _Bags(BagGradients):
-    """One batch of bags as the table wants it, without the padding ids; `offsets` and `weights` are our own."""
+    """One batch of bags as the table expects it, without the padding ids. Owns `offsets` and `weights`."""
 
     __slots__ = ("kept",)
 
     def __init__(self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Any, is_mean: bool) -> None:
-        self.kept = kept  # bool[ids of the input]: which ones `ids` are; None for all
+        self.kept = kept  # bool[ids of the input]: whether `ids` has the id; None if it has all
         if kept is not None:
-            before = np.concatenate([[0], np.cumsum(kept)])  # kept ids ahead of each position
+            before = np.concatenate([[0], np.cumsum(kept)])  # number of kept ids before each position
             ids, offsets = ids[kept], before[offsets]
             weights = None if weights is None else weights[kept]
         super().__init__(ids, offsets, weights, is_mean)
 
     def borrows(self, ids: Any) -> bool:
-        """Whether these ids are the memory of the tensor they came from."""
+        """Return whether `self.ids` shares memory with the tensor `ids` of the caller."""
         return self.kept is None and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous()
 
     def own_ids(self) -> None:
-        """Stops sharing ids with the caller's tensor, which may change before backward unnoticed."""
+        """Copy ids that share the caller's memory, where a change before backward would not be detected."""
         if self.kept is None:
             self.ids = self.ids.copy()
 
     def lookup(self, layer: EmbeddingBag, *, touch: bool) -> Any:
-        """Pooled rows as the layer gives them out, [B, dim]."""
+        """Return pooled rows as the layer outputs them, [B, dim]."""
         pooled = torch.from_numpy(
             layer._pending.table.lookup_bags(
                 self.ids, self.offsets, pooling=layer.mode, weights=self.weights, touch=touch
@@ -90,14 +90,14 @@ class _Bags(BagGradients):
         return layer._output(pooled)
 
     def wanted_weights(self, weights: Any) -> Any:
-        """per_sample_weights as one number for each of `ids`, so that autograd finds its way back; None without."""
+        """Return per_sample_weights, one for each of `ids`, connected to autograd; None if they need no gradient."""
         if weights is None or not weights.requires_grad:
             return None
         flat = weights.reshape(-1)
         return flat if self.kept is None else flat[torch.from_numpy(self.kept).to(flat.device)]
 
     def unfiltered(self, values: FloatArray) -> FloatArray:
-        """float32 per kept id to float32 per id of the input, zero for the others."""
+        """Return float32 per id of the input from float32 per kept id; zero for the other ids."""
         if self.kept is None:
             return values
         out = np.zeros(self.kept.size, np.float32)
@@ -106,16 +106,16 @@ class _Bags(BagGradients):
 
 
 class EmbeddingBag(TableLayer):
-    """`torch.nn.EmbeddingBag` whose rows live in a table that may be larger than RAM.
+    """`torch.nn.EmbeddingBag` whose rows are in a table that may be larger than RAM.
 
-    See `Embedding` for the anchor, ownership, durability and our own keywords; the others are
-    `torch.nn.EmbeddingBag`'s. Padding ids are left out of sum and mean; an empty bag is zeros.
+    See `Embedding` for the anchor, ownership, durability and the keywords that torch does not have; the others
+    are those of `torch.nn.EmbeddingBag`. Sum and mean skip padding ids; an empty bag is zeros.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in
             `Embedding`.
         mode: ``"mean"`` or ``"sum"``; ``"max"`` is a ValueError.
-        include_last_offset: `offsets` of ``forward`` ends with the number of ids.
+        include_last_offset: whether `offsets` of ``forward`` ends with the number of ids.
 
     >>> import bunkbed as bb
     >>> bag = EmbeddingBag(10, 2, mode="sum", init=bb.Zeros())
@@ -196,7 +196,7 @@ class EmbeddingBag(TableLayer):
         padding_idx: int | None = None,
         **ours: Any,
     ) -> Self:
-        """A layer on a new table holding float[num_embeddings, dim] `embeddings`; see `Embedding.from_pretrained`."""
+        """Return a layer on a new table with the rows `embeddings`; see `Embedding.from_pretrained`."""
         rows, dim = pretrained_shape(cls.__name__, embeddings, ours)
         layer = cls(
             rows,
@@ -220,17 +220,17 @@ class EmbeddingBag(TableLayer):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Pooled rows, [B, embedding_dim].
+        """Return pooled rows, [B, embedding_dim].
 
         Args:
-            input: int64 or int32[N] ids of all bags in a row, or [B, L]: B bags of L ids, without `offsets`.
-            offsets: int64 or int32[B], where each bag starts (the first at 0, none before the one ahead of
-                it), or [B + 1] with ``include_last_offset``.
+            input: int64 or int32[N] ids of all bags, one after another; or [B, L], B bags of L ids without `offsets`.
+            offsets: int64 or int32[B], the start of each bag (first 0, never decreasing); [B + 1] with
+                ``include_last_offset``.
             per_sample_weights: float[...] of `input`'s shape, with gradient; for ``mode="sum"`` only.
 
         Raises:
-            TypeError, ValueError: a wrong dtype, shape or offset; it is named.
-            IndexError: an id outside the table; it and its position are named.
+            TypeError, ValueError: a wrong dtype, shape or offset.
+            IndexError: an id outside the table.
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input, offsets, per_sample_weights)
@@ -261,7 +261,7 @@ class EmbeddingBag(TableLayer):
                 )
             if not weights.is_floating_point():
                 raise TypeError(f"per_sample_weights must be floating point, got {weights.dtype}")
-            # A copy: what the caller does to them before backward is no concern of ours.
+            # A copy: the caller may change the weights before backward.
             weights = weights.detach().reshape(-1).to("cpu", torch.float32, copy=True).contiguous().numpy()
         if ids.ndim == 2:
             if offsets is not None:
@@ -286,7 +286,7 @@ class EmbeddingBag(TableLayer):
         return _Bags(ids, starts, weights, None if kept is None or kept.all() else kept, self.mode == "mean")
 
     def _check_offsets(self, offsets: IntArray, num_ids: int) -> tuple[IntArray, int]:
-        """int64[B] starts of the bags, and where the last one ends; ids after that are in no bag, as in torch."""
+        """Return int64[B] starts of the bags and the end of the last one; later ids are in no bag, as in torch."""
         if self.include_last_offset:
             if offsets.size == 0:
                 raise ValueError("offsets must end with the number of ids with include_last_offset=True, got no offset")

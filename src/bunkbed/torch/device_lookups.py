@@ -1,4 +1,4 @@
-"""Lookups through a device cache: autograd's side of `DeviceTier`."""
+"""Lookups through a device cache, as autograd functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bunkbed.torch.pending import Pending, alive
 
 
 class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Rows out, and the gradients back into `Pending`; the anchor is the input that makes autograd come back."""
+    """Lookup of rows; backward gives their gradients to `Pending`. The anchor is its differentiable input."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, pending: Pending, tier: Tier, ids: IntArray, padding: int | None) -> Any:
@@ -29,14 +29,14 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
     def backward(ctx: Any, grad: Any) -> Any:
         pending = alive(ctx.pending)
         pending.require_first_order()
-        # Handed on: a loss that is kept keeps this graph, which must not keep frames from others.
+        # Taken out of the graph: a loss that the caller keeps must not keep the frames pinned.
         batch, ctx.batch = ctx.batch, None
         pending.hold(ctx.order, ctx.ids, pending.rows.grads(grad), ctx.padding, batch=batch)
         return pending.no_change(), None, None, None, None
 
 
 class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Pooled rows out; gradients of the rows into `Pending`, and of per_sample_weights back to autograd."""
+    """Lookup of pooled rows; row gradients go to `Pending`, those of per_sample_weights to autograd."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, weights: Any, pending: Pending, tier: Tier, bags: BagGradients) -> Any:
@@ -46,7 +46,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         rows, ctx.batch = tier.lookup_rows(bags.ids)
         if weights is not None and weights.requires_grad:
             ctx.like = weights  # dtype and device only
-            ctx.rows = rows.index_select(0, ctx.batch.inverse())  # as they are now
+            ctx.rows = rows.index_select(0, ctx.batch.inverse())  # a copy of the present rows
         return tier.pooled(ctx.batch, rows, bags)
 
     @staticmethod
@@ -67,12 +67,12 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
 
 
 def look_up(pending: Pending, ids: IntArray, padding: int | None, *, touch: bool) -> Any:
-    """float32[..., dim] rows of int64[...] ids on the tier's device, with gradients where the anchor has them.
+    """Return float32[..., dim] rows of int64[...] ids on the device, with gradients if the anchor requires them.
 
-    `touch`: without gradients, whether rows are brought into the cache.
+    `touch` says whether a lookup without gradients loads its rows into the cache.
     """
     tier = pending.require_tier()
-    flat = np.array(ids.reshape(-1))  # ours: the caller may change his before backward, or while it is planned for
+    flat = np.array(ids.reshape(-1))  # a copy: the caller may change the ids before backward
     if torch.is_grad_enabled() and pending.anchor.requires_grad:
         values = _Lookup.apply(pending.anchor, pending, tier, flat, padding)
     elif touch:
@@ -84,7 +84,7 @@ def look_up(pending: Pending, ids: IntArray, padding: int | None, *, touch: bool
 
 
 def look_up_bags(pending: Pending, bags: BagGradients, weights: Any, *, touch: bool) -> Any:
-    """float32[B, dim] pooled rows on the tier's device; `weights`: the tensor whose gradient is wanted, or None."""
+    """Return float32[B, dim] pooled rows on the device; `weights` is the tensor that needs a gradient, or None."""
     tier = pending.require_tier()
     wants = pending.anchor.requires_grad or (weights is not None and weights.requires_grad)
     if torch.is_grad_enabled() and wants:

@@ -16,12 +16,12 @@ from bunkbed.torch.device_lookups import look_up
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
 
-#: Up to here copying repeated rows is cheaper than knowing them before backward.
+#: Up to this many ids, copying repeated rows is cheaper than deduplicating the ids in forward.
 FEW_IDS = 256
 
 
 class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Rows out, and the gradients back into `Pending`; the anchor is the input that makes autograd come back."""
+    """Lookup of rows; backward gives their gradients to `Pending`. The anchor is its differentiable input."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, ids: Any, layer: Embedding) -> Any:
@@ -29,7 +29,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         if anchor is not pending.anchor:
             pending.require_anchor(anchor)
         if isinstance(ids, torch.Tensor) and ids.dtype is torch.int64 and ids.is_cpu:
-            ctx.save_for_backward(ids)  # the caller's memory: torch notices if it is changed before backward
+            ctx.save_for_backward(ids)  # the caller's memory: torch detects a change before backward
             rows = ids.numpy()
         else:
             rows = ctx.rows = id_array(ids)
@@ -39,7 +39,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         if rows.size <= FEW_IDS:
             ctx.batch = None  # backward makes it
             return layer._look_up(rows, touch=layer.training)
-        # Deduped once for this lookup, the sums of its gradients and the step.
+        # The ids are deduplicated once for this lookup, the sums of its gradients and the step.
         ctx.batch = pending.table.batch(rows)
         values = pending.table.lookup_batch(ctx.batch, rows.size, touch=layer.training)
         return layer._output(torch.from_numpy(values.reshape(*rows.shape, layer.embedding_dim)))
@@ -54,51 +54,51 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         return pending.no_change(), None, None
 
 
-#: `_Lookup.apply` without what it does for torch.func, which takes a tenth of a small lookup.
+#: `_Lookup.apply` without its support of torch.func, which takes a tenth of a small lookup's time.
 _apply = super(torch.autograd.Function, _Lookup).apply
 
 
 class Embedding(TableLayer):
-    """`torch.nn.Embedding` whose rows live in a table that may be larger than RAM.
+    """`torch.nn.Embedding` whose rows are in a table that may be larger than RAM.
 
-    The constructor, ``forward`` and `from_pretrained` take what `torch.nn.Embedding` takes; what is ours comes by
-    keyword. Training needs a `bunkbed.torch.Optimizer`.
+    The constructor, ``forward`` and `from_pretrained` take the arguments of `torch.nn.Embedding`; additional arguments
+    are keyword-only. Training needs a `bunkbed.torch.Optimizer`.
 
-    It owns one 1-element `Parameter`, ``anchor``, which stands for the table wherever torch walks over parameters.
-    Output has the anchor's device and dtype, as torch would give it: 16-bit rows widen to float32, and
-    ``model.bfloat16()`` makes outputs bfloat16 while rows stay as they are. ``requires_grad=False`` on it freezes the
-    table; its ``.grad`` holds the norm of the pending row gradients, and scaling or dropping it does the same to them.
+    It owns one `Parameter` with one element, ``anchor``, which represents the table where torch iterates over
+    parameters. Output has the anchor's device and dtype: 16-bit rows widen to float32, and ``model.bfloat16()`` makes
+    outputs bfloat16 and does not change the rows. ``anchor.requires_grad = False`` freezes the table. ``anchor.grad``
+    is the norm of the pending row gradients; scaling or dropping it scales or drops these gradients.
 
-    The table closes with its last layer. Rows are durable once committed, which ``state_dict()`` does (it holds a
-    reference to that epoch, and loading it goes back there) and ``table.commit()``; later changes are lost, as those
-    of a module that was not saved. A table without `path` ends with its process. Not thread-safe.
+    The table closes with its last layer. ``state_dict()`` and ``table.commit()`` make rows durable; later changes are
+    lost, as those of a module that was not saved. A ``state_dict()`` holds a reference to its epoch, and loading it
+    rewinds the table to that epoch. A table without `path` ends with its process. Not thread-safe.
 
     Args:
-        num_embeddings: ids lie in ``[0, num_embeddings)``; None admits any non-negative int64.
+        num_embeddings: ids are in ``[0, num_embeddings)``; None: ids are any non-negative int64.
         embedding_dim: length of a row.
         padding_idx: its row gets no gradient and is zeros unless set otherwise; negative counts from the end.
-        max_norm, scale_grad_by_freq: must be left alone; others are a ValueError.
+        max_norm, scale_grad_by_freq: must keep their defaults; other values are a ValueError.
         norm_type: belongs to `max_norm`, unused.
         sparse: accepted and unused: gradients are always per row.
-        path: folder of the table, created or opened; None holds it in RAM only.
+        path: folder of the table, created or opened; None: the table is in RAM only.
         ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
         optimizer: the rows' update rule; None is ``bunkbed.Adam(lr=1e-3)`` for a new table, its own for a stored one.
         init: None is torch's N(0, 1) for a new table.
         seed: of `init`; None draws one from torch's generator.
         dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"``, ``"float16"``, or the torch dtype.
-        durability: None is ``"durable"`` for a new table. ``"scratch"``: nothing of the table is kept
+        durability: None is ``"durable"`` for a new table. ``"scratch"``: the table is deleted when it closes
             (`bunkbed.create`): every run begins with untouched rows, and ``state_dict()`` is an error.
-        disk: most bytes the table's files may take, as ``"20GiB"`` (`bunkbed.create`); None: no limit. What
-            ``state_dict()`` keeps counts.
+        disk: most bytes the table's files may take, as ``"20GiB"`` (`bunkbed.create`); None: no limit. The epochs that
+            ``state_dict()`` keeps count.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
         device: of the anchor, and so of the output.
         device_cache: device memory for hot rows, as ``"2GiB"``, or a `bunkbed.Budget` of device memory that several
-            tables share: the rows a batch wants are trained on the anchor's device, with their optimizer state, and
-            leave it for RAM when others are wanted more. It must hold the rows of the largest batch. 0: rows are
-            trained in RAM; each batch sends its own to the device once, early under `lookahead`. None: every lookup
-            copies its output there. Rows are the same with all of them.
-        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least what a
-            checkpoint callback keeps. In RAM only each is a copy of the stored rows.
+            tables share. The rows of a batch are trained on the anchor's device, with their optimizer state, until they
+            are evicted to RAM. It must hold the rows of the largest batch. 0: rows are trained in RAM; each batch
+            copies its rows to the device once, ahead of time under `lookahead`. None: every lookup copies its output
+            to the device. Every size gives the same rows.
+        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least the number
+            that a checkpoint callback keeps. For a table in RAM only, each is a copy of the stored rows.
 
     Raises:
         ValueError: an argument out of range, unsupported, or contradicting the stored table (names both values).
@@ -168,10 +168,9 @@ class Embedding(TableLayer):
         sparse: bool = False,
         **ours: Any,
     ) -> Self:
-        """A layer on a new table holding float[num_embeddings, dim] `embeddings`; frozen unless told
-        otherwise.
+        """Return a layer on a new table with float[num_embeddings, dim] `embeddings`; frozen by default.
 
-        `ours` are this class's own keywords (``path``, ``ram``, ``optimizer``, ...).
+        `ours` are the keywords that torch does not have (``path``, ``ram``, ``optimizer``, ...).
 
         Raises:
             ValueError: `embeddings` is not 2-dimensional.
@@ -187,11 +186,11 @@ class Embedding(TableLayer):
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """int64 or int32[...] ids to [..., embedding_dim] rows; a copy, empty input gives empty output.
+        """Return [..., embedding_dim] rows of int64 or int32[...] ids, as a copy; empty input gives empty output.
 
         Raises:
             TypeError: `input` is not an int64 or int32 tensor.
-            IndexError: an id outside the table; it and its position are named.
+            IndexError: an id outside the table; the message has the id and its position.
         """
         if torch.compiler.is_compiling():
             return outside_graph(self, input)

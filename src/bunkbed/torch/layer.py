@@ -1,4 +1,4 @@
-"""What `Embedding` and `EmbeddingBag` share: their table, the anchor, checkpoints and clear refusals."""
+"""Base class of `Embedding` and `EmbeddingBag`: the table, the anchor, checkpoints and argument checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def id_array(ids: Any, what: str = "input") -> IntArray:
-    """int64[...] NumPy view of an integer tensor; copied only from another dtype or device.
+    """Return an integer tensor as an int64[...] NumPy array, which is a view unless dtype or device differ.
 
     Raises:
         TypeError: not a tensor, or neither int64 nor int32.
@@ -41,19 +41,19 @@ def id_array(ids: Any, what: str = "input") -> IntArray:
     return array
 
 
-# Under torch.compile a layer is a graph break. Disabled only there: the wrapper costs as much as a small
-# lookup, and importing torch._dynamo a second.
+# Under torch.compile a layer is a graph break. `forward` calls this only then: the wrapper costs as much as a
+# small lookup, and importing torch._dynamo takes a second.
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
 def outside_graph(layer: Any, *inputs: Any) -> Any:
-    """``layer.forward(*inputs)``, never traced by torch.compile."""
+    """Return ``layer.forward(*inputs)``, never traced by torch.compile."""
     return layer.forward(*inputs)
 
 
 class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Base of the layers: a `torch.nn.Module` whose rows live in a table.
+    """Base of the layers: a `torch.nn.Module` whose rows are in a table.
 
-    It owns the anchor (shared by all layers on one table) and keeps the table open; the table is closed when
-    the last user of it goes, and durable once committed (``state_dict()`` or ``table.commit()``).
+    It owns the anchor (shared by all layers on one table) and keeps the table open. The table closes with its
+    last user. Rows are durable once committed (``state_dict()`` or ``table.commit()``).
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             raise ValueError(
                 f"{kind}: scale_grad_by_freq=True is not supported; scale the loss of each id by hand, or leave it out"
             )
-        # Drawn even where a stored table has its own seed, so that weights made after this layer do not
-        # depend on whether the table existed. From torch's generator: torch.manual_seed decides, and two
+        # A seed is drawn even if a stored table has its own, so that weights made after this layer do not
+        # depend on whether the table existed. torch's generator draws it: torch.manual_seed decides, and two
         # layers differ.
         drawn = int(torch.randint(2**62, (), device="cpu").item())
         _require_size(kind, "embedding_dim", embedding_dim)
         if num_embeddings is not None:
             _require_size(kind, "num_embeddings", num_embeddings)
         if table is None or table.mode != "r":
-            # Before opening: another rank may have created or locked it, which would be reported instead.
+            # Checked before the table is opened: if another rank has locked the table, that error would come first.
             require_one_process(table.name if table is not None else "table" if path is None else Path(path).name)
         if table is None:
             table = _open_table(
@@ -147,32 +147,32 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         self._pending.references.keep = value
 
     def _set_padding(self) -> None:
-        """Stores zeros in the padding row unless it has a value already, as torch does for a new layer."""
+        """Store zeros in the padding row unless the row is stored already, as torch does for a new layer."""
         row, table = self.padding_idx, self.table
         if row is None or table.contains(np.array([row], np.int64))[0]:
             return
         if table.mode == "r":
-            self._zero_padding = True  # cannot be stored, so it is overlaid
+            self._zero_padding = True  # a reader cannot store zeros: lookups write them into their output
             return
         table.set(np.array([row], np.int64), np.zeros((1, self.embedding_dim), np.float32))
 
     def _import(self, weight: Any) -> None:
-        """Overwrites rows ``0 .. len(weight)`` with a float[num_embeddings, dim] tensor, chunk by chunk."""
+        """Overwrite rows ``0 .. len(weight) - 1`` with a float[num_embeddings, dim] tensor, chunk by chunk."""
         for start in range(0, weight.shape[0], IMPORT_CHUNK):
             chunk = weight[start : start + IMPORT_CHUNK].detach().to("cpu", torch.float32).contiguous()
             self.table.set(np.arange(start, start + len(chunk), dtype=np.int64), chunk.numpy())
 
     def _look_up(self, rows: IntArray, *, touch: bool) -> Any:
-        """Rows of int64[...] ids as the layer gives them out, [..., dim].
+        """Return the rows of int64[...] ids as the layer outputs them, [..., dim].
 
         The table aligns them to 64 bytes: MKL's kernels give other bits at other alignments, so a model's losses would
-        depend on where the rows happened to lie.
+        depend on the address of the rows.
         """
         out = torch.from_numpy(self._pending.table.lookup(rows, touch=touch))
         return self._output(out)
 
     def _output(self, values: Any) -> Any:
-        """A float32 CPU tensor on the anchor's device and in its dtype."""
+        """Return a float32 CPU tensor on the anchor's device and in its dtype."""
         anchor = self._parameters["anchor"]
         if anchor.dtype is not torch.float32 or not anchor.is_cpu:
             values = values.to(anchor.device, anchor.dtype)
@@ -181,7 +181,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     # ---- torch.nn.Module
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # The base class would cast the anchor's gradient with it, and may replace the Parameter: hide it from there.
+        # Hide the anchor from the base class, which would cast its gradient too and may replace the Parameter.
         parameters = self._parameters
         anchor, parameters["anchor"] = parameters["anchor"], None
         try:
@@ -209,7 +209,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     ) -> None:
         reference, weight = state_dict.get(prefix + checkpoint.KEY), state_dict.get(prefix + "weight")
         ours = {prefix + name for name in (checkpoint.KEY, "weight", "anchor")}
-        # The anchor's value means nothing and must stay this very Parameter (assign=True would replace it).
+        # The anchor's value has no meaning, but the Parameter must stay the same object (assign=True replaces it).
         rest = {key: value for key, value in state_dict.items() if key not in ours}
         rest[prefix + "anchor"] = self.anchor.detach().clone()
         super()._load_from_state_dict(
@@ -316,7 +316,7 @@ def _open_table(
     durability: Literal["durable", "scratch"] | None,
     disk: int | str | None,
 ) -> Any:
-    """Opens the table at `path`, or creates it; arguments left at None accept whatever a stored table has."""
+    """Open the table at `path`, or create it; an argument that is None accepts the value of a stored table."""
     if isinstance(dtype, torch.dtype):
         if dtype not in _DTYPES:
             raise ValueError(f"{kind}: dtype must be float32, bfloat16 or float16, got {dtype}")
@@ -343,11 +343,11 @@ def _open_table(
 
 
 def pretrained_shape(kind: str, embeddings: Any, ours: dict[str, Any]) -> tuple[int, int]:
-    """(rows, dim) of float[rows, dim] `embeddings`; refuses to overwrite rows that exist.
+    """Return (rows, dim) of float[rows, dim] `embeddings`; refuse to overwrite rows that exist.
 
     Raises:
-        ValueError: another number of dimensions, or `table=` among our keywords.
-        FileExistsError: the path is taken.
+        ValueError: another number of dimensions, or `table=` is given.
+        FileExistsError: the path is a directory that is not empty.
     """
     if embeddings.dim() != 2:
         raise ValueError(f"{kind}.from_pretrained: embeddings must be [rows, dim], got {list(embeddings.shape)}")

@@ -1,4 +1,4 @@
-"""`lookahead`: the loader's batches, with what the coming ones want planned and on its way."""
+"""`lookahead`: a loader's batches, while the tables prefetch the rows of the coming ones."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from bunkbed.torch.layer import TableLayer, id_array
 from bunkbed.torch.pending import pending_of
 from bunkbed.window import MAX_BATCHES, Window
 
-#: Batches pulled from the loader for each one handed over, until the window is full: a slow loader then delays the
-#: first batches a little each, instead of the first one for the whole window.
+#: Batches pulled from the loader for each one yielded, until the window is full. A slow loader then delays each of the
+#: first batches a little, instead of the first batch for the whole window.
 PULLS_PER_STEP = 2
 
 
 class lookahead:  # in lower case, as it is used like a function
-    """Yields the loader's batches unchanged and in order, having planned and staged the rows of the coming ones.
+    """Iterable of the loader's batches, unchanged and in order, that prefetches the rows of the coming batches.
 
-    The ids of up to `window` coming batches rank what a table's cache gives up: first rows none of them wants, then the
-    row that is wanted last. The rows of the next `depth` batches are read from disk beside the model's work. Only
-    records move, never values, so training is bit-identical with any window and without. Batches are pulled in the
-    caller's thread: there is no thread to clean up. A loader or `ids` that draws from a random generator the model uses
-    too draws earlier than without.
+    The ids of up to `window` coming batches rank the eviction of a table's cache: first rows that no coming batch
+    wants, then the row whose next use is furthest. The rows of the next `depth` batches are read from disk while the
+    model works. This moves records and never changes values, so training is bit-identical with any window and without.
+    The caller's thread pulls the batches; a device cache adds one thread, which ends with the loop. If the loader or
+    `ids` uses a random generator that the model also uses, they draw from it earlier than without `lookahead`.
 
-    An error of the loader, or of an id, is raised where its batch would have come. A table whose rows are all in RAM
-    has nothing to plan: then one batch is pulled ahead. Where a window does not fit its table's budget, the batches
-    wait; nothing fails. While the model is in evaluation mode batches pass through. Leaving the loop early forgets the
-    batches that did not come. ``table.stats()["stall_s"]`` says how long lookups and updates waited for reads.
+    An error of the loader, or of an id, is raised in the place of its batch. A table whose rows are all in RAM needs
+    no plan: then one batch is pulled ahead. If a window does not fit its table's budget, the batches wait; nothing
+    fails. While the model is in evaluation mode, nothing is planned. Leaving the loop early forgets the batches that
+    were pulled ahead. ``table.stats()["stall_s"]`` is the time that lookups and updates waited for reads.
 
     Args:
-        loader: any iterable of batches; ``len()`` works where the loader's does.
+        loader: any iterable of batches; ``len()`` works if the loader has a length.
         model: the module whose layers look the ids up.
-        ids: from a batch to ``{layer: ids}``, an int64 or int32 tensor, or several in a list; what the layers
-            will get.
-        depth: batches whose rows are staged ahead, at least 0; 0 passes batches through and plans nothing. None: 2
-            to 4, by how long the reads of a batch take beside a step.
-        window: most batches pulled ahead, 1 to 32. None: up to 32, fewer where a cache holds only a few batches.
+        ids: function from a batch to ``{layer: ids}``, the ids that the layer will look up: an int64 or int32 tensor,
+            or a list with one for each lookup.
+        depth: batches whose rows are prefetched, at least 0; 0 plans nothing. None: 2 to 4, by how long the reads of
+            a batch take compared with a step (2 with a device cache).
+        window: most batches pulled ahead, 1 to 32. None: up to 32, fewer if a cache holds only a few batches.
 
     Raises:
         ValueError, TypeError: `depth` or `window` out of range, or `ids` names something that is not a layer of
@@ -87,7 +87,7 @@ class lookahead:  # in lower case, as it is used like a function
             return
         plan = _Plan(self)
         batches = iter(self.loader)
-        ended: BaseException | None = None  # what the loader ended with, after the batches pulled before
+        ended: BaseException | None = None  # the loader's last exception, raised after the queued batches
         try:
             while True:
                 for _ in range(PULLS_PER_STEP):
@@ -95,7 +95,7 @@ class lookahead:  # in lower case, as it is used like a function
                         break
                     try:
                         plan.add(next(batches))
-                    except Exception as error:  # StopIteration too; raised in turn below
+                    except Exception as error:  # also StopIteration; raised below, after the queued batches
                         ended = error
                 if plan.queue:
                     yield plan.begin()
@@ -104,7 +104,7 @@ class lookahead:  # in lower case, as it is used like a function
                 elif ended is not None:
                     raise ended
         finally:
-            ended = None  # its traceback refers to this very frame: a cycle, which would keep tables open
+            ended = None  # its traceback refers to this frame; the cycle would keep tables open
             plan.close()
             close = getattr(batches, "close", None)
             if close is not None:
@@ -112,7 +112,7 @@ class lookahead:  # in lower case, as it is used like a function
 
 
 class _Plan:
-    """Batches pulled and not begun, and the windows of the tables they want: one entry a batch in each."""
+    """Queue of pulled batches, and a window for each table that they want, with one entry for each batch."""
 
     def __init__(self, owner: lookahead) -> None:
         self.queue: deque[Any] = deque()
@@ -121,15 +121,15 @@ class _Plan:
         self._windows: dict[int, Window | DeviceWindow] = {}
 
     def wants_more(self) -> bool:
-        """Whether another batch should be pulled now."""
+        """Return whether another batch should be pulled now."""
         windows = self._windows.values()
         if len(self.queue) > (self._owner.window or MAX_BATCHES) or any(window.is_full for window in windows):
             return False
-        # One ahead even where there is nothing to plan: the day may come when rows leave RAM.
+        # One batch is pulled ahead even if no window plans: only a push shows that rows have left RAM.
         return len(self.queue) < 2 or any(window.plans for window in windows)
 
     def add(self, batch: Any) -> None:
-        """Takes the next batch of the loader; on an error it is as if it had not come, and none may follow."""
+        """Enter the next batch of the loader. After an error the batch is not queued, and no other may follow."""
         wanted = self._wanted(batch) if self._owner.model.training else {}
         for key, (table, _) in wanted.items():
             if key not in self._windows:
@@ -152,7 +152,7 @@ class _Plan:
         )
 
     def begin(self) -> Any:
-        """The next batch, whose turn it is."""
+        """Advance every window and return the oldest queued batch."""
         for window in self._windows.values():
             ranged("stage", window.table.name, window.advance)
         return self.queue.popleft()
@@ -162,7 +162,7 @@ class _Plan:
             window.close()
 
     def _wanted(self, batch: Any) -> dict[int, tuple[Any, list[IntArray]]]:
-        """id(table) -> (table, int64[N] ids of each lookup) of one batch."""
+        """Return id(table) -> (table, int64[N] ids of each lookup) of one batch."""
         wanted = self._owner.ids(batch)
         if not isinstance(wanted, Mapping):
             raise TypeError(f"lookahead: ids must return {{layer: ids}}, got {type(wanted).__name__}")

@@ -29,7 +29,7 @@ class _TableGroup:
             **fields,
         }
         if param_name is not None:
-            self.group["param_names"] = [param_name]  # torch wants them in all groups or in none
+            self.group["param_names"] = [param_name]  # torch requires them in all groups or in none
         self._names = tuple(name for name in fields if name != "lr")
         self._applied = self._values()
 
@@ -37,11 +37,11 @@ class _TableGroup:
         return tuple([self.group[name] for name in self._names])
 
     def apply_hyperparameters(self) -> None:
-        """Hands what was changed in the group since the last step (but lr, which each step gives) to the
-        table.
+        """Give the table the values that were changed in the group since the last step, except lr, which each step
+        passes.
 
         Raises:
-            ValueError: out of range, or it shapes stored state (Adagrad's initial_accumulator).
+            ValueError: a value is out of range, or is part of stored state (Adagrad's initial_accumulator).
         """
         values = self._values()
         if values == self._applied:
@@ -61,7 +61,7 @@ class _TableGroup:
         self._applied = values
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Takes the hyperparameters of a saved group."""
+        """Set the hyperparameters of a saved group."""
         self.group.update({key: value for key, value in saved.items() if key not in ("params", "table")})
         if "betas" in self.group:
             self.group["betas"] = tuple(self.group["betas"])
@@ -70,27 +70,27 @@ class _TableGroup:
 class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untyped here
     """A `torch.optim.Optimizer` over a dense optimizer and every table of a model.
 
-    It takes the layers' anchors out of the dense optimizer's groups, keeps those groups (the same dicts) as
+    It removes the layers' anchors from the dense optimizer's groups, keeps those groups (the same dicts) as
     its first parameter groups and appends one per table, with the hyperparameters of the table's own
     optimizer. Schedulers, `torch.amp.GradScaler`, gradient clipping and Lightning's automatic mode work on it
     as on any optimizer; step it instead of `dense`. Changing a hyperparameter in a group takes effect at the
     next step. It owns no rows; several lookups, losses and backward calls before one ``step()`` are one
-    update. Not thread-safe. A table has one `Optimizer` at a time; `detach` releases it, and so does deleting
-    it.
+    update. Not thread-safe. A table has one `Optimizer` at a time; `detach` releases the table, and so does
+    deleting the `Optimizer`.
 
     Clip with `torch.nn.utils.clip_grad_norm_` and its 2-norm; with another norm a table still counts with its
-    2-norm. Clipping by value is not supported: an anchor cannot tell it from scaling.
+    2-norm. Clipping by value is not supported: the table would take it for scaling.
 
     Args:
         model: the module whose layers are trained.
-        dense: the optimizer of everything else, already made (``torch.optim.AdamW(model.parameters())``);
-            None where there is nothing else, or it is stepped separately.
+        dense: the optimizer of all other parameters (``torch.optim.AdamW(model.parameters())``); None if there
+            are none or they are stepped separately.
         replace: take tables over from another `Optimizer`, whose next step is then an error. For Lightning's
-            ``configure_optimizers``, which a second ``fit`` calls while the first one's optimizers are still held.
+            ``configure_optimizers``, which a second ``fit`` calls while the first one's optimizers still exist.
 
     Raises:
-        TypeError: `model` is no module, or `dense` no optimizer that steps without a closure.
-        ValueError: the model has no layer of ours.
+        TypeError: `model` is not a module, or `dense` is not an optimizer that steps without a closure.
+        ValueError: the model has no trainable layer of `bunkbed.torch`.
         RuntimeError: a table already has an Optimizer.
         ReadOnlyError: a trainable layer's table is open with ``mode="r"``.
     """
@@ -149,7 +149,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             self._watch(dense)
 
     def _watch(self, dense: Any) -> None:
-        """Follows what happens to the dense optimizer behind our back; it must not keep us alive."""
+        """Register hooks on the dense optimizer that follow its changes; they refer to `self` weakly."""
         this = weakref.ref(self)
 
         def follow(_: Any) -> None:  # its load_state_dict makes new group dicts
@@ -172,7 +172,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         dense.register_step_pre_hook(refuse)
 
     def _refresh(self) -> None:
-        """Shows the dense optimizer's present groups and state as ours; the order of groups stays."""
+        """Share the dense optimizer's present groups and state; the order of groups stays."""
         ours = {id(table.group) for table in self._tables}
         dense = [] if self._dense is None else list(self._dense.param_groups)
         remaining = iter(dense)
@@ -182,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         self.param_groups[:] = [*groups, *remaining]
         if self._dense is not None:
             self.state = self._dense.state
-        # Schedulers that cycle momentum look here for what to cycle: offer only what every group has.
+        # Schedulers that cycle momentum read `defaults`: offer only keys that every group has.
         defaults = {} if self._dense is None else dict(self._dense.defaults)
         for key in ("betas", "momentum"):
             defaults.pop(key, None)
@@ -196,19 +196,19 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         return self._dense
 
     def detach(self) -> None:
-        """Releases the tables, so that another `Optimizer` may train them; pending gradients stay."""
+        """Release the tables, so that another `Optimizer` may train them; pending gradients stay."""
         for table in self._tables:
             if table.pending.optimizer is self:
                 table.pending.detach()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every table with pending rows, then one of the dense weights.
+        """Update every table with pending rows once, then the dense weights.
 
         Args:
-            closure: evaluated first, with gradients on; its value is returned.
+            closure: evaluated first, with gradients enabled; its value is returned.
 
         Raises:
-            ValueError: a row gradient is NaN or Inf; its table and id are named, and nothing was changed.
+            ValueError: a row gradient is NaN or Inf; nothing was changed.
             RuntimeError: an ``anchor.grad`` was changed other than by scaling it, or another Optimizer took
                 over.
         """
@@ -216,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All checks of all tables before the first change.
+        # All tables are checked before the first change.
         ready = []
         for table in self._tables:
             pending = table.pending
@@ -229,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 pending.require_finite()
                 table.apply_hyperparameters()
                 ready.append(table)
-        # Tables first: what may still fail (a full disk) then fails before the dense weights moved.
+        # Tables first: if an update fails (a full disk), the dense weights are unchanged.
         for table in ready:
             ranged("update", table.pending.name, table.pending.update, float(table.group["lr"]))
         if self._dense is not None:
@@ -241,7 +241,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears dense gradients and drops the tables' pending rows."""
+        """Clear dense gradients and drop the tables' pending rows."""
         if self._dense is not None:
             self._dense.zero_grad(set_to_none=set_to_none)
         for table in self._tables:
@@ -253,7 +253,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             table.pending.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds dense parameters (to `dense`), or layers' anchors (one group per table), or both."""
+        """Add dense parameters (to `dense`), or layers' anchors (one group per table), or both."""
         if not self._started:
             super().add_param_group(param_group)
             return
@@ -286,11 +286,11 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         self._refresh()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes dense state and all hyperparameters; rows and their slots come from the layers'
-        ``load_state_dict``.
+        """Load dense state and all hyperparameters; the layers' ``load_state_dict`` loads rows and their
+        slots.
 
         Raises:
-            ValueError: other groups, or a table's group that was saved for another optimizer.
+            ValueError: the number of groups differs, or a table's group was saved for another optimizer.
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -330,9 +330,9 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
 
 
 def _take_anchors(group: dict[str, Any], known: dict[int, Pending]) -> list[Pending]:
-    """Removes anchors from a parameter group, with their names where it has names; returns whose they were."""
+    """Remove anchors, and their names if present, from a parameter group; return the `Pending` of each."""
     params: Iterable[Any] = group["params"]
-    # (name, parameter) pairs are what Module.named_parameters gives to add_param_group.
+    # add_param_group also accepts the (name, parameter) pairs of Module.named_parameters.
     bare = [param[1] if isinstance(param, tuple) else param for param in params]
     keep = [id(param) not in known for param in bare]
     found = [known[id(param)] for param in bare if id(param) in known]

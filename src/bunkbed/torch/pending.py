@@ -1,7 +1,7 @@
-"""Row gradients of one table between backward and step, and the anchor that stands for them.
+"""Row gradients of one table between backward and step, and the anchor that represents them.
 
-A table's rows never become a `Parameter`, so torch's own machinery (GradScaler, gradient clipping, zero_grad,
-accumulation) would not see them. It sees the *anchor*, one `Parameter` with one element per table. The
+A table's rows are never a `Parameter`, so torch's GradScaler, gradient clipping, zero_grad and accumulation do
+not see the rows. They see the *anchor* instead, a `Parameter` with one element for each table. The
 protocol:
 
 1. A lookup makes the anchor an input of its autograd function and takes the next number of the forward order.
@@ -9,17 +9,16 @@ protocol:
 3. When one backward call has reached every lookup, autograd accumulates those zeros into ``anchor.grad`` and
    calls our hook (`Pending.accept`). It first reads what happened to the previous value (step 4), then adds
    the new rows and writes the norm of all pending rows, duplicates summed, into ``anchor.grad``.
-4. Whatever changed ``anchor.grad`` since (`Pending.reconcile`): None or zero drops the rows; another value v
-   scales them by v / norm; what cannot be read as a ratio is an error.
+4. `Pending.reconcile` reads how ``anchor.grad`` was changed: None or zero drops the rows; another value v
+   scales the rows by v / norm; any other change is an error.
 5. ``Optimizer.step`` reconciles, then updates the table once with the summed rows. As with any ``.grad``,
-   they stay until zero_grad.
+   the rows stay until zero_grad.
 
-Rows are summed in forward order, then batch position, one by one (the order `Table.update` uses), so a step
-is bit-identical however backward visited the graph. -0.0 is what makes the protocol exact: x + -0.0 is x for
-every x, and a norm that is really zero is written as -0.0, which clipping keeps and
-zero_grad(set_to_none=False) does not. The norm is float64, so that a ratio survives a round trip and scaled
-rows get exactly the factor the dense gradients got. On a device without float64 it is float32, and the factor
-right to about 1e-7.
+Rows are summed in forward order, then by batch position, one by one (the order of `Table.update`), so the bits
+of a step do not depend on the order in which backward visits the graph. -0.0 makes the protocol exact: x + -0.0
+is x for every x. A norm of zero is written as -0.0, which clipping keeps and zero_grad(set_to_none=False)
+replaces by 0.0. The norm is float64, so that scaled rows get exactly the factor of the dense gradients. On a
+device without float64 it is float32, and the factor is right to about 1e-7.
 """
 
 from __future__ import annotations
@@ -40,15 +39,14 @@ from bunkbed.torch.base.gradients import HostRows, IntArray, Part, Rows
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
 
-#: How the fix looks in errors.
+#: The remedy that errors show.
 ATTACH = "opt = bunkbed.torch.Optimizer(model, dense=torch.optim.AdamW(model.parameters()))"
 
 
 class Pending:
-    """The gradients of one table that wait for a step; every layer on the table shares it, and its anchor.
+    """The gradients of one table that wait for a step. All layers on the table share it and its anchor.
 
-    Owns nothing but those gradients. Not thread-safe, like a module. It dies with the last layer and
-    optimizer.
+    Owns only these gradients. Not thread-safe, like a module. It is deleted with the last layer and optimizer.
     """
 
     def __init__(self, table: Any, device: Any = None, device_cache: Any = None) -> None:
@@ -56,25 +54,25 @@ class Pending:
         self.name: str = table.name
         self.references = References(table, PREFIX, "state_dict")
         self.order = itertools.count()
-        # What graphs hold: one kept in a global until exit must not keep the table open.
+        # Autograd graphs hold this weak reference: a graph that is kept until exit must not keep the table open.
         self.ref = weakref.ref(self)
         #: The cache of hot rows on the anchor's device, or None.
         self.tier: Tier | None = None
         self.rows: Rows = HostRows(table)
-        self.batch: Any = None  # rows, each once,
-        self.sums: Any = None  # and their sums: what step applies
-        self._is_finite = True  # every sum
-        self._norm = 0.0  # what we wrote to anchor.grad
-        self._written: Any = None  # the tensor we wrote it to
+        self.batch: Any = None  # the rows, each once
+        self.sums: Any = None  # their summed gradients, which `update` applies
+        self._is_finite = True  # whether every sum is finite
+        self._norm = 0.0  # the value written to anchor.grad
+        self._written: Any = None  # the tensor that `_norm` was written to
         self._parts: list[Part] = []
         self._arrived: list[Part] = []
         self._optimizer: weakref.ref[Any] | None = None
 
-        # torch's default dtype, as any layer's: outputs must fit the layers around.
+        # torch's default dtype, as in any layer: outputs must match the layers that use them.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
         self._no_change = torch.full((1,), -0.0, dtype=_grad_dtype(self.anchor.device), device=self.anchor.device)
         if device_cache is not None:
-            this = self.ref  # as above
+            this = self.ref  # weak: `self` owns the cache
 
             def anchor() -> Any:
                 pending = this()
@@ -83,15 +81,15 @@ class Pending:
             self.rows = self.tier = make_tier(table, device_cache, anchor)
 
     def require_tier(self) -> Tier:
-        """The device cache of a table that has one."""
+        """Return the device cache of a table that has one."""
         assert self.tier is not None
         return self.tier
 
     # ---- the anchor
 
     def _new_anchor(self, value: Any, *, requires_grad: bool) -> Any:
-        anchor = torch.nn.Parameter(value)  # torch registers hooks only on what requires gradients
-        # Grad in float64 whatever the anchor's dtype is, so that the anchor may follow model.half() and so on.
+        anchor = torch.nn.Parameter(value)  # torch registers hooks only on tensors that require gradients
+        # The gradient does not have the anchor's dtype: model.half() may cast the anchor, not the norm.
         anchor.grad_dtype = _grad_dtype(anchor.device)
         this = self.ref  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
 
@@ -105,19 +103,19 @@ class Pending:
         return anchor
 
     def move_anchor(self, moved: Any) -> None:
-        """Gives the anchor the device and dtype of `moved`; its gradient follows to the device, in float64."""
+        """Give the anchor the device and dtype of `moved`; its gradient moves to the device and keeps its precision."""
         anchor = self.anchor
         if moved.device == anchor.device and moved.dtype == anchor.dtype:
             return
         if moved.is_meta and not anchor.is_meta:
-            self.reconcile()  # no value shows there what was done to the gradient
+            self.reconcile()  # a meta tensor has no value to reconcile with later
         grad = anchor.grad
         anchor.grad = None
         value = torch.zeros(1, device=moved.device, dtype=moved.dtype)
         if torch._has_compatible_shallow_copy_type(anchor, value):
             anchor.data = value
             anchor.grad_dtype = _grad_dtype(value.device)
-        else:  # to or from the meta device: the same Python object with other insides
+        else:  # to or from the meta device: keep the Python object, replace its contents
             torch.utils.swap_tensors(anchor, self._new_anchor(value, requires_grad=anchor.requires_grad))
         dtype = _grad_dtype(moved.device)
         self._no_change = torch.full((1,), -0.0, dtype=dtype, device=moved.device)
@@ -131,27 +129,27 @@ class Pending:
                 self._norm = _rounded(self._norm, dtype)
 
     def require_anchor(self, anchor: Any) -> None:
-        """Raises RuntimeError where the module's anchor was swapped for another tensor."""
+        """Raise RuntimeError if the module's anchor was replaced by another tensor."""
         if anchor is not self.anchor:
             raise RuntimeError(
                 f"table {self.name!r}: its anchor was swapped for another tensor (torch.func.functional_call does "
                 "that), so gradients would be lost; leave anchors out of the parameters you swap"
             )
 
-    # ---- who steps this table
+    # ---- the optimizer that steps this table
 
     @property
     def optimizer(self) -> Any:
-        """The attached `Optimizer`, or None; a dead one does not count."""
+        """The attached `Optimizer`; None if there is none or it was deleted."""
         return None if self._optimizer is None else self._optimizer()
 
     def require_free(self, *, replace: bool = False) -> None:
-        """Raises where an optimizer may not be attached: another one lives, or the table is a reader."""
+        """Raise if an optimizer may not be attached: another one is attached, or the table is a reader."""
         if self.table.mode == "r":
             raise ReadOnlyError(f"table {self.name!r} is open with mode='r'; open it for writing to train it")
         if replace or self.optimizer is None:
             return
-        gc.collect()  # an optimizer that had an LR scheduler is part of a cycle, and may be dead already
+        gc.collect()  # an LR scheduler makes a reference cycle with its optimizer, which may be unreachable
         if self.optimizer is not None:
             raise RuntimeError(
                 f"table {self.name!r} already has an Optimizer, and two would both step its rows; keep using the "
@@ -167,7 +165,7 @@ class Pending:
     # ---- backward
 
     def require_first_order(self) -> None:
-        """Raises RuntimeError in a backward that records a graph of its own."""
+        """Raise RuntimeError in a backward with create_graph=True."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"table {self.name!r}: backward with create_graph=True reached its rows, which have no second "
@@ -184,13 +182,13 @@ class Pending:
         batch: Any = None,
         bags: Any = None,
     ) -> None:
-        """Takes the gradients of one lookup: int64[N], float32[N, dim]; rows of `padding` get none.
+        """Add the gradients of one lookup: int64[N], float32[N, dim]; ids equal to `padding` get none.
 
-        `batch` is ``table.batch(ids)`` where the lookup made it. With `bags` (see bag.py) the gradients are those of
+        `batch` is ``table.batch(ids)`` if the lookup made it. With `bags` (see bag.py) the gradients are those of
         bags, float32[B, dim].
 
         Raises:
-            RuntimeError: no `Optimizer` is attached, or more than one process.
+            RuntimeError: no `Optimizer` is attached, or torch.distributed has more than one process.
             ReadOnlyError: the table is a reader.
         """
         if self._optimizer is None or self._optimizer() is None:
@@ -211,25 +209,26 @@ class Pending:
         self._arrived.append(Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch, bags=bags))
 
     def no_change(self) -> Any:
-        """What a backward returns for the anchor: -0.0; a new tensor, since autograd may keep it as ``.grad``."""
+        """Return the anchor's gradient of a lookup, -0.0, in a new tensor: autograd may keep it as ``.grad``."""
         return self._no_change.clone()
 
     def accept(self, anchor: Any) -> None:
-        """The hook after autograd accumulated into ``anchor.grad``: one backward call reached all its lookups."""
+        """Add the gradients of a backward call that has reached all its lookups (hook of ``anchor.grad``)."""
         self.reconcile()
         task = torch._C._current_graph_task_id()
-        # Other tasks: an outer backward still running (reentrant checkpointing), or an aborted one; see `drop`.
+        # Other tasks: an outer backward that still runs (reentrant checkpointing), or one that was aborted; see
+        # `forget_aborted`.
         new = [part for part in self._arrived if part.task == task]
         self._arrived = [part for part in self._arrived if part.task != task]
         new.sort(key=lambda part: part.order)
         if self._parts and new and new[0].order > self._parts[-1].order:
-            # Later in the forward order than everything pending, as in plain accumulation: go on from the
-            # sums so far, which is bit-identical and lets the earlier gradients go.
+            # New parts are later in the forward order, as in accumulation: add them to the sums so far.
+            # That is bit-identical and frees the earlier gradients.
             self._parts = [Part(self._parts[-1].order, -1, self.rows.unique(self.batch), self.sums), *new]
         else:
             self._parts = sorted([*self._parts, *new], key=lambda part: part.order)
         if not self._parts:
-            return  # something else than a lookup used the anchor, such as an L2 term over all parameters
+            return  # no lookup used the anchor, but for example an L2 term over all parameters
         self._sum()
         grad = anchor.grad
         self._norm = _rounded(self._norm, grad.dtype)
@@ -243,7 +242,7 @@ class Pending:
     # ---- between backward and step
 
     def reconcile(self) -> bool:
-        """Does to the rows what was done to ``anchor.grad`` since it was written; True if rows are pending.
+        """Apply to the rows the changes of ``anchor.grad`` since it was written; return whether rows are pending.
 
         Raises:
             RuntimeError: the value cannot be read as a ratio to the norm.
@@ -255,7 +254,7 @@ class Pending:
         value = grad.item()
         norm = self._norm
         if not self._parts:
-            # NaN: clipping by a NaN norm made it from 0; there is no row it could spoil.
+            # Clipping by a NaN norm makes NaN from 0. It has no effect, as no rows are pending.
             if value != 0.0 and not math.isnan(value):
                 raise RuntimeError(
                     f"table {self.name!r}: anchor.grad holds {value:g} but no row gradients are pending; it cannot "
@@ -282,14 +281,14 @@ class Pending:
                 "the row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
             )
         ratio = value / norm
-        self._is_finite = self.rows.scale(self.sums, ratio)  # what is not finite is step's to report
+        self._is_finite = self.rows.scale(self.sums, ratio)  # `require_finite` reports others
         for part in self._parts:
             part.scale *= ratio
         self._norm = value
         return True
 
     def require_finite(self) -> None:
-        """Raises ValueError naming the first id whose gradient is not finite, before a step changes anything."""
+        """Raise ValueError with the first id whose gradient is not finite, before a step changes anything."""
         if self._is_finite:
             return
         row, column, value = self.rows.first_bad(self.sums)
@@ -305,7 +304,7 @@ class Pending:
         return self.references.step
 
     def update(self, lr: float) -> None:
-        """One step of the table with the summed rows."""
+        """Take one step of the table with the summed rows."""
         self.rows.step(self.batch, self.sums, lr=lr, step=self.references.next_step)
         self.references.step_was_taken()
 
@@ -315,24 +314,24 @@ class Pending:
         return bool(self._parts) and self.anchor.requires_grad and self.anchor.grad is not None
 
     def drop(self) -> None:
-        """Forgets every pending gradient."""
+        """Forget every pending gradient."""
         if self._parts:
             self._parts = []
             self.batch = self.sums = None
         self._norm = 0.0
 
     def forget_aborted(self) -> None:
-        """Forgets gradients of backward calls that never finished (torch.autograd.grad, or an error half way)."""
+        """Forget gradients of backward calls that did not accumulate (torch.autograd.grad, or an error)."""
         self._arrived.clear()
 
 
 def _grad_dtype(device: Any) -> Any:
-    """float64, or float32 where the device has no other."""
+    """Return float64, or float32 for a device without float64."""
     return torch.float64 if device.type == "meta" or capabilities.of(device).has_float64 else torch.float32
 
 
 def _rounded(norm: float, dtype: Any) -> float:
-    """The norm as ``anchor.grad`` holds it: what is read back must be equal."""
+    """Return the norm as ``anchor.grad`` stores it, so that the value read back is equal."""
     return norm if dtype is torch.float64 else float(torch.tensor(norm, dtype=dtype))
 
 
@@ -340,9 +339,9 @@ _pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictiona
 
 
 def pending_of(table: Any, device: Any = None, device_cache: Any = None) -> Pending:
-    """The one `Pending` of `table`, made when first asked for.
+    """Return the one `Pending` of `table`; the first call makes it.
 
-    Keyed by identity: a `Pending` holds its table, so the number stays the table's while the entry lives.
+    The key is ``id(table)``: a `Pending` refers to its table, so the id is not reused while the entry exists.
     """
     pending = _pendings.get(id(table))
     if pending is None:
@@ -361,10 +360,10 @@ def pending_of(table: Any, device: Any = None, device_cache: Any = None) -> Pend
 
 
 def alive(pending: weakref.ref[Pending]) -> Pending:
-    """The `Pending` of a lookup at its backward.
+    """Return the `Pending` of a lookup at its backward.
 
     Raises:
-        RuntimeError: layer and optimizer are gone.
+        RuntimeError: its layers and optimizer were deleted.
     """
     found = pending()
     if found is None:
@@ -375,19 +374,19 @@ def alive(pending: weakref.ref[Pending]) -> Pending:
 
 
 def anchors() -> dict[int, Pending]:
-    """id(anchor) -> its `Pending`, of every table that has a layer."""
+    """Return id(anchor) -> `Pending` of every table that has a layer."""
     return {id(pending.anchor): pending for pending in list(_pendings.values())}
 
 
 def distinct(pendings: Iterable[Pending]) -> list[Pending]:
-    """Without repetitions, in first-seen order."""
+    """Return the pendings without repetitions, in first-seen order."""
     return list({id(pending): pending for pending in pendings}.values())
 
 
 def require_one_process(name: str) -> None:
-    """Raises RuntimeError for a writable table under torch.distributed with more than one process.
+    """Raise RuntimeError for a writable table under torch.distributed with more than one process.
 
-    Each rank would train a private copy, or fight over one; neither is what the user asked for.
+    Each rank would train a copy of its own, or the ranks would compete for the lock of one table.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return

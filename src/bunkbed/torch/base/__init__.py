@@ -1,1 +1,1 @@
-"""What layers and device caches share: gradients until a step, ranges in profiles, references in checkpoints."""
+"""Shared by layers and device caches: gradients before a step, profiler ranges, references in checkpoints."""

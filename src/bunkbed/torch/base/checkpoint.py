@@ -1,7 +1,7 @@
-"""What ``state_dict()`` holds of a table: a `bunkbed.adapters.references.Reference` as a uint8 tensor of JSON.
+"""A table's entry in ``state_dict()``: a `bunkbed.adapters.references.Reference` as a uint8 tensor of JSON.
 
-As a tensor it survives every format that stores tensors (``torch.save`` with ``weights_only=True``, safetensors); it
-is padded so that its shape does not change.
+Every format that stores tensors can store it (``torch.save`` with ``weights_only=True``, safetensors). It is padded to
+a multiple of 256 bytes, so that its shape stays the same.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from bunkbed.adapters.references import Reference, References
 
 #: Name of the reference in a layer's state_dict.
 KEY = "table"
-#: Of the names of the epochs that state_dict() keeps.
+#: Prefix of the names under which state_dict() keeps epochs.
 PREFIX = "state_dict-"
 
 
 def save(references: References) -> Any:
-    """Commits the table if it changed, and returns the reference, uint8[n]."""
+    """Commit the table if it changed, and return the reference, uint8[n]."""
     text = json.dumps(references.save().fields()).encode()
     return torch.tensor(list(text.ljust(-len(text) // 256 * -256)), dtype=torch.uint8, device="cpu")
 
 
 def load(references: References, stored: Any) -> str | None:
-    """Puts the table back to the epoch of the reference; returns what prevents it, or None."""
+    """Rewind the table to the epoch of the reference; return the reason if that is impossible, else None."""
     try:
         fields = json.loads(bytes(stored.to("cpu", torch.uint8).tolist()))
         reference = Reference(fields["uuid"], fields["table"], fields["epoch"], fields["step"])

@@ -1,7 +1,7 @@
 """The gradients of a table's rows between backward and step: parts of lookups, and how they are summed and stepped.
 
-`Pending` (the anchor's protocol) knows neither where gradients lie nor what a batch of theirs is: that is the business
-of a `Rows`. `HostRows` keeps them in RAM and lets the core sum and step them; a device cache brings its own.
+`Pending` (the anchor's protocol) does not know where gradients are stored or what a batch is; a `Rows` does. `HostRows`
+keeps gradients in RAM, where the core sums and steps them; a device cache has its own `Rows`.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ class Part:
     """Gradients of one lookup, or the sum of earlier ones; `order` is its place in the forward order."""
 
     order: int
-    task: int  # the backward call it came from
+    task: int  # the backward call that made it
     ids: IntArray  # int64[N]
     grads: Any  # float32[N, dim] of a `Rows`; may be autograd's own buffer, so never written to
-    scale: float = 1.0  # still to be multiplied in
-    batch: Any = None  # the ids deduped, where the lookup did it
-    bags: Any = None  # where `grads` are those of bags, float32[B, dim]: what makes them gradients of ids
+    scale: float = 1.0  # a factor that `grads` do not contain yet
+    batch: Any = None  # the deduplicated ids, if the lookup made them
+    bags: Any = None  # if `grads` are those of bags, float32[B, dim]: converts them to gradients of ids
 
     def scaled(self) -> Any:
-        """The gradients with `scale` applied, float32[N, dim]."""
+        """Return the gradients with `scale` applied, float32[N, dim]."""
         grads = self.grads if self.bags is None else self.bags.spread(self.grads)
         return grads if self.scale == 1.0 else grads * np.float32(self.scale)
 
 
 class Rows(Protocol):
-    """What `Pending` asks of where gradients lie. A batch is ids deduped; sums are float32[U, dim] in its order."""
+    """Storage of gradients for `Pending`. A batch is deduplicated ids; sums are float32[U, dim] in its order."""
 
     def grads(self, grad: Any) -> Any:
-        """float32[N, dim] in C order from a gradient of any dtype, device and leading shape; a view where it can be."""
+        """Return a gradient of any dtype, device and shape as float32[N, dim] in C order; a view if possible."""
 
     def select(self, grads: Any, kept: NDArray[np.bool_]) -> Any:
-        """Those of float32[N, dim] that are kept, bool[N]."""
+        """Return the rows of float32[N, dim] `grads` where bool[N] `kept` is true."""
 
     def unique(self, batch: Any) -> IntArray:
-        """int64[U], each id of the batch once."""
+        """Return int64[U], each id of the batch once."""
 
     def sum(self, parts: list[Part]) -> tuple[Any, Any, float]:
-        """The batch of all parts, the sums of equal ids one by one in order, and their norm in float64."""
+        """Return the batch of all parts, the sums of equal ids, added in order, and the norm of the sums."""
 
     def scale(self, sums: Any, ratio: float) -> bool:
-        """Multiplies the sums in place; False where one of them is not finite then."""
+        """Multiply the sums in place; return whether all are finite afterwards."""
 
     def first_bad(self, sums: Any) -> tuple[int, int, float]:
-        """Row, column and value of the first that is not finite."""
+        """Return row, column and value of the first element that is not finite."""
 
     def step(self, batch: Any, sums: Any, *, lr: float, step: int | None) -> None:
-        """One step of the table, with finite sums."""
+        """Take one step of the table, with finite sums."""
 
 
 class HostRows:
@@ -110,7 +110,7 @@ class HostRows:
 
 
 def grad_array(grad: Any, dim: int) -> FloatArray:
-    """float32[N, dim] in C order from a gradient of any dtype, device and leading shape; a view where it can be."""
+    """Return a gradient of any dtype, device and leading shape as float32[N, dim] in C order; a view if possible."""
     grad = grad.reshape(-1, dim)
     if grad.dtype is not torch.float32 or not grad.is_cpu:
         grad = grad.to("cpu", torch.float32)

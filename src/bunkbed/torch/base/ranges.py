@@ -1,9 +1,9 @@
-"""What the tables of a model do, as named ranges of `torch.profiler`.
+"""Named ranges of `torch.profiler` for the work of tables.
 
-``bunkbed lookup NAME``, ``bunkbed update NAME`` and ``bunkbed stage NAME`` (planning what the coming batches want, and
-starting its reads, which then go on by themselves); inside of them ``bunkbed stall NAME``: the time they waited for
-reads, which ``table.stats()["stall_s"]`` adds up. Of a sharded table the stalls of the calling thread show, since torch
-records no other.
+They are ``bunkbed lookup NAME``, ``bunkbed update NAME`` and ``bunkbed stage NAME`` (planning for the coming batches,
+and the start of reads that continue in the background). Inside them, ``bunkbed stall NAME`` is a wait for reads;
+``table.stats()["stall_s"]`` adds these up. For a sharded table only stalls of the calling thread show, since torch
+records no other thread.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from bunkbed import _native
 
-#: Whether a profiler records this thread: 50 ns, which a small lookup can afford where a range costs a microsecond.
+#: Whether a profiler records this thread. The call takes 50 ns, which is cheap for a small lookup; a range takes 1 us.
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 def ranged(what: str, table: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which does `what` to that table; as a range, where a profiler records this thread."""
+    """Return ``function(*arguments)``; run it in a range named `what` if a profiler records this thread."""
     if not is_profiling():
         return function(*arguments)
     range_of = torch.profiler.record_function

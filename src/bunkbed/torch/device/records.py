@@ -1,7 +1,7 @@
-"""The device's part of a cache: records of rows, weights and optimizer state together, in one tensor.
+"""Records of a device cache in one tensor: weights and optimizer state of a row together.
 
-The tensor is int32[frames, record bytes / 4]; fields are views of it, in the layout of FORMAT.md, "Records". Which row
-lies in which frame is the host's knowledge (`_native.DeviceMap`); frames come as int64 tensors on the device.
+The tensor is int32[frames, record bytes / 4]; fields are views of it, in the layout of FORMAT.md, "Records". The host
+knows which row is in which frame (`_native.DeviceMap`); methods take frames as int64 tensors on the device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class DeviceRecords:
-    """Frames of records on one device. Owns their memory and no knowledge of ids. Not thread-safe.
+    """Frames of records on one device. Owns their memory, and does not know ids. Not thread-safe.
 
     Args:
-        frames: how many records.
+        frames: the number of records.
         fields: (name, length) of the weights and of each slot, in record order.
         dtype: of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         state_dtype: of the slots: ``"float32"`` or ``"bfloat16"``.
-        device: where they lie.
+        device: the device of the records.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class DeviceRecords:
             at += (length * _DTYPES[kind].itemsize + 3) // 4  # a field begins at a multiple of 4 bytes
         self.words = at
         self._views = []
-        # Whoever looks up first may do so in inference mode (Lightning's check before training does), whose tensors no
-        # step could write to later.
+        # The first lookup may run in inference mode (Lightning's check before training does). A step could not write
+        # to a tensor that was made in inference mode.
         with torch.inference_mode(False):
             self._raw = torch.empty((frames, self.words), dtype=torch.int32, device=device)
             for (_, length), kind, start in zip(fields, self._dtypes, starts, strict=True):
@@ -53,7 +53,7 @@ class DeviceRecords:
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """The device of the records."""
         return self._raw.device
 
     @property
@@ -62,15 +62,15 @@ class DeviceRecords:
         return int(self._raw.nbytes)
 
     def read(self, frames: Any) -> Any:
-        """Whole records, int32[n, words]."""
+        """Return whole records, int32[n, words]."""
         return chooser.run(Gather(self.words, self.words, torch.int32), self._raw, frames)
 
     def write(self, frames: Any, records: Any) -> None:
-        """Whole records into distinct frames: int32[n, words]."""
+        """Write whole records, int32[n, words], into distinct frames."""
         chooser.run(Scatter(self.words), self._raw, frames, records)
 
     def weights(self, frames: Any) -> Any:
-        """float32[n, dim], widened exactly; frames may repeat."""
+        """Return float32[n, dim] weights, widened exactly; frames may repeat."""
         view = self._views[0]
         if self._dtypes[0] == "float32":
             return chooser.run(Gather(self.words, view.shape[1], torch.float32), view, frames)
@@ -87,14 +87,14 @@ class DeviceRecords:
         ids: Any,
         number: int,
     ) -> Any:
-        """The records of distinct frames after one optimizer step, for `store`: nothing is changed yet.
+        """Return the records of distinct frames after one optimizer step, for `store`; this changes no frame.
 
         Args:
             optimizer, constants: of this step.
             frames: int64[U].
             grads: float32[U, dim], summed.
-            seed, ids, number: what keys the rounding of 16-bit fields: the table's seed, int64[U] ids (None where no
-                field `is_narrow`), the step's number.
+            seed, ids, number: the key of the rounding of 16-bit fields: the table's seed, int64[U] ids (None unless
+                `is_narrow`), the step's number.
         """
         step = None if self.is_narrow else update_of(optimizer, self._views[0].shape[1])
         if step is not None:
@@ -104,7 +104,7 @@ class DeviceRecords:
         new = []
         for field, (values, kind) in enumerate(zip([weight, *slots], self._dtypes, strict=True)):
             if kind != "float32":
-                # A device whose integers are not to be trusted has the host round: dear, and the same bits.
+                # The host rounds for a device with wrong integer operations: slower, but the same bits.
                 there = values.device if capabilities.of(values.device).has_integers else torch.device("cpu")
                 halves = round_rows(kind, values.to(there), seed=seed, ids=ids.to(there), number=number, field=field)
                 values = halves.to(values.device).view(_DTYPES[kind])
@@ -112,7 +112,7 @@ class DeviceRecords:
         return new
 
     def store(self, frames: Any, new: Any) -> None:
-        """What `stepped` made, into the same frames: whole records, or field by field."""
+        """Write the result of `stepped` into the same frames: whole records, or field by field."""
         if isinstance(new, torch.Tensor):
             self.write(frames, new)
             return

@@ -1,4 +1,4 @@
-"""What every tier on a device has: lookups matched with what `lookahead` brought, gradients summed where they arise."""
+"""Common part of the device caches: lookups that find prefetched rows, and sums of gradients on the device."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from bunkbed.torch.device.sums import add_segments, norm, spread_bags, sum_bags,
 
 
 class DeviceRows:
-    """The part of `bunkbed.torch.base.gradients.Rows` that does not depend on where rows are stepped.
+    """The part of `bunkbed.torch.base.gradients.Rows` that does not depend on where steps run.
 
     Args:
         table: a `bunkbed.Table` open for writing.
-        anchor: returns the tensor whose device is the tier's; asked at every lookup, as ``model.to()`` may move it.
+        anchor: returns the tensor whose device the cache uses; called at every lookup, as ``model.to()`` may move it.
     """
 
     def __init__(self, table: Any, anchor: Any) -> None:
         self.table = table
         self.link = Link(torch.device("cpu"))
-        #: What `lookahead` brought for the batch that has begun: (ids, batch) of each lookup, oldest first.
+        #: What `lookahead` prefetched for the current batch: (ids, batch) of each lookup, oldest first.
         self.present: list[tuple[IntArray, DeviceBatch]] = []
-        self.stall_s = 0.0  # the loop waited: for plans of coming batches, and for batches still on their way
+        self.stall_s = 0.0  # time the loop waited for plans of coming batches and for their placement
         self.delay: Any = None  # of the link; for tests
         self._anchor = anchor
 
     def deduped(self, ids: IntArray) -> DeviceBatch:
-        """The batch of int64[N] ids, checked and deduped, of which nothing is on the device yet."""
+        """Return the batch of int64[N] ids, checked and deduplicated, with nothing on the device."""
         raise NotImplementedError
 
     def _batch(self, ids: IntArray) -> DeviceBatch:
-        """What `lookahead` brought for exactly these ids, if it is still there; else a new one."""
-        is_own = os.getpid() == self.table._pid  # in a forked child `deduped` says what to do
+        """Return the prefetched batch of exactly these ids if its rows are still on the device, else a new one."""
+        is_own = os.getpid() == self.table._pid  # in a forked child `deduped` raises
         for index, (wanted, batch) in enumerate(self.present if is_own else []):
             if batch.is_here and wanted.size == ids.size and np.array_equal(wanted, ids):
                 del self.present[index]
@@ -46,7 +46,7 @@ class DeviceRows:
         return self.deduped(ids)
 
     def pooled(self, batch: DeviceBatch, rows: Any, bags: BagGradients) -> Any:
-        """float32[B, dim]: float32[U, dim] rows of a batch, pooled in batch order."""
+        """Pool float32[U, dim] rows of a batch in batch order; return float32[B, dim]."""
         weights = None if bags.weights is None else self.link.up(bags.weights)
         bounds = np.append(bags.offsets, bags.ids.size)
         pooled = add_segments(batch.inverse(), rows, self.link.up(bags.offsets), bounds, weights, self.link)
@@ -102,7 +102,7 @@ class DeviceRows:
     # ---- facts
 
     def counters(self) -> dict[str, int | float]:
-        """What went over the link, and how long the model waited for it."""
+        """Return the bytes copied over the link, and the time that the model waited."""
         return {
             "device_stall_s": self.stall_s,
             "device_bytes_up": self.link.bytes_up,

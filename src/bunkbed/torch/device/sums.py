@@ -1,8 +1,8 @@
 """Sums of the gradients of equal ids on a device, the same bits in every run.
 
-Each row's gradients are added one after another in batch order, by the operation that pools bags: a bag of gradients
-for every row. A device without that operation adds them in pairs. No atomic additions, whose order would differ from
-run to run.
+``embedding_bag`` adds each row's gradients in batch order, as one bag per row; a GPU adds long bags in pieces
+(`PIECE`). A device without ``embedding_bag`` adds them in pairs. Atomic additions are not used, as their order differs
+between runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from bunkbed.torch.device.kernels.operations import SumPieces
 
 
 def sum_rows(batch: DeviceBatch, grads: Any) -> Any:
-    """float32[N, dim] gradients of the ids of a batch to float32[U, dim] of its rows."""
+    """Sum float32[N, dim] gradients of the ids of a batch to float32[U, dim] of its rows."""
     order, starts = batch.segments()
     return _sum_segments(order, starts, grads, batch, None)
 
 
 def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Any, link: Link) -> Any:
-    """float32[B, dim] gradients of bags to float32[U, dim] of the rows in them, without one for every id."""
+    """Sum float32[B, dim] gradients of bags to float32[U, dim] of their rows, without a gradient for every id."""
     lengths = np.diff(bags.offsets, append=bags.ids.size)
     order = batch.batch.order()
     bag_of = np.repeat(np.arange(lengths.size, dtype=np.int64), lengths)[order]
@@ -41,7 +41,7 @@ def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Any, link: Link) -> 
 
 
 def spread_bags(bags: BagGradients, grads: Any, link: Link) -> Any:
-    """float32[B, dim] gradients of bags to float32[N, dim] of their ids."""
+    """Convert float32[B, dim] gradients of bags to float32[N, dim] of their ids."""
     lengths = np.diff(bags.offsets, append=bags.ids.size)
     if bags.is_mean:
         grads = grads / link.up(np.maximum(lengths, 1).astype(np.float32))[:, None]
@@ -51,18 +51,18 @@ def spread_bags(bags: BagGradients, grads: Any, link: Link) -> Any:
 
 
 def norm(sums: Any) -> float:
-    """The 2-norm of float32[U, dim], to 1e-6 at least; what is not finite where an element is not."""
+    """Return the 2-norm of float32[U, dim] to 1e-6 or better; it is not finite if an element is not finite."""
     if capabilities.of(sums.device).has_float64:
         return float(torch.linalg.vector_norm(sums, dtype=torch.float64))
     if not sums.numel():
         return 0.0
-    # Each row is scaled by a power of two, so that no square overflows or vanishes. The power is made of bits, and
-    # multiplied with its reciprocal, as a device may take quotients less exactly.
+    # Each row is divided by a power of two, so that no square overflows or underflows. The reciprocal of the power is
+    # made from bits and multiplied, as the quotients of a device may be less exact.
     power = sums.abs().amax(dim=1).view(torch.int32) & 0x7F800000
     power = power.clamp(min=0x00800000, max=0x7E800000)
     squares = sums * (0x7F000000 - power).view(torch.float32)[:, None]
     squares = squares * squares
-    while squares.shape[1] > 1:  # in pairs: as many roundings as the width has bits
+    while squares.shape[1] > 1:  # in pairs: the number of roundings is log2 of the width
         half = (squares.shape[1] + 1) // 2
         first, second = squares[:, :half].clone(), squares[:, half:]
         first[:, : second.shape[1]] += second
@@ -72,15 +72,15 @@ def norm(sums: Any) -> float:
 
 
 def add_segments(places: Any, rows: Any, starts: Any, bounds: IntArray, weights: Any, link: Link) -> Any:
-    """Sums of segments of rows, each in an order that it alone decides.
+    """Sum segments of rows, each in an order that depends only on the segment.
 
     Args:
-        places: int64[N] of `rows`, segment by segment.
+        places: int64[N] positions in `rows`, segment by segment.
         rows: float32[n, dim].
-        starts: int64[S] where each segment begins; an empty one gives zeros.
-        bounds: the same and N, on the host.
-        weights: float32[N] to multiply with, or None.
-        link: to the device of all but `bounds`.
+        starts: int64[S], the start of each segment; an empty segment gives zeros.
+        bounds: `starts` and N, on the host.
+        weights: float32[N] factors, or None.
+        link: to the device, where all arguments but `bounds` are.
 
     Returns:
         float32[S, dim].
@@ -94,13 +94,13 @@ def add_segments(places: Any, rows: Any, starts: Any, bounds: IntArray, weights:
 
 
 def _add_pairs(values: Any, bounds: IntArray, link: Link) -> Any:
-    """`add_segments` of float32[N, dim] as they lie, written over: neighbours, then pairs, then pairs of pairs.
+    """`add_segments` of consecutive float32[N, dim], overwritten: adds neighbours, then pairs, then pairs of pairs.
 
-    Each round is one gather of either side and one copy to places that are all different.
+    Each round gathers both sides and copies the sums to distinct places.
     """
     counts = np.diff(bounds)
     rank = np.arange(values.shape[0], dtype=np.int64) - np.repeat(bounds[:-1], counts)
-    beyond = np.repeat(counts, counts) - rank  # how many of the segment there are from here on
+    beyond = np.repeat(counts, counts) - rank  # rows of the segment from here on
     left, distance = np.arange(values.shape[0], dtype=np.int64), 1
     while True:
         left = left[(rank[left] % (2 * distance) == 0) & (beyond[left] > distance)]

@@ -1,25 +1,25 @@
-"""`DeviceTier`: the hot rows of one table on a device, above its tiers in RAM and on disk.
+"""`DeviceTier`: a device cache for the hot rows of one table.
 
-The host knows, from ids alone, which frames the rows of a batch get, what must be loaded and what is evicted
-(docs/design/architecture.md, "Plan, then execute"); the device only gathers, computes, sums segments and updates.
+From ids alone, the host decides which frames the rows of a batch get, which rows are loaded and which are evicted
+(docs/design/architecture.md, "Plan, then execute"); the device only gathers, sums segments and updates.
 
-1. A lookup's ids are deduped and checked on the host, and its rows get frames (`_native.DeviceMap.plan`).
-2. Rows to load are read from the table; dirty victims are copied down and written to the table; then the loaded records
-   go up. In this order: a table that cannot give or take them leaves the device as it was, and the plan is undone.
+1. The host deduplicates and checks a lookup's ids, and gives its rows frames (`_native.DeviceMap.plan`).
+2. Rows to load are read from the table; dirty victims are copied from the device and written to the table; then the
+   loaded records are copied to the device. In this order, a failed read or write of the table leaves the device
+   unchanged, and the plan is undone.
 3. The lookup gathers from the frames. Backward sums the gradients of equal ids on the device; `Optimizer.step` updates
-   the frames and marks them dirty. The table's step counts on, with no rows.
-4. Whoever reads the table from elsewhere, and every commit, does so `reading`: the dirty rows have been written back,
-   and nothing changes them until it is done. Who writes it (`writing`) has the device forget all rows too.
+   the frames and marks them dirty. The table counts the step, and updates no rows.
+4. A call of the table that reads rows, and every commit, runs within `reading`: dirty rows were written back, and no
+   step changes rows until it ends. A call that writes rows runs within `writing`; the device then forgets all rows.
 
-Plans are made and carried out one at a time under `_lock`, by whoever needs one: the training thread, or the thread
-that stages coming batches (window.py). So a row that just gave way is in the table before anybody loads it again, and
-no plan overtakes another. `_frames_lock` is held while frames are used or get new values: a commit beside a step sees
-all of the step or nothing. Where both are held, `_lock` was taken first. Neither is waited for with a budget's lock
-wanted, nor in a forked child.
+Plans are made and executed one at a time under `_lock`, by the training thread or the thread that places coming batches
+(window.py). So an evicted row is in the table before a plan loads it again, and no plan overtakes another.
+`_frames_lock` is held while frames are used or written: a commit concurrent with a step sees all of the step or none of
+it. `_lock` is taken before `_frames_lock`, and a budget's lock before both. A forked child takes neither.
 
-Exactness: which frame a row lies in, and whether it came from RAM a moment ago, changes nothing of its value; sums and
-updates are functions of the batch alone (sums.py, update_rules.py). Rows after training have the same bits with every
-size of cache, with and without `lookahead`, and on a CPU device those of the table's own updates.
+Exactness: the value of a row does not depend on its frame or on when it was loaded. Sums and updates are functions of
+the batch alone (sums.py, update_rules.py). Rows after training have the same bits with every size of cache and with or
+without `lookahead`; on a CPU device these are the bits of the table's own updates.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from bunkbed.torch.device.rows import DeviceRows
 
 #: Bytes of records that a write-back moves at once.
 _CHUNK_BYTES = 64 << 20
-#: Bytes of RAM that the map takes for a frame, about: they count in the table's `ram`.
+#: Approximate bytes of RAM that the map takes for a frame. They count in the table's `ram`.
 _MAP_BYTES = 72
 
 
 def _size(table: Any, size: int | str) -> int:
-    """`parse_bytes`, whose errors name the table here."""
+    """Return ``parse_bytes(size)``; its errors name the table."""
     try:
         return parse_bytes(size)
     except (TypeError, ValueError) as error:
@@ -64,8 +64,8 @@ def _size(table: Any, size: int | str) -> int:
 class DeviceTier(DeviceRows):
     """A cache of a table's hot records on the device of its layers; a `bunkbed.torch.base.gradients.Rows`.
 
-    Owns the device memory from the first lookup on, until the table or its layers go. One thread trains; the table may
-    be used by others meanwhile.
+    Owns the device memory from the first lookup until the table is closed or its layers are deleted. One thread trains;
+    other threads may use the table concurrently.
 
     Args:
         table: a `bunkbed.Table` open for writing.
@@ -73,11 +73,11 @@ class DeviceTier(DeviceRows):
         anchor: see `DeviceRows`.
 
     Raises:
-        MemoryError: not one record fits. TypeError, ValueError: `size` is none.
+        MemoryError: not one record fits. TypeError, ValueError: `size` is not a size.
     """
 
     def __init__(self, table: Any, size: int | str | Budget, anchor: Any) -> None:
-        self._records: DeviceRecords | None = None  # first: `__del__` asks for it, whatever is wrong with the rest
+        self._records: DeviceRecords | None = None  # first: `__del__` reads it even if `__init__` fails
         super().__init__(table, anchor)
         self._budget = size if isinstance(size, Budget) else None
         self._bytes = 0 if isinstance(size, Budget) else _size(table, size)
@@ -86,7 +86,7 @@ class DeviceTier(DeviceRows):
         self._map: Any = None
         self._placed: weakref.WeakSet[FramedBatch] = weakref.WeakSet()
         self._reserved = 0  # bytes of the table's RAM that the map takes
-        self._lost = ""  # why the device's rows are gone, where they are
+        self._lost = ""  # why rows on the device are lost; empty if none is
         if self._budget is not None:
             self._budget.join(self)
         self._require_room()
@@ -95,16 +95,16 @@ class DeviceTier(DeviceRows):
     # ---- as a member of a shared budget (see Budget)
 
     def wanted_bytes(self) -> int | None:
-        """Bytes beyond which more is of no use."""
+        """Return the bytes of a cache that holds all rows; None if the table has no number of rows."""
         rows = self.table.num_rows
         return None if rows is None else int(rows * self.table.record_bytes)
 
     def minimum_bytes(self) -> int:
-        """Bytes below which nothing fits."""
+        """Return the bytes of one record."""
         return int(self.table.record_bytes)
 
     def apply_share(self, num_bytes: int) -> None:
-        """Live within `num_bytes` from now on."""
+        """Use at most `num_bytes` from now on."""
         with self._lock, self._frames_lock:
             self._bytes = num_bytes
             if self._records is not None and self._frames() != self._records.frames and not self._lost:
@@ -126,17 +126,17 @@ class DeviceTier(DeviceRows):
     # ---- lookups
 
     def lookup(self, ids: IntArray) -> tuple[Any, FramedBatch]:
-        """float32[N, dim] rows of int64[N] ids on the device, and their batch, in frames.
+        """Return float32[N, dim] rows of int64[N] ids on the device, and their batch, in frames.
 
         Raises:
             IndexError, CorruptionError, OSError: see `Table.lookup`; nothing is changed.
-            MemoryError: the batch's rows do not fit the cache; says how much is needed.
+            MemoryError: the batch's rows do not fit the cache; the message says how much is needed.
         """
         batch = self._framed(ids)
         return self._read(batch, lambda records: records.weights(batch.positions)), batch
 
     def lookup_rows(self, ids: IntArray) -> tuple[Any, FramedBatch]:
-        """`lookup` of each row once: float32[U, dim] in the order of the batch."""
+        """Look each row up once: float32[U, dim] in the order of the batch."""
         batch = self._framed(ids)
         return self._read(batch, lambda records: records.weights(batch.frames)), batch
 
@@ -146,14 +146,14 @@ class DeviceTier(DeviceRows):
         return batch
 
     def _read(self, batch: FramedBatch, gather: Callable[[DeviceRecords], Any]) -> Any:
-        """What `gather` makes of the records while the rows of `batch` have their frames."""
+        """Return ``gather(records)``, called while the rows of `batch` have their frames."""
         while True:
             if not batch.is_here:
                 with self._lock:
                     self._start()
                     self._place(batch)
             with self._frames_lock:
-                if batch.is_here:  # nobody had the device forget all rows in between
+                if batch.is_here:  # no other thread emptied the cache in between
                     self.link.wait(batch.ready, batch.frames, batch.positions)
                     values = gather(self._require_records())
                     self.link.used()
@@ -164,12 +164,12 @@ class DeviceTier(DeviceRows):
         return self._records
 
     def evaluate(self, batch: FramedBatch) -> Any:
-        """float32[U, dim] rows of a batch on the device, without bringing any into the cache."""
+        """Return float32[U, dim] rows of a batch on the device, without loading any into the cache."""
         unique = batch.unique()
         with self._lock:
             self._start()
             records = self._require_records()
-            self.link.wait_for_all()  # rows that are staged are here too
+            self.link.wait_for_all()  # also for rows that are prefetched
             frames = self._map.find(unique)
             is_here = frames >= 0
             elsewhere = unique[~is_here]
@@ -184,13 +184,13 @@ class DeviceTier(DeviceRows):
         return values
 
     def deduped(self, ids: IntArray) -> FramedBatch:
-        """The batch of int64[N] ids, checked and deduped, in no frames yet."""
+        """Return the batch of int64[N] ids, checked and deduplicated, without frames."""
         return FramedBatch(self.table.batch(ids), ids.size, self)
 
     # ---- frames
 
     def _start(self) -> None:
-        """Device memory and map, where the anchor is now."""
+        """Make device memory and map on the anchor's device, unless they are there already."""
         self._require_usable()
         table, device = self.table, self._anchor().device
         if self._records is not None:
@@ -198,7 +198,7 @@ class DeviceTier(DeviceRows):
                 return
             self._give_memory_back()
         if table.closed:
-            table.batch(np.empty(0, np.int64))  # says so
+            table.batch(np.empty(0, np.int64))  # raises TableClosedError
         self._require_one_device(device)
         spec = table.optimizer
         frames = self._frames()
@@ -206,7 +206,7 @@ class DeviceTier(DeviceRows):
         reserved = frames * _MAP_BYTES
         table.reserve_ram(reserved)
         try:
-            capabilities.of(device)  # asks a device that is not known; refuses one that cannot hold records
+            capabilities.of(device)  # probes an unknown device; raises for one that cannot hold records
             try:
                 records = DeviceRecords(frames, fields, table.dtype, getattr(spec, "state_dtype", "float32"), device)
             except RuntimeError as error:  # torch's out-of-memory error is one
@@ -231,10 +231,10 @@ class DeviceTier(DeviceRows):
 
         table._native.set_holder(known, write_back)
         self._map, self._records, self._reserved, self.link = known, records, reserved, link
-        self.link.used()  # the memory may have been another tensor's, which queued work still reads
+        self.link.used()  # queued work may still read a tensor that had this memory before
 
     def _require_one_device(self, device: torch.device) -> None:
-        """Raises ValueError where the budget is shared with a cache on another device. (A model moves as a whole.)"""
+        """Raise ValueError if the budget has a cache on another device. (``model.to()`` moves all anchors.)"""
         for other in [] if self._budget is None else list(self._budget._members):
             anchor = other._anchor() if isinstance(other, DeviceTier) and not other.table.closed else None
             if anchor is not None and anchor.device != device:
@@ -245,12 +245,12 @@ class DeviceTier(DeviceRows):
                 )
 
     def place(self, batch: FramedBatch, number: int = 0) -> bool:
-        """Gives the rows of a batch to come their frames; False where others hold too many. For `lookahead`."""
+        """Give the rows of a coming batch frames, for `lookahead`; return False if too many frames are pinned."""
         with self._lock:
             return self._records is not None and not self._lost and self._try_place(batch, number)
 
     def expect(self, batch: FramedBatch) -> int:
-        """The batch is to come: its number, `_native.DeviceMap.WINDOW_FULL`. See window.py."""
+        """Enter a coming batch; return its number in the map's window, or `_native.DeviceMap.WINDOW_FULL`."""
         if self._map is None:
             with self._lock:
                 self._start()
@@ -258,18 +258,18 @@ class DeviceTier(DeviceRows):
         return int(_native.DeviceMap.WINDOW_FULL if known is None else known.expect(batch.batch))
 
     def forget(self, number: int) -> None:
-        """The batch of that number will not come."""
+        """Remove the batch of that number from the map's window."""
         known = self._map
         if known is not None:
             known.forget(number)
 
     def missing(self, batch: FramedBatch) -> IntArray:
-        """The rows of a batch that lie in no frame, int64[M]."""
+        """Return the rows of a batch that have no frame, int64[M]."""
         unique, known = batch.unique(), self._map
         return unique if known is None else unique[known.find(unique) < 0]
 
     def _place(self, batch: FramedBatch) -> None:
-        """As `place`, and takes frames from batches that only keep them for speed."""
+        """Place a batch; if frames are short, unpin those of batches that keep them only to save time."""
         frames = self._require_records().frames
         if len(batch) > frames:
             need = len(batch) * int(self.table.record_bytes)
@@ -287,7 +287,7 @@ class DeviceTier(DeviceRows):
                 )
 
     def _try_place(self, batch: FramedBatch, number: int) -> bool:
-        # A plan that goes without `done` is undone: so is one that an interrupt strikes before the next line.
+        # A plan that is deleted before `done` is undone, also if an interrupt comes before the next line.
         plan = self._map.plan(batch.batch, number)
         try:
             if plan is None:
@@ -301,7 +301,7 @@ class DeviceTier(DeviceRows):
                 batch.ready = self.link.ready()
             plan.done()
         except BaseException:
-            plan.undo()  # now, as the traceback keeps it alive
+            plan.undo()  # at once, as the traceback keeps the plan alive
             raise
         batch.plan = plan
         self._placed.add(batch)
@@ -325,7 +325,7 @@ class DeviceTier(DeviceRows):
     # ---- steps
 
     def step(self, batch: FramedBatch, sums: Any, *, lr: float, step: int | None) -> None:
-        """See `Rows`. A batch that lost its frames gets them again; more rows than there are frames go in pieces."""
+        """See `Rows`. Place a batch that lost its frames; step a batch with more rows than frames in pieces."""
         number = self.table.step + 1 if step is None else step
         while True:
             if not batch.is_here:
@@ -339,7 +339,7 @@ class DeviceTier(DeviceRows):
                 if batch.is_here:
                     self._take_step(batch, self._stepped(batch, sums, lr, number), lr, number)
                     break
-        batch.let_go()  # a second step with the same gradients is rare enough to place it again
+        batch.let_go()  # a second step with the same gradients is rare, and places the batch again
 
     def _step_in_pieces(self, batch: FramedBatch, sums: Any, lr: float, number: int) -> None:
         unique, frames = batch.unique(), self._require_records().frames
@@ -376,14 +376,14 @@ class DeviceTier(DeviceRows):
         )
 
     def _take_step(self, batch: FramedBatch, new: Any, lr: float, number: int) -> None:
-        """Counts the step and stores what it made: both, whatever interrupts it in between."""
+        """Count the step and store its result; an interrupt in between does not prevent the store."""
         native, nothing = self.table._native, np.empty((0, self.table.dim), np.float32)
         steps = native.stats()["updates"]
         try:
             native.update(np.empty(0, np.int64), nothing, lr, number)
             self._store(batch, new)
         except BaseException as error:
-            if native.stats()["updates"] != steps:  # counted: then the rows must follow, and storing twice is storing
+            if native.stats()["updates"] != steps:  # counted, so the rows must follow; storing twice is harmless
                 try:
                     self._store(batch, new)
                 except BaseException:
@@ -395,7 +395,7 @@ class DeviceTier(DeviceRows):
         self._require_records().store(batch.frames, new)
         self.link.used()
 
-    # ---- what the table asks for: see `bunkbed.table.table.Above`
+    # ---- called by the table: see `bunkbed.table.table.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -412,11 +412,11 @@ class DeviceTier(DeviceRows):
             yield
 
     def write_back(self) -> None:
-        """Writes every dirty row to the table.
+        """Write every dirty row to the table.
 
         Raises:
-            BunkbedError: the device does not give them; says how many rows are lost. OSError: see `Table.update`.
-            MemoryError: it has no memory to copy even one from; none is lost.
+            BunkbedError: the device does not return rows; says how many are lost. OSError: see `Table.update`.
+            MemoryError: the device has no memory to copy even one row; none is lost.
         """
         with self._lock, self._frames_lock:
             if self._records is None:
@@ -427,11 +427,11 @@ class DeviceTier(DeviceRows):
             while begin < ids.size:
                 part = frames[begin : begin + chunk]
                 try:
-                    self.link.used()  # what this thread's stream has issued is part of it
+                    self.link.used()  # the copy waits for work issued on this thread's stream
                     with self.link.copying():
                         records = self.link.down(self._records.read(self.link.up(part)))
                 except RuntimeError as error:
-                    if is_out_of_memory(error):  # the rows are all there: fewer at once
+                    if is_out_of_memory(error):  # no row is lost: copy fewer at once
                         if part.size > 1:
                             chunk = part.size // 2
                             continue
@@ -450,7 +450,7 @@ class DeviceTier(DeviceRows):
                 begin += part.size
 
     def _leave_frames(self) -> None:
-        """Every row is written back, and in no frame any more."""
+        """Write every dirty row back and free all frames."""
         if self._records is not None:
             self.write_back()
             self._let_all_go()
@@ -462,7 +462,7 @@ class DeviceTier(DeviceRows):
         self.present.clear()
 
     def leave(self) -> None:
-        """Writes every row back and holds no device memory until the next lookup."""
+        """Write every dirty row back and free the device memory until the next lookup."""
         with self._lock, self._frames_lock:
             if self._records is not None:
                 self._give_memory_back()
@@ -482,14 +482,14 @@ class DeviceTier(DeviceRows):
         """See `Above`."""
         with self._lock, self._frames_lock:
             self._let_all_go()
-            with contextlib.suppress(RuntimeError):  # of a device that is gone: nothing lands there any more
+            with contextlib.suppress(RuntimeError):  # the device failed, so no copy is under way
                 self.link.finish()
             self._map = self._records = None
         if self._budget is not None:
             self._budget.leave(self)
 
     def __del__(self) -> None:
-        # The table may outlive its layers, and then needs their rows. One that goes with them warns of what is lost.
+        # The table may outlive its layers and then needs the rows. A table that is deleted with them warns of the loss.
         if sys.is_finalizing() or self._records is None or self.table.closed or os.getpid() != self.table._pid:
             return
         self.write_back()
@@ -505,7 +505,7 @@ class DeviceTier(DeviceRows):
     # ---- facts
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the first lookup, for `Table.stats`."""
+        """Return counters since the first lookup, for `Table.stats`."""
         counts = self.counters()
         counts["device_bytes"] = 0 if self._records is None else self._records.nbytes
         if self._map is not None:

@@ -1,4 +1,4 @@
-"""Which tier a layer's ``device_cache`` asks for."""
+"""Choice of the device cache for a layer's ``device_cache`` argument."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Tier = DeviceTier | TransferTier
 
 
 def make_tier(table: Any, size: int | str | Budget, anchor: Any) -> Tier:
-    """A cache of `size` bytes, or for 0 none: then rows stay in RAM and batches send theirs.
+    """Return a device cache of `size` bytes; for 0, rows stay in RAM and each batch copies its rows to the device.
 
     Raises:
-        ValueError: a reader, or a table of several shards. MemoryError: not one record fits.
+        ValueError: the table is a reader, or sharded. MemoryError: not one record fits.
     """
     label = f"table {table.name!r}"
     if table.mode == "r":

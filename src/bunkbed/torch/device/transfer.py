@@ -1,11 +1,11 @@
-"""`TransferTier`: rows stay in RAM; each batch sends its own to the device, and gets their gradients' sums back.
+"""`TransferTier`: rows stay in RAM; each batch copies its rows to the device and the sums of gradients back.
 
-What ``device_cache=0`` is, for devices with no memory to spare for a cache. Up go the weights of a batch's unique rows,
-in their storage type; down come the sums of equal ids' gradients, added up on the device; the table steps in RAM.
+``device_cache=0`` uses it, for devices without free memory for a cache. The weights of a batch's unique rows are copied
+to the device in their storage type. The device sums the gradients of equal ids and the sums are copied back; the table
+steps in RAM.
 
-`lookahead` sends the rows of coming batches early, beside the model's work. Those of them that a step has changed since
-are sent again when the batch begins: a copy knows how many steps had been taken when it was read, and the tier which
-rows the last few changed.
+`lookahead` copies the rows of coming batches while the model works. The lookup copies rows again that a step changed in
+between: a copy has the number of the last step before it was read, and the tier knows the rows of the last few steps.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from bunkbed.torch.device.base.batches import SentBatch
 from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.rows import DeviceRows
 
-#: Steps whose rows are remembered; a copy older than that is read anew.
+#: Steps whose rows are remembered; an older copy is read again.
 _REMEMBERED = 8
 _WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TransferTier(DeviceRows):
-    """Copies of rows on the device for the batches under way, and nothing of them later.
+    """Temporary copies of rows on the device, for the current and coming batches.
 
-    Owns no device memory but those copies. One thread trains; the table may be used by others meanwhile.
+    Owns no other device memory. One thread trains; other threads may use the table concurrently.
 
     Args:
         table, anchor: see `DeviceRows`.
@@ -45,18 +45,18 @@ class TransferTier(DeviceRows):
         self._lock = threading.RLock()  # guards the three below
         self._steps = 0
         self._changed: deque[tuple[int, Any]] = deque(maxlen=_REMEMBERED)  # (number of the step, its batch)
-        self._forgotten = 0  # copies as of a step up to this one are of no use
+        self._forgotten = 0  # copies as of a step up to this one are invalid
         table._above = weakref.ref(self)
 
     # ---- lookups
 
     def lookup(self, ids: IntArray) -> tuple[Any, SentBatch]:
-        """float32[N, dim] rows of int64[N] ids on the device, and their batch."""
+        """Return float32[N, dim] rows of int64[N] ids on the device, and their batch."""
         rows, batch = self.lookup_rows(ids)
         return rows.index_select(0, batch.inverse()), batch
 
     def lookup_rows(self, ids: IntArray) -> tuple[Any, SentBatch]:
-        """`lookup` of each row once: float32[U, dim] in the order of the batch."""
+        """Look each row up once: float32[U, dim] in the order of the batch."""
         batch = self._batch(ids)
         assert isinstance(batch, SentBatch)
         self._send_what_changed(batch)
@@ -66,7 +66,7 @@ class TransferTier(DeviceRows):
         return rows, batch
 
     def evaluate(self, batch: SentBatch) -> Any:
-        """float32[U, dim] rows of a batch on the device; in RAM the cache stays as it is."""
+        """Return float32[U, dim] rows of a batch on the device; the cache in RAM stays as it is."""
         return self._send(batch.unique(), touch=False)
 
     def deduped(self, ids: IntArray) -> SentBatch:
@@ -88,7 +88,7 @@ class TransferTier(DeviceRows):
         return self.link.up(halves.view(np.int16)).view(_WIDE[dtype]).float()
 
     def _send_what_changed(self, batch: SentBatch) -> None:
-        """Has the batch's rows on the device as they are now."""
+        """Copy the batch's rows, or those that changed since the last copy, to the device."""
         with self._lock:
             first = self._changed[0][0] if self._changed else self._steps
             is_known = (
@@ -106,7 +106,7 @@ class TransferTier(DeviceRows):
             is_old |= batch.batch.rows_in(stepped)
         if is_old.any():
             self.link.wait(batch.ready, batch.rows)
-            again = self._send(batch.unique()[is_old], touch=False)  # they counted as wanted when they were sent
+            again = self._send(batch.unique()[is_old], touch=False)  # the first copy touched them
             batch.rows.index_copy_(0, self.link.up(np.flatnonzero(is_old)), again)
 
     def _bring(self, batch: SentBatch) -> None:
@@ -120,19 +120,19 @@ class TransferTier(DeviceRows):
     # ---- for `lookahead`
 
     def place(self, batch: SentBatch, number: int = 0) -> bool:
-        """Sends the rows of a batch to come."""
+        """Copy the rows of a coming batch to the device."""
         self._bring(batch)
         return True
 
     def expect(self, batch: SentBatch) -> int:
-        """Nothing is planned here: the table's own window is all there is."""
+        """Return 0: only the table's own window plans."""
         return 0
 
     def forget(self, number: int) -> None:
-        """See `expect`."""
+        """Do nothing, as `expect` enters no batch."""
 
     def missing(self, batch: SentBatch) -> IntArray:
-        """The rows of a batch that come from the table: all of them, int64[U]."""
+        """Return the rows of a batch that come from the table: all, int64[U]."""
         return batch.unique()
 
     # ---- steps
@@ -145,16 +145,16 @@ class TransferTier(DeviceRows):
             self._steps += 1
             self._changed.append((self._steps, batch.batch))
 
-    # ---- what the table asks for: see `bunkbed.table.table.Above`
+    # ---- called by the table: see `bunkbed.table.table.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """See `Above`: the table has every row already."""
+        """See `Above`; the table always has the newest rows."""
         yield
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """See `Above`: copies made before and meanwhile are of no use afterwards."""
+        """See `Above`; copies made before its end are invalid afterwards."""
         with self._lock:
             try:
                 yield
@@ -168,5 +168,5 @@ class TransferTier(DeviceRows):
         self.present.clear()
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the first lookup, for `Table.stats`."""
+        """Return counters since the first lookup, for `Table.stats`."""
         return self.counters()

@@ -1,4 +1,4 @@
-"""The coming batches of a table with a device cache: their rows are on the device when their turn comes."""
+"""Coming batches of a table with a device cache: prefetches their rows to the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.tiers import Tier
 from bunkbed.window import MAX_BATCHES, Window
 
-#: Batches placed on the device ahead of the one that has begun, unless told otherwise.
+#: Default number of batches placed on the device ahead of the current one.
 DEPTH = 2
 
 
@@ -25,13 +25,13 @@ DEPTH = 2
 class _Lookup:
     """One lookup of a coming batch."""
 
-    ids: IntArray  # int64[N], ours
-    batch: Any  # the tier's
-    number: int | None = None  # the map's, once it has room for it
+    ids: IntArray  # int64[N], a copy
+    batch: Any  # of the device cache
+    number: int | None = None  # in the map's window, once it has room
 
 
 class _Coming:
-    """A batch that was pushed: its lookups, and the work that places them."""
+    """A pushed batch: its lookups, and the task that places them."""
 
     def __init__(self, lookups: list[_Lookup]) -> None:
         self.lookups = lookups
@@ -39,26 +39,26 @@ class _Coming:
 
     @property
     def is_placed(self) -> bool:
-        """Whether all of its rows have frames; waits for the work under way."""
+        """Whether all its rows have frames; waits for the task."""
         return self.work is not None and self.work.result()
 
 
 class DeviceWindow:
-    """`bunkbed.window.Window` for a table with a device cache, with the same verbs.
+    """`bunkbed.window.Window` for a table with a device cache, with the same methods.
 
-    The ids of all batches pushed rank what the device cache gives up. A thread of the window's own places the rows of
-    the next `depth` batches, in order: it writes back what gives way and copies up what is missing, beside the model's
-    work. What the table must read from disk for that, its own window stages earlier still. A batch that finds too many
-    frames taken waits; its lookup places it at the latest.
+    The ids of all pushed batches rank eviction in the device cache. A thread of the window places the rows of the next
+    `depth` batches, in order: it writes evicted rows back and loads missing rows while the model works. The table's own
+    window prefetches the missing rows from disk before that. A batch waits while too many frames are pinned; its lookup
+    places it at the latest.
 
-    On a CPU device there is no link to hide. What is done beside the model's work is the placing alone, about a seventh
-    of a step's time, and planning ahead (`expect`, `missing`) costs a third as much again: with a core to spare a step
-    is a little shorter for it, with none longer.
+    On a CPU device there are no copies to hide. Only the placing runs concurrently with the model, about a seventh of a
+    step's time, and planning ahead (`expect`, `missing`) costs a third as much in addition: a step is slightly shorter
+    if a core is free, and longer if none is.
 
     Owns a thread until `close`. Not thread-safe.
 
     Args:
-        tier: of the table.
+        tier: the device cache of the table.
         depth: batches placed ahead, at least 1. None: 2.
         batches: most batches that rank eviction, 1 to 32. None: 32.
     """
@@ -87,7 +87,7 @@ class DeviceWindow:
         return len(self._coming) >= self._most
 
     def push(self, lookups: Sequence[IntArray] | None) -> None:
-        """Enter the next batch: int64[N] ids of each lookup in it, or None for one that does not want this table.
+        """Enter the next batch: int64[N] ids of each lookup in it, or None for a batch that does not use this table.
 
         Raises:
             IndexError: see `Table.lookup`; the batch counts as pushed, and is not planned.
@@ -99,7 +99,7 @@ class DeviceWindow:
             return
         with self._stalled():
             try:
-                # Copies: what the caller does to his before the lookup must not make it look like the one planned for.
+                # Copies: if the caller changes its ids before the lookup, the lookup must not match this plan.
                 copies = [np.array(ids) for ids in lookups]
                 coming.lookups = [_Lookup(ids, self._tier.deduped(ids)) for ids in copies]
             except Exception:
@@ -111,7 +111,7 @@ class DeviceWindow:
 
     @contextlib.contextmanager
     def _stalled(self) -> Iterator[None]:
-        """Counts what is done within as time that the model waits: planning, and the locks that staging holds."""
+        """Count the time within as a stall of the model: planning, and waits for locks of the window's thread."""
         started = time.perf_counter()
         try:
             yield
@@ -119,7 +119,7 @@ class DeviceWindow:
             self._tier.stall_s += time.perf_counter() - started
 
     def _enter(self, coming: _Coming) -> None:
-        """Lets the batch rank eviction, as far as the map has room."""
+        """Enter the batch in the map's window, as far as it has room, so that it ranks eviction."""
         for lookup in coming.lookups:
             if lookup.number is None:
                 number = self._tier.expect(lookup.batch)
@@ -128,14 +128,14 @@ class DeviceWindow:
                 lookup.number = number
 
     def advance(self) -> None:
-        """The oldest batch that was pushed begins, and the one before it is over."""
+        """Make the oldest pushed batch the current one; the one before it is over."""
         self._let_go_of_present()
         self._below.advance()
         if not self._coming:
             return
         for coming in list(self._coming)[: self._depth + 1]:
             if coming.work is not None and coming.work.done() and not coming.is_placed:
-                coming.work = None  # it found no frames, or failed: again
+                coming.work = None  # it found no frames, or failed: place it again
             if coming.work is None:
                 coming.work = self._worker.submit(self._place, coming)
         present = self._coming.popleft()
@@ -145,11 +145,11 @@ class DeviceWindow:
             else:
                 self._forget(present)
             for coming in self._coming:
-                if coming.work is None:  # the others are the thread's
+                if coming.work is None:  # the thread may use the others
                     self._enter(coming)
 
     def _place(self, coming: _Coming) -> bool:
-        """On the window's thread. What goes wrong here goes wrong again, and is raised, where it is looked up."""
+        """Place a batch, on the window's thread. An error recurs in the batch's lookup, which raises it."""
         try:
             for lookup in coming.lookups:
                 if lookup.batch.is_here:
@@ -174,7 +174,7 @@ class DeviceWindow:
                 lookup.number = None
 
     def close(self) -> None:
-        """Forget every batch, and end the thread. Closing twice is no error."""
+        """Forget every batch and end the thread. A second call does nothing."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._let_go_of_present()
         for coming in self._coming:

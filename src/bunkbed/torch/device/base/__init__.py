@@ -1,1 +1,1 @@
-"""What caches and kernels both use: what a device can do, moving bytes to it, batches on it, rounding, update rules."""
+"""Shared by device caches and kernels: capabilities of a device, copies, batches, rounding, update rules."""

@@ -1,4 +1,4 @@
-"""Batches of ids as a tier on a device sees them: deduped on the host, with what of them is on the device."""
+"""Batches of ids for a device cache: deduplicated on the host, with the state of their rows on the device."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy as np
 from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.base.link import Link
 
-#: Gradients of one row that a device adds one after another; longer rows are added in pieces of so many, then those. A
-#: frequent id would otherwise keep one multiprocessor busy while the others wait. Not on a CPU, where the order is then
-#: the core's.
+#: Most gradients of one row that a device adds one after another. It adds more in pieces of this size and then adds the
+#: pieces: a frequent id would otherwise keep one multiprocessor busy while the others wait. A CPU adds without pieces,
+#: in the core's order.
 PIECE = 64
 
 
 class HasLink(Protocol):
-    """A tier, which has another link once the model has moved to another device."""
+    """A device cache. Its link is replaced when the model moves to another device."""
 
     link: Link
 
 
 class DeviceBatch:
-    """Ids deduped once for a lookup, the sums of its gradients and the step."""
+    """Ids that are deduplicated once for a lookup, the sums of its gradients and the step."""
 
     __slots__ = ("__weakref__", "_inverse", "_offsets", "_order", "_tier", "batch", "ready", "size")
 
     def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
-        self.batch = batch  # the core's
-        self.size = size  # ids, repeated ones counted
+        self.batch = batch  # of the core
+        self.size = size  # number of ids, with repetitions
         self.ready: Any = None  # see `Link.wait`
         self._tier = tier
         self._inverse: Any = None
@@ -37,7 +37,7 @@ class DeviceBatch:
 
     @property
     def link(self) -> Link:
-        """To the device of the tier, wherever that is now."""
+        """The present link of the device cache."""
         return self._tier.link
 
     @property
@@ -46,26 +46,26 @@ class DeviceBatch:
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Gives up what it has on the device; whoever looks it up brings it again."""
+        """Release the frames or the copy on the device; the next lookup makes them again."""
         raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.batch)
 
     def unique(self) -> IntArray:
-        """int64[U], each id once, in order of first occurrence."""
+        """Return int64[U], each id once, in order of first occurrence."""
         ids: IntArray = self.batch.unique()
         return ids
 
     def inverse(self) -> Any:
-        """int64[N] on the device: the row of each id."""
+        """Return int64[N] on the device: the row of each id."""
         link = self._tier.link
         if self._inverse is None or self._inverse.device != link.device:
             self._inverse = link.up(self.batch.inverse())
         return self._inverse
 
     def segments(self) -> tuple[Any, Any]:
-        """Places in the batch grouped by row, int64[N], and where each row's begin, int64[U]: on the device."""
+        """Return places in the batch grouped by row, int64[N], and each row's start, int64[U], on the device."""
         link = self._tier.link
         if self._order is None or self._order.device != link.device:
             self._order = link.up(self.batch.order())
@@ -73,10 +73,10 @@ class DeviceBatch:
         return self._order, self._offsets
 
     def pieces(self, most: int) -> tuple[Any, Any]:
-        """`segments` cut into pieces of at most `most` places, on the device.
+        """Cut `segments` into pieces of at most `most` places, on the device.
 
         Returns:
-            Where each piece begins, int64[P], and the first piece of each row, int64[U]; None where no row was cut.
+            The start of each piece, int64[P], and the first piece of each row, int64[U], or None if no row was cut.
         """
         first, again = cut(self.batch.offsets(), most)
         if again is None:
@@ -86,14 +86,14 @@ class DeviceBatch:
 
 
 def cut(bounds: IntArray, most: int) -> tuple[IntArray, IntArray | None]:
-    """Segments cut into pieces of at most `most` places.
+    """Cut segments into pieces of at most `most` places.
 
     Args:
-        bounds: int64[U + 1] where each segment, none of them empty, begins; then where the last one ends.
+        bounds: int64[U + 1], the start of each segment, then the end of the last one; no segment is empty.
         most: at least 1.
 
     Returns:
-        Where each piece begins, int64[P], and the first piece of each segment, int64[U]; None where none was cut.
+        The start of each piece, int64[P], and the first piece of each segment, int64[U], or None if none was cut.
     """
     counts = -(-np.diff(bounds) // most)
     if counts.size == 0 or counts.max() == 1:
@@ -106,7 +106,7 @@ def cut(bounds: IntArray, most: int) -> tuple[IntArray, IntArray | None]:
 class FramedBatch(DeviceBatch):
     """A batch whose rows keep frames of a cache while it `is_here`.
 
-    Pins are for speed: whoever needs the frames may take them (`let_go`), and the next user places the batch again.
+    Its pins only save time: another batch may take the frames (`let_go`), and the next use places this one again.
     """
 
     __slots__ = ("frames", "plan", "positions")
@@ -114,16 +114,16 @@ class FramedBatch(DeviceBatch):
     def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
         super().__init__(batch, size, tier)
         self.plan: Any = None
-        self.frames: Any = None  # int64[U] on the device: of each row
-        self.positions: Any = None  # int64[N] on the device: of each id
+        self.frames: Any = None  # int64[U] on the device: the frame of each row
+        self.positions: Any = None  # int64[N] on the device: the frame of each id
 
     @property
     def is_here(self) -> bool:
-        """Whether its rows lie in `frames` for sure."""
+        """Whether its rows are pinned in `frames`."""
         return self.plan is not None
 
     def let_go(self) -> None:
-        """Gives the frames up."""
+        """Release the frames."""
         plan, self.plan = self.plan, None
         self.frames = self.positions = self.ready = None
         if plan is not None:
@@ -131,20 +131,20 @@ class FramedBatch(DeviceBatch):
 
 
 class SentBatch(DeviceBatch):
-    """A batch with a copy of its rows."""
+    """A batch with a copy of its rows on the device."""
 
     __slots__ = ("as_of", "rows")
 
     def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
         super().__init__(batch, size, tier)
         self.rows: Any = None  # float32[U, dim] on the device
-        self.as_of = 0  # the steps that had been taken when they were read
+        self.as_of = 0  # number of steps before they were read
 
     @property
     def is_here(self) -> bool:
-        """Whether it has its rows, as they were at `as_of`."""
+        """Whether it has its rows, as of step `as_of`."""
         return self.rows is not None
 
     def let_go(self) -> None:
-        """Drops the copy."""
+        """Drop the copy."""
         self.rows = self.ready = None

@@ -1,11 +1,11 @@
-"""What torch can do on a device: the one place that knows how devices differ.
+"""Capabilities of torch on a device: the only module that knows how devices differ.
 
-CPU and CUDA are known. Any other device is asked once per process, when a device cache first uses it, by small
-operations whose results are known: Apple's `mps` and some of Intel's `xpu` have no float64, and what a backend leaves
-out differs by version. Where something is missing, or comes out wrong, the tier takes a longer way to rows that are
+CPU and CUDA are known. Any other device is probed once per process, when a device cache first uses it, by small
+operations with known results: Apple's `mps` and some of Intel's `xpu` have no float64, and the operations that a
+backend lacks differ by version. If an operation is missing or wrong, the device cache uses slower ones. Rows are then
 still a function of the batch alone: the same bits with every size of cache, with and without `lookahead`.
 
-What no way leads around is refused, before any row is on the device: one that does not move records unchanged.
+A device that does not move records unchanged is refused before any row is on it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from bunkbed.torch.device.base import rounding
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device can do.
+    """Capabilities of a device.
 
     Attributes:
-        has_streams: copies from pinned memory run beside the model's work (link.py). Elsewhere there is one queue.
-        has_float64: norms are taken in float64 (sums.py); else row by row in float32, their squares added on the host.
-        has_bags: ``embedding_bag`` adds segments up (sums.py); else rounds of pairs do, by gathers alone.
-        has_integers: products and shifts of int64, for stochastic rounding; else the host rounds (rounding.py).
-        adds_in_order: a row's gradients are added one after another, however many there are, as the core does.
+        has_streams: copies from pinned memory run concurrently with the model (link.py); else there is one queue.
+        has_float64: norms are taken in float64 (sums.py); else in float32 for each row, and the host adds the squares.
+        has_bags: ``embedding_bag`` sums segments (sums.py); else gathers and additions of pairs do.
+        has_integers: products and shifts of int64 work, for stochastic rounding; else the host rounds (records.py).
+        adds_in_order: any number of gradients of a row is added one after another, as the core does.
     """
 
     has_streams: bool
@@ -46,19 +46,19 @@ CPU = Capabilities(has_streams=False, adds_in_order=True)
 CUDA = Capabilities(has_streams=True)
 
 _KNOWN = {"cpu": CPU, "cuda": CUDA}
-#: crc32 of what `_rounds` makes where integers are right, by type.
+#: crc32 of the values that `_rounds` makes with correct integers, by type.
 _ROUNDED = {"bfloat16": 0xECDFE87C, "float16": 0xC95EDCCC}
 
-_lock = threading.Lock()  # of probes; what they found is read without it
+_lock = threading.Lock()  # guards probes; `_found` is read without it
 _found: dict[torch.device, Capabilities] = {}
 _forced: list[Capabilities] = []
 
 
 def of(device: torch.device) -> Capabilities:
-    """What `device` can do; asks it the first time.
+    """Return the capabilities of `device`; the first call probes it.
 
     Raises:
-        BunkbedError: it cannot hold records at all.
+        BunkbedError: the device does not move records unchanged.
     """
     if _forced:
         return _forced[-1]
@@ -72,7 +72,7 @@ def of(device: torch.device) -> Capabilities:
 
 @contextlib.contextmanager
 def forced(capabilities: Capabilities) -> Iterator[None]:
-    """Within, every device can do so much, in every thread. For tests."""
+    """Give every device these capabilities within the context, in every thread. For tests."""
     _forced.append(capabilities)
     try:
         yield
@@ -81,12 +81,12 @@ def forced(capabilities: Capabilities) -> Iterator[None]:
 
 
 def probe(device: torch.device) -> Capabilities:
-    """Asks a device what it can do.
+    """Find the capabilities of a device.
 
     Raises:
-        BunkbedError: it does not move records unchanged.
+        BunkbedError: the device does not move records unchanged.
     """
-    with torch.device("cpu"):  # whatever torch's default is, what is not put on the device is the host's
+    with torch.device("cpu"):  # tensors without a device are on the host, with any default device of torch
         return _probe(device)
 
 
@@ -106,8 +106,8 @@ def _probe(device: torch.device) -> Capabilities:
 
 
 def _succeeds(question: Callable[[], bool]) -> bool:
-    # What a backend raises for what it has not: RuntimeError, NotImplementedError, TypeError (mps, of float64), and
-    # AssertionError where torch was built without it.
+    # Backends raise for missing operations: RuntimeError, NotImplementedError, TypeError (mps, for float64), and
+    # AssertionError if torch was built without the backend.
     try:
         return question()
     except (RuntimeError, TypeError, AttributeError, AssertionError):
@@ -115,7 +115,7 @@ def _succeeds(question: Callable[[], bool]) -> bool:
 
 
 def _moves_records(device: torch.device) -> bool:
-    """Any bits: subnormals and NaN of either width among them."""
+    """Return whether any bits are moved unchanged, with subnormals and NaN of both widths."""
     bits = [1, -1, 0x00400001, 0x7FC00001, -0x00800001, 0x00018001, 0x7F817F81, 0x12345678]
     records = torch.tensor(bits, dtype=torch.int32).reshape(4, 2)
     frames, back = torch.tensor([3, 0]), torch.tensor([0, 3])
@@ -157,7 +157,7 @@ def _takes_norms(device: torch.device) -> bool:
 
 
 def _adds_bags(device: torch.device) -> bool:
-    """Plain and weighted, an empty bag between others; sums that any order makes exact."""
+    """Return whether plain and weighted bags, one of which is empty, are summed; the sums are exact in any order."""
     rows = torch.arange(12, dtype=torch.float32).reshape(4, 3).to(device)
     places, starts = (torch.tensor(values).to(device) for values in ([3, 0, 0, 2, 1], [0, 3, 3]))
     weights = torch.tensor([1.0, 2, 3, 4, 5]).to(device)
@@ -169,7 +169,7 @@ def _adds_bags(device: torch.device) -> bool:
 
 
 def _rounds(device: torch.device) -> bool:
-    """Any bits again, ids and steps of more than 32 of them."""
+    """Return whether any bits are rounded correctly, with ids and steps of more than 32 bits."""
     ids = torch.tensor([0, 1, 9_999_999_999, 2**62 - 1]).to(device)
     bits = torch.tensor([[(7919 * place * place * 65_521) % 2**32 - 2**31 for place in range(68)]], dtype=torch.int32)
     values = bits.view(torch.float32).reshape(4, 17).to(device)

@@ -1,11 +1,11 @@
-"""What travels between the host and one device: copies on a stream of their own, in order with what uses the frames.
+"""Copies between the host and one device, on a separate stream, ordered with the uses of frames.
 
-Where a device has streams (CUDA, XPU) copies run beside the model's kernels. Events keep them in order: a copy that
-takes frames over waits for the last use of any frame so far (`used`), and a use of loaded frames waits for the copy
-that loaded them (`ready`, `wait`). Memory that is made on one stream and used on another is announced to the allocator
-where it is used (`wait`), on whichever stream that is. Elsewhere every operation is done when it returns, or there is
-one queue for all of them (MPS) and copies between it and the host return when they are done: there is nothing to order,
-and nothing is pinned, which memory shared with the host would gain nothing by.
+On a device with streams (CUDA, XPU), copies run concurrently with the model's kernels. Events order them: a copy that
+reuses frames waits for the last use of any frame so far (`used`), and a use of loaded frames waits for the copy that
+loaded them (`ready`, `wait`). `wait` also tells the allocator that memory made on one stream is used on another.
+
+Other devices need no order and no pinned memory: an operation is complete when it returns (CPU), or all share one queue
+and a copy to or from the host is complete when it returns (MPS, whose memory is shared with the host).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bunkbed.torch.device.base import capabilities
 
 
 class Link:
-    """Copies to and from `device`. Owns a stream, no memory. What it counts is read by `DeviceRows.counters`.
+    """Copies to and from `device`. Owns a stream, no memory. `DeviceRows.counters` reports its byte counts.
 
     Args:
-        device: the other end.
-        delay: called before every copy, with ``"up"`` (to the device) or ``"down"``: tests make a slow link of it.
+        device: any device of torch.
+        delay: called before every copy, with ``"up"`` (to the device) or ``"down"``; for tests of a slow link.
     """
 
     def __init__(self, device: torch.device, delay: Callable[[str], None] | None = None) -> None:
@@ -35,18 +35,18 @@ class Link:
         self.delay = delay
         self._module: Any = torch.get_device_module(device) if capabilities.of(device).has_streams else None
         self._stream: Any = None if self._module is None else self._module.Stream(device)
-        self._used: dict[Any, Any] = {}  # by stream: threads may train and commit on streams of their own
+        self._used: dict[Any, Any] = {}  # last use by stream: each thread may use a stream of its own
         self._copied: Any = None
 
     def used(self) -> None:
-        """What was issued so far to the present stream used frames: copies begun later wait for it."""
+        """Make later copies wait for the work issued so far on the current stream, which uses frames."""
         if self._module is not None:
             stream = self._module.current_stream(self.device)
             self._used[stream] = stream.record_event()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Within, device operations run on the stream of the copies, after every use of frames so far."""
+        """Run the operations within on the stream of the copies, after every use of frames so far."""
         if self._module is None:
             yield
             return
@@ -57,11 +57,11 @@ class Link:
             self._copied = self._stream.record_event()
 
     def ready(self) -> Any:
-        """Marks where the copies are now, for `wait`."""
+        """Return an event after the copies so far, for `wait`; None without streams."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, ready: Any, *made: Any) -> None:
-        """The model's stream goes on only after the copies up to `ready`; it then uses the tensors they `made`."""
+        """Make the current stream wait for the copies up to `ready`, and record that it uses the tensors `made`."""
         if self._module is None:
             return
         stream = self._module.current_stream(self.device)
@@ -71,20 +71,20 @@ class Link:
             tensor.record_stream(stream)
 
     def wait_for_all(self) -> None:
-        """`wait` for every copy so far."""
+        """Make the current stream wait for every copy so far."""
         self.wait(self._copied)
 
     def finish(self) -> None:
-        """Returns when every copy so far is done: before memory they write to is given back."""
+        """Block until every copy so far is complete, before the memory they use is freed."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def host_memory(self, shape: Any, dtype: torch.dtype) -> Any:
-        """A tensor in memory that the device copies from and to beside other work."""
+        """Return a host tensor, pinned if the device has streams, so that its copies run concurrently."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
 
     def up(self, values: Any) -> Any:
-        """A host tensor or array, on the device, made on the present stream. On a CPU it may be the same memory."""
+        """Return a host tensor or array on the device, made on the current stream. On a CPU it may share the memory."""
         tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
         if self.delay is not None:
             self.delay("up")
@@ -96,7 +96,7 @@ class Link:
         return tensor.to(self.device, non_blocking=True)
 
     def down(self, values: Any) -> Any:
-        """A device tensor in host memory, once it is all there."""
+        """Return a device tensor in host memory, after the copy is complete."""
         if self.delay is not None:
             self.delay("down")
         self.bytes_down += values.nbytes
@@ -109,5 +109,5 @@ class Link:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of torch's says that memory is short, and no more. MPS has no class for it."""
+    """Return whether an error of torch means only that memory is short. MPS has no class for it."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()

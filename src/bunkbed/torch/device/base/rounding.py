@@ -1,7 +1,7 @@
 """Stochastic rounding to 16 bits in plain torch operations, on any device; FORMAT.md, "Stochastic rounding".
 
-The bits are those of the core's kernels: a row trained in a device cache is the row trained in RAM. All arithmetic is
-of integers, in int64 where a product needs 64 bits, so that it does not depend on a device's float units.
+The bits are those of the core's kernels: a device cache and RAM round a row equally. The arithmetic is on integers, in
+int64 where a product needs 64 bits, and for float16's subnormals on float32 values that no operation rounds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _ROUNDS = 10
 
 
 def round_rows(kind: str, values: Any, *, seed: int, ids: Any, number: int, field: int) -> Any:
-    """float32[U, n] of rows `ids`, int64[U], at step `number` to 16 bits of `kind`, as int16[U, n]."""
+    """Round float32[U, n] of rows `ids`, int64[U], at step `number` to 16 bits of `kind`, as int16[U, n]."""
     random = random_halves(seed, ids, number, field, values.shape[1])
     return round_to_bfloat16(values, random) if kind == "bfloat16" else round_to_float16(values, random)
 
 
 def random_halves(seed: int, ids: Any, step: int, field: int, count: int) -> Any:
-    """int32[U, count] numbers below 2**16 for the elements of a field of rows `ids`, int64[U].
+    """Return int32[U, count] numbers below 2**16 for the elements of a field of rows `ids`, int64[U].
 
     Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (id, block, step).
     """
@@ -35,7 +35,7 @@ def random_halves(seed: int, ids: Any, step: int, field: int, count: int) -> Any
     c3 = torch.full_like(blocks, step & _MASK)[None, :]
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(_ROUNDS):
-        # The lower 64 bits of a product are the same signed and unsigned; the shift's sign bits are cut off.
+        # The lower 64 bits of a product are the same signed and unsigned; the mask removes the shift's sign bits.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK) ^ c1 ^ key0,
@@ -51,16 +51,16 @@ def random_halves(seed: int, ids: Any, step: int, field: int, count: int) -> Any
 
 
 def round_to_bfloat16(values: Any, random: Any) -> Any:
-    """float32[U, n] to bfloat16 as int16[U, n], up or down by int32[U, n] `random` below 2**16."""
+    """Round float32[U, n] to bfloat16 as int16[U, n], up or down by int32[U, n] `random` below 2**16."""
     bits = values.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    # From the largest finite value on nothing is raised: it stays that, or infinity.
+    # From the largest finite bfloat16 on, values are truncated: they stay that value, or infinity.
     raised = bits + torch.where(magnitude < 0x7F7F0000, random, 0)
     return ((raised >> 16) | torch.where(magnitude > 0x7F800000, 0x40, 0)).to(torch.int16)
 
 
 def round_to_float16(values: Any, random: Any) -> Any:
-    """float32[U, n] to float16 as int16[U, n], up or down by int32[U, n] `random` below 2**16."""
+    """Round float32[U, n] to float16 as int16[U, n], up or down by int32[U, n] `random` below 2**16."""
     bits = values.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude - 0x38000000 + (random & 0x1FFF)) >> 13

@@ -1,8 +1,8 @@
 """The optimizers' update rules in plain torch operations, on any device.
 
-Operation for operation those of the core's kernels (csrc/kernels/impl/optimizer_impl.h), none of which a device may
-fuse: each line below is kernels of one rounding each, and forms like ``torch.lerp``, ``addcmul`` or ``alpha=`` are
-avoided as they round once where the core rounds twice. On a CPU the rows are the core's to the last bit.
+The operations and their order are those of the core's kernels (csrc/kernels/impl/optimizer_impl.h). Each torch
+operation below rounds once. ``torch.lerp``, ``addcmul`` and ``alpha=`` are not used, as they round once where the core
+rounds twice. On a CPU the rows have the bits of the core's rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LANES = 16
 
 @dataclass(frozen=True, slots=True)
 class StepConstants:
-    """What is the same for every row of a step, each rounded to float32 once."""
+    """Values that are the same for every row of a step, each rounded to float32 once."""
 
     step_size: float
     eps: float
@@ -33,7 +33,7 @@ class StepConstants:
 
 
 def step_constants(optimizer: optim.Optimizer, lr: float, step: int) -> StepConstants:
-    """The constants of step number `step`, counted from 1, at rate `lr`."""
+    """Return the constants of step number `step`, counted from 1, at learning rate `lr`."""
     weight_decay = float(getattr(optimizer, "weight_decay", 0.0))
     decoupled = bool(getattr(optimizer, "decoupled", False))
     size, beta1, beta2 = lr, 0.0, 0.0
@@ -53,14 +53,14 @@ def step_constants(optimizer: optim.Optimizer, lr: float, step: int) -> StepCons
 def update_rows(
     optimizer: optim.Optimizer, constants: StepConstants, grad: Any, weight: Any, slots: list[Any]
 ) -> tuple[Any, list[Any]]:
-    """One step of rows: new weights and slots.
+    """Take one step of rows; return new weights and slots.
 
     Args:
-        optimizer: says which rule.
+        optimizer: decides the rule.
         constants: of this step.
-        grad: float32[U, dim], summed; left alone.
-        weight: float32[U, dim], written over.
-        slots: float32[U, length] in record order, written over.
+        grad: float32[U, dim], summed; not changed.
+        weight: float32[U, dim], overwritten.
+        slots: float32[U, length] in record order, overwritten.
     """
     if constants.keep != 1.0:
         weight *= constants.keep
@@ -72,7 +72,7 @@ def update_rows(
         slots[0] += grad * grad
         weight -= (grad / (_sqrt(slots[0]) + constants.eps)) * constants.step_size
     elif isinstance(optimizer, optim.RowwiseAdagrad):
-        # Both divisions are by and of tensors: with a number a device takes the product with a reciprocal instead.
+        # Both operands of a division are tensors: with a number, a device multiplies by a reciprocal instead.
         squares = _lane_sum(grad * grad)[:, None]
         slots[0] += squares / torch.full_like(squares, grad.shape[1])
         size = torch.full_like(slots[0], constants.step_size)
@@ -92,7 +92,7 @@ def _float32(value: float) -> float:
 
 
 def _integer_power(base: float, exponent: int) -> float:
-    """``base ** exponent`` by repeated squaring, as the core does it: the same bits everywhere."""
+    """Return ``base ** exponent`` by repeated squaring, as the core does: the same bits everywhere."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -103,7 +103,7 @@ def _integer_power(base: float, exponent: int) -> float:
 
 
 def _sqrt(values: Any) -> Any:
-    """Correctly rounded. A CPU build of torch may leave the root to a library that is not: there it is NumPy's."""
+    """Return correctly rounded roots; on a CPU by NumPy, as torch may call a library that rounds otherwise."""
     if not values.is_cpu:
         return values.sqrt()
     with np.errstate(invalid="ignore"):
@@ -111,7 +111,7 @@ def _sqrt(values: Any) -> Any:
 
 
 def _lane_sum(values: Any) -> Any:
-    """float32[U] sums of float32[U, dim] over 16 virtual lanes, folded 8, 4, 2, 1."""
+    """Return float32[U] sums of float32[U, dim] over 16 virtual lanes, folded 8, 4, 2, 1."""
     rows, dim = values.shape
     lanes = values.new_zeros((rows, _LANES))
     for start in range(0, dim, _LANES):

@@ -1,26 +1,26 @@
-"""Which operations of a device cache run as kernels: those that measure faster, with the same bits.
+"""Choice of the operations of a device cache that run as kernels: those that are faster, with the same bits.
 
-Plain torch operations are what a device cache is made of, and they are never wrong to use. Kernels (code.py, in Triton)
-do the same in fewer passes over memory. Whether that is faster depends on card, sizes and versions, so it is measured:
+A device cache can do everything with plain torch operations. Kernels (code.py, in Triton) do the same in fewer passes
+over memory. Whether they are faster depends on card, sizes and versions, so it is measured:
 
-1. The first use of an operation (operations.py) on a CUDA device is held up by a trial, once per process, device,
-   dim and optimizer. Where Triton is not installed there is none, and everything stays plain.
-2. Both versions run on the same random input, of some thousand rows within 64 MiB, which are given back. A result that
-   differs in one bit is the end of it: plain.
-3. Both are timed in turns, by events on the stream that is current, launch overhead included; medians count. The kernel
-   is kept only where it is faster.
-4. Whatever fails, in the compiler or at a launch, then or at any later use, means plain, and a line in the log. So
-   does a process that imported TensorFlow and not Triton yet: Triton's library crashes it then (code.py).
+1. The first use of an operation (operations.py) on a CUDA device waits for a trial, once per process, device, dim and
+   optimizer. Without Triton there is no trial, and all operations stay plain.
+2. Both versions run on the same random input of some thousand rows, which takes at most 64 MiB and is then freed. If
+   the results differ in one bit, the operation stays plain.
+3. Both are timed in turns, by events on the current stream, with launch overhead; medians are compared. The kernel is
+   chosen only if it is faster.
+4. After any failure, in the compiler or at a launch, in the trial or later, the operation is plain, and a line is
+   logged. The same holds if the process imported TensorFlow before Triton: importing Triton would crash it (code.py).
 
-A trial takes what it waits for from nobody: it runs in the order of the current stream, draws no numbers from torch's
-generators and changes no tensor of the caller. While a stream is captured into a CUDA graph nothing is tried and
-everything is plain. Other devices are plain always.
+A trial runs in the order of the current stream, draws no numbers from torch's generators and changes no tensor of the
+caller. While a CUDA graph is captured, no trial runs and all operations are plain. On other devices than CUDA all
+operations are plain.
 
-Checked so far under Triton's interpreter, and by the assembly that its compiler makes for sm_80, sm_90 and sm_100
-(tests/kernel_cases_*.py); no card was at hand.
+The kernels were checked under Triton's interpreter, and in the assembly that its compiler makes for sm_80, sm_90 and
+sm_100 (tests/kernel_cases_*.py), but on no card.
 
-So which version ran never shows in rows, only in speed. `chooser.choices` tells what was decided, and
-`chooser.forced` decides otherwise, for tests.
+So the choice changes speed, never rows. `chooser.choices` lists the decisions, and `chooser.forced` overrides them, for
+tests.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _ROUNDS, _CALLS = 9, 10
 
 @dataclass(frozen=True)
 class Choice:
-    """What was decided for an operation on a device.
+    """The decision for an operation on a device.
 
     Attributes:
-        operation, device: which.
-        is_kernel: a kernel runs; else plain operations.
-        reason: why, in words.
-        speedup: how many times as fast as plain operations the kernel ran; None where it was not measured.
+        operation, device: their names.
+        is_kernel: whether a kernel runs; else plain operations do.
+        reason: the reason, as text.
+        speedup: time of the plain operations divided by that of the kernel; None if not measured.
     """
 
     operation: str
@@ -67,11 +67,11 @@ class Choice:
 
 
 class Chooser:
-    """Runs operations, each in the version that its trial chose. Thread-safe; one serves the process (`chooser`).
+    """Runner of operations, each in the version that its trial chose. Thread-safe; `chooser` is the process's only one.
 
     Args:
-        seconds: ``(device, run)`` to the seconds that one call of `run` takes.
-        device_types: of devices on which kernels are tried at all.
+        seconds: function of ``(device, run)`` that returns the seconds of one call of `run`.
+        device_types: types of devices on which kernels are tried.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class Chooser:
         self._seconds = seconds or seconds_of
         self._device_types = device_types
         self._forced: bool | None = None
-        self._lock = threading.Lock()  # guards trials; what was decided is read without it
+        self._lock = threading.Lock()  # guards trials; `_decided` is read without it
         self._decided: dict[tuple[Operation, torch.device], Choice] = {}
 
     @property
     def choices(self) -> list[Choice]:
-        """What was decided so far, in order."""
+        """The decisions so far, in order."""
         return list(self._decided.values())
 
     @contextlib.contextmanager
     def forced(self, is_kernel: bool) -> Iterator[None]:
-        """Within, every operation is a kernel, or none is, on any device and in every thread. For tests."""
+        """Run every operation within as a kernel, or none, on any device and in every thread. For tests."""
         before, self._forced = self._forced, is_kernel
         try:
             yield
@@ -100,7 +100,7 @@ class Chooser:
             self._forced = before
 
     def run(self, operation: Operation, *args: Any) -> Any:
-        """``operation.plain(*args)``, or the kernel with the same bits. The first argument's device decides."""
+        """Return ``operation.plain(*args)``, or the kernel's same bits. The first argument's device decides."""
         device = args[0].device
         if self._forced is None and device.type not in self._device_types:
             return operation.plain(*args)
@@ -113,7 +113,7 @@ class Chooser:
         except Exception as error:
             if self._forced:
                 raise
-            # Nothing was launched, or into a tensor that is dropped: plain operations begin anew.
+            # Nothing was launched, or its output is dropped or overwritten: plain operations start again.
             self._decide(operation, device, False, f"a launch failed: {_short(error)}", is_worth_a_warning=True)
             return operation.plain(*args)
 
@@ -180,12 +180,12 @@ class Chooser:
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def seconds_of(device: torch.device, run: Callable[[], Any]) -> float:
-    """Seconds of one of several calls of `run` that follow each other, the device idle before them."""
+    """Return the mean seconds of several consecutive calls of `run`, which start on an idle device."""
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(_CALLS):
@@ -206,13 +206,13 @@ def _use(operation: Operation, version: Callable[..., Any], args: tuple[Any, ...
 
 
 def _sample(operation: Operation, device: torch.device) -> tuple[Any, ...]:
-    """The same random arguments at every call, on the device."""
+    """Return the same random arguments at every call, on the device."""
     made = operation.sample(np.random.default_rng(0))
     return tuple(_like(value, device) if isinstance(value, torch.Tensor) else value for value in made)
 
 
 def _like(value: Any, device: torch.device) -> Any:
-    """`value` on the device, with its strides: a view of long rows stays one."""
+    """Return `value` on the device, with its strides: a view of long rows stays a view."""
     if value.is_contiguous():
         return value.to(device)
     whole = value.as_strided((value.shape[0], value.stride(0)), (value.stride(0), 1)).to(device)
@@ -224,5 +224,5 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-#: The process's.
+#: The chooser of the process.
 chooser = Chooser()

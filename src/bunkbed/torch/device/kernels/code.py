@@ -1,20 +1,20 @@
-"""The kernels themselves, in Triton; imported only where one is to run (launch.py), as Triton is never required.
+"""The kernels, in Triton. launch.py imports this module at the first launch, as Triton is not required.
 
-Each does what plain torch operations do (operations.py), to the last bit. So every line below rounds once, as a torch
-operation does: roots and quotients are the correctly rounded ones, and whoever launches or compiles these forbids the
-compiler to fuse a product with a sum (`launch.OPTIONS`). Every element of a result is written by one program, which
-adds in the order that operations.py tells; no atomic additions.
+Each kernel gives the bits of plain torch operations (operations.py). So every operation rounds once, as in torch: roots
+and quotients are correctly rounded, and every launch and compilation must pass `launch.OPTIONS`, which forbids the
+compiler to fuse a product with a sum. One program writes each element of a result, and adds in the order that
+operations.py states; there are no atomic additions.
 
-A program works on a tile of ROWS rows by COLS columns, the first axis of the grid counting tiles of rows. Places in
-records are int64: a device cache may have more than 2**31 words. Numbers of rows are not specialised on, as they differ
-from batch to batch.
+A program works on a tile of ROWS rows by COLS columns; the first axis of the grid counts tiles of rows. Offsets in
+records are int64, as a device cache may have more than 2**31 words. Kernels are not specialised on the number of rows,
+which differs between batches.
 """
 
 from __future__ import annotations
 
 import sys
 
-# Seen with Triton 3.7 and TensorFlow 2.21. The other way round they get on.
+# Seen with Triton 3.7 and TensorFlow 2.21. Importing Triton first works.
 if "tensorflow" in sys.modules and "triton" not in sys.modules:
     raise ImportError("TensorFlow was imported before Triton, which would crash the process if it was imported now")
 
@@ -33,7 +33,7 @@ def gather(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """Rows of `source` by index, which may repeat."""
+    """Gather rows of `source` by index, which may repeat."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_row = row < count
@@ -54,7 +54,7 @@ def scatter(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """Rows into `target` by index."""
+    """Store rows in `target` by index."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_row = row < count
@@ -67,8 +67,8 @@ def scatter(
 @triton.jit(do_not_specialize=["count", "end"])  # type: ignore[untyped-decorator]
 def sum_pieces(
     grads: tl.tensor,  # float32(n, width)
-    places: tl.tensor,  # int64[end]: rows of grads in the order of addition; not looked at without HAS_PLACES
-    starts: tl.tensor,  # int64[count], rising: where each piece begins in places
+    places: tl.tensor,  # int64[end]: rows of grads in the order of addition; unused without HAS_PLACES
+    starts: tl.tensor,  # int64[count], ascending: the start of each piece in places
     out: tl.tensor,  # float32(count, width)
     count: tl.tensor,
     end: tl.tensor,
@@ -77,7 +77,7 @@ def sum_pieces(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """The sum of each piece, one addition after another from zero."""
+    """Sum each piece, one addition after another from zero."""
     piece = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_piece = piece < count
@@ -107,7 +107,7 @@ def _decayed(
     HAS_DECAY: tl.constexpr,
     HAS_KEEP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Gradient and weight after weight decay of either kind."""
+    """Return gradient and weight after weight decay of either kind."""
     if HAS_KEEP:
         weight = weight * keep
     if HAS_DECAY:
@@ -136,7 +136,7 @@ def update(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """Records after one optimizer step of a rule by elements: `update_rules.update_rows`, line for line."""
+    """Write records after one optimizer step of an elementwise rule: `update_rules.update_rows`, line for line."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_row = row < count
@@ -183,7 +183,7 @@ def update_rowwise(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """Records after one step of row-wise Adagrad. The sum over a row is of 16 lanes, folded 8, 4, 2, 1."""
+    """Write records after one step of row-wise Adagrad. The sum over a row has 16 lanes, folded 8, 4, 2, 1."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < count
     frame = tl.load(frames + row, mask=is_row, other=0)
@@ -200,7 +200,7 @@ def update_rowwise(
         weight = tl.load(old[:, None] + col[None, :], mask=is_in, other=0.0)
         grad, weight = _decayed(grad, weight, decay, keep, HAS_DECAY, HAS_KEEP)
         lanes = tl.where(is_in, lanes + grad * grad, lanes)
-    # Each fold adds the upper half to the lower: a sum of two, whose order is no matter.
+    # Each fold adds the upper half to the lower; the order of two summands does not matter.
     eight = tl.sum(tl.reshape(lanes, (ROWS, 2, 8)), axis=1)
     four = tl.sum(tl.reshape(eight, (ROWS, 2, 4)), axis=1)
     two = tl.sum(tl.reshape(four, (ROWS, 2, 2)), axis=1)

@@ -1,6 +1,6 @@
-"""Launches the kernels of code.py on torch tensors, on the stream that is current on the device of the tensors.
+"""Launches of the kernels of code.py on torch tensors, on the current stream of the tensors' device.
 
-Imports Triton at the first launch. Results are new tensors from torch's allocator, as those of plain operations are.
+The first launch imports Triton. Results are new tensors from torch's allocator, except that `scatter` works in place.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 
 from bunkbed.torch.device.base.update_rules import StepConstants
 
-#: How every kernel is compiled. A product and a sum round on their own, as two torch operations do.
+#: Compiler options of every kernel: a product and a sum are rounded separately, as in two torch operations.
 OPTIONS = {"enable_fp_fusion": False}
-#: Elements of a tile, and the most columns of one.
+#: Elements of a tile, and its most columns.
 _TILE, _MOST_COLS = 1024, 256
 
 
 def tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a tile for rows of `width` elements, both powers of two."""
+    """Return rows and columns of a tile for rows of `width` elements, both powers of two."""
     cols = min(_MOST_COLS, 1 << (width - 1).bit_length())
     return min(128, _TILE // cols), cols
 
 
 def gather(source: Any, index: Any) -> Any:
-    """``source.index_select(0, index)`` of (frames, width) rows, which lie ``source.stride(0)`` apart."""
+    """Return ``source.index_select(0, index)`` of (frames, width) rows, which are ``source.stride(0)`` apart."""
     code = _code()
     count, width = len(index), source.shape[1]
     out = torch.empty((count, width), dtype=source.dtype, device=source.device)
@@ -38,7 +38,7 @@ def gather(source: Any, index: Any) -> Any:
 
 
 def scatter(target: Any, index: Any, rows: Any) -> Any:
-    """``target.index_copy_(0, index, rows)``, the index without repetitions."""
+    """Run ``target.index_copy_(0, index, rows)`` with an index without repetitions; return `target`."""
     code = _code()
     count, width = len(index), target.shape[1]
     tile_rows, cols = tile(width)
@@ -51,13 +51,13 @@ def scatter(target: Any, index: Any, rows: Any) -> Any:
 
 
 def sum_pieces(grads: Any, places: Any, starts: Any, end: int) -> Any:
-    """float32[count, width]: rows of `grads` added up piece by piece.
+    """Return float32[count, width], the sum of the rows of `grads` in each piece.
 
     Args:
         grads: float32[n, width].
-        places: int64[end] rows of `grads`, in the order of addition; None where they follow each other as they lie.
-        starts: int64[count] where each piece begins, rising; it ends where the next one begins, the last at `end`.
-        end: places in all.
+        places: int64[end] rows of `grads` in the order of addition; None: all rows in their own order.
+        starts: int64[count], ascending, the start of each piece; it ends at the next start, the last piece at `end`.
+        end: the number of places.
     """
     code = _code()
     count, width = len(starts), grads.shape[1]
@@ -82,11 +82,11 @@ def update(
     has_decay: bool,
     has_keep: bool,
 ) -> Any:
-    """int32[U, words]: the records of distinct frames after one step.
+    """Return int32[U, words]: the records of distinct frames after one step.
 
     Args:
         rule: ``"sgd"``, ``"adagrad"``, ``"rowwise"`` or ``"adam"``.
-        records: int32[frames, words] of float32 fields, left alone.
+        records: int32[frames, words] of float32 fields, not changed.
         frames: int64[U].
         grads: float32[U, dim], summed.
         constants: of the step.
@@ -129,5 +129,5 @@ def _dense_rows(rows: Any) -> Any:
 
 
 def _on(device: torch.device) -> Any:
-    """Triton launches on the current device, whatever the tensors'."""
+    """Return a context that makes `device` current, as Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

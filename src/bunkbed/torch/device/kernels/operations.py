@@ -1,13 +1,13 @@
-"""The operations a device cache has a kernel for, each beside the plain torch operations whose bits it must have.
+"""The operations of a device cache that have a kernel, each with the plain torch operations whose bits it must give.
 
-An operation is a value: equal ones are one decision of the chooser (choice.py). `plain` and `kernel` take the same
-arguments and do the same; `sample` makes arguments of a realistic size to try them on; `finish` does with the result
-what its user does next, and returns what must be equal.
+An operation is a value: the chooser (choice.py) decides once for equal operations. `plain` and `kernel` take the same
+arguments and do the same; `sample` makes arguments of a realistic size for a trial; `finish` applies the result as its
+user does, and returns the tensor that must be equal.
 
-What stays plain: everything of float16 and bfloat16 fields but moving whole records, sums of gradients weighted by
-per_sample_weights, and what tables without a cache (`TransferTier`) do besides sums. The sums of equal ids' gradients
-and the step are two kernels, not one: in between a step knows the sums' norm, may scale them (clipping, `GradScaler`)
-and refuses what is not finite.
+These have no kernel: operations on float16 and bfloat16 fields, except moves of whole records; sums of gradients
+weighted by per_sample_weights; and `TransferTier`, except its sums. The sums of equal ids' gradients and the step are
+two kernels, not one, because between them a step reads the norm of the sums, may scale them (clipping, `GradScaler`)
+and is refused if one is not finite.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from bunkbed.torch.device.base.batches import PIECE, cut
 from bunkbed.torch.device.base.update_rules import StepConstants, step_constants, update_rows
 from bunkbed.torch.device.kernels import launch
 
-#: Lookups in a trial, and the bytes it may take in all: rows too long for both are fewer.
+#: Most rows in a trial, and the bytes that it may take in all; with long rows it has fewer.
 _TRIAL_ROWS, _TRIAL_BYTES = 8192, 64 << 20
 _RULES = {optim.SGD: "sgd", optim.Adagrad: "adagrad", optim.RowwiseAdagrad: "rowwise", optim.Adam: "adam"}
 
 
 class Operation(Protocol):
-    """See above."""
+    """An operation that has a kernel; the module's docstring explains the methods."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for messages."""
 
     def plain(self, *args: Any) -> Any:
-        """By plain torch operations, on any device."""
+        """Run plain torch operations, on any device."""
 
     def kernel(self, *args: Any) -> Any:
-        """By a kernel: the same bits."""
+        """Run a kernel, with the same bits."""
 
     def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
-        """Arguments on the CPU."""
+        """Return arguments on the CPU."""
 
     def finish(self, made: Any, *args: Any) -> Any:
-        """What its user does with the result; a tensor that must be equal."""
+        """Apply the result as its user does; return the tensor that must be equal."""
 
 
 @dataclass(frozen=True)
 class Gather:
-    """float32 or int32 rows that lie `stride` apart, by index: ``(source, index)`` to new rows."""
+    """Gather of float32 or int32 rows that are `stride` apart, by index: ``(source, index)`` to new rows."""
 
     stride: int
     width: int
@@ -82,7 +82,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Whole records of int32[words] into distinct frames: ``(records, frames, rows)`` to the records."""
+    """Scatter of whole records, int32[words], into distinct frames: ``(records, frames, rows)`` to the records."""
 
     words: int
 
@@ -115,7 +115,7 @@ class Scatter:
 class SumPieces:
     """Sums of equal ids' gradients (sums.py): ``(grads, places, first, again)`` to float32[U, width].
 
-    `first` and `again` are `DeviceBatch.pieces`: each piece is added up in order, then the pieces of each row are.
+    `first` and `again` are `DeviceBatch.pieces`: each piece is summed in order, then the pieces of each row.
     """
 
     width: int
@@ -161,7 +161,7 @@ class SumPieces:
 class Update:
     """One optimizer step of float32 records: ``(records, frames, grads, constants)``, of distinct frames.
 
-    `plain` returns the new fields, `kernel` whole new records; the records are left alone. `update_of` makes one.
+    `plain` returns the new fields, `kernel` whole new records; the given records do not change. See `update_of`.
     """
 
     dim: int
@@ -177,7 +177,7 @@ class Update:
         return f"step of {self.dim}, {self.rule}{decay}"
 
     def fields(self, records: Any) -> list[Any]:
-        """Views of the weights and each slot, float32."""
+        """Return views of the weights and of each slot, float32."""
         wide = records.view(torch.float32)
         lengths = {"sgd": [], "adagrad": [self.dim], "rowwise": [1], "adam": [self.dim, self.dim]}[self.rule]
         return list(wide.split([self.dim, *lengths], dim=1))
@@ -201,14 +201,14 @@ class Update:
         words = self.dim + {"sgd": 0, "adagrad": self.dim, "rowwise": 1, "adam": 2 * self.dim}[self.rule]
         rows = _rows(words)
         values = _floats(rng, (rows, words))
-        values[:, self.dim :] = abs(values[:, self.dim :])  # Adam's first moment may have either sign; no matter
+        values[:, self.dim :] = abs(values[:, self.dim :])  # sums of squares are not negative; Adam's exp_avg could be
         frames = torch.from_numpy(rng.permutation(rows))
         grads = torch.from_numpy(_floats(rng, (rows, self.dim)))
         constants = step_constants(self.optimizer, self.optimizer.lr, 7)
         return torch.from_numpy(values).view(torch.int32), frames, grads, constants
 
     def finish(self, made: Any, *args: Any) -> Any:
-        """See `Operation`: stores the records."""
+        """See `Operation`; this stores the records."""
         records, frames = args[:2]
         if isinstance(made, torch.Tensor):
             return records.index_copy_(0, frames, made)
@@ -218,7 +218,7 @@ class Update:
 
 
 def update_of(optimizer: optim.Optimizer, dim: int) -> Update | None:
-    """The step of an optimizer; None for one that no kernel knows."""
+    """Return the step of an optimizer; None if no kernel has its rule."""
     rule = _RULES.get(type(optimizer))
     if rule is None:
         return None
@@ -231,17 +231,17 @@ def update_of(optimizer: optim.Optimizer, dim: int) -> Update | None:
 
 
 def _rows(words: int) -> int:
-    """Rows of a trial, in which up to nine numbers, with room for a dozen, are on the device for each word."""
+    """Return the number of rows in a trial, which keeps up to nine numbers on the device for each word (12 assumed)."""
     return int(max(256, min(_TRIAL_ROWS, _TRIAL_BYTES // (12 * 4 * words))))
 
 
 def _bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
-    """Any int32: moving them changes none, whatever they are as floats."""
+    """Return any int32 values: a move must not change them, also if they are not valid floats."""
     return rng.integers(-(2**31), 2**31, shape, dtype=np.int32)
 
 
 def _floats(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
-    """float32 of either sign over many orders of magnitude, with zeros and subnormals; sums of them are finite."""
+    """Return float32 of both signs and many orders of magnitude, with zeros and subnormals; their sums are finite."""
     values = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 3, shape)
     values[rng.random(shape) < 0.01] *= 1e-36
     values[rng.random(shape) < 0.01] = 0.0
@@ -249,5 +249,5 @@ def _floats(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
 
 
 def _skewed(rng: np.random.Generator, count: int, rows: int) -> Any:
-    """int64[count] numbers below `rows`, a few of them very frequent."""
+    """Return int64[count] numbers below `rows`, a few of which are very frequent."""
     return np.minimum(rng.zipf(1.2, count) - 1, rows - 1)
