@@ -2,15 +2,15 @@
 
 >>> from bunkbed.keras import Embedding
 
-On Keras's torch backend there are `Embedding`, `TensorBoard` and `moved`; what takes and gives tensors of TensorFlow is
-there on its backend only.
+Keras's torch backend has `Embedding`, `TensorBoard` and `moved`; functions with TensorFlow tensors exist on the
+TensorFlow backend only.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from bunkbed.keras.base.backend import IS_TORCH  # first: says what is missing
+from bunkbed.keras.base.backend import IS_TORCH  # first: reports missing packages
 from bunkbed.keras.base.places import moved
 from bunkbed.keras.embedding import Embedding
 from bunkbed.keras.tensorboard import TensorBoard
@@ -34,7 +34,7 @@ else:
 
     def __getattr__(name: str) -> NoReturn:
         if name in _TENSORFLOW_ONLY:
-            # Of an AttributeError, "from bunkbed.keras import" would hide the text.
+            # "from bunkbed.keras import" would hide the text of an AttributeError.
             raise ImportError(
                 f"bunkbed.keras.{name} is there on Keras's TensorFlow backend, and this process uses torch; "
                 f"{_TENSORFLOW_ONLY[name]}"

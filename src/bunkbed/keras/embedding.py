@@ -44,54 +44,54 @@ else:
     from bunkbed.keras.workers.lookups import bags_of_workers, rows_of_workers
     from bunkbed.keras.workers.table import require_shared_by, workers_table_of
 
-#: What a saved layer holds of its table, as the bytes of JSON.
+#: Name of the table's reference in a saved layer, stored as the bytes of JSON.
 _REFERENCE = "table"
 
 
 @keras.saving.register_keras_serializable(package="bunkbed")
 class Embedding(IdsLayer):
-    """`keras.layers.Embedding` whose rows live in a table that may be larger than RAM.
+    """`keras.layers.Embedding` whose rows are in a table that may be larger than RAM.
 
-    Takes what Keras's layer takes; what is ours comes by keyword. ``fit``, ``evaluate``, ``predict``, custom loops,
-    loss scaling, gradient accumulation, clipping by ``clipnorm`` and ``clipvalue``, learning-rate schedules and
-    callbacks work as with any layer. Rows get one update a step, summed over lookups, layers and replicas.
+    Takes the arguments of Keras's layer; additional arguments are keyword-only. ``fit``, ``evaluate``, ``predict``,
+    custom loops, loss scaling, gradient accumulation, clipping by ``clipnorm`` and ``clipvalue``, learning-rate
+    schedules and callbacks work as with any layer. Rows get one update per step, summed over lookups, layers, replicas.
 
-    The layer owns two scalar variables that stand for the table: a token, which optimizers are given in place of the
-    rows, and the kept epoch. Saved weights hold a reference to an epoch of the table, never rows: saving commits the
-    table and keeps that epoch, loading goes back to it, optimizer state too. Rows are durable once committed, which
-    saving does and ``layer.table.commit()``. A table without `path` ends with its process.
+    The layer owns two scalar variables that represent the table: a token, which optimizers get instead of the rows, and
+    the kept epoch. Saved weights hold a reference to an epoch of the table, never rows: saving commits the table and
+    keeps that epoch, and loading rewinds rows and optimizer state to it. Saving and ``layer.table.commit()`` make rows
+    durable. A table without `path` ends with its process.
 
     Ids are int64 or a smaller integer, dense, ragged or sparse; on Keras's torch backend dense. An id outside the table
-    is an error that names it and its position. ``training=False`` lookups leave the cache alone.
+    is an error with the id and its position. ``training=False`` lookups do not change the cache.
 
     Args:
-        input_dim: ids lie in ``[0, input_dim)``; None admits any non-negative int64.
+        input_dim: ids are in ``[0, input_dim)``; None: ids are any non-negative int64.
         output_dim: length of a row.
         embeddings_initializer: a Keras initialiser that is a function of (seed, id) (uniform, random_normal, zeros,
-            glorot_uniform and its like) or one of ours; for a stored table None or ``"uniform"`` accept its own.
-        mask_zero: id 0 is padding: it is masked for the layers after, or with `combiner` left out.
+            glorot_uniform and similar) or one of bunkbed; for a stored table None or ``"uniform"`` accept its own.
+        mask_zero: id 0 is padding: later layers get a mask of it; with `combiner` the pooling skips it.
         weights: float32[input_dim, output_dim], initial rows of a new table.
         combiner: None, ``"sum"``, ``"mean"`` or ``"sqrtn"``: pool the last axis of the ids, as
             `tf.nn.embedding_lookup_sparse`; the layer is then called with ``(ids, weights=None)``.
-        path: folder of the table, created or opened; None holds it in RAM only.
+        path: folder of the table, created or opened; None: the table is in RAM only.
         ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
         optimizer: the rows' update rule. None follows the optimizer given to ``compile`` (class, hyperparameters,
             schedule; see `bunkbed.keras.base.optimizers`), and the first training step makes the table.
         dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"`` or ``"float16"``; a Keras dtype policy such
             as ``"mixed_float16"`` is that of the output.
         seed: of the initialiser; None draws one as Keras does.
-        table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one. Its optimizer
-            holds.
+        table: use this table (a `bunkbed.Table`, or another layer's ``.table``), with its own optimizer, instead of
+            opening one.
         placement: ``"central"``: one table, which all replicas of a `tf.distribute.MirroredStrategy` look up and which
-            is updated once a step; nothing is mirrored. ``"sharded"``: the same, divided by a hash of the id over
-            `directories`, one per SSD (`bunkbed.ShardedTable`); `path` holds what binds them. ``"replicated"`` is
-            ``"central"`` in one process. Under a `tf.distribute.MultiWorkerMirroredStrategy` give ``"sharded"``, each
-            worker having the rows of its own, or ``"replicated"``, each having all rows and the same bits; either way
-            each in a directory of its own below `path`: see `bunkbed.keras.workers_table`.
-        directories: of a new sharded table, one for each shard; a stored one knows its own.
+            is updated once a step; it is not mirrored. ``"sharded"``: the same, divided by a hash of the id over
+            `directories`, one per SSD (`bunkbed.ShardedTable`); the common files are in `path`. ``"replicated"`` is
+            ``"central"`` in one process. Under a `tf.distribute.MultiWorkerMirroredStrategy` give ``"sharded"`` (each
+            worker has a part of the rows) or ``"replicated"`` (each has all rows, with the same bits). Each worker then
+            has a directory of its own below `path`: see `bunkbed.keras.workers_table`.
+        directories: of a new sharded table, one for each shard; a stored table knows its directories.
         durability, disk: see `bunkbed.create`.
-        keep_checkpoints: how many epochs kept by saved weights stay loadable, None for all; give at least what a
-            checkpoint callback keeps. In RAM only each is a copy of the stored rows.
+        keep_checkpoints: how many epochs kept by saved weights stay loadable, None for all; give at least the number
+            that a checkpoint callback keeps. For a table in RAM only, each is a copy of the stored rows.
 
     Raises:
         ValueError, TypeError: an argument out of range, unsupported, or contradicting the stored table (names both
@@ -221,18 +221,18 @@ class Embedding(IdsLayer):
         """The `bunkbed.Table` that holds the rows.
 
         Raises:
-            RuntimeError: it follows compile's optimizer, and no training step has shown which.
+            RuntimeError: the table follows compile's optimizer, and no training step has made it yet.
         """
         return self._shared.table
 
     @property
     def token(self) -> Any:
-        """The variable that stands for the rows in a tape and an optimizer: one of ``trainable_weights``."""
+        """The variable that represents the rows in a tape and an optimizer: one of ``trainable_weights``."""
         return self._token
 
     @property
     def embeddings(self) -> Any:
-        """Not there: raises, naming what reads and writes rows."""
+        """Raise AttributeError, whose message names the methods that read and write rows."""
         raise AttributeError(
             f"Embedding has no attribute 'embeddings': the rows live in table {self._shared.name!r}, larger than one "
             "tensor may be; read rows with layer.table.get(ids), all of them with layer.table.scan(), write them with "
@@ -256,27 +256,27 @@ class Embedding(IdsLayer):
     # ---- keras.layers.Layer
 
     def build(self, input_shape: Any = None) -> None:
-        """Nothing: the table needs no shape of the ids."""
+        """Do nothing: the table does not need the shape of the ids."""
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        """Rows of ids.
+        """Return the rows of ids.
 
         Args:
             inputs: int64[...] ids (or a smaller integer), dense or ragged; with a combiner also sparse int64[B, L].
             weights: with a combiner, float32 factors of the ids, of the same kind and shape.
-            training: False looks rows up without touching the cache, and lets no gradient come back.
+            training: False looks rows up without touching the cache, and without gradients.
 
         Returns:
             [..., output_dim] in the layer's compute dtype; with a combiner the last axis of the ids is pooled.
 
         Raises:
             TypeError: ids that are not integers, or too narrow for the table. IndexError: an id outside the table; in
-            a graph it comes as a `tf.errors.InvalidArgumentError` that says so.
+            a graph a `tf.errors.InvalidArgumentError` with the same message.
         """
         is_recorded_now = training is not False and self.trainable and is_recorded(self._token)
-        # In a graph without a tape of its own, one around the call of the graph may want gradients all the same.
+        # A graph without its own tape may still be called inside a tape that wants gradients.
         wanted = self.trainable and training is not False and (is_recorded_now or not is_eager())
-        # On torch gradients are on unless somebody switched them off.
+        # On torch gradients are enabled by default, so `is_recorded` does not show that this is training.
         is_certain = wanted and (training is True or (is_recorded_now and not IS_TORCH))
         train = wanted and self._begin(is_certain)
         touch = train and (is_certain or IS_TORCH)
@@ -284,7 +284,7 @@ class Embedding(IdsLayer):
         return answer_with_error(self._shared, rows) if wanted and not train else rows
 
     def _begin(self, is_certain: bool) -> bool:
-        """A lookup for training begins, as far as one can know; False where it can be none."""
+        """Prepare a lookup that may be for training; return whether rows can be trained."""
         shared = self._shared
         if shared.has_table and shared.table.mode == "r":
             if is_certain:
@@ -301,11 +301,11 @@ class Embedding(IdsLayer):
     def follow(self, optimizer: Any) -> None:
         """Make the table of a layer without ``optimizer=``, for this Keras optimizer that will step it.
 
-        ``fit`` does so by itself. For a loop of your own around a model that is not compiled, or that calls a part of
-        one; the rows follow whichever optimizer then steps them, which must have the same state.
+        ``fit`` does this. A custom loop needs this call if the model is not compiled, or if the loop calls only a part
+        of a model. The rows follow any optimizer that then steps them; it must have the same state.
 
         Raises:
-            ValueError: no rule of ours follows it.
+            ValueError: no update rule of bunkbed follows it.
         """
         self._shared.follow(optimizer)
 
@@ -321,7 +321,7 @@ class Embedding(IdsLayer):
     # ---- saving
 
     def get_config(self) -> dict[str, Any]:
-        """Everything but the rows, as JSON; a table given by ``table=`` comes back by its path."""
+        """Return everything but the rows, as JSON; a table given by ``table=`` is saved as its path."""
         config = super().get_config()
         config.pop("dtype", None)
         init = self.embeddings_initializer
@@ -353,7 +353,7 @@ class Embedding(IdsLayer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Embedding:
-        """The layer of a `get_config`; opens the table at its path."""
+        """Return the layer of a `get_config`; this opens the table at its path."""
         config = dict(config)
         init, optimizer, dtype = config["embeddings_initializer"], config["optimizer"], config["dtype"]
         if isinstance(init, dict) and "bunkbed" in init:
@@ -363,13 +363,13 @@ class Embedding(IdsLayer):
         return cls(**config)
 
     def save_own_variables(self, store: Any) -> None:
-        """Commits the table, keeps the epoch, and stores the reference to it: uint8[n] of JSON."""
+        """Commit the table, keep the epoch, and store a reference to the epoch: uint8[n] of JSON."""
         reference = self._shared.save()
         text = json.dumps(None if reference is None else reference.fields())
         store[_REFERENCE] = np.frombuffer(text.encode(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """Puts the table back to the stored reference, or takes the rows that a `keras.layers.Embedding` stored.
+        """Rewind the table to the stored reference, or import the rows that a `keras.layers.Embedding` stored.
 
         Raises:
             ValueError: the epoch was dropped, the table is another one or not there, or the shape differs.
@@ -393,7 +393,7 @@ class Embedding(IdsLayer):
 
 
 def _require_same_strategy(shared: Any) -> None:
-    """Raises ValueError where a table that began outside a strategy is used inside it: its token has no replicas."""
+    """Raise ValueError if a table was made outside a strategy and is used inside it: its token has no replicas."""
     if IS_TORCH:
         return
     strategy = tf.distribute.get_strategy()

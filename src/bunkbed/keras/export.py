@@ -1,4 +1,4 @@
-"""SavedModels of models with tables: rows copied into variables, as far as a given number of bytes reaches."""
+"""SavedModels of models with tables: rows are copied into variables, if a given number of bytes suffices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bunkbed.core.budget import parse_bytes
 from bunkbed.keras.embedding import Embedding
 from bunkbed.keras.tensorflow.ids_layer import IdsLayer
 
-#: Bytes of rows in one variable. A SavedModel's graph may have 2 GB and holds none of them, but what writes and
-#: restores variables holds one at a time.
+#: Bytes of rows in one variable. Rows are not in a SavedModel's graph, which may have 2 GB; but writing and restoring
+#: hold one variable at a time in memory.
 _CHUNK_BYTES = 256 * 2**20
 
 
@@ -26,21 +26,21 @@ def export(
     untrained: Literal["error", "zeros"] = "error",
     **arguments: Any,
 ) -> None:
-    """``model.export(path)``, with the rows of its tables copied into the SavedModel.
+    """Run ``model.export(path)`` with the rows of its tables copied into the SavedModel.
 
-    A table all of whose rows fit is copied whole, untouched rows too. Of another one the stored rows are copied, and
-    `untrained` says what an id is given that is none of them. The SavedModel holds float32 rows and no optimizer state,
-    runs in any process, and does not follow the table.
+    All rows of a table are copied if they take at most 1 MiB, or no more than its stored rows and their ids. Otherwise
+    the stored rows are copied, and `untrained` decides the result for other ids. The SavedModel holds float32 rows and
+    no optimizer state, runs in any process, and does not follow the table.
 
     Args:
         model: a functional or sequential model.
         path: folder of the SavedModel.
         max_bytes: most bytes that rows and their ids may take, of all tables together, as ``"2GiB"``.
         untrained: ``"error"``, or ``"zeros"`` for rows of zeros.
-        arguments: as ``model.export`` takes them.
+        arguments: those of ``model.export``.
 
     Raises:
-        ValueError: the rows do not fit (says what they need), or a layer of ours lies inside another layer.
+        ValueError: the rows do not fit (says what they need), or an `Embedding` is inside another layer.
     """
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, Embedding)]
     if any(layer not in model.layers for layer in layers):
@@ -74,7 +74,7 @@ def export(
 
 
 def _plan(layer: Embedding) -> tuple[int, bool]:
-    """Bytes that a table takes in a SavedModel, and whether all its rows are copied."""
+    """Return the bytes that a table takes in a SavedModel, and whether all its rows are copied."""
     table, width = layer._shared.for_lookup(), 4 * layer.output_dim
     stored = len(table) * (width + 8)
     if layer.input_dim is not None and layer.input_dim * width <= max(stored, 2**20):
@@ -83,7 +83,7 @@ def _plan(layer: Embedding) -> tuple[int, bool]:
 
 
 class _Rows(tf.Module):  # type: ignore[misc]  # tensorflow is untyped here
-    """Rows of a table in variables of at most `_CHUNK_BYTES`; without `all_rows`, sorted by the ids beside them."""
+    """Rows of a table in variables of at most `_CHUNK_BYTES`; without `all_rows`, sorted by `ids`."""
 
     def __init__(self, layer: Embedding, *, all_rows: bool, untrained: str) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class _Rows(tf.Module):  # type: ignore[misc]  # tensorflow is untyped here
             self.chunks.append(tf.Variable(table.get(wanted), trainable=False, name=f"rows_{start}"))
 
     def look_up(self, ids: Any) -> Any:
-        """float32[..., dim] rows of int64[...] ids."""
+        """Return float32[..., dim] rows of int64[...] ids."""
         flat = tf.reshape(ids, [-1])
         places = flat if self.ids is None else tf.searchsorted(self.ids, flat, out_type=tf.int64)
         inside = (flat >= 0) & (places < self.count)
         safe = tf.where(inside, places, 0)
         if self.ids is not None and self.count:
             inside &= tf.gather(self.ids, safe) == flat
-        # An id outside the table is an error in any case; of a table of which only some rows are here nobody can tell.
+        # With all rows, an id outside is an error. With a part of the rows, an unknown id may be in the table.
         if self.ids is None or not self._zeros:
             bad = tf.boolean_mask(flat, ~inside)
             what = "is outside" if self.ids is None else "was never trained, so it is not part of this export, in"
@@ -135,7 +135,7 @@ class _Rows(tf.Module):  # type: ignore[misc]  # tensorflow is untyped here
 
 
 class ExportedEmbedding(IdsLayer):
-    """An `Embedding` whose rows are variables: what `export` puts in its place."""
+    """Layer with the rows in variables, with which `export` replaces an `Embedding`."""
 
     def __init__(self, layer: Embedding, rows: _Rows) -> None:
         super().__init__(name=layer.name, dtype=layer.dtype_policy, trainable=False)
@@ -149,7 +149,7 @@ class ExportedEmbedding(IdsLayer):
         self.built = True
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
-        """Rows of ids, as `Embedding.call`."""
+        """Return the rows of ids, as `Embedding.call`."""
         return self._look_up(inputs, weights, None)
 
     def _rows(self, ids: Any, options: Any) -> Any:

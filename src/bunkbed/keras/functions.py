@@ -1,4 +1,4 @@
-"""A table without a layer: for those who write TensorFlow."""
+"""Lookups of a table without a layer, for TensorFlow code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bunkbed.keras.workers.group import workers_of
 
 
 def token_of(table: Any) -> Any:
-    """The variable that stands for a table's rows: what a tape must watch and an optimizer be given.
+    """Return the variable that represents a table's rows: a tape must watch it and an optimizer must get it.
 
     Args:
         table: an open `bunkbed.Table`.
@@ -25,10 +25,10 @@ def token_of(table: Any) -> Any:
 
 
 def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
-    """`tf.nn.embedding_lookup` of a table that is no variable and may be larger than RAM.
+    """Look up rows of a table that may be larger than RAM, as `tf.nn.embedding_lookup` does of a variable.
 
-    Gradients of the rows come back through the table's token; the optimizer that is given the token's gradient makes
-    one update of the table, by the table's own rule and learning rate::
+    Gradients of the rows go through the table's token; an optimizer that gets the token's gradient makes one update of
+    the table, by the table's own rule and learning rate::
 
         token = bunkbed.keras.token_of(table)
         with tf.GradientTape() as tape:
@@ -39,7 +39,7 @@ def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
     Args:
         table: a `bunkbed.Table`, open for writing if it is to be trained.
         ids: int64[...] or a smaller integer; a tensor or an array.
-        trainable: False for a lookup that no gradient comes back from; it leaves the cache alone.
+        trainable: False for a lookup without gradients; it does not change the cache.
 
     Returns:
         float32[..., dim].
@@ -47,7 +47,7 @@ def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
     Raises:
         RuntimeError: `trainable`, and no tape watches the token, so an update would be lost.
         TypeError: ids that are not integers. IndexError: see `bunkbed.Table.lookup`; in a graph a
-            `tf.errors.InvalidArgumentError` that says so.
+            `tf.errors.InvalidArgumentError` with the same message.
 
     >>> import bunkbed as bb, numpy as np
     >>> table = bb.create(None, dim=2, num_rows=10, optimizer=bb.SGD(1.0), init=bb.Zeros())
@@ -76,6 +76,6 @@ def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
 
 
 def _shared_of(table: Any) -> Any:
-    """What lookups of a table share, which there may be no layer to keep: the table does."""
+    """Return the shared object of a table, kept alive by the table, as there may be no layer."""
     table.shared_in_keras = shared = shared_of_table(table)
     return shared

@@ -1,4 +1,4 @@
-"""`lookahead`: a stage of a tf.data pipeline that has the rows of coming batches ready."""
+"""`lookahead`: a stage of a tf.data pipeline that prefetches the rows of coming batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bunkbed.keras.embedding import Embedding
 from bunkbed.keras.tensorflow.callbacks import ranged
 from bunkbed.window import MAX_BATCHES, Window
 
-#: Iterations over one pipeline whose windows are kept: an iterator that was given up says nothing.
+#: Iterations over one pipeline whose windows are kept. An abandoned iterator gives no notice, so older ones are closed.
 _ITERATIONS = 2
 
 
@@ -31,19 +31,19 @@ def lookahead(
     depth: int | None = None,
     window: int | None = None,
 ) -> Any:
-    """The dataset's batches unchanged and in order, with the rows of the coming ones planned and on their way.
+    """Return the dataset's batches, unchanged and in order, and prefetch the rows of the coming ones.
 
-    The ids of up to `window` coming batches rank what a table's cache gives up; the rows of the next `depth` are read
-    from disk beside the model's work. Only records move, never values, so training is bit-identical with and without.
-    It goes after ``batch``; ``repeat`` may come before or after, and `tf.distribute` may distribute the result. An id
-    outside its table is not planned here, and an error where the model looks it up.
+    The ids of up to `window` coming batches rank the eviction of a table's cache; the rows of the next `depth` batches
+    are read from disk while the model works. This moves records and never changes values, so training is bit-identical
+    with and without. Apply it after ``batch``; ``repeat`` may come before or after, and `tf.distribute` may distribute
+    the result. A batch with an id outside its table is not planned; the model's lookup raises the error.
 
     Args:
         dataset: a `tf.data.Dataset` of batches, as ``fit`` takes them: x, or a tuple that begins with x.
-        model: the model that is trained on it.
-        ids: from x to ``{layer: ids}``, dense, ragged or sparse, or several in a list. None: as the model's graph has
-            it, for functional and sequential models.
-        depth: batches whose rows are staged ahead, at least 1. None: 2 to 4, by how long reads take beside a step.
+        model: the model that is trained on the dataset.
+        ids: function from x to ``{layer: ids}``, dense, ragged or sparse, or several in a list. None: read from the
+            model's graph, for functional and sequential models.
+        depth: batches whose rows are prefetched, at least 1. None: 2 to 4, by the time of reads compared with a step.
         window: most batches pulled ahead, 1 to 32, default 32.
 
     Returns:
@@ -51,7 +51,7 @@ def lookahead(
 
     Raises:
         ValueError, TypeError: `depth` or `window` out of range; a model whose graph is not known, without `ids`; a
-            model without a layer of ours.
+            model without a layer of `bunkbed.keras`.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(f"lookahead: dataset must be a tf.data.Dataset, got {type(dataset).__name__}")
@@ -94,14 +94,14 @@ def lookahead(
 
 
 def _packed(dataset: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of a tuple, as `Dataset.map` calls it: with the parts of a tuple, or with one value."""
+    """Return `function` of a tuple as `Dataset.map` calls it: with the parts of a tuple, or with one value."""
     if isinstance(dataset.element_spec, tuple):
         return lambda *batch: function(*batch)
     return lambda batch: function(batch)[0]
 
 
 def _flat(wanted: Mapping[Any, Any]) -> dict[Any, Any]:
-    """{layer: int64[N] ids}."""
+    """Return {layer: int64[N] ids}."""
     if not isinstance(wanted, Mapping):
         raise TypeError(f"lookahead: ids must return {{layer: ids}}, got {type(wanted).__name__}")
     found = {}
@@ -120,7 +120,7 @@ def _flat(wanted: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _by_graph(model: Any) -> Callable[[Any], dict[Any, Any]]:
-    """From x to what each of our layers is called with, by the model's own graph."""
+    """Return a function from x to the inputs of each `Embedding`, by the model's graph."""
     graph = model._functional if isinstance(model, keras.Sequential) and model.built else model
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, Embedding)]
     if not layers:
@@ -137,7 +137,7 @@ def _by_graph(model: Any) -> Callable[[Any], dict[Any, Any]]:
             "lookahead: a layer of bunkbed.keras lies inside another layer of the model, whose graph is not known; "
             "pass ids=lambda x: {layer: x['user']}"
         )
-    # What an Embedding is called with may come of other layers (a cast, a hash): the part of the model before it.
+    # Other layers (a cast, a hash) may make the input of an Embedding, so run the part of the model before it.
     before = keras.Model(graph.inputs, [node.input_tensors[0] for _, node in nodes])
 
     def find(x: Any) -> dict[Any, Any]:
@@ -150,14 +150,14 @@ def _by_graph(model: Any) -> Callable[[Any], dict[Any, Any]]:
 
 
 class _Calls:
-    """Calls of tf.data's threads into this process, which must be over when the interpreter goes.
+    """Calls of tf.data's threads into Python, which must be over before the interpreter ends.
 
-    A thread that waits for the GIL then waits for good, or is ended in the middle of TensorFlow: whoever destroys the
-    iterator waits for it, or the process aborts. So at exit the pipelines are told to end, and are waited for: until
-    none has called for a while. One whose prefetch is full, or that is over, calls no more.
+    A thread that waits for the GIL at exit never continues, or is ended inside TensorFlow: the destructor of the
+    iterator then hangs, or the process aborts. So at exit this object ends the pipelines and waits until no call has
+    come for some time. A pipeline whose prefetch buffer is full, or that is over, makes no more calls.
     """
 
-    #: How long there must be no call; longer where batches come slowly, up to `MOST_S`.
+    #: Required time without a call. It is longer if batches come slowly, up to `MOST_S`.
     QUIET_S, MOST_S = 0.1, 2.0
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _Calls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """A call, while it lasts."""
+        """Count the call within as under way."""
         with self._lock:
             self._under_way += 1
             now = time.monotonic()
@@ -182,7 +182,7 @@ class _Calls:
                 self._last_s = time.monotonic()
 
     def end(self) -> None:
-        """Ends all pipelines, and waits for their calls."""
+        """End all pipelines, and wait for their calls."""
         self.goes_on = False
         began = time.monotonic()
         quiet_s = min(max(self.QUIET_S, 2 * self._apart_s), self.MOST_S)
@@ -206,7 +206,7 @@ class _Plan:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._iterations: OrderedDict[int, dict[int, Window]] = OrderedDict()
-        self._entered: dict[int, int] = {}  # batches that came in and have not left, by iteration
+        self._entered: dict[int, int] = {}  # batches that entered and have not left, by iteration
 
     def begin(self) -> Any:
         with _calls.one(), self._lock:
@@ -221,7 +221,7 @@ class _Plan:
             return np.int64(number)
 
     def push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> Any:
-        """Plans a batch; False where there should be no more."""
+        """Plan a batch; return False if the pipeline must end."""
         with _calls.one():
             if _calls.goes_on:
                 self._push(iteration, layers, arrays)
@@ -230,7 +230,7 @@ class _Plan:
     def _push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> None:
         wanted: dict[int, tuple[Any, list[Any]]] = {}
         for layer, array in zip(layers, arrays, strict=True):
-            # The lookups of a table whose rows are other workers' too are not those of this worker's batches.
+            # In a table divided among workers, a worker also looks up the ids of the others' batches: do not plan it.
             if layer._shared.has_table and not layer._shared.is_divided:
                 wanted.setdefault(id(layer.table), (layer.table, []))[1].append(array)
         with self._lock:
@@ -244,7 +244,7 @@ class _Plan:
                         windows[key].push(None)
             for key, window in windows.items():
                 parts = wanted[key][1] if key in wanted else []
-                with contextlib.suppress(IndexError):  # the lookup says so, where it comes
+                with contextlib.suppress(IndexError):  # the lookup raises it
                     ranged("stage", window.table.name, window.push, np.concatenate(parts) if parts else None)
             self._entered[iteration] += 1
 

@@ -1,4 +1,4 @@
-"""`TensorBoard`: what the tables of a model did, as scalars for TensorBoard."""
+"""`TensorBoard`: counters of a model's tables, as scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import keras
 
 from bunkbed.keras.embedding import Embedding
 
-#: Counters of `bunkbed.Table.stats` that are written as what they grew by since they were written last.
+#: Counters of `bunkbed.Table.stats` that are written as their growth since the last write.
 GROWTH = ("misses", "evictions", "staged_rows", "stall_s", "read_bytes", "written_bytes")
-#: And what is written as it is.
+#: Values that are written unchanged.
 LEVELS = ("stored_rows", "dirty_rows", "ram_bytes", "disk_bytes", "snapshot_bytes")
 
 
 class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is untyped here
-    """Writes scalars of every table of the model, beside what `keras.callbacks.TensorBoard` writes.
+    """Callback that writes scalars of every table of the model, in addition to `keras.callbacks.TensorBoard`.
 
-    ``fit(..., callbacks=[keras.callbacks.TensorBoard("logs"), bunkbed.keras.TensorBoard("logs")])``, and in TensorBoard
-    a run ``tables`` with, for each table by its name:
+    With ``fit(..., callbacks=[keras.callbacks.TensorBoard("logs"), bunkbed.keras.TensorBoard("logs")])`` TensorBoard
+    shows a run ``tables`` with, for each table by its name:
 
-    - ``hit_rate``: of the rows wanted that had been stored, the share that was in RAM. Nothing where none was wanted.
-    - ``misses``, ``evictions``, ``staged_rows``, ``stall_s``, ``read_bytes``, ``written_bytes``: since the last time.
-    - ``steps_per_s``: updates of the table a second, since the last time.
-    - ``stored_rows``, ``dirty_rows``, ``ram_bytes``, ``disk_bytes``, ``snapshot_bytes``: now.
+    - ``hit_rate``: the share of the wanted stored rows that was in RAM. Not written if no stored row was wanted.
+    - ``misses``, ``evictions``, ``staged_rows``, ``stall_s``, ``read_bytes``, ``written_bytes``: since the last write.
+    - ``steps_per_s``: updates of the table per second, since the last write.
+    - ``stored_rows``, ``dirty_rows``, ``ram_bytes``, ``disk_bytes``, ``snapshot_bytes``: present values.
 
-    See `bunkbed.Table.stats` for what they mean. The horizontal axis is the table's step. A table that the first
-    training step makes is written once it is there.
+    See `bunkbed.Table.stats` for their meaning. The horizontal axis is the table's step. A table that the first
+    training step makes is written from then on.
 
     Args:
-        log_dir: folder of the logs, as `keras.callbacks.TensorBoard` has it.
-        update_freq: ``"epoch"``, or an int: after so many batches, and at the end of ``fit``.
+        log_dir: folder of the logs, the same as for `keras.callbacks.TensorBoard`.
+        update_freq: ``"epoch"``, or an int: after this many batches, and at the end of ``fit``.
 
     Raises:
-        ValueError, TypeError: `update_freq` is neither. ModuleNotFoundError: TensorFlow, which writes the file, is
-            missing.
+        ValueError, TypeError: `update_freq` is neither. ModuleNotFoundError: TensorBoard, or TensorFlow, which writes
+            the file, is missing.
     """
 
     def __init__(self, log_dir: str | PathLike[str] = "logs", *, update_freq: Literal["epoch"] | int = "epoch") -> None:
@@ -69,7 +69,7 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
         self._batches = None if update_freq == "epoch" else update_freq
         self._seen = 0
         self._writer: Any = None
-        #: By id(table): when it was written last, and what its counters were.
+        #: By id(table): time, step and counters of the last write.
         self._last: dict[int, tuple[float, int, dict[str, Any]]] = {}
 
     # ---- keras.callbacks.Callback
@@ -79,7 +79,7 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
         self._last = {id(table): _counters(table) for table in tables_of(self.model)}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # With steps_per_execution=8 only each eighth batch is told.
+        # With steps_per_execution=8, Keras calls this only for each eighth batch.
         before, self._seen = self._seen, batch + 1
         if self._batches is not None and self._seen // self._batches != before // self._batches:
             self._write()
@@ -104,7 +104,7 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
             now, step, stats = _counters(table)
             since, step_before, before = self._last.get(id(table), (now, step, dict.fromkeys(stats, 0)))
             if self._last.get(id(table)) is not None and step == step_before and stats == before:
-                continue  # the end of fit may come right after a batch that was written
+                continue  # the end of fit may follow a batch that was written
             self._last[id(table)] = now, step, stats
             values = {name: stats[name] - before[name] for name in GROWTH}
             values |= {name: stats[name] for name in LEVELS}
@@ -121,7 +121,7 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
 
 
 def tables_of(model: Any) -> list[Any]:
-    """The open tables of a model's layers, each once."""
+    """Return the open tables of a model's layers, each once."""
     found: dict[int, Any] = {}
     for layer in model._flatten_layers():
         if isinstance(layer, Embedding) and layer._shared.has_table and not layer.table.closed:

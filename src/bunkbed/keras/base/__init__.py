@@ -1,1 +1,1 @@
-"""What the layers need on every backend: the backend itself, ids, initialisers, optimizers, gradients that wait."""
+"""Used by layers on every backend: the backend itself, ids, initialisers, optimizers, pending gradients."""

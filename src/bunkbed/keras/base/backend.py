@@ -1,4 +1,4 @@
-"""What `bunkbed.keras` needs, checked before anything of it is imported."""
+"""Requirements of `bunkbed.keras`, checked before its other modules are imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bags of ids, as `tf.nn.embedding_lookup_sparse` has them, for a table's pooled lookups and their gradients."""
+"""Bags of ids, as in `tf.nn.embedding_lookup_sparse`, for a table's pooled lookups and their gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
 
 
 class Bags:
-    """Bags of ids as the table wants them: int64[N], int64[B] offsets, float32[N] weights or None."""
+    """Bags of ids as the table expects them: int64[N], int64[B] offsets, float32[N] weights or None."""
 
     def __init__(
         self, ids: IntArray, splits: IntArray, weights: FloatArray | None, combiner: str, skip_zero: bool
@@ -27,25 +27,25 @@ class Bags:
 
     @property
     def offsets(self) -> IntArray:
-        """int64[B], where each bag begins."""
+        """int64[B], the start of each bag."""
         return np.ascontiguousarray(self._splits[:-1])
 
     def lookup(self, table: Any, *, touch: bool) -> FloatArray:
-        """float32[B, dim] pooled rows."""
+        """Return float32[B, dim] pooled rows."""
         pooled: FloatArray = table.lookup_bags(
             self.ids, self._splits[:-1], pooling=self._combiner, weights=self.weights, touch=touch
         )
         return pooled
 
     def gradients(self) -> BagGradients:
-        """What each id has of its bag's gradient: its weight by the sum of weights, or the root of that of squares."""
+        """Return the ids' gradients: the bag's, times weight / (sum of weights, or root of the sum of squares)."""
         offsets, weights = self.offsets, self.weights
         if self._combiner == "sum" or (self._combiner == "mean" and weights is None):
             return BagGradients(self.ids, offsets, weights, self._combiner == "mean")
         lengths = np.diff(self._splits)
         given = np.ones(self.ids.size, np.float32) if weights is None else weights
         terms = given if self._combiner == "mean" else given * given
-        # reduceat cannot say that a bag is empty; a cumulative sum in float64 can.
+        # A cumulative sum in float64, as reduceat is wrong for empty bags.
         sums = np.diff(np.concatenate([[0.0], np.cumsum(terms, dtype=np.float64)])[self._splits])
         divisors = sums if self._combiner == "mean" else np.sqrt(sums)
         factors = given / np.repeat(np.where(lengths > 0, divisors, 1.0), lengths)

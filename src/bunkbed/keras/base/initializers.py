@@ -1,4 +1,4 @@
-"""Keras's initialisers as those of a table: a function of (seed, id), so that untouched rows need no memory."""
+"""Keras's initialisers as a table's: functions of (seed, id), so that untouched rows need no memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _OURS = "bunkbed.Zeros(), bunkbed.Normal(std) or bunkbed.Uniform(low, high)"
 
 
 def initializer_of(given: Any, input_dim: int | None, output_dim: int) -> tuple[Initializer, int]:
-    """The table's initialiser, and the seed that goes with it.
+    """Return the table's initialiser and its seed.
 
     Args:
-        given: ours, or what Keras takes: a name, a config, an object.
+        given: one of bunkbed, or what Keras takes: a name, a config, an object.
         input_dim, output_dim: shape of the table, for initialisers that scale by it.
 
     Raises:
-        ValueError: one that is not a function of (seed, id); names ours.
+        ValueError: it is not a function of (seed, id); the message lists those of bunkbed.
     """
     if isinstance(given, Initializer):
         return given, _seed_of(None)
@@ -51,5 +51,5 @@ def initializer_of(given: Any, input_dim: int | None, output_dim: int) -> tuple[
 
 
 def _seed_of(seed: Any) -> int:
-    # Keras gives an initialiser without a seed one of Python's generator, which set_random_seed() decides.
+    # Without a seed, Keras draws one from Python's generator, which set_random_seed() seeds.
     return int(seed) if isinstance(seed, int) else int(keras.initializers.RandomUniform().seed)

@@ -4,11 +4,11 @@ r"""Keras's optimizers as update rules of a table.
 |---|---|---|
 | `SGD` without momentum | `bunkbed.SGD` | nothing |
 | `Adagrad` | `bunkbed.Adagrad` | gradients of an id that a batch repeats are summed, then squared, \
-which Keras squares apart; epsilon is added beside the root, not under it: a relative 2e-7 at Keras's defaults |
-| `Adam` without amsgrad, `AdamW` | `bunkbed.Adam` | rows that a step does not touch stand still; Keras moves them all |
+which Keras squares separately; epsilon is added after the root, not before it: a relative 2e-7 at Keras's defaults |
+| `Adam` without amsgrad, `AdamW` | `bunkbed.Adam` | a step changes only the rows it touches; Keras changes all |
 
-Weight decay reaches the rows that a step touches, where Keras's reaches them all. Whatever else an optimizer does
-(momentum, EMA, a norm over all variables) is an error, never left out.
+Weight decay changes the rows that a step touches; Keras's changes all rows. Other features of an optimizer (momentum,
+EMA, a norm over all variables) are an error; they are never ignored.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ OURS = "bunkbed.SGD, bunkbed.Adagrad, bunkbed.RowwiseAdagrad or bunkbed.Adam"
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that steps: the one inside a LossScaleOptimizer, or itself."""
+    """Return the optimizer that steps: the one inside a LossScaleOptimizer, or itself."""
     return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
 def _kind(optimizer: Any) -> Any:
-    """Its class as Keras documents it: on torch ``keras.optimizers.Adam(...)`` makes one of another class."""
+    """Return its public Keras class: on torch, ``keras.optimizers.Adam(...)`` makes an object of a subclass."""
     kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend.")]
     return kinds[0]
 
@@ -44,15 +44,15 @@ def _refuse(optimizer: Any, what: str, *, own: bool = False) -> ValueError:
 
 
 def rule_of(optimizer: Any, token: Any, lr: float) -> Optimizer:
-    """The update rule that follows a Keras optimizer.
+    """Return the update rule that follows a Keras optimizer.
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`.
         token: the table's token, for `exclude_from_weight_decay`.
-        lr: the learning rate to begin with; each step brings its own.
+        lr: the first learning rate; each step passes its own.
 
     Raises:
-        ValueError: a class or a setting that no rule of ours follows; lists ours.
+        ValueError: no update rule of bunkbed has this class or setting; the message lists the rules.
     """
     inner = _inner(optimizer)
     kind = _kind(inner)
@@ -80,10 +80,10 @@ def rule_of(optimizer: Any, token: Any, lr: float) -> Optimizer:
 
 
 def learning_rate_now(optimizer: Any) -> float:
-    """The learning rate as a number, as far as it can be known outside a step."""
+    """Return the learning rate as a number; 0.0 if it is unknown outside a step."""
     rate = _inner(optimizer)._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) or not hasattr(rate, "numpy"):
-        return 0.0  # never used: each step brings its own
+        return 0.0  # not used: each step passes its own
     try:
         value = float(rate.numpy())
     except (AttributeError, NotImplementedError, ValueError):  # while a graph is traced
@@ -92,10 +92,10 @@ def learning_rate_now(optimizer: Any) -> float:
 
 
 def step_rule(optimizer: Any, *, follows: bool) -> StepRule:
-    """Accumulation and clipping of an optimizer's steps; None is one that is not Keras's.
+    """Return accumulation and clipping of an optimizer's steps; None is a caller that is not a Keras optimizer.
 
     Raises:
-        ValueError: it does to all weights together what cannot be done to a table.
+        ValueError: the optimizer averages all weights, which a table cannot do.
     """
     if optimizer is None:
         return StepRule()
@@ -105,7 +105,7 @@ def step_rule(optimizer: Any, *, follows: bool) -> StepRule:
 
 
 def is_update(optimizer: Any) -> Any:
-    """bool[]: whether the step that is under way ends an accumulation; as Keras computes it."""
+    """Return bool[]: whether the current step ends an accumulation, as Keras computes it."""
     steps = None if optimizer is None else optimizer.gradient_accumulation_steps
     if not steps:
         return keras.ops.convert_to_tensor(True)
@@ -113,7 +113,7 @@ def is_update(optimizer: Any) -> Any:
 
 
 def loss_scale(optimizer: Any, scaling: Any) -> Any:
-    """What the loss of the step that is under way was multiplied by; None where it was not."""
+    """Return the factor of the current step's loss; None if the loss is not scaled."""
     if scaling is not None:
         return scaling.dynamic_scale
     return None if optimizer is None else optimizer.loss_scale_factor

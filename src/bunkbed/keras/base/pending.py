@@ -1,19 +1,19 @@
 """Row gradients of one table between Keras's backward and its optimizer's step. NumPy only.
 
-A table's rows never become a variable, so Keras sees a *token*, one scalar variable, in their place. The protocol:
+A table's rows are never a variable, so Keras gets a *token*, one scalar variable, instead. The protocol:
 
 1. A lookup makes the token an input of its gradient function.
-2. The function's backward hands over ids and gradients (`Pending.push`) and returns, as the token's gradient, a number
-   that names this push: one bit of 46, and 1. NaN where a gradient is not finite.
-3. The token has ``overwrite_with_gradient``: the optimizer assigns its gradient to it, past clipping, decay and slots.
-   The token's ``assign`` calls `Pending.settle` with that gradient, at every step, updating or accumulating. Sums of
-   such numbers are exact in float64, so they name exactly the pushes whose gradients the optimizer was given; their low
-   6 bits count them, so that a number that was scaled, clipped or averaged is none of these sums.
-4. What no optimizer asks for is never applied: a step that loss scaling rejects, a gradient computed for a plot. Its
-   bits are used again, oldest first, once they are needed.
+2. The function's backward passes ids and gradients to `Pending.push` and returns, as the token's gradient, a number
+   that identifies this push: one bit of 46, plus 1. It is NaN if a gradient is not finite.
+3. The token has ``overwrite_with_gradient``: the optimizer assigns the gradient to it, without clipping, decay or
+   slots. The token's ``assign`` calls `Pending.settle` with that gradient, at every step, updating or accumulating.
+   Sums of such numbers are exact in float64, so they identify the pushes whose gradients the optimizer got. The low 6
+   bits of a sum count its pushes, so a number that was scaled, clipped or averaged is not a valid sum.
+4. Gradients that no optimizer gets are never applied: those of a step that loss scaling rejects, or for a plot. Their
+   bits are reused, oldest first, when bits are short.
 
-Rows are summed in the order (replica, lookup), then batch position, one by one (the order `Table.update` uses), so a
-step is bit-identical however backward visited the graph and whichever replica was slower.
+Rows are summed in the order (replica, lookup), then by batch position, one by one (the order of `Table.update`). So the
+bits of a step depend neither on the order in which backward visits the graph nor on the speed of replicas.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from bunkbed import _native
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
-#: Pushes that one token value can name; its low `COUNT_BITS` say how many it does.
+#: Pushes that one token value can identify; its low `COUNT_BITS` bits count them.
 BITS = 46
 COUNT_BITS = 6
-#: Lookups whose deduped ids are kept for their backward; beyond, backward dedupes again.
+#: Lookups whose deduplicated ids are kept for their backward; for older lookups, backward deduplicates again.
 BATCHES = 64
-#: Backwards in a row without a step that takes their gradients, and lookups for training without a backward, beyond
-#: which something is wrong.
+#: Limits: consecutive backwards without a step that takes their gradients, and lookups for training without a
+#: backward. Beyond them, `began` raises an error.
 MOST_UNSETTLED, MOST_UNANSWERED = 1000, 20_000
 
 
@@ -56,7 +56,7 @@ class _Push:
     unscale: float = 1.0
 
     def rows(self) -> FloatArray:
-        """float32[N, dim] unscaled gradients of the ids."""
+        """Return float32[N, dim] unscaled gradients of the ids."""
         grads = self.grads if self.bags is None else self.bags.spread(self.grads)
         return grads if self.unscale == 1.0 else grads * np.float32(self.unscale)
 
@@ -74,7 +74,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class StepRule:
-    """What the Keras optimizer that accepts a step asks of it beside its learning rate."""
+    """Settings of a Keras optimizer that apply to a table's step, in addition to the learning rate."""
 
     accumulate: int = 1
     clip_norm: float | None = None
@@ -82,9 +82,9 @@ class StepRule:
 
 
 class Pending:
-    """The gradients of one table that wait for a step; every layer on the table shares it.
+    """The gradients of one table that wait for a step; all layers on the table share it.
 
-    Owns nothing but those gradients. Thread-safe: TensorFlow's threads call it.
+    Owns only these gradients. Thread-safe: TensorFlow's threads call it.
     """
 
     def __init__(self, table: Any) -> None:
@@ -93,7 +93,7 @@ class Pending:
         self._lock = threading.RLock()
         self._groups: list[_Group] = []  # not accepted, oldest first
         self._accepted: list[_Push] = []  # by the optimizer, for an update that is still accumulating
-        self._open: dict[int, _Group] = {}  # which the next push of a replica joins
+        self._open: dict[int, _Group] = {}  # by replica: the group that its next push joins
         self._free = set(range(BITS))
         self._handles = itertools.count(1)
         self._batches: OrderedDict[int, Any] = OrderedDict()
@@ -109,10 +109,10 @@ class Pending:
     # ---- forward
 
     def began(self, batch: Any, replica: int, *, is_certain: bool) -> int:
-        """A lookup of a replica took place; returns the handle by which its backward finds `batch`.
+        """Register a lookup of a replica; return the handle by which its backward finds `batch`.
 
         Raises:
-            RuntimeError: `is_certain` that it is for training, and so were many before it, and no step came.
+            RuntimeError: too many backwards without a step, or too many `is_certain` lookups without a backward.
         """
         with self._lock:
             is_next = self._open.pop(replica, None) is not None
@@ -143,17 +143,17 @@ class Pending:
         *,
         bags: Any = None,
     ) -> float:
-        """Takes the gradients of one lookup; returns what names them in the token's gradient.
+        """Add the gradients of one lookup; return the number that identifies them in the token's gradient.
 
         Args:
             handle: of the lookup, see `began`.
-            order: (replica, place in the forward order): where its gradients stand in the sums.
+            order: (replica, place in the forward order): its place in the order of the sums.
             ids: int64[N].
             grads: float32[N, dim]; with `bags`, the gradients of its bags, float32[B, dim].
 
         Returns:
-            What names the push; 0 where all of `BITS` are in use, and another one of this step stands for it; NaN where
-            a gradient is not finite.
+            The number of the push; 0 if all `BITS` are in use, when the bit of another push also covers this one; NaN
+            if a gradient is not finite.
         """
         with self._lock:
             batch = self._batches.pop(handle, None)
@@ -171,7 +171,7 @@ class Pending:
             bit = self._free_bit()
             if bit is not None:
                 group.bits[bit] = [push]
-            else:  # another push of this backward stands for it
+            else:  # the bit of another push, of this backward if possible, covers it
                 owner = group if group.bits else next(each for each in reversed(self._groups) if each.bits)
                 owner.bits[max(owner.bits)].append(push)
             if not np.isfinite(norm):
@@ -179,7 +179,7 @@ class Pending:
             return 0.0 if bit is None else float(2 ** (bit + COUNT_BITS) + 1)
 
     def _free_bit(self) -> int | None:
-        """A bit to name a push by, if need be that of the oldest backward that is over; None where all are in use."""
+        """Return a free bit, if needed by forgetting the oldest finished backward; None if all are in use."""
         while not self._free and self._groups[0] not in self._open.values():
             self._free.update(self._groups.pop(0).bits)
         if not self._free:
@@ -200,29 +200,29 @@ class Pending:
         is_update: bool = True,
         optimizer: int = 0,
     ) -> bool:
-        """The optimizer assigned the token: what it was given is accepted, and becomes an update with `is_update`.
+        """Accept the gradients that the optimizer got when it assigned the token; with `is_update`, update the table.
 
         Args:
             gradients: float64[replicas], the token's gradient in each.
             rule: see `StepRule`.
             lr: learning rate of this step; None is the table's own.
-            unscale: what the gradients are to be multiplied by: one over the loss scale.
+            unscale: factor of the gradients, the reciprocal of the loss scale.
             is_update: False while gradients accumulate.
-            optimizer: which one, 0 for none; what accumulated for another is forgotten, as its own accumulators are.
+            optimizer: id of the optimizer, 0 for none; gradients that accumulated for another one are forgotten.
 
         Returns:
             Whether the table was updated.
 
         Raises:
             ValueError: a gradient is not finite; names the first id. Nothing is changed.
-            RuntimeError: a gradient names pushes that are not pending.
+            RuntimeError: a gradient identifies pushes that are not pending.
         """
         with self._lock:
             self._unsettled = 0
             if np.isnan(gradients).any():
                 raise ValueError(self._not_finite())
             if optimizer == 0 and not gradients.any():
-                return False  # somebody set the token, as set_weights() does
+                return False  # not a step: for example set_weights() assigned the token
             pushes = self._take(gradients)
             if self._accumulates_for != optimizer:
                 self._accepted.clear()
@@ -238,7 +238,7 @@ class Pending:
             return True
 
     def drop(self) -> None:
-        """Forgets every gradient: the table went back to another epoch."""
+        """Forget every gradient, after the table was rewound."""
         with self._lock:
             self._groups.clear()
             self._accepted.clear()
@@ -290,13 +290,13 @@ class Pending:
         self._step(batch, sums, norm, factor / rule.accumulate, rule, lr)
 
     def _summed(self, pushes: list[_Push]) -> tuple[Any, FloatArray, float, float]:
-        """The sums of pushes, in order: their batch, float32[U, dim], the norm, and what both are to be multiplied by.
+        """Sum pushes in order; return their batch, float32[U, dim], the norm, and a factor for sums and norm.
 
-        The sums may be those of a push: nobody needs them after its step.
+        The sums may be the array of a push, which is not used after its step.
         """
         table = self.table
         if len(pushes) == 1:
-            # Its sums, of scaled gradients; a scale is a power of two in practice, so this is exact.
+            # The sums of scaled gradients: a loss scale is a power of two in practice, so the factor is exact.
             return pushes[0].batch, pushes[0].sums, pushes[0].norm, pushes[0].unscale
         if pushes:
             pushes.sort(key=lambda push: push.order)
@@ -305,7 +305,7 @@ class Pending:
         return table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32), 0.0, 1.0
 
     def _step(self, batch: Any, sums: FloatArray, norm: float, factor: float, rule: StepRule, lr: float | None) -> None:
-        """The table's update by `sums` times `factor`, clipped."""
+        """Update the table by `sums` times `factor`, clipped."""
         norm *= factor
         if rule.clip_norm is not None and norm > rule.clip_norm:
             factor *= rule.clip_norm / norm

@@ -1,4 +1,4 @@
-"""Where the tables of saved models are now."""
+"""Present paths of the tables of saved models that were moved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _moved: list[dict[Path, Path]] = []
 
 @contextlib.contextmanager
 def moved(places: Mapping[str | PathLike[str], str | PathLike[str]]) -> Iterator[None]:
-    """While it lasts, layers look for tables where they are now: old path to new path.
+    """Open tables at their new paths within the context; `places` maps old path to new path.
 
     For loading a ``.keras`` file whose tables were moved::
 
@@ -27,7 +27,7 @@ def moved(places: Mapping[str | PathLike[str], str | PathLike[str]]) -> Iterator
 
 
 def current_path(path: Path) -> Path:
-    """Where the table of `path` is now."""
+    """Return the present path of the table of `path`."""
     for places in reversed(_moved):
         found = places.get(_absolute(path))
         if found is not None:

@@ -1,4 +1,4 @@
-"""What a layer from ids to rows is whatever backend Keras runs on: which ids it takes, masks, shapes."""
+"""Base of layers from ids to rows on every Keras backend: accepted ids, masks, shapes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import keras
 
 COMBINERS = ("sum", "mean", "sqrtn")
 
-#: Beyond it int32 ids cannot name every row, and a cast to int32 may have wrapped what they were.
+#: For tables with more rows, int32 cannot represent every id, and a cast to int32 may have wrapped the ids.
 _MOST_INT32 = 2**31
-#: Beyond it a float32 cannot name every row.
+#: For tables with more rows, float32 cannot represent every id.
 _MOST_FLOAT32 = 2**24
 
 
@@ -26,10 +26,10 @@ class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
     combiner: str | None
 
     def _ids_are_float(self, dtype: str, entry: Any) -> bool:
-        """Whether ids of this dtype are floats, to be checked for whole numbers.
+        """Return whether ids of this dtype are floats, which must be checked for whole numbers.
 
         Raises:
-            TypeError: they cannot be what the caller meant.
+            TypeError: the dtype cannot represent every id of the table, or the caller gave floats.
         """
         most = self.input_dim
         if dtype in ("int64", "uint32"):
@@ -41,7 +41,7 @@ class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
                     "to it wraps; give int64, and declare it: keras.Input(shape, dtype='int64')"
                 )
             return False
-        # Sequential without an Input, and Input without dtype=, make float32 of integers before they come here.
+        # Sequential without an Input, and Input without dtype=, convert integers to float32 before this call.
         if dtype in ("float32", "float64") and entry is not self and most is not None and most <= _MOST_FLOAT32:
             return True
         raise TypeError(
@@ -50,7 +50,7 @@ class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
         )
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """bool[...]: which ids are not 0, where `mask_zero` and nothing is pooled."""
+        """Return bool[...], whether an id is not 0, if `mask_zero` and without combiner; else None."""
         if not self.mask_zero or self.combiner is not None:
             return None
         return keras.ops.not_equal(inputs, 0)
@@ -60,10 +60,10 @@ class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
         return (*(shape if self.combiner is None else shape[:-1]), self.output_dim)
 
     def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
-        """[..., output_dim]; with a combiner without the ids' last axis."""
+        """Return [..., output_dim]; with a combiner without the last axis of the ids."""
         return self._output(input_shape)
 
     def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
-        """The output, without looking anything up."""
+        """Return shape and dtype of the output, without a lookup."""
         is_ragged = getattr(inputs, "ragged", False) and self.combiner is None
         return keras.KerasTensor(self._output(inputs.shape), dtype=self.compute_dtype, ragged=is_ragged)

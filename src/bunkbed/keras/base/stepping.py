@@ -1,9 +1,9 @@
-"""Who steps a variable: Keras does not say, and a table must know.
+"""Detection of the optimizer that steps a variable, which Keras does not pass on.
 
 A table needs the optimizer that steps it: its learning rate, clipping, gradient accumulation and the scale of the loss.
-An optimizer asks a variable for ``overwrite_with_gradient`` and then assigns to it, so `SteppedVariable` looks at who
-called. That is Keras's own business, which may change: `require_known_keras` has optimizers step a variable of no
-consequence, and what they then do differently is an error before anything is trained.
+An optimizer reads a variable's ``overwrite_with_gradient`` and then assigns to the variable, so `SteppedVariable` reads
+the caller's local variables. These are internals of Keras and may change. So `require_known_keras` lets optimizers step
+a test variable, and raises an error before any training if they do not work as expected.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 
 
 class By(NamedTuple):
-    """Who assigns to a variable, and what the gradient is that it assigns."""
+    """The optimizer that assigns to a variable, and the gradient that it assigns."""
 
-    #: The `keras.optimizers.Optimizer` that steps; None where it is another caller, as ``set_weights``.
+    #: The `keras.optimizers.Optimizer` that steps; None for another caller, such as ``set_weights``.
     optimizer: Any
     #: The `keras.optimizers.LossScaleOptimizer` around it, or None.
     scaling: Any
-    #: float64[]; under accumulation the value that is assigned is another one.
+    #: float64[]; under accumulation the assigned value differs from it.
     gradient: Any
 
 
 def unknown_keras(what: str) -> RuntimeError:
-    """The error of a Keras that steps variables otherwise than this was written for."""
+    """Return the error for a Keras that steps variables in an unexpected way."""
     return RuntimeError(
         f"keras {keras.__version__} steps variables in a way that bunkbed.keras does not know: {what}; nothing was "
         "changed; install keras 3.15, or a newer bunkbed"
@@ -38,7 +38,7 @@ def unknown_keras(what: str) -> RuntimeError:
 
 
 class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped here
-    """A trainable scalar, float64, to which optimizers assign its gradient, past clipping, decay and slots."""
+    """A trainable float64 scalar to which optimizers assign its gradient, without clipping, decay or slots."""
 
     def __init__(self, name: str, **arguments: Any) -> None:
         self._scaling = threading.local()  # a strategy's replicas are threads
@@ -55,10 +55,10 @@ class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped
 
     @property
     def overwrite_with_gradient(self) -> bool:
-        """True: optimizers assign the gradient, past clipping, decay and slots."""
+        """True: optimizers assign the gradient, without clipping, decay or slots."""
         caller = sys._getframe(1).f_locals.get("self")
         if isinstance(caller, keras.optimizers.LossScaleOptimizer):
-            self._scaling.optimizer = caller  # about to have its inner optimizer step
+            self._scaling.optimizer = caller  # it will now step its inner optimizer
         return True
 
     @overwrite_with_gradient.setter
@@ -67,7 +67,7 @@ class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped
 
     @property
     def trainable(self) -> bool:
-        """Always True: a frozen layer looks rows up without it, and another layer on the table may train."""
+        """Always True: a frozen layer does not use the token, and another layer on the table may train."""
         return True
 
     @trainable.setter
@@ -75,13 +75,13 @@ class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped
         pass
 
     def assigned_by(self, value: Any, caller: Mapping[str, Any]) -> By:
-        """Who assigns `value`.
+        """Return the optimizer that assigns `value`.
 
         Args:
             caller: local variables of the function that called ``assign``.
 
         Raises:
-            RuntimeError: an optimizer does, and not as it was known to.
+            RuntimeError: an optimizer assigns it in an unexpected way.
         """
         optimizer: Any = caller.get("self")
         if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -97,7 +97,7 @@ class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped
 
 
 class _Probe(SteppedVariable):
-    """Remembers who assigned what."""
+    """A variable that records its assignments."""
 
     def __init__(self) -> None:
         super().__init__("probe")
@@ -110,10 +110,10 @@ class _Probe(SteppedVariable):
 
 @functools.cache
 def require_known_keras() -> None:
-    """Has this Keras's optimizers step a variable, once in a process.
+    """Let this Keras's optimizers step a variable, once in a process.
 
     Raises:
-        RuntimeError: they do not do so as `SteppedVariable` expects.
+        RuntimeError: they do not step it as `SteppedVariable` expects.
     """
     failed: list[BaseException] = []
 
@@ -123,7 +123,7 @@ def require_known_keras() -> None:
         except BaseException as error:
             failed.append(error)
 
-    # In a thread of its own: outside of graphs, strategies and Keras's scopes, and no name is taken.
+    # In a separate thread: outside graphs, strategies and Keras's scopes, and without using up names.
     thread = threading.Thread(target=probe, name="bunkbed-keras-probe")
     thread.start()
     thread.join()
@@ -134,7 +134,7 @@ def require_known_keras() -> None:
 def _probe_all() -> None:
     sgd = keras.optimizers.SGD
     cases: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int]] = {
-        # Clipped, decayed and unscaled it would be another number.
+        # Clipping, decay or unscaling would change the number.
         "an optimizer": (lambda: sgd(0.5, clipnorm=1e-3, weight_decay=0.1, loss_scale_factor=4.0), lambda o: o, 1),
         "gradient accumulation": (lambda: sgd(0.5, gradient_accumulation_steps=2), lambda o: o, 2),
         "LossScaleOptimizer": (

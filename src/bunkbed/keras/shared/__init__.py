@@ -1,1 +1,1 @@
-"""What all layers on one table share: the table, its token and kept epoch, and its lookups as TensorFlow ops."""
+"""Shared by all layers on one table: the table, its token and kept epoch, and its lookups as TensorFlow ops."""

@@ -1,7 +1,7 @@
-"""Lookups as TensorFlow ops: rows out, gradients back to `Pending`.
+"""Lookups as TensorFlow ops, whose gradients go to `Pending`.
 
-Callbacks hold what layers share weakly: TensorFlow keeps the gradient functions of a graph, and with them the graph, in
-a registry of the process for good, and tables must close with the last layer.
+Callbacks refer to `SharedTable` weakly: TensorFlow keeps the gradient functions of a graph, and with them the graph, in
+a registry until the process ends, and tables must close with the last layer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bunkbed.keras.tensorflow.callbacks import call
 
 
 def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
-    """float32[..., dim] rows of an int64[...] tensor of ids.
+    """Return float32[..., dim] rows of an int64[...] tensor of ids.
 
     Args:
-        train: let gradients come back.
+        train: whether the rows may get gradients.
         touch: see `bunkbed.Table.lookup`.
-        is_certain: that a gradient will come back.
+        is_certain: whether the rows will get gradients for certain.
     """
     name, this = shared.name, weakref.ref(shared)
 
@@ -71,11 +71,11 @@ def bags_of(
     touch: bool,
     is_certain: bool,
 ) -> Any:
-    """float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None.
+    """Return float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None.
 
     Args:
-        combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``, as `tf.nn.embedding_lookup_sparse` has them.
-        skip_zero: leave id 0 out.
+        combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``, as in `tf.nn.embedding_lookup_sparse`.
+        skip_zero: whether to skip id 0.
         train, touch, is_certain: see `rows_of`.
     """
     name, this = shared.name, weakref.ref(shared)
@@ -119,7 +119,7 @@ def bags_of(
 def answered(
     shared: SharedTable, rows: Any, handle: Any, inputs: list[Any], place: Any, push: Callable[..., Any]
 ) -> Any:
-    """`rows` whose gradient goes to `push`, and whose answer becomes the token's gradient."""
+    """Return `rows` whose gradient goes to `push`; the result of `push` becomes the token's gradient."""
     if "loop_body" in tf.get_current_name_scope():
         raise ValueError(
             f"table {shared.name!r}: a lookup inside tf.vectorized_map loses its gradient; look all ids up at once, "
@@ -130,7 +130,7 @@ def answered(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def attach(rows: Any, _: Any) -> Any:
         def backward(grads: Any) -> Any:
-            grads = tf.convert_to_tensor(grads)  # from IndexedSlices, where rows were gathered from
+            grads = tf.convert_to_tensor(grads)  # from IndexedSlices, if the model gathered from `rows`
             value = call("gradients", name, push, [handle, *inputs, grads, place], tf.float64)
             if not tf.executing_eagerly():
                 value.set_shape([])
@@ -142,7 +142,7 @@ def answered(
 
 
 def require_zero(shared: SharedTable, token: Any) -> None:
-    """Raises RuntimeError where something else than a step set the token, whose value a lookup was given."""
+    """Raise RuntimeError if a caller other than a step changed the token's value, which every lookup gets."""
     if token != 0.0:
         raise RuntimeError(
             f"table {shared.name!r}: its token's variable was set to {float(token):g} and no row was updated; give the "
@@ -151,7 +151,7 @@ def require_zero(shared: SharedTable, token: Any) -> None:
 
 
 def place_of(shared: SharedTable) -> Any:
-    """int64[2]: replica and place in the forward order, by which gradients are summed."""
+    """Return int64[2]: replica and place in the forward order, the order in which gradients are summed."""
     replica = tf.distribute.get_replica_context()
     number = 0 if replica is None else tf.get_static_value(replica.replica_id_in_sync_group)
     return tf.constant([0 if number is None else int(number), shared.next_place()], tf.int64)

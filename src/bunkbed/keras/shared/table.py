@@ -1,8 +1,8 @@
-"""What all layers on one table share: the table, its token and kept epoch, the gradients that wait.
+"""Shared by all layers on one table: the table, its token and kept epoch, its pending gradients.
 
-A layer that follows compile's optimizer cannot make its table when it is constructed: the optimizer says which state
-a row has. Until a training step shows the optimizer, lookups go to a stand-in in RAM without state, whose untouched
-rows have the same bits: they are a function of (seed, id).
+A layer that follows compile's optimizer cannot make its table when it is constructed, because the optimizer decides
+which state a row has. Until a training step shows the optimizer, lookups use a substitute table in RAM without state.
+Its untouched rows have the same bits, as they are a function of (seed, id).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _log = logging.getLogger("bunkbed.keras")
 
 #: Rows per `Table.set` when weights are imported.
 _CHUNK = 65_536
-#: Of the names of the epochs that saved files refer to, and arrays from ``get_weights``.
+#: Prefixes of the names of kept epochs: those in saved files, and those in arrays from ``get_weights``.
 _PREFIX = "keras-"
 _PREFIX_IN_PROCESS = "get_weights-"
 
 
 @dataclass(frozen=True)
 class TableArguments:
-    """What a layer was told of its table."""
+    """A layer's arguments about its table."""
 
     kind: str
     input_dim: int | None
@@ -63,14 +63,14 @@ class TableArguments:
     ram: int | str | Budget | None
     disk: int | str | None
     durability: Literal["durable", "scratch"] | None
-    #: What a stored table must have, by the layer's argument names; see `bunkbed.adapters.tables.require_same`.
+    #: Required values of a stored table, by the layer's argument names; see `bunkbed.adapters.tables.require_same`.
     same: dict[str, Any]
-    #: A sharded table, and where a new one's shards lie.
+    #: Whether the table is sharded, and the directories of a new one's shards.
     is_sharded: bool = False
     directories: tuple[Path, ...] | None = None
 
     def opened(self, optimizer: Optimizer | None) -> Any:
-        """The table at `path`; None where there is none."""
+        """Open the table at `path`; return None if there is none."""
         if self.path is None:
             return None
         found = open_stored(
@@ -86,7 +86,7 @@ class TableArguments:
         return found
 
     def created(self, optimizer: Optimizer) -> Any:
-        """The table at `path` or in RAM, made if it is not there."""
+        """Open the table at `path`, or make it there or in RAM."""
         if self.is_sharded:
             assert self.path is not None
             return self.opened(optimizer) or bb.ShardedTable.create(
@@ -101,7 +101,7 @@ class TableArguments:
         )  # fmt: skip
 
     def stand_in(self) -> Any:
-        """A table in RAM with the same untouched rows, and no state."""
+        """Make a table in RAM with the same untouched rows, and no state."""
         return bb.create(
             None, dim=self.output_dim, num_rows=self.input_dim, optimizer=bb.SGD(0.0), init=self.init, seed=self.seed,
             dtype=self.dtype or "float32",
@@ -109,18 +109,18 @@ class TableArguments:
 
 
 class SharedTable:
-    """One table and what Keras needs of it, for every layer on it.
+    """One table with its Keras variables and gradients, for every layer on the table.
 
-    Thread-safe where TensorFlow's threads call it: lookups, pushes, steps. `bunkbed.keras.workers_table` has the one
-    that several workers train, each a part or a copy of it.
+    Thread-safe where TensorFlow's threads call it: lookups, pushes, steps. `bunkbed.keras.workers_table` has the
+    subclass for several workers, each of which trains a part or a copy of the table.
 
     Args:
-        arguments: of the layer that came first; None with `table`.
-        table: an open table; None while it is not known what state its rows have.
+        arguments: of the first layer; None with `table`.
+        table: an open table; None while the state of its rows is unknown.
         is_explicit: whether its optimizer was given; otherwise it follows compile's.
     """
 
-    #: The `bunkbed.keras.workers.group.Workers` that train it.
+    #: The `bunkbed.keras.workers.group.Workers` that train the table; None without workers.
     workers: Any = None
 
     def __init__(self, arguments: TableArguments | None, table: Any, *, is_explicit: bool) -> None:
@@ -139,7 +139,7 @@ class SharedTable:
         if table is not None:
             self._start(table)
         require_known_keras()
-        name = re.sub(r"[^A-Za-z0-9]+", "_", self.name).strip("_") or "table"  # a scope of TensorFlow takes no others
+        name = re.sub(r"[^A-Za-z0-9]+", "_", self.name).strip("_") or "table"  # as TensorFlow's scopes require
         self.token = Token(self, f"{name}_embeddings_token")
         self.kept_epoch = KeptEpoch(self, f"{name}_embeddings_epoch")
 
@@ -147,7 +147,7 @@ class SharedTable:
 
     @property
     def name(self) -> str:
-        """The table's."""
+        """The table's name."""
         if self._table is not None:
             return str(self._table.name)
         path = None if self._arguments is None else self._arguments.path
@@ -155,12 +155,12 @@ class SharedTable:
 
     @property
     def dim(self) -> int:
-        """Weights of a row."""
+        """The number of weights of a row."""
         return int(self._table.dim) if self._arguments is None else self._arguments.output_dim
 
     @property
     def seed(self) -> int:
-        """Of the initialiser; a stored table has its own."""
+        """The seed of the initialiser; a stored table has its own."""
         if self._table is not None:
             return int(self._table.seed)
         assert self._arguments is not None
@@ -177,16 +177,16 @@ class SharedTable:
 
     @property
     def is_divided(self) -> bool:
-        """Whether each of several workers has rows of its own."""
+        """Whether each of several workers has a part of the rows."""
         return self.workers is not None and bool(self.workers.is_sharded)
 
     def next_place(self) -> int:
-        """The next number of the forward order."""
+        """Return the next number of the forward order."""
         return next(self._places)
 
     @property
     def has_table(self) -> bool:
-        """Whether the table is there already; see the module."""
+        """Whether the table was made or opened; see the module's docstring."""
         return self._table is not None
 
     @property
@@ -194,7 +194,7 @@ class SharedTable:
         """The `bunkbed.Table`.
 
         Raises:
-            RuntimeError: it is not there yet.
+            RuntimeError: the table was not made yet.
         """
         if self._table is None:
             raise RuntimeError(
@@ -205,16 +205,16 @@ class SharedTable:
 
     @property
     def pending(self) -> Pending:
-        """The gradients that wait for a step."""
+        """The pending gradients."""
         assert self._pending is not None
         return self._pending
 
     def adopt(self, table: Any) -> None:
-        """This is the table that was not known yet."""
+        """Use this table, which was not known before."""
         self._start(table)
 
     def require_same(self, arguments: TableArguments) -> None:
-        """Raises ValueError where another layer that waits for the same table describes it otherwise."""
+        """Raise ValueError if another layer on the same table, which is not made yet, has different arguments."""
         assert self._arguments is not None
         ours, theirs = self._arguments, arguments
         for name in ("input_dim", "output_dim", "dtype"):
@@ -238,13 +238,13 @@ class SharedTable:
         return Pending(table)
 
     def keep_at_least(self, keep: int | None) -> None:
-        """Of the layers on one table the one that keeps most checkpoints decides; None is all."""
+        """Keep at least this many checkpoints; the largest number of all layers on the table applies, None is all."""
         self._keep = None if keep is None or self._keep is None else max(keep, self._keep)
         if self._references is not None:
             self._references.keep_at_least(keep)
 
     def import_rows(self, weights: NDArray[np.float32]) -> None:
-        """Overwrites rows ``0 .. len(weights)`` with float32[rows, output_dim]."""
+        """Overwrite rows ``0 .. len(weights) - 1`` with float32[rows, output_dim]."""
         if self._table is not None:
             self._import(self._table, weights)
             return
@@ -260,7 +260,7 @@ class SharedTable:
         table.set(ids, rows)
 
     def for_lookup(self) -> Any:
-        """The table, or what stands in for it."""
+        """Return the table, or its substitute until it is made."""
         if self._table is not None:
             return self._table
         with self._lock:
@@ -274,10 +274,10 @@ class SharedTable:
     # ---- training
 
     def follow(self, optimizer: Any) -> None:
-        """Make the table that follows a Keras optimizer, if it is not there.
+        """Make the table that follows a Keras optimizer, unless it is made already.
 
         Raises:
-            ValueError: no rule of ours follows it; or it is None.
+            ValueError: no update rule of bunkbed follows the optimizer; or it is None.
         """
         if self.is_explicit or self._table is not None:
             return
@@ -293,22 +293,22 @@ class SharedTable:
             self._start(self._arguments.created(rule))
 
     def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
-        """The op of an optimizer's step.
+        """Make the op of an optimizer's step.
 
-        One for each table, also of those that step together: Keras assigns to token after token and never says which is
-        the last one, and leaves out those without a gradient. An op that all shared would have to guess where a step
-        ends, and a table it missed would be a step behind. A further op costs some 25 us of a step's milliseconds.
+        Each table has its own op. A common op of several tables would have to guess the end of a step, because Keras
+        assigns the tokens one by one, does not mark the last one, and skips tokens without a gradient. A table that the
+        op missed would be a step behind. An additional op costs about 25 us of a step's milliseconds.
 
         Args:
             gradients: float64[replicas], the token's gradient in each.
-            optimizer: the Keras optimizer that steps; None where it is another caller.
+            optimizer: the Keras optimizer that steps; None if another caller assigns the token.
             scaling: the `keras.optimizers.LossScaleOptimizer` around it, or None.
 
         Returns:
             float64[], 0.
 
         Raises:
-            ValueError: the table cannot follow the optimizer, or it does what no table does.
+            ValueError: the table cannot follow the optimizer, or has no equivalent of one of its settings.
         """
         rule, definition, rate, unscale, follows = self._what_steps(optimizer, scaling)
         this, whose = weakref.ref(self), 0 if optimizer is None else id(optimizer)
@@ -331,11 +331,11 @@ class SharedTable:
         return as_scalar(call("update", self.name, step, inputs, np.float64))
 
     def _what_steps(self, optimizer: Any, scaling: Any) -> tuple[StepRule, Optimizer | None, Any, Any, bool]:
-        """What an optimizer's step asks of the table.
+        """Return the parameters of an optimizer's step of the table.
 
         Returns:
-            Its rule, the optimizer that the table is to have (None: its own), float64[] learning rate, float64[] one
-            over the loss scale, and whether that learning rate counts.
+            Its rule, the table's new optimizer (None: its own), float64[] learning rate, float64[] reciprocal of the
+            loss scale, and whether that learning rate is used.
         """
         follows = not self.is_explicit and optimizer is not None
         rule = step_rule(optimizer, follows=follows)
@@ -353,26 +353,26 @@ class SharedTable:
         return rule, definition, rate, unscale, follows
 
     def _tell(self, optimizer: Any) -> None:
-        """Says once that the table does not follow the optimizer that steps it."""
+        """Log, at the first call, that the table does not follow the optimizer that steps it."""
         if optimizer is None or self._told:
             return
         self._told = True
-        beside = "" if optimizer.global_clipnorm is None else ", and global_clipnorm leaves it out"
+        addition = "" if optimizer.global_clipnorm is None else ", and global_clipnorm leaves it out"
         _log.warning(
             "table %r is trained by its own optimizer %r, not by compile's %s%s",
-            self.table.name, self.table.optimizer, type(optimizer).__name__, beside,
+            self.table.name, self.table.optimizer, type(optimizer).__name__, addition,
         )  # fmt: skip
 
     # ---- saved weights
 
     def save(self, *, in_process: bool = False) -> Reference | None:
-        """Commits the table and keeps the epoch; None for a table that is not there yet.
+        """Commit the table and keep the epoch; return None for a table that was not made yet.
 
         Args:
-            in_process: for ``get_weights``, whose epochs do not crowd out those of files.
+            in_process: for ``get_weights``, whose epochs are counted separately from those of files.
 
         Raises:
-            ValueError: rows were given, and there is no table to hold them yet.
+            ValueError: rows were given, and the table that will hold them was not made yet.
         """
         return self._keep_epoch(_PREFIX_IN_PROCESS if in_process else None)
 
@@ -390,10 +390,10 @@ class SharedTable:
         return self._references.save(prefix, drop=drop)
 
     def go_back(self, number: int, number_of: Callable[[str, int], int]) -> None:
-        """Puts the table back to the epoch that `number` stands for, and forgets gradients that wait; see `KeptEpoch`.
+        """Rewind the table to the epoch that `number` encodes, and forget pending gradients; see `KeptEpoch`.
 
         Raises:
-            ValueError: it was dropped, or is another table's.
+            ValueError: the epoch was dropped, or is another table's.
         """
         if self._references is None:
             if number:
@@ -415,10 +415,10 @@ class SharedTable:
             self.pending.drop()
 
     def load(self, fields: dict[str, Any] | None) -> None:
-        """Puts the table back to the epoch of a reference's fields, and forgets gradients that wait.
+        """Rewind the table to the epoch of a reference's fields, and forget pending gradients.
 
         Raises:
-            ValueError: it was dropped, or is another table's, or the table is not there.
+            ValueError: the epoch was dropped, or is another table's, or the table does not exist.
         """
         if fields is None:
             return
@@ -446,17 +446,17 @@ class SharedTable:
 
 
 def reference_of(fields: dict[str, Any], uuid: str) -> Reference:
-    """The reference that was saved; of those that several workers saved together, the one to the table of `uuid`."""
+    """Return the saved reference; if several workers saved together, the reference to the table of `uuid`."""
     own = {name: value for name, value in fields.items() if name != "workers"}
     epochs = dict(fields.get("workers") or [])
     return Reference(**{**own, "uuid": uuid, "epoch": epochs[uuid]} if uuid in epochs else own)
 
 
 def alive(shared: weakref.ref[_Shared]) -> _Shared:
-    """What TensorFlow's graphs, which outlive models, hold weakly.
+    """Return the table's shared object, to which TensorFlow's graphs refer weakly, as graphs outlive models.
 
     Raises:
-        RuntimeError: it is gone.
+        RuntimeError: it was deleted.
     """
     found = shared()
     if found is None:
@@ -465,13 +465,13 @@ def alive(shared: weakref.ref[_Shared]) -> _Shared:
 
 
 _lock = threading.Lock()
-#: By id(table), and by path for those whose table is not there yet.
+#: Shared objects by id(table), and by path while the table is not made yet.
 _by_table: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDictionary()
 _by_path: weakref.WeakValueDictionary[str, SharedTable] = weakref.WeakValueDictionary()
 
 
 def shared_of_table(table: Any) -> SharedTable:
-    """What the layers on an open table share."""
+    """Return the shared object of an open table."""
     with _lock:
         found = _by_table.get(id(table))
         return SharedTable(None, table, is_explicit=True) if found is None else found
@@ -480,10 +480,10 @@ def shared_of_table(table: Any) -> SharedTable:
 def shared_of(
     arguments: TableArguments, optimizer: Optimizer | None, make: Callable[..., SharedTable] = SharedTable
 ) -> SharedTable:
-    """What the layers share whose table these arguments describe; `make` is called where it is not there yet.
+    """Return the shared object of the table that these arguments describe; call `make` if there is none yet.
 
     Raises:
-        ValueError: a stored table, or one that another layer waits for, is another than they describe.
+        ValueError: a stored table, or the arguments of another layer on the same path, differ from these.
     """
     with _lock:
         table = arguments.opened(optimizer)
@@ -492,10 +492,10 @@ def shared_of(
         key = None if arguments.path is None else str(arguments.path.resolve())
         waiting = None if key is None else _by_path.get(key)
         if waiting is not None and waiting.has_table:
-            waiting = None  # it has what is open, or what was closed since
+            waiting = None  # its table is open, and found by id, or was closed since
         found = waiting if table is None else _by_table.get(id(table))
         if found is None and waiting is not None:
-            waiting.adopt(table)  # a layer without optimizer= came first, and this one has it
+            waiting.adopt(table)  # an earlier layer has no optimizer=, this one has
             found = waiting
         if found is None:
             found = make(arguments, table, is_explicit=optimizer is not None)

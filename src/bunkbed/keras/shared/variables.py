@@ -1,8 +1,7 @@
-"""The two scalar variables that stand for a table in Keras: its token, and its kept epoch.
+"""The two scalar variables that represent a table in Keras: its token, and its kept epoch.
 
-Keras and TensorFlow know variables: what is trained, saved, restored, copied to replicas. The token stands for the
-rows where steps are taken, the kept epoch where weights are saved and loaded. Both are one number; the rows stay in
-the table.
+Keras and TensorFlow train, save, restore and replicate variables. The token represents the rows in optimizer steps, the
+kept epoch represents them where weights are saved and loaded. Both are one number; the rows stay in the table.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ else:
 
 
 class Token(SteppedVariable):
-    """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
+    """The variable that the optimizer gets instead of the rows; its gradient encodes which row gradients it got.
 
-    See `bunkbed.keras.base.pending` for the protocol. Its value is 0 and stays 0. Of TensorFlow; torch's is in
+    See `bunkbed.keras.base.pending` for the protocol. Its value is always 0. This one is for TensorFlow; torch's is in
     `bunkbed.keras.torch.backend`.
     """
 
@@ -37,23 +36,23 @@ class Token(SteppedVariable):
         super().__init__(name, aggregation="mean")
 
     def assign(self, value: Any) -> Any:
-        """The optimizer's step: what the gradient names becomes an update of the table."""
+        """Take the optimizer's step: update the table with the row gradients that the token's gradient encodes."""
         owner = self._owner()
         if owner is None:
             raise RuntimeError("the table of this token is closed")
         stepping, scaling, gradient = self.assigned_by(value, sys._getframe(1).f_locals)
         value = gradient if stepping is None else value
         replica = tf.distribute.get_replica_context()
-        # Set from outside, as set_weights() does; of a table that is not there yet nothing can wait.
+        # Assigned outside a step, as by set_weights(). A table that was not made yet has no pending gradients.
         if replica is None or (stepping is None and not owner.has_table):
             return value
         if owner.workers is not None:
             if stepping is None and tf.executing_eagerly() and not owner.workers.is_in_replica() and not gradient:
-                return value  # restored from a checkpoint, which holds its 0
+                return value  # restored from a checkpoint, whose value is 0
             zero = owner.settle(tf.reshape(gradient, [1]), stepping, scaling)
             replica.merge_call(_set, args=(self, zero))
         elif replica.num_replicas_in_sync == 1:
-            # The lookups of the next step read the variable: they come after the step that its value came of.
+            # The lookups of the next step read the variable, so they run after this step.
             self.value.assign(owner.settle(tf.reshape(gradient, [1]), stepping, scaling))
         elif tf.__internal__.distribute.strategy_supports_no_merge_call():
             raise RuntimeError("bunkbed.keras steps tables only where replicas can meet; leave jit_compile out")
@@ -73,11 +72,11 @@ def _set(strategy: Any, token: Token, value: Any) -> None:
 
 
 class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
-    """The epoch that saved weights refer to: reading it commits the table and keeps the epoch, setting it goes back.
+    """The epoch that saved weights refer to: a read commits the table and keeps the epoch, an assignment rewinds.
 
     So ``get_weights`` and ``set_weights`` (which early stopping uses), ``.weights.h5``, ``.keras`` and
-    `tf.train.Checkpoint` hold the reference where they hold the weights of other layers. As a number it is the epoch in
-    the low 40 bits, and above it 23 bits of the table's uuid, so that another table's number is told apart.
+    `tf.train.Checkpoint` hold the reference where they hold the weights of other layers. Its number has the epoch in
+    the low 40 bits, and above it 23 bits of the table's uuid, so that another table's number is detected.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -95,11 +94,11 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
         return owner
 
     def numpy(self) -> Any:
-        """Commits the table, keeps the epoch, and returns int64[]: 0 for a table that was not trained yet."""
+        """Commit the table, keep the epoch, and return int64[]: 0 for a table that was not made yet."""
         return np.asarray(self.saved(in_process=True), np.int64)
 
     def saved(self, *, in_process: bool = False) -> int:
-        """Commits the table and keeps the epoch; its number, 0 for a table that was not trained yet."""
+        """Commit the table and keep the epoch; return its number, 0 for a table that was not made yet."""
         reference = self._alive().save(in_process=in_process)
         return 0 if reference is None else _number(reference.uuid, reference.epoch)
 
@@ -107,10 +106,10 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
         return np.asarray(self.numpy(), dtype)
 
     def assign(self, value: Any) -> Any:
-        """Puts the table back to the kept epoch.
+        """Rewind the table to the kept epoch.
 
         Raises:
-            ValueError: it was dropped (lists those that remain), or belongs to another table.
+            ValueError: the epoch was dropped (lists those that remain), or belongs to another table.
         """
         number = int(value)
         self._alive().go_back(number, _number)

@@ -1,4 +1,4 @@
-"""Python called from TensorFlow: at once in eager mode, as an op of the graph otherwise."""
+"""Python functions called from TensorFlow: directly in eager mode, as an op in a graph."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.profiler.trace import enabled as is_profiling  # 20 ns, which TensorFlow has no public name for
+from tensorflow.python.profiler.trace import enabled as is_profiling  # 20 ns; has no public name
 
 from bunkbed import _native
 
 
 def ranged(what: str, table: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which does `what` to a table; as a range of TensorFlow's profiler, where it runs.
+    """Return ``function(*arguments)``; run it in a range named `what` while TensorFlow's profiler runs.
 
-    ``bunkbed lookup NAME``, ``bags``, ``gradients`` (a backward's sums), ``update`` and ``stage`` (planning what the
-    coming batches want, and starting its reads, which then go on by themselves); inside of them ``bunkbed stall NAME``:
-    the time they waited for reads, which ``table.stats()["stall_s"]`` adds up.
+    Ranges are ``bunkbed lookup NAME``, ``bags``, ``gradients`` (a backward's sums), ``update`` and ``stage`` (planning
+    for the coming batches, and the start of reads that continue in the background). Inside them, ``bunkbed stall NAME``
+    is a wait for reads; ``table.stats()["stall_s"]`` adds these up.
     """
     if not is_profiling():
         return function(*arguments)
@@ -25,38 +25,38 @@ def ranged(what: str, table: str, function: Callable[..., Any], *arguments: Any)
         return _native.with_stalls(lambda: trace(f"bunkbed stall {table}"), function, *arguments)
 
 
-#: Outside of a graph that is being traced.
+#: Context outside a graph that is being traced.
 outside_graph = tf.init_scope
 
 
 def is_eager() -> bool:
-    """Whether no graph is being traced."""
+    """Return whether no graph is being traced."""
     return bool(tf.executing_eagerly())
 
 
 def answer_with_error(shared: Any, rows: Any) -> Any:
-    """`rows`: in a graph nobody knows yet whether a gradient will be asked for, and outside of one no tape does."""
+    """Return `rows`: a graph does not show yet whether it needs gradients, and outside a graph no tape needs them."""
     return rows
 
 
 def as_scalar(value: Any) -> Any:
-    """`value`, whose shape is known from now on: []."""
+    """Return `value` with its shape set to []."""
     if not tf.executing_eagerly():
         value.set_shape([])
     return value
 
 
 def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
-    """``function(*inputs)`` on NumPy arrays, as tensors.
+    """Return ``function(*inputs)``, called with NumPy arrays, as tensors.
 
-    The op is stateful: TensorFlow neither prunes nor merges nor hoists it, any of which would lose an update or count
-    one twice, and runs those of one graph in the order they were made.
+    The op is stateful: TensorFlow does not prune, merge or hoist it, which would lose an update or apply it twice. It
+    runs the ops of one graph in the order in which they were made.
 
     Args:
-        what, table: as the profiler shows it; see `ranged`.
+        what, table: names for the profiler; see `ranged`.
         function: takes and returns arrays.
         inputs: tensors.
-        dtypes: of what it returns, one or a list.
+        dtypes: of the results, one or a list.
     """
     if tf.executing_eagerly():
         arrays = [tensor.numpy() for tensor in inputs]
@@ -65,7 +65,7 @@ def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[A
     def in_graph(*arrays: Any) -> Any:
         try:
             return ranged(what, table, function, *arrays)
-        except IndexError as error:  # which TensorFlow would turn into OutOfRange, and Keras take for the data's end
+        except IndexError as error:  # TensorFlow makes it OutOfRange, which means the end of the data to Keras
             raise ValueError(f"IndexError: {error}") from None
 
     return tf.numpy_function(in_graph, inputs, dtypes, stateful=True)

@@ -1,4 +1,4 @@
-"""What a layer that is called with ids does with them, whatever holds the rows."""
+"""Base layer for TensorFlow that converts its ids and looks up rows, independent of the storage of rows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import record  # for the one question that TensorFlow has no public name for
+from tensorflow.python.eager import record  # has no public name
 
 from bunkbed.keras.base.rows_layer import RowsLayer
 
 
 def is_recorded(value: Any) -> bool:
-    """Whether a tape that runs now watches a variable or tensor, or would on reading it."""
+    """Return whether an active tape watches a variable or tensor, or would watch a read of it."""
     value = getattr(value, "value", value) if isinstance(value, keras.Variable) else value
     return bool(record.should_record_backprop([tf.convert_to_tensor(value)]))
 
@@ -20,19 +20,19 @@ def is_recorded(value: Any) -> bool:
 class IdsLayer(RowsLayer):
     """A layer from ids to rows, or to pooled rows with a combiner: dtypes, ragged and sparse ids, masks, shapes.
 
-    A subclass sets what `RowsLayer` names, and gives `_rows` and `_bags`.
+    A subclass sets the attributes of `RowsLayer`, and defines `_rows` and `_bags`.
     """
 
     def _rows(self, ids: Any, options: Any) -> Any:
-        """float32[..., output_dim] rows of int64[...] ids."""
+        """Return float32[..., output_dim] rows of int64[...] ids."""
         raise NotImplementedError
 
     def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
-        """float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] row splits, float32[N] weights or None."""
+        """Return float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] splits, float32[N] weights/None."""
         raise NotImplementedError
 
     def _look_up(self, inputs: Any, weights: Any, options: Any) -> Any:
-        """Rows of ids of any kind, in the layer's compute dtype; `options` go on to `_rows` and `_bags`."""
+        """Return rows of ids of any kind, in the layer's compute dtype; `_rows` and `_bags` get `options`."""
         entry = self._get_call_context().entry_layer
         if self.combiner is not None:
             rows = self._pooled(inputs, weights, entry, options)
@@ -48,7 +48,7 @@ class IdsLayer(RowsLayer):
         return tf.cast(rows, self.compute_dtype)
 
     def _as_ids(self, ids: Any, entry: Any) -> Any:
-        """int64 ids; raises TypeError where they cannot be what the caller meant."""
+        """Return int64 ids; raise TypeError if their dtype may have changed the caller's ids."""
         ids = tf.convert_to_tensor(ids)
         is_float = self._ids_are_float(ids.dtype.name, entry)
         return tf.cast(_whole(ids) if is_float else ids, tf.int64)
@@ -62,7 +62,7 @@ class IdsLayer(RowsLayer):
             if inputs.shape.rank != 2:
                 raise ValueError(f"Embedding: sparse ids of a combiner must be [B, L], got {inputs.shape}")
             values, factors = inputs.values, None if weights is None else weights.values
-            # Canonical order is row-major; searchsorted on rows that are not sorted would mix bags up.
+            # searchsorted needs sorted rows, which the canonical row-major order has; else it would mix up bags.
             rows = inputs.indices[:, 0]
             ordered = tf.debugging.assert_non_negative(
                 rows[1:] - rows[:-1], "Embedding: sparse ids are not in row-major order; give tf.sparse.reorder(ids)"
@@ -98,7 +98,7 @@ class IdsLayer(RowsLayer):
 
 
 def _whole(ids: Any) -> Any:
-    """The float ids, after asserting that they are whole numbers."""
+    """Return the float ids after asserting that they are whole numbers."""
     checked = tf.debugging.assert_equal(ids, tf.floor(ids), "Embedding: ids must be whole numbers")
     with tf.control_dependencies([] if checked is None else [checked]):
         return tf.identity(ids)

@@ -1,9 +1,9 @@
-"""Keras on torch: the same layer, whose lookups, gradients and token are torch's. Needs no TensorFlow.
+"""Keras on torch: lookups, gradients and token of the same layer in torch. Needs no TensorFlow.
 
-Keras steps variables by its own optimizers on this backend too, and clears their gradients at each step, so the
-protocol is that of `bunkbed.keras.base.pending`, not the anchor of `bunkbed.torch`: a gradient that accumulates over
-several batches must outlive ``zero_grad``. What the backward of a lookup returns for the token names what it handed
-over, and autograd adds such numbers up exactly; what ``zero_grad`` drops, or no optimizer is given, is never applied.
+Keras's own optimizers step variables here too, and clear gradients at each step. A gradient that accumulates over
+several batches must outlive ``zero_grad``, so the protocol is that of `bunkbed.keras.base.pending`, not the anchor of
+`bunkbed.torch`. The backward of a lookup returns a number for the token that identifies its gradients, and autograd
+adds these numbers exactly. Gradients that ``zero_grad`` drops, or that no optimizer gets, are never applied.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ __all__ = [
     "rows_of",
 ]
 
-#: A lookup outside of `fit` may be for training whenever gradients are on, which torch has them by default.
+#: torch traces no graph that a call would have to leave.
 outside_graph = contextlib.nullcontext
 
 
 def is_eager() -> bool:
-    """Always: what is compiled or exported refuses to be, see `_require_eager`."""
+    """Return True: compilation and export are refused, see `_require_eager`."""
     return True
 
 
 def as_scalar(value: Any) -> Any:
-    """`value`, which has its shape."""
+    """Return `value`, whose shape is known already."""
     return value
 
 
 def is_recorded(value: Any) -> bool:
-    """Whether autograd would come back to a variable or tensor."""
+    """Return whether autograd would compute a gradient of a variable or tensor."""
     value = value.value if isinstance(value, keras.Variable) else value
     return bool(torch.is_grad_enabled() and value.requires_grad)
 
 
 def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
-    """``function(*inputs)`` on NumPy arrays, as a tensor; `dtypes` is for graphs, of which there are none."""
+    """Return ``function(*inputs)``, called with NumPy arrays, as a tensor; `dtypes` is not used."""
     arrays = [keras.ops.convert_to_numpy(each) for each in inputs]
     return torch.as_tensor(ranged(what, table, function, *arrays))
 
 
 class Token(SteppedVariable):
-    """What the optimizer is given in place of the rows; its gradient names the gradients of rows that wait.
+    """The variable that the optimizer gets instead of the rows; its gradient encodes which row gradients it got.
 
-    See `bunkbed.keras.base.pending` for the protocol. Its value is 0 and stays 0.
+    See `bunkbed.keras.base.pending` for the protocol. Its value is always 0.
     """
 
     strategy = None
@@ -81,27 +81,27 @@ class Token(SteppedVariable):
         super().__init__(name)
 
     def assign(self, value: Any) -> Any:
-        """The optimizer's step: what the gradient names becomes an update of the table."""
+        """Take the optimizer's step: update the table with the row gradients that the token's gradient encodes."""
         owner = self._owner()
         if owner is None:
             raise RuntimeError("the table of this token is closed")
         by = self.assigned_by(value, sys._getframe(1).f_locals)
-        if by.optimizer is not None or owner.has_table:  # set_weights() sets it too
+        if by.optimizer is not None or owner.has_table:  # set_weights() assigns it too
             owner.settle(by.gradient.detach().reshape(1), by.optimizer, by.scaling)
         return value
 
 
 class EpochParameter(torch.nn.Parameter):  # type: ignore[misc]  # torch is untyped here
-    """The value of a `KeptEpoch`, for ``state_dict()`` and ``load_state_dict()``, which walk over parameters.
+    """The value of a `KeptEpoch`, for ``state_dict()`` and ``load_state_dict()``, which iterate over parameters.
 
-    They read one by ``detach`` and set it by ``copy_``: the table is committed, or goes back.
+    They read a parameter by ``detach``, which commits the table, and set it by ``copy_``, which rewinds the table.
     """
 
     _variable: weakref.ref[Any] | None = None
 
     @classmethod
     def of(cls, variable: Any) -> EpochParameter:
-        """What stands for a `KeptEpoch`."""
+        """Return the parameter of a `KeptEpoch`."""
         made = cls(torch.zeros((), dtype=torch.int64, device="cpu"), requires_grad=False)
         made._variable = weakref.ref(variable)
         return made
@@ -110,12 +110,12 @@ class EpochParameter(torch.nn.Parameter):  # type: ignore[misc]  # torch is unty
         return None if self._variable is None else self._variable()
 
     def detach(self) -> Any:
-        """int64[]: a kept epoch of the table as it is."""
+        """Commit the table, keep the epoch, and return its number, int64[]."""
         variable = self._alive()
         return torch.tensor(int(variable.saved())) if variable is not None else super().detach()
 
     def copy_(self, src: Any, non_blocking: bool = False) -> Any:
-        """Puts the table back to the epoch that `src` names."""
+        """Rewind the table to the epoch whose number is `src`."""
         variable = self._alive()
         if variable is not None:
             variable.assign(src.item())
@@ -126,7 +126,7 @@ class EpochParameter(torch.nn.Parameter):  # type: ignore[misc]  # torch is unty
 
 
 def rows_of(shared: Any, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
-    """float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
+    """Return float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
     _require_eager(shared.name)
     table = shared.for_lookup()
     if train:
@@ -144,7 +144,7 @@ def _plain(table: Any, ids: IntArray, touch: bool) -> FloatArray:
 class _Rows(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     @staticmethod
     def forward(ctx: Any, token: Any, ids: Any, shared: Any, touch: bool, is_certain: bool) -> Any:
-        ctx.save_for_backward(ids)  # may be the caller's memory: torch notices if it is changed before backward
+        ctx.save_for_backward(ids)  # may be the caller's memory: torch detects a change before backward
         array, table = id_array(ids), shared.table
         batch = table.batch(array)
         rows = table.lookup_batch(batch, array.size, touch=touch)
@@ -173,10 +173,10 @@ def bags_of(
     touch: bool,
     is_certain: bool,
 ) -> Any:
-    """float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None."""
+    """Return float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None."""
     _require_eager(shared.name)
     table = shared.for_lookup()
-    # Copies: what the caller does to them before backward is no concern of ours.
+    # Copies: the caller may change ids and weights before backward.
     factors = None if weights is None else weights.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
     bags = Bags(id_array(ids).copy(), splits.numpy(), factors, combiner, skip_zero)
     if train:
@@ -204,7 +204,7 @@ class _Bags(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped 
 
 
 def answer_with_error(shared: Any, rows: Any) -> Any:
-    """`rows` that nothing can be learned from, with gradients on: a backward through them is an error, not silence."""
+    """Return `rows` that cannot be trained, although gradients are enabled: a backward through them raises an error."""
     return _Unanswerable.apply(shared.token.value, rows, shared)
 
 
@@ -268,20 +268,20 @@ class IdsLayer(RowsLayer):
     _shared: Any
 
     def _rows(self, ids: Any, options: Any) -> Any:
-        """float32[..., output_dim] rows of int64[...] ids."""
+        """Return float32[..., output_dim] rows of int64[...] ids."""
         raise NotImplementedError
 
     def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
-        """float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] row splits, float32[N] weights or None."""
+        """Return float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] splits, float32[N] weights/None."""
         raise NotImplementedError
 
     def _look_up(self, inputs: Any, weights: Any, options: Any) -> Any:
-        """Rows of ids, in the layer's compute dtype; `options` go on to `_rows` and `_bags`."""
+        """Return rows of ids, in the layer's compute dtype; `_rows` and `_bags` get `options`."""
         entry = self._get_call_context().entry_layer
         if weights is not None and self.combiner is None:
             raise ValueError("Embedding: weights of ids need a combiner: Embedding(..., combiner='sum')")
         inputs = keras.ops.convert_to_tensor(inputs)
-        if inputs.is_meta:  # Keras asks for shapes only, before the first batch
+        if inputs.is_meta:  # Keras computes only shapes, before the first batch
             return keras.ops.cast(inputs.new_empty(self._output(inputs.shape)), self.compute_dtype)
         ids = self._as_ids(inputs, entry)
         if self.combiner is None:
@@ -306,7 +306,7 @@ class IdsLayer(RowsLayer):
         return keras.ops.cast(pooled.reshape(self._output(ids.shape)), self.compute_dtype)
 
     def _as_ids(self, ids: Any, entry: Any) -> Any:
-        """int64 ids; raises TypeError where they cannot be what the caller meant."""
+        """Return int64 ids; raise TypeError if their dtype may have changed the caller's ids."""
         if self._ids_are_float(str(ids.dtype).removeprefix("torch."), entry):
             bad = torch.nonzero(ids != torch.floor(ids))
             if len(bad):
@@ -317,6 +317,6 @@ class IdsLayer(RowsLayer):
     # ---- torch.nn.Module
 
     def __getattr__(self, name: str) -> Any:
-        if name == "embeddings":  # torch.nn.Module would hide what the property says
+        if name == "embeddings":  # torch.nn.Module would hide the property's message
             return type(self).embeddings.fget(self)
         return super().__getattr__(name)

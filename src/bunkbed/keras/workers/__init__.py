@@ -1,1 +1,1 @@
-"""One table trained by several workers of `tf.distribute.MultiWorkerMirroredStrategy`; `table` says what holds."""
+"""One table trained by several workers of `tf.distribute.MultiWorkerMirroredStrategy`; `table` has the rules."""

@@ -1,4 +1,4 @@
-"""What lies below the path of a table that several workers trained."""
+"""Directories below the path of a table that several workers trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OF_A_WORKER = re.compile(r"(shard|replica)-\d{4}-of-\d{4}")
 
 
 def folders_of_workers(path: Path) -> list[str]:
-    """The directories of workers below the path of a table."""
+    """Return the names of workers' directories below the path of a table."""
     try:
         return sorted(part.name for part in path.iterdir() if _OF_A_WORKER.fullmatch(part.name))
     except (FileNotFoundError, NotADirectoryError):
@@ -17,7 +17,7 @@ def folders_of_workers(path: Path) -> list[str]:
 
 
 def require_whole(path: Path) -> None:
-    """Raises ValueError where one process would make a table among the parts that workers left."""
+    """Raise ValueError if `path`, where one process makes a table, has parts of a table of workers."""
     found = folders_of_workers(path)
     if found:
         raise ValueError(

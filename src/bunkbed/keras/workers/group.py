@@ -1,8 +1,8 @@
-"""The workers of a `tf.distribute.MultiWorkerMirroredStrategy`: who they are, how they tell one another things.
+"""The workers of a `tf.distribute.MultiWorkerMirroredStrategy`, and the exchange of messages among them.
 
-What travels goes through the strategy's own collectives, in which every worker must take part: one that stays away
-leaves the others waiting. So whatever goes wrong on one worker before a collective is sent through it as an error, and
-all raise. A worker whose process ends is noticed by TensorFlow, which ends what the others wait for with an error.
+Messages use the strategy's collectives, in which every worker must take part: a worker that stays away leaves the
+others waiting. So a worker sends an error that occurs before a collective through that collective, and all workers
+raise. If the process of a worker ends, TensorFlow ends the collective of the others with an error.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from bunkbed.table.opening import is_table
 
 Placement = Literal["sharded", "replicated"]
 
-#: What the directories of workers are called below the path of a table.
+#: Names of the workers' directories below the path of a table.
 _FOLDER = {"sharded": "shard", "replicated": "replica"}
-#: How long a worker waits for the others where all make a layer or save before it says so.
+#: Time that a worker waits for the others, when all make a layer or save, before it logs a warning.
 _PATIENCE_S = 60.0
 _log = logging.getLogger("bunkbed.keras")
 
 
 class Workers:
-    """The workers of a strategy, seen from one of them.
+    """The workers of a strategy, seen from one worker.
 
     Attributes:
-        index: this one's number, from 0.
-        count: how many there are.
+        index: the number of this worker, from 0.
+        count: the number of workers.
         placement: ``"sharded"`` or ``"replicated"``.
-        strategy: theirs.
+        strategy: the strategy of the workers.
     """
 
     def __init__(self, strategy: Any, index: int, count: int, placement: Placement) -> None:
@@ -50,22 +50,22 @@ class Workers:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each has rows of its own."""
+        """Whether each worker has a part of the rows."""
         return self.placement == "sharded"
 
     def folder(self, index: int | None = None) -> str:
-        """What the directory of a worker is called, by default this one's."""
+        """Return the name of a worker's directory, by default of this worker's."""
         return f"{_FOLDER[self.placement]}-{self.index if index is None else index:04d}-of-{self.count:04d}"
 
     # ---- In a replica, at every lookup or step
 
     def is_in_replica(self) -> bool:
-        """Whether this is inside ``strategy.run``, where workers can meet."""
+        """Return whether this is inside ``strategy.run``, where collectives work."""
         replica = tf.distribute.get_replica_context()
         return replica is not None and int(replica.num_replicas_in_sync) == self.count
 
     def require_replica(self, what: str) -> None:
-        """Raises RuntimeError outside of ``strategy.run``, where workers cannot meet."""
+        """Raise RuntimeError outside ``strategy.run``, where collectives do not work."""
         if not self.is_in_replica():
             raise RuntimeError(
                 f"Embedding: with placement={self.placement!r}, {what} takes all {self.count} workers; do it inside "
@@ -73,7 +73,7 @@ class Workers:
             )
 
     def all_gather(self, said: Any) -> Any:
-        """int64[...] messages of all workers, one after another, from this one's."""
+        """Send this worker's message; return int64[...] messages of all workers, one after another."""
         replica = tf.distribute.get_replica_context()
         said.set_shape([None])
         gathered = replica.all_gather(tf.identity(said), axis=0)  # identity: it must have this replica's device
@@ -84,14 +84,14 @@ class Workers:
     # ---- Outside of replicas, where a layer is made or saved
 
     def meet(self, what: str, say: Callable[[], Any]) -> list[Any]:
-        """What every worker says, as JSON holds it, in order; all must come.
+        """Exchange a JSON value with all workers, each of which must call this; return the values in order.
 
         Args:
-            what: they do, for errors.
-            say: called first; where it raises on some workers, all raise.
+            what: what the workers do, for errors.
+            say: returns this worker's value; if it raises on a worker, all workers raise.
 
         Raises:
-            RuntimeError: another worker failed; says how.
+            RuntimeError: another worker failed; the message has its error.
         """
         if tf.distribute.in_cross_replica_context() is False and tf.distribute.has_strategy():
             raise RuntimeError(f"Embedding: {what} takes all workers, and cannot be done inside strategy.run(...)")
@@ -102,7 +102,7 @@ class Workers:
             mine = message(0, 0, 1, words)
         except Exception as error:
             failure, mine = error, error_message(error)
-        # A timeout of TensorFlow's does not reach collectives that others never come to.
+        # TensorFlow has no timeout for a collective that another worker never enters.
         waits = threading.Timer(
             _PATIENCE_S,
             lambda: _log.warning(
@@ -139,11 +139,11 @@ class Workers:
     # ---- Directories
 
     def place(self, path: Path) -> Path:
-        """The directory of this worker's part of the table at `path`."""
+        """Return the directory of this worker's part of the table at `path`."""
         return path / self.folder()
 
     def parts(self, path: Path) -> dict[str, Any]:
-        """What lies at `path`, for `agree_on_parts`."""
+        """Return facts about the files at `path`, for `agree_on_parts`."""
         return {
             "has": self.place(path).is_dir(),
             "all": folders_of_workers(path),
@@ -151,7 +151,7 @@ class Workers:
         }
 
     def agree_on_parts(self, path: Path, said: list[dict[str, Any]]) -> None:
-        """Raises ValueError where what lies at `path` is not a table of these workers, or lacks a worker's part."""
+        """Raise ValueError if the files at `path` are not a table of these workers, or lack a worker's part."""
         mine = [self.folder(index) for index in range(self.count)]
         for index, each in enumerate(said):
             if each["here"]:
@@ -176,10 +176,10 @@ class Workers:
 
 
 def workers_of(placement: str) -> Workers | None:
-    """The workers of the strategy whose scope this is; None where one process does it all.
+    """Return the workers of the strategy whose scope this is; None if there is one process.
 
     Raises:
-        ValueError: a strategy whose processes would each train a table of their own.
+        ValueError: under this strategy each process would train a separate table.
     """
     strategy = tf.distribute.get_strategy()
     resolver: Any = getattr(strategy, "cluster_resolver", None)
@@ -201,5 +201,5 @@ def workers_of(placement: str) -> Workers | None:
             "device each: start one process for each GPU, with CUDA_VISIBLE_DEVICES or "
             "tf.config.set_visible_devices"
         )
-    index = int(resolver.task_id) + ("chief" in cluster.jobs and resolver.task_type == "worker")  # as replicas count
+    index = int(resolver.task_id) + ("chief" in cluster.jobs and resolver.task_type == "worker")  # the replica's number
     return Workers(strategy, index, tasks, "sharded" if placement == "sharded" else "replicated")

@@ -1,11 +1,11 @@
-"""Lookups of a table whose rows are divided among workers: ids out to all, rows back from their owners.
+"""Lookups of a table whose rows are divided among workers: ids go to all workers, rows come from their owners.
 
 1. *Ask*: each worker sends the distinct ids of its batch to all.
-2. *Answer*: each looks up those that are its own, every one once, and sends their rows to all.
-3. *Finish*: each takes the rows of its batch out of what all answered.
+2. *Answer*: each worker looks up the ids that it owns, each once, and sends their rows to all.
+3. *Finish*: each worker selects the rows of its batch from the answers.
 
-Both exchanges gather; none adds, so rows keep their bits. A worker without ids asks for none and answers all the same.
-Gradients go to `Pending` as those of other lookups do, and to their owners with the step.
+Both exchanges gather and do not add, so rows keep their bits. A worker without ids asks for none, and still answers.
+Gradients go to `Pending` as in other lookups, and to their owners with the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bunkbed.table.table import POOLINGS
 
 
 def rows_of_workers(shared: WorkersTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
-    """float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
+    """Return float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
     this, dim = weakref.ref(shared), shared.dim
 
     def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any) -> np.float64:
@@ -62,7 +62,7 @@ def bags_of_workers(
     touch: bool,
     is_certain: bool,
 ) -> Any:
-    """float32[B, dim] pooled rows; see `bunkbed.keras.shared.lookups.bags_of`."""
+    """Return float32[B, dim] pooled rows; see `bunkbed.keras.shared.lookups.bags_of`."""
     this, dim = weakref.ref(shared), shared.dim
     has_weights = weights is not None
     inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
@@ -100,7 +100,7 @@ def bags_of_workers(
 def _exchanged(
     shared: WorkersTable, ids: Any, place: Any, *, train: bool, touch: bool, is_certain: bool
 ) -> tuple[Any, Any]:
-    """float32[N, dim] rows of int64[N] ids, from all workers, and the handle of the lookup (0 without `train`)."""
+    """Return float32[N, dim] rows of int64[N] ids, from all workers, and the lookup's handle (0 without `train`)."""
     workers = shared.workers
     workers.require_replica("a lookup")
     this, index, dim = weakref.ref(shared), workers.index, shared.dim
@@ -114,7 +114,7 @@ def _exchanged(
             handle = found.pending.began(batch, int(place[0]), is_certain=is_certain) if train else 0
             sign = found.sign("lookup", train, touch)
             return message(found.step_now, sign, dim, batch.unique()), np.int64(handle)
-        except Exception as error:  # the others wait for this worker's part
+        except Exception as error:  # the other workers wait for this worker's message
             return error_message(error), np.int64(0)
 
     def answer(asked: IntArray) -> IntArray:
@@ -146,6 +146,6 @@ def _exchanged(
 
 
 def _wanted(shared: WorkersTable, asked: list[Told]) -> tuple[IntArray, IntArray]:
-    """The ids that any worker wants, int64[U] in order, and who has each, int64[U]."""
+    """Return the ids that any worker wants, int64[U], ascending, and the owner of each, int64[U]."""
     wanted = np.unique(np.concatenate([each.ids for each in asked]))
     return wanted, shards_of(wanted, shared.workers.count).astype(np.int64)

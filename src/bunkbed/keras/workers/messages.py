@@ -1,9 +1,9 @@
-"""What workers tell one another through a strategy's collectives: flat int64 arrays, laid one after another.
+"""Messages of workers through a strategy's collectives: flat int64 arrays, concatenated.
 
-A message is a head of six numbers and a body. The head says: bytes of an error's text (0: none), the table's step, what
-the worker is doing (`sign_of`), how many ids and how many rows the body holds, and its words. Rows travel as the bits
-they are. Every worker gets the messages of all, in the order of their numbers, and so comes to the same conclusion: all
-go on, or all raise.
+A message is a head of six numbers and a body. The head has the bytes of an error's text (0: none), the table's step, a
+checksum of the worker's action (`sign_of`), the numbers of ids and of rows in the body, and the words of the body. Rows
+are sent as their bits. Every worker gets the messages of all, in the order of the workers' numbers, and so comes to the
+same conclusion: all continue, or all raise.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Told:
 
 
 def sign_of(*facts: object) -> int:
-    """A number that stands for `facts`: workers whose numbers differ are not in the same step of the same program."""
+    """Return a checksum of `facts`: workers with different checksums are not in the same step of the same program."""
     import zlib  # not hash(): it differs between processes
 
     return zlib.crc32(repr(facts).encode())
 
 
 def message(step: int, sign: int, dim: int, ids: IntArray = _NO_IDS, rows: FloatArray | None = None) -> IntArray:
-    """int64[W] that holds int64[U] ids and float32[R, dim] rows."""
+    """Return int64[W] that holds int64[U] ids and float32[R, dim] rows."""
     values = np.empty((0, dim), np.float32) if rows is None else rows
     body = np.zeros((values.size + 1) // 2, np.int64)
     body.view(np.float32)[: values.size] = values.reshape(-1)
@@ -45,24 +45,24 @@ def message(step: int, sign: int, dim: int, ids: IntArray = _NO_IDS, rows: Float
 
 
 def error_message(error: BaseException) -> IntArray:
-    """int64[W] that holds an error in place of a body."""
+    """Return int64[W] that holds an error instead of a body."""
     text = f"{type(error).__name__}: {error}".encode()[:65_536]
     body = np.frombuffer(text + bytes(-len(text) % 8), np.int64)
     return np.concatenate([[len(text), 0, 0, 0, 0, len(body)], body]).astype(np.int64)
 
 
 def told(gathered: IntArray, worker: int, label: str, dim: int) -> list[Told]:
-    """What every worker said, in order.
+    """Return the messages of all workers, in order.
 
     Args:
-        gathered: int64[...], their messages one after another.
-        worker: the number of this one.
-        label: what errors begin with.
-        dim: of its rows.
+        gathered: int64[...], the messages one after another.
+        worker: the number of this worker.
+        label: the start of error messages.
+        dim: of the rows.
 
     Raises:
-        RuntimeError: another worker raised an error, or is at another step, or does something else. This worker's own
-            error comes as it was.
+        RuntimeError: another worker raised an error, or is at another step, or does something else. An error of this
+            worker keeps its class if that is a ValueError, LookupError or RuntimeError.
     """
     heads, bodies = [], []
     start = 0

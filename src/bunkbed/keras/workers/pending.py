@@ -1,4 +1,4 @@
-"""The gradients of a table of several workers between backward and step: each offers its sums, all apply all."""
+"""Gradients of a table of several workers between backward and step: workers exchange sums, and each applies all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from bunkbed.keras.workers.messages import FloatArray, IntArray, Told
 class WorkersPending(Pending):
     """`Pending` whose step has two halves, with an exchange between them.
 
-    Each worker sums what its own batch gives each id, and `offer` returns that; `conclude` sums, of every id, what the
-    workers offered, in the order of their numbers. So all apply the same sums, and a step is the same bits wherever it
-    is computed. With shards, each then writes its own rows only, and counts the step all the same.
+    `offer` returns the sums of this worker's own batch for each id; `conclude` adds the sums of all workers for each
+    id, in the order of the workers' numbers. So all apply the same sums, and a step has the same bits on each worker.
+    With shards, each worker then writes only its own rows, and also counts the step.
     """
 
     def __init__(self, table: Any, workers: Workers) -> None:
@@ -30,9 +30,9 @@ class WorkersPending(Pending):
     def offer(
         self, gradients: NDArray[np.float64], *, unscale: float, is_update: bool, optimizer: int
     ) -> tuple[IntArray, FloatArray]:
-        """What this worker contributes: int64[U], each id once, and float32[U, dim] sums; see `Pending.settle`.
+        """Return this worker's part: int64[U], each id once, and float32[U, dim] sums; see `Pending.settle`.
 
-        Nothing is accepted before `conclude`, which another worker's error prevents.
+        `conclude` accepts the gradients. It is not called if another worker fails.
         """
         with self._lock:
             self._unsettled = 0
@@ -51,7 +51,7 @@ class WorkersPending(Pending):
             return batch.unique(), sums
 
     def conclude(self, offered: list[Told], rule: StepRule, lr: float | None, *, is_update: bool) -> None:
-        """All workers have offered: accepts what this one did, and with `is_update` updates the table by all of it."""
+        """Accept this worker's gradients; with `is_update`, update the table by the sums of all workers."""
         with self._lock:
             accepted, self._accumulates_for = self._offered
             self._offered = ([], 0)
@@ -64,7 +64,7 @@ class WorkersPending(Pending):
             self.steps_settled += 1
 
     def drop(self) -> None:
-        """Forgets every gradient: the table went back to another epoch."""
+        """Forget every gradient, after the table was rewound."""
         with self._lock:
             super().drop()
             self._offered = ([], 0)

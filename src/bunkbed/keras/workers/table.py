@@ -1,38 +1,38 @@
-"""What all layers on one table share where several workers train it.
+"""Shared by all layers on one table that several workers train.
 
-Under `tf.distribute.MultiWorkerMirroredStrategy` every worker has a table of its own, in a directory of its own below
-`path`, or in RAM:
+Under `tf.distribute.MultiWorkerMirroredStrategy` every worker has a separate table, in its own directory below `path`,
+or in RAM:
 
-- ``placement="replicated"``, ``path/replica-0001-of-0002``: each has all rows, and looks up without the others. A step
-  exchanges the summed gradients of the workers' batches, and each applies all of them: replicas stay bit-identical.
-- ``placement="sharded"``, ``path/shard-0001-of-0002``: each has the rows whose hash is its own
-  (`bunkbed.files.sharding`), and never another's. A lookup asks all for their rows, and a step gives each its own
-  gradients.
+- ``placement="replicated"``, ``path/replica-0001-of-0002``: each worker has all rows, and looks up without the others.
+  A step exchanges the summed gradients of the workers' batches, and each worker applies all sums: replicas stay
+  bit-identical.
+- ``placement="sharded"``, ``path/shard-0001-of-0002``: each worker has the rows that a hash assigns to it
+  (`bunkbed.files.sharding`), and no others. A lookup asks all workers for their rows, and a step gives each worker the
+  gradients of its rows.
 
-What holds:
+Rules:
 
-1. Every worker takes part in every step, also one whose batch was empty, and with shards in every lookup, also in
-   ``predict``. What goes wrong on one before the exchange is sent in place of its part: all raise, nothing changes.
-2. Every exchange says at which step of the table each is, and with which arguments: workers that resumed at different
-   steps, or run different programs, raise.
-3. Saving commits on every worker, then waits for all, and only then gives the reference that is written to a file,
-   which names the epoch of each. So every epoch that a file refers to is there on all workers, and each finds its own
-   when the file is loaded. All workers must save, as Keras asks of them anyway, each to a file of its own or the same.
-4. Workers that crashed between two commits are at different steps. Loading the last saved model puts all back.
-5. What is done to ``layer.table`` by hand (`set`, `commit`, `rewind`) is done on one worker: do it on all.
+1. Every worker takes part in every step, also with an empty batch, and with shards in every lookup, also in
+   ``predict``. A worker that fails before the exchange sends its error instead: all raise, nothing changes.
+2. Every message has the table's step and a checksum of the arguments: if workers resumed at different steps, or run
+   different programs, all raise.
+3. Saving commits on every worker, waits for all, and then returns the reference for the file, which has the epoch of
+   each worker. So every epoch that a file refers to exists on all workers, and each worker finds its own when it loads
+   the file. All workers must save, as Keras requires, each to its own file or all to the same.
+4. Workers that crashed between two commits are at different steps. Loading the last saved model rewinds all.
+5. A direct call of ``layer.table`` (`set`, `commit`, `rewind`) changes one worker only: make it on all.
 
-Lookups of shards, steps and saves are collective, so workers must train, evaluate and save equally often; TensorFlow
-tells the others when the process of one ends. A lookup in a replica is not collective: an error in it ends the others
-once its process has ended.
+Lookups of shards, steps and saves are collective, so workers must train, evaluate and save equally often. If the
+process of a worker ends, TensorFlow reports that to the others. A lookup in a replica is not collective: an error in it
+reaches the others only when its process ends.
 
-Keras 3.15's own ``fit`` and ``evaluate`` fail under this strategy for any model, without a layer of ours too: they
-build the model from a batch that is still divided among replicas (``Attempt to convert a value (PerReplica) ...``), and
-reduce scalar losses along an axis they do not have (``Invalid reduction dimension 0``). ``strategy.run`` of
-``model.train_step`` or of a step of your own works, and so does ``predict``. `keras.optimizers.LossScaleOptimizer` lets
-each worker decide whether a step is skipped, so that one would wait for the other forever: it is refused; a constant
-``loss_scale_factor`` and bfloat16 work.
+Keras 3.15's own ``fit`` and ``evaluate`` fail under this strategy for any model: they build the model from a batch that
+is still divided among replicas (``Attempt to convert a value (PerReplica) ...``), and reduce scalar losses along an
+axis that these do not have (``Invalid reduction dimension 0``). ``strategy.run`` of ``model.train_step`` or of a custom
+step works, and so does ``predict``. `keras.optimizers.LossScaleOptimizer` is refused: each worker would decide by
+itself to skip a step, and the others would hang. A constant ``loss_scale_factor`` and bfloat16 work.
 
-The rows of all shards in one table, for serving::
+To copy the rows of all shards into one table, for serving::
 
     whole = bunkbed.create("whole", dim=dim, num_rows=rows, optimizer=..., init=..., seed=seed)
     for part in sorted(Path("table").glob("shard-*-of-*")):
@@ -66,13 +66,13 @@ from bunkbed.table.table import Table
 
 @dataclass(frozen=True)
 class WorkersReference(Reference):
-    """A kept epoch of each worker's table: (uuid, epoch), in order. The other four values are this worker's."""
+    """A kept epoch of each worker's table: (uuid, epoch), in order. The other four values are of this worker."""
 
     workers: tuple[tuple[str, int], ...] = ()
 
 
 class WorkersTable(SharedTable):
-    """One worker's table and what Keras needs of it."""
+    """One worker's table with its Keras variables and gradients."""
 
     workers: Workers
 
@@ -83,18 +83,18 @@ class WorkersTable(SharedTable):
 
     @property
     def name(self) -> str:
-        """The table's, without the worker's own folder."""
+        """The table's name, without the worker's own directory."""
         path = None if self._arguments is None else self._arguments.path
         return "table" if path is None else path.parent.name
 
     @property
     def label(self) -> str:
-        """What errors begin with."""
+        """The start of error messages."""
         return f"table {self.name!r}"
 
     @property
     def pending(self) -> WorkersPending:
-        """The gradients that wait for a step."""
+        """The pending gradients."""
         found = super().pending
         assert isinstance(found, WorkersPending)
         return found
@@ -117,18 +117,18 @@ class WorkersTable(SharedTable):
     # ---- training
 
     def sign(self, *doing: object) -> int:
-        """What workers must have in common to go on; see `bunkbed.keras.workers.messages`."""
+        """Return a checksum that must be equal on all workers; see `bunkbed.keras.workers.messages`."""
         table = self.for_lookup()
         facts = (self.workers.placement, table.dim, table.num_rows, table.dtype, table.seed)
         return sign_of(*facts, table.init.native(), *doing)
 
     @property
     def step_now(self) -> int:
-        """The table's step; 0 while it is not there."""
+        """The table's step; 0 while the table is not made."""
         return int(self._table.step) if self.has_table else 0
 
     def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
-        """The ops of an optimizer's step, in which every worker takes part; see `SharedTable.settle`."""
+        """Make the ops of an optimizer's step, in which every worker takes part; see `SharedTable.settle`."""
         self.workers.require_replica("a step")
         if scaling is not None:
             raise ValueError(
@@ -150,7 +150,7 @@ class WorkersTable(SharedTable):
                     gradients, unscale=float(unscale), is_update=bool(is_update), optimizer=whose
                 )
                 return message(table.step, sign, table.dim, ids, sums)
-            except Exception as error:  # the others wait for this worker's part
+            except Exception as error:  # the other workers wait for this worker's message
                 return error_message(error)
 
         def conclude(gathered: Any, rate: Any, is_update: Any) -> Any:
@@ -174,10 +174,10 @@ class WorkersTable(SharedTable):
     # ---- saved weights
 
     def save(self, *, in_process: bool = False) -> Reference | None:
-        """Commits on every worker and keeps the epochs; see `SharedTable.save`. For ``get_weights`` this worker only.
+        """Commit on every worker and keep the epochs; see `SharedTable.save`. For ``get_weights``, on this worker only.
 
         Raises:
-            RuntimeError: another worker could not, or is at another step.
+            RuntimeError: another worker failed, or is at another step.
         """
         if in_process:
             return super().save(in_process=True)
@@ -199,19 +199,19 @@ class WorkersTable(SharedTable):
         if mine is None:
             return None
         assert self._references is not None
-        self._references.drop_old()  # now that the new epoch is durable everywhere
+        self._references.drop_old()  # the new epoch is durable on all workers
         return WorkersReference(**mine, workers=tuple((each["uuid"], each["epoch"]) for each in said))
 
 
 class _Shard(Table):
-    """One worker's part of a sharded table, which has its own rows, and raises where it is asked for another's."""
+    """One worker's part of a sharded table. It raises an error for ids of other workers."""
 
     _workers: Workers
 
     def _require_own(self, ids: Any) -> None:
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.size == 0:
-            return  # said by the call itself
+            return  # the call itself checks them
         flat = array.astype(np.int64).reshape(-1)
         owners = shards_of(flat, self._workers.count)
         others = np.flatnonzero((owners != self._workers.index) & (flat >= 0))
@@ -250,14 +250,14 @@ class _Shard(Table):
 
 
 def workers_table_of(arguments: TableArguments, optimizer: Optimizer | None, workers: Workers) -> SharedTable:
-    """What the layers share whose table these arguments describe, on every worker; see `shared_of`.
+    """Return the shared object of the table that these arguments describe, on every worker; see `shared_of`.
 
     Args:
-        arguments: with the path that the user gave, of all workers' parts.
+        arguments: their path is the user's, above the parts of all workers.
         optimizer, workers: of the layer.
 
     Raises:
-        ValueError: the workers were told different things, or what lies at the path is not theirs.
+        ValueError: the workers have different arguments, or the files at the path are not theirs.
     """
     path = arguments.path
     told_of = [
@@ -284,7 +284,7 @@ def workers_table_of(arguments: TableArguments, optimizer: Optimizer | None, wor
     has_met = False
 
     def meet(failure: Exception | None = None) -> None:
-        # Before the token is made: making a variable is an exchange too, and all must come to it or none.
+        # Before the token is made: making a variable is a collective too, so all workers must make it, or none.
         nonlocal has_met
         has_met = True
         workers.meet("opening its table", lambda: _raised(failure))
@@ -312,7 +312,7 @@ def _raised(failure: Exception | None) -> None:
 
 
 def require_shared_by(workers: Workers, shared: SharedTable) -> None:
-    """Raises ValueError where ``table=`` is not one that these workers train already."""
+    """Raise ValueError if ``table=`` is not a table that these workers train already."""
     theirs = shared.workers
     if theirs is None or theirs.strategy is not workers.strategy or theirs.placement != workers.placement:
         raise ValueError(
