@@ -1,6 +1,6 @@
-"""Rows in and out of a table, streaming in memory of a few chunks.
+"""Import and export of a table's rows, in the memory of a few chunks.
 
-`import_rows` and `export_rows` are the whole surface; `formats` lists the formats, each in a file of its own.
+`import_rows` and `export_rows` are the public functions; `formats` lists the formats, each in a file of its own.
 """
 
 from bunkbed.io.common.source import Progress as Progress

@@ -1,11 +1,11 @@
 """`export_rows`.
 
-1. What is asked is checked against the table and the format; a target that is there ends it here.
-2. A folder ``.NAME.part`` is made beside the target and locked: a second export to the same target is an error, and
-   what a killed one left there goes.
-3. The format writes its files into that folder, and nothing else anywhere.
-4. They are synced, take their names, and the folder goes. Without `overwrite` they are linked, which fails where
-   somebody put a file there meanwhile; with it they are renamed over what is there.
+1. The arguments are checked against the table and the format; an existing target is an error.
+2. A folder ``.NAME.part`` is made next to the target and locked: a second export to the same target is an error. Files
+   that a killed export left in the folder are removed.
+3. The format writes its files into that folder only.
+4. The files are synced and published under their names, and the folder is removed. Without `overwrite` the files are
+   linked, which fails if a file was made there in between; with `overwrite` they are renamed over existing files.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ def export_rows(
     chunk: int | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write rows of `table` to a file, which is there whole or not at all.
+    """Write rows of `table` to a file, which is written whole or not at all.
 
     Args:
-        table: an open table, a reader too.
-        path: the file to make; its name's end tells the format.
-        slots: what to write beside the ids; with optimizer state goes its step, where the format carries both.
-        format: a name of `bunkbed.io.formats.FORMATS`, where the file's name does not tell.
-        name: what the array is called in a format that holds several by name.
-        vocab: for rows named by words: a file of one word a line, whose number from 0 is the id. Default: the ids; in
-            Parquet and Arrow files, which have those anyway, no column ``word``.
-        metric: of an index of nearest rows: ``"dot"`` (default, as `Table.topk` has it) or ``"cosine"``.
-        overwrite: take the place of a file that is there.
-        chunk: rows held in memory at a time; default: 4 MiB of them.
+        table: an open table, also a reader.
+        path: the file to make; its suffix decides the format.
+        slots: what to write in addition to the ids. Optimizer state includes its step, if the format has both.
+        format: a name of `bunkbed.io.formats.FORMATS`, if the suffix does not decide.
+        name: name of the array, in a format with named arrays.
+        vocab: for rows named by words: a file of one word per line, whose number from 0 is the id. Default: the ids; in
+            Parquet and Arrow files, which always have the ids, no column ``word``.
+        metric: of an index of nearest rows: ``"dot"`` (default, as in `Table.topk`) or ``"cosine"``.
+        overwrite: replace an existing file.
+        chunk: rows held in memory at a time; default: 4 MiB of rows.
         progress: called after each chunk with (rows done, rows in all).
 
     Returns:
         Rows written.
 
     Raises:
-        FileExistsError: something is at `path`; it stays as it is.
+        FileExistsError: `path` exists; it is not changed.
         ValueError: an unknown suffix, slot or metric; a format that cannot hold so many slots, or any id; an id without
-            a word. MemoryError: an index that the table's RAM budget has no room for.
+            a word. MemoryError: an index that does not fit the table's RAM budget.
         OSError: the disk is full, or another export to `path` is under way. ImportError: the format's library is
-        missing. BunkbedError: the table was changed meanwhile. Whatever is raised, nothing is left behind.
+        missing. BunkbedError: the table was changed during the export. After any error, no new file is left.
 
     >>> import bunkbed as bb, numpy as np
     >>> with bb.create(None, dim=2, num_rows=3, init=bb.Zeros()) as table:
@@ -109,7 +109,7 @@ def _write(chosen: Format, writing: Writing, overwrite: bool) -> int:
         for path in made:
             for file in [path, *path.rglob("*")]:
                 sync_file(file)
-        for path in made:  # all of them, before the first is there
+        for path in made:  # check all before the first is published
             _require_free(target.parent / path.name, overwrite)
         for path in made:  # the index of a checkpoint comes last
             _publish(path, target.parent / path.name, overwrite)
@@ -147,7 +147,7 @@ def _lock(folder: Path, target: Path) -> int:
                 if folder.stat().st_ino == os.fstat(descriptor).st_ino:
                     return descriptor
             except FileNotFoundError:
-                pass  # the one before us removed it after we opened it
+                pass  # another export removed the folder after this one opened it
         except BlockingIOError:
             os.close(descriptor)
             raise OSError(errno.EBUSY, "another export to it is under way", str(target)) from None
@@ -157,7 +157,7 @@ def _lock(folder: Path, target: Path) -> int:
 def _publish(path: Path, target: Path, overwrite: bool) -> None:
     _require_free(target, overwrite)
     if path.is_dir() and overwrite and target.is_dir():
-        # Directories cannot be renamed over each other: the old one steps aside first, and is whole until the new is.
+        # A directory cannot be renamed over another: the old one is moved away first, and moved back after an error.
         aside = path.parent.parent / "old"
         target.rename(aside)
         try:

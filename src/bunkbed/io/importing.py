@@ -1,12 +1,12 @@
 """`import_rows`.
 
-1. The file's kind, shapes and dtypes are read; what does not fit the table ends it here.
-2. The file is read once to check every id and every value: the first bad one ends it here, with its place.
-3. It is read again, and rows are set. From here on only the disk, memory or the user can end it; the error says what is
-   in, and nothing of it is in the last commit.
-4. The optimizer's step, where the file brings state; then a new vocabulary.
+1. The file's kind, shapes and dtypes are read; if they do not fit the table, the import fails.
+2. The file is read to check every id and value: the first bad one is an error that has its place.
+3. The file is read again, and rows are set. From here on the import fails only through the disk, memory, the user or a
+   change of the file; the error says which rows were set. None of these is in the last commit.
+4. The optimizer's step is set, if the file has state; then a new vocabulary is written.
 
-Two readings rather than a copy that is swapped in at the end: a table is larger than the room for two of it.
+The file is read twice, because a copy that is swapped in at the end would need disk space for two tables.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from bunkbed.table.table import Table
 
 #: The least magnitude that a 16-bit dtype rounds to infinity.
 _BEYOND = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32))}
-#: Slots of which a square root is taken.
+#: Slots whose square roots the update rules take.
 _SQUARES = ("sum", "exp_avg_sq")
-#: Steps that a table can take.
+#: Upper bound of a table's steps.
 _STEPS = 2**63 - 1
 
 
@@ -53,23 +53,23 @@ def import_rows(
     progress: Progress | None = None,
     checking: Progress | None = None,
 ) -> int:
-    """Set rows of `table` from a file; commits nothing.
+    """Set rows of `table` from a file; do not commit them.
 
     The whole file is checked before the first row is set. Rows already in the table are overwritten; of equal ids the
     last row wins.
 
     Args:
         table: an open table, its writer.
-        path: the file; its name's end tells the format.
-        ids: int64[N], the id of each row, instead of what the file says; or the name of the file's column of ids (words
-            in it are ids in decimal). Default: the file's ids, or ``0 .. N-1`` where it has none.
-        format: a name of `bunkbed.io.formats.FORMATS`, where the file's name does not tell.
-        name: which array of the file, where it holds several.
-        state: where in a checkpoint the optimizer state of that array stands, where it is not plain.
-        slots: what to import. Default: the weights and every slot that both have. With state comes its step.
-        vocab: for rows named by words: a file of one word a line, whose number from 0 is the id. One that is there is
-            followed; otherwise rows get the ids ``0 .. N-1`` and it is written.
-        chunk: rows held in memory at a time; default: 4 MiB of them.
+        path: the file; its suffix decides the format.
+        ids: int64[N], the id of each row, instead of the file's ids; or the name of the file's column of ids (words in
+            it are ids in decimal). Default: the file's ids, or ``0 .. N-1`` if it has none.
+        format: a name of `bunkbed.io.formats.FORMATS`, if the suffix does not decide.
+        name: name of the array, if the file has several.
+        state: path of the array's optimizer state in a checkpoint, if it is ambiguous.
+        slots: what to import. Default: the weights and every slot that both have. State includes its step.
+        vocab: for rows named by words: a file of one word per line, whose number from 0 is the id. If the file exists,
+            it decides the ids; otherwise rows get the ids ``0 .. N-1`` and the file is written.
+        chunk: rows held in memory at a time; default: 4 MiB of rows.
         progress: called after each chunk with (rows set, rows in all).
         checking: as `progress`, while the file is checked.
 
@@ -79,10 +79,10 @@ def import_rows(
     Raises:
         ValueError: an unknown suffix, another dim, too many rows, a column missing, a word unknown, a value not finite
             or beyond the table's dtype; state of an earlier step than the table has taken. TypeError: not floats of 32
-            or 16 bits. IndexError: an id outside the table. Each names the first bad one and its place, and nothing was
-            changed.
+            or 16 bits. IndexError: an id outside the table. The message has the first bad value and its place, and
+            nothing was changed.
         ReadOnlyError: a reader. ImportError: the format's library is missing; says how to install it.
-        OSError, MemoryError, KeyboardInterrupt: met while rows were set: a note says which are in. None is committed.
+        OSError, MemoryError, KeyboardInterrupt: while rows were set: a note says which rows. None is committed.
 
     >>> import bunkbed as bb, numpy as np
     >>> np.save("rows.npy", np.ones((3, 2), np.float32))
@@ -97,7 +97,7 @@ def import_rows(
     if table.mode == "r":
         raise ReadOnlyError(f"table '{table.name}' is a reader; open it with mode=\"w\" to import rows")
     for slot in slots or ():
-        slot_length(table, slot)  # a slot that the table has not is an error that lists those it has
+        slot_length(table, slot)  # raises for an unknown slot
     if slots is not None and not slots:
         raise ValueError("slots must name at least one of the table's slots, got none")
     column = ids if isinstance(ids, str) else None
@@ -133,7 +133,7 @@ def import_rows(
                 done += count
                 if progress is not None:
                     progress(done, source.rows)
-        if steps:  # a step without rows, for its number only: bias correction goes on where it was
+        if steps:  # a step without rows sets the number, which bias correction continues from
             table.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), step=source.step)
         naming.finish()
     except BaseException as error:
@@ -146,7 +146,7 @@ def import_rows(
 
 
 def _read(chosen: Format, reading: Reading) -> Source:
-    """The file's rows; errors of its format's library name the file."""
+    """Return the file's rows; errors of the format's library name the file."""
     with naming_file(reading.path, chosen.name):
         source: Source = chosen.load().read(reading)
 
@@ -158,7 +158,7 @@ def _read(chosen: Format, reading: Reading) -> Source:
 
 
 def _finite(chunks: Iterator[Chunk], path: Path) -> Iterator[Chunk]:
-    """`chunks`, looked at once more: between the check and now the file may have changed."""
+    """Check `chunks` again while they are imported, as the file may have changed since the first check."""
     for keys, values in chunks:
         for slot, rows in values.items():
             if not np.isfinite(rows).all():
@@ -167,7 +167,7 @@ def _finite(chunks: Iterator[Chunk], path: Path) -> Iterator[Chunk]:
 
 
 def _steps(table: Table, source: Source, path: Path) -> bool:
-    """Whether the table's step is to move to that of the file's state."""
+    """Return whether the table's step must change to that of the file's state."""
     if source.step is None or not any(slot != "weight" for slot in source.slots):
         return False
     if not 0 <= source.step < _STEPS:
@@ -181,7 +181,7 @@ def _steps(table: Table, source: Source, path: Path) -> bool:
 
 
 def _check(table: Table, source: Source, naming: Naming, path: Path, checking: Progress | None) -> None:
-    """Reads all of the file; raises at the first id or value that the table cannot take."""
+    """Read the whole file; raise at the first id or value that the table cannot store."""
     done = 0
     with closing(ahead(source.chunks())) as chunks:
         for keys, values in chunks:
@@ -190,7 +190,7 @@ def _check(table: Table, source: Source, naming: Naming, path: Path, checking: P
             for slot, rows in values.items():
                 _check_values(table, slot, rows, ids, done, path)
             done += count
-            if done > source.rows:  # it may go on without end
+            if done > source.rows:  # the file may be endless
                 break
             if checking is not None:
                 checking(done, source.rows)

@@ -1,11 +1,11 @@
-"""How an import's rows get into the table: as whole records where they can, slot by slot otherwise.
+"""Setting of an import's rows: as whole records if possible, otherwise slot by slot.
 
-`Table.set` makes a row's initial record first, since the other slots must be there, and goes through the rows once a
-slot. Where a chunk brings all there is to say of its rows, none of that is wanted: its records are put together here
-and taken as they are, and a row that is on disk already is not read either. The bits are the same.
+`Table.set` makes a row's initial record first, because it sets one slot of a record, and it visits the rows once for
+each slot. A chunk that decides all slots of its rows needs neither: `Setting` makes whole records, and a row that is on
+disk is not read. The bits are the same.
 
-No row comes twice in most files, so the records of a chunk go to the log while the next one is set, and the commit
-finds the disk at work already.
+Most files have each row once, so the records of a chunk are written back while the next chunk is set, and the commit
+has less to write.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bunkbed.table.table import Table
 
 
 class Setting:
-    """Sets rows of `table`, chunk by chunk. Holds the records of one chunk.
+    """Setter of rows of `table`, chunk by chunk. Holds the records of one chunk.
 
     Args:
-        slots: what each chunk brings.
+        slots: the slots in each chunk.
     """
 
     def __init__(self, table: Table, slots: tuple[str, ...]) -> None:
@@ -37,19 +37,19 @@ class Setting:
         self._is_plain = (
             "weight" in slots
             and table.dtype == state_dtype == "float32"
-            and table._above is None  # a device cache must be asked for its rows
-            and isinstance(table._native, _native.Table)  # each shard of a sharded one has records of its own
+            and table._above is None  # rows may be in a device cache
+            and isinstance(table._native, _native.Table)  # not sharded
             and table._native.payload_bytes() == 4 * end
         )
         self._records: Floats = np.empty((0, end), np.float32)
 
     def set(self, ids: Ids, values: dict[str, Floats]) -> None:
-        """Of equal ids the last wins. Values must be finite, which nobody checks here.
+        """Set rows; of equal ids the last wins. Values must be finite, which is not checked here.
 
         Raises:
             See `Table.set`.
         """
-        # What a stored row holds in slots that the file has not must stay.
+        # A stored row must keep its slots that the file does not have.
         is_whole = self._is_plain and len(ids) > 0 and _are_distinct(ids)
         if is_whole and not (self._absent and self._table.contains(ids).any()):
             self._set_whole(ids, values)

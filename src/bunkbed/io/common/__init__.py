@@ -1,1 +1,1 @@
-"""What all formats share: rows of a file and of a table, words as names of rows, reading ahead."""
+"""Shared by all formats: rows of a file and of a table, words as names of rows, prefetching."""

@@ -1,4 +1,4 @@
-"""The next one while this one is used."""
+"""Prefetching of the next item of an iterable."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _NONE = object()
 
 
 def ahead(items: Iterable[Item]) -> Generator[Item, None, None]:
-    """`items`, each asked for by a thread while the caller has the one before it, in their order.
+    """Yield `items` in order; a thread fetches the next item while the caller uses one.
 
-    What asking raises is raised here, after the items before it. Once this is closed nothing is under way.
+    An error of `items` is raised here, after the items before it. After this generator is closed, the thread is idle.
     """
     iterator = iter(items)
     with ThreadPoolExecutor(1, "bunkbed-ahead") as thread:

@@ -1,7 +1,7 @@
-"""From what a file calls its rows to ids: by position, by a column, or by a vocabulary of words.
+"""Conversion of a file's names of rows to ids: by position, by a column, or by a vocabulary of words.
 
-A vocabulary is a text file of one word a line; the line's number, from 0, is the word's id. Words are bytes to us: what
-is not UTF-8 comes back as it went.
+A vocabulary is a text file of one word per line; the line's number, from 0, is the word's id. Bytes that are not UTF-8
+are kept (surrogateescape).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bunkbed.table.table import Table
 
 
 class Naming:
-    """Ids of an import's rows. Holds the vocabulary in memory, nothing else.
+    """Ids of an import's rows. Holds only the vocabulary in memory.
 
     Args:
-        ids: int64[N] by position, or None for what the file says.
-        column: whether the caller named the column the ids stand in: words in it are numbers then.
-        vocab: the vocabulary's file; one that is there is followed, otherwise it is written by `finish`.
+        ids: int64[N] by position, or None for the file's ids.
+        column: whether the caller named the column of the ids: words in it are then numbers.
+        vocab: the vocabulary's file; if it exists, it decides the ids, otherwise `finish` writes it.
     """
 
     def __init__(self, table: Table, path: Path, rows: int, ids: Any, column: bool, vocab: Path | None) -> None:
@@ -45,11 +45,11 @@ class Naming:
             self._words = {word: at for at, word in enumerate(read_vocabulary(vocab))}
 
     def ids_of(self, keys: Ids | Sequence[str] | None, begin: int, count: int) -> Ids:
-        """Ids of the rows ``begin .. begin + count`` of the file, all of them in the table.
+        """Return the ids of the rows from `begin` to ``begin + count`` of the file, all inside the table.
 
         Raises:
-            IndexError: an id outside the table. ValueError: more rows by position than the table has, a word that is no
-            id, or not in the vocabulary, or one that stands twice in a new one. Each names the first and its place.
+            IndexError: an id outside the table. ValueError: more rows by position than the table has, a word that is
+            not an id or not in the vocabulary, or a word that occurs twice in a new vocabulary.
         """
         if self._given is not None:
             ids = self._given[begin : begin + count]
@@ -106,7 +106,7 @@ class Naming:
         ids = (words if isinstance(words, Words) else Words.of(words)).numbers()
         if ids is not None:
             return ids
-        # One by one, to say which.
+        # One by one, to name the first bad word.
         return np.array([self._number(word, begin + at) for at, word in enumerate(words)], np.int64)
 
     def _number(self, word: str, at: int) -> int:
@@ -116,21 +116,21 @@ class Naming:
         raise ValueError(f"{self._path}: {word!r} at position {at} is no id; nothing was changed")
 
     def require_used(self) -> None:
-        """Raises where a vocabulary was given for a file that has no words."""
+        """Raise ValueError if a vocabulary was given for a file without words."""
         if not self._used:
             raise ValueError(f"{self._path} names no rows by words; leave vocab= out")
 
     def finish(self) -> None:
-        """Writes a new vocabulary, whole or not at all."""
+        """Write a new vocabulary, whole or not at all."""
         if self._vocab is not None and self._is_new:
             write_vocabulary(self._vocab, list(self._words))
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """Words in id order.
+    """Return the words in id order.
 
     Raises:
-        ValueError: a word stands twice; names both lines.
+        ValueError: a word occurs twice; the message has both lines.
     """
     with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         words = file.read().split("\n")
@@ -145,7 +145,7 @@ def read_vocabulary(path: Path) -> list[str]:
 
 
 def write_vocabulary(path: Path, words: Iterable[str]) -> None:
-    """One word a line, under a temporary name until complete.
+    """Write one word per line, under a temporary name until complete.
 
     Raises:
         ValueError: a word with a line break; names the first.
@@ -168,7 +168,7 @@ def write_vocabulary(path: Path, words: Iterable[str]) -> None:
 
 
 def words_of(vocab: Path | None, ids: Ids, words: Sequence[str] | None) -> Words:
-    """The words of ids that are exported: from a vocabulary, or the ids as text.
+    """Return the words of exported ids: from a vocabulary, or the ids as text.
 
     Raises:
         ValueError: an id past the vocabulary; names the first.

@@ -1,4 +1,4 @@
-"""What a file's rows are once its format is understood, and the checks that all formats share."""
+"""Rows of a file, independent of its format, and the checks that all formats share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bunkbed.table.table import Table
 
 #: (rows done, rows in all) after each chunk.
 Progress = Callable[[int, int], None]
-#: What the file calls its rows (ids, words, or nothing), and their values. The next chunk is asked for while one is
-#: used: arrays may be used again for the next but one.
+#: The names of rows in the file (ids, words, or None), and their values. The next chunk is read while one is used, so
+#: the arrays of a chunk may be reused for the second chunk after it.
 Chunk = tuple[Ids | Sequence[str] | None, dict[str, Floats]]
 
-#: Most bytes of one slot in a chunk, where the caller does not say how many rows it is to have.
+#: Most bytes of one slot in a chunk, if the caller does not set the rows of a chunk.
 CHUNK_BYTES = 4 << 20
 FLOATS = ("float32", "float16", "bfloat16")
-#: Most bytes that a byte of a file becomes: what DEFLATE reaches at most.
+#: Most bytes that one byte of a file expands to: the limit of DEFLATE.
 MOST_EXPANSION = 1032
 
 
@@ -33,10 +33,10 @@ class Source:
     """Rows of a file.
 
     Args:
-        rows: how many.
-        slots: what there is of them that the table has too.
-        chunks: begins anew whenever it is called: a file is read once to check it and once to import it.
-        step: the optimizer's step that the state belongs to; None where the file does not tell.
+        rows: the number of rows.
+        slots: the slots that both the file and the table have.
+        chunks: starts from the first row at each call: a file is read once to check it and once to import it.
+        step: the optimizer's step of the state; None if the file does not have it.
     """
 
     rows: int
@@ -47,7 +47,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a format is asked to read; see `bunkbed.io.import_rows` for the arguments."""
+    """A request to read a file; see `bunkbed.io.import_rows` for the arguments."""
 
     path: Path
     format: str
@@ -59,22 +59,22 @@ class Reading:
     id_column: str | None
 
     def rows_of(self, chunk_bytes: int = CHUNK_BYTES) -> int:
-        """Rows of a chunk."""
+        """Return the rows of a chunk."""
         return chunk_rows(self.chunk, max(self.length(slot) for slot in self.slots), chunk_bytes)
 
     def length(self, slot: str) -> int:
-        """Values of a slot of one row of the table."""
+        """Return the number of values of a slot of one row of the table."""
         return slot_length(self.table, slot)
 
     def refuse(self, **given: Any) -> None:
-        """Raises where an argument was given that means nothing to this format."""
+        """Raise ValueError if an argument was given that has no meaning for this format."""
         for argument, value in given.items():
             if value is not None:
                 raise ValueError(f"{self.path}: {argument}={value!r} means nothing for the format {self.format}")
 
 
 def chunk_rows(chunk: int | None, length: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Rows of a chunk: those asked for, or so many that one slot of them takes `chunk_bytes`."""
+    """Return the rows of a chunk: `chunk`, or 256 to 65,536 rows, of which one slot takes about `chunk_bytes`."""
     if chunk is None:
         return max(256, min(65_536, chunk_bytes // (4 * length)))
     if chunk < 1:
@@ -83,10 +83,10 @@ def chunk_rows(chunk: int | None, length: int, chunk_bytes: int = CHUNK_BYTES) -
 
 
 def slot_length(table: Table, slot: str) -> int:
-    """Values of a slot of one row.
+    """Return the number of values of a slot of one row.
 
     Raises:
-        ValueError: no such slot; lists those there are.
+        ValueError: no such slot; lists the slots.
     """
     return table._field(slot)[1]
 
@@ -94,13 +94,13 @@ def slot_length(table: Table, slot: str) -> int:
 def the_array_meant(
     reading: Reading, names: Collection[str], matrices: Collection[str], listed: str, *, separator: str, what: str
 ) -> str:
-    """Of the arrays of a checkpoint the one that `Reading.name` names, by its end too, or the only matrix.
+    """Return the array of a checkpoint whose name is, or ends with, `Reading.name`; without name, the only matrix.
 
     Args:
         names: of all arrays. matrices: of those that may be rows.
-        listed: the matrices, for people.
+        listed: the matrices, for error messages.
         separator: between the parts of a name.
-        what: an array is called in this format.
+        what: the format's word for an array.
 
     Raises:
         ValueError: there is none, or several; lists the matrices.
@@ -118,9 +118,9 @@ def the_array_meant(
 
 
 def check_rows(where: str, shape: Sequence[int], dtype: str, length: int) -> None:
-    """Raises unless these are rows of `length` floats.
+    """Raise unless these are rows of `length` floats.
 
-    16-bit floats are widened, which changes no value; float64 would lose digits and is the caller's to convert.
+    16-bit floats are widened, which changes no value. float64 would lose digits, so the caller must convert it.
 
     Raises:
         TypeError: another dtype. ValueError: another shape.
@@ -133,10 +133,10 @@ def check_rows(where: str, shape: Sequence[int], dtype: str, length: int) -> Non
 
 
 def check_claim(where: str, rows: int, row_bytes: int, file_bytes: int) -> None:
-    """Raises where a file says that it holds more than it can, compressed or not: a small one would fill the disk.
+    """Check that a file does not claim more rows than it can hold, also compressed: a small one could fill the disk.
 
     Raises:
-        ValueError: it does.
+        ValueError: it claims more.
     """
     if rows * row_bytes > MOST_EXPANSION * file_bytes:
         raise ValueError(
@@ -147,7 +147,7 @@ def check_claim(where: str, rows: int, row_bytes: int, file_bytes: int) -> None:
 
 @contextmanager
 def naming_file(path: Path, format: str) -> Iterator[None]:
-    """Names the file in what libraries raise of it: damage is a ValueError, a failing disk an OSError.
+    """Add the file's name to errors of libraries: damage is a ValueError, a failing disk an OSError.
 
     Raises:
         ValueError, OSError, MemoryError: with the file's name.
@@ -158,7 +158,7 @@ def naming_file(path: Path, format: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        # Two files make the projector's format.
+        # The projector's format has two files.
         is_named = any(str(one) in str(error) for one in (path, path.with_name("metadata.tsv")))
         if is_named or (isinstance(error, OSError) and error.filename is not None):
             raise
@@ -170,7 +170,7 @@ def naming_file(path: Path, format: str) -> Iterator[None]:
 
 
 def widened(values: Any, dtype: str) -> Floats:
-    """Float32 of 16-bit floats, exactly; bfloat16 comes as uint16."""
+    """Widen 16-bit floats to float32, exactly; bfloat16 is given as uint16."""
     if dtype == "bfloat16":
         wide: Floats = (values.astype(np.uint32) << 16).view(np.float32)
         return wide
@@ -178,9 +178,9 @@ def widened(values: Any, dtype: str) -> Floats:
 
 
 def rows_of_file(path: Path, offset: int, rows: int, length: int, dtype: str, chunk: int) -> Iterator[Floats]:
-    """Rows that lie one after the other in a file, in two buffers that are used in turns.
+    """Yield consecutive rows of a file, in two buffers that are used in turns.
 
-    Read rather than mapped: a page fault for every 16 pages took longer than the copy.
+    The file is read, not mapped: a page fault for every 16 pages took longer than the copy.
 
     Raises:
         ValueError: the file ends early.
@@ -198,7 +198,7 @@ def rows_of_file(path: Path, offset: int, rows: int, length: int, dtype: str, ch
 
 
 def read_fully(file: Any, array: Any, path: Path) -> None:
-    """Fills an array from an unbuffered file.
+    """Fill an array from an unbuffered file.
 
     Raises:
         ValueError: the file ends early.
@@ -213,10 +213,10 @@ def read_fully(file: Any, array: Any, path: Path) -> None:
 
 
 def need(module: str, what: str, install: str) -> Any:
-    """An optional library.
+    """Import an optional library.
 
     Raises:
-        ImportError: it is not there; says how to install it.
+        ImportError: the library is missing; says how to install it.
     """
     import importlib
 

@@ -1,6 +1,6 @@
-"""Words of a chunk of rows, kept as the bytes they are.
+"""Words of a chunk of rows, kept as bytes.
 
-A `str` a row costs more than the row where its word is an id and no more: it is made where somebody asks for it.
+A `str` for each row costs more than the row if its word is only an id, so a `str` is made at access.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from bunkbed.core.arguments import Ids
 
 
 class Words(Sequence[str]):
-    """As a sequence: the words as text, what is not UTF-8 as surrogates.
+    """A sequence of words as text; bytes that are not UTF-8 become surrogates.
 
     Args:
-        text: the words, a line feed behind each.
-        ends: int64[N], where those line feeds stand; others belong to a word.
+        text: the words, with a line feed after each.
+        ends: int64[N], the positions of these line feeds; other line feeds are part of a word.
     """
 
     def __init__(self, text: bytes, ends: Ids) -> None:
@@ -28,12 +28,12 @@ class Words(Sequence[str]):
 
     @classmethod
     def of_ids(cls, ids: Ids) -> Words:
-        """Ids in decimal."""
+        """Make the words of ids, in decimal."""
         return cls(*_native.words_of_ids(ids))
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Words:
-        """The same words as bytes."""
+        """Make `Words` of text words."""
         parts = [word.encode("utf-8", "surrogateescape") for word in words]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         return cls(b"".join(part + b"\n" for part in parts), np.cumsum(lengths + 1) - 1)
@@ -53,5 +53,5 @@ class Words(Sequence[str]):
         return self.text[begin : self.ends[at]].decode("utf-8", "surrogateescape")
 
     def numbers(self) -> Ids | None:
-        """int64[N] of words that are all ids in decimal, otherwise None."""
+        """Return int64[N] if all words are ids in decimal, otherwise None."""
         return _native.ids_of_words(self.text, self.ends)

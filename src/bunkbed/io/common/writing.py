@@ -1,4 +1,4 @@
-"""`Writing`: what a format is asked to write, and the rows that it gets."""
+"""`Writing`: a request to a format to write a file, and the rows to write."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bunkbed.io.common.naming import read_vocabulary
 from bunkbed.io.common.source import Progress, chunk_rows, slot_length
 from bunkbed.table.table import Table
 
-#: Bytes of rows after which the kernel is asked to start writing.
+#: Bytes of rows after which the kernel is asked to start write-back.
 _DISK_BYTES = 32 << 20
 
 
 class Writing:
-    """What a format is asked to write, and where; see `export_rows` for the arguments."""
+    """A request to write a file; see `export_rows` for the arguments."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Writing:
         self.metric = metric
         self.words = None if vocab is None else read_vocabulary(vocab)
         self._progress = progress
-        #: Where its files go, under the names they are to have.
+        #: Folder of the format's files, which have their final names.
         self.out = Path()
-        #: Where it may put what it needs meanwhile.
+        #: Folder for temporary files.
         self.scratch = Path()
 
     @property
     def file(self) -> Path:
-        """The file to write, of a format that is one file."""
+        """The file to write, for a format of one file."""
         return self.out / self.target.name
 
     @property
@@ -59,14 +59,14 @@ class Writing:
         return tuple(slot for slot in self.lengths if slot != "weight")
 
     def rows_of(self) -> int:
-        """Rows of a chunk."""
+        """Return the rows of a chunk."""
         return chunk_rows(self.chunk, max(self.lengths.values()))
 
     def every_row(self) -> int:
         """Return the number of rows of a format that holds every row.
 
         Raises:
-            ValueError: the table has no such number.
+            ValueError: the table has no number of rows.
         """
         if self.table.num_rows is None:
             raise ValueError(
@@ -76,7 +76,7 @@ class Writing:
         return self.table.num_rows
 
     def stored(self) -> Iterator[tuple[Ids, dict[str, Floats]]]:
-        """Stored rows in log order with all slots at once; the next ones are read while these are written."""
+        """Yield stored rows in log order with all slots; the next rows are read while these are written."""
         total, done, flushed = len(self.table), 0, 0
         each = max(1, _DISK_BYTES // (4 * sum(self.lengths.values())))
         with closing(ahead(self.table._scan_slots(tuple(self.lengths), self.rows_of()))) as parts:
@@ -89,10 +89,10 @@ class Writing:
                 self.report(done, total)
 
     def _begin_writing(self) -> None:
-        """What the file has got goes to the disk from now on, and not all at once when it is synced."""
+        """Start write-back of the file now, so that the sync at the end has less to write."""
         try:
             descriptor = os.open(self.file, os.O_RDONLY)
-        except OSError:  # of several files, or under another name: no more than time is lost
+        except OSError:  # several files, or another name: write-back only starts later
             return
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -100,7 +100,7 @@ class Writing:
             os.close(descriptor)
 
     def require_all(self, done: int, total: int) -> None:
-        """Raises BunkbedError where another number of rows was written than the file says: `total`, counted before."""
+        """Raise BunkbedError if the number of rows written differs from `total`, which the file says."""
         if done != total:
             raise BunkbedError(
                 f"table '{self.table.name}' was changed while it was exported: {self.target.name} says {total} rows "
@@ -108,6 +108,6 @@ class Writing:
             )
 
     def report(self, done: int, total: int) -> None:
-        """Calls `progress`."""
+        """Call `progress`."""
         if self._progress is not None:
             self._progress(done, total)

@@ -1,4 +1,4 @@
-"""The formats: one table that the functions, the command line and the tests follow, and a module for each kind."""
+"""The formats: a table for the functions, the command line and the tests, and a module for each kind."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write rows down.
+    """A file format of rows.
 
     Args:
-        name: what ``format=`` takes.
+        name: the value of ``format=``.
         module: file of this folder with its ``read`` and ``write``.
-        suffixes: names of files that are taken for it.
-        has_state: whether it carries optimizer slots and the step beside the weights.
-        every_row: whether an export holds every id in ``[0, num_rows)`` rather than the stored rows.
+        suffixes: suffixes of file names that select it.
+        has_state: whether it can hold optimizer slots and the step in addition to the weights.
+        every_row: whether an export holds every id in ``[0, num_rows)`` instead of the stored rows.
         has_words: whether its rows are, or may be, named by words.
-        can_export: False where it is only read.
+        can_export: False if it is only read.
         has_metric: whether it is an index of nearest rows, by a metric.
     """
 
@@ -33,7 +33,7 @@ class Format:
     has_metric: bool = False
 
     def load(self) -> Any:
-        """Its module."""
+        """Import and return its module."""
         return importlib.import_module(f"{__name__}.{self.module}")
 
 
@@ -54,10 +54,10 @@ FORMATS = (
 
 
 def format_of(path: Path, name: str | None) -> Format:
-    """The format of that name, or the one a file's name ends in.
+    """Return the format of that name, or the one of the file's suffix.
 
     Raises:
-        ValueError: no such format, or a name that tells nothing; lists what there is.
+        ValueError: no such format, or an unknown suffix; lists the formats.
     """
     if name is not None:
         for one in FORMATS:

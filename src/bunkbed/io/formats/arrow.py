@@ -1,6 +1,6 @@
-"""Parquet and Arrow files: a column ``id`` and one of fixed-size lists for each slot; the step in the schema.
+"""Parquet and Arrow files: a column ``id``, a column of fixed-size lists for each slot, and the step in the schema.
 
-With a vocabulary there is a column ``word`` too.
+With a vocabulary there is also a column ``word``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD = "word"
 
 
 def read(reading: Reading) -> Source:
-    """Rows of a table with a column of ids, or of words, and columns of lists."""
+    """Return rows named by a column of ids or words, with values in columns of lists."""
     pa = need("pyarrow", f"the format {reading.format}", _INSTALL)
     path, key = reading.path, reading.id_column or "id"
     reading.refuse(state=reading.state)
@@ -66,7 +66,7 @@ def _open_parquet(reading: Reading) -> tuple[Any, int, Any]:
     file = parquet.ParquetFile(reading.path)
     for at in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(at)
-        for column in map(group.column, range(group.num_columns)):  # one list may be as long as all memory
+        for column in map(group.column, range(group.num_columns)):  # one list could exceed memory
             where = f"{reading.path}: column {column.path_in_schema!r}"
             check_claim(where, column.num_values, 4, reading.path.stat().st_size)
 
@@ -83,7 +83,7 @@ def _open_arrow(reading: Reading) -> tuple[Any, int, Any]:
     rows = 0
     for at in range(file.num_record_batches):
         batch = file.get_batch(at)
-        batch.validate(full=True)  # pyarrow follows offsets that point outside of the file
+        batch.validate(full=True)  # otherwise pyarrow follows offsets outside the file
         rows += batch.num_rows
 
     def batches(columns: list[str]) -> Iterator[Any]:
@@ -96,7 +96,7 @@ def _open_arrow(reading: Reading) -> tuple[Any, int, Any]:
 
 
 def _float_of(pa: Any, kind: Any) -> str:
-    """The dtype in the lists of a column, or what it is instead."""
+    """Return the dtype of a column's lists, or for another column a text that is not in `FLOATS`."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     inner = kind.value_type if is_list else kind
     name = {"float": "float32", "halffloat": "float16", "double": "float64"}.get(str(inner), str(inner))
@@ -104,7 +104,7 @@ def _float_of(pa: Any, kind: Any) -> str:
 
 
 def _lists(column: Any, length: int, dtype: str, what: str, begin: int) -> Any:
-    """float32[n, length] of a column of lists."""
+    """Return float32[n, length] of a column of lists."""
     assert dtype in FLOATS
     if column.null_count:
         at = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
@@ -136,7 +136,7 @@ def _keys(pa: Any, column: Any, what: str, begin: int) -> Any:
 
 
 def write(writing: Writing) -> int:
-    """Stored rows, in log order."""
+    """Write stored rows, in log order."""
     pa = need("pyarrow", f"{writing.target.name}", _INSTALL)
     fields = [pa.field("id", pa.int64(), nullable=False)]
     if writing.words is not None:
@@ -181,6 +181,6 @@ def _writer(pa: Any, writing: Writing, schema: Any) -> Any:
     if writing.format == "parquet":
         import pyarrow.parquet as parquet
 
-        # Trained floats repeat nothing: a dictionary of them takes most of the time and no byte away.
+        # Trained floats rarely repeat: a dictionary would take most of the time and save nothing.
         return parquet.ParquetWriter(writing.file, schema, use_dictionary=False)
     return pa.ipc.new_file(str(writing.file), schema)

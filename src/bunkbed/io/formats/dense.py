@@ -1,13 +1,13 @@
-"""Rows in the order of their ids, from a log that has them in another.
+"""Rows in the order of their ids, from a log with another order.
 
-Looking every id up would read the log row by row: on an SSD ten times slower than reading it through. Instead:
+A lookup of every id would read the log row by row, on an SSD ten times slower than a scan. Instead:
 
-1. The ids are divided into regions whose rows fit in memory, with all the slots that are wanted. The log is scanned
-   once for all of them.
-2. While it goes through regions in order, as a table does that was imported, the rows of a region are gathered in
-   memory and written at once.
-3. Rows that come in another order, or after their region was written, are set aside, in a file for each region.
-4. At the end each region that lacks such rows is completed from its file, and those without any are written.
+1. The ids are divided into regions. The rows of a region, with all wanted slots, fit in memory. The log is scanned once
+   for all regions.
+2. While the scan meets regions in order, as in an imported table, the rows of a region are gathered in memory and
+   written together.
+3. Rows in another order, or rows that follow after their region was written, are set aside in a file for each region.
+4. At the end, each region that lacks rows is completed from its file, and regions without stored rows are written.
 
 Rows that are not stored have their initial values, which cost no read.
 """
@@ -29,25 +29,25 @@ from bunkbed.io.common.ahead import ahead
 from bunkbed.io.common.source import read_fully, slot_length
 from bunkbed.table.table import Table
 
-#: Bytes of a region with all its slots, two of which are in memory, and most regions: above 64 GiB they grow instead.
+#: Bytes of a region with all its slots (two regions are in memory), and most regions: above 64 GiB regions grow.
 _REGION_BYTES = 16 << 20
 _MAX_REGIONS = 4096
 _LEAST_ROWS = 256
-#: Bytes of what is scanned at once.
+#: Bytes of one chunk of the scan.
 _SCAN_BYTES = 1 << 20
-#: Bytes of what is read at once of rows that were set aside, or made of rows that are not stored.
+#: Bytes of one chunk of rows that were set aside, or that are not stored.
 _STEP_BYTES = 1 << 20
 
 
 class Rows(Protocol):
-    """Where rows go: float32[N, length] by slices, as a NumPy array, an HDF5 dataset or a `FileRows`."""
+    """Target of rows: float32[N, length] by slices, such as a NumPy array, an HDF5 dataset or a `FileRows`."""
 
     def __getitem__(self, part: slice) -> Any: ...
     def __setitem__(self, part: slice, rows: Any) -> None: ...
 
 
 class FileRows:
-    """float32[N, length] in a file, by slices of rows. Written through calls: a mapping is twice as slow to fill.
+    """float32[N, length] in a file, by slices of rows. System calls write it, as a mapping takes twice the time.
 
     Args:
         descriptor: of the open file.
@@ -75,16 +75,16 @@ class FileRows:
         while view:
             done = os.pwrite(self._descriptor, view, at)
             view, at = view[done:], at + done
-        # The disk begins now, and not all at once when the file is synced.
+        # Start write-back now, so that the sync of the file has less to write.
         os.posix_fadvise(self._descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
 
 def fill(table: Table, targets: Mapping[str, Rows], scratch: Path, report: Callable[[int, int], None]) -> None:
-    """Writes slots of every row of `table`, which is scanned once.
+    """Write slots of every row of `table`, which is scanned once.
 
     Args:
-        targets: where the rows of each slot go.
-        scratch: an empty folder for what is set aside.
+        targets: the target of each slot's rows.
+        scratch: an empty folder for rows that are set aside.
         report: called with (rows written, rows in all).
     """
     assert table.num_rows is not None
@@ -95,11 +95,11 @@ def fill(table: Table, targets: Mapping[str, Rows], scratch: Path, report: Calla
 
 
 def gather(table: Table, slot: str, out: Floats, report: Callable[[int, int], None]) -> None:
-    """Writes a slot of every row of `table` to `out`, which is in memory: each row to its place, in any order.
+    """Write a slot of every row of `table` to `out`, which is in memory, in log order.
 
     Args:
         out: float32[num_rows, length of the slot].
-        report: called with (rows written, rows in all); those that are not stored come last.
+        report: called with (rows written, rows in all); rows that are not stored come last.
     """
     row_bytes = 4 * out.shape[1]
     present, count = np.zeros(len(out), np.bool_), 0
@@ -120,19 +120,19 @@ def gather(table: Table, slot: str, out: Floats, report: Callable[[int, int], No
 
 
 def _places(at: Ids) -> Any:
-    """Rows `at`; where they follow each other a slice, which is copied as one."""
+    """Return an index of rows `at`; a slice if they are consecutive, which is copied at once."""
     first, last = int(at[0]), int(at[-1])
     follow = last - first == len(at) - 1 and bool((np.diff(at) == 1).all())
     return slice(first, last + 1) if follow else at
 
 
 def _values(table: Table, slot: str, ids: Ids) -> Floats:
-    """Of rows that are not stored, which are not to be kept either."""
+    """Return values of rows that are not stored, without changing the cache."""
     return table.lookup(ids, touch=False) if slot == "weight" else table.get(ids, slot)
 
 
 def _require_not_stored(table: Table, ids: Ids) -> None:
-    """After their values were read: a row that was stored since the scan is of another state than the rest."""
+    """Raise if a row was stored since the scan, and so has another state; call it after reading the values."""
     stored = table.contains(ids)
     if stored.any():
         raise BunkbedError(
@@ -158,9 +158,9 @@ class _Filling:
         self._rows, self._total = region_rows, table.num_rows
         self._written: set[int] = set()
         self._aside: set[int] = set()
-        self._late: dict[int, int] = {}  # rows that a region was written without
+        self._late: dict[int, int] = {}  # by written region: the number of stored rows it lacks
         self._now = -1  # the region being gathered
-        # Two of them: one is written by a thread while rows are gathered in the other. Each has an array a slot.
+        # Double buffers, each with an array for each slot: a thread writes one while the other gathers rows.
         rows = min(region_rows, table.num_rows)
         self._buffers: list[Floats] = [np.empty((rows, length), np.float32) for length in lengths]
         self._others: list[Floats] = [np.empty((rows, length), np.float32) for length in lengths]
@@ -175,7 +175,7 @@ class _Filling:
         self._count = 0
 
     def run(self, chunk: int) -> None:
-        """All four steps."""
+        """Run the four steps of the module's docstring."""
         with closing(ahead(self._table._scan_slots(self._slots, chunk))) as parts:
             for ids, values in parts:
                 regions = ids // self._rows
@@ -184,17 +184,17 @@ class _Filling:
                     cuts = np.flatnonzero(steps) + 1
                     for part in map(slice, (0, *cuts), (*cuts, len(ids))):
                         self._take(int(regions[part.start]), ids[part], [one[part] for one in values])
-                else:  # in no order, as after training
+                else:  # unordered, as after training
                     self._take_any(regions, ids, values)
         self._finish()
-        self._wait()  # what was set aside is in its files
+        self._wait()  # now the files have all rows that were set aside
         for region in range(-(-self._total // self._rows)):
             if region in self._late or region not in self._written:
                 self._complete(region)
         self._wait()
 
     def _take(self, region: int, ids: Ids, values: Sequence[Floats]) -> None:
-        """Rows of one region, with which it may begin."""
+        """Take rows of one region; start gathering the region if no row of it came before."""
         if region != self._now and region not in self._written and region not in self._aside:
             self._finish()
             self._now = region
@@ -205,7 +205,7 @@ class _Filling:
             self._set_aside(np.full(len(ids), region), ids, values)
 
     def _take_any(self, regions: Ids, ids: Ids, values: Sequence[Floats]) -> None:
-        """Rows of several regions, none of which begins with them."""
+        """Take rows of several regions, without starting a region."""
         here = regions == self._now
         if here.any():
             self._place(ids[here] - self._now * self._rows, [one[here] for one in values])
@@ -213,7 +213,7 @@ class _Filling:
         self._set_aside(regions, ids, values)
 
     def _set_aside(self, regions: Ids, ids: Ids, values: Sequence[Floats]) -> None:
-        """Puts rows in order of their regions, and has them added to the regions' files."""
+        """Sort rows by region, and let the thread append them to the regions' files."""
         order = np.argsort(regions, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
@@ -231,19 +231,19 @@ class _Filling:
                 file.write(part.view(np.uint8).data)
 
     def _place(self, at: Ids, values: Sequence[Floats]) -> None:
-        """Rows of the region in `_buffers`."""
+        """Put rows of the present region into `_buffers`."""
         where = _places(at)
         for buffer, rows in zip(self._buffers, values, strict=True):
             buffer[where] = rows
         self._present[where] = True
 
     def _finish(self) -> None:
-        """Writes the region that was gathered; rows of it that are still to come are set aside and added."""
+        """Write the gathered region; its rows that follow later are set aside and added at the end."""
         region = self._now
         if region < 0:
             return
         missing = np.flatnonzero(~self._present[: self._count_of(region)])
-        is_late = self._table.contains(missing + region * self._rows)  # looking them up would read one by one
+        is_late = self._table.contains(missing + region * self._rows)  # a lookup would read row by row
         if is_late.any():
             self._late[region] = int(is_late.sum())
         self._put(region, missing[~is_late])
@@ -284,7 +284,7 @@ class _Filling:
         return min(self._rows, self._total - region * self._rows)
 
     def _put(self, region: int, missing: Ids) -> None:
-        """Writes a region, with initial values for the rows that are `missing` in it."""
+        """Write a region, with initial values for its `missing` rows."""
         begin, count = region * self._rows, self._count_of(region)
         for start in range(0, len(missing), self._step):
             part = missing[start : start + self._step]
@@ -301,12 +301,12 @@ class _Filling:
             out[part] = rows[: part.stop - part.start]
 
     def _submit(self, call: Callable[..., None], *given: Any) -> None:
-        """Has the thread do it, once it has done what came before."""
+        """Let the thread run `call`, after its previous call is done."""
         self._wait()
         self._writing = self._writer.submit(call, *given)
 
     def _wait(self) -> None:
-        """Until the thread has done what it was given; raises what that failed with."""
+        """Wait until the thread's call is done; raise its error."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None

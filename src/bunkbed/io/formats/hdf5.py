@@ -1,7 +1,7 @@
 """Keras's files: ``.weights.h5``, and ``.keras``, an archive of such a file and a configuration.
 
-Arrays are named by their path in the file, such as ``layers/user/vars/0``. HDF5 lets a file have arrays, or whole
-groups, in other files of any path: an import reads the file that it was given, and refuses one that points elsewhere.
+Arrays are named by their path in the file, such as ``layers/user/vars/0``. An HDF5 file may refer to arrays or groups
+in other files of any path; an import refuses a file with such references.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _WEIGHTS = "model.weights.h5"
 _STEP = "optimizer/vars/0"
 #: Most bytes of a ``.keras`` file's configuration.
 _MAX_CONFIG = 100_000_000
-#: Slots in the order in which Keras keeps them, by the optimizer's class.
+#: Slots in the order of Keras's files, by the optimizer's class.
 _SLOTS = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq"), "Adagrad": ("sum",)}
 
 
 def read(reading: Reading) -> Source:
-    """Rows of a dataset by position; with state, of a ``.keras`` file that says whose it is."""
+    """Return rows of a dataset by position; with state if a ``.keras`` file names the optimizer."""
     need("h5py", reading.path.name, _INSTALL)
     path = reading.path
     reading.refuse(ids=reading.id_column, state=reading.state)
@@ -83,13 +83,13 @@ def read(reading: Reading) -> Source:
 
 
 def _place(dataset: Any) -> int | None:
-    """Where in the HDF5 file the rows of a dataset lie one after the other; None where only h5py can tell them.
+    """Return the offset in the HDF5 file of a dataset's consecutive rows; None if only h5py can read the rows.
 
-    h5py copies once more, and through Python calls where the file lies in an archive.
+    h5py makes an additional copy, and reads through Python calls if the file is in an archive.
     """
     if dataset.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
         return None
-    # HDF5 gives none of one in pieces, in another file, never written, or so small that it lies in its own description.
+    # None for a dataset that is chunked, in another file, never written, or so small that it is in the object header.
     place: int | None = dataset.id.get_offset()
     return place
 
@@ -101,7 +101,7 @@ def _rows_of(dataset: Any, chunk: int) -> Iterator[Floats]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, int]]:
-    """The HDF5 file, by itself or in its archive, and where in `path` it begins."""
+    """Open the HDF5 file, which may be inside an archive; yield it and its offset in `path`."""
     import h5py
 
     if not zipfile.is_zipfile(path):
@@ -127,7 +127,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 class _Part(io.RawIOBase):
-    """Bytes of a file, as a file: an archive's own would read up to every place that is sought."""
+    """A range of a file's bytes, as a file. An archive's own file object reads all bytes up to a place to seek it."""
 
     def __init__(self, file: Any, start: int, size: int) -> None:
         self._file, self._start, self._size, self._at = file, start, size, 0
@@ -154,7 +154,7 @@ class _Part(io.RawIOBase):
 
 
 def _check_sizes(path: Path, dataset: Any) -> None:
-    """Raises where an array, or one of the pieces it is stored in, is larger than the file can hold."""
+    """Raise ValueError if an array, or one of its chunks, is larger than the file can hold."""
     rows, length = dataset.shape
     where, size, itemsize = f"{path}: {dataset.name}", path.stat().st_size, dataset.dtype.itemsize
     check_claim(where, rows, length * itemsize, size)
@@ -163,10 +163,10 @@ def _check_sizes(path: Path, dataset: Any) -> None:
 
 
 def _datasets(path: Path, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every array in the file, by name.
+    """Return shape and dtype of every array in the file, by name.
 
     Raises:
-        ValueError: one of them is stored in another file, or made of other arrays, which may be in other files; a name
+        ValueError: an array is stored in another file, or made of other arrays, which may be in other files; or a name
         is a link to another file.
     """
     import h5py
@@ -174,10 +174,10 @@ def _datasets(path: Path, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     found = {}
 
     def external(name: bytes, link: Any) -> bytes | None:
-        return name if link.type == h5py.h5l.TYPE_EXTERNAL else None  # the first ends the visit
+        return name if link.type == h5py.h5l.TYPE_EXTERNAL else None  # a result ends the visit
 
     def visit(name: str, item: Any) -> None:
-        if hasattr(item, "is_virtual"):  # asked before the shape, for which HDF5 may open the other files
+        if hasattr(item, "is_virtual"):  # checked before the shape, which may open other files
             if item.is_virtual or item.external:
                 kind = "made of other arrays (virtual storage)" if item.is_virtual else "stored in another file"
                 raise ValueError(f"{path}: {name} is {kind}, which is not read; write its rows into the file itself")
@@ -192,7 +192,7 @@ def _datasets(path: Path, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _named(reading: Reading, shapes: dict[str, Any]) -> str:
-    """The one array that is meant."""
+    """Return the name of the array to read."""
     tables = [
         name
         for name, (shape, kind) in shapes.items()
@@ -203,7 +203,7 @@ def _named(reading: Reading, shapes: dict[str, Any]) -> str:
 
 
 def _optimizer_of(path: Path) -> str | None:
-    """The class of the optimizer that a ``.keras`` file was compiled with."""
+    """Return the class name of the optimizer that a ``.keras`` file's model was compiled with."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = archive.getinfo("config.json").file_size
@@ -217,7 +217,7 @@ def _optimizer_of(path: Path) -> str | None:
 
 
 def _state_of(reading: Reading, name: str, shapes: dict[str, Any], slots: tuple[str, ...]) -> dict[str, str]:
-    """Arrays of the optimizer that are that weight's: Keras numbers them, so only one weight may have its shape."""
+    """Return the weight's arrays of optimizer state. Keras numbers them, so only one weight may have its shape."""
     shape = shapes[name][0]
     numbered = [key for key in shapes if key.startswith("optimizer/vars/")]
     fits = sorted((key for key in numbered if shapes[key][0] == shape), key=lambda key: int(key.rpartition("/")[2]))
@@ -233,14 +233,14 @@ def _state_of(reading: Reading, name: str, shapes: dict[str, Any], slots: tuple[
 
 
 def write(writing: Writing) -> int:
-    """Every id in ``[0, num_rows)``, as the weights of a model of one `Embedding` layer."""
+    """Write every id in ``[0, num_rows)``, as the weights of a model of one `Embedding` layer."""
     h5py = need("h5py", writing.target.name, _INSTALL)
     rows = writing.every_row()
     ((slot, length),) = writing.lengths.items()
     with h5py.File(writing.file, "w") as file:
         dataset = file.create_dataset(writing.name or "layers/embedding/vars/0", (rows, length), "<f4")
-        dataset[rows - 1 :] = 0  # the first write makes room for all of it
+        dataset[rows - 1 :] = 0  # the first write allocates the whole dataset
         place = dataset.id.get_offset()
-    with writing.file.open("r+b") as raw:  # h5py would copy each part once more
+    with writing.file.open("r+b") as raw:  # h5py would copy each part again
         fill(writing.table, {slot: FileRows(raw.fileno(), place, length)}, writing.scratch, writing.report)
     return rows

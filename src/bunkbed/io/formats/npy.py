@@ -13,11 +13,11 @@ from bunkbed.io.formats.dense import FileRows, fill
 
 
 def read(reading: Reading) -> Source:
-    """Rows of an array in a file."""
+    """Return rows of an array by position."""
     path = reading.path
     reading.refuse(name=reading.name, state=reading.state, ids=reading.id_column)
     try:
-        with np.errstate(over="ignore"):  # of sizes, which it finds out itself
+        with np.errstate(over="ignore"):  # of sizes, which np.load itself reports
             rows = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OverflowError) as error:
         raise ValueError(f"{path} is not a .npy file: {error}") from None
@@ -46,7 +46,7 @@ def read(reading: Reading) -> Source:
 
 
 def write(writing: Writing) -> int:
-    """Every id in ``[0, num_rows)``."""
+    """Write every id in ``[0, num_rows)``."""
     rows = writing.every_row()
     ((slot, length),) = writing.lengths.items()
     with writing.file.open("w+b") as file:

@@ -1,4 +1,4 @@
-"""The TensorBoard projector's text: ``tensors.tsv`` of numbers, and beside it ``metadata.tsv``, which names the rows.
+"""The TensorBoard projector's text: ``tensors.tsv`` with numbers, and ``metadata.tsv`` with names of the rows.
 
 A metadata file of one column has no header; one of several has one.
 """
@@ -23,7 +23,7 @@ _TENSORS, _METADATA = "tensors.tsv", "metadata.tsv"
 
 
 def read(reading: Reading) -> Source:
-    """Rows named by a column of the metadata, or by position where there is none."""
+    """Return rows named by a column of the metadata, or by position if there is no metadata."""
     reading.refuse(name=reading.name, state=reading.state)
     folder = reading.path if reading.path.is_dir() else reading.path.parent
     tensors = folder / _TENSORS if reading.path.is_dir() else reading.path
@@ -58,7 +58,7 @@ def read(reading: Reading) -> Source:
 
 
 def _column(reading: Reading, metadata: Path) -> tuple[int, int]:
-    """Position of the column that names rows, and lines before the first row."""
+    """Return the position of the column that names rows, and the number of lines before the first row."""
     with metadata.open("rb") as file:
         names = [name.decode("utf-8", "surrogateescape") for name in file.readline().rstrip(b"\r\n").split(b"\t")]
     if len(names) == 1:
@@ -82,7 +82,7 @@ def _words(metadata: Path, taking: Taking, count: int, column: int, first_line: 
 
 
 def write(writing: Writing) -> int:
-    """A folder of both files: stored rows by ascending id; a row's word is its vocabulary's, or its id."""
+    """Write a folder of both files: stored rows by ascending id; a row's word is from the vocabulary, or its id."""
     if writing.target.suffix == ".tsv":
         raise ValueError(f"{writing.target}: an export is a folder of both files; name it .projector")
     if list(writing.lengths) != ["weight"]:

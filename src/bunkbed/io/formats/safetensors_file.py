@@ -1,7 +1,7 @@
 """safetensors: ``weight`` float32[N, dim], ``id`` int64[N], and any slot; the step in the file's metadata.
 
-8 bytes of header length, a JSON header, the tensors' bytes. Written and read here because the library wants every
-tensor in memory, and NumPy's half of it knows no bfloat16; the layout is its documented format.
+The documented layout is 8 bytes of header length, a JSON header, the tensors' bytes. This module reads and writes it
+because the library needs every tensor in memory, and its NumPy part has no bfloat16.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bunkbed.io.common.writing import Writing
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 _STEP = "bunkbed.step"
-#: Most bytes of a header, as the format has it.
+#: Most bytes of a header, by the format's definition.
 _MAX_HEADER = 100_000_000
 
 
 def read(reading: Reading) -> Source:
-    """Rows of a tensor, named by another one or by position."""
+    """Return rows of a tensor, named by a tensor of ids or by position."""
     path = reading.path
     reading.refuse(state=reading.state)
     header, base = _header(reading)
@@ -74,7 +74,7 @@ def read(reading: Reading) -> Source:
 
 
 def _header(reading: Reading) -> tuple[dict[str, Any], int]:
-    """What the file says of its tensors, all of which lie in it, and where their bytes begin."""
+    """Return the file's header, after a check that all tensors are inside the file, and the offset of their bytes."""
     path = reading.path
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -113,7 +113,7 @@ def _ids(reading: Reading, offset: int, rows: int, chunk: int) -> Iterator[Ids]:
 
 
 def write(writing: Writing) -> int:
-    """Stored rows, in log order."""
+    """Write stored rows, in log order."""
     total = len(writing.table)
     header: dict[str, Any] = {}
     if writing.state:

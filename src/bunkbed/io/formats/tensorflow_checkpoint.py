@@ -1,6 +1,6 @@
-"""TensorFlow's checkpoints: ``NAME.index`` and ``NAME.data-...``, of which a variable is read and written whole.
+"""TensorFlow's checkpoints: ``NAME.index`` and ``NAME.data-...``.
 
-TensorFlow reads and writes a tensor whole, so rows take memory here: their bytes once, for an export and an import.
+TensorFlow reads and writes a tensor whole, so an export or an import holds the bytes of all rows in memory once.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from bunkbed.io.formats.dense import gather
 
 _INSTALL = '"bunkbed[keras]"'
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
-#: Bytes, of memory that TensorFlow takes as it is.
+#: Alignment in bytes of memory that TensorFlow uses without a copy.
 _ALIGNMENT = 64
 
 
 def prefix_of(path: Path) -> Path:
-    """What TensorFlow calls a checkpoint: its files' names up to the last dot."""
+    """Return TensorFlow's name of a checkpoint: its files' names without their suffix."""
     return path.with_suffix("") if path.suffix == ".index" else path
 
 
 def targets(path: Path) -> list[Path]:
-    """The files that an export makes."""
+    """Return the files that an export makes."""
     prefix = prefix_of(path)
     return [prefix.with_name(f"{prefix.name}.{end}") for end in ("data-00000-of-00001", "index")]
 
 
 def read(reading: Reading) -> Source:
-    """Rows of a variable by position."""
+    """Return rows of a variable by position."""
     path = reading.path
     reading.refuse(ids=reading.id_column, state=reading.state)
     if not targets(path)[1].exists():
@@ -67,7 +67,7 @@ def read(reading: Reading) -> Source:
 
 
 def _named(reading: Reading, shapes: dict[str, Any], dtypes: dict[str, str]) -> str:
-    """The one variable that is meant."""
+    """Return the name of the variable to read."""
     tables = [
         name
         for name, shape in shapes.items()
@@ -85,13 +85,13 @@ def _named(reading: Reading, shapes: dict[str, Any], dtypes: dict[str, str]) -> 
 
 
 def write(writing: Writing) -> int:
-    """Every id in ``[0, num_rows)``: ``tf.train.Checkpoint(weight=variable).read(prefix)`` reads it."""
+    """Write every id in ``[0, num_rows)``; ``tf.train.Checkpoint(weight=variable).read(prefix)`` reads it."""
     tf = need("tensorflow", "a TensorFlow checkpoint", _INSTALL)
     rows = writing.every_row()
     ((slot, length),) = writing.lengths.items()
     values = _aligned(rows, length)
     gather(writing.table, slot, values, writing.report)
-    with tf.device("CPU:0"):  # the variable is these values, not a copy of them
+    with tf.device("CPU:0"):  # the variable shares the memory of `values`
         variable = tf.Variable(tf.experimental.dlpack.from_dlpack(values.__dlpack__()), trainable=False)
     del values
     tf.train.Checkpoint(**{writing.name or "weight": variable}).write(str(writing.out / prefix_of(writing.target).name))
@@ -99,7 +99,7 @@ def write(writing: Writing) -> int:
 
 
 def _aligned(rows: int, length: int) -> Floats:
-    """Memory as TensorFlow wants it, which otherwise copies."""
+    """Return float32[rows, length] in memory that TensorFlow uses without a copy."""
     flat = np.empty(rows * length + _ALIGNMENT // 4, np.float32)
     begin = -flat.ctypes.data % _ALIGNMENT // 4
     return flat[begin : begin + rows * length].reshape(rows, length)

@@ -1,6 +1,6 @@
-"""Rows as decimal numbers, for the formats that are text, and what these share with word2vec's binary files.
+"""Rows as decimal numbers, for text formats, and code that these share with word2vec's binary files.
 
-Every float32 comes back bit for bit, also through the float64 that text is mostly parsed to.
+Every float32 is read back bit for bit, also by programs that parse text to float64.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from bunkbed.io.common.writing import Writing
 Bytes = npt.NDArray[np.uint8]
 
 _BLOCK = 1 << 20
-#: Bytes after which the disk is told to begin with them.
+#: Bytes after which write-back is started.
 _DISK_BYTES = 16 << 20
 
 
 class Taking:
-    """Bytes of a file from where the last ones that were taken ended. Holds what is asked for, twice at most.
+    """Buffered reader of a file's bytes. It holds at most twice the bytes that a call asks for.
 
     Args:
-        file: unbuffered, where to begin.
+        file: unbuffered, at the first byte to read.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -42,20 +42,20 @@ class Taking:
 
     @property
     def rest(self) -> Bytes:
-        """What is in memory, until `more` is called."""
+        """The bytes in memory that were not taken; valid until `more` is called."""
         return self._buffer[self._begin : self._end]
 
     def took(self, count: int) -> None:
-        """So many of them are not wanted again."""
+        """Drop the first `count` bytes of `rest`."""
         self._begin += count
 
     def fill(self, count: int) -> None:
-        """Reads until there are so many bytes, and some more, or no more."""
+        """Read until `rest` has at least `count` bytes or the file ends."""
         while len(self.rest) < count and self.more(count + count // 8):
             pass
 
     def more(self, wanted: int = 0) -> bool:
-        """Reads on; False at the end of the file."""
+        """Read more bytes; return False at the end of the file."""
         rest = self.rest
         have = len(rest)
         end = max(wanted, have + max(_BLOCK, have // 2))
@@ -67,8 +67,8 @@ class Taking:
         return count > 0
 
     def lines(self, most: int) -> tuple[Bytes, Ids]:
-        """The next lines, fewer than `most` only where there are no more: (uint8[n], int64[lines] where each ends)."""
-        self.fill(self._taken)  # it will be about as much as last time
+        """Take the next `most` lines, fewer at the end of the file: (uint8[n], int64[lines], the end of each)."""
+        self.fill(self._taken)  # about as many bytes as the last call took
         is_last = False
         while len(ends := _native.line_ends(self.rest, most, is_last)) < most and not is_last:
             is_last = not self.more()
@@ -79,7 +79,7 @@ class Taking:
 
 
 def count_lines(path: Path) -> int:
-    """Lines of a file, the last one with or without a line feed."""
+    """Return the number of lines of a file, the last one with or without a line feed."""
     count, last = 0, b"\n"
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -89,19 +89,19 @@ def count_lines(path: Path) -> int:
 
 
 def parse(text: Bytes, begins: Ids, ends: Ids, length: int, path: Path, first_line: int) -> Floats:
-    """float32[N, length] of numbers between white space, those of ``text[begins[i] : ends[i]]`` in row i.
+    """Return float32[N, length] of numbers between white space; row i has those of ``text[begins[i] : ends[i]]``.
 
-    Most lines are rounded to float32 once, as is right; a line with a number that is written in another way than usual
-    (a plus sign, less than the least float32) goes through float64, as all did before.
+    The core rounds the numbers of most lines to float32 once. A line with an unusual number (a plus sign, less than the
+    least float32) is parsed by NumPy, through float64.
 
     Raises:
-        ValueError: a line that does not hold so many numbers; names the first, counted from `first_line`.
+        ValueError: a line without exactly `length` numbers; has the first one's number, counted from `first_line`.
     """
     rows = np.empty((len(ends), length), np.float32)
     refused = _native.parse_rows(text, begins, ends, rows).tolist()
     if refused:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", DeprecationWarning)  # what older versions of NumPy say of what is no number
+            warnings.simplefilter("error", DeprecationWarning)  # from older NumPy, for text that is no number
             for at in refused:
                 line = text[begins[at] : ends[at]].tobytes()
                 rows[at] = _parse_with_care(line, length, f"{path}: line {first_line + at}")
@@ -123,20 +123,20 @@ def _parse_with_care(line: bytes, length: int, where: str) -> Floats:
 
 
 class Output:
-    """An unbuffered file of which the disk gets a part as soon as it is written, not all at once when it is synced."""
+    """An unbuffered file whose write-back starts during the writes, so that the sync has less to write."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._begun = self._end = 0
 
     def restart(self) -> None:
-        """The file is empty again."""
+        """Empty the file."""
         self._file.seek(0)
         self._file.truncate()
         self._begun = self._end = 0
 
     def write(self, data: bytes) -> None:
-        """All of it."""
+        """Write all bytes."""
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) :]
@@ -147,15 +147,15 @@ class Output:
 
 
 def write_in_order(writing: Writing, begin: Callable[[], None], put: Callable[[Ids, Floats], None]) -> int:
-    """Calls `put` with every stored row by ascending id, a chunk at a time; returns how many.
+    """Call `put` with every stored row by ascending id, a chunk at a time; return the number of rows.
 
-    `begin` is called first. A log in that order, as an import leaves it, is read once. Where it turns out to be in
-    another, or `put` finds an id without a word or a word that it cannot write, the rest is read for its ids only (8
-    bytes a row in memory, beside text that takes hundreds), `begin` is called to start anew, and rows are looked up in
-    order: so the first word that is wrong is the one named.
+    `begin` is called first. A log in this order, as an import leaves it, is read once. If the log has another order, or
+    `put` finds an id without a word or a word that it cannot write, then the scan only collects the remaining ids (8
+    bytes per row in memory, small compared with a row's text). `begin` is called again, and rows are looked up in
+    order, so an error names the first wrong word by id.
 
     Raises:
-        ValueError: an id without a word, the greatest is named; what `put` raises.
+        ValueError: an id without a word (the greatest id is named), or an error of `put`.
     """
     table, total = writing.table, len(writing.table)
     seen, reported, last = [np.empty(0, np.int64)], 0, -1
@@ -185,6 +185,6 @@ def write_in_order(writing: Writing, begin: Callable[[], None], put: Callable[[I
         part = ids[done : done + chunk]
         put(part, table.lookup(part, touch=False))
         done += len(part)
-        if done > reported:  # what was reported stays so
+        if done > reported:  # progress must not go back
             writing.report(done, len(ids))
     return done

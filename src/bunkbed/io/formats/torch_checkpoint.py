@@ -1,7 +1,7 @@
 """torch checkpoints: an `nn.Embedding`'s weight by name, and the state of the optimizer that trained it.
 
-Read through ``torch.load(weights_only=True, mmap=True)``, which runs no code from the file and maps its tensors. Names
-are paths with dots through whatever nesting the file has: ``model.user.weight``, ``optimizer.state.0``.
+Read by ``torch.load(weights_only=True, mmap=True)``, which runs no code from the file and maps its tensors. Names are
+paths with dots through the nested containers of the file: ``model.user.weight``, ``optimizer.state.0``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bunkbed.io.formats.dense import fill
 from bunkbed.io.formats.zip_members import MemberRows, offset_of, set_checksums
 
 _INSTALL = '"bunkbed[torch]"'
-#: Of the containers in a checkpoint.
+#: Limits of the containers in a checkpoint.
 _MOST_PARTS, _MOST_DEPTH = 1_000_000, 100
 
 
 def read(reading: Reading) -> Source:
-    """Rows of a tensor by position, with state where it is known to be that tensor's."""
+    """Return rows of a tensor by position, with state if it certainly belongs to that tensor."""
     torch = need("torch", "a torch checkpoint", _INSTALL)
     path = reading.path
     reading.refuse(ids=reading.id_column)
@@ -48,7 +48,7 @@ def read(reading: Reading) -> Source:
         check_rows(where, tuple(tensor.shape), _dtype(tensor), reading.length(slot))
         if len(tensor) != len(weight):
             raise ValueError(f"{where} has {len(tensor)} rows, {name} has {len(weight)}")
-        # A tensor may say that every row is the same few bytes.
+        # With strides of 0, every row of a tensor can be the same few bytes.
         check_claim(where, len(tensor), tensor.shape[1] * tensor.element_size(), path.stat().st_size)
     step = entry.get("step")
     chunk = reading.rows_of()
@@ -74,14 +74,14 @@ def _load(torch: Any, path: str) -> Any:
     except RuntimeError as error:
         if "mmap" not in str(error):
             raise
-    # Linux refuses a private mapping of more than there is memory, for somebody might write to all of it. Nobody does,
-    # so a shared one is as good; torch opens the file to write for it, which is why it is not the first choice.
+    # Linux refuses a private mapping larger than memory, as all its pages might be written. This code writes none, so a
+    # shared mapping works too. It is the second choice because torch opens the file for writing.
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         return load()
 
 
 def _refuse_compressed(path: str) -> None:
-    """Raises where a member of the archive is compressed: torch writes none, and would make a bomb's gigabytes."""
+    """Raise ValueError if a member is compressed: torch writes none, and would expand a zip bomb to gigabytes."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
@@ -94,10 +94,10 @@ def _dtype(tensor: Any) -> str:
 
 
 def _walk(torch: Any, content: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors outside optimizers, and optimizers' state_dicts, by name.
+    """Return tensors outside optimizers, and optimizers' state_dicts, by name.
 
     Raises:
-        ValueError: the file has too many parts, or they are nested too deep: what refers to itself has no end.
+        ValueError: the file has too many parts, or they are nested too deep, as in a container that has itself.
     """
     tensors: dict[str, Any] = {}
     optimizers: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def _walk(torch: Any, content: Any, path: Path) -> tuple[dict[str, Any], dict[st
 
 
 def _named(reading: Reading, tensors: dict[str, Any]) -> str:
-    """The one tensor that is meant."""
+    """Return the name of the tensor to read."""
     matrices = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 2 and tensor.is_floating_point()}
     listed = ", ".join(f"{name} [{tensor.shape[0]}, {tensor.shape[1]}]" for name, tensor in matrices.items()) or "none"
     return the_array_meant(reading, tensors, matrices, listed, separator=".", what="tensor")
@@ -137,10 +137,10 @@ def _named(reading: Reading, tensors: dict[str, Any]) -> str:
 def _state_of(
     reading: Reading, name: str, tensors: dict[str, Any], optimizers: dict[str, Any], content: Any
 ) -> tuple[dict[str, Any], str]:
-    """The optimizer's entry for a tensor, and its name; empty where there is none.
+    """Return the optimizer's entry for a tensor, and its name; empty if there is none.
 
-    A state_dict numbers its parameters. The entry is taken where the caller names it, where the optimizer was given
-    named parameters, or where only one tensor has its shape: another's state would train on without a word.
+    A state_dict numbers its parameters. The entry is used if the caller names it, if the optimizer has named
+    parameters, or if only one tensor has its shape: the state of another tensor would be used without an error.
     """
     if reading.state is not None:
         value: Any = content
@@ -186,10 +186,10 @@ def _state_of(
 
 
 def write(writing: Writing) -> int:
-    """Every id in ``[0, num_rows)``: a state_dict; with state, ``{"model": ..., "optimizer": ...}``.
+    """Write every id in ``[0, num_rows)``: a state_dict; with state, ``{"model": ..., "optimizer": ...}``.
 
-    torch would write a tensor whole. It makes the archive with room for the tensors, and rows are written into it as
-    they come: an archive of ``torch.save`` whose bytes were there once.
+    torch would write a tensor whole. Instead, ``torch.save`` makes the archive with room for the tensors, and rows are
+    then written into the archive in any order, each once.
     """
     torch = need("torch", "a torch checkpoint", _INSTALL)
     table, name = writing.table, writing.name or "weight"
@@ -197,7 +197,7 @@ def write(writing: Writing) -> int:
     if "weight" not in writing.lengths:
         raise ValueError(f"{writing.target}: a torch checkpoint holds the weights; name them among slots")
     group = _group(torch, writing, name) if writing.state else None
-    slots = ("weight", *writing.state)  # in the order in which torch meets them, and writes them
+    slots = ("weight", *writing.state)  # the order in which torch writes them
     tensors = {slot: _room(torch, writing, slot, rows) for slot in slots}
     content: dict[str, Any] = {name: tensors["weight"]}
     if group is not None:
@@ -209,7 +209,7 @@ def write(writing: Writing) -> int:
         with zipfile.ZipFile(file) as archive:
             members = [one for one in archive.infolist() if one.filename.partition("/")[2].startswith("data/")]
         sizes = [4 * rows * writing.lengths[slot] for slot in slots]
-        if [member.file_size for member in members] != sizes:  # skip_data is young: better no file than a wrong one
+        if [member.file_size for member in members] != sizes:  # skip_data is new and may change
             raise RuntimeError(
                 f"torch {torch.__version__} left no room for the rows of {writing.target}; export to .safetensors"
             )
@@ -224,7 +224,7 @@ def write(writing: Writing) -> int:
 
 
 def _room(torch: Any, writing: Writing, slot: str, rows: int) -> Any:
-    """A tensor of no memory and no disk: a file without a byte that was written, mapped."""
+    """Return a tensor that takes no memory and no disk: a mapped sparse file."""
     file = writing.scratch / f"{slot}.room"
     length = writing.lengths[slot]
     with file.open("wb") as room:
@@ -235,7 +235,7 @@ def _room(torch: Any, writing: Writing, slot: str, rows: int) -> Any:
 
 
 def _group(torch: Any, writing: Writing, name: str) -> dict[str, Any]:
-    """The param_group of the torch optimizer that goes on with this state."""
+    """Return the param_group of the torch optimizer that can continue with this state."""
     optimizer = writing.table.optimizer
     if set(writing.state) != set(optimizer.slots):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""A USearch index (HNSW): approximate nearest rows for serving; ids are its keys, rows are held as float32.
+"""A USearch index (HNSW): approximate nearest rows for serving; ids are its keys, rows are stored as float32.
 
-1. Rows go from the table into the index in chunks, in log order.
-2. The index grows in memory: a graph is linked to everywhere while it grows, and cannot be built on disk. What it will
-   take is asked of the table's RAM budget before the first row, so that both stay within it; the cache gives way.
-3. The file is written at once, from the whole index.
+1. Rows are added from the table to the index in chunks, in log order.
+2. The index grows in memory: new rows change links anywhere in the graph, so it cannot be built on disk. Its memory is
+   reserved in the table's RAM budget before the first row; the table's cache shrinks.
+3. The file is written at the end, from the whole index.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from bunkbed.sharded.table import ShardedTable
 from bunkbed.table.table import Table
 
 _INSTALL = '"bunkbed[ann]"'
-#: Our word of a metric, and USearch's.
+#: Bunkbed's name of a metric -> USearch's.
 _METRICS = {"dot": "ip", "cosine": "cos"}
-#: Bytes of an index beside its vectors: links, keys and the map of keys of 300 to 330 bytes a row were measured.
+#: Bytes of an index without its vectors: 300 to 330 bytes per row were measured for links, keys and the map of keys.
 _ROW_BYTES, _FIXED_BYTES = 400, 1 << 20
 
 
 def index_bytes(rows: int, dim: int) -> int:
-    """Memory that an index of so many rows takes at most while it is made.
+    """Return the most memory that an index of `rows` rows takes while it is made.
 
-    Measured with USearch 2.26, 16 to 128 numbers a row and 33 to 131 thousand rows: four fifths of this.
+    Measurements with USearch 2.26, 16 to 128 numbers per row and 33 to 131 thousand rows, were four fifths of this.
     """
     return _FIXED_BYTES + rows * (_ROW_BYTES + 5 * dim)  # vectors of 4 bytes a number, in blocks that are not full
 
 
 def read(reading: Reading) -> Source:
-    """Rows by their keys."""
+    """Return rows by their keys."""
     path = reading.path
     module = need("usearch.index", path.name, _INSTALL)
     reading.refuse(ids=reading.id_column, name=reading.name, state=reading.state)
@@ -69,7 +69,7 @@ def read(reading: Reading) -> Source:
 
 
 def write(writing: Writing) -> int:
-    """Stored rows, keyed by their ids; `Writing.metric` is the index's own."""
+    """Write stored rows, keyed by their ids; the index has the metric `Writing.metric`."""
     module = need("usearch.index", writing.target.name, _INSTALL)
     if list(writing.lengths) != ["weight"]:
         raise ValueError(f"{writing.target}: an index holds weights, got {', '.join(writing.lengths)}")
@@ -87,8 +87,8 @@ def write(writing: Writing) -> int:
 
 @contextmanager
 def _memory(table: Table, num_bytes: int) -> Iterator[None]:
-    """So much of the table's budget for something else; its cache is the smaller meanwhile."""
-    is_sharded = isinstance(table, ShardedTable)  # its shards' caches stay: what is asked of it is room beside them
+    """Reserve bytes of the table's budget within the context; the table's cache is smaller meanwhile."""
+    is_sharded = isinstance(table, ShardedTable)  # nothing is reserved: its shards keep the size of their caches
     least = num_bytes + (0 if is_sharded else table.minimum_bytes())
     if table.ram_bytes and least > table.ram_bytes:
         raise MemoryError(

@@ -19,7 +19,7 @@ _LONGEST_WORD = 1 << 16
 
 
 def read(reading: Reading) -> Source:
-    """Rows named by words."""
+    """Return rows named by words."""
     path = reading.path
     reading.refuse(name=reading.name, state=reading.state)
     if reading.id_column not in (None, "word"):
@@ -86,7 +86,7 @@ def _binary(reading: Reading, taking: Taking, rows: int, dim: int) -> Iterator[C
 
 
 def write(writing: Writing) -> int:
-    """Stored rows by ascending id; a row's word is its vocabulary's, or its id."""
+    """Write stored rows by ascending id; a row's word is from the vocabulary, or its id."""
     if list(writing.lengths) != ["weight"]:
         raise ValueError(f"{writing.target}: word2vec files hold weights, got {', '.join(writing.lengths)}")
     is_text = writing.format != _BINARY

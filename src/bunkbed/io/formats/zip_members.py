@@ -1,7 +1,7 @@
-"""Members of a ``.zip`` archive that are stored as they are: where their bytes lie, and their checksums.
+"""Uncompressed members of a ``.zip`` archive: the offset of their bytes, and their checksums.
 
-torch's checkpoints and Keras's files are such archives. Reading and writing at the offset saves the copies that an
-archive's own file objects make, and rows come in another order than an archive is written in.
+torch's checkpoints and Keras's files are such archives. Access at the offset saves the copies of an archive's file
+objects, and allows writes of rows in any order.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 from bunkbed.core.arguments import Floats
 from bunkbed.io.formats.dense import FileRows
 
-#: Fixed parts of what stands before a member, and of its entry in the directory at the end.
+#: Bytes of the fixed parts of a member's header, and of its entry in the directory at the end.
 _HEADER_BYTES, _ENTRY_BYTES = 30, 46
-#: Of a member's flags: its checksum and sizes follow its bytes, in a record that begins with this.
+#: A flag of a member: its checksum and sizes follow its bytes. The second value is the first bytes of that record.
 _FOLLOWS, _AFTER = 1 << 3, b"PK\x07\x08"
 #: CRC-32's polynomial and its 1, the highest power in the lowest bit.
 _POLYNOMIAL, _ONE = 0xEDB88320, 1 << 31
 
 
 def offset_of(file: IO[bytes], member: zipfile.ZipInfo) -> int:
-    """Where in the archive the bytes of a member begin."""
+    """Return the offset of a member's bytes in the archive."""
     file.seek(member.header_offset)
     header = file.read(_HEADER_BYTES)
-    # The name and the extra field of the header itself, which the directory's need not be like.
+    # The lengths of name and extra field in the header, which may differ from those in the directory.
     name_bytes, extra_bytes = struct.unpack("<HH", header[26:])
     return member.header_offset + _HEADER_BYTES + int(name_bytes) + int(extra_bytes)
 
 
 class MemberRows(FileRows):
-    """Rows of a member, and their checksum. Each part is written once or again, in any order, but never another one."""
+    """Rows of a member, and their checksum. Parts are written in any order, also again, and never overlap."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__(descriptor, offset, length)
@@ -48,20 +48,20 @@ class MemberRows(FileRows):
         super().__setitem__(part, array)
 
     def checksum(self) -> int:
-        """CRC-32 of all parts one after the other."""
+        """Return the CRC-32 of all parts, concatenated."""
         checksum = 0
-        powers: dict[int, int] = {}  # parts have one length, but for the last
+        powers: dict[int, int] = {}  # by length: all parts but the last have the same
         for start in sorted(self._parts):
             one, count = self._parts[start]
             if count not in powers:
                 powers[count] = _power(8 * count)
-            # Bytes that follow shift what is before them, and a shift is a product modulo the polynomial.
+            # Appended bytes shift the earlier ones, and a shift is a product modulo the polynomial.
             checksum = _product(powers[count], checksum) ^ one
         return checksum
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials over GF(2), modulo CRC-32's."""
+    """Return the product of two polynomials over GF(2), modulo CRC-32's."""
     product = 0
     while a:
         if a & _ONE:
@@ -72,7 +72,7 @@ def _product(a: int, b: int) -> int:
 
 
 def _power(exponent: int) -> int:
-    """x to the `exponent`, modulo CRC-32's polynomial."""
+    """Return x to the power `exponent`, modulo CRC-32's polynomial."""
     power, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:
@@ -83,7 +83,7 @@ def _power(exponent: int) -> int:
 
 
 def set_checksums(file: IO[bytes], checksums: Mapping[str, int]) -> None:
-    """Writes checksums of members whose bytes were written by themselves, by the members' names."""
+    """Write checksums, by member name, of members whose bytes were written at their offsets."""
     with zipfile.ZipFile(file) as archive:
         members, at = archive.infolist(), archive.start_dir
     file.seek(at)
