@@ -1,4 +1,4 @@
-"""Rows in half the bytes: bfloat16 with stochastic rounding, row-wise Adagrad, and the model around them in float32."""
+"""Store rows in half the bytes: bfloat16 with stochastic rounding and row-wise Adagrad, in a float32 model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bunkbed.keras import Embedding
 
 
 def train(**arguments) -> tuple[float, int]:
-    """The last loss, and bytes of a row with its state."""
+    """Return the last loss, and the bytes of a row with its state."""
     keras.utils.set_random_seed(0)
     layer = Embedding(1000, 64, **arguments)
     inputs = keras.Input((), dtype="int64")

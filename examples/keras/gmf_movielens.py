@@ -1,11 +1,11 @@
 """Generalised matrix factorization (He et al. 2017) in Keras, whose user and item tables may be larger than RAM.
 
     python examples/keras/gmf_movielens.py FOLDER --epochs 20    # FOLDER with the NCF authors' MovieLens-1M files
-    python examples/keras/gmf_movielens.py                       # a made-up small set, seconds
+    python examples/keras/gmf_movielens.py                       # a small synthetic set, seconds
 
-Each user's last item is ranked among 99 given ones. One held-out pair of each user chooses the epoch, which early
-stopping goes back to: tables, their optimizer state and dense weights. Data, negatives and ranking are those of
-`bunkbed.train`, and the options those of its recipe ``ml1m-bce``.
+The evaluation ranks each user's last item among 99 given items. One held-out pair of each user selects the epoch.
+Early stopping restores that epoch: tables, their optimizer state and dense weights. Data, negatives and ranking come
+from `bunkbed.train`, the options from its recipe ``ml1m-bce``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bunkbed.train.recipes import ML1M_BCE
 
 
 class GMF(keras.layers.Layer):
-    """Logits of a user and its items: sum(w * user * item); adds the L2 term of the rows to the loss."""
+    """Layer for the logits of a user and its items, sum(w * user * item); adds the L2 term of the rows to the loss."""
 
     def build(self, shapes) -> None:
         self.w = self.add_weight(shape=(shapes[0][-1],), initializer="ones")
@@ -55,13 +55,13 @@ def build(users: int, items: int, folder: Path, ram: str) -> keras.Model:
 
 
 def scorer_of(model: keras.Model) -> Scorer:
-    """Reads the tables for a ranking."""
+    """Return a scorer that reads the tables for a ranking."""
     user, item = (model.get_layer(name).table for name in ("users", "items"))
     return Scorer(user, item, DotHead(torch.from_numpy(model.get_layer("gmf").w.numpy())))
 
 
 class Validate(keras.callbacks.Callback):
-    """NDCG@10 of the held-out pairs, as ``val_ndcg``."""
+    """Callback that logs NDCG@10 of the held-out pairs as ``val_ndcg``."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def made_up(folder: Path) -> Path:
-    """300 users of 200 items, each of whom likes a fifth of them."""
+    """Write a synthetic log of 300 users and 200 items, in which each user prefers a fifth of the items."""
     rng = np.random.default_rng(0)
     user, item = np.nonzero(rng.random((300, 200)) < 0.2 * (np.arange(300)[:, None] % 5 == np.arange(200) % 5) + 0.02)
     np.savetxt(folder / "train.tsv.gz", np.stack([user, item], 1), fmt="%d", delimiter="\t")

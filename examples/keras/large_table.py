@@ -1,4 +1,4 @@
-"""A table past TensorFlow's 2 GB in ``fit``, within a RAM budget, saved and loaded.
+"""Train a table larger than TensorFlow's 2 GB in ``fit``, within a RAM budget; save and load it.
 
 python examples/keras/large_table.py                                # seconds
 python examples/keras/large_table.py --rows 6_000_000 --ram 512MiB  # 4 GB of rows and Adam's state
@@ -36,11 +36,11 @@ def main() -> None:
         path = given.path or Path(folder) / "users"
         rng = np.random.default_rng(0)
         ids = rng.integers(0, given.rows, given.steps * 512)
-        truth = (ids % 7 - 3).astype(np.float32)  # what a row is to learn
+        truth = (ids % 7 - 3).astype(np.float32)  # the value that a row must learn
 
         model = build(path, given.rows, given.ram)
         history = model.fit(ids, truth, batch_size=512, epochs=2, verbose=2)
-        model.save(Path(folder) / "model.keras")  # commits the table, and refers to that commit
+        model.save(Path(folder) / "model.keras")  # commits the table; the file refers to that commit
 
         table = model.get_layer("users").table
         memory = table.stats()["ram_bytes"] / 2**20

@@ -1,4 +1,4 @@
-"""Rows that come into being when an id is first trained: any int64 id, no vocabulary, no ``input_dim``."""
+"""Create rows when an id is first trained: any non-negative int64 id, no vocabulary, no ``input_dim``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bunkbed.keras import Embedding
 
 
 def id_of(word: str) -> int:
-    """A 63-bit hash: two of a billion words meet with a probability of 5 %, two of ten million hardly ever."""
+    """Return a 63-bit hash of `word`. Among a billion words, two collide with a probability of 5 %."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     labels = (np.arange(1000) % 2).astype(np.float32)
 
     with tempfile.TemporaryDirectory() as folder:
-        inputs = keras.Input((), dtype="int64")  # int64: Keras would make float32 of them otherwise
+        inputs = keras.Input((), dtype="int64")  # int64: the default would convert ids to float32
         layer = Embedding(None, 16, path=Path(folder) / "users", ram="16MiB")
         model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(layer(inputs)))
         model.compile(keras.optimizers.Adam(0.05), "binary_crossentropy", metrics=["accuracy"])

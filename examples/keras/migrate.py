@@ -1,4 +1,4 @@
-"""A trained `keras.layers.Embedding` taken over into a table, trained on, and given back."""
+"""Convert a trained `keras.layers.Embedding` to a table, train the table, and convert it back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
         old.fit(ids, labels, batch_size=100, verbose=0)
         old.save_weights(Path(folder) / "old.weights.h5")
 
-        # In: the weights file as it is. weights=old_layer.get_weights() does the same without a file.
+        # In: the unchanged weights file. weights=old_layer.get_weights() does the same without a file.
         layer = Embedding(ROWS, DIM, name="rows", path=Path(folder) / "rows")
         new = model_with(layer)
         new.load_weights(Path(folder) / "old.weights.h5", skip_mismatch=True)  # the optimizers' state differs

@@ -1,6 +1,6 @@
-"""`MirroredStrategy` without a copy of the table for each replica.
+"""Train with `MirroredStrategy` without a copy of the table for each replica.
 
-Two logical CPU devices stand for two GPUs. All replicas look one table up; their gradients become one update a step.
+Two logical CPU devices simulate two GPUs. All replicas look up one table; their gradients become one update per step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Two worker processes train one model with `MultiWorkerMirroredStrategy`.
+"""Train one model in two worker processes with `MultiWorkerMirroredStrategy`.
 
-The users' table is *sharded*: each worker has the rows whose hash is its own, so that two machines hold twice the rows.
-The items' table is *replicated*: each worker has all rows, and only a step exchanges anything. Keras 3's `fit` does not
-work under this strategy, for any model; a loop around `train_step` does.
+The users' table is *sharded*: a hash of the id assigns each row to a worker, so two machines hold twice the rows. The
+items' table is *replicated*: each worker has all rows, and workers exchange data only in a step. Keras 3's `fit` does
+not work under this strategy, for any model; a loop around `train_step` does.
 
-The script starts both workers on this machine. On machines of your own, start `worker()` on each, with TF_CONFIG naming
-all of them.
+The script starts both workers on this machine. On several machines, start `worker()` on each, with a TF_CONFIG that
+names all machines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def worker(folder: Path) -> None:
     def step(data):
         return strategy.run(model.train_step, args=(data,))
 
-    rng = np.random.default_rng(index)  # each worker reads a part of the data of its own
+    rng = np.random.default_rng(index)  # each worker reads its own part of the data
     taste = np.random.default_rng(7).standard_normal((ITEMS, 2)).astype(np.float32)
     losses = []
     for number in range(STEPS):
@@ -53,7 +53,7 @@ def worker(folder: Path) -> None:
         wanted = taste[what, who % 2, None]
         losses.append(float(step(((tf.constant(who), tf.constant(what)), tf.constant(wanted)))["loss"]))
         model.reset_metrics()
-        if number == STEPS // 2:  # all workers save; the file holds references to what each of them committed
+        if number == STEPS // 2:  # all workers save; the file refers to each worker's commit
             model.save(folder / f"model-{index}.keras")
 
     if index == 0:

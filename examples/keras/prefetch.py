@@ -1,4 +1,4 @@
-"""Rows read from SSD while the model computes: `bunkbed.keras.lookahead` as a stage of a tf.data pipeline."""
+"""Prefetch rows from SSD while the model computes: `bunkbed.keras.lookahead` as a stage of a tf.data pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
 
         ids = np.random.default_rng(0).integers(0, rows, 100 * 1024)
         data = tf.data.Dataset.from_tensor_slices((ids, np.zeros(len(ids), np.float32))).shuffle(1000).batch(1024)
-        model.fit(lookahead(data, model), verbose=0)  # the one line
+        model.fit(lookahead(data, model), verbose=0)  # the only change
 
         stats = layer.table.stats()
         print(f"{stats['staged_rows']:,} rows were read ahead of their batch, {stats['misses']:,} were not")

@@ -1,11 +1,11 @@
 """The script before the swap: ratings learned with `torch.nn.Embedding`, sparse gradients and two optimizers.
 
-What must change in a script of mine whose tables outgrow memory?
+What must I change in a script whose tables outgrow memory?
 
     diff examples/torch/before.py examples/torch/after.py
 
     python examples/torch/before.py    # trains, saves model.pt in the current folder
-    python examples/torch/after.py     # goes on from that very file, its tables in ./tables
+    python examples/torch/after.py     # continues from model.pt, with its tables in ./tables
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ USERS, ITEMS, DIM = 500, 300, 32
 
 
 class Model(nn.Module):
-    """A rating from the vectors of a user and an item."""
+    """Model that predicts a rating from the vectors of a user and an item."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def batches(count, size=512):
-    """Made-up ratings: users and items are of five kinds, and equal kinds like each other."""
+    """Yield synthetic ratings: users and items are of five kinds; a user likes items of the same kind."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         users = torch.randint(USERS, (size,), generator=generator)

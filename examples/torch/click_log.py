@@ -1,10 +1,10 @@
-"""How do I get a click log in Criteo's format of which the best possible AUC is known?
+"""How do I make a click log in Criteo's format with a known best possible AUC?
 
     python examples/torch/click_log.py clicks.tsv --samples 1_000_000
 
-Its clicks are drawn from a model written down here. Tab-separated, without a header: label, 13 integers, 26
-categories of 8 hexadecimal digits; a missing value is an empty field. `dlrm_criteo.py` makes one where it is given no
-files, and reads it with `read`.
+The clicks are drawn from the model `ClickLog`. A log is tab-separated, without a header: label, 13 integers, 26
+categories of 8 hexadecimal digits; a missing value is an empty field. `dlrm_criteo.py` makes a log if it gets no files,
+and reads it with `read`.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ NUMBERS, CATEGORIES = 13, 26
 NAMES = ["label", *(f"I{n + 1}" for n in range(NUMBERS)), *(f"C{n + 1}" for n in range(CATEGORIES))]
 SCHEMA = pa.schema([(name, pa.string() if name[0] == "C" else pa.int64()) for name in NAMES])
 CHUNK = 100_000
-#: Two columns whose vectors' product counts: what a sum over columns cannot learn.
+#: Two columns whose vectors' product is part of the log-odds. A sum over columns cannot learn this term.
 PAIR = 2, 4
 
 
 class ClickLog:
-    """A planted log: columns of 4 to `largest` categories, seen as Zipf's law says, each with its own effect.
+    """Synthetic log: columns of 4 to `largest` categories, distributed by Zipf's law, each category with an effect.
 
-    The log-odds of a click are a sum over all columns, and the product of two of them; a missing number counts as 0,
-    as `read` gives it. A category's effect is the smaller the rarer it is, so that it can be learned from as many
-    samples as there are.
+    The log-odds of a click are a sum over all columns plus the product of two columns. A missing number counts as 0,
+    as in `read`. Rarer categories have smaller effects, so that the effects can be learned from the samples.
     """
 
     def __init__(self, largest: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.sizes = [int(size) for size in np.geomspace(4, largest, CATEGORIES)]
-        # Of each column one more than its size: the missing value.
+        # One more entry than the column's size: the last is for the missing value.
         self._effects = [rng.normal(0, 0.5, size + 1) / (1 + np.arange(size + 1) / 10) for size in self.sizes]
         self._vectors = [rng.normal(0, 0.4, (self.sizes[column] + 1, 4)) for column in PAIR]
         self._slopes = rng.normal(0, 0.1, NUMBERS)
         self._names = []
         for size in self.sizes:
-            # Any 32 bits; what remains of a division by the column's size tells the category.
+            # Any 32 bits whose remainder modulo the column's size is the category.
             numbers = np.arange(size) + size * rng.integers(0, 2**32 // size, size)
             self._names.append(pa.array([*(f"{number:08x}" for number in numbers), None], pa.string()))
 
     def write(self, path: Path, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Writes a log; returns the labels, bool[samples], and the chances they were drawn with, float64[samples]."""
+        """Write a log; return the labels, bool[samples], and the probabilities of a click, float64[samples]."""
         labels, chances = [], []
         options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
         with csv.CSVWriter(path, SCHEMA, write_options=options) as writer:
@@ -81,10 +80,10 @@ class ClickLog:
 
 
 def read(path: Path, rows: list[int], size: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Batches of a file, which is never held whole: float32[B] labels, float32[B, 13], and int64[26, B] rows.
+    """Yield batches of a file, in constant memory: float32[B] labels, float32[B, 13] numbers, and int64[26, B] rows.
 
-    A category's row is its number modulo the rows of its column but one, as DLRM has it; the last row is that of a
-    missing value. Integers are given as logarithms. The last batch of each 16 MiB is smaller.
+    A category's row is its number modulo (rows of its column - 1), as in DLRM; the last row is for a missing value.
+    Integers are returned as logarithms. The last batch of each 16 MiB is smaller.
     """
     blocks = csv.open_csv(
         path,
@@ -116,7 +115,7 @@ def _rows(column: pa.Array, rows: int) -> np.ndarray:
 
 
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Of a click and another sample taken at random, how often the click has the higher score."""
+    """Return the probability that a random click has a higher score than a random sample without click."""
     ranks = np.empty(len(scores))
     ranks[scores.argsort()] = np.arange(len(scores))
     clicks = int(labels.sum())

@@ -1,12 +1,12 @@
 """How do I train a knowledge graph whose entities outgrow memory, and rank by filtered MRR?
 
-    python examples/torch/complex_fb15k237.py                                          # a planted graph, seconds
+    python examples/torch/complex_fb15k237.py                                          # a synthetic graph, seconds
     python examples/torch/complex_fb15k237.py FOLDER --epochs 3                        # FOLDER with FB15k-237, minutes
 
-ComplEx (Trouillon et al. 2016) as Lacroix et al. 2018 train it: reciprocal relations, Adagrad, the N3 penalty, and a
-softmax over entities, here over a sample that the batch shares (`--candidates`; as many as there are entities: all of
-them). FOLDER holds train.txt, valid.txt and test.txt, or each with .gz, of ``head<TAB>relation<TAB>tail``. FB15k-237's
-test MRR was .316 after three epochs, two minutes on one core.
+ComplEx (Trouillon et al. 2016), trained as in Lacroix et al. 2018: reciprocal relations, Adagrad, the N3 penalty, and a
+softmax over entities. Here the softmax uses a sample that the batch shares (`--candidates`; the number of entities
+selects all). FOLDER contains train.txt, valid.txt and test.txt, optionally with .gz, of ``head<TAB>relation<TAB>tail``.
+FB15k-237's test MRR was .316 after three epochs, two minutes on one core.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bunkbed.torch import Embedding, Optimizer, lookahead
 
 
 class ComplEx(nn.Module):
-    """score(h, r, t) = Re<h, r, conj(t)>: the product of the query (h, r) with the row of t."""
+    """Model with score(h, r, t) = Re<h, r, conj(t)>: the product of the query (h, r) with the row of t."""
 
     def __init__(self, entities: int, relations: int, rank: int, lr: float, folder: Path, ram: str) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class ComplEx(nn.Module):
         return torch.cat([a * c - b * d, a * d + b * c], -1)
 
     def loss(self, triples: torch.Tensor, candidates: torch.Tensor, penalty: float) -> torch.Tensor:
-        """Of int64[B, 3] triples, among int64[K] entities."""
+        """Return the loss of int64[B, 3] triples, with int64[K] entities as negatives."""
         heads, relations, tails = self.entity(triples[:, 0]), self.relation(triples[:, 1]), self.entity(triples[:, 2])
         query = self.query(heads, relations)
-        # Each candidate stands for as many entities as were not drawn.
+        # Each candidate represents (entities - 1) / candidates entities.
         others = (self.entity.num_embeddings - 1) / len(candidates)
         wrong = query @ self.entity(candidates).T + np.log(max(others, 1.0))
         wrong = wrong.masked_fill(triples[:, 2:] == candidates, -torch.inf)
@@ -58,7 +58,7 @@ class ComplEx(nn.Module):
 
 @torch.no_grad()
 def mrr(model: ComplEx, triples: np.ndarray, known: dict[tuple[int, int], list[int]], chunk: int = 4096) -> float:
-    """Filtered mean reciprocal rank, in both directions; a tie counts half. Entities are read chunk by chunk."""
+    """Return the filtered mean reciprocal rank. A tie counts half. Entities are read chunk by chunk."""
     total, entities = 0.0, model.entity.num_embeddings
     for part in torch.from_numpy(triples).split(1024):
         query = model.query(model.entity(part[:, 0]), model.relation(part[:, 1]))
@@ -69,7 +69,7 @@ def mrr(model: ComplEx, triples: np.ndarray, known: dict[tuple[int, int], list[i
         for start in range(0, entities, chunk):
             ids = torch.arange(start, min(start + chunk, entities))
             scores = query @ model.entity(ids).T
-            inside = (tail >= start) & (tail <= ids[-1])  # every tail known to be right, this triple's own too
+            inside = (tail >= start) & (tail <= ids[-1])  # all known tails, including this triple's tail
             scores[row[inside], tail[inside] - start] = -torch.inf
             above += (scores > wanted).sum(1)
             ties += (scores == wanted).sum(1)
@@ -78,7 +78,7 @@ def mrr(model: ComplEx, triples: np.ndarray, known: dict[tuple[int, int], list[i
 
 
 def read(folder: Path) -> tuple[list[np.ndarray], int, int]:
-    """Triples of train, valid and test, each in both directions, and how many entities and relations there are."""
+    """Return triples of train, valid and test, in both directions, and the number of entities and relations."""
     both, entities, relations = [], defaultdict(count().__next__), defaultdict(count(0, 2).__next__)
     for name in ("train", "valid", "test"):
         file = folder / f"{name}.txt"
@@ -90,7 +90,7 @@ def read(folder: Path) -> tuple[list[np.ndarray], int, int]:
 
 
 def plant(folder: Path) -> None:
-    """A graph of 200 entities: relation r leads from e to e + r + 1, around a circle; a tenth is held out."""
+    """Write a graph of 200 entities on a circle, where relation r leads from e to e + r + 1."""
     rng = np.random.default_rng(0)
     triples = rng.permutation([f"e{e}\tr{r}\te{(e + r + 1) % 200}\n" for e in range(200) for r in range(8)])
     for name, lines in zip(("test", "valid", "train"), np.split(triples, [100, 200]), strict=True):

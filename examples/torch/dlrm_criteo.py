@@ -1,12 +1,12 @@
 """How do I train a model of 26 categorical columns, a table for each, within one RAM budget for all of them?
 
-    python examples/torch/dlrm_criteo.py                                                  # a planted log, seconds
+    python examples/torch/dlrm_criteo.py                                                  # a synthetic log, seconds
     python examples/torch/dlrm_criteo.py --samples 2_500_000                              # minutes, both AUCs
     python examples/torch/dlrm_criteo.py --train day_0 --test day_1 --samples 195_000_000 --rows 5_000_000 --ram 16GiB
 
 DLRM (Naumov et al. 2019) with a linear term, on files of Criteo's format, read as a stream; see `click_log.py`.
-Categories are taken modulo the rows of their column; no two of the planted log meet there. Losses and rows have the
-same bits for every budget. 2,500,000 samples gave an AUC of .8246 where .8258 is possible.
+Categories are taken modulo the rows of their column; no two categories of the synthetic log collide. Losses and rows
+have the same bits for every budget. 2,500,000 samples gave an AUC of .8246; .8258 is the best possible.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bunkbed.torch import Embedding, Optimizer, lookahead
 class DLRM(nn.Module):
     def __init__(self, rows: list[int], dim: int, lr: float, folder: Path, budget: bb.Budget) -> None:
         super().__init__()
-        # A row that one sample of 2,048 touches has a gradient of about 2e-4, and Adam would move it as far as one that
-        # all touch: eps holds it back, so that rare categories stay near 0 instead of learning their noise.
+        # A row that one sample of 2,048 touches has a gradient of about 2e-4. Adam would step it as far as a row that
+        # all samples touch. A large eps limits this step, so that rare categories stay near 0 and do not learn noise.
         adam = bb.Adam(lr, eps=1e-3)
         self.tables = nn.ModuleList(
             Embedding(size, dim, path=folder / f"C{n}", ram=budget, init=bb.Normal(0.03), optimizer=adam, seed=n)
@@ -41,12 +41,12 @@ class DLRM(nn.Module):
         self.register_buffer("pairs", torch.tril_indices(27, 27, -1), persistent=False)
 
     def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Log-odds of a click, [B], from float32[B, 13] and int64[26, B]."""
+        """Return the log-odds of a click, float32[B], from float32[B, 13] and int64[26, B]."""
         dense = self.bottom(numbers)
         rows = [table(column) for table, column in zip(self.tables, ids, strict=True)]
         vectors = torch.stack([dense, *rows], 1)
         products = torch.bmm(vectors, vectors.mT)[:, self.pairs[0], self.pairs[1]]
-        # The first number of each row is also a term of its own, as in Wide & Deep: what a category does by itself.
+        # The first number of each row is also a linear term, as in Wide & Deep: the effect of the category alone.
         return self.top(torch.cat([dense, products], 1))[:, 0] + vectors[:, 1:, 0].sum(1)
 
 
@@ -54,7 +54,7 @@ def train(
     files: tuple[Path, Path], samples: int, rows: list[int], folder: Path, budget: bb.Budget, *, dim: int = 48,
     batch: int = 2048, lr: float = 2e-2,
 ) -> tuple[list[float], float, DLRM]:  # fmt: skip
-    """One pass over the first file, in which lr falls to nothing.
+    """Train for one pass over the first file, in which lr decreases to a hundredth.
 
     Returns:
         The loss of each batch, the AUC of the second file, and the model, whose tables are open.

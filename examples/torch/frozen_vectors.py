@@ -1,10 +1,10 @@
-"""How do I use pretrained vectors of a `.npy` that is larger than RAM, frozen, and train only what is on top?
+"""How do I use pretrained vectors of a `.npy` that is larger than RAM, frozen, and train only the layers after it?
 
-    python examples/torch/frozen_vectors.py                                     # makes a small file of its own
+    python examples/torch/frozen_vectors.py                                     # makes a small file itself
     python examples/torch/frozen_vectors.py --vectors vectors.npy --folder tables --ram 512MiB
 
-The file is imported once, as a stream, into a table without optimizer state. From then on the table is open for
-reading: any number of processes may, and none of them can change it.
+The file is imported once, as a stream, into a table without optimizer state. After that the table is opened for
+reading: any number of processes may read it, and no process can change it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from bunkbed.torch import EmbeddingBag
 
 
 def frozen_table(vectors: Path, path: Path, ram: str) -> bb.Table:
-    """The table of a .npy of float[rows, dim], for reading; imported by whoever comes first."""
+    """Return the table of a .npy of float[rows, dim], opened for reading. The first call imports it."""
     rows, dim = np.load(vectors, mmap_mode="r").shape
     with bb.open(path, ram=ram, create={"dim": dim, "num_rows": rows, "optimizer": bb.SGD()}) as table:
-        if "source" not in table.meta:  # an import that was interrupted left none
+        if "source" not in table.meta:  # an interrupted import left no meta
             count = bb.import_rows(table, vectors)
             table.commit(meta={"source": str(vectors)})
             print(f"imported {count:,} rows of {table.record_bytes} bytes")
@@ -33,12 +33,12 @@ def frozen_table(vectors: Path, path: Path, ram: str) -> bb.Table:
 
 
 class Classifier(nn.Module):
-    """One of two classes, from the mean of a text's words."""
+    """Classifier of two classes, from the mean of a text's word vectors."""
 
     def __init__(self, table: bb.Table) -> None:
         super().__init__()
         self.words = EmbeddingBag(table.num_rows, table.dim, mode="mean", table=table)
-        self.words.anchor.requires_grad = False  # frozen: no gradients are kept, no Optimizer of ours is needed
+        self.words.anchor.requires_grad = False  # frozen: no gradients, no bunkbed.torch.Optimizer
         self.head = nn.Linear(table.dim, 2)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Classifier(nn.Module):
 
 
 def texts(vectors: np.ndarray, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64[count, 20] words, and on which side of a plane their mean is."""
+    """Return int64[count, 20] words, and the side of a plane on which their mean is, int64[count]."""
     plane = np.random.default_rng(0).standard_normal(vectors.shape[1])
     words = (len(vectors) ** np.random.default_rng(seed).random((count, 20))).astype(np.int64) - 1  # Zipf's law
     side = vectors[words].mean(1) @ plane > 0
@@ -68,7 +68,7 @@ def main() -> None:
             np.save(vectors, np.random.default_rng(1).standard_normal((20_000, 64)).astype(np.float32))
         table = frozen_table(vectors, (given.folder or Path(temporary)) / "words", given.ram)
         model = Classifier(table)
-        optimizer = torch.optim.Adam(model.head.parameters(), lr=0.05)  # the dense weights alone
+        optimizer = torch.optim.Adam(model.head.parameters(), lr=0.05)  # only the dense weights
         pretrained = np.load(vectors, mmap_mode="r")
         for step in range(given.steps):
             words, side = texts(pretrained, 100, seed=1000 + step)

@@ -2,8 +2,8 @@
 
     python examples/torch/lightning_fit.py
 
-`configure_optimizers` returns the one `Optimizer`; the rest is Lightning as ever. A checkpoint holds the dense weights
-and a reference to a kept epoch of each table, so it stays small whatever the tables hold.
+`configure_optimizers` returns one `Optimizer`; the other code is ordinary Lightning code. A checkpoint holds the dense
+weights and a reference to a kept epoch of each table, so its size does not depend on the tables.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Ratings(lightning.LightningModule):
         self.log("valid", self.loss(batch))
 
     def configure_optimizers(self) -> dict[str, object]:
-        # replace=True: a second fit() calls this again, while the first one's optimizer is still there.
+        # replace=True: a second fit() calls this again, while the optimizer of the first fit() still exists.
         optimizer = Optimizer(self, dense=torch.optim.AdamW(self.parameters(), lr=0.01), replace=True)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
 def ratings(count: int, seed: int) -> DataLoader:
-    """Users and items are of five kinds, and equal kinds like each other."""
+    """Return synthetic ratings: users and items are of five kinds; a user likes items of the same kind."""
     generator = torch.Generator().manual_seed(seed)
     users = torch.randint(USERS, (count,), generator=generator)
     items = torch.randint(ITEMS, (count,), generator=generator)
@@ -77,7 +77,7 @@ def main() -> None:
         model = Ratings(folder, given.ram)
         trainer.fit(model, train, valid)
         last = float(trainer.callback_metrics["valid"])
-        (found,) = trainer.validate(model, valid, ckpt_path="best", verbose=False)  # dense weights and rows go back
+        (found,) = trainer.validate(model, valid, ckpt_path="best", verbose=False)  # restores dense weights and rows
 
         rows = sum(layer.table.nbytes for layer in (model.user, model.item))
         size = Path(best.best_model_path).stat().st_size

@@ -1,11 +1,11 @@
-"""How do I train a sequence model whose output rows are its input rows, without a softmax over all of them?
+"""How do I train a sequence model whose output rows are its input rows, without a softmax over all rows?
 
-    python examples/torch/next_item.py                                     # a planted log, seconds
+    python examples/torch/next_item.py                                     # a synthetic log, seconds
     python examples/torch/next_item.py --ratings ml-1m/ratings.dat --epochs 20
 
-A GRU over what a user saw last gives a query; the next item is the one whose row has the highest product with it. One
-table serves three lookups of a step: the inputs, what came next, and a few hundred negatives that the whole batch
-shares, drawn by popularity and corrected for it (logQ). Ranking goes through all rows of the table, as a stream.
+A GRU over a user's last items computes a query; the predicted item is the one whose row has the highest product with
+the query. One table serves three lookups of a step: the inputs, the next items, and a few hundred negatives that the
+whole batch shares, drawn by popularity with logQ correction. Ranking streams over all rows of the table.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Model(nn.Module):
         self.query = nn.Linear(dim, dim)
 
     def forward(self, items: torch.Tensor) -> torch.Tensor:
-        """Queries for the item after each of int64[B, T]: float32[B, T, dim]."""
+        """Return the queries for the item after each of int64[B, T]: float32[B, T, dim]."""
         return self.query(self.gru(self.item(items))[0])
 
     def loss(self, sequences: torch.Tensor, negatives: torch.Tensor, log_chance: torch.Tensor) -> torch.Tensor:
-        """Sampled softmax of int64[B, T + 1] among int64[K] negatives; log_chance is that of each item to be drawn."""
+        """Return the sampled softmax loss of int64[B, T + 1] with int64[K] negatives, drawn with exp(log_chance)."""
         queries, wanted = self(sequences[:, :-1]), sequences[:, 1:]
         right = (queries * self.item(wanted)).sum(-1, keepdim=True) - log_chance[wanted].unsqueeze(-1)
         wrong = queries @ self.item(negatives).T - log_chance[negatives]
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def hit_rate(model: Model, sequences: np.ndarray) -> float:
-    """How often the last item of a sequence is among the ten best of the whole table."""
+    """Return how often the last item of a sequence is among the ten best of the whole table."""
     model.eval()
     with torch.no_grad():
         queries = torch.cat([model(torch.from_numpy(part[:, :-1]))[:, -1] for part in np.array_split(sequences, 4)])
@@ -56,9 +56,9 @@ def hit_rate(model: Model, sequences: np.ndarray) -> float:
 
 
 def planted(items: int, sequences: int, seed: int) -> tuple[np.ndarray, float]:
-    """int64[sequences, LENGTH + 1], and the best possible hit rate of the last item.
+    """Return int64[sequences, LENGTH + 1], and the best possible hit rate of the last item.
 
-    In 80 % of the steps one of an item's three successors follows it, else any item, by Zipf's law.
+    In 80 % of the steps one of an item's three successors follows it, otherwise any item, by Zipf's law.
     """
     rng = np.random.default_rng(seed)
     popular = 1.0 / np.arange(1, items + 1)
@@ -70,7 +70,7 @@ def planted(items: int, sequences: int, seed: int) -> tuple[np.ndarray, float]:
         next_one = follows[out[:, at - 1], rng.integers(0, 3, sequences)]
         out[:, at] = np.where(rng.random(sequences) < 0.8, next_one, rng.choice(items, sequences, p=popular))
     best = 0.0
-    for last in out[:, -2]:  # of each, the ten likeliest items
+    for last in out[:, -2]:  # for each, the ten most likely items
         chance = 0.2 * popular
         np.add.at(chance, follows[last], 0.8 / 3)
         best += np.partition(chance, -10)[-10:].sum()
@@ -78,9 +78,9 @@ def planted(items: int, sequences: int, seed: int) -> tuple[np.ndarray, float]:
 
 
 def from_ratings(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    """Training and test sequences of MovieLens's ``user::item::rating::time``, and the number of items.
+    """Return training and test sequences of MovieLens's ``user::item::rating::time``, and the number of items.
 
-    A test sequence is a user's last; training ones are what lies before it, in pieces.
+    A user's last sequence is for the test; the earlier items are cut into training sequences.
     """
     users, items, _, times = np.loadtxt(path, delimiter=":", usecols=(0, 2, 4, 6), dtype=np.int64).T
     names, items = np.unique(items, return_inverse=True)

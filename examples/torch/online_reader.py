@@ -1,13 +1,13 @@
 """How does a server read rows while another process trains them?
 
-    python examples/torch/online_reader.py                            # starts a trainer of its own
+    python examples/torch/online_reader.py                            # starts a trainer itself
 
     python examples/torch/online_reader.py --train --folder live      # or by hand, in two terminals
     python examples/torch/online_reader.py --follow --folder live
 
-The trainer commits every few steps. The reader opens the same files beside it, sees the last commit, and moves to a
-newer one when it says `refresh()`, at the cost of what changed; never to half of one. Several tables and dense weights
-that must be of the same moment are a `bunkbed.Run`, which a server opens anew instead.
+The trainer commits every few steps. The reader opens the same files while the trainer runs, and sees the last commit.
+`refresh()` moves the reader to the newest complete commit, at a cost that grows with the changes. Several tables and
+dense weights of the same moment need a `bunkbed.Run`, which a server reopens instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TASTE = np.random.default_rng(7).standard_normal((USERS, FEATURES)).astype(np.fl
 
 
 def clicks(count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Users, what they were shown (float32[count, 8]), and whether they clicked (float32[count])."""
+    """Return users, the features of the shown items (float32[count, 8]), and clicks (float32[count])."""
     rng = np.random.default_rng(seed)
     users = rng.integers(0, USERS, count)
     shown = rng.standard_normal((count, FEATURES)).astype(np.float32)
@@ -42,7 +42,7 @@ def log_loss(rows: np.ndarray, shown: np.ndarray, clicked: np.ndarray) -> float:
 
 
 def train(folder: Path, commits: int, steps: int) -> None:
-    """Learns from the stream of clicks; each commit says what the reader will find in it."""
+    """Train on the stream of clicks; the meta of each commit has the loss that the reader must find."""
     import torch
 
     from bunkbed.torch import Embedding, Optimizer
@@ -65,13 +65,13 @@ def train(folder: Path, commits: int, steps: int) -> None:
 
 
 def follow(folder: Path, timeout_s: float) -> None:
-    """What a server does: answers from the rows it has, and looks for newer ones between requests."""
+    """Act as a server: answer from the current rows, and refresh between requests."""
     deadline = time.monotonic() + timeout_s
     reader = None
     while reader is None:
         try:
             reader = bb.open(folder / "users", mode="r", ram="4MiB")
-        except (FileNotFoundError, bb.FormatError):  # not made yet, or being made
+        except (FileNotFoundError, bb.FormatError):  # not created yet, or being created
             wait(deadline)
     requests = clicks(2_000, seed=0)
     epoch = -1
@@ -82,10 +82,10 @@ def follow(folder: Path, timeout_s: float) -> None:
                 continue
             epoch = reader.epoch
             rows = reader.lookup(requests[0])  # the cache keeps the rows that requests want
-            found, told = log_loss(rows, *requests[1:]), reader.meta
-            same = found == told["loss"]
-            print(f"epoch {epoch}: rows of step {told['step']}, loss {found:.4f}, as committed: {same}", flush=True)
-            if told["done"]:
+            found, meta = log_loss(rows, *requests[1:]), reader.meta
+            same = found == meta["loss"]
+            print(f"epoch {epoch}: rows of step {meta['step']}, loss {found:.4f}, as committed: {same}", flush=True)
+            if meta["done"]:
                 return
 
 
