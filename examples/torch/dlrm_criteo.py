@@ -1,4 +1,4 @@
-"""How do I train a model of 26 categorical columns, a table for each, within one RAM budget for all of them?
+"""How do I train a model of 26 categorical columns, a table for each, within one RAM budget for all tables?
 
     python examples/torch/dlrm_criteo.py                                                  # a synthetic log, seconds
     python examples/torch/dlrm_criteo.py --samples 2_500_000                              # minutes, both AUCs

@@ -1,11 +1,11 @@
-"""The main job: recommenders from implicit feedback, on tables larger than memory.
+"""Training of recommenders from implicit feedback, on tables larger than memory.
 
-- `loop` trains, `recipes` holds options that reach published quality, `scalars` writes to TensorBoard;
-- `settings` has every option, and what a run remembers of them;
+- `loop` trains, `recipes` has options that reach published quality, `scalars` writes to TensorBoard;
+- `settings` has every option, and the file in which a run keeps its options;
 - `data` reads, splits, samples and stores interactions;
 - `models` has the scores, the losses and the dense weights;
 - `evaluate` ranks, recommends and compares; `output` draws and logs;
-- `demo` and `report` are what the commands of these names run.
+- `demo` and `report` implement the commands of these names.
 
 Import the modules one by one (`bunkbed.train.data.interactions`, `bunkbed.train.loop`, ...), so that torch and pyarrow
 load only where they are used.

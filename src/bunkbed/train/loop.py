@@ -1,16 +1,16 @@
-"""The training loop: batches in, commits and reports out.
+"""The training loop: it reads batches and writes commits and reports.
 
-A run is one sequence of steps, a pure function of the config and the data. What lets it stop anywhere and go
-on with the same bits:
+A run is one sequence of steps, a pure function of the config and the data. It can stop at any step and continue with
+the same bits, because:
 
 1. Batches are pure functions of (seed, epoch, step), see `bunkbed.train.data.sampling`.
-2. A commit holds the tables (optimizer state included), the dense weights with theirs, and `Progress`, in one
-   manifest (`bunkbed.Run`): all of one step, or none.
-3. Everything that is decided (learning rate, best epoch, patience) follows from `Progress` and the config.
+2. A commit contains tables and dense weights, both with optimizer state, and `Progress`, in one manifest
+   (`bunkbed.Run`), all of one step.
+3. All decisions (learning rate, best epoch, patience) follow from `Progress` and the config.
 
-A commit is made durable while the next steps are taken; `Trainer.fit` returns once the last one is. One that fails
-ends `fit` with its error at the next commit, or at the end. Between commits nothing is promised: a run that was killed
-goes on from its last commit, does the same steps again, and ends the same.
+A commit becomes durable while the next steps run; `Trainer.fit` returns once the last commit is durable. A failed
+commit ends `fit` with its error at the next commit, or at the end. Steps after the last commit are not durable: a run
+that was killed continues from its last commit, does the same steps again, and ends with the same bits.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ OnEvent = Callable[[Event], object]
 
 _REPORT_EVERY_S = 0.2
 _REPORTS_PER_EPOCH = 200
-# Batches made ahead of the step: one being made while one waits.
+# Batches made ahead of the step (double-buffering): one waits while the next is made.
 _BATCHES_AHEAD = 2
-# Dense weights have Adam; its learning rate follows the tables' only where they have Adam too, since other
-# optimizers' rates are of another scale.
+# Dense weights use Adam. Its learning rate follows that of the tables only if they use Adam too, because rates of
+# other optimizers have another scale.
 _DENSE_LR = 1e-3
 
 
 class _Interrupted(Exception):
-    """Raised out of an evaluation by `Trainer.request_stop`."""
+    """Ends an evaluation after `Trainer.request_stop`."""
 
 
 @dataclass(frozen=True)
 class _Counters:
-    """What the tables have counted so far, all of them together."""
+    """Sums of the tables' counters."""
 
     unique_rows: int
     hits: int
@@ -107,18 +107,18 @@ class _Counters:
 
 
 class Trainer:
-    """Trains a recommender in a run; goes on from the run's last commit where it has one.
+    """Trainer of a recommender in a run; continues from the run's last commit if there is one.
 
     Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives; with
-    `stream` their files in the run's folder instead); the run and its tables are the caller's, who closes them. Commits
-    after each `commit_every` epochs, after each best epoch (kept as snapshot ``"best"``), at the end, and when
-    interrupted; a commit becomes durable beside the steps that follow, and all are once `fit` returns. One thread calls
-    it, but `request_stop` may come from anywhere, signal handlers included.
+    `stream` files in the run's folder instead). The caller owns and closes the run and its tables. Commits every
+    `commit_every` epochs, after each best epoch (kept as snapshot ``"best"``), at the end, and when interrupted. A
+    commit becomes durable during the next steps; all commits are durable when `fit` returns. One thread calls the
+    trainer, but `request_stop` may be called anywhere, also in signal handlers.
 
     Args:
-        config: the options; on resuming, those the run was begun with (see `progress.FREE_TO_CHANGE`).
-        data: the same data as before, on resuming.
-        run: open for writing, empty or trained by us.
+        config: the options; on resuming, the options of the first start (see `progress.FREE_TO_CHANGE`).
+        data: the data; on resuming, the same data as before.
+        run: open for writing, empty or trained by a `Trainer`.
 
     Raises:
         ValueError: nothing to train on, nothing to hold out, or an option that may not change on resuming.
@@ -178,10 +178,10 @@ class Trainer:
             self._load_dense()
         self._stop_requested = False
         self._pending: PendingCommit | None = None
-        self._owes_commit = False  # the last commit begun is not known to be durable
+        self._owes_commit = False  # the last commit that was started is not known to be durable
         #: The loss of every step of this session, exact.
         self.losses: list[float] = []
-        #: Wall time of this session's steps, making batches included; no evaluation, no commit.
+        #: Wall time of this session's steps, with making batches, without evaluations and commits.
         self.step_seconds = 0.0
         #: Positive pairs of those steps.
         self.pairs_done = 0
@@ -193,12 +193,12 @@ class Trainer:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether patience has run out, so that `fit` has nothing to do."""
+        """Whether patience has run out, so that `fit` returns at once."""
         return self._progress.stopped_early
 
     @property
     def step(self) -> int:
-        """Steps done, those before a resume included."""
+        """Steps done, including those before a resume."""
         return self._progress.global_step
 
     @property
@@ -208,24 +208,24 @@ class Trainer:
 
     @property
     def num_pairs(self) -> int:
-        """Positive pairs trained on in an epoch."""
+        """Positive pairs of an epoch."""
         return self._num_pairs
 
     def request_stop(self) -> None:
-        """Finish the step at hand, commit, and return from `fit`. Safe in a signal handler, idempotent.
+        """Finish the current step, commit, and return from `fit`. Safe in a signal handler, idempotent.
 
-        Asked for before `fit`, it makes `fit` return at once; each request stops one `fit`.
+        A request before `fit` makes `fit` return at once; each request stops one `fit`.
         """
         self._stop_requested = True
 
     def fit(self, on_event: OnEvent | None = None) -> Outcome:
-        """Train until the last epoch, until patience runs out, or until told to stop.
+        """Train until the last epoch, until patience runs out, or until `request_stop`.
 
         Args:
             on_event: called with `StepReport` (at most five a second), `EvalReport` and `EpochReport`.
 
         Returns:
-            How it ended; everything is committed.
+            The outcome; everything is committed.
         """
         threads = torch.get_num_threads(), bb.get_num_threads()
         if self.config.threads:
@@ -260,7 +260,7 @@ class Trainer:
             group["lr"] = (self.config.lr if "table" in group else self._dense_lr) * decay
 
     def _commit(self, keep: str | None = None) -> None:
-        """Begins a commit of the run as it stands; raises what the one before it failed with."""
+        """Start a commit of the run; raise the error of the previous commit."""
         self._owes_commit = True
         self._pending = self.run.begin_commit(
             files={DENSE_FILE: dense_bytes(self.model.head, self._dense)},
@@ -269,7 +269,7 @@ class Trainer:
         )
 
     def _settle(self) -> None:
-        """Waits until the last commit is durable; raises what it failed with."""
+        """Wait until the last commit is durable; raise its error."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
@@ -277,7 +277,7 @@ class Trainer:
 
 
 class _Session:
-    """One call of `Trainer.fit`: the clock, the reports, the order of things."""
+    """One call of `Trainer.fit`: the clock, the reports, the order of steps, evaluations and commits."""
 
     def __init__(self, trainer: Trainer, log: MetricsLog, batches: BatchesAhead, on_event: OnEvent | None) -> None:
         self._trainer = trainer
@@ -288,7 +288,7 @@ class _Session:
         self._on_event = on_event
         self._began = time.perf_counter()
         self._budget_bytes = trainer.run.budget.total_bytes
-        # For the ETA: what this session has done, in steps and in evaluations with commits.
+        # For the ETA: this session's steps, and its evaluations with commits.
         self._steps_done = 0
         self._epoch_ends_done = 0
         self._epoch_end_seconds = 0.0
@@ -314,7 +314,7 @@ class _Session:
         )
 
     def _epoch(self) -> bool:
-        """Train, evaluate and commit one epoch, or what is left of it; False when told to stop first."""
+        """Train, evaluate and commit one epoch, or the rest of it; return False on a stop request."""
         trainer, progress = self._trainer, self._progress
         before = _Counters.of(trainer.run.tables)
         seconds, pairs = trainer.step_seconds, trainer.pairs_done
@@ -327,7 +327,7 @@ class _Session:
         try:
             result, ranking = self._evaluate(progress.epoch + 1)
         except _Interrupted:
-            # Every step is done and none of the next epoch's: resuming starts with this evaluation.
+            # All steps of the epoch are done and none of the next: resuming starts with this evaluation.
             trainer._commit()
             return False
         eval_seconds = time.perf_counter() - began
@@ -337,7 +337,7 @@ class _Session:
         return True
 
     def _steps(self, epoch: int) -> bool:
-        """The steps of an epoch from where progress stands; False when told to stop before the last."""
+        """Do the remaining steps of an epoch; return False on a stop request before the last step."""
         trainer, progress = self._trainer, self._progress
         model, optimizer = trainer.model, trainer.optimizer
         model.train()
@@ -348,7 +348,7 @@ class _Session:
             if trainer._stop_requested:
                 return False
             if trainer._pending is not None and trainer._pending.done:
-                trainer._settle()  # a failure is told now, not an epoch later
+                trainer._settle()  # raises a failure now, not an epoch later
             loss = model(users, *rest)
             optimizer.zero_grad()
             loss.backward()
@@ -400,7 +400,7 @@ class _Session:
 
         scorer = self._trainer.model.scorer()
         threads = torch.get_num_threads()
-        torch.set_num_threads(self._config.threads or bb.get_num_threads())  # nothing else is to be done meanwhile
+        torch.set_num_threads(self._config.threads or bb.get_num_threads())  # nothing else runs during an evaluation
         try:
             return evaluator.evaluate(scorer, on_event).metrics, evaluator.ranking
         finally:
@@ -450,7 +450,7 @@ class _Session:
             moved_bytes=now.moved_bytes - before.moved_bytes,
             time_s=time.perf_counter() - self._began,
         )
-        # The line first, then the commit: after a crash between them, opening the log drops the line again.
+        # The line is written before the commit: after a crash between the two, opening the log drops the line.
         self._log.write(report)
         is_last = progress.epoch == config.epochs or progress.stopped_early
         if is_best or is_last or progress.epoch % config.commit_every == 0:
@@ -471,7 +471,7 @@ class _Session:
 
 
 class _StepReports:
-    """Sums steps up into reports: not too many a second, not too many an epoch."""
+    """Sums of steps for reports, with limits on reports per second and per epoch."""
 
     def __init__(self, session: _Session, epoch: int) -> None:
         self._session = session

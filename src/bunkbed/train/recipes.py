@@ -1,14 +1,14 @@
-"""Options that reach published quality on public data sets, for benchmarks and as a place to start from.
+"""Options that reach published quality on public data sets, for benchmarks and as starting points.
 
-Chosen on pairs held out of the training files. `GOWALLA` then trains on all pairs; the others go without one pair
-of each user, which chooses the epoch. What each reaches stands in ``benchmarks/RESULTS.md``.
+The options were chosen on pairs held out of the training files. `GOWALLA` then trains on all pairs; the others hold out
+one pair of each user, which selects the epoch. The quality of each recipe is in ``benchmarks/RESULTS.md``.
 
-`ML1M_BCE` and `ML1M` are for MovieLens-1M as the NCF authors split it (leave-one-out, 99 sampled negatives given):
-generalised matrix factorization (He et al. 2017), with eight negatives of its own for every pair and their
-cross-entropy, or with BPR. `ML1M_NEUMF` is the former with the same paper's NeuMF. `GOWALLA` is for Gowalla as the
-LightGCN authors split it (full ranking): matrix factorization with BPR. `ML1M_BF16` is `ML1M` with bfloat16 rows and
-row-wise Adagrad, at 132 bytes a row rather than 768. With BPR the negatives are shared by the pairs of a step, so that
-there can be hundreds while a step touches few rows, and the harder ones weigh more. All need a strong L2.
+`ML1M_BCE` and `ML1M` are for MovieLens-1M in the NCF authors' split (leave-one-out, 99 sampled negatives given). Both
+use generalised matrix factorization (He et al. 2017): `ML1M_BCE` with cross-entropy and eight own negatives for each
+pair, `ML1M` with BPR. `ML1M_NEUMF` is `ML1M_BCE` with the same paper's NeuMF. `GOWALLA` is for Gowalla in the LightGCN
+authors' split (full ranking): matrix factorization with BPR. `ML1M_BF16` is `ML1M` with bfloat16 rows and row-wise
+Adagrad, at 132 bytes a row instead of 768. With BPR, the pairs of a step share hundreds of negatives, so a step touches
+few rows, and harder negatives weigh more. All recipes need a strong L2.
 
 >>> RECIPES["gowalla"].loss
 'bpr'

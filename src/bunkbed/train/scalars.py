@@ -1,4 +1,4 @@
-"""What training reports, as scalars for TensorBoard: files of a run, of which no learning depends."""
+"""Reports of a training as scalars for TensorBoard. Training never reads these files of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scalars"]
 
-#: Of `StepReport` -> its name in TensorBoard, which groups by what stands before the stroke.
+#: Field of `StepReport` -> its name in TensorBoard, which groups names by the part before the slash.
 _OF_STEPS = {
     "loss": "train/loss",
     "samples_per_s": "speed/samples_per_s",
@@ -28,15 +28,15 @@ _OF_STEPS = {
 
 
 class Scalars:
-    """Writes events of a training into ``tensorboard`` in its run's folder; pass it to `Trainer.fit`.
+    """Writer of a training's events into ``tensorboard`` in its run's folder; pass it to `Trainer.fit`.
 
-    The horizontal axis is the step since the run began. A resumed run writes a file of its own that begins by taking
-    back what came after the last commit: those steps are done again, and TensorBoard shows each once.
+    The horizontal axis is the step since the run began. A resumed run writes a new file that first purges the steps
+    after the last commit: these steps are done again, and TensorBoard shows each step once.
 
-    Owns the file. One thread calls it, and closes it; a ``with`` block does. Written without sync.
+    Owns the file. One thread calls and closes it; a ``with`` block closes it. Written without sync.
 
     Args:
-        trainer: whose events these will be; not begun yet.
+        trainer: the trainer that sends the events; `Trainer.fit` must not have been called yet.
 
     Raises:
         ModuleNotFoundError: tensorboard is not installed. OSError: the folder cannot be written.
@@ -45,15 +45,15 @@ class Scalars:
     def __init__(self, trainer: Trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Stopped within an evaluation, all of the epoch's steps are done and its own figures, at the last of them, are
-        # not committed.
+        # If training stopped within an evaluation, all steps of the epoch are done, but the epoch's own figures, which
+        # belong to its last step, are not committed.
         is_owed = trainer.step == (trainer.epoch + 1) * trainer.steps_per_epoch
         self.folder = Path(trainer.run.path) / "tensorboard"
         require_real(self.folder)
         self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + (0 if is_owed else 1))
 
     def __call__(self, event: Event) -> None:
-        """Write what a step or an epoch reports; an evaluation under way has nothing to show."""
+        """Write the report of a step or an epoch; ignore reports of an evaluation under way."""
         if isinstance(event, StepReport):
             for field, name in _OF_STEPS.items():
                 self._write(name, getattr(event, field), event.global_step)
@@ -69,7 +69,7 @@ class Scalars:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left and close the file; idempotent."""
+        """Write pending scalars and close the file; idempotent."""
         self._writer.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The run's file of dense weights and their optimizer's state."""
+"""The run's file of dense weights and the state of their optimizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bunkbed.train.models.heads import Head
 
 __all__ = ["DENSE_FILE", "dense_bytes", "dense_state"]
 
-#: Its name in a commit of the run.
+#: The name of the file in a commit of the run.
 DENSE_FILE = "dense.pt"
 
 
 def dense_bytes(head: Head, optimizer: torch.optim.Optimizer | None) -> bytes:
-    """Dense weights and their optimizer's state as a file, for `Run.commit`."""
+    """Return dense weights and the state of their optimizer as a file, for `Run.commit`."""
     buffer = io.BytesIO()
     weights = {name: value.detach().cpu() for name, value in head.state_dict().items()}
     torch.save({"weights": weights, "optimizer": optimizer.state_dict() if optimizer else None}, buffer)
@@ -24,6 +24,6 @@ def dense_bytes(head: Head, optimizer: torch.optim.Optimizer | None) -> bytes:
 
 
 def dense_state(data: bytes) -> dict[str, Any]:
-    """What `dense_bytes` saved: ``{"weights": {name: tensor}, "optimizer": its state or None}``."""
+    """Return the content that `dense_bytes` saved: ``{"weights": {name: tensor}, "optimizer": its state or None}``."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     return state

@@ -1,8 +1,7 @@
-"""The dense half of every model: how a row of a user and a row of an item become a score.
+"""The dense part of every model: it computes a score from a row of a user and a row of an item.
 
-A head cuts that in two, so that ranking can keep what it needs more than once: `queries` of users and `vectors` of
-items, each made once, and scores made of both. What is trained in a head is small and lives in torch; the rows live in
-tables.
+A head works in two steps, so that ranking can reuse results: it computes `queries` of users and `vectors` of items once
+each, and then scores from both. The trained weights of a head are small and belong to torch; the rows are in tables.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from bunkbed.train.settings.config import TrainConfig
 
 __all__ = ["DotHead", "Head", "NeuMFHead", "TwoTowerHead", "make_head"]
 
-# Hidden numbers held at once where every user meets every item.
+# Hidden numbers in memory at once where every user is scored with every item.
 _BLOCK_HIDDEN = 4 << 20
 
 
 def _relu_layers(widths: tuple[int, ...]) -> nn.ModuleList:
-    """Linear layers that keep the scale of what passes through them and a ReLU (He et al. 2015)."""
+    """Return linear layers whose initial weights keep the scale of activations with ReLU (He et al. 2015)."""
     layers = nn.ModuleList(nn.Linear(wide, narrow) for wide, narrow in pairwise(widths))
     for layer in layers:
         nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
@@ -33,29 +32,29 @@ def _relu_layers(widths: tuple[int, ...]) -> nn.ModuleList:
 
 
 class Head(nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """What every head does. Shapes: ``N`` users, ``M`` items, rows of the tables' dim, all float32."""
+    """Base class of heads. Shapes: ``N`` users, ``M`` items, rows of the tables' dim, all float32."""
 
-    #: Numbers held for each score that `pair_scores` makes.
+    #: Temporary numbers for each score of `pair_scores`.
     numbers_per_score: int
 
     def queries(self, users: Tensor) -> Tensor:
-        """``[N, dim]`` rows of users -> what scores need of them, ``[N, q]``."""
+        """Return the user part of scores: rows ``[N, dim]`` -> ``[N, q]``."""
         raise NotImplementedError
 
     def vectors(self, items: Tensor) -> Tensor:
-        """``[..., dim]`` rows of items -> what scores need of them, ``[..., q]``."""
+        """Return the item part of scores: rows ``[..., dim]`` -> ``[..., q]``."""
         raise NotImplementedError
 
     def pair_scores(self, queries: Tensor, vectors: Tensor) -> Tensor:
-        """``[N, q]`` and ``[N, K, q]`` -> ``[N, K]``: each user with items of its own."""
+        """Score each user with its own items: ``[N, q]`` and ``[N, K, q]`` -> ``[N, K]``."""
         raise NotImplementedError
 
     def all_scores(self, queries: Tensor, vectors: Tensor, out: Tensor) -> Tensor:
-        """``[N, q]`` and ``[M, q]`` -> ``out[N, M]``: each user with every item."""
+        """Score each user with every item: ``[N, q]`` and ``[M, q]`` -> ``out[N, M]``."""
         raise NotImplementedError
 
     def magnitudes(self, queries: Tensor, vectors: Tensor) -> Tensor:
-        """``[N, q]`` twice -> ``[N]``: how large the sums are that a score is rounded in, cancellation left out."""
+        """Return the size of the sums in which scores are rounded, without cancellation: ``[N, q]`` twice -> ``[N]``."""
         raise NotImplementedError
 
     def loss(
@@ -69,13 +68,13 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is untyped here
         l2: float,
         hardness: float,
     ) -> Tensor:
-        """The loss of a batch of rows (see `bunkbed.train.data.sampling.Batch`); `bias` is added to the scores."""
+        """Return the loss of a batch of rows (see `bunkbed.train.data.sampling.Batch`); `bias` is added to scores."""
         raise NotImplementedError
 
 
 class DotHead(Head):
-    """score = ``sum(weight * user * item)``: mf without a weight, gmf (He et al. 2017) with one that starts at ones,
-    so that gmf starts as mf.
+    """Head with score = ``sum(weight * user * item)``: mf without a weight, gmf (He et al. 2017) with a weight that
+    starts at ones, so that gmf starts as mf.
 
     Args:
         weight: ``float32[dim]``, or None.
@@ -108,11 +107,11 @@ class DotHead(Head):
 
 
 class TwoTowerHead(DotHead):
-    """score = ``<tower(user), tower(item)>``, each tower a perceptron of its own with ReLU between its layers
+    """Head with score = ``<tower(user), tower(item)>``; each tower is a perceptron with ReLU between its layers
     (Covington et al. 2016; Yi et al. 2019).
 
     Args:
-        dim: numbers of a row, and of what a tower makes of it.
+        dim: numbers of a row, and of the output of a tower.
         layers: widths of the hidden layers.
     """
 
@@ -128,16 +127,16 @@ class TwoTowerHead(DotHead):
         return _perceptron(self.item_tower, items)
 
     def loss(self, users: Tensor, items: Tensor, *, seen: Tensor | None, **options: Any) -> Tensor:
-        l2 = options.pop("l2")  # of the rows, not of what the towers make of them
+        l2 = options.pop("l2")  # of the rows, not of the outputs of the towers
         loss = super().loss(self.queries(aligned(users)), self.vectors(aligned(items)), seen=seen, l2=0.0, **options)
         return loss + 0.5 * l2 * plain_losses.mean_squares(users, items) if l2 else loss
 
 
 class NeuMFHead(Head):
-    """score = ``sum(weight * user * item) + perceptron(user', item')`` (He et al. 2017, without its sigmoid, which no
-    ranking sees). A row holds both parts, ``[user, user']``: one lookup and one read instead of two.
+    """Head with score = ``sum(weight * user * item) + perceptron(user', item')`` (He et al. 2017, without its sigmoid,
+    which keeps every ranking). A row has both parts, ``[user, user']``: one lookup and one read instead of two.
 
-    The perceptron's first layer is a sum of a user's part and an item's, which `queries` and `vectors` hold.
+    The perceptron's first layer is the sum of a user's part and an item's part, in `queries` and `vectors`.
 
     Args:
         dim: numbers of each part; a row has twice as many.
@@ -224,7 +223,7 @@ def _perceptron(layers: nn.ModuleList, rows: Tensor) -> Tensor:
 
 
 def make_head(config: TrainConfig) -> Head:
-    """The head of a run's model, on the CPU; its initial weights are a function of the seed alone."""
+    """Return the head of a run's model, on the CPU; its initial weights are a function of the seed only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if config.model == "two-tower":

@@ -1,8 +1,7 @@
 """The loss of a batch of positives and their negatives, with its gradient in closed form.
 
-Score, loss and L2 are one autograd function rather than a chain of torch operations: the chain writes six
-temporaries of the size of the item vectors, this writes one, and a step of matrix factorization is nothing
-but such memory traffic.
+Score, loss and L2 are one autograd function instead of a chain of torch operations. The chain writes six temporaries
+of the size of the item vectors; the function writes one. Such memory traffic dominates a step of matrix factorization.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["aligned", "pair_loss", "shared_loss"]
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x` at a 64-byte boundary: MKL's sums depend on the alignment, and ours must not depend on chance."""
+    """Return `x` at a 64-byte boundary: MKL's sums depend on the alignment, and results must be deterministic."""
     x = x.contiguous()
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
@@ -27,9 +26,9 @@ def aligned(x: Tensor) -> Tensor:
 def _loss_and_slopes(
     positive: Tensor, negative: Tensor, kind: str, hardness: float
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The mean loss of scores ``[B]`` against ``[B, K]``, its derivatives by them, and a factor of both of these.
+    """Return the mean loss of scores ``[B]`` against ``[B, K]``, its two derivatives, and a factor of both derivatives.
 
-    Both are contiguous, and their memory becomes the derivatives'. A negative score of -inf counts as a loss of 0.
+    The scores are contiguous, and the derivatives reuse their memory. A negative score of -inf counts as a loss of 0.
     """
     batch, count = negative.shape
     if kind == "softmax":
@@ -50,7 +49,7 @@ def _loss_and_slopes(
 
 
 def _square(x: Tensor) -> Tensor:
-    """Sum of squares; one pass without a temporary."""
+    """Return the sum of squares, in one pass without a temporary."""
     flat = aligned(x).view(-1)
     return torch.dot(flat, flat)
 
@@ -140,7 +139,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
         users, positives, negatives, queries, positive, negative, weight, bias = ctx.saved_tensors
         batch, count = negative.shape
         grad = float(grads[0])
-        # The scale goes to the vectors, which are fewer numbers than the scores.
+        # The vectors are scaled, because they are fewer numbers than the scores.
         scale = grad * ctx.scale
         scaled = queries * scale
         query_grads = torch.mm(negative, negatives).addcmul_(positives, positive[:, None]).mul_(scale)
@@ -158,7 +157,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
 
 
 def _through_weight(query_grads: Tensor, users: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """From the gradients of weighted user vectors to those of users and of the weight."""
+    """Return the gradients of users and of the weight, from those of weighted user vectors."""
     if weight is None:
         return query_grads, None
     return query_grads * weight, (query_grads * users).sum(0)
@@ -174,14 +173,14 @@ def pair_loss(
     l2: float = 0.0,
     hardness: float = 0.0,
 ) -> Tensor:
-    """Mean loss of a batch in which every positive item competes with its own negatives.
+    """Return the mean loss of a batch in which every positive item competes with its own negatives.
 
     A score is ``sum(weight * user * item) + bias``. ``"bpr"`` (Rendle et al. 2009) is the mean over pairs of
     softplus(negative - positive); ``"bce"`` the mean binary cross-entropy with label 1 for the positive;
     ``"softmax"`` the mean cross-entropy of the positive among itself and its negatives (sampled softmax, Jean et al.
-    2015; where negatives are not drawn evenly, the caller takes log q off the scores by way of `bias`). `l2` adds
-    ``l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2)``, averaged over the batch. `hardness` makes the mean over the
-    negatives of a pair a weighted one, by softmax(hardness * score), through which no gradient flows.
+    2015; where negatives are not drawn uniformly, the caller subtracts log q from the scores with `bias`). `l2` adds
+    ``l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2)``, averaged over the batch. `hardness` weighs the
+    negatives of a pair by softmax(hardness * score); no gradient flows through these weights.
 
     Args:
         users: ``float32[B, dim]``.
@@ -193,7 +192,7 @@ def pair_loss(
 
     Returns:
         ``float32[]``, differentiable by users, items, weight and bias. Deterministic: for one number of
-        threads it has the same bits wherever the inputs stand in memory.
+        threads it has the same bits for every place of the inputs in memory.
 
     >>> float(pair_loss(torch.ones(1, 2), torch.zeros(1, 3, 2), kind="bpr"))  # doctest: +ELLIPSIS
     0.693...
@@ -214,14 +213,14 @@ def shared_loss(
     l2: float = 0.0,
     hardness: float = 0.0,
 ) -> Tensor:
-    """The same as `pair_loss` where all positives of the batch compete with one set of negatives.
+    """Return the loss of `pair_loss` where all positives of the batch compete with one set of negatives.
 
     Args:
         users: ``float32[B, dim]``.
         items: ``float32[B + M, dim]``: the positives, then the negatives, M at least 1.
         kind: ``"bpr"``, ``"bce"`` or ``"softmax"``.
         seen: ``int64[S]`` places in the matrix of B x M scores, row by row, of negatives that do not compete,
-            since the user has the item; their loss counts as 0 in the means.
+            because the user has the item; their loss counts as 0 in the means.
         weight: ``float32[dim]``, or None for ones.
         bias: ``float32[B + M]``, or None for zeros.
         hardness: for ``"bpr"``.

@@ -1,5 +1,5 @@
-"""The losses of losses.py in torch's own operations: for tensors on a device where the core's kernels cannot go, and
-for models whose score is more than a dot product."""
+"""The losses of losses.py in torch's own operations: for tensors on a device without the core's kernels, and for
+models whose score is more than a dot product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["competition", "mean_squares", "pair_loss", "shared_loss", "without_s
 
 
 def competition(positive: Tensor, negative: Tensor, kind: str, hardness: float) -> Tensor:
-    """The mean loss of scores ``[B]`` against ``[B, K]``; a negative score of -inf does not compete."""
+    """Return the mean loss of scores ``[B]`` against ``[B, K]``; a negative score of -inf does not compete."""
     batch, count = negative.shape
     softplus = torch.nn.functional.softplus
     if kind == "softmax":
@@ -26,7 +26,7 @@ def competition(positive: Tensor, negative: Tensor, kind: str, hardness: float) 
 
 
 def mean_squares(users: Tensor, items: Tensor) -> Tensor:
-    """``|user|^2 + |item|^2 + mean |negative|^2``, averaged over a batch laid out either way."""
+    """Return ``|user|^2 + |item|^2 + mean |negative|^2``, averaged over a batch of pairs or of shared negatives."""
     batch = len(users)
     if items.dim() == 2:
         negatives = items[batch:]
@@ -36,7 +36,7 @@ def mean_squares(users: Tensor, items: Tensor) -> Tensor:
 
 
 def without_seen(negative: Tensor, seen: Tensor | None) -> Tensor:
-    """Scores ``[B, M]`` with -inf at the places ``int64[S]`` of items that the user has."""
+    """Return scores ``[B, M]`` with -inf at the places ``int64[S]`` of items that the user has."""
     if seen is None:
         return negative
     return negative.reshape(-1).index_fill(0, seen.to(negative.device), -torch.inf).view(negative.shape)

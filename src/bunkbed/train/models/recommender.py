@@ -1,6 +1,6 @@
-"""The models that are trained: a head over tables of users and items.
+"""The trained models: a head over tables of users and items.
 
-`bunkbed.train.models.scorer` ranks with them.
+`bunkbed.train.models.scorer` ranks with these models.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int)
         }
         return run.table(name, create=definition)
 
-    # Seeds differ, or user n and item n would start as the same row.
+    # The seeds differ; otherwise user n and item n would start with the same row.
     init = Normal(std=config.init_std)
     tables = {
         "user": table("user", num_users, config.row_dim, init, 2 * config.seed),
@@ -55,10 +55,10 @@ def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int)
 
 
 def torch_device(name: str) -> torch.device:
-    """The device an option names.
+    """Return the device that an option names.
 
     Raises:
-        ValueError: torch knows no such device, or this machine has none; says which it has.
+        ValueError: torch or this machine has no such device; the message lists the devices.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if found is not None else 0
@@ -75,12 +75,12 @@ def torch_device(name: str) -> torch.device:
 
 
 class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Losses of batches of users and items.
+    """Model that computes the losses of batches of users and items.
 
     Owns the layers and the `head`; the tables belong to the run. Not thread-safe.
 
     Args:
-        tables: as `create_tables` gives them.
+        tables: the tables that `create_tables` returns.
     """
 
     def __init__(self, config: TrainConfig, tables: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self._options: dict[str, Any] = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
 
     def forward(self, users: Tensor, items: Tensor, seen: Tensor | None = None, log_q: Tensor | None = None) -> Tensor:
-        """The loss of a batch, whose parts are as in `bunkbed.train.data.sampling.Batch`."""
+        """Return the loss of a batch, whose parts are as in `bunkbed.train.data.sampling.Batch`."""
         bias = None if self.item_bias is None else self.item_bias(items)[..., 0]
         if log_q is not None:
             log_q = log_q.to(self.user.anchor.device)
@@ -110,11 +110,11 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self.head.loss(self.user(users), self.item(items), seen=seen, bias=bias, **self._options)
 
     def scorer(self) -> Scorer:
-        """What ranks with the model as it is now; takes a copy of the head."""
+        """Return a `Scorer` of the current model, with a copy of the head."""
         head = copy.deepcopy(self.head).cpu().requires_grad_(False)
         bias = None if self.item_bias is None else self.item_bias.table
         return Scorer(self.user.table, self.item.table, head, item_bias=bias)
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """What is trained outside the tables."""
+        """Return the parameters that are trained outside the tables."""
         return list(self.head.parameters())

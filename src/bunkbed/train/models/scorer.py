@@ -1,4 +1,4 @@
-"""What ranks: rows and head of a model, read without touching the cache, so that a reader beside training will do."""
+"""Scores for ranking, from rows and head of a model. Lookups do not touch the cache, so a reader can rank too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class Rows(Protocol):
-    """The one thing a `Scorer` asks of a table."""
+    """Protocol of the only table method that a `Scorer` calls."""
 
     def lookup(self, ids: Int64Array, *, touch: bool = True) -> Float32Array: ...
 
@@ -31,12 +31,12 @@ class Rows(Protocol):
 class Scorer:
     """Scores of users and items: ``score = head(query(user), vector(item)) + bias(item)``.
 
-    Owns nothing; as thread-safe as its tables. Lookups leave the cache alone (``touch=False``).
+    Owns nothing; as thread-safe as its tables. Lookups do not change the cache (``touch=False``).
 
     Args:
         user: table of users.
         item: table of items.
-        head: on the CPU; None is a dot product.
+        head: on the CPU; None selects a dot product.
         item_bias: table of item biases, or None.
     """
 
@@ -48,36 +48,36 @@ class Scorer:
 
     @property
     def numbers_per_score(self) -> int:
-        """Numbers held for each score that `pair_scores` makes, beside the item's vector."""
+        """Temporary numbers for each score of `pair_scores`, in addition to the item's vector."""
         return self._head.numbers_per_score
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is untyped here
     def queries(self, users: Int64Array) -> Tensor:
-        """``int64[N]`` -> ``float32[N, q]``."""
+        """Return the queries of users: ``int64[N]`` -> ``float32[N, q]``."""
         return self._head.queries(torch.from_numpy(self._user.lookup(users, touch=False)))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def vectors(self, items: Int64Array) -> Tensor:
-        """``int64[...]`` -> ``float32[..., q]``."""
+        """Return the vectors of items: ``int64[...]`` -> ``float32[..., q]``."""
         return self._head.vectors(torch.from_numpy(self._item.lookup(items, touch=False)))
 
     def biases(self, items: Int64Array) -> Tensor | None:
-        """``int64[...]`` -> ``float32[...]``, or None where the model has none."""
+        """Return the biases of items: ``int64[...]`` -> ``float32[...]``, or None where the model has no biases."""
         return None if self._item_bias is None else torch.from_numpy(self._item_bias.lookup(items, touch=False)[..., 0])
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def pair_scores(self, queries: Tensor, items: Int64Array) -> Tensor:
-        """``float32[N, q]`` and ``int64[N, K]`` -> ``float32[N, K]``: each user with items of its own."""
+        """Score each user with its own items: ``float32[N, q]`` and ``int64[N, K]`` -> ``float32[N, K]``."""
         return self._biased(self._head.pair_scores(queries, self.vectors(items)), self.biases(items))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def all_scores(self, queries: Tensor, vectors: Tensor, biases: Tensor | None, out: Tensor) -> Tensor:
-        """``float32[N, q]`` and ``float32[M, q]`` -> ``out[N, M]``: each user with every item."""
+        """Score each user with every item: ``float32[N, q]`` and ``float32[M, q]`` -> ``out[N, M]``."""
         return self._biased(self._head.all_scores(queries, vectors, out), biases)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def scores_and_magnitudes(self, queries: Tensor, items: Int64Array) -> tuple[Tensor, Tensor]:
-        """``float32[N, q]`` and ``int64[N]`` -> scores ``float32[N]``, and `Head.magnitudes` of them."""
+        """Return scores ``float32[N]`` of ``float32[N, q]`` and ``int64[N]``, and their `Head.magnitudes`."""
         vectors = self.vectors(items)
         scores = self._head.pair_scores(queries, vectors[:, None])[:, 0]
         magnitudes = self._head.magnitudes(queries, vectors)
@@ -90,7 +90,7 @@ class Scorer:
 
 
 def scorer_of_run(run: Run, config: TrainConfig) -> Scorer:
-    """The `Scorer` of what a run holds as it was opened.
+    """Return the `Scorer` of the commit at which a run is open.
 
     Raises:
         FileNotFoundError: the run was never committed.

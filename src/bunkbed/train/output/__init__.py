@@ -1,1 +1,1 @@
-"""What training reports: events, their display in a terminal, the metrics file of a run, and its plots."""
+"""Reports of training: events, their display in a terminal, the metrics file of a run, and its plots."""

@@ -1,7 +1,7 @@
-"""What a person sees while a model trains: a live panel on a terminal, plain lines anywhere else.
+"""Display of training: a live panel on a terminal, plain lines elsewhere.
 
-Both take the events of `bunkbed.train.output.events`; neither knows the trainer. They write to the console they are
-given and to nothing else.
+Both displays take the events of `bunkbed.train.output.events` and do not depend on the trainer. They write only to the
+given console.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from bunkbed.core.budget import format_bytes
 from bunkbed.train.output.events import EpochReport, EvalReport, Event, StepReport
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# For terminals that cannot show those.
+# For terminals that cannot show these blocks.
 _ASCII_BLOCKS = "_.-=+*#@"
 _BAR_WIDTH = 36
-# How many finished epochs stay in view, so that the panel fits a terminal of 24 lines.
+# Finished epochs in the panel, so that it fits a terminal of 24 lines.
 _EPOCHS_SHOWN = 8
 # Drawing the panel takes 10 to 20 ms of Python, which the training thread waits for.
 _REFRESHES_PER_S = 2
@@ -36,7 +36,7 @@ _LINE_INTERVAL_S = 10.0
 
 
 class Display(Protocol):
-    """Something that shows events while its context is entered."""
+    """Protocol of a display, which shows events while its context is entered."""
 
     def __enter__(self) -> Self: ...
 
@@ -47,16 +47,16 @@ class Display(Protocol):
     def __call__(self, event: Event) -> None: ...
 
     def note(self, message: str) -> None:
-        """Say something beside the figures."""
+        """Show a message in addition to the figures."""
 
 
 def open_display(console: Console, *, title: str = "", metric: str = "", transient: bool = False) -> Display:
-    """The live panel where `console` is a terminal, else plain lines.
+    """Return the live panel if `console` is a terminal, otherwise plain lines.
 
     Args:
-        console: where to.
-        title: stands above the figures.
-        metric: the one that matters; the others are shown where they have its cut-off.
+        console: the output.
+        title: shown above the figures.
+        metric: the main metric; other metrics are shown if they have its cut-off.
         transient: leave nothing on a terminal afterwards; otherwise the finished epochs stay.
     """
     if console.is_terminal and not console.is_dumb_terminal:
@@ -65,7 +65,7 @@ def open_display(console: Console, *, title: str = "", metric: str = "", transie
 
 
 class LiveDisplay:
-    """A panel that is redrawn in place; the finished epochs stay on the screen after it."""
+    """Panel that is redrawn in place; the finished epochs stay on the screen after it."""
 
     def __init__(self, console: Console, *, title: str = "", metric: str = "", transient: bool = False) -> None:
         self._console = console
@@ -87,7 +87,7 @@ class LiveDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Progress of an interrupted step says nothing once it is over; the finished epochs do.
+        # After the end only the finished epochs are of interest, not the progress of the last step.
         self._live.get_renderable = self._render_end  # type: ignore[method-assign]
         self._live.stop()
 
@@ -105,7 +105,7 @@ class LiveDisplay:
         self._note = message
 
     def render(self) -> RenderableType:
-        """The panel as it stands."""
+        """Return the current panel."""
         parts: list[RenderableType] = []
         if self._title:
             parts.append(Text(self._title, style="bold"))
@@ -162,7 +162,7 @@ class LiveDisplay:
 
 
 class LineDisplay:
-    """One line now and then, for log files and pipes."""
+    """Display of one line at intervals, for log files and pipes."""
 
     def __init__(self, console: Console, *, title: str = "", metric: str = "") -> None:
         self._console = console
@@ -198,7 +198,7 @@ class LineDisplay:
 
 
 def step_line(report: StepReport) -> str:
-    """One line about a running epoch."""
+    """Return one line about a running epoch."""
     return (
         f"epoch {report.epoch}/{report.epochs} step {report.step}/{report.steps_per_epoch} "
         f"loss {report.loss:.5f} {report.samples_per_s:,.0f} samples/s ETA {format_seconds(report.eta_s)} "
@@ -213,7 +213,7 @@ def _device_text(report: StepReport | EpochReport) -> str:
 
 
 def epoch_line(report: EpochReport, metric: str = "") -> str:
-    """One line about a finished epoch."""
+    """Return one line about a finished epoch."""
     shown = main_metrics(report.metrics, metric)
     quality = "".join(f" {name} {report.metrics[name]:.4f}" for name in shown)
     ranking = f" ({report.ranking})" if report.metrics else ""
@@ -226,7 +226,7 @@ def epoch_line(report: EpochReport, metric: str = "") -> str:
 
 
 def main_metrics(metrics: Mapping[str, float], metric: str = "") -> list[str]:
-    """Names of the metrics worth a column: those with the cut-off of `metric`, each fact once.
+    """Return the names of the metrics to show: those with the cut-off of `metric`, without equal metrics.
 
     >>> main_metrics({"hr@10": 0.7, "ndcg@10": 0.4, "recall@10": 0.7, "hr@20": 0.8, "mrr": 0.3}, "ndcg@10")
     ['hr@10', 'ndcg@10', 'mrr']
@@ -235,14 +235,14 @@ def main_metrics(metrics: Mapping[str, float], metric: str = "") -> list[str]:
     cutoff = metric.partition("@")[2] or (cutoffs[0] if cutoffs else "")
     shown = [name for name in metrics if name.partition("@")[2] in (cutoff, "")]
     hits, recall = f"hr@{cutoff}", f"recall@{cutoff}"
-    # With one held-out item a user they are the same figure.
+    # With one held-out item per user, both metrics are equal.
     if metric != recall and hits in shown and recall in shown and metrics[hits] == metrics[recall]:
         shown.remove(recall)
     return shown
 
 
 def epoch_table(reports: Sequence[EpochReport], metric: str = "") -> Table:
-    """Finished epochs as a table, the best one marked."""
+    """Return finished epochs as a table, with the best one marked."""
     evaluated = [report for report in reports if report.metrics]
     names = main_metrics(evaluated[-1].metrics, metric) if evaluated else []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
@@ -274,7 +274,7 @@ def epoch_table(reports: Sequence[EpochReport], metric: str = "") -> Table:
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """`values` as a row of blocks, at most `width` of them, averaged where there are more values.
+    """Return `values` as a row of at most `width` blocks; more values are averaged.
 
     >>> sparkline([3.0, 2.0, 1.0], 10)
     '█▅▁'
@@ -292,7 +292,7 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people.
+    """Return a readable duration.
 
     >>> format_seconds(3.21), format_seconds(75), format_seconds(7384)
     ('3.2 s', '1:15', '2:03:04')

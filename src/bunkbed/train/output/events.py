@@ -1,4 +1,4 @@
-"""What the training loop reports while it runs: plain records, so that any display can read them."""
+"""Reports of the training loop while it runs: plain records, so that any display can read them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ __all__ = ["EpochReport", "EvalReport", "Event", "Outcome", "StepReport"]
 
 @dataclass(frozen=True)
 class StepReport:
-    """Where training stands; at most about five a second.
+    """Progress of training; at most about five reports a second.
 
     Attributes:
         epoch: the epoch being trained, from 1.
         epochs: the epoch training ends with.
         step: steps done in this epoch.
         steps_per_epoch: steps of every epoch.
-        global_step: steps done since the run began, resumed ones included.
+        global_step: steps done since the run was started, including those before a resume.
         loss: mean over the steps since the last report.
         samples_per_s: positive pairs a second since the last report.
-        eta_s: seconds left for the steps to come, evaluation and commits included at the rate seen so far.
-        unique_hit_rate: rows found in RAM / unique rows asked for, all tables, since the last report. A row
-            that was never stored is no hit, though it needs no read.
-        ram_bytes: RAM the tables use.
-        ram_budget_bytes: what they may use.
+        eta_s: estimated seconds for the remaining steps, evaluations and commits, at the rates so far.
+        unique_hit_rate: rows found in RAM / unique rows wanted, all tables, since the last report. A row that
+            is not stored does not count as a hit, although it needs no read.
+        ram_bytes: RAM of the tables.
+        ram_budget_bytes: limit of `ram_bytes`.
         ssd_read_bytes_per_s: bytes read from the log a second.
         ssd_write_bytes_per_s: bytes appended to the log a second.
-        stall_share: part of the time that steps waited for reads, since the last report; the rest of the reading is
-            hidden behind the model's work.
+        stall_share: fraction of the time that steps waited for reads, since the last report; other reads overlap with
+            the model's work.
         time_s: seconds since `Trainer.fit` began.
-        device_hit_rate: rows found on the device / unique rows asked for there; None without a device cache.
+        device_hit_rate: rows found on the device / unique rows wanted there; None without a device cache.
     """
 
     epoch: int
@@ -52,7 +52,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """One finished epoch.
+    """Report of one finished epoch.
 
     Attributes:
         epoch: from 1.
@@ -61,20 +61,20 @@ class EpochReport:
         loss: mean over the steps of the epoch.
         metrics: of the validation, such as ``{"ndcg@10": 0.42}``; empty when this epoch was not evaluated.
         is_best: this epoch has the best value of the chosen metric so far.
-        ranking: what the held-out items competed with, in words; empty without an evaluation.
+        ranking: description of the items that the held-out items competed with; empty without an evaluation.
         seconds: wall time of the epoch's steps in this session.
         unique_hit_rate: as in `StepReport`, over the epoch's steps in this session.
-        ram_bytes: RAM the tables use.
-        ram_budget_bytes: what they may use.
+        ram_bytes: RAM of the tables.
+        ram_budget_bytes: limit of `ram_bytes`.
         disk_read_bytes: read from the log during the epoch.
         disk_written_bytes: appended to the log during the epoch.
         time_s: seconds since `Trainer.fit` began.
         eval_seconds: wall time of the evaluation.
-        stall_s: of `seconds`, how long steps waited for reads.
+        stall_s: the part of `seconds` that steps waited for reads.
         device_hit_rate: as in `StepReport`, over the epoch's steps in this session.
         samples_per_s: positive pairs a second of those steps.
         disk_reads: reads of the log during the epoch; neighbouring rows share one. None in files of earlier releases.
-        moved_bytes: bytes that the tables' steps had to move through memory at least
+        moved_bytes: least bytes that the tables' steps moved through memory
             (`bunkbed.machine.limits.memory_bytes`). None in files of earlier releases.
     """
 
@@ -102,7 +102,7 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Progress of an evaluation: users ranked so far, of how many."""
+    """Progress of an evaluation: users ranked so far, and in all."""
 
     done: int
     total: int
@@ -113,7 +113,7 @@ Event = StepReport | EpochReport | EvalReport
 
 @dataclass(frozen=True)
 class Outcome:
-    """How `Trainer.fit` ended.
+    """Outcome of `Trainer.fit`.
 
     Attributes:
         interrupted: `Trainer.request_stop` was called; everything done is committed.
@@ -121,7 +121,7 @@ class Outcome:
         epoch: finished epochs.
         step: steps since the run began.
         best_epoch: the epoch kept as snapshot ``"best"``; None when nothing was evaluated.
-        best: its metrics.
+        best: metrics of `best_epoch`.
         seconds: wall time of this call.
     """
 

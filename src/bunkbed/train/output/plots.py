@@ -1,4 +1,4 @@
-"""The picture of a run: loss, quality, hit rate and memory over time, from its metrics file."""
+"""Plot of a run: loss, quality, hit rate and memory over time, from its metrics file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metrics:
 
 
 def read_metrics(path: PathLike) -> Metrics:
-    """Read a metrics file; a torn last line (a run that was killed) is left out.
+    """Read a metrics file, without a torn last line (of a run that was killed).
 
     Raises:
         FileNotFoundError: no such file.
@@ -64,7 +64,7 @@ def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = 
         run: the run's folder, with its ``metrics.jsonl``.
         out: another file to draw into.
         title: default: the folder's name.
-        metric: the one that matters; others are drawn where they have its cut-off.
+        metric: the main metric; other metrics are drawn if they have its cut-off.
 
     Returns:
         The picture's path.
@@ -84,8 +84,8 @@ def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = 
 
 
 def draw(metrics: Metrics, *, title: str, metric: str = "") -> Figure:
-    """The four panels over the steps of a run. The figure belongs to the caller; no window is opened."""
-    # Not pyplot: it keeps global state and may pick a backend that needs a display.
+    """Draw the four panels over the steps of a run. The caller owns the figure; no window is opened."""
+    # Not pyplot: it has global state and may select a backend that needs a display.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -108,7 +108,7 @@ def draw(metrics: Metrics, *, title: str, metric: str = "") -> Figure:
 
 
 def style_axes(panel: Axes, title: str) -> None:
-    """The common look: a quiet grid, no box, the title above the left edge."""
+    """Style axes: light grid, no box, title above the left edge."""
     panel.set_title(title, loc="left", fontsize=10.5, color=INK, pad=8)
     panel.grid(axis="y", color=GRID, linewidth=0.9)
     panel.set_axisbelow(True)
@@ -124,7 +124,7 @@ def _draw_loss(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, 
     panel.plot(x, y, color=BLUE, linewidth=0.8, alpha=0.45)
     ends, y = _series(epochs, "loss")
     if ends:
-        # The mean over an epoch belongs in its middle, not at its end.
+        # The mean over an epoch is drawn at the middle of the epoch, not at its end.
         middles = [(start + end) / 2 for start, end in pairwise([0.0, *ends])]
         panel.plot(middles, y, color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
         _label_last(panel, middles, y, f"{y[-1]:.4f}", BLUE)
@@ -167,7 +167,7 @@ def _draw_quality(panel: Axes, epochs: list[dict[str, Any]], metric: str) -> Non
 
 
 def _short(ranking: str) -> str:
-    """A ranking in a few words: what stands after the comma or colon is in the metrics file."""
+    """Return a ranking in a few words, without the part after comma or colon, which is in the metrics file."""
     return ranking.partition(",  less")[0].partition(", less")[0].removeprefix("sampled ranking: ")
 
 
@@ -179,7 +179,7 @@ def _draw_hits(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, 
     panel.set_ylim(0, 1.03)
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     if x:
-        # Over the last epoch: its last steps find more, when nothing is staged any more.
+        # The mean of the last epoch: the hit rate of its last steps is higher, when no rows are prefetched any more.
         last = epochs[-1]["unique_hit_rate"] if epochs else y[-1]
         _label_last(panel, x, [last], f"{last:.1%}", GREEN)
 
@@ -201,7 +201,7 @@ def _draw_memory(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str
 
 
 def _label_ends(panel: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Names beside the ends of their lines, pushed apart where they would touch: easier than a legend."""
+    """Label the ends of the lines, moved apart where labels would overlap; easier to read than a legend."""
     low, high = panel.get_ylim()
     gap = 0.065 * (high - low)
     at = low - gap

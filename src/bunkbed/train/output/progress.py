@@ -1,4 +1,4 @@
-"""What a run remembers about its training, and the log of what it reported."""
+"""Progress of a run's training, and the log of its reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bunkbed.train.settings.config import TrainConfig
 
 __all__ = ["FREE_TO_CHANGE", "MetricsLog", "Progress"]
 
-#: Options a resumed run may change; any other would not continue what was begun.
+#: Options that may change on resuming; a change of any other option would make it another training.
 FREE_TO_CHANGE = (
     "ram",
     "epochs",
@@ -32,16 +32,16 @@ FREE_TO_CHANGE = (
 
 @dataclass
 class Progress:
-    """Where training stands; kept in the meta of every commit of the run.
+    """Progress of training, stored in the meta of every commit of the run.
 
     Attributes:
         epoch: finished epochs.
-        step: steps done in the epoch after those.
-        global_step: steps done.
-        loss_sum: sum of the losses of `step` steps, in order of the steps.
+        step: steps done in the current epoch.
+        global_step: steps done in all epochs.
+        loss_sum: sum of the losses of these `step` steps, in order of the steps.
         best_epoch: the epoch with the best metric, 0 for none yet.
-        best: its metrics.
-        stale: evaluations since then.
+        best: metrics of `best_epoch`.
+        stale: evaluations since `best_epoch`.
         stopped_early: patience has run out.
     """
 
@@ -55,19 +55,19 @@ class Progress:
     stopped_early: bool = False
 
     def is_done(self, config: TrainConfig) -> bool:
-        """Whether there is nothing left to train."""
+        """Return whether training is complete."""
         return self.epoch >= config.epochs or self.stopped_early
 
     def to_meta(self, config: TrainConfig) -> dict[str, Any]:
-        """For `Run.commit(meta=...)`."""
+        """Return the meta for `Run.commit(meta=...)`."""
         return {"progress": asdict(self), "config": config.to_dict()}
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any], config: TrainConfig) -> Progress:
-        """What `to_meta` made.
+        """Return the progress from the result of `to_meta`.
 
         Raises:
-            ValueError: an option differs from the one the run was begun with and may not.
+            ValueError: an option that may not change differs from the run's.
         """
         if "progress" not in meta:
             raise ValueError("the run was not made by bunkbed train: its last commit has no progress")
@@ -83,15 +83,15 @@ class Progress:
         return progress
 
     def settle_patience(self, config: TrainConfig) -> None:
-        """Says whether patience has run out; another one may be given on resuming."""
+        """Set `stopped_early` from the patience of `config`, which may change on resuming."""
         self.stopped_early = bool(config.patience) and self.stale >= config.patience
 
 
 class MetricsLog:
-    """``metrics.jsonl`` of a run: one report a line, with its ``kind``.
+    """Writer of a run's ``metrics.jsonl``: one report per line, with its ``kind``.
 
-    Appended to as training goes and cut back to the last commit on opening, so that a resumed run has each
-    step once. Written without sync: what power loss takes from it is not part of the model.
+    Training appends lines, and opening cuts the file back to the last commit, so that a resumed run has each step once.
+    Written without sync: lines that power loss removes are not part of the model.
 
     Args:
         global_step: steps of the last commit; lines of later ones are dropped.

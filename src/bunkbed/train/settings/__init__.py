@@ -1,1 +1,1 @@
-"""Options of a training run, and the `config.json` that keeps them in the folder of the run."""
+"""Options of a training run, and the `config.json` that stores them in the run's folder."""

@@ -1,4 +1,4 @@
-"""Every option of a training run, with its default and what it may be."""
+"""Every option of a training run, with its default and its valid values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
     "sgd": SGD,
 }
 
-# Option -> the words it may be.
+# Option -> its valid words.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model": ("mf", "gmf", "neumf", "two-tower"),
     "loss": ("bpr", "bce", "softmax"),
@@ -29,7 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "ranking": ("full", "sampled"),
 }
-# Option -> the smallest whole number it may be.
+# Option -> its smallest whole number.
 _AT_LEAST: dict[str, int] = {
     "dim": 1,
     "epochs": 1,
@@ -43,9 +43,9 @@ _AT_LEAST: dict[str, int] = {
     "seed": 0,
     "threads": 0,
 }
-# Option -> the whole numbers it may be; None chooses by itself.
+# Option -> (smallest, largest) whole number; with None the trainer chooses.
 _MAY_CHOOSE: dict[str, tuple[int, int]] = {"lookahead": (0, 64), "window": (1, 64)}
-# Option -> (lowest number, may it be that number).
+# Option -> (lower bound, is the bound itself valid).
 _NUMBERS: dict[str, tuple[float, bool]] = {
     "lr": (0.0, False),
     "lr_decay": (0.0, False),
@@ -54,14 +54,14 @@ _NUMBERS: dict[str, tuple[float, bool]] = {
     "init_std": (0.0, False),
 }
 _FLAGS = ("bias", "reject_seen", "share_negatives", "stream")
-# Of a budget that streaming shares with the tables.
+# With streaming, 1 / _DATA_SHARE of the budget is for sorting, the rest for the tables.
 _DATA_SHARE = 4
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
 
 def _whole_numbers(name: str, text: str, *, such_as: str) -> tuple[int, ...]:
-    """The numbers of an option that lists them, each at least 1."""
+    """Return the numbers of an option that is a list, each at least 1."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except (AttributeError, ValueError):
@@ -77,69 +77,68 @@ def _whole_numbers(name: str, text: str, *, such_as: str) -> tuple[int, ...]:
 class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
 
-    Two runs with equal options but for `ram`, `stream`, `device_cache`, `lookahead` and `window` (and equal data,
-    machine and library versions) end with equal rows and losses, bit for bit.
+    Two runs that differ only in `ram`, `stream`, `device_cache`, `lookahead` and `window` (with equal data, machine and
+    library versions) end with equal rows and losses, bit for bit.
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
-            2017, without its sigmoid, which no ranking sees); ``"neumf"``: gmf plus a perceptron of rows of its own
-            (the same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019).
+            2017, without its sigmoid, which keeps every ranking); ``"neumf"``: gmf plus a perceptron over a second part of
+            the rows (same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019).
         layers: widths of a perceptron's hidden layers, such as ``"64,32,16"``; empty: for neumf dim, dim / 2 and
             dim / 4, for two-tower 2 * dim. The other models have none.
         loss: ``"bpr"``: mean of softplus(negative - positive); ``"bce"``: mean binary cross-entropy of one
             positive and its negatives; ``"softmax"``: cross-entropy of the positive among itself and its negatives.
-        dim: weights a row; neumf's rows have twice as many, one half for each part.
+        dim: weights per row; rows of neumf have twice as many, one half for each part.
         ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
-        stream: keep the interactions on disk, for more of them than RAM holds: labels, splits, seen items and the order
-            of every epoch. A quarter of `ram` (but at least 64 MiB) is then for sorting them, the rest for the tables.
-            Evaluations must be told how many users to ask, by `eval_users`.
+        stream: keep the interactions on disk, for more interactions than RAM holds: labels, splits, seen items and the
+            order of every epoch. A quarter of `ram` (but at least 64 MiB) is then for sorting, the rest for the tables.
+            Evaluations then need `eval_users`.
         optimizer: of the tables; dense weights always have Adam.
         dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
             seed, so that equal runs stay equal); sums and optimizer state are float32 in any case.
         lr: learning rate.
-        lr_decay: the learning rate is multiplied by this after every epoch.
+        lr_decay: the learning rate is multiplied by this after each epoch.
         l2: adds l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2), averaged over the batch, to the loss. It
-            touches only rows of the batch, once for each time they occur.
+            applies only to rows of the batch, once per occurrence.
         bias: an item bias, kept as a third table of dim 1.
         epochs: passes over the training pairs.
         batch_size: positive pairs a step.
-        negatives: items sampled for each positive pair, anew every epoch.
+        negatives: items sampled for each positive pair, again in every epoch.
         sampling: ``"uniform"``, or ``"popularity"``: in proportion to 1 + the item's training pairs; shared negatives
-            are then this many draws, of which equal ones stand once. For ``loss="softmax"`` log q is taken off every
-            score, q being how likely an item is drawn, so that the loss is still that of all items (Bengio and Senecal
-            2008; Yi et al. 2019); evenly drawn ones need no such correction.
-        share_negatives: one set of negatives for all pairs of a step, instead of its own for each pair. A step
-            then touches far fewer rows, which is what counts when they come from disk, and can afford hundreds
-            of negatives.
-        hardness: weighs the negatives of a pair by softmax(hardness * score), so that those the model likes best
-            count most (Sun et al. 2019, eq. 5); 0 weighs them alike. For ``loss="bpr"``.
-        reject_seen: never sample an item the user has in training (unless that is every item).
+            are then this many draws, without duplicates. For ``loss="softmax"`` log q is subtracted from every score,
+            where q is the probability that an item is drawn. So the loss still approximates that of all items (Bengio
+            and Senecal 2008; Yi et al. 2019). Uniform negatives need no correction.
+        share_negatives: one set of negatives for all pairs of a step, instead of a set for each pair. A step then
+            touches far fewer rows, which matters when rows come from disk, and can use hundreds of negatives.
+        hardness: weighs the negatives of a pair by softmax(hardness * score), so that negatives with high scores
+            weigh most (Sun et al. 2019, eq. 5); 0 gives equal weights. For ``loss="bpr"``.
+        reject_seen: never sample an item that the user has in training (unless the user has every item).
         valid: ``"random"`` or ``"last"`` (in file order): hold out one pair of every user who has two or
             more; a fraction such as ``"0.1"`` of every user's pairs; ``"none"``: train on everything,
             evaluate nothing.
         patience: stop after this many evaluations without a better `metric`; 0 never stops early.
-        metric: what chooses the best epoch: ``"hr@k"``, ``"ndcg@k"``, ``"recall@k"``, ``"mrr"``.
+        metric: selects the best epoch: ``"hr@k"``, ``"ndcg@k"``, ``"recall@k"``, ``"mrr"``.
         ks: cut-offs of the reported metrics, such as ``"10,20"``.
-        ranking: of the validation: ``"full"`` against every item the user has not in training, or
-            ``"sampled"`` against `eval_negatives` of them.
-        eval_negatives: items a held-out one competes with in sampled ranking.
+        ranking: of the validation: ``"full"`` against every item that the user does not have in training, or
+            ``"sampled"`` against `eval_negatives` such items.
+        eval_negatives: number of items that compete with a held-out item in sampled ranking.
         eval_every: epochs between evaluations.
         eval_users: evaluate this many users, drawn by seed; 0: all.
         commit_every: epochs between commits. The best epoch is always committed.
         init_std: standard deviation of the initial rows.
         seed: of the rows, the order of pairs, negatives and splits.
-        device: where the model computes, as torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Another device may
+        device: the torch device of the model: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Another device may
             differ in the last bits.
         device_cache: memory of that device for hot rows of all tables, bytes or ``"2GiB"``; 0: rows are trained in RAM
-            and every batch sends its own; None: as 0, each lookup by itself. Rows are the same with any.
-        lookahead: batches whose rows are read from disk ahead of their step; 0: none; None: as many as hide the reads.
-        window: coming batches whose ids rank what the cache gives up; None: up to 32, as the cache holds.
-        threads: of torch and the tables; 0: every core for the tables, and for torch all but one, which makes batches
-            and reads (torch's threads wait by spinning and would wait for one that shares its core). Results may
-            differ in the last bits between thread counts, because torch splits its sums by thread.
+            and each batch transfers its rows; None: as 0, but each lookup transfers its rows. Rows never depend on it.
+        lookahead: batches whose rows are prefetched from disk; 0: none; None: as many as hide the reads.
+        window: coming batches whose ids rank eviction; None: up to 32, depending on the size of the cache.
+        threads: of torch and the tables; 0: every core for the tables, and all but one for torch. The remaining core
+            makes batches and reads, because torch's threads spin and would wait for a thread on a shared core. Results
+            may differ in the last bits between thread counts, because torch splits its sums by thread.
 
     Raises:
-        ValueError: an option is out of range; the message names it, its value and what it may be.
+        ValueError: an option is out of range; the message names it, its value and its valid values.
         TypeError: an option has the wrong type.
 
     >>> TrainConfig(model="gmf", loss="bce").dim
@@ -233,7 +232,7 @@ class TrainConfig:
     def _check_number(self, name: str, lowest: float, inclusive: bool) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            # YAML 1.1 reads 1e-3 (no dot) as a string; say so rather than "must be a number".
+            # YAML 1.1 reads 1e-3 (no dot) as a string; the message explains this.
             hint = " (in YAML write 1.0e-3)" if isinstance(value, str) else ""
             raise TypeError(f"option {name} must be a number, got {value!r}{hint}")
         if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
@@ -248,7 +247,7 @@ class TrainConfig:
 
     @property
     def data_ram_bytes(self) -> int:
-        """The part of `ram` that sorts interactions beside the tables; 0 where they are in memory."""
+        """The part of `ram` for sorting interactions; 0 where the interactions are in memory."""
         return parse_bytes(self.ram) - self.table_ram_bytes
 
     @property
@@ -263,7 +262,7 @@ class TrainConfig:
 
     @property
     def valid_fraction(self) -> float | None:
-        """The fraction of pairs held out, or None when `valid` is a word."""
+        """The fraction of pairs that is held out, or None when `valid` is a word."""
         if self.valid in ("random", "last", "none"):
             return None
         try:
@@ -278,7 +277,7 @@ class TrainConfig:
 
     @property
     def layer_widths(self) -> tuple[int, ...]:
-        """`layers` as numbers, chosen by the model where it is empty."""
+        """`layers` as numbers; the default of the model where it is empty."""
         if self.layers in ("", None):
             chosen = {"neumf": (self.dim, self.dim // 2, self.dim // 4), "two-tower": (2 * self.dim,)}
             return tuple(max(1, width) for width in chosen.get(self.model, ()))
@@ -288,7 +287,7 @@ class TrainConfig:
 
     @property
     def row_dim(self) -> int:
-        """Weights of a row of users and items."""
+        """Weights per row of the user and item tables."""
         return 2 * self.dim if self.model == "neumf" else self.dim
 
     @property
@@ -300,34 +299,34 @@ class TrainConfig:
         return tuple(sorted(ks))
 
     def table_optimizer(self, lr: float | None = None) -> Optimizer:
-        """The optimizer of every table."""
+        """Return the optimizer of every table."""
         return OPTIMIZERS[self.optimizer](lr=self.lr if lr is None else lr)
 
     def record_bytes(self, dim: int | None = None) -> int:
-        """Bytes of weights and optimizer state of a row of `dim` weights; the default is that of users and items."""
+        """Return the bytes of weights and state of a row of `dim` weights; by default of users and items."""
         dim = self.row_dim if dim is None else dim
         optimizer = self.table_optimizer()
         return dim * (4 if self.dtype == "float32" else 2) + 4 * len(optimizer.slots) * optimizer.slot_dim(dim)
 
     def lr_at(self, epoch: int) -> float:
-        """The learning rate of an epoch, counted from 1: a pure function, so that a resumed run agrees."""
+        """Return the learning rate of an epoch, counted from 1: a pure function, so that a resumed run agrees."""
         return self.lr * self.lr_decay ** (epoch - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and YAML."""
+        """Return the options as plain values, for JSON and YAML."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The opposite of `to_dict`; options left out have their defaults.
+        """Return the config of `to_dict` values; options left out have their defaults.
 
         Raises:
-            ValueError: an option that does not exist; the message lists those that do.
+            ValueError: an option does not exist; the message lists the options.
         """
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
                 raise ValueError(f"unknown option {name!r}; the options are {', '.join(known)}")
-        # A fraction reads as a number from YAML and JSON.
+        # YAML and JSON parse a fraction as a number.
         fixed: dict[str, Any] = {name: str(v) if name in ("valid", "ks", "layers") else v for name, v in values.items()}
         return cls(**fixed)

@@ -1,4 +1,4 @@
-"""A training run's ``config.json``: what it was started with, and on which data."""
+"""A training run's ``config.json``: the options and the data of the run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from bunkbed.files.durable import replace_file
 __all__ = ["CONFIG_NAME", "DATA_NAME", "read_config", "write_config"]
 
 CONFIG_NAME = "config.json"
-#: The folder of the run's own copy of its data.
+#: The folder of the run's copy of its data.
 DATA_NAME = "data"
 
 
 def write_config(folder: Path, values: dict[str, Any]) -> None:
-    """Write a run's configuration, durably and all at once."""
+    """Write a run's configuration, durably and atomically."""
     replace_file(folder / CONFIG_NAME, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration a run was started with.
+    """Return the configuration with which a run was started.
 
     Raises:
         FileNotFoundError: no such folder.
