@@ -1,1 +1,1 @@
-"""`bunkbed demo`: made-up interactions, the same training with little RAM and with enough, and a picture of both."""
+"""`bunkbed demo`: synthetic interactions, the same training with little RAM and with enough, and a plot of both."""

@@ -1,8 +1,8 @@
-"""Interactions with known preferences behind them, so that quality has a ceiling to be measured against.
+"""Synthetic interactions from known preferences, so that the best possible quality is known.
 
-Users and items get a few hidden tastes (unit vectors). A user, drawn from a Zipf law, looks at `SHOWN` items,
-drawn from another, and takes one with probability softmax(strength * <user, item>). What the best possible
-ranker knows is thus known: the probability of each item for each user.
+Users and items have hidden tastes (unit vectors). A user, drawn by Zipf's law, sees `SHOWN` items, also drawn by
+Zipf's law, and takes one with probability softmax(strength * <user, item>). So the probability of each item for each
+user is known, and with it the best possible ranking.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _BLOCK = 65_536
 
 @dataclass(frozen=True)
 class Planted:
-    """Data, and how well it can be ranked.
+    """Data, and reference metrics of its ranking.
 
     Attributes:
         data: training pairs and candidates (one held-out pair a user, 99 random negatives).
         optimum: metrics of ranking by the true probabilities.
-        popularity: metrics of ranking by popularity alone.
+        popularity: metrics of ranking only by popularity.
         chance: metrics of ranking at random.
     """
 
@@ -47,11 +47,11 @@ def plant(*, num_users: int, num_items: int, num_pairs: int, num_tests: int, see
     """Generate interactions, a pure function of the arguments.
 
     Args:
-        num_users: users that can be drawn; the Zipf tail may leave some out.
+        num_users: users that can be drawn; some users of the tail may not be drawn.
         num_items: items that can be drawn.
-        num_pairs: draws; repeated pairs count once, so somewhat fewer remain.
-        num_tests: held-out pairs at most, each of another user.
-        seed: of everything.
+        num_pairs: draws; repeated pairs count once, so fewer pairs remain.
+        num_tests: most held-out pairs, each of another user.
+        seed: of all random draws.
     """
     rng = np.random.default_rng(seed)
     teacher = _Teacher(rng, num_users, num_items)
@@ -77,7 +77,7 @@ def plant(*, num_users: int, num_items: int, num_pairs: int, num_tests: int, see
 
 
 class _Teacher:
-    """The hidden tastes and the two Zipf laws."""
+    """Hidden tastes and the two Zipf distributions."""
 
     def __init__(self, rng: np.random.Generator, num_users: int, num_items: int) -> None:
         self._users = _unit_vectors(rng, num_users)
@@ -85,21 +85,21 @@ class _Teacher:
         self._user_guide, _ = _zipf(num_users, exponent=1.2, shift=100)
         self._item_guide, popularity = _zipf(num_items, exponent=1.05, shift=500)
         self.log_popularity = np.log(popularity)
-        # What an item must beat: the mean appeal of the others that are shown, alike for all users because
-        # tastes are spread evenly over the sphere.
+        # The mean appeal of the other shown items, with which an item competes. It is equal for all users, because
+        # tastes are distributed uniformly on the sphere.
         sample = self._item_guide[rng.integers(0, len(self._item_guide), 100_000)]
         appeal = np.exp(STRENGTH * (self._items[sample] @ self._users[:64].T).astype(np.float64))
         self._others = (SHOWN - 1) * float(appeal.mean())
 
     def draw(self, rng: np.random.Generator, count: int) -> tuple[Int64Array, Int64Array]:
-        """Pairs of user and item, ``int64[count]`` each."""
+        """Return pairs of user and item, ``int64[count]`` each."""
         users = self._user_guide[rng.integers(0, len(self._user_guide), count)].astype(np.int64)
         items = np.empty(count, np.int64)
         for start in range(0, count, _BLOCK):
             mine = users[start : start + _BLOCK]
             shown = self._item_guide[rng.integers(0, len(self._item_guide), (len(mine), SHOWN))]
             appeal = np.einsum("nd,nkd->nk", self._users[mine], self._items[shown])
-            # The largest of scores plus Gumbel noise is a draw from their softmax.
+            # The argmax of scores plus Gumbel noise is a draw from their softmax.
             draws = rng.standard_exponential(shown.shape, dtype=np.float32)
             noise = -np.log(np.maximum(draws, np.finfo(np.float32).tiny))
             choice = (STRENGTH * appeal + noise).argmax(axis=1)
@@ -107,7 +107,7 @@ class _Teacher:
         return users, items
 
     def scores(self, users: Int64Array, items: Int64Array) -> npt.NDArray[np.float64]:
-        """Log of the probability of ``int64[N, K]`` items for ``int64[N]`` users, up to a constant a user."""
+        """Return log-probabilities of ``int64[N, K]`` items for ``int64[N]`` users, up to a constant per user."""
         affinity = np.einsum("nd,nkd->nk", self._users[users], self._items[items]).astype(np.float64)
         appeal = np.exp(STRENGTH * affinity)
         scores: npt.NDArray[np.float64] = self.log_popularity[items] + np.log(appeal / (appeal + self._others))
@@ -121,10 +121,10 @@ def _unit_vectors(rng: np.random.Generator, count: int) -> Float32Array:
 
 
 def _zipf(count: int, *, exponent: float, shift: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-    """A Zipf-Mandelbrot law: a guide table to draw from (one look-up a draw), and the probabilities it has.
+    """Return a guide table of a Zipf-Mandelbrot law (one look-up per draw), and its probabilities.
 
-    The shift keeps the head from taking every item there is; ranks are the ids, so that the most popular
-    comes first.
+    The shift limits the probability of the most popular ids. Ids are ranks, so that the most popular id is the
+    first.
     """
     weights = (np.arange(count) + 1.0 + shift) ** -exponent
     edges = np.rint(np.cumsum(weights) / weights.sum() * 2**_GUIDE_BITS).astype(np.int64)
@@ -134,7 +134,7 @@ def _zipf(count: int, *, exponent: float, shift: int) -> tuple[npt.NDArray[np.in
 
 
 def _choose_tests(rng: np.random.Generator, users: Int64Array, num_tests: int) -> npt.NDArray[np.bool_]:
-    """Which pairs to hold out: one each of users that keep at least four others."""
+    """Return which pairs to hold out: one pair of each user that keeps at least four others."""
     order = rng.permutation(len(users))
     _, first = np.unique(users[order], return_index=True)
     chosen = order[first]

@@ -1,4 +1,4 @@
-"""The demo's picture: both losses, their time per step, rows found in RAM, memory against the table."""
+"""Plot of the demo: both losses, time per step, rows found in RAM, memory compared with the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIB = 2**20
 
 
 def plot_demo(result: DemoResult, target: Path) -> Path:
-    """Draw the picture into `target` (PNG) and return it."""
+    """Draw the plot into `target` (PNG) and return `target`."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

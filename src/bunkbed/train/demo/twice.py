@@ -1,9 +1,9 @@
-"""The same training twice, with a small RAM budget and with everything in RAM, and what that costs.
+"""The same training twice, with a small RAM budget and with everything in RAM, and the cost of the budget.
 
 1. Plant preferences and generate interactions (`bunkbed.train.demo.data`).
 2. Train within the budget, then with RAM for everything: same data, same seed, same threads.
-3. Compare every loss and every row, bit for bit; time steps after the first epoch only, since rows that were
-   never touched need no read and would flatter the budget.
+3. Compare every loss and every row, bit for bit. Time only steps after the first epoch, because first touches need no
+   read and would make the budget look faster.
 4. Rank held-out items and compare with the planted optimum.
 """
 
@@ -27,13 +27,13 @@ from bunkbed.train.settings.config import TrainConfig
 if TYPE_CHECKING:
     pass
 
-# What judges quality, and what a random ranking of 100 items reaches counts as nothing recovered.
+# The metric of quality. The quality of a random ranking of 100 items counts as 0 % recovered.
 METRIC = "ndcg@10"
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How much is generated and trained."""
+    """Size of the generated data and of the training."""
 
     num_users: int = 300_000
     num_items: int = 10_000
@@ -46,17 +46,17 @@ class DemoSize:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two trainings.
+    """Result of one of the two trainings.
 
     Attributes:
         ram_bytes: the budget.
         step_seconds: wall time a step, in the median epoch after the first.
-        losses: of every step.
+        losses: loss of every step.
         hit_rate: rows found in RAM / unique rows, after the first epoch.
-        read_bytes: read from disk.
-        written_bytes: written to disk.
-        reports: what happened when.
-        metrics: of the held-out items.
+        read_bytes: bytes read from disk.
+        written_bytes: bytes written to disk.
+        reports: all step reports.
+        metrics: metrics of the held-out items.
     """
 
     ram_bytes: int
@@ -71,11 +71,11 @@ class Side:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What a demo found.
+    """Result of a demo.
 
     Attributes:
-        table_bytes: stored rows with their optimizer state.
-        stored_rows: of all tables.
+        table_bytes: bytes of the stored rows with their optimizer state.
+        stored_rows: stored rows of all tables.
         budget: the training within the budget.
         in_ram: the training with everything in RAM.
         losses_identical: every loss has the same bits in both.
@@ -83,7 +83,7 @@ class DemoResult:
         optimum: metrics of the planted optimum.
         popularity: metrics of ranking by popularity.
         chance: metrics of ranking at random.
-        seconds: wall time of everything.
+        seconds: wall time of the demo.
     """
 
     table_bytes: int
@@ -99,7 +99,7 @@ class DemoResult:
 
     @property
     def step_ratio(self) -> float:
-        """Time a step within the budget / all in RAM."""
+        """Time per step within the budget / all in RAM."""
         return self.budget.step_seconds / self.in_ram.step_seconds
 
     @property
@@ -109,7 +109,7 @@ class DemoResult:
         return (self.budget.metrics[METRIC] - chance) / (self.optimum[METRIC] - chance)
 
     def headline(self) -> str:
-        """The one line a practitioner asks for."""
+        """Summary of the result in one line."""
         identical = "identical" if self.losses_identical and self.rows_identical else "DIFFERENT"
         return (
             f"table {format_bytes(self.table_bytes)}, RAM budget {format_bytes(self.budget.ram_bytes)}: "
@@ -119,10 +119,10 @@ class DemoResult:
 
 
 class Watcher(Protocol):
-    """Whoever shows a demo's progress."""
+    """Protocol of a display of a demo's progress."""
 
     def begin(self, what: str) -> Callable[[Event], None]:
-        """A phase begins; the result is told about it."""
+        """Start a phase; return the function that gets the phase's events."""
 
 
 def run_demo(folder: Path, *, ram: int | str, seed: int, size: DemoSize, watcher: Watcher) -> DemoResult:
@@ -132,8 +132,8 @@ def run_demo(folder: Path, *, ram: int | str, seed: int, size: DemoSize, watcher
         folder: an existing folder on the disk to be measured, for two runs.
         ram: the RAM budget of all tables in the first training.
         seed: of the data and of both trainings.
-        size: how much.
-        watcher: told what is going on.
+        size: size of data and training.
+        watcher: shows the progress.
 
     Raises:
         MemoryError: the budget is too small for the tables; the message says how much is needed.
@@ -188,7 +188,7 @@ def run_demo(folder: Path, *, ram: int | str, seed: int, size: DemoSize, watcher
 
 
 def _ram_for_everything(size: DemoSize) -> int:
-    """A budget in which no row is ever evicted: records, directory and buffers with room to spare."""
+    """Return a budget in which no row is ever evicted: more than enough for records, directory and buffers."""
     return 2 * (size.num_users + size.num_items) * (3 * 4 * size.dim + 64) + (64 << 20)
 
 
@@ -211,7 +211,7 @@ def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[
         trainer = Trainer(config, planted.data, run)
         trainer.fit(on_event)
         result = evaluate_run(run, planted.data, config)
-    # From the end of one epoch to that of the next: waiting for reads, sampling and everything else counts.
+    # From the end of one epoch to the end of the next, with waits for reads, sampling and all other work.
     ends = [0.0, *(epoch.time_s for epoch in epochs)]
     seconds = [end - start for start, end in pairwise(ends)]
     if len(epochs) > 1:
@@ -231,7 +231,7 @@ def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[
 
 
 def _compare_rows(first: Path, second: Path) -> tuple[bool, int]:
-    """Whether two committed runs hold the same bits in every row, and how many rows the first stores."""
+    """Return whether two committed runs have the same bits in every row, and the stored rows of the first."""
     from bunkbed.run.run import Run
 
     with Run(first, ram="64MiB", mode="r") as one, Run(second, ram="64MiB", mode="r") as other:
@@ -244,8 +244,8 @@ def _compare_rows(first: Path, second: Path) -> tuple[bool, int]:
 def _same_table(one: Any, other: Any) -> bool:
     if len(one) != len(other) or one.num_rows != other.num_rows or one.step != other.step:
         return False
-    # One of them in memory, as it was while it trained with everything in RAM: a scan reads the log in order,
-    # where lookups would read every row on its own.
+    # One table is held in memory, as in the training with everything in RAM. A scan reads the log in order; lookups
+    # would read each row separately.
     expected = np.zeros((one.num_rows, one.dim), np.float32)
     is_stored = np.zeros(one.num_rows, bool)
     for ids, values in one.scan():

@@ -1,4 +1,4 @@
-"""Several runs side by side: where they differ, what they reached, what that took."""
+"""Comparison of several runs: their options, their quality and their speed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from bunkbed.train.settings.config import TrainConfig
 
 __all__ = ["RunSummary", "differing_options", "ranked", "summarize_run"]
 
-# Options that change how fast a run is, or how long, and nothing that is learned a step.
+# Options that must agree, or the validation figures of two runs are not comparable.
 _JUDGED_BY = ("valid", "ranking", "eval_negatives", "eval_users", "seed")
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run as its last commit and its log tell it.
+    """Summary of a run, from its last commit and its log.
 
     Attributes:
         folder: of the run.
         config: its options.
         epochs: finished epochs.
-        is_done: they are all that were asked for, or patience ran out.
+        is_done: all epochs of the config are finished, or patience ran out.
         best_epoch: the epoch with the best `config.metric`; None when nothing was evaluated.
-        best: its validation figures.
-        test: figures on the test pairs, of the best epoch; None where there are none of this state.
+        best: validation figures of `best_epoch`.
+        test: figures of the best epoch on the test pairs; None if there are no figures of this state.
         loss: mean over the last finished epoch; None before the first.
         pairs_per_s: positive pairs a second, the median of the epochs; None before the first.
-        hit_rate: of the last finished epoch's rows; None before the first.
-        data: how many users, items and training pairs there are, which tells data sets apart.
+        hit_rate: of the last finished epoch; None before the first.
+        data: numbers of users, items and training pairs, which identify the data set.
     """
 
     folder: Path
@@ -58,12 +58,12 @@ class RunSummary:
 
     @property
     def judged_by(self) -> tuple[Any, ...]:
-        """What must agree with another run's, or the validation figures of the two do not compare."""
+        """The options that must agree with another run's, or the validation figures are not comparable."""
         return (self.data, *(getattr(self.config, name) for name in _JUDGED_BY))
 
 
 def summarize_run(folder: Path) -> RunSummary:
-    """Read what a run's folder says of it; works beside the training that writes it.
+    """Read the summary of a run from its folder; works during a training that writes the folder.
 
     Raises:
         FileNotFoundError: no such folder, or the run was never committed.
@@ -78,7 +78,7 @@ def summarize_run(folder: Path) -> RunSummary:
     config = TrainConfig.from_dict(meta["config"])
     progress = Progress.from_meta(meta, config)
     epochs = _finished_epochs(folder, progress.epoch)
-    # An epoch that was finished by a resumed run may have had no step of its own left.
+    # An epoch that a resumed run finished may have had no step left.
     rates = [epoch["samples_per_s"] for epoch in epochs if epoch.get("samples_per_s")]
     users, items, pairs = (
         pq.read_metadata(folder / "data" / f"{name}.parquet").num_rows for name in ("users", "items", "train")
@@ -99,7 +99,7 @@ def summarize_run(folder: Path) -> RunSummary:
 
 
 def _finished_epochs(folder: Path, count: int) -> list[dict[str, Any]]:
-    """The log's lines of the first `count` epochs; what power loss took from it is missing."""
+    """Return the log's lines of the first `count` epochs; lines that power loss removed are missing."""
     try:
         metrics = read_metrics(folder / "metrics.jsonl")
     except FileNotFoundError:
@@ -108,13 +108,13 @@ def _finished_epochs(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
-    """Names of the options in which the runs differ, in the order of `TrainConfig`."""
+    """Return the names of the options in which the runs differ, in the order of `TrainConfig`."""
     every = [run.config.to_dict() for run in runs]
     return [name for name in every[0] if any(one[name] != every[0][name] for one in every[1:])]
 
 
 def ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Best value first where all have the same metric, those without one last; as given where metrics differ."""
+    """Return runs with the best value first and runs without value last; unsorted if their metrics differ."""
     if len({run.config.metric for run in runs}) > 1:
         return list(runs)
     return sorted(runs, key=lambda run: -1.0 if run.value is None else run.value, reverse=True)

@@ -1,4 +1,4 @@
-"""Evaluations: which held-out items compete with what, and the figures that come of it."""
+"""Evaluations: the competitors of each held-out item, and the resulting figures."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["EvalResult", "Evaluator", "evaluate_run", "sample_candidates"]
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Figures, and what they mean.
+    """Figures of an evaluation, and their meaning.
 
     Attributes:
-        metrics: as `bunkbed.train.evaluate.metrics.ranking_metrics` gives them.
-        ranking: what each held-out item competed with, in words.
-        num_users: users the figures are means over.
+        metrics: the result of `bunkbed.train.evaluate.metrics.ranking_metrics`.
+        ranking: description of the competitors of each held-out item.
+        num_users: number of users over which the figures are means.
         split: ``"test"``, ``"test candidates"`` or ``"validation"``.
     """
 
@@ -42,10 +42,9 @@ class EvalResult:
 
 
 def sample_candidates(targets: Interactions, known: Interactions, count: int, seed: int) -> Candidates:
-    """Draw `count` items for each held-out pair, none of which its user has in `known` or `targets`.
+    """Draw `count` items for each held-out pair that its user does not have in `known` or `targets`.
 
-    A pure function of the pairs and the seed. Negatives of one pair may repeat. A user who has
-    every item gets some of them.
+    A pure function of the pairs and the seed. Negatives of one pair may repeat. A user with every item gets any items.
     """
     users = np.concatenate([targets.users, known.users])
     items = np.concatenate([targets.items, known.items])
@@ -56,15 +55,15 @@ def sample_candidates(targets: Interactions, known: Interactions, count: int, se
 
 
 class Evaluator:
-    """One evaluation that is repeated as a model trains: who is asked, and what is ranked.
+    """Evaluation that is repeated while a model trains: its users and the items that are ranked.
 
     Owns copies of the held-out pairs; immutable.
 
     Args:
         targets: held-out pairs.
-        known: pairs to leave out of a full ranking and never to sample: those trained on, and for a test the
-            validation pairs too.
-        candidates: given negatives; None draws them where ranking is sampled.
+        known: pairs to exclude from a full ranking and from sampling: the training pairs, and for a test also the
+            validation pairs.
+        candidates: given negatives; None draws negatives for a sampled ranking.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class Evaluator:
 
     @property
     def ranking(self) -> str:
-        """What a held-out item competes with, in words."""
+        """Description of the competitors of a held-out item."""
         if self._candidates is None:
             return f"full ranking of {self._targets.num_items:,} items, less those trained on"
         return f"sampled ranking: {self._candidates.negatives.shape[1]} negatives for each held-out item"
 
     def evaluate(self, scorer: Scorer, on_event: Progress | None = None) -> EvalResult:
-        """Rank with the model as it is now."""
+        """Rank with the current model."""
         if self._candidates is None:
             owners, ranks = full_ranks(scorer, self._targets, self._known, on_event=on_event)
         else:
@@ -109,7 +108,7 @@ class Evaluator:
 
 
 def _some_users(targets: Interactions, count: int, seed: int) -> Interactions:
-    """The pairs of `count` users, drawn by seed."""
+    """Return the pairs of `count` users, drawn by seed."""
     users = np.unique(targets.users)
     chosen = users[random_order(seed, STREAM_EVAL, 1, len(users))[:count]]
     keep = np.isin(targets.users, chosen)
@@ -125,17 +124,17 @@ def evaluate_run(
     ks: Sequence[int] | None = None,
     on_event: Progress | None = None,
 ) -> EvalResult:
-    """Figures of what a run holds as it was opened (a reader, a snapshot, or the writer).
+    """Evaluate the commit at which a run is open (by a reader, at a snapshot, or by the writer).
 
-    Judged by the test candidates if the data has them (sampled ranking), else by the test pairs (full
-    ranking), else by the run's own validation pairs (as `config.ranking` says). With `config.stream` by those of
-    `config.eval_users` users.
+    Uses the test candidates if the data has them (sampled ranking), otherwise the test pairs (full ranking), otherwise
+    the run's own validation pairs (with `config.ranking`). With `config.stream`, only the pairs of `config.eval_users`
+    users are used.
 
     Args:
         run: committed at least once.
-        ranking: ``"full"`` or ``"sampled"`` instead of what the data suggest.
+        ranking: ``"full"`` or ``"sampled"``, instead of the default for the data.
         ks: cut-offs instead of the config's.
-        on_event: told about progress.
+        on_event: called with the progress.
 
     Raises:
         ValueError: nothing is held out: no test file, and ``valid`` is none.
@@ -147,7 +146,7 @@ def evaluate_run(
     )
 
     def evaluator_of(targets: Interactions, known: Interactions, **options: Any) -> Evaluator:
-        if config.stream:  # the same users as `Evaluator` would ask, before anything of others is in memory
+        if config.stream:  # the users of `Evaluator`, so that pairs of other users are never in memory
             targets, asked = pairs_of_some(targets, config.eval_users, config.seed)
             known = pairs_of(known, asked)
         return evaluate(targets, known, **options)

@@ -1,12 +1,12 @@
 """Ranking metrics, from the ranks of held-out items.
 
-A rank is 1 for the best. Every figure is a mean over users, each user weighing the same:
+The best rank is 1. Every figure is a mean over users with equal weights:
 
     HR@k      1 if any held-out item ranks at most k, else 0
     Recall@k  held-out items that rank at most k / all held-out items of the user
-    NDCG@k    sum of 1 / log2(rank + 1) over held-out items that rank at most k, divided by its largest
-              possible value, which min(k, held-out items) items at the top would reach (as LightGCN computes
-    it) MRR       1 / rank of the user's best held-out item
+    NDCG@k    sum of 1 / log2(rank + 1) over held-out items that rank at most k, divided by the
+              value of min(k, held-out items) items at the top (as in LightGCN)
+    MRR       1 / rank of the user's best held-out item
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def ranking_metrics(owners: Int64Array, ranks: Int64Array, ks: Sequence[int]) -> dict[str, float]:
-    """Means over users of HR@k, NDCG@k, Recall@k for every k, and MRR.
+    """Return the means over users of HR@k, NDCG@k, Recall@k for every k, and MRR.
 
     Args:
-        owners: ``int64[Q]``: whose held-out item each rank is of; any order.
+        owners: ``int64[Q]``: the user of each rank's held-out item, in any order.
         ranks: ``int64[Q]``, from 1; the ranks of one user differ.
         ks: cut-offs.
 

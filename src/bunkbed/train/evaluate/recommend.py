@@ -1,4 +1,4 @@
-"""The best items of one user."""
+"""Recommendation of the best items for one user."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _CHUNK = 65_536
 def recommend(
     run: Run, config: TrainConfig, user_index: int, k: int, exclude: Int64Array | None = None
 ) -> tuple[Int64Array, Float32Array]:
-    """The `k` items with the highest scores for a user, best first; equal scores by smaller index.
+    """Return the `k` items with the highest scores for a user, best first; equal scores by smaller index.
 
     Reads every item's row once, in chunks, whatever the size of the table.
 
     Args:
         run: committed at least once, open for reading or writing.
         user_index: dense index of the user.
-        k: at least 1; fewer come back where fewer items are left.
-        exclude: ``int64[M]`` items not to recommend, such as those the user has.
+        k: at least 1; the result is shorter if fewer items remain.
+        exclude: ``int64[M]`` items not to recommend, such as items that the user has.
 
     Returns:
         ``int64[k]`` dense item indices and their ``float32[k]`` scores.
@@ -43,7 +43,7 @@ def recommend(
     scorer = scorer_of_run(run, config)
     query = scorer.queries(np.array([user_index], dtype=np.int64))
     num_items = run.table("item").num_rows
-    assert num_items is not None  # tables of a trainer are bounded
+    assert num_items is not None  # a trainer's tables have a fixed number of rows
     hidden = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
     best_items = np.empty(0, dtype=np.int64)
     best_scores = np.empty(0, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What a run reached on its test pairs, kept in the run's folder: ``test.json``."""
+"""Figures of a run on its test pairs, stored in the run's folder: ``test.json``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NAME = "test.json"
 
 
 def save_test(folder: Path, result: EvalResult, *, step: int) -> None:
-    """Keep the figures of a run that has done `step` steps, durably and all at once."""
+    """Store the figures of a run that has done `step` steps, durably and atomically."""
     replace_file(folder / _NAME, (json.dumps({"step": step, **asdict(result)}, indent=2) + "\n").encode())
 
 
 def load_test(folder: Path, *, step: int) -> EvalResult | None:
-    """What `save_test` kept; None where there is nothing, or the run has gone on since.
+    """Return the figures of `save_test`; None if there are no figures, or the run has continued since.
 
     Raises:
         ValueError: the file is damaged.

@@ -54,7 +54,7 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is untyped here
         raise NotImplementedError
 
     def magnitudes(self, queries: Tensor, vectors: Tensor) -> Tensor:
-        """Return the size of the sums in which scores are rounded, without cancellation: ``[N, q]`` twice -> ``[N]``."""
+        """Return the size of the sums that scores are rounded in, without cancellation: ``[N, q]`` twice -> ``[N]``."""
         raise NotImplementedError
 
     def loss(

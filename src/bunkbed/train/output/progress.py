@@ -71,11 +71,11 @@ class Progress:
         """
         if "progress" not in meta:
             raise ValueError("the run was not made by bunkbed train: its last commit has no progress")
-        begun = TrainConfig.from_dict(meta["config"]).to_dict()
+        started = TrainConfig.from_dict(meta["config"]).to_dict()
         for name, value in config.to_dict().items():
-            if name not in FREE_TO_CHANGE and value != begun[name]:
+            if name not in FREE_TO_CHANGE and value != started[name]:
                 raise ValueError(
-                    f"option {name}={value!r} differs from {begun[name]!r}, with which the run was begun; "
+                    f"option {name}={value!r} differs from {started[name]!r}, with which the run was begun; "
                     f"only {', '.join(FREE_TO_CHANGE)} may change on resuming"
                 )
         progress = cls(**meta["progress"])

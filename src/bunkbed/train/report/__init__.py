@@ -1,8 +1,8 @@
-"""`write_report`: one self-contained page about a run or a table; what ``bunkbed report`` calls.
+"""`write_report`: one self-contained page about a run or a table, for ``bunkbed report``.
 
-1. `facts` opens the run or table read-only and gathers what is known of it; `hot_rows` counts uses in a run's pairs.
-2. `charts` draws what happened over time as SVG whose colours are the page's, light and dark.
-3. `page` says each figure in words and fills ``page.html.j2``, which escapes every name.
+1. `facts` opens the run or table read-only and gathers its facts; `hot_rows` counts uses in a run's pairs.
+2. `charts` draws figures over time as SVG with the page's colours, light and dark.
+3. `page` formats each figure and fills ``page.html.j2``, which escapes every name.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ PathLike = str | os.PathLike[str]
 def write_report(
     path: PathLike, out: PathLike | None = None, *, overwrite: bool = False, ram: int | str = "1GiB"
 ) -> Path:
-    """Write one HTML page about a run or a table, which needs nothing else to be read: no network, no other file.
+    """Write one self-contained HTML page about a run or a table, which needs no network and no other file.
 
-    Opens read-only and takes no lock, so that it works beside a running training. Starts no measurement: the machine's
-    limits are those that `bunkbed.machine.measure` (or ``bunkbed plan``) found here before.
+    Opens read-only and takes no lock, so that it works during a training. Starts no measurement: the machine's limits
+    are those that `bunkbed.machine.measure` (or ``bunkbed plan``) measured before.
 
     Args:
         path: folder of a run, of a table, or of a sharded table.
         out: the page; default: ``report.html`` in a run's folder, and for a table its path with ``.html`` at the end.
-        overwrite: take the place of a file that is there.
-        ram: budget for reading, bytes or as ``"256MiB"``; holds the directories of all tables.
+        overwrite: replace an existing file.
+        ram: budget for reading, bytes or as ``"256MiB"``; must hold the directories of all tables.
 
     Returns:
-        The page's path. It is there whole or not at all.
+        The page's path. The page is complete or absent.
 
     Raises:
-        FileExistsError: something is at `out`; it stays as it is. FileNotFoundError: nothing is at `path`.
+        FileExistsError: `out` exists; it is not changed. FileNotFoundError: `path` does not exist.
         FormatError: neither a run nor a table. CorruptionError: its last commit, or its configuration, is damaged.
         ValueError: `ram` is too small (says how much is needed), or a line of the run's metrics is not a report.
         OSError: the page cannot be written. ModuleNotFoundError: matplotlib, jinja2 or pyarrow is not installed.

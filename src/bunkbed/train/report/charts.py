@@ -1,7 +1,7 @@
-"""Charts of a report: drawn by matplotlib as SVG, then given the page's own colours and fonts.
+"""Charts of a report: drawn by matplotlib as SVG, then converted to the page's colours and fonts.
 
-A chart carries no names: those stand in its legend, which the page escapes as it does all text. Colours are drawn as
-marks that no other text of the file has, and become CSS variables afterwards, so that one picture serves a light and a
+A chart contains no names: they are in its legend, which the page escapes like all text. Colours are drawn as marks that
+occur nowhere else in the file. Then the marks are replaced by CSS variables, so that one picture works on a light and a
 dark page.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 #: Colours of series, as the page's style sheet names them.
 SERIES = ("a", "b", "c", "d", "e", "f")
-_SIZE = (5.2, 2.3)  # inches: on a phone it shrinks to two thirds, and its figures stay readable
+_SIZE = (5.2, 2.3)  # inches: on a phone it shrinks to two thirds, and its numbers stay readable
 _PANEL = (0.115, 0.13, 0.85, 0.82)
-_POINTS = 500  # of a line: more cannot be seen
-# Marks that become CSS variables: no colour that matplotlib draws by itself.
+_POINTS = 500  # of a line; more are not visible
+# Marks that are replaced by CSS variables: colours that matplotlib does not use by default.
 _MARKS = {name: f"#0f1e0{index}" for index, name in enumerate((*SERIES, "muted", "grid"))}
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
@@ -37,7 +37,7 @@ Points = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class Line:
-    """An entry of a legend: colour, name, and the value that counts, in words."""
+    """Entry of a legend: colour, name, and the main value as text."""
 
     color: str
     name: str
@@ -46,10 +46,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with its legend, or a sentence why there is none.
+    """Picture with its legend, or the reason for its absence.
 
     Attributes:
-        svg: markup; the only text of a page that is not escaped, made here from numbers alone.
+        svg: markup; the only text of a page that is not escaped, made only from numbers.
     """
 
     svg: str = ""
@@ -58,11 +58,11 @@ class Chart:
 
 
 def loss(metrics: Metrics) -> Chart:
-    """Reports of the steps, and the mean of every finished epoch in its middle."""
+    """Draw the loss of step reports, and the mean of every finished epoch at its middle."""
     steps, epochs = series(metrics.steps, "loss"), series(metrics.epochs, "loss")
     if not steps[0] and not epochs[0]:
         return Chart(missing="No step was reported yet.")
-    # The mean over an epoch belongs in its middle, not at its end.
+    # The mean over an epoch is drawn at the middle of the epoch, not at its end.
     middles = [(start + end) / 2 for start, end in pairwise([0.0, *epochs[0]])]
 
     def draw(panel: Axes) -> None:
@@ -74,7 +74,7 @@ def loss(metrics: Metrics) -> Chart:
 
 
 def quality(metrics: Metrics, metric: str) -> Chart:
-    """Metrics of the validation, as far as they have the cut-off of `metric`."""
+    """Draw the validation metrics that have the cut-off of `metric`."""
     evaluated = [entry for entry in metrics.epochs if isinstance(entry.get("metrics"), dict) and entry["metrics"]]
     values: dict[str, Points] = {}
     for entry in evaluated:
@@ -100,7 +100,7 @@ def quality(metrics: Metrics, metric: str) -> Chart:
 
 
 def hits(metrics: Metrics) -> Chart:
-    """Unique rows found in RAM, and on the device where rows are cached there."""
+    """Draw the shares of unique rows found in RAM, and on the device if there is a device cache."""
     return _shares(
         metrics,
         [
@@ -112,12 +112,12 @@ def hits(metrics: Metrics) -> Chart:
 
 
 def stalls(metrics: Metrics) -> Chart:
-    """The part of the time in which steps waited for reads."""
+    """Draw the fraction of the time that steps waited for reads."""
     return _shares(metrics, [("stall_share", "", "e", "waited for reads")], "No step was reported yet.")
 
 
 def speed(metrics: Metrics) -> Chart:
-    """Positive pairs a second."""
+    """Draw positive pairs a second."""
     points = series(metrics.steps, "samples_per_s")
     if not points[0]:
         return Chart(missing="No step was reported yet.")
@@ -131,7 +131,7 @@ def speed(metrics: Metrics) -> Chart:
 
 
 def hot_rows(curves: Sequence[Curve]) -> Chart:
-    """Shares of the pairs over parts of the rows, the hottest first."""
+    """Draw the share of the pairs over the fraction of the rows, the hottest rows first."""
 
     def draw(panel: Axes) -> None:
         lowest = min(float(one.part[1]) for one in curves)
@@ -152,13 +152,13 @@ def hot_rows(curves: Sequence[Curve]) -> Chart:
 
 
 def series(entries: Sequence[dict[str, Any]], key: str) -> Points:
-    """Steps and values of what the reports tell; those without a finite number are left out."""
+    """Return steps and values of a field of reports, without values that are not finite."""
     points = [(float(entry["global_step"]), float(entry[key])) for entry in entries if _is_number(entry.get(key))]
     return [x for x, _ in points], [y for _, y in points]
 
 
 def thin(points: Points, most: int = _POINTS) -> Points:
-    """Means over neighbours, where there are more than `most`.
+    """Return the points; more than `most` points are averaged over neighbours.
 
     >>> thin(([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, 7.0, 9.0]), 3)
     ([1.5, 3.5, 5.0], [2.0, 6.0, 9.0])
@@ -190,7 +190,7 @@ def _is_number(value: object) -> bool:
 
 
 def _shares(metrics: Metrics, wanted: list[tuple[str, str, str, str]], missing: str) -> Chart:
-    """Lines from 0 to 100 %: (key of steps, key of epochs or "", colour, name)."""
+    """Draw lines from 0 to 100 %, of (key of steps, key of epochs or "", colour, name)."""
     drawn = [
         (series(metrics.steps, key) if metrics.steps else series(metrics.epochs, key), of_epochs, color, name)
         for key, of_epochs, color, name in wanted
@@ -207,7 +207,7 @@ def _shares(metrics: Metrics, wanted: list[tuple[str, str, str, str]], missing: 
 
     lines = []
     for points, of_epochs, color, name in drawn:
-        # Over the last epoch: its last steps find more, when nothing is staged any more.
+        # The mean of the last epoch: the hit rate of its last steps is higher, when no rows are prefetched any more.
         ends = series(metrics.epochs, of_epochs)[1] if of_epochs else []
         where = "last epoch" if ends else "last report"
         lines.append(Line(color, f"{name}, {where}", f"{(ends or points[1])[-1]:.1%}"))
@@ -235,10 +235,10 @@ def _area(panel: Axes, points: Points, color: str) -> None:
 
 
 def _svg(draw: Callable[[Axes], None], end: float | None = None) -> str:
-    """One panel as markup for the page; `end`: the last step, of a chart over steps."""
+    """Return one panel as markup for the page; `end` is the last step of a chart over steps."""
     import matplotlib
 
-    # Not pyplot: it keeps global state and may pick a backend that needs a display.
+    # Not pyplot: it has global state and may select a backend that needs a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE)
@@ -263,14 +263,14 @@ def _svg(draw: Callable[[Axes], None], end: float | None = None) -> str:
 
 
 def _at_home(text: str) -> str:
-    """matplotlib's file as part of a page: without names, sizes, fonts and rules of its own, in the page's colours."""
+    """Return matplotlib's SVG for use in a page: without ids, fonts and style rules, in the page's colours."""
     root = ET.fromstring(text)
     for element in root.iter():
         for child in [child for child in element if child.tag in (f"{{{_SVG}}}style", f"{{{_SVG}}}metadata")]:
-            element.remove(child)  # a rule within a picture holds for the whole page
+            element.remove(child)  # a style rule in a picture would apply to the whole page
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
         if element.tag == "g":
-            element.attrib.pop("id", None)  # the same in every chart
+            element.attrib.pop("id", None)  # ids are the same in every chart
         if f"{{{_XLINK}}}href" in element.attrib:
             element.set("href", element.attrib.pop(f"{{{_XLINK}}}href"))
         if "style" in element.attrib:
@@ -280,5 +280,5 @@ def _at_home(text: str) -> str:
             element.set("style", style)
         if "d" in element.attrib:
             element.set("d", re.sub(r"(\.\d\d)\d+", r"\1", element.get("d", "")).replace("\n", ""))
-    root.set("aria-hidden", "true")  # the sentence and the legend beside it say what it shows
+    root.set("aria-hidden", "true")  # the sentence and the legend next to it describe it
     return ET.tostring(root, encoding="unicode")

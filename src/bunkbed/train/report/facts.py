@@ -1,4 +1,4 @@
-"""What is known of a run or a table, gathered read-only: from its files, and from nothing that takes long."""
+"""Facts of a run or a table, gathered read-only from its files, without slow operations."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Kind = Literal["run", "table", "sharded table"]
 
 _TRIES = 5
 
-#: Marks an option that this release does not know, in place of its default.
+#: The default of an option that this release does not know.
 UNKNOWN = object()
 
 
 @dataclass(frozen=True)
 class AboutTable:
-    """One table, or all shards of one.
+    """Facts of one table, or of all shards of a sharded table.
 
     Attributes:
-        nbytes: of all its records, were they in RAM: of `num_rows` rows, or of the stored ones where it takes any id.
-        live_bytes: of the log: the newest record of every stored row.
-        checkpoint_bytes: of the directory's checkpoint.
-        disk_bytes: of all its files, snapshots included.
+        nbytes: bytes of all records in RAM: of `num_rows` rows, or of the stored rows if any id is valid.
+        live_bytes: bytes of the newest record of every stored row in the log.
+        checkpoint_bytes: bytes of the directory checkpoint.
+        disk_bytes: bytes of all files, including snapshots.
     """
 
     name: str
@@ -57,7 +57,7 @@ class AboutTable:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a run; `default` is `UNKNOWN` where this release has no such option."""
+    """Option of a run; `default` is `UNKNOWN` if this release has no such option."""
 
     name: str
     value: Any
@@ -70,12 +70,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Limit:
-    """The steps of a run beside what this machine allows for what they did.
+    """Time of a run's steps, compared with the limit of this machine for the same work.
 
     Attributes:
-        epochs: that were counted.
-        seconds: their steps took.
-        times: seconds the resources needed for all of them, at least.
+        epochs: number of counted epochs.
+        seconds: wall time of their steps.
+        times: least seconds that each resource needed for these steps.
     """
 
     epochs: int
@@ -85,17 +85,17 @@ class Limit:
 
     @property
     def share(self) -> float:
-        """Measured speed, of the limit's."""
+        """Measured speed / speed of the limit."""
         return self.times.together / self.seconds
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a page tells. What is not known is empty, and `why` says why by the name of the field.
+    """All facts of a page. Unknown facts are empty, and `why` has the reason by the name of the field.
 
     Attributes:
-        epoch: number of the commit in view; 0: none yet.
-        disk: bytes on disk by what they are for; see `_disk`.
+        epoch: number of the reported commit; 0: none yet.
+        disk: bytes on disk by purpose; see `_disk`.
     """
 
     kind: Kind
@@ -116,19 +116,19 @@ class Facts:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What the commit in view says of the training; empty where `bunkbed train` did not make it."""
+        """Progress in the meta of the reported commit; empty if `bunkbed train` did not make the commit."""
         found = self.meta.get("progress")
         if not isinstance(found, dict) or not isinstance(found.get("best"), dict):
             return {}
         return found if all(isinstance(found.get(name), int) for name in ("epoch", "global_step")) else {}
 
     def option(self, name: str, default: Any = None) -> Any:
-        """The value of an option of the run."""
+        """Return the value of an option of the run."""
         return next((one.value for one in self.options if one.name == name), default)
 
 
 def kind_of(place: Path) -> Kind:
-    """What lies in a folder, as far as its manifests tell; a table says itself that it is none.
+    """Return the kind of a folder, from its manifests; opening the table refuses a folder without table.
 
     Raises:
         FileNotFoundError: no such path. FormatError: a file. CorruptionError: the newest manifest is damaged.
@@ -139,18 +139,18 @@ def kind_of(place: Path) -> Kind:
         raise FormatError(f"{place}: is a file; give the folder of a table or of a run")
     if RunFiles(place).epochs():
         return "sharded table" if is_sharded(place) else "run"
-    # A training whose first commit is still to come.
+    # A training before its first commit.
     return "run" if (place / CONFIG_NAME).is_file() and (place / "tables").is_dir() else "table"
 
 
 def gather(place: Path, kind: Kind, *, ram: int | str) -> Facts:
-    """All there is to tell of the run or table at `place`. Raises what `write_report` does."""
+    """Gather the facts of the run or table at `place`. Raises the errors of `write_report`."""
     for _ in range(_TRIES):
         newest = _newest(place)
         try:
             return _of_run(place, ram) if kind == "run" else _of_table(place, kind, ram)
         except (BunkbedError, OSError):
-            # A writer beside may remove the commit that is being read, once it has the next one.
+            # A concurrent writer may remove the commit that is being read, once it has the next commit.
             if _newest(place) == newest:
                 raise
     return _of_run(place, ram) if kind == "run" else _of_table(place, kind, ram)
@@ -270,7 +270,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Every file below a folder with its size; those that a writer removes meanwhile are left out."""
+    """Yield every file below a folder with its size, without files that a writer removes meanwhile."""
     for root, _, names in os.walk(folder):
         for name in names:
             path = Path(root, name)
@@ -283,7 +283,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, int]]:
 def _disk(
     place: Path, tables: list[AboutTable], kept: list[bb.Snapshot], folders: dict[str, list[Path]]
 ) -> dict[str, int]:
-    """Bytes by what they are for. A writer beside goes on meanwhile: a part is never less than nothing."""
+    """Return bytes by purpose. A concurrent writer may change files, so differences are limited to 0 or more."""
     live = sum(table.live_bytes for table in tables)
     checkpoints = sum(table.checkpoint_bytes for table in tables)
     snapshots = sum(one.own_bytes for one in kept)
@@ -294,7 +294,7 @@ def _disk(
         if any(path.is_relative_to(folder) for folder in inside):
             continue
         first = path.relative_to(place).parts[0]
-        # What a training that has not committed yet writes into its tables' folders is the tables' all the same.
+        # Files in the tables' folders count as tables, also before the first commit of a training.
         if first == "tables":
             of_tables += size
         else:
@@ -311,7 +311,7 @@ def _disk(
 
 
 def _options(values: dict[str, Any]) -> list[Option]:
-    """In the order of `TrainConfig`; then those of a run of another release."""
+    """Return options in the order of `TrainConfig`, then unknown options of another release."""
     if not values:
         return []
     defaults = {one.name: one.default for one in fields(TrainConfig)}

@@ -1,7 +1,7 @@
-"""The hot-row curve: what share of the accesses the hottest rows take, counted in a run's saved pairs.
+"""The hot-row curve: the share of accesses of the hottest rows, counted in a run's saved pairs.
 
-A table keeps no counts of uses: its cache's are small, aged, and gone when it is closed. The pairs a run is trained on
-are saved with it, and each is looked up once an epoch: they tell what no table can.
+A table does not store use counts: the counts of its cache are small, aged, and lost when it is closed. But the training
+pairs are saved with a run, and each pair is looked up once per epoch.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_BATCH = 1 << 22  # pairs in memory at a time
+_BATCH = 1 << 22  # pairs in memory at once
 _POINTS = 200
-#: Beyond this many rows the counts take more memory than a report should.
+#: With more rows the counts would take too much memory for a report.
 MOST_ROWS = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """How the pairs of a run fall on the rows of one of its tables.
+    """Distribution of a run's pairs over the rows of one of its tables.
 
     Attributes:
-        table: its name.
-        pairs: counted.
-        rows: of the table.
-        unused: of them, those in no pair.
-        part: float64[n], ascending: a part of the rows, the hottest ones.
-        share: float64[n]: the part of the pairs that goes to them.
+        table: name of the table.
+        pairs: number of counted pairs.
+        rows: number of rows of the table.
+        unused: number of rows in no pair.
+        part: float64[n], ascending: fractions of the rows, the hottest first.
+        share: float64[n]: the fraction of the pairs with these rows.
     """
 
     table: str
@@ -40,19 +40,19 @@ class Curve:
     share: npt.NDArray[np.float64]
 
     def share_of(self, part: float) -> float:
-        """The share of the pairs that this part of the rows takes, the hottest ones."""
+        """Return the share of the pairs with this fraction of the rows, the hottest first."""
         return float(np.interp(part, self.part, self.share))
 
     def rows_for(self, share: float) -> float:
-        """The part of the rows that takes this share of the pairs."""
+        """Return the smallest fraction of the rows with this share of the pairs."""
         return float(np.interp(share, self.share, self.part))
 
 
 def count_uses(data: Path, column: str, num_rows: int) -> npt.NDArray[np.int64]:
-    """How often each row stands in a column of a run's saved pairs: int64[num_rows]. Streams; 32 MiB beside the counts.
+    """Count each row in a column of a run's saved pairs: int64[num_rows]. Streams with 32 MiB in addition to the counts.
 
     Raises:
-        FileNotFoundError: no pairs are saved there. ValueError: no such column, or an index outside the rows.
+        FileNotFoundError: no saved pairs. ValueError: no such column, or an index outside the rows.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -76,7 +76,7 @@ def count_uses(data: Path, column: str, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def curve(table: str, counts: npt.NDArray[np.int64]) -> Curve | None:
-    """The curve of counted uses, int64[rows]; None where nothing was counted.
+    """Return the curve of use counts, int64[rows]; None if all counts are 0.
 
     >>> hot = curve("user", np.array([1, 7, 0, 2]))
     >>> hot.share_of(0.25), hot.rows_for(0.9), hot.unused
@@ -86,7 +86,7 @@ def curve(table: str, counts: npt.NDArray[np.int64]) -> Curve | None:
     if not pairs:
         return None
     total = np.cumsum(np.sort(counts)[::-1])
-    # By logarithm: a thousandth of the rows may take half of the pairs.
+    # Logarithmic: a thousandth of the rows may have half of the pairs.
     ranks = np.unique(np.rint(np.geomspace(1, rows, _POINTS)).astype(np.int64))
     part = np.concatenate([[0.0], ranks / rows])
     share = np.concatenate([[0.0], total[ranks - 1] / pairs])

@@ -1,4 +1,4 @@
-"""What a page says: figures in words, bars in percent, and a template that escapes them all."""
+"""The text of a page: formatted figures, bars in percent, and a template that escapes all text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DISK = {
 
 @dataclass(frozen=True)
 class Card:
-    """A figure at the top of the page."""
+    """Figure at the top of the page."""
 
     name: str
     value: str
@@ -36,7 +36,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a figure: how long, in percent, what of, and in words."""
+    """Bar of a figure: its name, its length in percent, and its value as text."""
 
     name: str
     percent: float
@@ -47,7 +47,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its title and the sentence that explains it."""
+    """Chart with its title and the sentence that explains it."""
 
     title: str
     text: str
@@ -55,13 +55,13 @@ class Figure:
 
 
 def render(facts: Facts, *, now: datetime | None = None) -> str:
-    """The page about `facts` as HTML."""
+    """Return the page of `facts` as HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     import bunkbed
 
-    # autoescape: every name comes from a file that somebody else may have written.
+    # autoescape: names come from files, which may be untrusted.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -95,7 +95,7 @@ def render(facts: Facts, *, now: datetime | None = None) -> str:
 
 
 def _about(facts: Facts) -> str:
-    """The line below the title."""
+    """Return the line below the title."""
     parts = []
     if facts.options:
         parts += [
@@ -204,7 +204,7 @@ def _rows(metrics: Metrics) -> list[Figure]:
 
 
 def _epochs(metrics: Metrics) -> list[dict[str, Any]]:
-    """Rows of the table of epochs: each figure as text, empty where it is not known."""
+    """Return the rows of the table of epochs: each figure as text, empty if unknown."""
 
     def shown(entry: dict[str, Any], key: str, form: str) -> str:
         return format(entry[key], form) if _has(entry, key) else ""
@@ -231,7 +231,7 @@ def _epochs(metrics: Metrics) -> list[dict[str, Any]]:
 
 
 def _tiers(facts: Facts) -> list[Bar]:
-    """Bytes of the tables by tier, beside what they would take were they all in RAM."""
+    """Return bytes of the tables by tier, compared with the bytes of all rows in RAM."""
     rows = sum(table.nbytes for table in facts.tables)
     live = sum(table.live_bytes for table in facts.tables)
     of_tables = sum(facts.disk[name] for name in ("live", "snapshots", "superseded", "checkpoints"))
@@ -341,7 +341,7 @@ def _seconds(value: float) -> str:
 
 
 def _size(option: object) -> int:
-    """Bytes an option means; 0 for none, or what is no size."""
+    """Return the bytes of an option; 0 for None or an invalid size."""
     try:
         return parse_bytes(option) if isinstance(option, (int, str)) else 0
     except (ValueError, TypeError):

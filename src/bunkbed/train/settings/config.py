@@ -82,8 +82,8 @@ class TrainConfig:
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
-            2017, without its sigmoid, which keeps every ranking); ``"neumf"``: gmf plus a perceptron over a second part of
-            the rows (same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019).
+            2017, without its sigmoid, which keeps every ranking); ``"neumf"``: gmf plus a perceptron over a second part
+            of the rows (same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019).
         layers: widths of a perceptron's hidden layers, such as ``"64,32,16"``; empty: for neumf dim, dim / 2 and
             dim / 4, for two-tower 2 * dim. The other models have none.
         loss: ``"bpr"``: mean of softplus(negative - positive); ``"bce"``: mean binary cross-entropy of one
