@@ -1,1 +1,1 @@
-"""Interactions: reading files of any form, splitting, sampling, and keeping them in the folder of a run."""
+"""Interactions: reading files of any form, splitting, sampling, and storing interactions in the folder of a run."""

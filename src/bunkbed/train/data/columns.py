@@ -1,4 +1,4 @@
-"""Which columns of a file hold the users and the items, and whether its first line names them."""
+"""Detection of the columns of users and items in a file, and of a header line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bunkbed.train.data.vocab import DataError
 HeaderChoice = bool | Literal["auto"]
 LayoutChoice = Literal["auto", "columns", "adjacency"]
 
-# Compared in lower case without anything but letters and digits: "User ID", "user_id" and "userId" are one.
+# Compared in lower case, only letters and digits: "User ID", "user_id" and "userId" are equal.
 _USER_WORDS = """
 u uid user users userid usersid userindex useridx customer customerid visitor visitorid session sessionid
 member memberid reviewer reviewerid account accountid listener listenerid reader readerid
@@ -28,10 +28,10 @@ _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 
 
 def looks_like_header(rows: Sequence[Sequence[str]], user_col: int | str | None, item_col: int | str | None) -> bool:
-    """Whether the first of the sampled rows names the columns.
+    """Return whether the first of the sampled rows names the columns.
 
-    It does when it holds a name the caller asks for, when it holds a well-known name of users and one of
-    items, or when it holds no number while some column below it is numbers only.
+    It does if it contains a name that the caller gave, or a well-known name of users and one of items, or no number
+    while some column below has only numbers.
     """
     first, rest = rows[0], rows[1:]
     asked = [col for col in (user_col, item_col) if isinstance(col, str) and not col.isdecimal()]
@@ -56,19 +56,19 @@ def find_columns(
     first_line: str = "",
     first_line_number: int = 1,
 ) -> tuple[int, int]:
-    """Positions of the users' and the items' column.
+    """Return the positions of the users' and the items' column.
 
     Args:
-        path: for messages.
-        names: the header's names, None without a header.
+        path: file name for messages.
+        names: names of the header, None without a header.
         width: number of columns.
-        user_col: as the caller gave it.
-        item_col: as the caller gave it.
-        first_line: shown where there is no header to look in.
-        first_line_number: where it stands, counted from 1.
+        user_col: name or position from the caller.
+        item_col: name or position from the caller.
+        first_line: shown in messages if there is no header.
+        first_line_number: line number of `first_line`, counted from 1.
 
     Raises:
-        DataError: no such column, several of that name, the same one twice, or none that can be told to be it.
+        DataError: no such column, several columns of that name, the same column twice, or no recognized column.
     """
     if width < 2:
         found = repr(first_line) if names is None else f"only the column {names[0]!r}"
@@ -80,9 +80,9 @@ def find_columns(
     if names is not None:
         known = (_well_known(names, USER_NAMES), _well_known(names, ITEM_NAMES))
     elif user_col is None or item_col is None:
-        # Without names the first two columns are the custom of every published split.
+        # Without names, the first two columns are used, as in published data sets.
         known = (0, 1)
-    # Two columns under names we do not know: there is only one way to take them.
+    # Two columns with unknown names: the first is the user, the second the item.
     if names is not None and width == 2 and known == (None, None) and user_col is None and item_col is None:
         known = (0, 1)
     chosen = []
@@ -135,7 +135,7 @@ def _asked_column(
 
 def _well_known(names: Sequence[str], wanted: frozenset[str]) -> int | None:
     found = [at for at, name in enumerate(names) if _plain(name) in wanted]
-    # "user_id, user_name": the id is meant; two equally good names are for the caller to choose between.
+    # "user_id, user_name": the id is used; between two ids the caller must choose.
     ids = [at for at in found if _plain(names[at]).endswith("id")]
     if len(ids) == 1:
         return ids[0]
@@ -147,5 +147,5 @@ def _plain(name: str) -> str:
 
 
 def shown(field: str, *, limit: int = 60) -> str:
-    """A field or line as it stands in a message: quoted, cut when long."""
+    """Return a field or line for a message: quoted, cut if long."""
     return repr(field if len(field) <= limit else field[: limit - 3] + "...")

@@ -1,8 +1,8 @@
-"""From batches of labels to dense indices, one dictionary at a time.
+"""Encoding of batches of labels as dense indices.
 
-Every label is compared as text, so that ``7`` in one file and ``"7"`` in another are one user while ``007``
-stays another; at the end labels that are all plain integers become integers again. Arrow hashes each batch;
-only the few distinct labels of a batch meet the growing dictionary.
+Labels are compared as text, so ``7`` in one file and ``"7"`` in another are one user, and ``007`` is another. At the
+end, if all labels are plain integers, they become integers again. Arrow hashes each batch; only the distinct labels of
+a batch are looked up in the growing dictionary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from bunkbed.train.data.vocab import Int64Array, Vocab
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Written by other tools where a number is missing. A label only where all others are strings too.
+# Written by other tools for a missing number. Among integers these are missing values, among strings labels.
 MISSING_WORDS = frozenset({"na", "n/a", "nan", "null", "none", "nil", "\\n", "?"})
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 
 
 class LabelEncoder:
-    """Numbers labels by first appearance, after those of `known`. Not thread-safe; owns its labels."""
+    """Encoder that numbers labels by first appearance, after those of `known`. Not thread-safe; owns its labels."""
 
     def __init__(self, known: Vocab | None = None) -> None:
         import pyarrow as pa
@@ -34,7 +34,7 @@ class LabelEncoder:
             self._index = {label: at for at, label in enumerate(self._labels)}
 
     def add(self, labels: pa.Array) -> Int64Array:
-        """Dense indices ``int64[N]`` of a batch of labels (Arrow integers or strings, no nulls)."""
+        """Return dense indices ``int64[N]`` of a batch of labels (Arrow integers or strings, no nulls)."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -55,7 +55,7 @@ class LabelEncoder:
         return result
 
     def missing_labels(self) -> set[str]:
-        """Labels that stand for "no value": the empty one, and ``NA`` and the like amid integers."""
+        """Return labels that mean "no value": the empty label, and words such as ``NA`` among integers."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -69,7 +69,7 @@ class LabelEncoder:
         return set()
 
     def vocab(self) -> Vocab:
-        """The labels so far: integers when every one is written as a plain integer, else strings."""
+        """Return the labels so far: integers if every label is written as a plain integer, otherwise strings."""
         import pyarrow as pa
         import pyarrow.compute as pc
 

@@ -1,15 +1,15 @@
-"""Files of interactions as batches of (user labels, item labels), whatever their form.
+"""Files of interactions of any form, read as batches of (user labels, item labels).
 
-1. Look at the first bytes: gzip is unpacked, Parquet goes its own way, what is not text is refused.
-2. Look at the first lines: what separates the fields, whether their number is the same on every line
-   (columns) or not (adjacency), whether the first line names the columns.
+1. Detect by the first bytes: gzip is unpacked, Parquet has its own reader, other binary files are refused.
+2. Detect by the first lines: the separator of fields, columns (equal numbers of fields) or adjacency (different
+   numbers), and a header.
 3. Stream: Arrow's CSV reader for one-character separators, a plain line reader for blanks and adjacency.
-4. When Arrow refuses a line, read again with the plain reader to name the line and what stands there;
-   its own messages count rows of a block, not lines of the file.
-5. Not strict: rows of another number of columns, or without a user or an item, are left out and counted instead.
-   Only where there are any is the file read again, up to the first of them, to name its line.
-6. A quote that is not closed takes the lines below into one field, without an error of Arrow's: where a file with
-   quotes has more lines than rows, the plain reader goes through it to tell such a quote from a text of many lines.
+4. If Arrow refuses a line, read again with the plain reader to find the line and its content, because Arrow's messages
+   count rows of a block, not lines of the file.
+5. Not strict: rows with another number of columns, or without a user or an item, are left out and counted. If there are
+   such rows, the file is read again up to the first one, to find its line.
+6. An unclosed quote takes the lines below into its field without an error of Arrow. If a file with quotes has more
+   lines than rows, the plain reader checks it, to distinguish an unclosed quote from a text of several lines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _BLOCK_BYTES = 4 * 1024 * 1024
-# Only these quote fields by custom; a lone quote in a TSV title is an ordinary character.
+# Only files with these separators quote fields; a single quote in a TSV title is an ordinary character.
 _QUOTING = {",", ";"}
 _SEPARATOR_NAMES = {
     ",": "CSV",
@@ -53,14 +53,14 @@ def open_pairs(
     layout: LayoutChoice = "auto",
     strict: bool = True,
 ) -> Pairs:
-    """Look at a file and choose how to read it; every argument given narrows the choice.
+    """Detect the form of a file and return its reader; given arguments restrict the detection.
 
     Args:
-        strict: a malformed row is an error; else it is left out and counted.
+        strict: a malformed row is an error; otherwise it is left out and counted.
 
     Raises:
-        DataError: empty, not text, or its columns cannot be told.
-        OSError: it cannot be opened.
+        DataError: empty, not text, or its columns are not recognized.
+        OSError: the file cannot be opened.
     """
     pairs = _open_pairs(os.fspath(path), user_col, item_col, header, layout)
     pairs.is_strict = strict
@@ -99,7 +99,7 @@ def _open_pairs(
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the users and items stand in a text file with columns."""
+    """Positions of users and items in a text file with columns."""
 
     separator: str | None  # None: any run of blanks
     width: int
@@ -114,7 +114,7 @@ class Layout:
 
 
 class ParquetPairs(Pairs):
-    """Two columns of a Parquet file."""
+    """Reader of two columns of a Parquet file."""
 
     emptiness = "a schema"
     remedy = "choose other columns with --user-col and --item-col, or drop such rows"
@@ -131,7 +131,7 @@ class ParquetPairs(Pairs):
         names = list(self._schema.names)
         user, item = find_columns(path, names, len(names), user_col, item_col)
         self._columns = [names[user], names[item]]
-        # A name may stand for several columns: all of them are read, and the one meant is that many names further on.
+        # Several columns may have one name: all these columns are read, and the rank selects one.
         self._ranks = [names[:at].count(names[at]) for at in (user, item)]
         for at in (user, item):
             self._check_type(names[at], self._schema.field(at).type)
@@ -155,7 +155,7 @@ class ParquetPairs(Pairs):
         done = 0
         try:
             with pq.ParquetFile(self.path) as file:
-                # One group at a time: asked for all of them, Arrow keeps the bytes of those it is done with.
+                # One group at a time: given all groups, Arrow keeps the bytes of finished groups.
                 groups = (
                     file.iter_batches(row_groups=[at], columns=self._columns) for at in range(file.num_row_groups)
                 )
@@ -168,7 +168,7 @@ class ParquetPairs(Pairs):
                         if column.null_count and self.is_strict:
                             at = done + column.is_null().to_pylist().index(True)
                             raise DataError(f"{self.path} row {at}: column {name!r} is missing (null); drop such rows")
-                    # A dictionary would number labels in its own order, and those that no row has.
+                    # A dictionary may have labels in another order, and labels that no row has.
                     plain = [
                         column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
                         for column in columns
@@ -193,7 +193,7 @@ class ParquetPairs(Pairs):
 
 
 class DelimitedPairs(Pairs):
-    """Columns separated by one character (or ``::``), read by Arrow."""
+    """Reader of columns separated by one character (or ``::``), with Arrow."""
 
     def __init__(self, text: TextFile, layout: Layout) -> None:
         self.path = text.path
@@ -210,7 +210,7 @@ class DelimitedPairs(Pairs):
 
         layout = self._layout
         assert layout.separator is not None
-        # Arrow separates by one character; between two ':' lies an empty column that nobody asks for.
+        # Arrow separates by one character; an unused empty column is between the two ':'.
         stride = len(layout.separator)
         names = [f"f{at}" for at in range((layout.width - 1) * stride + 1)]
         columns = [f"f{layout.user * stride}", f"f{layout.item * stride}"]
@@ -222,7 +222,7 @@ class DelimitedPairs(Pairs):
                     read_options=arrow_csv.ReadOptions(
                         use_threads=False,
                         column_names=names,
-                        # Lines here, rows below: a header is one row, on however many lines, but so is a blank line.
+                        # Counts lines; the next option counts rows: a header of several lines, or a blank line, is one.
                         skip_rows=self._text.blank_lines_above,
                         skip_rows_after_names=1 if layout.names is not None else 0,
                         block_size=_BLOCK_BYTES,
@@ -255,10 +255,10 @@ class DelimitedPairs(Pairs):
 
     def _take_row(self, row: Any) -> Literal["skip", "error"]:
         if not row.text.strip():
-            return "skip"  # blank, as an empty line is
+            return "skip"  # blank, like an empty line
         if self.is_strict:
             return "error"
-        # Between the two ':' of a separator Arrow sees a column too.
+        # Arrow sees a column between the two ':' of a separator.
         stride = len(self._layout.separator or ",")
         found = (row.actual_columns - 1) // stride + 1
         self._num_ragged += 1
@@ -266,10 +266,10 @@ class DelimitedPairs(Pairs):
         return "skip"
 
     def _rows(self, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
-        """Line number and fields of each row below the header that is not blank, by Python's reader.
+        """Yield line number and fields of each row below the header that is not blank, with Python's reader.
 
         Args:
-            skip: leave out this many rows, counting blank ones too.
+            skip: number of rows to skip, including blank ones.
         """
         above = self._text.blank_lines_above
         has_header = self._layout.names is not None
@@ -295,10 +295,10 @@ class DelimitedPairs(Pairs):
             self._raise_open_quote(line, error)
 
     def _check_quotes(self) -> None:
-        """Raise a `DataError` where a quoted field goes on over lines and is not closed as one is.
+        """Raise a `DataError` for a quoted field of several lines that is not closed.
 
-        One of many lines and more than 131,072 characters, Python's limit, is taken to be such a field: no label or
-        title is that long, and the lines that it would take in are lost without a word.
+        A field of several lines and more than 131,072 characters, Python's limit, counts as not closed: no label or
+        title is that long, and the lines in the field would be lost without an error.
         """
         with self._text.guarded() as file:
             reader = csv.reader(text_of(file), delimiter=self._layout.separator or ",", strict=True)
@@ -309,7 +309,7 @@ class DelimitedPairs(Pairs):
                         line = reader.line_num + 1
                     return
                 except csv.Error as error:
-                    # Within one line odd quotes take no other row in; Arrow reads them as text.
+                    # Within one line, odd quotes do not affect other rows; Arrow reads them as text.
                     if reader.line_num > line:
                         self._raise_open_quote(line, error)
                     line = reader.line_num + 1
@@ -320,7 +320,7 @@ class DelimitedPairs(Pairs):
 
     def _first_problem(self, skip: int) -> str:
         layout = self._layout
-        with suppress(DataError):  # a field too long for Python's reader, which Arrow took: it told less of the row
+        with suppress(DataError):  # a field too long for Python's reader, but not for Arrow
             for number, row in self._rows(skip):
                 if len(row) != layout.width:
                     return _ragged(number, layout.width, row)
@@ -345,7 +345,7 @@ class DelimitedPairs(Pairs):
 
 
 class BlankSeparatedPairs(Pairs):
-    """Columns separated by runs of blanks."""
+    """Reader of columns separated by runs of blanks."""
 
     def __init__(self, text: TextFile, layout: Layout) -> None:
         self.path = text.path
@@ -393,7 +393,7 @@ class BlankSeparatedPairs(Pairs):
 
 
 class AdjacencyPairs(Pairs):
-    """``user item item ...`` lines, separated by blanks; a user without items is left out and counted."""
+    """Reader of ``user item item ...`` lines, separated by blanks; a user without items is left out and counted."""
 
     emptiness = "users without items"
 
@@ -432,7 +432,7 @@ class AdjacencyPairs(Pairs):
 
 
 def read_candidate_lines(path: str | os.PathLike[str]) -> tuple[pa.Array, pa.Array, int]:
-    """``(user,item)<TAB>negative ...`` lines.
+    """Read ``(user,item)<TAB>negative ...`` lines.
 
     Returns:
         User labels ``[Q]``, item labels ``[Q * (1 + C)]`` (the held-out item first in each row), and C.
@@ -497,9 +497,9 @@ def _open_quote(place: str, line: str, error: csv.Error) -> DataError:
 
 
 def _is_ragged(rows: list[list[str]], separator: str | None) -> bool:
-    """Whether lines differing in length are the rule (adjacency) or the exception (a broken line)."""
+    """Return whether most lines differ in length (adjacency), or only few (malformed lines)."""
     share = Counter(map(len, rows)).most_common(1)[0][1] / len(rows)
-    # Blanks mostly separate adjacency, tabs mostly columns, so tabs need the clearer evidence.
+    # Blanks mostly separate adjacency, tabs mostly columns, so tabs need more evidence.
     return share < (0.75 if separator is None else 0.5)
 
 

@@ -1,11 +1,11 @@
-"""Implicit-feedback interactions: what the training job reads, whatever form they come in.
+"""Implicit-feedback interactions: the input of training, in any form.
 
-Read by content, not by name: CSV, TSV (also ``;``, ``|`` and ``::`` between columns), Parquet, adjacency
-lines (``user item item ...``), and gzip of any of the text forms. Labels are integers or strings; both become
-dense indices by first appearance. File order is kept: "leave the last one out" relies on it.
+The form is detected by content, not by file name: CSV, TSV (also ``;``, ``|`` and ``::`` between columns), Parquet,
+adjacency lines (``user item item ...``), and gzip of the text forms. Labels are integers or strings; both become dense
+indices by first appearance. File order is kept: "leave the last one out" relies on it.
 
-A pair that stands in the file more than once counts once (the first is kept, ``duplicates`` says how many
-were dropped): with implicit feedback the pairs are a set, and a repeated pair would be a hidden weight.
+A repeated pair counts once (the first is kept, ``duplicates`` is the number of dropped ones): with implicit feedback
+the pairs are a set, and a repeated pair would be a hidden weight.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Interactions:
         item_vocab: labels of the items.
         source: the path as given.
         duplicates: repeated pairs that were dropped.
-        form: how the file was read, for people: ``"CSV, users from column 'user', ..."``.
-        malformed: rows that were left out because they were not strictly read.
-        first_malformed: what was wrong with the first of them.
-        empty_users: adjacency lines of a user without items, which hold no pair.
+        form: how the file was read, as text: ``"CSV, users from column 'user', ..."``.
+        malformed: number of malformed rows that were left out.
+        first_malformed: the problem of the first malformed row.
+        empty_users: number of adjacency lines of a user without items, which contain no pair.
     """
 
     users: Int64Array
@@ -80,21 +80,20 @@ class Interactions:
         return len(self.users)
 
     def batches(self) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """Users and items of a million pairs at a time, in order: ``int64[n]``, or narrower where stored so."""
+        """Yield users and items of a million pairs at a time, in order: ``int64[n]``, or a narrower stored type."""
         for first in range(0, len(self), _BATCH_PAIRS):
             yield self.users[first : first + _BATCH_PAIRS], self.items[first : first + _BATCH_PAIRS]
 
     def replace(self, users: Int64Array, items: Int64Array) -> Interactions:
-        """The same users and items with other pairs, such as one side of a split."""
+        """Return the same users and items with other pairs, such as one side of a split."""
         return replace(self, users=users, items=items)
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Sampled ranking: for each query one held-out item and the items it competes with.
+    """Queries of a sampled ranking: a held-out item and the items that compete with it.
 
-    A positive may also stand among its own negatives (156 users of the NCF release of MovieLens-1M); that is
-    kept as it is in the file.
+    A positive may also be among its own negatives, as in the file (156 users of the NCF release of MovieLens-1M).
 
     Attributes:
         users: ``int64[Q]``.
@@ -113,14 +112,14 @@ class Candidates:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What one training run reads: pairs to learn from and, when given, pairs to be judged by.
+    """Input of a training run: training pairs and, if given, test pairs.
 
-    All parts share one user and one item vocabulary, numbered in the training file first. Labels met only in
-    the test files get indices too, so that they are ranked (and missed) rather than left out of the figures.
+    All parts share one user and one item vocabulary, numbered in the training file first. Labels that are only in the
+    test files get indices too, so that they count in the figures (as misses).
 
     Attributes:
-        cold_users: users met only in the test files.
-        cold_items: items met only in the test files.
+        cold_users: number of users that are only in the test files.
+        cold_items: number of items that are only in the test files.
     """
 
     train: Interactions
@@ -131,12 +130,12 @@ class Dataset:
 
     @property
     def num_users(self) -> int:
-        """Number of users, the cold ones included."""
+        """Number of users, including cold ones."""
         return self.train.num_users
 
     @property
     def num_items(self) -> int:
-        """Number of items, the cold ones included."""
+        """Number of items, including cold ones."""
         return self.train.num_items
 
 
@@ -156,17 +155,17 @@ def read_interactions(
         path: CSV, TSV, Parquet, adjacency lines, or gzip of a text form.
         user_col: name or 0-based position of the users' column; default: a well-known name, else column 0.
         item_col: the same for the items; default: a well-known name, else column 1.
-        header: whether the first line names the columns; ``"auto"`` looks.
-        layout: ``"columns"``, ``"adjacency"``, or ``"auto"``: adjacency when blanks (or tabs) separate lines
-            that mostly differ in length. Adjacency lines of equal length need to be told.
+        header: whether the first line names the columns; ``"auto"`` detects this.
+        layout: ``"columns"``, ``"adjacency"``, or ``"auto"``: adjacency if blanks (or tabs) separate fields
+            and lines mostly differ in length. For adjacency lines of equal length, give ``"adjacency"``.
         vocabs: users and items already known; new labels are appended after them.
-        strict: a ragged line or an empty label is an error; else such rows are left out, and counted as `malformed`.
+        strict: a ragged line or an empty label is an error; otherwise such rows are left out and counted (`malformed`).
 
     Raises:
         DataError: the file is empty, not text, has no such column or several of that name, a ragged line, a missing
-            value, a quote that is not closed; or, not strict, more than half of its rows are malformed. The message
-            names the file, the line and what was found there.
-        FileNotFoundError, IsADirectoryError, PermissionError: as the system says.
+            value, or an unclosed quote; or, if not strict, more than half of its rows are malformed. The message
+            names the file, the line and its content.
+        FileNotFoundError, IsADirectoryError, PermissionError: the system's error.
     """
     known = vocabs or (None, None)
     users, items = LabelEncoder(known[0]), LabelEncoder(known[1])
@@ -207,7 +206,7 @@ def read_candidates(path: PathLike, vocabs: tuple[Vocab, Vocab]) -> tuple[Candid
     """Read ranking candidates of the NCF release: ``(user,item)<TAB>negative<TAB>negative ...``.
 
     Returns:
-        The candidates, and the vocabularies with the labels that only stand here appended.
+        The candidates, and the vocabularies, extended by labels that are only in this file.
 
     Raises:
         DataError: a line is not of this form, or has another number of negatives than the lines above it.
@@ -233,11 +232,11 @@ def read_dataset(
     layout: LayoutChoice = "auto",
     strict: bool = True,
 ) -> Dataset:
-    """Read a training file and, when given, what to test on, under one numbering.
+    """Read a training file and, if given, test files, with one numbering.
 
     Args:
         path: the training interactions, see `read_interactions`.
-        test: held-out interactions; same columns, its own form and header are detected.
+        test: held-out interactions; same columns, but form and header are detected separately.
         test_negatives: candidates for sampled ranking, see `read_candidates`.
         user_col: as in `read_interactions`.
         item_col: as in `read_interactions`.
@@ -246,7 +245,7 @@ def read_dataset(
         strict: as in `read_interactions`.
 
     Raises:
-        DataError: as `read_interactions`; or the candidates hold out other pairs than `test`.
+        DataError: as `read_interactions`; or the held-out pairs of the candidates differ from `test`.
     """
     train = read_interactions(path, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict)
     vocabs = (train.user_vocab, train.item_vocab)
@@ -291,7 +290,7 @@ def _join(parts: list[Int64Array]) -> Int64Array:
 
 
 def _first_of_each(users: Int64Array, items: Int64Array, num_items: int) -> Int64Array:
-    """Positions ``int64[M]``, ascending, of the first appearance of each pair."""
+    """Return positions ``int64[M]``, ascending, of the first appearance of each pair."""
     _, first = np.unique(users * np.int64(num_items) + items, return_index=True)
     positions: Int64Array = np.sort(first).astype(np.int64)
     return positions

@@ -1,4 +1,4 @@
-"""What every form of a file of interactions is read as: batches of labels, with the count of what was left out."""
+"""Base class of readers of interactions: batches of labels, and the number of rows that were left out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class Pairs(ABC):
-    """One opened file of interactions.
+    """Reader of one file of interactions.
 
     Attributes:
-        path: as given, for messages.
-        form: how it is read, for people.
-        emptiness: what it holds when it holds no pairs.
+        path: the given path, for messages.
+        form: how the file is read, as text.
+        emptiness: description of the file if it has no pairs.
         is_strict: a malformed row is an error.
-        malformed: rows left out so far, where that is not so.
-        first_malformed: what was wrong with the first of them.
-        remedy: what to do about it where most rows are so.
-        empty_users: lines of a user without items so far, which hold no pair and are no mistake.
+        malformed: number of rows left out so far, if not strict.
+        first_malformed: the problem of the first malformed row.
+        remedy: advice for a file with mostly malformed rows.
+        empty_users: number of lines of a user without items so far, which are not malformed.
     """
 
     path: str
@@ -34,15 +34,15 @@ class Pairs(ABC):
     first_malformed: str = ""
     remedy: str = ""
     empty_users: int = 0
-    _done: int = 0  # rows that `batches` gave
+    _done: int = 0  # rows that `batches` has returned
     _first_at: int | None = None  # no row before this one is malformed
 
     def check_read(self, num_rows: int) -> None:
-        """Whether what was read can be gone on with, now that all of it was and `num_rows` pairs came of it.
+        """Check a file after all of it was read, with `num_rows` pairs.
 
         Raises:
-            DataError: no pairs; or more rows were malformed than not: that is a file taken for what it is not, and
-                the few rows left would train a model that nobody asked for.
+            DataError: no pairs; or more rows are malformed than not, because then the form of the file was not
+                recognized, and a model of the few other rows would be useless.
         """
         if self.malformed > num_rows:
             total = self.malformed + num_rows
@@ -55,7 +55,7 @@ class Pairs(ABC):
             raise DataError(f"{self.path}: holds no pairs of user and item, only {self.emptiness}")
 
     def whole_rows(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """As `batches`, without rows that lack a label where that is allowed."""
+        """Yield `batches`; if not strict, without rows that lack a label."""
         for batch in self.batches():
             yield batch if self.is_strict else self._with_labels(batch)
             self._done += len(batch[0])
@@ -76,18 +76,18 @@ class Pairs(ABC):
         return batch[0].filter(keep), batch[1].filter(keep)
 
     def _leave_out(self, count: int, problem: str, at: int) -> None:
-        # Arrow parses blocks ahead of the batch that is looked at, so the first told of may not be the first.
+        # Arrow parses blocks ahead of the current batch, so the first reported row may not be the first one.
         self._first_at = at if self._first_at is None else min(self._first_at, at)
         self.first_malformed = self.first_malformed or problem
         self.malformed += count
 
     def _first_problem(self, skip: int) -> str:
-        """Where the first malformed row stands and what is wrong with it; the first `skip` rows are known sound."""
+        """Return place and problem of the first malformed row; the first `skip` rows are known to be sound."""
         return self.first_malformed
 
     @abstractmethod
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """Labels of users and items, two arrays of one length (integers or strings, no nulls) at a time."""
+        """Yield labels of users and items: two arrays of equal length (integers or strings, no nulls)."""
 
     @abstractmethod
     def raise_missing(self, what: str, words: set[str]) -> None:

@@ -1,18 +1,18 @@
-"""From a file of interactions of any size to the dataset of a run's folder, in memory of one budget.
+"""Conversion of a file of interactions of any size to the dataset of a run's folder, within a memory budget.
 
-The same labels, numbers and pairs, in the same files, as `read_dataset` and `save_dataset` would have left, so that
-nothing behind them asks which of the two was at work. What makes that hard, and how it is met:
+The labels, numbers, pairs and files are those of `read_dataset` and `save_dataset`, so later code does not depend on
+which of the two made them. This is done as follows:
 
-1. Labels are numbered by first appearance, in the training file first, and compared as text. Each keeps the place where
-   it first stood; sorted by that place and written in that order, a label's number is its row in the Parquet file.
-2. Whether labels are integers, or stand for a missing value, can only be told once all are known: asked of the
-   distinct labels, before anything else is made.
-3. Of equal pairs the first is kept, and pairs keep the order of the file: a pair's place goes with it through joins and
-   grouping, which keep no order, and the last thing is a sort by it.
-4. What is half done must not pass for a dataset: everything on the way lies in a folder of its own, which is removed;
-   the description comes last and makes the rest count.
+1. Labels are numbered by first appearance, in the training file first, and compared as text. Each label has the place
+   of its first appearance; labels are sorted by this place, so a label's number is its row in the Parquet file.
+2. Whether labels are integers, or mean a missing value, is known only after all labels are read: it is decided from
+   the distinct labels, before the other steps.
+3. Of equal pairs the first is kept, and pairs keep the order of the file: joins and grouping lose the order, so each
+   pair carries its place, and the last step sorts by it.
+4. Unfinished files must not be taken for a dataset: intermediate files are in a folder that is removed, and the
+   description, which makes the files a dataset, is written last.
 
-Reading, with its messages, is `bunkbed.train.data.formats`'s; joins, groups and sorts are DuckDB's.
+`bunkbed.train.data.formats` reads files and reports errors; DuckDB joins, groups and sorts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OnProgress", "prepare_dataset"]
 
-# What is being done, and how many rows of it are done where that is known.
+# Called with a description of the current work, and the number of finished rows if known.
 OnProgress = Callable[[str, int | None], object]
 
-# As `data_encode._INTEGER`: 18 digits always fit int64.
+# As `encode._INTEGER`: 18 digits always fit int64.
 _INTEGER = "(0|-?[1-9][0-9]{0,17})"
 _TOO_LONG = 10**18
 _ROW_GROUP = 1 << 17
@@ -51,7 +51,7 @@ _ROW_GROUP = 1 << 17
 
 @dataclass
 class _Part:
-    """One source file."""
+    """Source file."""
 
     name: str
     pairs: Pairs
@@ -83,18 +83,18 @@ def prepare_dataset(
     strict: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Dataset:
-    """Read interactions into `folder` and open the dataset there, whose pairs and labels stay on disk.
+    """Read interactions into `folder` and open the dataset there; its pairs and labels stay on disk.
 
     Args:
-        folder: made where it does not exist; holds no dataset yet.
+        folder: created if it does not exist; must not contain a dataset.
         path: the training interactions; this and the other arguments are those of
             `bunkbed.train.data.interactions.read_interactions`.
-        ram_bytes: for sorting and grouping; the reader's blocks are beside it.
+        ram_bytes: for sorting and grouping; the reader's blocks are not included.
         test: held-out interactions.
-        on_progress: told what is being done, in words, and how many rows of it are done, or None.
+        on_progress: called with a description of the current work, and its finished rows or None.
 
     Raises:
-        DataError: as `read_dataset`; or DuckDB cannot do with the memory or the disk.
+        DataError: as `read_dataset`; or memory or disk are too small for DuckDB.
         OSError: a file cannot be read or written.
     """
     root = Path(folder)
@@ -122,7 +122,7 @@ class _Preparation:
         self._tell = tell
 
     def run(self) -> dict[str, Any]:
-        """Writes everything but the description, and gives that."""
+        """Write all files but the description, and return the description."""
         self._read()
         cold_users = self._number("user")
         cold_items = self._number("item")
@@ -143,7 +143,7 @@ class _Preparation:
     def _read(self) -> None:
         import pyarrow as pa
 
-        # Labels of two files meet as text where one of the files has text.
+        # Labels of two files are compared as text if one file has text.
         kinds = []
         for side in (0, 1):
             is_number = all(_is_number(part.kinds[side]) for part in self._parts)
@@ -172,7 +172,7 @@ class _Preparation:
             part.pairs.check_read(part.rows)
 
     def _number(self, what: str) -> int:
-        """Writes the labels of one side in the order of their numbers; returns how many are only in the test file."""
+        """Write the labels of one side in the order of their numbers; return how many are only in the test file."""
         import pyarrow as pa
 
         sorter = self._sorter
@@ -211,7 +211,7 @@ class _Preparation:
                 part.pairs.raise_missing(what, words)
 
     def _join(self) -> None:
-        """Every pair once, as numbers, with its first place."""
+        """Make a table of distinct pairs, as numbers, with their first places."""
         import pyarrow.parquet as pq
 
         self._tell("looking for repeated pairs", None)
@@ -239,7 +239,7 @@ class _Preparation:
         return str(name)
 
     def _write_pairs(self, at: int, part: _Part) -> int:
-        """Writes the pairs of a part in the order of its file; returns how many."""
+        """Write the pairs of a part in the order of its file; return their number."""
         import pyarrow as pa
 
         kept = 0
@@ -264,11 +264,11 @@ class _Preparation:
 def _is_number(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_integer(kind)) and kind != pa.uint64()  # whose upper half fits no int64
+    return bool(pa.types.is_integer(kind)) and kind != pa.uint64()  # the upper half of uint64 does not fit int64
 
 
 def _labels(labels: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A batch of labels as the one type that they have here; text without the blanks around it."""
+    """Return a batch of labels as type `kind`; text without surrounding blanks."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -278,7 +278,7 @@ def _labels(labels: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _write(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Row groups as `save_dataset` has them, durably."""
+    """Write row groups as in `save_dataset`, durably."""
     import pyarrow.parquet as pq
 
     temporary = path.with_suffix(".tmp")

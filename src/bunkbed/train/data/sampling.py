@@ -1,8 +1,8 @@
 """The order of pairs, sampled negatives and batches: pure functions of (seed, epoch, step).
 
-Everything random comes from Philox keyed by (seed, stream) and started at a counter of its own for each epoch
-and step, so that a run resumed in the middle of an epoch sees exactly the batches it would have seen. Raw
-bits are used rather than NumPy's distributions, whose streams NumPy may change between releases.
+All random bits come from Philox, keyed by (seed, stream), with a separate counter for each epoch and step. So a run
+that is resumed in the middle of an epoch gets the same batches as an uninterrupted run. Raw bits are used, because
+NumPy may change the streams of its distributions between releases.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ __all__ = [
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-# Draws so many items; every bit is the generator's.
+# Draws a number of items, only from bits of the generator.
 Draw = Callable[[np.random.Philox, int], Int64Array]
 
-# Streams: one for each use, so that no two uses share random bits.
+# One stream for each use, so that no two uses share random bits.
 STREAM_ORDER = 1
 STREAM_NEGATIVES = 2
 STREAM_SPLIT = 3
 STREAM_EVAL = 4
 
-# Tries before the user's unseen items are listed, which takes time in proportion to all items. A user with
-# half of them gets there once in 65,536 negatives.
+# Tries before the user's unseen items are listed, which takes time in proportion to all items. A user with half of
+# the items needs the list once in 65,536 negatives.
 _MAX_TRIES = 16
 
-# Keys and items looked at together where all of them would be too many.
+# Keys and items processed at once, to limit memory.
 _CHUNK = 1 << 20
 
 
 def _philox(seed: int, stream: int, epoch: int, step: int) -> np.random.Philox:
-    # The low counter words are left to the generator: 2^64 blocks for each (epoch, step).
+    # The generator counts in the low words: 2^64 blocks for each (epoch, step).
     return np.random.Philox(key=[seed, stream], counter=[0, 0, step, epoch])
 
 
 def _below(bits: npt.NDArray[np.uint64], count: int, bound: int) -> Int64Array:
-    """`count` numbers below `bound`, from the 32-bit halves of the raw bits.
+    """Return `count` numbers below `bound`, from the 32-bit halves of the raw bits.
 
-    Multiply and shift (Lemire) without its rejection step: the chance of an item is off by at most
+    Multiply and shift (Lemire) without the rejection step: the relative error of an item's probability is at most
     bound / 2^32, which is 0.2 % for ten million items.
     """
     halves = bits.view(np.uint32)[:count].astype(np.uint64)
@@ -70,34 +70,34 @@ def _below(bits: npt.NDArray[np.uint64], count: int, bound: int) -> Int64Array:
 
 
 def random_order(seed: int, stream: int, epoch: int, count: int) -> Int64Array:
-    """A permutation of ``range(count)``: ``int64[count]``, a pure function of the arguments."""
+    """Return a permutation of ``range(count)``: ``int64[count]``, a pure function of the arguments."""
     keys = np.asarray(_philox(seed, stream, epoch, 0).random_raw(count), dtype=np.uint64)
     return _stable_order(keys)
 
 
 def order_keys(seed: int, stream: int, epoch: int) -> Callable[[int], npt.NDArray[np.uint64]]:
-    """The keys that `random_order` sorts by (equal ones by their place), as many at a time as are asked for."""
+    """Return a function that returns the next `n` sort keys of `random_order` (equal keys keep their order)."""
     philox = _philox(seed, stream, epoch, 0)
     return lambda count: np.asarray(philox.random_raw(count), dtype=np.uint64)
 
 
 def first_of_order(seed: int, stream: int, epoch: int, count: int, first: int) -> Int64Array:
-    """``random_order(seed, stream, epoch, count)[:first]``, in memory for `first` rather than `count` numbers."""
+    """Return ``random_order(seed, stream, epoch, count)[:first]``, in memory for `first` instead of `count` numbers."""
     draw = order_keys(seed, stream, epoch)
     keys, places = np.empty(0, np.uint64), np.empty(0, np.int64)
     for start in range(0, count, _CHUNK):
         stop = min(start + _CHUNK, count)
         keys = np.concatenate([keys, draw(stop - start)])
         places = np.concatenate([places, np.arange(start, stop)])
-        best = np.argsort(keys, kind="stable")[:first]  # places ascend among equal keys: they were appended so
+        best = np.argsort(keys, kind="stable")[:first]  # equal keys are appended with ascending places
         keys, places = keys[best], places[best]
     return places
 
 
 def _stable_order(keys: npt.NDArray[np.uint64]) -> Int64Array:
-    """A stable argsort of random keys: by their upper half in two passes of NumPy's radix sort, then by the rest.
+    """Return a stable argsort of random keys: two passes of NumPy's radix sort by the upper half, then by the rest.
 
-    Six times as fast as NumPy's own for 64 bits, which compares; an epoch of a million pairs begins with this.
+    Six times as fast as NumPy's comparison sort for 64 bits; each epoch in memory starts with this sort.
     """
     words = np.ascontiguousarray((keys >> np.uint64(32)).astype(np.uint32)).view(np.uint16).reshape(-1, 2)
     low, high = (0, 1) if sys.byteorder == "little" else (1, 0)
@@ -113,10 +113,10 @@ def _stable_order(keys: npt.NDArray[np.uint64]) -> Int64Array:
 
 
 class SeenPairs:
-    """Which items a user has: a set of pairs.
+    """Set of pairs: the items of each user.
 
-    The core answers, outside the interpreter's lock, so that a batch is made while a step computes. Owns about 12 bytes
-    a pair and, once `clashes` was called, 4 more and 12 bytes a user and an item. Not thread-safe.
+    The core answers without the GIL, so that a batch is made while a step computes. Owns about 12 bytes a pair. After
+    the first `clashes`, it owns 4 more bytes a pair, and 12 bytes a user and an item. Not thread-safe.
     """
 
     def __init__(self, users: Int64Array, items: Int64Array, num_items: int) -> None:
@@ -124,30 +124,29 @@ class SeenPairs:
         self._native = _native.SeenPairs(np.sort(users * num_items + items), num_items)
 
     def contains(self, users: Int64Array, items: Int64Array) -> npt.NDArray[np.bool_]:
-        """For ``int64[N]`` users and items: ``bool[N]``, true where the pair is in the set."""
+        """Return ``bool[N]`` for ``int64[N]`` users and items, true where the pair is in the set."""
         return self._native.contains(users, items)
 
     def clashes(self, users: Int64Array, items: Int64Array) -> Int64Array:
-        """Which of ``int64[M]`` different items which of ``int64[B]`` users has.
+        """Return which of ``int64[M]`` different items each of ``int64[B]`` users has.
 
-        Walks through the users' items, or the items' users where they are fewer, rather than through all B x M
-        questions.
+        Iterates over the users' items, or over the items' users if they are fewer, instead of all B x M pairs.
 
         Returns:
-            ``int64[S]`` places in a matrix of B x M: rows ascend, and in a row they are in no order.
+            ``int64[S]`` places in a matrix of B x M: rows ascend; within a row the places have no order.
         """
         return self._native.clashes(users, items)
 
     def items_of(self, user: int) -> Int64Array:
-        """The items ``int64[M]`` of one user, ascending."""
+        """Return the items ``int64[M]`` of one user, ascending."""
         return self._native.items_of(user)
 
     def replace_by_unseen(
         self, users: Int64Array, items: Int64Array, at: Int64Array, random: npt.NDArray[np.uint64]
     ) -> None:
-        """Put at ``items[at]`` an item its user has not, chosen by ``random uint64[len(at)]``.
+        """Replace ``items[at]`` by items that the user does not have, chosen by ``random uint64[len(at)]``.
 
-        The slow and sure way, for users who have most items. One who has all of them keeps what stands there.
+        Slow but certain, for users with most items. For a user with all items, the item is not changed.
         """
         for user in np.unique(users[at]).tolist():
             unseen = np.setdiff1d(np.arange(self._num_items), self.items_of(user))
@@ -158,17 +157,17 @@ class SeenPairs:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step's pairs.
+    """Pairs of one step.
 
     Attributes:
         users: ``int64[B]``.
         items: ``int64[B, 1 + K]``: each user's positive, then its own negatives; or, with shared negatives,
             ``int64[B + K]``: the positives, then the negatives, all different.
-        log_q: where it was asked for, what to take off the score of each of `items` before a softmax: ``float32`` of
-            their shape, the logarithm of how likely the item was to be drawn (with shared negatives, divided by how
-            often it was drawn).
-        seen: with shared negatives, which of them which user has: ``int64[S]`` places in the matrix of B x K
-            scores, row by row. None where that was not asked.
+        log_q: optional, to subtract from the score of each of `items` before a softmax: ``float32`` of their shape,
+            the logarithm of the probability that the item is drawn (with shared negatives, divided by the number of
+            times that it was drawn).
+        seen: with shared negatives, the negatives that a user has: ``int64[S]`` places in the matrix of B x K
+            scores, row by row. None without `SeenPairs`.
     """
 
     users: Int64Array
@@ -178,14 +177,14 @@ class Batch:
 
 
 class PairOrder(Protocol):
-    """The pairs to train on, as each epoch takes them."""
+    """Protocol of the order of the training pairs in each epoch."""
 
     def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
-        """``int64`` users and items of places ``[first, last)`` of the epoch, cut short at its end."""
+        """Return ``int64`` users and items of places ``[first, last)`` of the epoch, fewer at its end."""
 
 
 class _OrderInMemory:
-    """A `PairOrder` that holds the order of one epoch: 8 bytes a pair. Not thread-safe."""
+    """`PairOrder` with the order of one epoch in memory: 8 bytes a pair. Not thread-safe."""
 
     def __init__(self, pairs: Interactions, seed: int) -> None:
         self._pairs = pairs
@@ -200,20 +199,20 @@ class _OrderInMemory:
 
 
 class BatchSource:
-    """Batches of positive pairs with sampled negatives; any batch can be asked for at any time.
+    """Source of batches of positive pairs with sampled negatives; batches can be requested in any order.
 
-    Owns the order of one epoch (8 bytes a pair) unless it is given one, when it rejects seen items a `SeenPairs`, and
-    with `log_q` 4 bytes an item. Not thread-safe: the order is cached.
+    Owns the order of one epoch (8 bytes a pair) unless `order` is given, and with `log_q` 4 bytes an item. Not
+    thread-safe: the order is cached.
 
     Args:
         shared: one set of negatives for all pairs of a step.
-        popular: draw an item in proportion to 1 + its pairs, rather than every item alike.
-        log_q: batches say how likely their items were; None where all are alike.
-        seen: pairs never to be sampled as negatives, or None to sample any item.
-        order: gives every epoch's pairs, in the order that `random_order` has; None holds it in memory.
+        popular: draw items in proportion to 1 + their pairs, instead of uniformly.
+        log_q: set `Batch.log_q` for items that are drawn by popularity.
+        seen: pairs that are never sampled as negatives, or None to sample any item.
+        order: every epoch's pairs, in the order of `random_order`; None makes the order in memory.
 
     Raises:
-        ValueError: no pairs to train on, more shared negatives than items, or more items than can be drawn from.
+        ValueError: no training pairs, more shared negatives than items, or too many items to draw from.
     """
 
     def __init__(
@@ -254,11 +253,11 @@ class BatchSource:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every pair was a positive once; the last batch may be smaller."""
+        """Steps in which every pair is a positive once; the last batch may be smaller."""
         return -(-len(self._pairs) // self._batch_size)
 
     def batch(self, epoch: int, step: int) -> Batch:
-        """Batch `step` (from 0) of an epoch."""
+        """Return batch `step` (from 0) of an epoch."""
         users, positives = self._order.pairs(epoch, step * self._batch_size, (step + 1) * self._batch_size)
         random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
         if self._shared:
@@ -278,11 +277,11 @@ class BatchSource:
         return Batch(users, items, log_q=None if self._log_q is None else self._log_q[items])
 
     def _draw(self, random: np.random.Philox, count: int) -> Int64Array:
-        """Items, of which the same may come again."""
+        """Draw items, with repetitions."""
         pairs = self._pairs
         if not self._popular:
             return _draw(random, count, pairs.num_items)
-        # A pair's item, or any item: so that each has a chance, and the logarithm of it is finite.
+        # Draws the item of a pair, or any item, so that each item's probability is positive and its logarithm finite.
         items = _draw(random, count, len(pairs) + pairs.num_items)
         of_pairs = items < len(pairs)
         items[~of_pairs] -= len(pairs)
@@ -290,27 +289,27 @@ class BatchSource:
         return items
 
     def _shared_negatives(self, random: np.random.Philox) -> tuple[Int64Array, Int64Array]:
-        """Different items, and how often each was drawn."""
+        """Return different items, and how often each was drawn."""
         if not self._popular:
             negatives = _distinct_items(random, self._negatives, self._pairs.num_items)
             return negatives, np.ones(len(negatives), dtype=np.int64)
         return np.unique(self._draw(random, self._negatives), return_counts=True)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from step `first` on."""
+        """Yield the batches of an epoch from step `first` on."""
         for step in range(first, self.steps_per_epoch):
             yield self.batch(epoch, step)
 
 
 class BatchesAhead:
-    """Batches of a `BatchSource` in order, made in a thread of their own a few steps before they are asked for.
+    """Batches of a `BatchSource` in order, made in a separate thread a few steps ahead.
 
-    Which thread makes a batch, and when, changes nothing in it. Owns the thread until `close`; the source must not be
-    used beside it. One thread asks.
+    A batch does not depend on the thread that makes it, or on the time. Owns the thread until `close`; the source must
+    not be used elsewhere meanwhile. One thread may call the methods.
 
     Args:
         depth: batches made ahead, at least 1.
-        epochs: the last epoch; nothing beyond it is made before it is asked for.
+        epochs: the last epoch; batches after it are not made ahead.
     """
 
     def __init__(self, source: BatchSource, *, depth: int, epochs: int) -> None:
@@ -321,10 +320,10 @@ class BatchesAhead:
         self._made: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from step `first` on; the last ones are followed by the next epoch's in the thread.
+        """Yield the batches of an epoch from step `first` on; then the thread makes batches of the next epoch.
 
         Raises:
-            Exception: what making the batch raised, where it would have come.
+            Exception: the error of making a batch, at the place of the batch.
         """
         for step in range(first, self._source.steps_per_epoch):
             if not self._made or self._made[0][0] != (epoch, step):
@@ -355,9 +354,9 @@ class BatchesAhead:
 
 
 def sample_unseen(seed: int, stream: int, owners: Int64Array, num_items: int, seen: SeenPairs) -> Int64Array:
-    """For ``int64[N]`` users an item each that its user has not: ``int64[N]``, fixed by the arguments.
+    """Return an unseen item for each of ``int64[N]`` users: ``int64[N]``, a pure function of the arguments.
 
-    Uniform over the user's unseen items; any item for a user who has them all.
+    Uniform over the user's unseen items; any item for a user with all items.
     """
     return _sample_items(_philox(seed, stream, 0, 0), owners, partial(_draw, bound=num_items), seen)
 
@@ -368,8 +367,8 @@ def _draw(random: np.random.Philox, count: int, bound: int) -> Int64Array:
 
 
 def _distinct_items(random: np.random.Philox, count: int, num_items: int) -> Int64Array:
-    """`count` different items, in the order in which they were drawn."""
-    if 2 * count > num_items:  # drawing would seldom find the last ones
+    """Return `count` different items, in the order of drawing."""
+    if 2 * count > num_items:  # drawing would rarely find the last items
         return _stable_order(np.asarray(random.random_raw(num_items), dtype=np.uint64))[:count]
     items = np.empty(0, dtype=np.int64)
     while len(items) < count:
@@ -380,9 +379,9 @@ def _distinct_items(random: np.random.Philox, count: int, num_items: int) -> Int
 
 
 def _log_popularity(pairs: Interactions) -> Float32Array:
-    """``float32[num_items]``: the logarithm of how likely `BatchSource._draw` is to draw an item by popularity."""
+    """Return ``float32[num_items]``: logarithms of the probabilities of `BatchSource._draw` by popularity."""
     counts = np.ones(pairs.num_items, dtype=np.int64)
-    for _, items in pairs.batches():  # np.bincount makes int64 of what it is given
+    for _, items in pairs.batches():  # np.bincount converts its argument to int64
         counts += np.bincount(items, minlength=pairs.num_items)
     likely: Float32Array = np.log(counts / counts.sum()).astype(np.float32)
     return likely

@@ -1,4 +1,4 @@
-"""Sorting, grouping and joining more rows than RAM holds: DuckDB, told where to spill and how much it may hold."""
+"""Sorting, grouping and joining more rows than RAM holds, with DuckDB, a spill folder and a memory limit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST_BYTES", "Sorter"]
 
-#: Less than this DuckDB cannot work in.
+#: DuckDB cannot work in less memory.
 LEAST_BYTES = 64 << 20
 _BYTES_A_THREAD = 64 << 20
-# A multiple of DuckDB's own vectors, so that batches come full; also the rows of a row group on disk.
+# A multiple of DuckDB's vectors, so that batches are full; also the rows of a row group on disk.
 _BATCH_ROWS = 1 << 17
 
 
 class Sorter:
-    """A DuckDB database in a folder of its own; a context manager that leaves nothing of it behind.
+    """Temporary DuckDB database in a folder; a context manager that removes the folder at the end.
 
-    One thread at a time. Memory: `ram_bytes`, but at least `LEAST_BYTES`, for what DuckDB holds; the batches that go in
-    and come out are beside that, a few MiB each.
+    One thread at a time. Memory: `ram_bytes`, but at least `LEAST_BYTES`, for DuckDB. Input and output batches take a
+    few MiB each in addition.
 
     Args:
-        folder: made, emptied first where it exists, removed at the end.
-        is_stored: tables lie in a file rather than in memory with what does not fit spilled.
+        folder: created, emptied first if it exists, removed at the end.
+        is_stored: store tables in a file, instead of in memory with spilling.
     """
 
     def __init__(self, folder: Path, ram_bytes: int, *, is_stored: bool = False) -> None:
@@ -48,7 +48,7 @@ class Sorter:
             "memory_limit": f"{self._ram_bytes // 1000}KB",
             "temp_directory": str(folder / "spill"),
             "threads": threads,
-            "preserve_insertion_order": False,  # a query that wants an order asks for it
+            "preserve_insertion_order": False,  # queries that need an order use ORDER BY
             "enable_external_access": True,
         }
         try:
@@ -67,40 +67,40 @@ class Sorter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def stream(self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-        """Names a stream of batches, which one query may read once."""
+        """Name a stream of batches, which one query may read once."""
         import pyarrow as pa
 
         self._connection.register(name, pa.RecordBatchReader.from_batches(schema, self._guarded(batches)))
 
     def run(self, sql: str) -> None:
-        """One statement without an answer.
+        """Run one statement without result.
 
         Raises:
-            DataError: DuckDB cannot: memory, disk.
-            Exception: what a stream it read raised.
+            DataError: memory or disk are too small for DuckDB.
+            Exception: the error of a stream that the statement read.
         """
         with self._errors():
             self._connection.execute(sql)
 
     def row(self, sql: str) -> tuple[Any, ...]:
-        """The only row of an answer; raises as `run` does."""
+        """Return the only row of a result; raises as `run` does."""
         with self._errors():
             (answer,) = self._connection.execute(sql).fetchall()
             return tuple(answer)
 
     def column(self, sql: str) -> list[Any]:
-        """The first column of a short answer; raises as `run` does."""
+        """Return the first column of a short result; raises as `run` does."""
         with self._errors():
             return [answer[0] for answer in self._connection.execute(sql).fetchall()]
 
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
-        """A long answer, some 131,072 rows at a time; raises as `run` does."""
+        """Yield a long result, about 131,072 rows at a time; raises as `run` does."""
         with self._errors():
-            # `execute` would hold the whole answer, `sql` hands it out as it comes.
+            # `execute` would hold the whole result in memory; `sql` streams it.
             yield from self._connection.sql(sql).to_arrow_reader(_BATCH_ROWS)
 
     def _guarded(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Keeps what a stream raises: DuckDB would hand on no more than its text."""
+        """Yield batches and keep the error of a stream: DuckDB would pass on only its text."""
         try:
             yield from batches
         except BaseException as error:
@@ -112,7 +112,7 @@ class Sorter:
 
 
 class _Errors:
-    """Tells DuckDB's errors in our words, and those of a stream in its own."""
+    """Context manager that converts DuckDB's errors to `DataError`, and raises the original error of a stream."""
 
     def __init__(self, sorter: Sorter) -> None:
         self._sorter = sorter
@@ -128,7 +128,7 @@ class _Errors:
             return
         if sorter._failure is not None and error is not sorter._failure:
             raise sorter._failure from None
-        if isinstance(error, RuntimeError) and str(error) == "Query interrupted":  # how DuckDB tells of Ctrl-C
+        if isinstance(error, RuntimeError) and str(error) == "Query interrupted":  # DuckDB's error for Ctrl-C
             raise KeyboardInterrupt from None
         if isinstance(error, sorter._duckdb.OutOfMemoryException):
             raise DataError(

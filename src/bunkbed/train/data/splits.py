@@ -18,20 +18,20 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pairs to train on, and pairs held out (None when nothing is)."""
+    """Training pairs, and held-out pairs (None if no pairs are held out)."""
 
     train: Interactions
     valid: Interactions | None
 
 
 def split(interactions: Interactions, config: TrainConfig) -> Split:
-    """Hold out what `config.valid` asks for: a pure function of the pairs, `valid` and `seed`.
+    """Hold out pairs as `config.valid` says: a pure function of the pairs, `valid` and `seed`.
 
-    A user with one pair keeps it for training. A fraction is rounded to the nearest number of a user's pairs,
-    and never takes all of them.
+    A user with one pair keeps it for training. A fraction is rounded to the nearest number of a user's pairs, but one
+    pair always remains for training.
 
     Raises:
-        ValueError: no user has two pairs, or no user has enough for the fraction.
+        ValueError: no user has two pairs, or no user has enough pairs for the fraction.
     """
     if config.valid == "none":
         return Split(interactions, None)
@@ -41,7 +41,7 @@ def split(interactions: Interactions, config: TrainConfig) -> Split:
     else:
         place = np.empty(len(users), dtype=np.int64)
         place[random_order(config.seed, STREAM_SPLIT, 0, len(users))] = np.arange(len(users))
-    order = np.lexsort((place, users))  # by user, the pairs to hold out at each user's end
+    order = np.lexsort((place, users))  # by user, with the pairs to hold out last
     counts = np.bincount(users, minlength=interactions.num_users)
     ends = np.cumsum(counts)
     if config.valid_fraction is None:

@@ -1,4 +1,4 @@
-"""A dataset kept in a run's folder, so that resuming, evaluating and recommending need no other file."""
+"""Storage of a dataset in a run's folder, so that resuming, evaluating and recommending need no other file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PathLike = str | os.PathLike[str]
 
 
 def save_dataset(folder: PathLike, dataset: Dataset) -> None:
-    """Write a dataset as Parquet files in `folder`, durably; the description comes last and makes it whole.
+    """Write a dataset as Parquet files in `folder`, durably; the description is written last and completes it.
 
     Raises:
         OSError: the folder cannot be written.
@@ -57,15 +57,15 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
 
 
 def write_description(root: Path, about: dict[str, Any]) -> None:
-    """What makes the files in a folder a dataset: written last, durably and all at once."""
+    """Write the description, which makes the files in a folder a dataset: last, durably and atomically."""
     replace_file(root / "dataset.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
 def load_dataset(folder: PathLike) -> Dataset:
-    """Read what `save_dataset` wrote.
+    """Read a dataset of `save_dataset`.
 
     Raises:
-        DataError: no dataset there, or it is not whole.
+        DataError: no dataset, or it is incomplete.
     """
     import pyarrow as pa
 
@@ -100,10 +100,10 @@ def load_dataset(folder: PathLike) -> Dataset:
 
 
 def open_dataset(folder: PathLike) -> Dataset:
-    """The same as `load_dataset` gives, with pairs and labels left on disk until they are asked for.
+    """Open a dataset of `save_dataset`, with pairs and labels on disk until they are read.
 
     Raises:
-        DataError: no dataset there, it is not whole, or it has candidates, which are only read into memory.
+        DataError: no dataset, it is incomplete, or it has candidates, which `load_dataset` reads into memory.
     """
     import pyarrow as pa
 
@@ -126,10 +126,10 @@ def open_dataset(folder: PathLike) -> Dataset:
 
 
 def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
-    """Only the labels of users and items that `save_dataset` wrote, left on disk.
+    """Open only the labels of users and items of `save_dataset`, on disk.
 
     Raises:
-        DataError: no dataset there, or it is damaged.
+        DataError: no dataset, or it is damaged.
     """
     root = Path(folder)
     try:
@@ -139,7 +139,7 @@ def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
 
 
 def seen_items(folder: PathLike, user: int) -> Int64Array:
-    """Items ``int64[M]`` of one user's training pairs, streamed from the saved dataset, in file order."""
+    """Return items ``int64[M]`` of one user's training pairs, streamed from the saved dataset, in file order."""
     parts = [np.empty(0, np.int64)]
     with opened(Path(folder) / "train.parquet") as file:
         for group in range(file.num_row_groups):
@@ -160,7 +160,7 @@ def _write(path: Path, columns: dict[str, pa.Array]) -> None:
     import pyarrow.parquet as pq
 
     temporary = path.with_suffix(".tmp")
-    # Small row groups: `seen_items` skips those whose bounds leave the user out.
+    # Small row groups: `seen_items` skips groups whose bounds exclude the user.
     with make_file(temporary) as file:
         pq.write_table(pa.table(columns), file, compression="zstd", row_group_size=1 << 17, write_page_checksum=True)
     put_in_place(temporary, path)

@@ -1,6 +1,6 @@
-"""Interactions and labels that stay in their Parquet files and are read a part at a time.
+"""Interactions and labels that stay in their Parquet files and are read in parts.
 
-Both may be used wherever `Interactions` and `Vocab` are: what they are asked for whole they read whole.
+The classes can be used as `Interactions` and `Vocab`; properties of whole arrays read the whole file.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ __all__ = ["StoredInteractions", "StoredVocab", "opened"]
 
 @contextmanager
 def opened(path: Path) -> Iterator[ParquetFile]:
-    """A Parquet file of a saved dataset, to read from.
+    """Open a Parquet file of a saved dataset for reading.
 
     Raises:
-        DataError: it is damaged, which may show only when a part is read. FileNotFoundError: it is not there.
+        DataError: it is damaged; this may be found only when a part is read. FileNotFoundError: it does not exist.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not path.exists():  # Arrow's own error has no name in it
+    if not path.exists():  # Arrow's own error has no file name
         raise FileNotFoundError(2, "no such file", str(path))
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
     except (pa.ArrowException, OSError, KeyError) as error:
-        if getattr(error, "errno", None) is not None:  # the system's, of a file that may be whole
+        if getattr(error, "errno", None) is not None:  # an error of the system; the file may be sound
             raise
-        why = " ".join(str(error).split())  # Arrow's go over several lines
+        why = " ".join(str(error).split())  # Arrow's messages have several lines
         raise DataError(
             f"{path}: is damaged ({why}); put a copy of it back, or start a new run from the interactions"
         ) from error
 
 
 class StoredVocab(Vocab):
-    """Labels in a Parquet file; nothing is held between calls. A call reads the file through, `decode` parts of it."""
+    """`Vocab` in a Parquet file, without data in memory between calls. Calls read the whole file, `decode` parts."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -61,7 +61,7 @@ class StoredVocab(Vocab):
 
     @property
     def array(self) -> pa.Array:
-        """Every label, read anew."""
+        """Read and return all labels."""
         with opened(self._path) as file:
             return Vocab(file.read()["label"].combine_chunks()).array
 
@@ -107,13 +107,13 @@ class StoredVocab(Vocab):
         return labels
 
     def nearest(self, label: Label, *, count: int = 3) -> list[Label]:
-        """As `Vocab.nearest`: the best of the best of each part."""
+        """As `Vocab.nearest`, from the nearest labels of each part."""
         near = [found for _, part in self._parts() for found in part.nearest(label, count=count)]
         return Vocab.of(near).nearest(label, count=count) if near else []
 
 
 class StoredInteractions(Interactions):
-    """Pairs in a Parquet file of columns ``user`` and ``item``; `batches` reads them a row group at a time."""
+    """`Interactions` in a Parquet file of columns ``user`` and ``item``; `batches` reads one row group at a time."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class StoredInteractions(Interactions):
             "first_malformed": first_malformed,
             "empty_users": empty_users,
         }
-        for name, value in fields.items():  # a frozen dataclass lets nobody else set them
+        for name, value in fields.items():  # a frozen dataclass allows no other way to set fields
             object.__setattr__(self, name, value)
 
     _path: Path
@@ -150,12 +150,12 @@ class StoredInteractions(Interactions):
 
     @property
     def users(self) -> Int64Array:
-        """All of them, read anew."""
+        """All users; each access reads the file."""
         return self._read("user")
 
     @property
     def items(self) -> Int64Array:
-        """All of them, read anew."""
+        """All items; each access reads the file."""
         return self._read("item")
 
     def _read(self, column: str) -> Int64Array:

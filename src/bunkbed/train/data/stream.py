@@ -1,22 +1,22 @@
-"""Training pairs that stay on disk: split, seen items and the order of every epoch, with the bits they have in memory.
+"""Training pairs on disk: split, seen items and the order of every epoch, with the same bits as in memory.
 
-What is in memory otherwise, for N pairs of U users, and what takes its place here:
+For N pairs of U users, these replace the structures in memory as follows:
 
-1. *The split* needs every user's pairs together, in an order that `random_order` gives all pairs (8 N bytes, and as
-   much again four times while sorting). Here each pair goes through one sort by (user, key, place), where `key` is what
-   `random_order` sorts by: a user's pairs then come out together, those to hold out last.
-2. *Seen items* are a hash of all pairs (12 N bytes). The same sort gives them as one file of items, user by user, and
-   one of where each user's begin. A batch reads those of its own users and asks the same native set of them alone.
-3. *The order of an epoch* (8 N bytes, and random access to 16 N bytes of pairs) is a sort by (key, place) into one file
-   an epoch, which batches then read from front to back. It is made when the epoch's first batch is asked for, in the
-   thread that makes batches.
-4. *Evaluations* ask a number of users (`eval_users`), and hold only their pairs.
+1. *The split* needs every user's pairs together, in the order of `random_order` over all pairs (in memory 8 N bytes,
+   and four times as much while sorting). Here one sort by (user, key, place) is used, where `key` is the sort key of
+   `random_order`: a user's pairs are then adjacent, with the pairs to hold out last.
+2. *Seen items* are a hash of all pairs in memory (12 N bytes). Here the same sort writes one file of items, user by
+   user, and one file with the start of each user. A batch reads the items of its users into the same native set.
+3. *The order of an epoch* (in memory 8 N bytes, and random access to 16 N bytes of pairs) is here a sort by
+   (key, place) into one file per epoch, which batches read sequentially. The thread that makes batches writes the file
+   when the epoch's first batch is requested.
+4. *Evaluations* use a number of users (`eval_users`), and hold only their pairs.
 
-Sorts are DuckDB's, in the share of the budget that tables do not have (`TrainConfig.data_ram_bytes`); files are raw
-integers, read where they are needed, through the page cache, which the kernel takes back as it must. All of it is
-derived: made in a folder of another name, renamed when whole and durable, made again where it is missing, or where
-another split was asked for, or one of other pairs. A file that is there is whole; whether it still has the bytes that
-were written is asked once, when it is opened again: a flipped bit would train on pairs that nobody gave.
+DuckDB sorts, within the part of the budget that tables do not use (`TrainConfig.data_ram_bytes`). Files are raw
+integers, read through the page cache, which the kernel can reclaim. All files are derived: written in a folder of
+another name, renamed when complete and durable, and written again if they are missing or belong to another split or
+other pairs. An existing file is complete. Its checksum is verified once, when it is opened again, because a flipped bit
+would train on wrong pairs.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ __all__ = [
     "pairs_of_some",
 ]
 
-#: Where a run's folder has what is made here.
+#: The folder of these files in a run's folder.
 STREAM_FOLDER = "stream"
 
 _VERSION = 2
 _CHUNK = 1 << 20
 _DESCRIPTION = "split.json"
 _BLOCK_BYTES = 1 << 20
-_SUM = np.dtype("<u4")  # what an epoch's file ends with: the crc32 of its records
+_SUM = np.dtype("<u4")  # an epoch's file ends with the crc32 of its records
 
 
 class StreamedSplit:
-    """What `bunkbed.train.data.splits.split` gives, on disk, with what batches need of it.
+    """The result of `bunkbed.train.data.splits.split` on disk, with the files for batches.
 
     Attributes:
-        train: pairs to train on, in file order; mapped from their file.
-        valid: pairs held out, in file order; None when nothing is.
-        folder: where the files lie.
+        train: training pairs, in file order; mapped from their file.
+        valid: held-out pairs, in file order; None if no pairs are held out.
+        folder: the folder of the files.
     """
 
     def __init__(self, pairs: Interactions, folder: Path, about: dict[str, Any]) -> None:
@@ -88,20 +88,20 @@ class StreamedSplit:
         self.valid = part("valid") if about["valid"] else None
 
     def seen(self) -> StoredSeenPairs:
-        """The pairs to train on as a set."""
+        """Return the training pairs as a set."""
         return StoredSeenPairs(self.folder, self._num_users, self._num_items, len(self.train))
 
     def order(self, config: TrainConfig) -> StoredOrder:
-        """The pairs to train on in each epoch's order."""
+        """Return the training pairs in each epoch's order."""
         return StoredOrder(self.train, self.folder, config)
 
 
 def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> StreamedSplit:
-    """The split that `config` asks for, made in `folder` unless it is there.
+    """Open the split of `config` in `folder`; make it if it does not exist.
 
     Raises:
-        ValueError: nothing can be held out, as `bunkbed.train.data.splits.split`.
-        DataError: a file there is damaged; DuckDB cannot do with the memory or the disk.
+        ValueError: no pairs can be held out, as `bunkbed.train.data.splits.split`.
+        DataError: a file is damaged, or memory or disk are too small for DuckDB.
         OSError: the folder cannot be written.
     """
     wanted = {
@@ -141,7 +141,7 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
 
 
 class _Making:
-    """Makes the files of a `StreamedSplit`."""
+    """Writer of the files of a `StreamedSplit`."""
 
     def __init__(self, pairs: Interactions, config: TrainConfig, folder: Path) -> None:
         self._pairs = pairs
@@ -162,9 +162,9 @@ class _Making:
         return counts
 
     def _sort(self) -> npt.NDArray[np.bool_]:
-        """Writes the seen items of every user; returns which pairs are held out, mapped from a file."""
+        """Write the seen items of every user; return which pairs are held out, mapped from a file."""
         pairs, config = self._pairs, self._config
-        # Held out are the last of a user's pairs, by their place in the file or in a random order of all.
+        # A user's last pairs are held out, by place in the file or in a random order of all pairs.
         is_random = config.valid not in ("none", "last")
         draw = order_keys(config.seed, STREAM_SPLIT, 0) if is_random else None
         schema = _schema(self._kinds)
@@ -193,7 +193,7 @@ class _Making:
         return is_held
 
     def _held(self, users: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which of some users' pairs are held out: ``bool[n]`` for ascending ``users int64[n]``."""
+        """Return which pairs are held out: ``bool[n]`` for ascending ``users int64[n]``."""
         config = self._config
         _, at, counts = np.unique(users, return_inverse=True, return_counts=True)
         if config.valid == "none":
@@ -204,7 +204,7 @@ class _Making:
         return is_held
 
     def _part(self, is_held: npt.NDArray[np.bool_]) -> dict[str, int]:
-        """Writes both sides of the split in file order; returns how many pairs each has."""
+        """Write both sides of the split in file order; return the number of pairs of each."""
         counts = {"train": 0, "valid": 0}
         files = {
             (name, column): (self._folder / f"{name}.{column}").open("wb")
@@ -227,7 +227,7 @@ class _Making:
 
 
 class StoredSeenPairs(SeenPairs):
-    """A `SeenPairs` in files: each call reads the items of its own users. Not thread-safe; owns the mappings."""
+    """`SeenPairs` in files: each call reads the items of its users. Not thread-safe; owns the mappings."""
 
     def __init__(self, folder: Path, num_users: int, num_items: int, num_pairs: int) -> None:
         self._num_items = num_items
@@ -235,7 +235,7 @@ class StoredSeenPairs(SeenPairs):
         self._items = _Scattered(folder / "seen.items", _kind(num_items), num_pairs)
 
     def _of(self, users: Int64Array) -> tuple[_native.SeenPairs, Int64Array]:
-        """The pairs of some users, who are numbered anew there: ``int64[N]``."""
+        """Return the pairs of some users with new user numbers, and these numbers: ``int64[N]``."""
         known, numbers = np.unique(users, return_inverse=True)
         self._starts.want(known, known + 2)
         starts = self._starts.values[known]
@@ -263,11 +263,11 @@ class StoredSeenPairs(SeenPairs):
 
 
 class StoredOrder:
-    """A `bunkbed.train.data.sampling.PairOrder` of one file an epoch.
+    """`bunkbed.train.data.sampling.PairOrder` with one file per epoch.
 
     Not thread-safe; owns its files, `close` removes them.
 
-    Making one takes a sort of all pairs and twice their bytes on disk, and some more to spill.
+    Making a file sorts all pairs. It needs twice their bytes on disk, and more to spill.
     """
 
     def __init__(self, pairs: Interactions, folder: Path, config: TrainConfig) -> None:
@@ -313,24 +313,24 @@ class StoredOrder:
         put_in_place(making, path)
 
     def _is_whole(self, path: Path) -> bool:
-        """Whether an earlier process left the epoch's file as it was made."""
+        """Return whether the epoch's file of an earlier process is complete and undamaged."""
         length = len(self._pairs) * self._record.itemsize
         if path.stat().st_size != length + _SUM.itemsize:
             return False
         return _sum_of(path, length) == int(np.fromfile(path, _SUM, offset=length)[0])
 
     def close(self) -> None:
-        """Removes the file of the epoch; it is made again where it is asked for."""
+        """Remove the file of the epoch; `pairs` makes it again."""
         for path in self._folder.glob("epoch-*"):
             path.unlink()
         self._epoch = None
 
 
 def pairs_of_some(pairs: Interactions, count: int, seed: int) -> tuple[Interactions, npt.NDArray[np.bool_]]:
-    """The pairs of `count` users, drawn by seed as `bunkbed.train.evaluate.evaluator` draws them; 0: of all.
+    """Return the pairs of `count` users, drawn by seed as in `bunkbed.train.evaluate.evaluator`; 0: of all users.
 
     Returns:
-        The pairs, in memory, and which users they are of: ``bool[num_users]``.
+        The pairs, in memory, and a mask of their users: ``bool[num_users]``.
     """
     has = np.zeros(pairs.num_users, dtype=np.bool_)
     for users, _ in pairs.batches():
@@ -350,7 +350,7 @@ def pairs_of_some(pairs: Interactions, count: int, seed: int) -> tuple[Interacti
 
 
 def pairs_of(pairs: Interactions, users: npt.NDArray[np.bool_]) -> Interactions:
-    """The pairs, in memory, of the users ``bool[num_users]``."""
+    """Return the pairs, in memory, of the users ``bool[num_users]``."""
     parts = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for some_users, some_items in pairs.batches():
         mine = users[some_users]
@@ -383,11 +383,11 @@ def _keyed(
 
 
 def _whole_users(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Int64Array, Int64Array, Int64Array]]:
-    """Columns of batches that ascend by the first, cut where it changes."""
+    """Yield columns of batches, sorted by the first column, cut between users."""
     kept: list[Int64Array] = [np.empty(0, np.int64)] * 3
     for batch in batches:
         joined = [np.concatenate([old, column.to_numpy()]) for old, column in zip(kept, batch.columns, strict=True)]
-        last = int(np.searchsorted(joined[0], joined[0][-1]))  # the last user may go on in the next batch
+        last = int(np.searchsorted(joined[0], joined[0][-1]))  # pairs of the last user may continue in the next batch
         if last:
             yield joined[0][:last], joined[1][:last], joined[2][:last]
         kept = [column[last:] for column in joined]
@@ -396,26 +396,26 @@ def _whole_users(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Int64Array
 
 
 def _kind(count: int) -> np.dtype[Any]:
-    """The integers that number so many."""
+    """Return the integer type for numbers below `count`."""
     return np.dtype(np.int32 if count <= 2**31 else np.int64)
 
 
 class _Scattered:
-    """A file of numbers of which few are wanted at a time, here and there: mapped, and asked for before it is read.
+    """Mapped file of numbers for random access, with prefetching.
 
-    A read of a page that is not in memory waits for the disk, one after another; asked for together, a disk gives many
-    at once. Owns the mapping.
+    Reads of pages that are not in memory wait for the disk one after another; prefetches are served concurrently. Owns
+    the mapping.
     """
 
     def __init__(self, path: Path, kind: np.dtype[Any], count: int) -> None:
         self._map = _map(path, kind, count)
-        #: All of them, read-only.
+        #: All numbers, read-only.
         self.values = np.frombuffer(self._map or b"", kind)
         if self._map is not None:
-            self._map.madvise(mmap.MADV_RANDOM)  # no neighbours of what is asked for
+            self._map.madvise(mmap.MADV_RANDOM)  # no read-ahead
 
     def want(self, first: Int64Array, last: Int64Array) -> None:
-        """Begins to read ``values[first[i]:last[i]]`` for every i; does not wait."""
+        """Start to read ``values[first[i]:last[i]]`` for every i, without waiting."""
         if self._map is None:
             return
         size = self.values.itemsize
@@ -426,12 +426,12 @@ class _Scattered:
 
 
 def _mapped(path: Path, kind: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    """``kind[count]`` of a file, read-only; raises as `_map` does."""
+    """Return ``kind[count]`` of a file, read-only; raises as `_map` does."""
     return np.frombuffer(_map(path, kind, count) or b"", kind)
 
 
 def _map(path: Path, kind: np.dtype[Any], count: int) -> mmap.mmap | None:
-    """The bytes of ``kind[count]``; None for none.
+    """Map the bytes of ``kind[count]``; return None for 0 bytes.
 
     Raises:
         DataError: the file is missing or of another length.
@@ -449,7 +449,7 @@ def _damaged(path: Path) -> DataError:
 
 
 def _sums_of(pairs: Interactions) -> list[int]:
-    """The crc32 of all users and of all items, as int64 and in order: the same however the pairs are kept."""
+    """Return the crc32 of all users and of all items, as int64 in order, independent of the storage of the pairs."""
     sums = [0, 0]
     for batch in pairs.batches():
         for at, column in enumerate(batch):
@@ -458,7 +458,7 @@ def _sums_of(pairs: Interactions) -> list[int]:
 
 
 def _sum_of(path: Path, length: int | None = None) -> int:
-    """The crc32 of a file, or of its first `length` bytes."""
+    """Return the crc32 of a file, or of its first `length` bytes."""
     found, left = 0, path.stat().st_size if length is None else length
     with path.open("rb") as file:
         while left and (block := file.read(min(_BLOCK_BYTES, left))):

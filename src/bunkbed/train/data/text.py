@@ -1,4 +1,4 @@
-"""A text file of interactions before anybody knows its form: unpacked, checked to be text, read by lines."""
+"""Text file of interactions of unknown form: unpacks it, checks that it is text, reads lines."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _OTHER_ARCHIVES = {
 
 
 class TextFile:
-    """A text file, plain or gzip, that can be opened again and again.
+    """Text file, plain or gzip, that can be opened repeatedly.
 
     Attributes:
-        blank_lines_above: how many stand before the first that is not blank; known after `sample_lines`.
+        blank_lines_above: number of blank lines before the first other line; set by `sample_lines`.
 
     Raises:
         DataError: empty, an archive of another kind, damaged gzip.
@@ -53,26 +53,26 @@ class TextFile:
         self.is_gzip = self.magic.startswith(b"\x1f\x8b")
 
     def open(self) -> IO[bytes]:
-        """The unpacked bytes from the start."""
+        """Open the unpacked bytes from the start."""
         opener = gzip.open if self.is_gzip else open
         return cast(IO[bytes], opener(self.path, "rb"))
 
     def lines(self, skip: int = 0) -> Iterator[tuple[int, str]]:
-        """Line number (from 1) and text of every line but the first `skip`; what is not UTF-8 stands as surrogates."""
+        """Yield number (from 1) and text of lines after the first `skip`; invalid UTF-8 is decoded as surrogates."""
         with self.guarded() as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
             for number, line in islice(enumerate(text, start=1), skip, None):
                 yield number, line.rstrip("\n")
 
     def guarded(self) -> _Guarded:
-        """`open`, with damage in the gzip stream told as a `DataError`."""
+        """As `open`, but damage in the gzip stream raises `DataError`."""
         return _Guarded(self)
 
     def sample_lines(self) -> list[str]:
-        """The first lines that are not blank; the last one of a long file is left out, it may be cut.
+        """Return the first lines that are not blank; of a long file without the last one, which may be incomplete.
 
         Raises:
-            DataError: not text, or nothing but blanks.
+            DataError: not text, or only blanks.
         """
         with self.guarded() as file:
             sample = file.read(_SAMPLE_BYTES)
@@ -102,7 +102,7 @@ class TextFile:
 
 
 class _Guarded:
-    """Context of an open `TextFile`."""
+    """Context manager of an open `TextFile`."""
 
     def __init__(self, text: TextFile) -> None:
         self._text = text
@@ -119,7 +119,7 @@ class _Guarded:
 
 
 class CountedLines(io.BufferedIOBase):
-    """A file as Arrow reads it, with its lines counted on the way."""
+    """File for Arrow that counts the lines that are read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -134,7 +134,7 @@ class CountedLines(io.BufferedIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         part = self._file.read(-1 if size is None else size)
         codes = np.frombuffer(part, np.uint8)
-        for end in self._ends:  # bytes.count takes several times as long where there are many
+        for end in self._ends:  # bytes.count takes several times as long for many lines
             self._ends[end] += int(np.count_nonzero(codes == ord(end)))
         self._last = part[-1:] or self._last
         self.has_quotes = self.has_quotes or b'"' in part
@@ -145,7 +145,7 @@ class CountedLines(io.BufferedIOBase):
 
 
 def text_of(file: IO[bytes]) -> io.TextIOWrapper:
-    """Text for `csv.reader`, which finds the ends of lines itself."""
+    """Return text for `csv.reader`, which finds the ends of lines itself."""
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 

@@ -1,4 +1,4 @@
-"""Labels as they stand in a file, and the dense indices that tables are addressed by."""
+"""Labels of a file, and the dense indices that are the ids of tables."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 Int64Array = npt.NDArray[np.int64]
 Label = int | str
 
-# Difflib compares with every label; beyond this many we look only at the neighbours in sorted order.
+# Difflib compares with every label; with more labels, only neighbours in sorted order are compared.
 _MAX_COMPARED_LABELS = 20_000
 _BATCH_LABELS = 1 << 17
 
 
 class DataError(BunkbedError, ValueError):
-    """An interactions file cannot be read, or does not hold what was asked of it."""
+    """An interactions file cannot be read, or lacks requested data."""
 
 
 class Vocab:
     """Labels (integers or strings) of users or items, numbered by first appearance.
 
-    Immutable, safe to share between threads; owns its labels (about 8 bytes an integer label, the text for
-    strings) and no file.
+    Immutable, can be shared between threads; owns its labels (about 8 bytes an integer label, the text for strings) and
+    no file.
 
     Args:
         labels: Arrow ``int64[n]`` or ``string[n]``, distinct, without nulls; position is the dense index.
@@ -55,7 +55,7 @@ class Vocab:
 
     @classmethod
     def of(cls, labels: Iterable[Label]) -> Vocab:
-        """A vocabulary of the given distinct labels, in order."""
+        """Return a vocabulary of the given distinct labels, in order."""
         import pyarrow as pa
 
         return cls(pa.array(list(labels)))
@@ -68,17 +68,17 @@ class Vocab:
 
     @property
     def labels(self) -> npt.NDArray[np.generic]:
-        """Every label in index order: ``int64[n]``, or ``object[n]`` of str."""
+        """All labels in index order: ``int64[n]``, or ``object[n]`` of str."""
         result: npt.NDArray[np.generic] = self.array.to_numpy(zero_copy_only=False)
         return result
 
     def batches(self) -> Iterator[list[Label]]:
-        """All labels in index order, a part at a time."""
+        """Yield all labels in index order, in parts."""
         for start in range(0, len(self), _BATCH_LABELS):
             yield self.array.slice(start, _BATCH_LABELS).to_pylist()
 
     def encode(self, labels: Sequence[Label] | pa.Array) -> Int64Array:
-        """Dense indices ``int64[N]`` of `labels`, -1 where a label is unknown. Duplicates are fine."""
+        """Return dense indices ``int64[N]`` of `labels`, -1 where a label is unknown. Duplicates are allowed."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -93,7 +93,7 @@ class Vocab:
         return result
 
     def index(self, label: Label, *, what: str = "label") -> int:
-        """Dense index of one label; ``"42"`` finds the integer label 42.
+        """Return the dense index of one label; ``"42"`` finds the integer label 42.
 
         Raises:
             DataError: unknown; the message names the nearest labels.
@@ -105,7 +105,7 @@ class Vocab:
         return position
 
     def decode(self, indices: Int64Array | Sequence[int]) -> list[Label]:
-        """Labels of dense indices ``int64[N]`` in ``[0, len)``.
+        """Return labels of dense indices ``int64[N]`` in ``[0, len)``.
 
         Raises:
             IndexError: an index is outside the range.
@@ -121,7 +121,7 @@ class Vocab:
         return result
 
     def nearest(self, label: Label, *, count: int = 3) -> list[Label]:
-        """The labels most like `label`, best first: by difference for integers, by spelling for strings."""
+        """Return the most similar labels, best first: by difference for integers, by spelling for strings."""
         if not len(self):
             return []
         number = _as_int(label)
@@ -129,7 +129,7 @@ class Vocab:
             values = self.labels.astype(np.int64)
             if number is None:
                 return [int(value) for value in values[:count]]
-            # Python integers: the difference of two int64 may not fit one.
+            # As float64: the difference of two int64 may not fit int64.
             order = np.argsort(np.abs(values.astype(np.float64) - float(number)), kind="stable")
             return [int(value) for value in values[order[:count]]]
         text = str(label)
@@ -147,7 +147,7 @@ class Vocab:
 
 
 def _as_int(label: Label) -> int | None:
-    """The integer a label stands for, None when it is not one that int64 holds."""
+    """Return the integer of a label, or None if the label is not an integer that fits int64."""
     if isinstance(label, str) and not re.fullmatch(r"\s*(0|-?[1-9][0-9]*)\s*", label):
         return None
     value = int(label)

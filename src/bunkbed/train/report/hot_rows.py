@@ -49,7 +49,7 @@ class Curve:
 
 
 def count_uses(data: Path, column: str, num_rows: int) -> npt.NDArray[np.int64]:
-    """Count each row in a column of a run's saved pairs: int64[num_rows]. Streams with 32 MiB in addition to the counts.
+    """Count each row in a column of a run's saved pairs: int64[num_rows]. Streams, with 32 MiB of buffers.
 
     Raises:
         FileNotFoundError: no saved pairs. ValueError: no such column, or an index outside the rows.
