@@ -1,4 +1,4 @@
-"""Everything that can go wrong with a disk or a process, and an oracle that says what a table must hold afterwards.
+"""Failures of disks and processes, and an oracle of the state that a table must have afterwards.
 
-``python -m torture`` runs all of it, ``python -m torture --list`` names the parts. The tests run each in a short form.
+``python -m torture`` runs all parts, ``python -m torture --list`` lists them. The tests run a short form of each part.
 """

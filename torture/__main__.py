@@ -1,7 +1,7 @@
 """Torture: ``python -m torture [PART ...]``.
 
-Without names it runs every part; ``--list`` shows them. Each part may be run alone, smaller (``--size 0.1``) or for so
-many seconds at most. The exit status is 1 when a promise did not hold.
+Without names it runs every part; ``--list`` lists the parts. A part can be run alone, smaller (``--size 0.1``) or with
+a limit of seconds. The exit status is 1 when a promise did not hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from torture import points
 from torture.parts import Result, Size
 
-#: name -> (module, function, what it shows)
+#: name -> (module, function, description)
 PARTS = {
     "powerloss": ("powerloss", "run", "power is lost at every operation; the oracle compares every bit"),
     "mutants": ("mutants", "run", "seeded protocol bugs that the oracle must catch"),

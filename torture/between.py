@@ -1,7 +1,7 @@
-"""Calls between two steps of whatever walks over rows: `scan`, exports, `topk`, `neighbors`, copies, also of readers.
+"""Calls between two steps of walks over rows: `scan`, exports, `topk`, `neighbors`, copies, also of readers.
 
-A walk gives the rows of the state that it began with, each once, or raises the error that the table was changed. Which
-of the two, `OUTCOMES` says for each call; a row that is missing, wrong or given twice is neither.
+A walk yields each row of the state at its start once, or raises the error that the table was changed. `OUTCOMES` says
+for each call which of these must happen. A row that is missing, wrong or repeated is a failure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torture.calls import CALLS
 from torture.features import Story, copied, hole_of, must_raise, small_tables
 from torture.parts import Clock, Result, Size, folder
 
-#: Rows of the tables: several chunks of each walk. Of limited files they are large, so that commits have to pack.
+#: Rows of the tables: several chunks of each walk. With `disk=` rows are large, so that commits have to compact.
 ROWS, DIM, LARGE_DIM = 1_000, 24, 160
 CHANGED = "while it was scanned|is closed"
 
-#: kind -> options of the story. `disk` gets the least limit that holds its rows.
+#: kind -> options of the story. `disk` gets the smallest limit that is sufficient for its rows.
 KINDS = {
     "durable": (),
     "disk": (),
@@ -37,15 +37,15 @@ KINDS = {
     "sharded": ("sharded",),
     "device cache": ("device cache",),
 }
-#: What a walk does after each call. "exact": all rows of the state it began with. "refused": it raises `CHANGED`.
-#: "either": the call changes or moves rows where there is something to change or move. Calls not named are exact.
+#: Outcome of a walk after each call. "exact": all rows of the state at the start. "refused": it raises `CHANGED`.
+#: "either": one of both, because the call may change or move rows. The outcome of other calls is "exact".
 OUTCOMES = dict.fromkeys(
     ("update", "update lr", "update step", "update nothing", "update_batch", "set", "window", "threads"), "refused"
 ) | {
     **dict.fromkeys(("compact", "rewind", "neighbors", "budget changes", "update refused"), "either"),
     **dict.fromkeys(("reopen", "reopen with another optimizer", "exception in a with block", "repair"), "refused"),
 }
-#: Packs the log first where files are limited.
+#: With `disk=`, these calls may compact the log first.
 COMMITS = ("commit", "commit meta", "commit keep", "commit refused", "begin_commit", "drop", "drop_snapshot")
 COMMITS += (
     "commit fails",
@@ -57,12 +57,12 @@ COMMITS += (
     "open twice",
     "check",
 )
-#: Not between two steps: it changes what the walk itself uses, or lets the table go while the walk holds it.
+#: Not called between two steps: the call would release the table while the walk holds it.
 LEFT_OUT = ("left open",)
 
 
 def _keep_too_much(s: Story) -> None:
-    """With `disk=` a snapshot that leaves too little is refused."""
+    """Keep a snapshot that leaves too little of `disk=`: it is refused."""
     if "disk" not in s.limits:
         return s.commit(keep="much") if s.is_durable or s.path is None else None
     s.settle()
@@ -71,7 +71,7 @@ def _keep_too_much(s: Story) -> None:
 
 
 def _commit_fails(s: Story) -> None:
-    """No manifest can be made: nothing is lost."""
+    """Let a commit fail, because no manifest can be made: nothing is lost."""
     if not s.is_durable:
         return
     s.settle()
@@ -86,7 +86,7 @@ def _commit_fails(s: Story) -> None:
 
 
 def _walked_refreshes(s: Story) -> None:
-    """What is walked over moves to a newer commit, where it is a reader."""
+    """Refresh the walked table, if it is a reader."""
     if s.walked.mode == "w":
         must_raise(ValueError, "for readers", s.walked.refresh)
         return
@@ -106,7 +106,7 @@ OUTCOMES["export parquet"] = "refused"  # it imports the rows again
 OUTCOMES["evict everything"] = "exact"
 
 
-# ---- Walks: each calls `between` once, between two of its steps, and gives {slot: [(ids, rows), ...]}
+# ---- Walks: each calls `between` once, between two of its steps, and returns {slot: [(ids, rows), ...]}
 
 
 Rows = dict[str, list[tuple[np.ndarray, np.ndarray]]]
@@ -139,11 +139,11 @@ def _export_all(s: Story, table: Any, between: Callable[[], None]) -> Rows:
 
 @contextmanager
 def _called_within(table: Any, name: str, between: Callable[[], None]) -> Iterator[None]:
-    """The first scan by `table.NAME` has chunks of 300 rows at most, and calls `between` after the second."""
+    """Make the first scan by `table.NAME` use chunks of at most 300 rows, and call `between` after the second."""
     scan = getattr(table, name)
 
     def scanned(*slots: Any, chunk: int) -> Iterator[Any]:
-        vars(table).pop(name, None)  # what `between` does scans too
+        vars(table).pop(name, None)  # `between` may scan too
         for number, part in enumerate(scan(*slots, chunk=min(chunk, 300))):
             if number == 1:
                 between()
@@ -185,10 +185,10 @@ def _neighbors(s: Story, table: Any, between: Callable[[], None]) -> Rows:
 
 
 def _copies(s: Story, table: Any, between: Callable[[], None]) -> Rows:
-    """Copies in RAM, as a layer keeps them of a table without files."""
+    """Walk by `RamSnapshots`, which a layer uses for a table without files."""
 
     class Walked:
-        """The table, whose commit is none and whose scan has small chunks."""
+        """Table whose `commit` does nothing and whose `scan` uses small chunks."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(table, name)
@@ -238,17 +238,17 @@ def _make(kind: str, root: Path, seed: int) -> Story:
 
 
 def outcome_of(call: str, kind: str) -> str:
-    """What a walk on a writer of this kind does when the call comes between its steps."""
+    """Return the outcome of a walk on a writer of this kind with the call between its steps."""
     if call in COMMITS and kind == "disk":
         return "either"
     return OUTCOMES.get(call, "exact")
 
 
 def one(s: Story, table: Any, state: Any, walk: str, call: str, expected: str) -> None:
-    """A walk over `table`, which holds `state`, with a call between two of its steps.
+    """Walk over `table`, which has the rows of `state`, with a call between two steps.
 
     Raises:
-        AssertionError: it gave other rows, or did not do what `OUTCOMES` says.
+        AssertionError: other rows, or another outcome than in `OUTCOMES`.
     """
     called: list[bool] = []
 
@@ -257,7 +257,7 @@ def one(s: Story, table: Any, state: Any, walk: str, call: str, expected: str) -
         try:
             BETWEEN[call](s)
         except OSError as error:
-            if "would leave too little of disk=" not in str(error):  # a snapshot was refused, and nothing changed
+            if "would leave too little of disk=" not in str(error):  # a snapshot was refused, and nothing was changed
                 raise
 
     try:
@@ -282,7 +282,7 @@ def one(s: Story, table: Any, state: Any, walk: str, call: str, expected: str) -
 
 
 def _leave_pending(s: Story, number: int) -> None:
-    """In turn nothing, a commit that is not over, and reads ahead."""
+    """Leave in turn nothing, an unfinished commit, and prefetches."""
     if number % 3 == 1:
         CALLS["begin_commit"](s)
     elif number % 3 == 2:
@@ -290,18 +290,18 @@ def _leave_pending(s: Story, number: int) -> None:
 
 
 def story(kind: str, walk: str, calls: list[str], seed: int, root: Path, *, of_reader: bool = False) -> Result:
-    """One table; each call once between two steps of a walk over it, or over a reader of it."""
+    """Make each call once between two steps of a walk over one table, or over its reader."""
     result = Result(f"between: {walk} of {kind}{', a reader' if of_reader else ''}")
     s = _make(kind, root, seed)
     s.faulty = _native.FaultVfs()
     _native.use_vfs(s.faulty)
     try:
-        s.reopen() if s.is_durable else None  # through the files that can fail
+        s.reopen() if s.is_durable else None  # opens through the files that can fail
         for call in calls:
             result.tried += 1
             expected = outcome_of(call, kind)
             try:
-                for _ in range(3):  # something to write, and to compact
+                for _ in range(3):  # makes records to write and to compact
                     s.train(s.all[s.rng.integers(0, ROWS, 300)])
                 if of_reader:
                     s.commit()
@@ -334,12 +334,12 @@ def story(kind: str, walk: str, calls: list[str], seed: int, root: Path, *, of_r
 
 
 def calls_for(kind: str) -> list[str]:
-    """The calls that such a table has."""
+    """Return the calls of a table of this kind."""
     return [call for call in BETWEEN if all(hole_of(option, call) is None for option in KINDS[kind])]
 
 
 def run(size: Size) -> list[Result]:
-    """Every walk of every kind, and of a reader, with every call; more seeds in the long form."""
+    """Run every walk of every kind, and of a reader, with every call; more seeds in the long form."""
     clock, results = Clock(size.seconds), []
     for seed in range(size.seed, size.seed + size.of(4)):
         for kind in KINDS:

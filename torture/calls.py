@@ -1,4 +1,4 @@
-"""The calls that are features: functions of `features.Story` that do the same to its table and to the oracle."""
+"""Calls that are features: functions of `features.Story` with the same effect on its table and on the oracle."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ def _(s: Story) -> None:
     bb.copy(s.path, target, dtype=dtype, optimizer=bb.SGD(lr=0.1), ram="32MiB")
     copied = target / "tables" / "t" if s.run is not None else target
     with bb.open(copied, mode="r", ram="8MiB") as reader:
-        stored = s.all[s.committed.contains(s.all)]  # initial values are those of the copy's dtype
+        stored = s.all[s.committed.contains(s.all)]  # initial values depend on the copy's dtype
         assert_same_bits(reader.lookup(stored), philox.narrow_nearest(dtype, s.committed.lookup(stored)))
 
 
@@ -415,7 +415,7 @@ def _(s: Story) -> None:
 
 @call("budget changes")
 def _(s: Story) -> None:
-    """Another table joins the budget and leaves it."""
+    """Let another table join the budget and leave it."""
     if s.budget is None:
         if "sharded" not in s.options:
             before = s.table.ram_bytes
@@ -433,13 +433,13 @@ def _(s: Story) -> None:
 
 
 def _export(s: Story, name: str, end: str, is_whole: bool, has_state: bool) -> None:
-    """Exports, imports into another table, and imports into the table itself."""
+    """Export, import into another table, and import into the table itself."""
     path = s.file(end)
     slots = ("weight", *s.oracle.slots) if has_state else ("weight",)
     if not len(s.oracle):
         s.train()
     if name == "usearch":
-        with suppress(MemoryError):  # it is made within the table's ram
+        with suppress(MemoryError):  # the export is made within the table's ram
             bb.export_rows(s.table, path)
         return
     bb.export_rows(s.table, path, slots=slots, format=name, chunk=70, overwrite=True)

@@ -1,7 +1,7 @@
-"""Files that changed behind a table's back: every bit flipped, every length cut, files swapped; other stores beside.
+"""Damaged files of a table: every bit flipped, every length cut, files swapped; also of other stores, to compare.
 
-A change is *detected* when opening, reading all rows or `check` says so; *harmless* when every bit of every row is
-still right; otherwise the store gave wrong rows and did not notice.
+Damage is *detected* when opening, reading all rows or `check` reports it, and *harmless* when every bit of every row is
+still right; otherwise the store returned wrong rows without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def values() -> np.ndarray:
 
 
 def make(path: Path, seed: int = 0, commits: int = 2) -> None:
-    """A small table of several commits and segments."""
+    """Make a small table of several commits and segments."""
     chance = np.random.default_rng(seed)
     _native.set_checkpoints(1, in_line=True)
     with bb.create(path, dim=DIM, num_rows=ROWS, ram=RAM) as table:
@@ -39,7 +39,7 @@ def make(path: Path, seed: int = 0, commits: int = 2) -> None:
         for _ in range(commits - 1):
             table.update(chance.integers(0, ROWS, 6), chance.standard_normal((6, DIM), dtype=np.float32))
             table.commit()
-        _native.set_checkpoints()  # close() would take another one, and make a commit for it
+        _native.set_checkpoints()  # otherwise close() would take another checkpoint, with a commit
 
 
 def contents(table: Any) -> bytes:
@@ -48,7 +48,7 @@ def contents(table: Any) -> bytes:
 
 
 def judge(path: Path, wanted: bytes, kept: bytes) -> str:
-    """detected, harmless or wrong."""
+    """Return "detected", "harmless" or "wrong"."""
     try:
         with bb.open(path, mode="r", ram=RAM) as table:
             newest = contents(table)
@@ -73,7 +73,7 @@ def _table(root: Path) -> tuple[Path, bytes, bytes, dict[str, bytes]]:
 
 
 def flips(size: Size) -> list[Result]:
-    """Every bit of every file, and every length."""
+    """Flip every bit of every file, and cut to every length."""
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
         clock = Clock(size.seconds)
@@ -130,7 +130,7 @@ def flips(size: Size) -> list[Result]:
 
 
 def _exchanges(root: Path) -> Iterator[tuple[str, Path, str, bytes]]:
-    """(what, table, name, bytes of another file to put there)"""
+    """Yield (description, table, name, bytes of another file to write there)."""
     path, _, _, files = _table(root)
     make(root / "other", seed=1)
     foreign = {p.name: p.read_bytes() for p in (root / "other").iterdir()}
@@ -244,7 +244,7 @@ SILENT_FILES = ("LOCK", "lock.mdb", "LOG", "IDENTITY")
 
 
 def _peer(name: str, size: Size) -> Result:
-    """Some thousand flips and cuts of another store. In processes of their own: some of them end it."""
+    """Try some thousand flips and cuts on another store, in child processes, because some end the process."""
     result = Result(f"the same on {name}: right rows or an error", score=True)
     make_it, read = PEERS[name]
     crashed = wrong = detected = 0
@@ -302,7 +302,7 @@ def _peer(name: str, size: Size) -> Result:
 
 
 def peers(size: Size) -> list[Result]:
-    """The same on the other stores, as many of them at once as there are processors."""
+    """Run the same on the other stores, as many at once as there are processors."""
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
         return [_peer(name, size) for name in list(PEERS)[index :: size.processes]]

@@ -1,7 +1,7 @@
-"""Readers beside a writer: every batch of rows is of one epoch, whatever is committed and compacted meanwhile.
+"""Readers concurrent with a writer: every batch of rows is of one epoch, during commits and compaction.
 
-Each row holds its id and the number of the commit that set it, so a batch says itself when it is mixed. All rows are
-set between two commits; a reader's batch must show one number, that of its last `refresh`.
+Each row contains its id and the number of the commit that set it, so a mixed batch can be recognized. All rows are set
+between two commits; a reader's batch must have one number, that of its last `refresh`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RAM = 1 << 20
 
 
 def _write(path: Path, send: Callable[[Any], None]) -> None:
-    """Commits without end: number n everywhere, set in an order that evicts, now and then kept or compacted."""
+    """Commit in an endless loop: set number n in all rows, in an order that evicts; sometimes keep or compact."""
     _native.set_compaction_slack(32 << 10)
     _native.set_checkpoints(1, in_line=True)
     options: dict[str, Any] = {"dim": DIM, "num_rows": ROWS, "optimizer": bb.SGD(lr=1.0), "init": bb.Zeros()}
@@ -40,7 +40,7 @@ def _write(path: Path, send: Callable[[Any], None]) -> None:
             values = np.full((part.size, DIM), number, np.float32)
             values[:, 0] = part
             table.set(part, values)
-        # Most commits go on while the rows of the next one are set already.
+        # Most commits are still under way while the rows of the next commit are set.
         commit = table.commit if number % 4 == 0 else table.begin_commit
         commit(keep="kept" if number % 7 == 0 else None, meta={"number": number})
         if number % 5 == 0:
@@ -92,7 +92,7 @@ def _read(path: Path, batches: int, seed: int, seconds: float) -> tuple[Result, 
 
 
 def run(size: Size) -> list[Result]:
-    """One writer, and a reader a process."""
+    """Run one writer, and readers, each in a process."""
     wanted = size.of(120_000, least=200)
     total = Result("batches of one epoch, beside commits and compaction")
     second = Result("a second writer is refused")

@@ -1,5 +1,5 @@
-"""One operation fails, whichever it is: what raises has changed nothing and goes well the next time, or says that the
-table must be reopened and then holds a commit. Nobody hears of short and interrupted calls.
+"""One operation fails, for every operation of a life. A call that raises has changed nothing and succeeds if repeated,
+or says that the table must be reopened, which then has a commit's rows. Short and interrupted calls raise no error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torture import scenario, table_scenario
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 from torture.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, set_rows, train
 
-#: name -> (what the backend does, errno)
+#: name -> (action of the backend, errno)
 FAULTS = {
     "EIO": ("error", errno.EIO),
     "ENOSPC": ("error", errno.ENOSPC),
@@ -26,18 +26,18 @@ FAULTS = {
     "short": ("short", 0),
 }
 SILENT = ("EINTR", "short")
-#: What a table or run says when it must be opened again.
+#: Errors of a table or run that must be reopened.
 REFUSALS = (bb.ReadOnlyError, bb.BunkbedError)
 LONGEST_S = 30.0
-#: Interrupted and short calls do no harm by themselves, so every so-manieth operation of a life meets one. As many
-#: lives as this, each beginning one operation later, strike every operation once.
+#: Interrupted and short calls are harmless, so one life has such a fault at every STRIDE-th operation. STRIDE lives,
+#: each starting one operation later, have a fault at every operation once.
 STRIDE = 61
 #: A story, the operation that fails, the fault.
 Case = tuple[ModuleType, int, str]
 
 
 class Stumbler:
-    """Lives a story, tries again what failed, and compares every row after each failure."""
+    """Carries out a story, repeats failed calls, and compares every row after each failure."""
 
     def __init__(self, story: ModuleType, path: Path, states: list[State]) -> None:
         self.story = story
@@ -46,13 +46,13 @@ class Stumbler:
         self.is_run = story is scenario
         self.names: list[str] = ["user", "item"] if self.is_run else ["user"]
         self.run: Any = None  # the run, or the table
-        self.pending: Any = None  # a commit that was begun and not waited for
-        self.number = 0  # of the last commit that was acknowledged or found
+        self.pending: Any = None  # a commit that was started and not waited for
+        self.number = 0  # number of the last commit that was acknowledged or found
         self.now: dict[str, bytes] = {}
         self.failures = 0
-        # Where in the story commit n has just been made.
+        # Place in the story after commit n.
         self.after = {0: 0}
-        # Steps that were in memory when commit n was made and are not in it: a drop commits none of them.
+        # Steps that were in memory when commit n was made and are not in it: a drop does not commit steps.
         self.unsaved: dict[int, list[int]] = {0: []}
         steps: list[int] = []
         for at, action in enumerate(story.ACTIONS):
@@ -82,7 +82,7 @@ class Stumbler:
         self._close()
 
     def _step(self, at: int, action: str) -> int:
-        """Carries one action out, however often it takes; where to go on."""
+        """Carry out one action, repeated as often as needed; return the next place in the story."""
         if action == "W":
             return self._wait(at)
         if action in "uv":
@@ -118,23 +118,23 @@ class Stumbler:
         went_back = self._try(lambda: self._commit(action), at, None)
         if went_back is not None:
             return went_back
-        if action != "A":  # that one counts once it is durable
+        if action != "A":  # a started commit counts once it is durable
             self.number += 1
             self._remember()
         return at + 1
 
     def _wait(self, at: int) -> int:
-        """The commit that goes on beside training has ended: where to go on."""
+        """Wait for the commit under way; return the next place in the story."""
         if self.pending is None:
-            return at + 1  # opened again meanwhile, at that commit or so that it is made anew
+            return at + 1  # reopened meanwhile, at this commit or before it
         pending, self.pending = self.pending, None
         _native.disarm_failpoints()
         try:
             pending.wait()
         except (OSError, *REFUSALS) as error:
             self.failures += 1
-            self._is_as_before(self.now)  # raises where a row is not
-            # Made now it would hold the steps since, which is another commit than the story's.
+            self._is_as_before(self.now)  # raises if a row has changed
+            # A commit now would contain the later steps, unlike the story's commit.
             return self._reopen(error)
         self.number += 1
         return at + 1
@@ -187,7 +187,7 @@ class Stumbler:
         self.now = {name: content(table) for name, table in self.tables.items()}
 
     def _try(self, action: Callable[[], Any], at: int, changes: str | None) -> int | None:
-        """Until it goes well: None. Or, where the files had to be opened again, where in the story they stand."""
+        """Repeat until success and return None; after a reopening, return the place in the story of its commit."""
         for attempt in range(4):
             before = self.now
             try:
@@ -210,7 +210,7 @@ class Stumbler:
         return None
 
     def _is_done(self, at: int, error: Exception) -> bool:
-        """Whether the second try says that the first had done it and failed in what comes after."""
+        """Return whether the error of a repetition shows that the first try was done and failed later."""
         if self.is_run:
             return False
         if self.story.ACTIONS[at] in "de":
@@ -221,14 +221,14 @@ class Stumbler:
         return False
 
     def _is_as_before(self, before: dict[str, bytes]) -> bool:
-        """Whether one can go on: no table refuses, and every bit is as it was. False: it must be opened again."""
+        """Return True if no table refuses and every bit is as before; False if a reopening is needed."""
         for name, table in self.tables.items():
             try:
                 found = content(table)
             except (OSError, *REFUSALS):
                 return False
             if name in before and found != before[name]:
-                # A rewind that is done, and failed in what comes after, is to be looked up on disk.
+                # A rewind may be done and fail afterwards; a reopening decides.
                 if any(found == state.tables.get(name) for state in self.states):
                     return False
                 raise Violation(f"table {name!r} changed though the call failed")
@@ -296,9 +296,9 @@ class Stumbler:
 
 
 def stumble(story: ModuleType, states: list[State], at: int, name: str, struck: Result) -> int:
-    """One life in which operation `at` fails, of a silent fault also each `STRIDE`-th after it; how many calls raised.
+    """Run one life in which operation `at` fails (of a silent fault also each `STRIDE`-th after it).
 
-    `struck` counts the operations that failed, as tried and, when all went well, as passed.
+    Returns how many calls raised. `struck` counts failed operations as tried and, if the life succeeds, as passed.
 
     Raises:
         Violation: a promise did not hold.
@@ -332,7 +332,7 @@ def stumble(story: ModuleType, states: list[State], at: int, name: str, struck: 
 
 
 def operations(story: ModuleType, states: list[State], *, count_reads: bool) -> int:
-    """How many a life has that nothing happens to, the comparisons' among them."""
+    """Return the number of operations of a life without faults, including those of comparisons."""
     faulty = _native.FaultVfs()
     faulty.count_reads(count_reads)
     faulty.set_fault(0)
@@ -350,7 +350,7 @@ def operations(story: ModuleType, states: list[State], *, count_reads: bool) -> 
 
 
 def _sample(cases: list[Case], most: int, seed: int) -> list[Case]:
-    """About so many of them, of each fault its share and one at least."""
+    """Return about `most` cases: a share of each fault, at least one case each."""
     chance = random.Random(seed)
     sample: list[Case] = []
     for name in FAULTS:
@@ -360,7 +360,7 @@ def _sample(cases: list[Case], most: int, seed: int) -> list[Case]:
 
 
 def run(size: Size) -> list[Result]:
-    """Every operation, with each fault; each life must be over within seconds."""
+    """Run every operation with each fault; each life must end within seconds."""
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
         clock = Clock(size.seconds)
@@ -410,7 +410,7 @@ def run(size: Size) -> list[Result]:
         bytes_alone = " (reads and writes alone come up short)" if name == "short" else ""
         result.note = f"of {result.wanted:,}{bytes_alone}, in {lives[name]:,} of {there_are[name]:,} lives"
         if lives[name] == there_are[name]:
-            # A commit beside training makes an operation more or less, as time will have it: all there were is all.
+            # The number of operations varies with the timing of a background commit: all existing ones were tried.
             result.wanted = result.tried
     total["EIO"].note += f"; {raised:,} calls raised in all; 0 wrong rows, 0 lost commits, 0 hangs where all passed"
     return list(total.values())

@@ -1,6 +1,6 @@
-"""The features of a table, and stories in which they meet: what `pairs` and `between` are made of.
+"""Features of a table, and stories that combine them, for `pairs` and `between`.
 
-A feature is an option of how a table is made, or a call. A story makes a table with some options, carries calls out on
+A feature is an option of a table's creation, or a call. A story makes a table with some options, carries out calls on
 it and on a `ReferenceTable`, and compares every row and slot. An option is arguments; a call is a function of `Story`.
 """
 
@@ -23,7 +23,7 @@ from bunkbed.testing import ReferenceTable
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows
 
 ROWS, DIM, BATCH = 240, 12, 24
-#: name -> (the argument it is a value of, arguments of `create`). Two values of one argument are no pair.
+#: name -> (its argument, arguments of `create`). Two values of one argument are not a pair.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "num_rows": ("num_rows", {"num_rows": ROWS}),
     "any id": ("num_rows", {"num_rows": None}),
@@ -51,7 +51,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "device cache": ("above", {}),
 }
 CALLS: dict[str, Callable[[Story], None]] = {}
-#: What cannot be combined, and the error that says so; `call` adds to it.
+#: Pairs that cannot be combined, and the error for them; `call` adds pairs.
 HOLES: dict[tuple[str, str], tuple[Any, str]] = {
     ("SGD", "16-bit state"): (TypeError, "state_dtype"),
     ("any id", "export npy"): (ValueError, r"takes any id, which \.npy cannot name"),
@@ -70,7 +70,7 @@ HOLES: dict[tuple[str, str], tuple[Any, str]] = {
 def call(
     name: str, *, scratch: str = "", files: bool = False
 ) -> Callable[[Callable[[Story], None]], Callable[[Story], None]]:
-    """A call as a feature. `scratch`: what a scratch table says, which keeps nothing. `files`: it wants a path."""
+    """Register a call as a feature. `scratch`: the error of a scratch table. `files`: the call needs a path."""
 
     def add(function: Callable[[Story], None]) -> Callable[[Story], None]:
         CALLS[name] = function
@@ -84,7 +84,7 @@ def call(
 
 
 class Story:
-    """A table and its oracle, with whatever is open beside it."""
+    """A table and its oracle, with the other open objects."""
 
     def __init__(self, options: tuple[str, ...], folder: Path, seed: int, rows: int = ROWS, **arguments: Any) -> None:
         self.options, self.folder, self.rows = options, folder, rows
@@ -110,10 +110,10 @@ class Story:
         self.reader: Any = None
         self.seen: Any = None
         self.pending: Any = None
-        self.faulty: Any = None  # of `between`: the files that can fail, and the table that is walked over
+        self.faulty: Any = None  # for `between`: the files that can fail, and the walked table
         self.walked: Any = None
         self.committed: Any = None
-        self.dense = b""  # the file that a run's last commit with one was given
+        self.dense = b""  # the file of a run's last commit with a file
         self.files = 0
         self.path = None if "RAM only" in options else folder / "table"
         self.budget: Any = None
@@ -161,7 +161,7 @@ class Story:
         else:
             table = bb.create(self.path, ram=self.ram(), **self.facts, **rest)
         if not make and "optimizer" not in changes:
-            # New hyperparameters alone are no reason for a commit, and go with any: a checkpoint's at closing, too.
+            # New hyperparameters do not cause a commit, but each commit contains them, also a checkpoint's at closing.
             assert table.optimizer in (self.oracle.optimizer, self.committed_optimizer)
             self.oracle.optimizer = table.optimizer
         if "device cache" in self.options:
@@ -176,7 +176,7 @@ class Story:
         self.trainer = bt.Optimizer(self.layer)
 
     def close(self, commit: bool) -> None:
-        """Without what was not committed, unless told to commit."""
+        """Close, and discard uncommitted changes unless `commit`."""
         self.settle()
         self.layer = self.trainer = None
         (self.run or self.table).close(commit=commit)
@@ -190,7 +190,7 @@ class Story:
         self.table = self._open(**changes)
 
     def finish(self) -> None:
-        """The last comparisons, also of what is found when it is opened again."""
+        """Compare all rows, also after reopening."""
         self.compare()
         if self.is_durable:
             self.reopen()
@@ -200,23 +200,23 @@ class Story:
             assert bb.check(self.path) == []
 
     def abandon(self) -> None:
-        """Closes all that is open, after a failure too."""
+        """Close all open objects, also after a failure."""
         for one in (self.reader, self.run, self.table):
             with suppress(Exception):
                 one.close(commit=False)
         self.layer = None
 
-    # ---- What calls are made of
+    # ---- Parts of calls
 
     def ids(self, size: int = BATCH) -> np.ndarray:
-        """Skewed, with duplicates."""
+        """Return skewed ids with duplicates."""
         return self.all[(self.rows * self.rng.random(size) ** 1.5).astype(np.int64)]
 
     def floats(self, *shape: int) -> np.ndarray:
         return self.rng.standard_normal(shape, dtype=np.float32)
 
     def train(self, ids: np.ndarray | None = None, **rest: Any) -> None:
-        """A step of both; through the layer where one is above and the step is a plain one."""
+        """Do a step of table and oracle; through the layer if there is one and the step is plain."""
         ids = self.ids() if ids is None else ids
         grads = self.floats(len(ids), self.facts["dim"])
         if self.layer is not None and not rest:
@@ -235,7 +235,7 @@ class Story:
         self.remember()
 
     def remember(self) -> None:
-        """What is committed now."""
+        """Remember the committed state."""
         if self.committed is None or self.oracle.epoch != self.committed.epoch:
             self.committed_optimizer = self.oracle.optimizer
         self.committed = copied(self.oracle)
@@ -257,7 +257,7 @@ class Story:
         self.pending = None
 
     def kept(self) -> str:
-        """A snapshot that is there."""
+        """Return the name of an existing snapshot."""
         if not self.oracle.snapshots():
             self.commit(keep="a")
         return sorted(self.oracle.snapshots())[0]
@@ -292,12 +292,12 @@ class Story:
             return opened(self.path, ram="8MiB", **{"mode": "r", **arguments})
         run = bb.Run(self.path, ram="8MiB", mode="r", **arguments)
         table = run.table("t")
-        self.reader_run = run  # closes its tables when it goes
+        self.reader_run = run  # destroying it closes its tables
         return table
 
 
 def copied(oracle: ReferenceTable) -> ReferenceTable:
-    """As deepcopy, of what changes in place alone."""
+    """Copy like deepcopy, but only parts that change in place."""
     one = copy.copy(oracle)
     for name in ("_places", "_commits", "_names", "_counts"):
         setattr(one, name, dict(getattr(oracle, name)))
@@ -313,7 +313,7 @@ def assert_same_rows_of_reader(reader: Any, oracle: Any, ids: np.ndarray) -> Non
 
 @contextmanager
 def small_tables() -> Iterator[None]:
-    """Within, compaction and directory checkpoints concern small tables too."""
+    """Enable compaction and directory checkpoints of small tables within the context."""
     _native.set_compaction_slack(4 << 10)
     _native.set_checkpoints(1, in_line=True)
     try:
@@ -324,7 +324,7 @@ def small_tables() -> Iterator[None]:
 
 
 def must_raise(kinds: Any, pattern: str, function: Callable[..., Any], *arguments: Any, **rest: Any) -> None:
-    """Fails unless the call raises such an error."""
+    """Fail unless the call raises such an error."""
     try:
         function(*arguments, **rest)
     except kinds as error:
@@ -334,7 +334,7 @@ def must_raise(kinds: Any, pattern: str, function: Callable[..., Any], *argument
 
 
 def hole_of(first: str, second: str) -> tuple[Any, str] | None:
-    """The error that says that two features cannot be combined; None where they can."""
+    """Return the error of two features that cannot be combined, or None."""
     for pair in ((first, second), (second, first)):
         if pair in HOLES:
             return HOLES[pair]

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of every parser, under the address and undefined-behaviour sanitizers; needs clang and CMake.
 
-The targets are in ``csrc/fuzz``; each begins from what real tables hold.
+The targets are in ``csrc/fuzz``; each starts with inputs from real tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def compiler() -> str | None:
 
 
 def build(clang: str, folder_: Path) -> str | None:
-    """Builds the fuzzers; what went wrong, or None."""
+    """Build the fuzzers; return the error, or None."""
     cmake, ninja = shutil.which("cmake") or "cmake", shutil.which("ninja")
     generator = ["-G", "Ninja"] if ninja else []
     configure = [cmake, "-S", str(ROOT), "-B", str(folder_), *generator, f"-DCMAKE_CXX_COMPILER={clang}"]
@@ -51,11 +51,11 @@ def build(clang: str, folder_: Path) -> str | None:
     return None
 
 
-_seeding = threading.Lock()  # when checkpoints are taken is set for the whole process
+_seeding = threading.Lock()  # the setting of checkpoints is process-wide
 
 
 def seeds(target: str, path: Path) -> None:
-    """What tables of several kinds hold, as the target takes it."""
+    """Write seed inputs for the target, from tables of several kinds."""
     path.mkdir(parents=True)
     optimizers = [
         bb.SGD(lr=0.1),
@@ -127,7 +127,7 @@ def run(size: Size) -> list[Result]:
     binaries = ROOT / "build" / "fuzz"
     if wrong := build(clang, binaries):
         return [Result("the fuzzers build", tried=1, failures=[wrong])]
-    # The targets at once, as far as there are processors: one alone keeps one busy.
+    # As many targets at once as there are processors; each target uses one.
     with ThreadPoolExecutor(size.processes) as pool:
         rounds = -(-len(TARGETS) // size.processes)
         jobs = [

@@ -1,4 +1,4 @@
-"""Files made to harm: sound checksums over numbers that lie, deep JSON, pipes and devices where files should be."""
+"""Malicious files: valid checksums over false numbers, deep JSON, pipes and devices in place of files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIM = 4
 RAM = "1MiB"
 ADDRESS_SPACE = 6 << 30
 LONGEST_S = 20.0
-#: What a hostile file may raise. Anything else, and any end of the process, is a failure.
+#: Errors that a hostile file may cause. Any other error, and any crash of the process, is a failure.
 CLEAN = (bb.BunkbedError, OSError, ValueError, MemoryError)
 NUMBERS = [
     0,
@@ -47,7 +47,7 @@ NUMBERS = [
 
 
 def manifests(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """The manifest with each of its bytes the beginning of each number, and a checksum that fits."""
+    """Yield the manifest with each number written at each byte, and a valid checksum."""
     body = data[:-4]
     for at in range(8, len(body)):
         for number in NUMBERS:
@@ -65,7 +65,7 @@ def manifests(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def segments(data: bytes, uuid: bytes) -> Iterator[tuple[str, bytes]]:
-    """A segment whose header, trailer or index lies, checksums mended."""
+    """Yield segments with a false header, trailer or index, and valid checksums."""
     for at in range(8, 56):
         for number in NUMBERS:
             changed = bytearray(data)
@@ -94,7 +94,7 @@ def segments(data: bytes, uuid: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def directories(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """A directory checkpoint whose header or entries lie, checksums mended."""
+    """Yield directory checkpoints with a false header or entries, and valid checksums."""
     for at in range(8, 80):
         for number in NUMBERS:
             for width in (4, 8):
@@ -117,7 +117,7 @@ def directories(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def run_manifests(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Run manifests that are not what they should be, with the SHA-256 they should have."""
+    """Yield invalid run manifests with a valid SHA-256."""
     values = json.loads(data.splitlines()[0])
     odd: list[Any] = [
         None,
@@ -164,7 +164,7 @@ def run_manifests(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def use_table(path: Path) -> None:
-    """All that a user may do with what lies there."""
+    """Make all calls of a user on the files at `path`."""
     for mode in ("r", "w"):
         try:
             with bb.open(path, mode=mode, ram=RAM) as table:
@@ -208,7 +208,7 @@ def _make(root: Path) -> None:
         table.set(np.arange(ROWS), np.ones((ROWS, DIM), np.float32))
         _native.set_checkpoints(1, in_line=True)
         table.commit(keep="first", meta={"a": 1})
-        table.commit(meta={"a": 2})  # names the directory checkpoint that the other has taken
+        table.commit(meta={"a": 2})  # names the directory checkpoint of the commit before
         _native.set_checkpoints()
     with bb.Run(root / "run", ram="64MiB") as run:
         run.table("user", create={"dim": DIM, "num_rows": ROWS}).set(np.arange(3), np.ones((3, DIM), np.float32))
@@ -295,7 +295,7 @@ def places_cases(root: Path) -> list[Case]:
 
 
 def _survive(title: str, cases_of: Callable[[Path], list[Case]], size: Size) -> Result:
-    """Every case, in processes that may take so much memory and time; one that ends names its case."""
+    """Run every case, in processes with limits of memory and time; a process that dies names its case."""
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
         clock = Clock(size.seconds)

@@ -1,4 +1,4 @@
-"""Processes that end by SIGKILL: at every operation of a life, at every failpoint, and at random under load."""
+"""Processes killed by SIGKILL: at every operation of a life, at every failpoint, and at random under load."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STORIES: list[ModuleType] = [scenario, table_scenario]
 
 
 def allowed_after(sent: list[Any]) -> set[int]:
-    """Commits that a run may be at, by what its process said before it ended."""
-    begun = [number for kind, number in sent if kind == "begin"]
+    """Return the commits that a run may be at, from the messages of its process."""
+    started = [number for kind, number in sent if kind == "begin"]
     ended = [number for kind, number in sent if kind == "end"]
-    return {max(ended, default=0), *(number for number in begun if number > max(ended, default=0))}
+    return {max(ended, default=0), *(number for number in started if number > max(ended, default=0))}
 
 
 def teller(send: Callable[[Any], None]) -> Callable[[Commit], None]:
@@ -41,7 +41,7 @@ def _survives(
     what: str,
     number: int,
 ) -> None:
-    """Lives the story in a child that `arm` lets die, and checks what it left behind."""
+    """Carry out the story in a child that `arm` causes to die, and check the files that it left."""
     with folder() as root:
 
         def live(send: Callable[[Any], None]) -> None:
@@ -52,7 +52,7 @@ def _survives(
         status = child.wait()
         if status != -9:
             if status == 0:
-                result.wanted -= 1  # whether a commit beside training comes by there is a matter of time
+                result.wanted -= 1  # a background commit may or may not get there, depending on timing
             if status != 0:
                 result.tried += 1
                 result.fail(f"{what}: the process ended with status {status}: {child.sent[-1:]}")
@@ -66,7 +66,7 @@ def _survives(
 
 
 def operations(story: ModuleType, count_reads: bool = False) -> int:
-    """How many operations a whole life has."""
+    """Return the number of operations of a whole life."""
     faulty = _native.FaultVfs()
     faulty.count_reads(count_reads)
     faulty.set_fault(0)
@@ -80,7 +80,7 @@ def operations(story: ModuleType, count_reads: bool = False) -> int:
 
 
 def failpoints(story: ModuleType) -> list[tuple[str, int]]:
-    """(failpoint, times reached) of a whole life."""
+    """Return (failpoint, times reached) of a whole life."""
     _native.arm_failpoint("", 0, "count")
     try:
         with folder() as root:
@@ -91,7 +91,7 @@ def failpoints(story: ModuleType) -> list[tuple[str, int]]:
 
 
 def at_every_operation(size: Size) -> list[Result]:
-    """Operation by operation, a write also half way through; and failpoint by failpoint."""
+    """Kill at each operation, in a write also in the middle, and at each failpoint."""
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
         clock = Clock(size.seconds)
@@ -150,7 +150,7 @@ LOADED = ["user", "item"]
 
 
 class Load:
-    """A run that never ends: commit n holds `STEPS_PER_COMMIT` more steps than the one before, whoever made them."""
+    """Endless run: commit n contains `STEPS_PER_COMMIT` more steps than commit n - 1, also after a restart."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -168,7 +168,7 @@ class Load:
 
 
 def _work_hard(path: Path, send: Callable[[Any], None]) -> None:
-    """Trains and commits until it is killed, while another thread looks rows up."""
+    """Train and commit until killed, while another thread looks up rows."""
     _native.set_compaction_slack(scenario.COMPACTION_SLACK)
     _native.set_checkpoints(1, in_line=True)
     run = bb.Run(path, ram=scenario.ram(LOADED))
@@ -197,14 +197,14 @@ def _work_hard(path: Path, send: Callable[[Any], None]) -> None:
             step(number + 1)
         else:
             pending = run.begin_commit(files=files, keep=keep)
-            step(number + 1)  # beside it
+            step(number + 1)  # during the commit
             pending.wait()
         send(("end", number))
         number += 1
 
 
 def at_random(size: Size) -> list[Result]:
-    """One run, killed again and again while it trains and commits."""
+    """Kill one run repeatedly while it trains and commits."""
     wanted = size.of(600, least=6)
 
     def work(index: int, send: Callable[[Any], None]) -> Any:

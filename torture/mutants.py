@@ -1,7 +1,7 @@
-"""The oracle would notice: protocols with one step missing or in the wrong place, each of which it must catch.
+"""Test of the oracle: it must catch protocols with one step missing or in the wrong place.
 
-A missing sync is played by the power-loss backend, which takes it for not having happened. Other bugs are compiled into
-the core and switched on by name, or put into a run's Python for the while. Each is hunted for until a promise breaks.
+The power-loss backend simulates a missing sync by ignoring it. Other bugs are compiled into the core and switched on by
+name, or patched into a run's Python code. Disks are checked until the bug breaks a promise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def old_files_go_first() -> Iterator[None]:
 
 @contextmanager
 def manifest_before_its_files() -> Iterator[None]:
-    """The files of a commit are written once its manifest is there."""
+    """Write the files of a commit after its manifest."""
     write = RunFiles.write_file
     publish = RunFiles.publish
     waiting: list[tuple[RunFiles, int, bytes]] = []
@@ -79,7 +79,7 @@ def manifest_before_its_files() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: syncs that count as missing, or something that is wrong while the run lives, or while it is recovered."""
+    """A bug: ignored syncs, or a patch while the run lives or while it is recovered."""
 
     name: str
     ignored: Ignored = field(default_factory=list)
@@ -118,7 +118,7 @@ MUTANTS = [
 
 
 def hunt(mutant: Mutant, most: int, seed: int, seconds: float) -> tuple[bool, int, str]:
-    """(caught, disks looked at until then, how)."""
+    """Return (caught, number of checked disks, violation)."""
     clock = Clock(seconds)
     with folder() as root:
         live = root / "live"

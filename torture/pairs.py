@@ -1,7 +1,7 @@
-"""Every pair of features has a story: a table with the options of both, calls of both in turn, others between.
+"""A story for every pair of features: a table with the options of both, calls of both in turn, other calls between.
 
-`features` and `calls` say what is a feature. That none is missing, `watched` and `missing` find: each runs by itself,
-and all public names and arguments of Bunkbed must be used.
+`features` and `calls` define the features. `watched` and `missing` check that no feature is missing: each feature runs
+alone, and all public names and arguments of Bunkbed must be used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torture.features import OPTIONS, Story, hole_of, small_tables
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 
 FEATURES = (*OPTIONS, *CALLS)
-#: What happens between the calls of a pair.
+#: Calls between the calls of a pair.
 SMALL = ("update", "update", "update", "lookup", "lookup touch", "set", "commit", "evict everything", "stage")
-#: Public names and arguments that no story uses, each with why.
+#: Public names and arguments that no story uses, each with the reason.
 UNUSED = {
     "Run.become_sharded": "of layers' checkpoints: test_sharded_commits.py",
     "Run.reopen": "of readers of sharded tables, where their writer is just committing: test_sharded_commits.py",
@@ -46,7 +46,7 @@ UNUSED = {
 
 
 def pairs() -> list[tuple[str, str]]:
-    """All, each feature with itself too where it is a call."""
+    """Return all pairs; a call is also paired with itself."""
     found = itertools.combinations(FEATURES, 2)
     return [*((a, b) for a, b in found if not _are_of_one_argument(a, b)), *((call, call) for call in CALLS)]
 
@@ -56,12 +56,12 @@ def _are_of_one_argument(a: str, b: str) -> bool:
 
 
 def holes() -> dict[tuple[str, str], tuple[Any, str]]:
-    """The pairs that cannot be combined, and the error that says so."""
+    """Return the pairs that cannot be combined, and their errors."""
     return {pair: hole for pair in pairs() if (hole := hole_of(*pair)) is not None}
 
 
 def story(features: Sequence[str], seed: int, root: Path, length: int = 16) -> int:
-    """Carries one out; how many calls it made.
+    """Carry out one story; return the number of its calls.
 
     Raises:
         AssertionError: a row is wrong. Any other error: a call failed.
@@ -86,7 +86,7 @@ def story(features: Sequence[str], seed: int, root: Path, length: int = 16) -> i
 
 
 def tell(features: Sequence[str], seed: int) -> tuple[int, str]:
-    """The calls of a story, and what was wrong: ""."""
+    """Return the number of calls of a story, and its error or ""."""
     hole = hole_of(*features) if len(features) == 2 else None
     with folder() as root, small_tables():
         try:
@@ -99,7 +99,7 @@ def tell(features: Sequence[str], seed: int) -> tuple[int, str]:
 
 
 def covering(most: int, seed: int) -> list[tuple[str, ...]]:
-    """Groups of up to so many features, in which each pair that is no hole occurs."""
+    """Return groups of at most `most` features, which contain each pair that is not a hole."""
     chance = np.random.default_rng(seed)
     left = {frozenset(pair) for pair in pairs() if hole_of(*pair) is None and pair[0] != pair[1]}
     groups = []
@@ -120,14 +120,14 @@ def covering(most: int, seed: int) -> list[tuple[str, ...]]:
     return groups
 
 
-# ---- Nothing is missing
+# ---- Check that no feature is missing
 
 
 _CLASSES = (bb.Table, bb.ShardedTable, bb.Run, bb.Budget)
 
 
 def public_names() -> set[str]:
-    """Every public function of Bunkbed with its arguments, and those of the classes that hold rows."""
+    """Return every public function of Bunkbed with its arguments, and the methods of classes that hold rows."""
     found: set[str] = set()
     for name, value in vars(bb).items():
         if not name.startswith("_") and inspect.isfunction(value):
@@ -142,7 +142,7 @@ def public_names() -> set[str]:
 
 
 def _members(kind: type) -> dict[str, Any]:
-    """Its own public methods and properties, and those of bases that are not public."""
+    """Return the public methods and properties of a class and of its private bases."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         if base is object or (base in _CLASSES and base is not kind):
@@ -150,19 +150,19 @@ def _members(kind: type) -> dict[str, Any]:
         for name, value in vars(base).items():
             is_one = inspect.isfunction(value) or isinstance(value, property | classmethod)
             if not name.startswith("_") and is_one and (name in vars(kind) or kind is not bb.ShardedTable):
-                found.setdefault(name, value)  # of what it has from Table, Table's count
+                found.setdefault(name, value)  # members inherited from Table count for Table
     return found
 
 
 def _arguments(function: Any) -> list[str]:
-    """Those that are optional: what must be given is used where the function is."""
+    """Return the optional arguments: required ones are used whenever the function is."""
     parameters = inspect.signature(getattr(function, "__func__", function)).parameters.values()
     return [p.name for p in parameters if p.default is not p.empty and not p.name.startswith("_")]
 
 
 @contextmanager
 def watched() -> Iterator[set[str]]:
-    """Within, the set grows by the public names that are used, and by arguments given other than their defaults."""
+    """Yield a set that collects used public names, and arguments with other values than their defaults."""
     used: set[str] = set()
 
     def watch(label: str, function: Any) -> Any:
@@ -202,13 +202,13 @@ def watched() -> Iterator[set[str]]:
 
 
 def missing(used: set[str]) -> tuple[list[str], list[str]]:
-    """Public names that are in no feature, and those that are said to be in none and are, or are gone."""
+    """Return public names in no feature, and names of `UNUSED` that are used or do not exist."""
     names = public_names()
     return sorted(names - used - set(UNUSED)), sorted(name for name in UNUSED if name in used or name not in names)
 
 
 def run(size: Size) -> list[Result]:
-    """Every pair, again with other seeds in a longer form; a part of them in a shorter one."""
+    """Run every pair, repeatedly with other seeds in a longer form; only some pairs in a shorter form."""
     every = pairs()
     rounds = max(1, round(4 * size.factor))
     cases = [(pair, size.seed + number) for number in range(rounds) for pair in every]

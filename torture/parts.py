@@ -1,4 +1,4 @@
-"""What the parts share: sizes, results, workers that cannot hang."""
+"""Shared code of the parts: sizes, results, workers with a time limit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Result:
     """One figure of a part.
 
     Attributes:
-        name: what was tried.
-        passed: how many times it went well.
-        tried: how many times it was tried.
-        note: what else is worth knowing.
+        name: description of the tried cases.
+        passed: number of cases that passed.
+        tried: number of tried cases.
+        note: further information.
         failures: the first few failures.
-        score: the figure is reported and is no promise (another store's, say).
-        wanted: how many there are to try in all, where that can be counted.
+        score: the figure is only reported, not a promise (for example of another store).
+        wanted: number of existing cases, where it can be counted.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Size:
-    """How much of a part to run: a factor on its long form, and a limit of seconds."""
+    """Size of a part: a factor on its long form, and a limit of seconds."""
 
     factor: float = 1.0
     seconds: float = 3600.0
@@ -71,7 +71,7 @@ class Size:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A temporary folder, in memory where there is such a place."""
+    """Make a temporary folder, in memory where possible."""
     memory = Path("/dev/shm")
     parent = memory if os.access(memory, os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix="bunkbed-torture-", dir=parent))
@@ -85,7 +85,7 @@ class Child:
     """A function in a forked process, ended by SIGALRM when it takes too long.
 
     Attributes:
-        outcome: what it sent last, or None.
+        outcome: the last item that it sent, or None.
         status: 0; or minus the signal that ended it; or 1 after an exception, whose text is `outcome`.
     """
 
@@ -100,7 +100,7 @@ class Child:
         theirs.close()
 
     def receive(self) -> Iterator[Any]:
-        """What it sends, as it comes, until it ends."""
+        """Yield the items that it sends, until it ends."""
         while not self._ended:
             try:
                 item = self._pipe.recv()
@@ -111,19 +111,19 @@ class Child:
             yield item
 
     def receive_one(self) -> None:
-        """What it sent next, once that is there."""
+        """Wait for the next item."""
         next(self.receive(), None)
 
     @property
     def pipe(self) -> Connection | None:
-        """Where it sends, until it ends."""
+        """Pipe of the items; None once the process has ended."""
         return None if self._ended else self._pipe
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Its status, once it has ended."""
+        """Wait for the end and return the status."""
         for _ in self.receive():
             pass
         self._pipe.close()
@@ -136,7 +136,7 @@ def _live(body: Callable[[Callable[[Any], None]], Any], pipe: Connection, second
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends even a process that hangs inside the core
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        faulthandler.register(signal.SIGALRM, chain=True)  # not without showing where
+        faulthandler.register(signal.SIGALRM, chain=True)  # shows stacks before the process ends
         signal.setitimer(signal.ITIMER_REAL, seconds)
         result = body(pipe.send)
         if result is not None:
@@ -150,12 +150,12 @@ def _live(body: Callable[[Callable[[Any], None]], Any], pipe: Connection, second
 
 
 def in_processes(work: Callable[[int, Callable[[Any], None]], Any], processes: int, seconds: float) -> list[Any]:
-    """`work(i, send)` in so many forked processes; what each sent last. A process that dies is an error.
+    """Run `work(i, send)` in forked processes; return the last item of each. A process that dies is an error.
 
-    The processes run at once; each is ended when it takes longer than `seconds`.
+    The processes run concurrently; each is ended when it takes longer than `seconds`.
     """
     children = [Child(lambda send, i=i: work(i, send), seconds) for i in range(processes)]
-    # From all at once: a child whose pipe is full would wait, and be taken for one that hangs.
+    # Receives from all children: a child with a full pipe would wait, and look like one that hangs.
     while sending := {child.pipe: child for child in children if child.pipe is not None}:
         for pipe in multiprocessing.connection.wait(list(sending)):
             sending[pipe].receive_one()
@@ -173,7 +173,7 @@ def in_processes(work: Callable[[int, Callable[[Any], None]], Any], processes: i
 
 
 class Progress:
-    """Tells on standard error, every so often, how far a long part is; of several processes the first one speaks."""
+    """Reports the progress of a long part on standard error at intervals; of several processes only the first."""
 
     EVERY_S = 20.0
 
@@ -193,7 +193,7 @@ class Progress:
 
 
 class Clock:
-    """Seconds that are left."""
+    """Time limit."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What the durability issue wants shown, point by point, and how much of it a run of the parts has shown."""
+"""Requirements of the durability issue, and how far a run of the parts has shown each requirement."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torture.parts import Result
 
 @dataclass(frozen=True)
 class Point:
-    """A point: its figures by (part, beginning of the name, how many are wanted at least).
+    """Requirement, with its figures: (part, start of the name, least number of tries).
 
-    Figures of another store stand beside, whatever they are. A number of 0: as many as there are (`Result.wanted`).
+    Figures of another store are shown to compare. A least number of 0 means all cases (`Result.wanted`).
     """
 
     what: str
@@ -20,7 +20,7 @@ class Point:
     beside: str = ""
 
 
-#: How many operations a life has varies by a few with its threads' timing: the last ones may not come up.
+#: The number of operations of a life varies by a few with the timing of its threads: the last ones may not occur.
 ALL_BUT_A_FEW = 0.99
 
 POINTS = (
@@ -35,7 +35,7 @@ POINTS = (
     ),
     Point(
         "every operation failed: EIO, ENOSPC, EINTR, short",
-        # Every operation is struck by a short one; those that can come up short, reads and writes, count.
+        # "short" is tried at every operation, but only reads and writes can be short, and only these count.
         [("faults", f"operation fails: {name}", int(name == "short")) for name in ("EIO", "ENOSPC", "EINTR", "short")],
     ),
     Point(
@@ -64,7 +64,7 @@ POINTS = (
 
 
 def table(found: Iterable[tuple[str, Result]]) -> list[str]:
-    """One line a point: held, held by fewer tries than wanted, FAILED, or not run."""
+    """Return one line per requirement: held, in part (fewer tries than wanted), FAILED, or not run."""
     results = list(found)
     lines = ["", "It must show:"]
     for number, point in enumerate(POINTS, 1):

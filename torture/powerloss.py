@@ -1,6 +1,6 @@
-"""Power is lost at every operation of a run's life, in every way `csrc/vfs/powerloss.h` knows.
+"""Power loss at every operation of a run's life, with every variant of `csrc/vfs/powerloss.h`.
 
-One traced life gives thousands of moments, each moment many disks. Disks that hold the same bytes are looked at once.
+One traced life has thousands of moments, and each moment many possible disks. Disks with equal bytes are checked once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torture import scenario, table_scenario
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 from torture.scenario import Commit, State, Violation
 
-#: (names, sectors) of the disks made of one moment; those with chance in them come back with other seeds.
+#: (names, sectors) of the disks of one moment; random variants are repeated with other seeds.
 SURE = [("all", "kept"), ("none", "dropped"), ("none", "kept"), ("all", "dropped"), ("all", "trashed")]
 CHANCE = [
     ("subset", "mixed"),
@@ -38,7 +38,7 @@ STORIES: list[ModuleType] = [scenario, table_scenario]
 
 
 class Life:
-    """A traced run: its disk's history, its commits and what each of them holds."""
+    """A traced run: the history of its disk, its commits and the state of each commit."""
 
     def __init__(self, root: Path, story: ModuleType = scenario) -> None:
         self.story = story
@@ -56,13 +56,13 @@ class Life:
             self.commits.append(commit)
 
     def allowed(self, moment: int) -> set[int]:
-        """Commits the run may be at after a loss of power: the last acknowledged one, and the one in flight."""
+        """Return the commits that a run may be at after power loss: the last acknowledged, and the one in flight."""
         done = [commit.number for commit in self.commits if commit.end is not None and commit.end <= moment]
         flying = [c.number for c in self.commits if c.begin < moment and (c.end is None or moment < c.end)]
         return {max(done, default=0), *flying}
 
     def kinds(self, seed: int) -> Iterator[tuple[int, str, str, int]]:
-        """(moment, names, sectors, seed) without end: first what is sure, then chance again and again."""
+        """Yield (moment, names, sectors, seed) endlessly: first the fixed variants, then random ones."""
         moments = list(range(self.disk.now() + 1))
         order = random.Random(seed)
         for names, sectors in SURE:
@@ -75,7 +75,7 @@ class Life:
 
 
 class Losses:
-    """Makes disks, each once, and checks them."""
+    """Maker and checker of disks; each disk is checked once."""
 
     def __init__(self, life: Life, work: Path, ignored: Ignored | None = None) -> None:
         self.life = life
@@ -87,7 +87,7 @@ class Losses:
         self.result = Result("states after a loss of power")
 
     def lose(self, moment: int, names: str, sectors: str, seed: int) -> bool:
-        """Checks one disk. False: a promise did not hold."""
+        """Check one disk; return False if a promise did not hold."""
         crash = self.life.disk.crash(moment, names, sectors, seed, self.ignored)
         self.result.tried += 1
         if crash.digest() in self.seen:
@@ -114,7 +114,7 @@ class Losses:
             shutil.rmtree(self.work, ignore_errors=True)
 
     def _lose_twice(self, crash: Any, number: int, seed: int) -> None:
-        """Power goes again while the run is being opened: it is where it was."""
+        """Lose power again during the opening of a run: its commit must not change."""
         shutil.rmtree(self.work)
         crash.write(str(self.work))
         disk = _native.PowerlossVfs(str(self.work))
@@ -133,7 +133,7 @@ class Losses:
 
 
 def run(size: Size) -> list[Result]:
-    """So many disks of each story, some processes at once."""
+    """Check disks of each story, in several processes."""
     wanted = size.of(100_000, least=200) // (len(STORIES) * size.processes)
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
@@ -167,7 +167,7 @@ def _lose(story: ModuleType, index: int, wanted: int, size: Size) -> tuple[Resul
             if losses.result.tried >= wanted or clock.is_over:
                 break
             if (names, sectors) in SURE and number % size.processes != index:
-                continue  # the same for all: another process has it
+                continue  # fixed variants are the same in all processes: another one checks it
             losses.lose(moment, names, sectors, seed)
             progress.show(losses.result.tried)
         return losses.result, len(losses.seen), losses.twice, life.disk.now()

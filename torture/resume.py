@@ -1,4 +1,4 @@
-"""A training run through PyTorch, killed again and again and resumed, ends with the bits of one that nobody killed."""
+"""A training run with PyTorch that is repeatedly killed and resumed ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMIT_EVERY = 7
 
 
 def _train(path: Path, steps: int, send: Callable[[Any], None]) -> bytes:
-    """From wherever the run's last commit stands to the end; the bytes of all it holds."""
+    """Train from the run's last commit to the end; return all bytes of the final state."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
@@ -75,7 +75,7 @@ def _train(path: Path, steps: int, send: Callable[[Any], None]) -> bytes:
 def run(size: Size) -> list[Result]:
     kills = size.of(20, least=3)
     steps = 12 * kills + 30
-    import torch  # noqa: F401  # here once, and not in every child
+    import torch  # noqa: F401  # imported once, not in every child
 
     result = Result("training killed and resumed: the same bits at the end")
     survived = Result("kills of a training run survived", tried=kills)

@@ -1,7 +1,7 @@
 """Threads of random calls on every kind of table (``csrc/stress``) under ThreadSanitizer and under the address and
-undefined-behaviour sanitizers, with both ways of reading; needs a C++ compiler that has them.
+undefined-behaviour sanitizers, with both I/O backends; needs a C++ compiler with these sanitizers.
 
-``python -m torture.sanitizers [SECONDS]`` runs each combination for so many seconds and prints a table.
+``python -m torture.sanitizers [SECONDS]`` runs each combination for SECONDS and prints a table.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = {"thread": "thread", "address": "address,undefined"}
 BACKENDS = ("threads", "uring")
 KINDS = ("fixed", "open", "ram", "scratch", "disk", "reader", "device", "shards", "run")
-#: (bug of csrc/base/fault.h, kind that meets it)
+#: (bug of csrc/base/fault.h, kind that must find it)
 BUGS = (
     ("scan_misses_change", "fixed"),
     ("lookup_without_lock", "fixed"),
     ("descriptor_leak", "open"),
     ("lost_write_back", "fixed"),
 )
-#: The long form: so long in all, a combination's share being equal.
+#: Total time of the long form, divided equally among the combinations.
 SECONDS = 3600.0
 _SKIPPED = 77
 _REPORT = re.compile(r"WARNING: ThreadSanitizer|ERROR: (?:Address|Leak)Sanitizer|runtime error:")
@@ -43,7 +43,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One combination, and what it found."""
+    """One combination and its result."""
 
     kind: str
     backend: str
@@ -54,7 +54,7 @@ class Run:
     rows: int
     wrong: int
     reports: int
-    text: str  # what was wrong
+    text: str  # the error
 
     @property
     def is_skipped(self) -> bool:
@@ -66,13 +66,13 @@ class Run:
 
 
 def _tool(name: str) -> str | None:
-    """Of the virtual environment, else the system's."""
+    """Return the path of a tool, of the virtual environment or of the system."""
     own = Path(sys.executable).with_name(name)
     return str(own) if own.exists() else shutil.which(name)
 
 
 def build(sanitizer: str) -> Path | str:
-    """The program built with it; a text: what went wrong."""
+    """Build the program with a sanitizer; return its path, or the error as text."""
     cmake, ninja = _tool("cmake"), _tool("ninja")
     if cmake is None:
         return "cmake is not there"
@@ -108,14 +108,14 @@ def stress(program: Path, sanitizer: str, kind: str, backend: str, seconds: floa
 
 
 def runs(programs: dict[str, Path], seconds: float, seed: int, at_once: int) -> list[Run]:
-    """Every combination for so many seconds."""
+    """Run every combination for `seconds`."""
     jobs = [(s, kind, backend) for kind in KINDS for backend in BACKENDS for s in programs]
     with ThreadPoolExecutor(at_once) as pool:
-        begun = [
+        started = [
             pool.submit(stress, programs[s], s, kind, backend, seconds, seed + number)
             for number, (s, kind, backend) in enumerate(jobs)
         ]
-        return [one.result() for one in begun]
+        return [one.result() for one in started]
 
 
 def table(found: Sequence[Run]) -> list[str]:

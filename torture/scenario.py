@@ -1,7 +1,7 @@
-"""What a tortured run does, and the oracle: what every commit of it holds, to the last bit.
+"""Actions of a tortured run, and the oracle: the exact state of each commit.
 
 A scenario is a list of actions on a run of three tables. `expected` carries it out on `ReferenceTable`s in memory,
-`drive` on files. Both number commits alike, so whatever is found after a failure can be named.
+`drive` on files. Both number commits equally, so a state after a failure can be identified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bunkbed import _native
 from bunkbed.table import opening
 from bunkbed.testing import ReferenceTable
 
-#: Arguments of the tables; small, so that a hundred thousand disks can be looked at. The last one is made late.
+#: Arguments of the tables; small, so that a hundred thousand disks can be checked. The last table is made late.
 TABLES: dict[str, dict[str, Any]] = {
     "user": {"dim": 48, "num_rows": 64, "optimizer": bb.Adam(lr=0.05), "init": bb.Normal(std=0.1), "seed": 3},
     "item": {
@@ -32,32 +32,32 @@ TABLES: dict[str, dict[str, Any]] = {
     },
     "late": {"dim": 8, "num_rows": 24, "optimizer": bb.SGD(lr=0.5), "init": bb.Uniform(-1.0, 1.0), "seed": 5},
 }
-#: They take directory checkpoints whenever one is due, within the commit that finds it so (`_native.set_checkpoints`).
-#: Compaction of tables this small begins here, not at 256 KiB of dead bytes.
+#: The tables take directory checkpoints when due, within a commit (`_native.set_checkpoints`).
+#: Compaction of these small tables starts at so many dead bytes, not at 256 KiB.
 COMPACTION_SLACK = 24 << 10
 BATCH_IDS = 16
 
-#: u: a step of every table. v: of the first alone. i: rows of every table are set, and go to the log at once, as an
-#: import's do. c: commit with a new dense file. d: without one. k: commit and keep
-#: as "a". l: as "b". A: begin a commit. W: wait for it. n: the late table is made. m: compact. r: go back to "a".
-#: x: close without a commit, open again.
+#: u: a step of every table. v: only of the first. i: rows of every table are set and written to the log at once, as in
+#: an import. c: commit with a new dense file. d: without a dense file. k: commit and keep as "a". l: as "b". A: start
+#: a commit. W: wait for the commit. n: make the late table. m: compact. r: rewind to "a". x: close without a commit
+#: and reopen.
 ACTIONS = "uucuvuiukuuAvuimuWduulnuukuiuuxuAiuuWcmuurucuiuAuuuWmdvcuuAuiuWc"
-#: How long a commit that goes on beside training takes at least, so that rows change and leave meanwhile.
+#: Least time of a background commit, so that rows change and are evicted meanwhile.
 SLOW_S = 0.002
 
 
 @dataclass(frozen=True)
 class State:
-    """What a commit holds."""
+    """State of a commit."""
 
     tables: dict[str, bytes]
-    after: dict[str, bytes]  # the tables, some more steps later
+    after: dict[str, bytes]  # the tables after some more steps
     files: dict[str, bytes]
     snapshots: dict[str, int]  # name -> number of the commit
 
 
 def batch(name: str, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids, some of them twice, and gradients of a step; skewed, so that some rows are old and some new."""
+    """Return ids with duplicates, and gradients of a step; skewed, so that some rows are stored and some new."""
     rng = np.random.default_rng([step, *name.encode()])
     rows = TABLES[name]["num_rows"]
     ids = (rows * rng.random(BATCH_IDS) ** 1.5).astype(np.int64)
@@ -76,39 +76,39 @@ def set_rows(tables: dict[str, Any], step: int) -> None:
 
 
 def bring_in(tables: dict[str, Any], step: int) -> None:
-    """Rows as an import sets them."""
+    """Set rows as in an import."""
     set_rows(tables, step)
     for table in tables.values():
         table._native.write_dirty()
 
 
 def train_on(tables: dict[str, Any]) -> None:
-    """The steps after which `State.after` is the tables' content."""
+    """Do the steps between `State.tables` and `State.after`."""
     for step in (1_000_001, 1_000_002):
         train(tables, step)
 
 
 def content(table: Any) -> bytes:
-    """Every bit of a table: weights and slots of all rows, which of them are stored, the step."""
+    """Return every bit of a table: weights and slots of all rows, the stored ids, the step."""
     ids = np.arange(table.num_rows, dtype=np.int64)
     parts = [np.ascontiguousarray(table.get(ids, slot=slot)).tobytes() for slot in ("weight", *table.slots)]
     return b"".join([*parts, table.contains(ids).tobytes(), int(table.step).to_bytes(8, "little")])
 
 
 def ram(names: Any) -> int:
-    """About the smallest budget for such a run: every batch evicts."""
+    """Return about the smallest budget for such a run, so that every batch evicts."""
     missing: dict[str, Any] = {"optimizer": None, "init": None, "dtype": "float32"}
     specs = [opening.make_spec(**{**missing, **TABLES[name]}, belongs_to_run=True) for name in names]
     return sum(spec.minimum_ram(64, True) + 2048 for spec in specs)
 
 
 def file_of(number: int) -> bytes:
-    """The dense file of commit `number`."""
+    """Return the dense file of commit `number`."""
     return np.random.default_rng(number).bytes(700 + number)
 
 
 def expected(actions: str) -> list[State]:
-    """States of commits 1, 2, ...; number 0, the run before its first commit, holds nothing."""
+    """Return the states of commits 0, 1, 2, ...; commit 0, before the first commit, is empty."""
     tables = {name: ReferenceTable(**TABLES[name]) for name in ("user", "item")}
     states = [State({}, {}, {}, {})]
     saved: dict[int, dict[str, ReferenceTable]] = {}
@@ -147,7 +147,7 @@ def expected(actions: str) -> list[State]:
 
 
 class Commit:
-    """A commit as the process that made it saw it: begun at a moment, acknowledged at another (None: never)."""
+    """A commit of a process: the moment of its start, and of its acknowledgement (None: never)."""
 
     def __init__(self, number: int, begin: int) -> None:
         self.number = number
@@ -162,14 +162,14 @@ def drive(
     report: Callable[[Commit], None] | None = None,
     slow: bool = True,
 ) -> list[Commit]:
-    """Carries the actions out on files.
+    """Carry out the actions on files.
 
     Args:
         actions: a scenario.
         path: the run's folder.
-        now: the moment, for `Commit`.
-        report: called when a commit begins and when it is acknowledged.
-        slow: give commits beside training their time; it arms a failpoint.
+        now: returns the current moment, for `Commit`.
+        report: called when a commit starts and when it is acknowledged.
+        slow: slow down background commits, with a failpoint.
     """
     _native.set_compaction_slack(COMPACTION_SLACK)
     _native.set_checkpoints(1, in_line=True)
@@ -230,7 +230,7 @@ def drive(
 
 
 def open_all(path: Path, state: State) -> None:
-    """Opens every table for writing and lets go again."""
+    """Open every table for writing and close it."""
     run = bb.Run(path, ram=ram(TABLES))
     try:
         for name in state.tables:
@@ -244,16 +244,16 @@ class Violation(Exception):
 
 
 def check_recovered(path: Path, states: list[State], allowed: set[int], *, thorough: bool) -> int:
-    """Opens a run after a failure as a new process would, and goes on with it. Returns the commit it was at.
+    """Open a run after a failure as in a new process, and continue it. Returns the commit that it was at.
 
     Args:
-        path: the run's folder; it may be missing where commit 0 is allowed.
-        states: of all commits.
-        allowed: the commits it may be at.
+        path: the run's folder; it may be missing if commit 0 is allowed.
+        states: states of all commits.
+        allowed: the commits that it may be at.
         thorough: also opens snapshots, commits, opens again and checks every file.
 
     Raises:
-        Violation: it is at another commit, does not open, holds other bits, or does not train on as it should.
+        Violation: it is at another commit, does not open, has other bits, or trains differently.
     """
     try:
         number = _check_recovered(path, states, allowed, thorough)
@@ -274,7 +274,7 @@ def _check_recovered(path: Path, states: list[State], allowed: set[int], thoroug
         state = states[number]
         _compare_names(run, state)
         if number == 0:
-            # Nothing was promised; a run can be begun here.
+            # No commit was promised; a new run can be started here.
             tables: dict[str, Any] = {name: run.table(name, create=TABLES[name]) for name in ("user", "item")}
             train(tables, 0)
             run.commit()

@@ -1,7 +1,7 @@
-"""Several operations fail in one life, then the same process goes on without faults.
+"""Several operations fail in one life, then the same process continues without faults.
 
-As `faults`, with two or three operations: what was tried again fails again, or the opening that a failure asked for.
-Reads and opens fail too. Afterwards rows are a commit's, and no lock, descriptor or thread is left of what failed.
+As `faults`, with two or three failures: a repeated call fails again, or the reopening after a failure fails. Reads and
+opens fail too. Afterwards the rows are those of a commit, and no lock, descriptor or thread of a failed call is left.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torture.faults import FAULTS, LONGEST_S, Stumbler
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 from torture.scenario import COMPACTION_SLACK, State, Violation
 
-#: Operations between two failures, most: the retry's own first, and all that a commit or an opening takes.
+#: Most operations between two failures: enough for a retry, and for all operations of a commit or an opening.
 FURTHEST = 60
 NAMES = ("EIO", "ENOSPC")
 
 
 class Unlucky(Stumbler):
-    """A stumbler whose reads fail too, while an action is carried out; what compares rows reads without faults."""
+    """Stumbler whose reads fail too, but only within actions; comparisons of rows read without faults."""
 
     def __init__(self, story: ModuleType, path: Path, states: list[State], faulty: Any) -> None:
         super().__init__(story, path, states)
@@ -47,7 +47,7 @@ class Unlucky(Stumbler):
     def _is_done(self, at: int, error: Exception) -> bool:
         try:
             return super()._is_done(at, error)
-        except OSError:  # it opens what an attempt may have made
+        except OSError:  # `_is_done` may open a table, which can fail
             return False
 
     def _with_reads(self, action: Callable[[], Any]) -> None:
@@ -59,13 +59,13 @@ class Unlucky(Stumbler):
 
 
 def held() -> tuple[int, int]:
-    """Descriptors of files that are open, and threads of Python."""
+    """Return the numbers of open file descriptors and of Python threads."""
     names = list(Path("/proc/self/fd").iterdir())
     return sum(name.is_symlink() and str(name.readlink()).startswith("/") for name in names), threading.active_count()
 
 
 def require_no_more(before: tuple[int, int], when: str) -> None:
-    """Threads that read close their files a moment after the table is closed."""
+    """Check for leaks, with retries: read threads close their files a moment after the table."""
     for _ in range(100):
         if all(now <= then for now, then in zip(held(), before, strict=True)):
             return
@@ -74,7 +74,7 @@ def require_no_more(before: tuple[int, int], when: str) -> None:
 
 
 def live(story: ModuleType, states: list[State], at: int, every: int, times: int, name: str) -> int:
-    """One life in which operations `at`, `at + every`, ... fail, `times` of them; how many failed.
+    """Run one life in which `times` operations `at`, `at + every`, ... fail; return how many failed.
 
     Raises:
         Violation: a promise did not hold.
@@ -105,7 +105,7 @@ def live(story: ModuleType, states: list[State], at: int, every: int, times: int
 
 
 def operations(story: ModuleType, states: list[State]) -> int:
-    """How many a life has that nothing happens to."""
+    """Return the number of operations of a life without faults."""
     faulty = _native.FaultVfs()
     faulty.set_fault(0)
     _native.set_compaction_slack(COMPACTION_SLACK)
@@ -122,7 +122,7 @@ def operations(story: ModuleType, states: list[State]) -> int:
 
 
 def run(size: Size) -> list[Result]:
-    """Lives with random first failures and distances."""
+    """Run lives with random first failures and distances."""
 
     def work(index: int, send: Callable[[Any], None]) -> Any:
         clock, chance = Clock(size.seconds), random.Random(f"{size.seed} {index}")

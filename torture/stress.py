@@ -1,7 +1,7 @@
-"""Threads and reader processes call everything at once, on every kind of table; an oracle checks each row they see.
+"""Concurrent calls of threads and reader processes, on every kind of table; an oracle checks each row that is read.
 
-Each kind lives in a process of its own, so that a call that hangs ends that one, with its stacks shown. See
-`stress_oracle` for what a row may show, `stress_tables` for the calls.
+Each kind runs in a separate process, so that a hanging call ends only this process, which shows its stacks.
+`stress_oracle` defines the valid values of a row, `stress_tables` the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torture.stress_tables import DIM, KINDS, ROWS, THREADS, Kind, RunSubject, S
 
 
 def _read(kind: Kind, folder: Path, seed: int, seconds: float) -> Counter[str]:
-    """A reader in a process of its own: nothing that has not begun, nothing missing that was durable, never back."""
+    """Read in a separate process and check that rows show no unstarted update, all durable ones, and never go back."""
     clock = Clock(seconds)
     chance = np.random.default_rng([seed, 99])
     stop = folder / "stop"
@@ -72,19 +72,19 @@ def _read(kind: Kind, folder: Path, seed: int, seconds: float) -> Counter[str]:
 
 @dataclass
 class Outcome:
-    """What was called how often, and what was wrong."""
+    """Numbers of calls by name, and errors."""
 
     made: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
 def stress(kind: Kind, folder: Path, seed: int, seconds: float, calls: int) -> Outcome:
-    """`calls` calls, for `seconds` at most, of threads and reader processes on one table; in this process."""
+    """Make `calls` calls, for at most `seconds`, by threads and reader processes on one table; in this process."""
     readers = [
         Child(lambda _, i=i: dict(_read(kind, folder, seed + i, seconds + 60)), seconds + 100)
         for i in range(kind.readers)
     ]
-    warnings.simplefilter("ignore", bb.UncommittedWarning)  # of a table whose story ended with something wrong
+    warnings.simplefilter("ignore", bb.UncommittedWarning)  # of a table after an error
     _native.set_compaction_slack(16 << 10)
     _native.set_checkpoints(1, in_line=bool(seed % 2))
     _native.set_io("threads" if seed % 2 else "auto")
@@ -138,7 +138,7 @@ def _without_locks_of_paths() -> None:
     opening.path_lock = lambda place: contextlib.nullcontext()  # type: ignore[assignment]
 
 
-#: Seeded bugs: name -> (kind that must find it, how to switch it on).
+#: Seeded bugs: name -> (kind that must find it, function that switches it on).
 BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "no lock of a path": ("opens", _without_locks_of_paths),
     "lost_write_back": ("fixed", lambda: _native.set_fault("lost_write_back")),
@@ -149,7 +149,7 @@ BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def in_process(kind: Kind, seed: int, seconds: float, calls: int, prepare: Callable[[], Any] | None = None) -> Outcome:
-    """`stress` in a process of its own, which ends after a while whatever happens."""
+    """Run `stress` in a separate process with a time limit."""
 
     def live(send: Callable[[Any], None]) -> Any:
         if prepare is not None:
@@ -165,7 +165,7 @@ def in_process(kind: Kind, seed: int, seconds: float, calls: int, prepare: Calla
 
 
 def run(size: Size) -> list[Result]:
-    """Every kind in turn, again and again with other seeds; then the bugs that must be found."""
+    """Run every kind repeatedly with other seeds; then the seeded bugs, which must be found."""
     results = []
     calls = size.of(1_000_000, least=200)
     for kind in KINDS:
@@ -199,7 +199,7 @@ def run(size: Size) -> list[Result]:
 
 
 def find(name: str, seed: int, seconds: float) -> list[str]:
-    """What is found wrong with one of `BUGS` switched on, with one seed after the other for so long."""
+    """Return the errors with one of `BUGS` switched on, for increasing seeds within `seconds`."""
     kind_name, prepare = BUGS[name]
     kind = next(kind for kind in KINDS if kind.name == kind_name)
     clock = Clock(seconds)

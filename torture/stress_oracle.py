@@ -1,8 +1,8 @@
-"""What a row may show while many threads change it.
+"""Valid values of a row while several threads change it.
 
-Rows are counters: SGD with a learning rate of 1 on zeros, gradients of whole negative numbers. A row that is read shows
-at least the increments whose calls had returned before the read began (`done`), at most those whose calls had started
-before it ended (`begun`). Rows change in pairs, both by one call: a view of one of the two without the other is torn.
+Rows are counters: SGD with a learning rate of 1 on zeros, gradients of whole negative numbers. A read must show at
+least the increments of calls that returned before the read started (`done`), and at most those of calls that started
+before the read ended (`begun`). One call changes both rows of a pair: a change in only one row of a pair is torn.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 import numpy as np
 
 Rows = Any  # int64[n]
-#: Commits whose bounds are remembered.
+#: Number of commits whose bounds are stored.
 _MOST_COMMITS = 400
 
 
 class Wrong(Exception):
-    """A value that cannot be."""
+    """An invalid value."""
 
 
 class Counts:
-    """The bounds of each row of one table, in a file that reader processes map. Thread-safe.
+    """Bounds of each row of one table, in a file that reader processes map. Thread-safe.
 
     Attributes:
-        begun, done: int64[rows]: increments whose calls began, and returned.
-        durable: int64[rows]: what every commit that returned holds at least.
+        begun, done: int64[rows]: increments of calls that have started, and of calls that have returned.
+        durable: int64[rows]: least values in every commit that has returned.
     """
 
     def __init__(self, path: Path, rows: int, *, is_new: bool = True) -> None:
         self.rows = rows
         values = np.memmap(path, np.int64, "w+" if is_new else "r", shape=(3, rows))
         self.begun, self.done, self.durable = values
-        self._lock = threading.Lock()  # guards all that follows, and changes of the above
+        self._lock = threading.Lock()  # guards the fields below, and changes of the arrays above
         self._commits: dict[int, tuple[Rows, Rows]] = {}
 
     def begin(self, rows: Rows, increments: Rows) -> None:
@@ -46,22 +46,22 @@ class Counts:
             np.add.at(self.done, rows, increments)
 
     def undo(self, rows: Rows, increments: Rows) -> None:
-        """The call refused to do what it began."""
+        """Undo the start of a call that was refused."""
         with self._lock:
             np.add.at(self.begun, rows, -increments)
 
     def low(self) -> Rows:
-        """What a read that begins now shows at least."""
+        """Return the least values of a read that starts now."""
         with self._lock:
             return self.done.copy()
 
     def high(self) -> Rows:
-        """What a read that has ended shows at most."""
+        """Return the largest values of a read that has ended."""
         with self._lock:
             return self.begun.copy()
 
     def committed(self, epoch: int | None, low: Rows, high: Rows) -> None:
-        """A commit that holds at least `low` and at most `high` returned. No epoch: that of a close."""
+        """Store the bounds `low` and `high` of a commit that returned. `epoch` is None for the commit of a close."""
         with self._lock:
             np.maximum(self.durable, low, out=self.durable)
             if epoch is None:
@@ -77,7 +77,7 @@ class Counts:
             return self._commits.get(epoch)
 
     def check(self, what: str, rows: Rows, values: Any, low: Rows, high: Rows) -> Rows:
-        """The counts in `values`, float32[n, dim] of pairs of rows: whole, within the bounds, of pairs equal."""
+        """Return the counts in `values`, float32[n, dim] of pairs; check: whole, within bounds, equal in pairs."""
         counts = values[:, 0].astype(np.int64)
         bad = (values != counts[:, None]).any(axis=1) | (counts < low[rows]) | (counts > high[rows])
         torn = np.repeat((counts[0::2] != counts[1::2]), 2)
@@ -91,7 +91,7 @@ class Counts:
         return counts
 
     def check_stored(self, what: str, rows: Rows, values: Any, low: Rows, high: Rows) -> None:
-        """As `check`, of every stored row once, in any order."""
+        """As `check`, for every stored row once, in any order."""
         order = np.argsort(rows, kind="stable")
         rows, values = rows[order], values[order]
         missing = np.setdiff1d(np.flatnonzero(low > 0), rows)
@@ -106,7 +106,7 @@ class Counts:
 
 
 class Gate:
-    """Many may pass at once, or one alone: a scan needs a time without changes."""
+    """Shared or exclusive lock: some scans need a time without changes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

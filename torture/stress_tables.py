@@ -1,4 +1,4 @@
-"""The tables that are under stress: how each kind is made, and the calls that threads make. See `stress`."""
+"""Tables under stress: the creation of each kind, and the calls of threads. See `stress`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from torture.stress_oracle import Counts, Gate, Wrong
 
 ROWS = 3000
 DIM = 64
-PAIRS = 40  # of a batch
+PAIRS = 40  # per batch
 THREADS = 4
-#: Pairs at the end that are set, each by one thread, and never updated.
+#: The last pairs are only set, each by one thread, and never updated.
 SET_PAIRS = 32
 FACTS: dict[str, Any] = {"dim": DIM, "optimizer": bb.SGD(lr=1.0), "init": bb.Zeros()}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of table and the options it is made with.
+    """A kind of table and its options.
 
     Attributes:
-        made: of `bunkbed.create`, in place of `FACTS` and a small `ram`.
-        shape: plain, sharded, run (two tables and a dense file), budget (other tables come and go), layer (below a
-            device cache), or opens (no opening but those of the threads' calls).
-        readers: processes that read it.
+        made: arguments of `bunkbed.create` that replace `FACTS` and a small `ram`.
+        shape: plain, sharded, run (two tables and a dense file), budget (other tables join and leave), layer (below a
+            device cache), or opens (each call of a thread opens the table).
+        readers: number of reader processes.
     """
 
     name: str
@@ -86,7 +86,7 @@ def facts_of(kind: Kind) -> dict[str, Any]:
 
 
 class Subject:
-    """One table under stress, its counts, and the calls that threads make."""
+    """One table under stress, its counts, and the calls of threads."""
 
     def __init__(self, kind: Kind, folder: Path, name: str = "table", counts: str = "counts") -> None:
         self.kind = kind
@@ -96,7 +96,7 @@ class Subject:
         self.counts = Counts(folder / counts, ROWS)
         self.gate = Gate()
         self.kept: dict[str, int] = {}  # name -> epoch, of snapshots
-        self.keeping: set[int] = set()  # threads that keep one now
+        self.keeping: set[int] = set()  # threads that are keeping a commit
         self.table: Any = None
         self.run: Any = None
 
@@ -128,7 +128,7 @@ class Subject:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Any]:
-        """The table, where need be opened for this call: then what it did is durable afterwards."""
+        """Yield the table, if needed opened for this call, whose updates are then durable afterwards."""
         if self.table is not None and self.kind.shape != "opens":
             yield self.table
             return
@@ -139,7 +139,7 @@ class Subject:
 
     @contextlib.contextmanager
     def _counted(self, rows: Any, increments: Any) -> Iterator[None]:
-        """Around the one call that adds `increments`."""
+        """Count the start and the end of the one call that adds `increments`."""
         self.counts.begin(rows, increments)
         with self._room():
             try:
@@ -151,7 +151,7 @@ class Subject:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Around a call that may be refused where snapshots take what a limit leaves."""
+        """Allow the call to be refused if snapshots take the space of a disk limit."""
         try:
             yield
         except OSError as error:
@@ -161,7 +161,7 @@ class Subject:
     # ---- Calls
 
     def pairs(self, chance: Any) -> tuple[Any, Any]:
-        """Rows of some pairs and the increment of each."""
+        """Return the rows of some pairs and the increment of each row."""
         pairs = np.minimum(chance.zipf(1.2, PAIRS) - 1, ROWS // 2 - SET_PAIRS - 1)
         spread = pairs * 7919 % (ROWS // 2 - SET_PAIRS)
         return (spread[:, None] * 2 + [0, 1]).reshape(-1), np.repeat(chance.integers(1, 4, PAIRS), 2)
@@ -244,7 +244,7 @@ class Subject:
             table.stage(ids_of(self.kind, self.pairs(chance)[0]))
 
     def compact(self, chance: Any, thread: int) -> None:
-        self.gate.enter()  # it moves rows that a scan has yet to come to
+        self.gate.enter()  # it moves rows that a scan has not reached yet
         try:
             with self.opened() as table:
                 table.compact()
@@ -265,7 +265,7 @@ class Subject:
             self.counts.committed(epoch, low, high)
 
     def keep(self, chance: Any, thread: int) -> None:
-        """Keep a commit, read it as it was, drop it. Each thread has a name of its own."""
+        """Keep a commit, read it, drop it. Each thread uses its own name."""
         name = f"kept-{thread}"
         with self.opened() as table:
             if name not in self.kept:
@@ -287,7 +287,7 @@ class Subject:
                     self.counts.check(f"snapshot {name}", rows, values, *bounds)
 
     def scan(self, chance: Any, thread: int) -> None:
-        """A scan alone, or next to changes that must end it; other calls go on."""
+        """Scan without changes, or concurrently with changes that must end the scan; other calls go on."""
         is_alone = chance.random() < 0.7
         if is_alone:
             self.gate.close()
@@ -328,7 +328,7 @@ class Subject:
             return self._all_rows(copy, 0, thread)
 
     def open_again(self, chance: Any, thread: int) -> None:
-        """An opening of its own: what was updated before its end is durable after it."""
+        """Open the table again: updates before the close are durable after it."""
         rows, increments = self.pairs(chance)
         grads = np.repeat(-increments[:, None], DIM, axis=1).astype(np.float32)
         self.gate.enter()
@@ -342,7 +342,7 @@ class Subject:
         self.counts.committed(None, low, low)
 
     def share(self, chance: Any, thread: int) -> None:
-        """Another table joins the budget and leaves it."""
+        """Let another table join the budget and leave it."""
         path = self.folder / f"other-{thread}-{chance.integers(2**40)}"
         with bb.create(path, ram=self.budget, num_rows=64, **FACTS) as other:
             other.update([thread], np.full((1, DIM), -1, np.float32))
@@ -351,7 +351,7 @@ class Subject:
                 raise Wrong(f"budget: {used} of {self.budget.total_bytes} bytes are handed out")
 
     def calls(self, thread: int) -> dict[Callable[[Any, int], None], float]:
-        """Each with how often a thread makes it."""
+        """Return the calls with their frequencies."""
         calls: dict[Callable[[Any, int], None], float] = {
             self.update: 6, self.set: 2, self.read: 6, self.contains: 1, self.look_around: 1, self.stage: 1,
             self.commit: 2, self.scan: 1.5,
@@ -369,7 +369,7 @@ class Subject:
         return calls
 
     def end(self) -> None:
-        """After all threads: everything adds up, in the table and once it is opened again."""
+        """Check the sums after all threads have ended, in the table and after reopening."""
         rows = np.arange(ROWS)
         low, high = self.counts.low(), self.counts.high()
         if (low != high).any():
@@ -388,7 +388,7 @@ class Subject:
 
 
 class RunSubject(Subject):
-    """Two tables of a run, of which this is the first; a dense file holds what the commit must hold of both."""
+    """Two tables of a run, this one and another; a dense file has the counts that a commit must have of both."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         super().__init__(kind, folder)
@@ -448,7 +448,7 @@ class RunSubject(Subject):
 
 
 def check_run(path: Path, both: tuple[Counts, Counts], epoch: int | None, snapshot: str | None) -> None:
-    """Both tables of a run's commit hold what its dense file says; of an epoch whose bounds are known, no more."""
+    """Check that both tables of a commit have the counts of its dense file, within known bounds of its epoch."""
     rows = np.arange(ROWS)
     for attempt in range(50):
         floors = [counts.durable.copy() for counts in both]

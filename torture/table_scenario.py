@@ -1,4 +1,4 @@
-"""As `scenario`, for a table that belongs to no run: what a run would catch up on must hold by itself here."""
+"""As `scenario`, for a table without a run: the table must recover without the help of a run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from torture.scenario import (
     train_on,
 )
 
-#: u: a step. i: rows are set, and go to the log at once. c: commit. k: commit and keep as "a". l: as "b". d: drop "a".
-#: e: drop "b". m: compact. o: let the commit before the last go, as `disk=` does. r: go back to "a".
-#: A: begin a commit. W: wait for it. x: close without a commit and open again. The table is made at the beginning.
+#: u: a step. i: rows are set and written to the log at once. c: commit. k: commit and keep as "a". l: as "b". d: drop
+#: "a". e: drop "b". m: compact. o: collect the commit before the last, as `disk=` does. r: rewind to "a". A: start a
+#: commit. W: wait for the commit. x: close without a commit and reopen. n: make the table.
 ACTIONS = "nuiuucuukuuumouludmuAiuWcouukuieuxucuuruAuuWoucuidmuuAuiuWuAuuWcom"
 NAME = "user"
 
 
 def expected(actions: str) -> list[State]:
-    """States 1, 2, ...: of the making, of commits, of going back and of dropping. Number 0: no table."""
+    """Return states 0, 1, 2, ...: 0 is no table; the others follow creation, commits, rewinds and drops."""
     table: dict[str, ReferenceTable] = {}
     states = [State({}, {}, {}, {})]
     saved: dict[int, dict[str, ReferenceTable]] = {}
@@ -59,7 +59,7 @@ def expected(actions: str) -> list[State]:
             snapshots = {**snapshots, {"k": "a", "l": "b"}[action]: number}
         elif action in "de":
             snapshots = {name: kept for name, kept in snapshots.items() if name != {"d": "a", "e": "b"}[action]}
-        # What was updated since the last commit is not in the one that a drop makes, and still there in memory.
+        # The commit of a drop does not contain updates since the last commit; they remain in memory.
         saved[number] = copy.deepcopy(saved[number - 1] if action in "de" else table)
         later = copy.deepcopy(saved[number])
         train_on(later)
@@ -186,7 +186,7 @@ def _check_again(path: Path, states: list[State], state: State) -> None:
 
 
 def open_all(path: Path, state: State) -> None:
-    """Opens for writing, or makes the table that was never made, and lets go again."""
+    """Open the table for writing, or make it if it was never made, and close it."""
     try:
         table = bb.open(path, ram=ram([NAME]))
     except (FileNotFoundError, bb.FormatError):

@@ -1,7 +1,7 @@
-"""Segments, files, descriptors, memory and threads stay under stated bounds however long a table is used.
+"""Segments, files, descriptors, memory and threads stay within stated bounds during long use of a table.
 
-Each story runs in a process of its own, which may open 1,024 files, and is watched from outside of the library: through
-/proc and the folders. ``python -m torture.trends STORY --steps N`` runs one and prints what it took.
+Each story runs in a separate process with a limit of 1,024 open files. It is watched without the library, through /proc
+and the folders. ``python -m torture.trends STORY --steps N`` runs one story and prints its peaks.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ FACTS: dict[str, Any] = {"dim": DIM, "num_rows": ROWS, "ram": "2MiB"}
 ONE = np.ones((1, DIM), np.float32)
 MIB = 1 << 20
 
-#: Bytes of a segment of these tables, and the segments that one has at most beyond two for each of these
-#: (docs/files.md), those of the commit under way included.
+#: Bytes of a segment of these tables. A table has at most 2 * bytes / SEGMENT_BYTES + SPARE_SEGMENTS segments
+#: (docs/files.md), including those of the commit under way.
 SEGMENT_BYTES = MIB
 SPARE_SEGMENTS = 16 + 4
-#: Files of a table that are no segments: manifests, the lock, directory checkpoints. There are up to three times as
-#: many files of segments, those that only the last two commits name included.
+#: Other files of a table than segments: manifests, the lock, directory checkpoints. With segments that only the last
+#: two commits name, a table has up to three times as many files of segments.
 OTHER_FILES = 8
 #: Descriptors of a table that the cache of descriptors does not count or may not close: the lock, two rings, segments
 #: that are not synced yet, a manifest being written.
 OF_A_TABLE = 8
-#: Descriptors of the process that belong to no table.
+#: Descriptors of the process that do not belong to a table.
 OF_THE_PROCESS = 32
-#: Growth after the first quarter of a story.
+#: Most growth of memory after the first quarter of a story.
 MOST_GROWTH = 24 * MIB
 #: Pools of the core for reads (64) and writes (4), and its parallel loops; io_uring's kernel threads are not counted.
 MOST_THREADS = 64 + 4 + 2 * (os.cpu_count() or 1) + 8
 
 
 class Watch:
-    """Looks at the process and at folders of tables, and says which bound does not hold."""
+    """Watcher of the process and of the folders of tables, with a list of broken bounds."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -62,7 +62,7 @@ class Watch:
     def look(
         self, step: int, tables: Sequence[bb.Table], folders: Sequence[Path], snapshots: int = 0, shards: int = 1
     ) -> None:
-        """Every so often; `folders` are those of the tables that are durable, with so many snapshots in each."""
+        """Check all bounds; `folders` are those of durable tables, with `snapshots` snapshots each."""
         self.tables = max(self.tables, shards * len(tables))
         bytes_of_one = max((int(table.stats()["disk_bytes"]) for table in tables), default=0)
         segments = SPARE_SEGMENTS * shards + 2 * (bytes_of_one // SEGMENT_BYTES)
@@ -88,7 +88,7 @@ class Watch:
                 self.problems.append(f"{name} at step {step:,}: {now[name]:,}, at most {most:,} expected")
 
     def end(self) -> None:
-        """Every table is closed: so must its descriptors be."""
+        """Check that all descriptors are closed, after all tables are closed."""
         left = _count(Path("/proc/self/fd")) - self._first
         if left > 4:
             self.problems.append(f"{left} descriptors are left when every table is closed")
@@ -101,7 +101,7 @@ def _count(path: Path) -> int:
 def _own_threads() -> int:
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             names.append((task / "comm").read_text())
     return sum(not name.startswith("iou-") for name in names)
 
@@ -111,7 +111,7 @@ def _set(table: bb.Table, step: int) -> None:
 
 
 def small_commits(path: Path, watch: Watch, num_tables: int = 1) -> None:
-    """A row of one table is set and committed; the tables take turns."""
+    """Set and commit one row of each table in turn."""
     tables = [bb.create(path / str(i), **FACTS) for i in range(num_tables)]
     paths = [path / str(i) for i in range(num_tables)]
     for step in range(watch.steps):
@@ -125,7 +125,7 @@ def small_commits(path: Path, watch: Watch, num_tables: int = 1) -> None:
 
 
 def keep_and_drop(path: Path, watch: Watch) -> None:
-    """Every commit is kept, the twentieth before it dropped."""
+    """Keep every commit, and drop the twentieth before it."""
     kept = 20
     with bb.create(path / "t", **FACTS) as table:
         for step in range(watch.steps):
@@ -138,7 +138,7 @@ def keep_and_drop(path: Path, watch: Watch) -> None:
 
 
 def open_and_close(path: Path, watch: Watch) -> None:
-    """The table is opened, changed, committed and closed; a reader too."""
+    """Open, change, commit and close a table; open and close a reader."""
     bb.create(path / "t", **FACTS).close()
     for step in range(watch.steps):
         with bb.open(path / "t", ram="2MiB") as table:
@@ -150,7 +150,7 @@ def open_and_close(path: Path, watch: Watch) -> None:
 
 
 def readers(path: Path, watch: Watch) -> None:
-    """Readers follow a writer's commits, each at its own pace."""
+    """Let readers follow a writer's commits at different rates."""
     with bb.create(path / "t", **FACTS) as table:
         table.commit()
         followers = [bb.open(path / "t", mode="r", ram="2MiB") for _ in range(4)]
@@ -167,7 +167,7 @@ def readers(path: Path, watch: Watch) -> None:
 
 
 def background_commits(path: Path, watch: Watch) -> None:
-    """Commits in the background, while the next steps run."""
+    """Commit in the background, while the next steps run."""
     with bb.create(path / "t", **FACTS) as table:
         for step in range(watch.steps):
             _set(table, step)
@@ -178,7 +178,7 @@ def background_commits(path: Path, watch: Watch) -> None:
 
 
 def updates(path: Path, watch: Watch, **options: Any) -> None:
-    """Steps on a table that does not fit its cache, with a commit now and then."""
+    """Update a table larger than its cache, with some commits."""
     rng = np.random.default_rng(0)
     rows = 60_000
     facts = FACTS | {"num_rows": rows, "dim": 16, "optimizer": bb.SGD(lr=1.0)} | options
@@ -196,7 +196,7 @@ def updates(path: Path, watch: Watch, **options: Any) -> None:
 
 
 def sharded(path: Path, watch: Watch) -> None:
-    """One-row commits of a table in three shards."""
+    """Commit single rows of a table in three shards."""
     with bb.ShardedTable.create(path / "t", shards=3, **FACTS | {"ram": "8MiB"}) as table:
         for step in range(watch.steps):
             _set(table, step)
@@ -206,7 +206,7 @@ def sharded(path: Path, watch: Watch) -> None:
 
 
 def run_commits(path: Path, watch: Watch) -> None:
-    """A run of two tables; every hundredth commit is kept, the one before it dropped."""
+    """Commit a run of two tables; keep every hundredth commit, and drop the kept one before it."""
     with bb.Run(path / "run", ram="8MiB") as one:
         facts = {name: value for name, value in FACTS.items() if name != "ram"}
         tables = [one.table(name, create=facts) for name in ("user", "item")]
@@ -219,7 +219,7 @@ def run_commits(path: Path, watch: Watch) -> None:
                 watch.look(step, tables, [path / "run" / "tables" / name for name in ("user", "item")], snapshots=2)
 
 
-#: name -> (story, steps of the long form, and of the short one)
+#: name -> (story, steps of the long form, steps of the short form)
 STORIES: dict[str, tuple[Callable[[Path, Watch], None], int, int]] = {
     "commits, 1 table": (small_commits, 10_000, 600),
     "commits, 12 tables": (lambda path, watch: small_commits(path, watch, 12), 10_000, 600),
@@ -237,7 +237,7 @@ STORIES: dict[str, tuple[Callable[[Path, Watch], None], int, int]] = {
 
 
 def tell(story: str, steps: int, path: Path) -> dict[str, Any]:
-    """Runs a story in this process."""
+    """Run a story in this process."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
     watch = Watch(steps)
@@ -252,7 +252,7 @@ def tell(story: str, steps: int, path: Path) -> dict[str, Any]:
 
 
 def in_process(story: str, steps: int, seconds: float, fault: str | None = None) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Run a story in a separate process."""
     command = [sys.executable, "-m", "torture.trends", story, "--steps", str(steps)]
     command += ["--fault", fault] if fault else []
     ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -263,7 +263,7 @@ def in_process(story: str, steps: int, seconds: float, fault: str | None = None)
 
 
 def table_of(answers: dict[str, dict[str, Any]]) -> str:
-    """The peaks, a line a story."""
+    """Return the peaks, one line per story."""
     lines = [f"{'story':20} {'steps':>8} {'descriptors':>12} {'segments':>9} {'files':>6} {'RSS':>8} {'threads':>8}"]
     for story, answer in answers.items():
         peaks = answer["peaks"]
@@ -277,7 +277,7 @@ def table_of(answers: dict[str, dict[str, Any]]) -> str:
 
 
 def run(size: Size) -> list[Result]:
-    """Every story, and one with a seeded leak of descriptors that must be found."""
+    """Run every story, and one with a seeded leak of descriptors, which must be found."""
     result = Result("trends: stories within their bounds", wanted=len(STORIES))
     answers = {}
     for story, (_, steps, least) in STORIES.items():
