@@ -437,4 +437,18 @@ size_t hashed_directory_bytes(uint64_t stored_rows) {
 std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows) { return std::make_unique<FlatDirectory>(num_rows); }
 std::unique_ptr<Directory> make_hashed_directory() { return std::make_unique<HashedDirectory>(); }
 
+std::vector<int64_t> absent_rows(const Directory& directory, const int64_t* rows, size_t n) {
+  constexpr size_t kBlock = 256;
+  std::vector<int64_t> absent;
+  Entry entries[kBlock];
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t count = std::min(kBlock, n - begin);
+    directory.locate(rows + begin, count, entries);
+    for (size_t i = 0; i < count; ++i) {
+      if (entries[i] == kAbsent) absent.push_back(rows[begin + i]);
+    }
+  }
+  return absent;
+}
+
 }  // namespace bunkbed

@@ -84,6 +84,9 @@ size_t hashed_directory_bytes(uint64_t stored_rows);  // an upper estimate
 std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows);
 std::unique_ptr<Directory> make_hashed_directory();
 
+// Those of `rows` that have no entry, in their order.
+std::vector<int64_t> absent_rows(const Directory& directory, const int64_t* rows, size_t n);
+
 // A well-mixed 64-bit hash of an id; also used to split work by id.
 constexpr uint64_t mix_id(int64_t id) {
   auto x = static_cast<uint64_t>(id);

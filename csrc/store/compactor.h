@@ -72,7 +72,7 @@ class Compactor {
   // Segments of a log of so many bytes, those of a commit under way not counted.
   static uint64_t most_segments(uint64_t bytes, uint64_t segment_bytes);
   // Chooses the segments to merge when there are too many; returns how many records must be looked at for that. The store
-  // calls it where records were appended: a scan depends on it that nothing moves otherwise (Store::forgive_compaction).
+  // calls it where records were appended: a scan depends on it that nothing moves otherwise (CompactionScheduler::forgive).
   uint64_t begin_merge();
   // All merges that are due, now.
   void merge(size_t buffer_bytes);

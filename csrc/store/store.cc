@@ -12,50 +12,10 @@ namespace bunkbed {
 
 namespace {
 
-// Looking at this many records for each one appended keeps pace with segments that are up to 75 % live.
-constexpr size_t kCompactionPace = 4;
 constexpr size_t kAppendBatch = 1024;  // records appended at once
 constexpr size_t kFlushBytes = 1u << 20;
-constexpr size_t kCompactionSlice = 512;  // records looked at before another call may have the lock: a fraction of a ms
 
 }  // namespace
-
-MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
-                       bool has_log) {
-  constexpr size_t kUnbounded = size_t{64} << 30;
-  const size_t total = total_bytes == 0 ? kUnbounded : total_bytes;
-  MemoryPlan plan;
-  plan.total_bytes = total_bytes;
-  const size_t stride = record_stride(payload_bytes);
-  // An eighth of a small budget. 32 MiB take 350,000 ids at once, or the sums of 65,536 distinct rows of 64: beyond
-  // them frames are worth more, until the budget is so large that they are not missed.
-  const size_t enough = std::clamp<size_t>(total / 32, 32u << 20, 256u << 20);
-  plan.scratch_bytes = std::max({std::min<size_t>(total / 8, enough), size_t{48} << 10, 8 * payload_bytes});
-  if (!has_log) {
-    plan.log.chunk_bytes = plan.log.num_chunks = plan.log.num_read_slices = 0;
-    plan.fixed_bytes = total_bytes == 0 ? 0 : plan.scratch_bytes;
-    return plan;
-  }
-  const size_t smallest_chunk = 2 * stride + 2 * vfs::kBlockBytes;
-  const size_t largest_chunk = std::max(smallest_chunk, slots_per_segment * stride / 4);
-  // A hundredth of the budget within 16 KiB and 1 MiB, and a quarter of a segment; but never below two records.
-  const size_t wished = std::min({std::max<size_t>(total / 96, kSmallestChunk), size_t{1} << 20, largest_chunk});
-  plan.log.chunk_bytes = vfs::round_up(std::max(smallest_chunk, wished), vfs::kBlockBytes);
-  plan.log.num_chunks = total >= (256u << 20) ? 6 : 3;
-  // A slice must hold one record wherever it lies; a larger one lets neighbours share a read.
-  const size_t shared = total >= (256u << 20) ? 16u << 10 : 0;
-  plan.log.read_slice_bytes = vfs::round_up(std::max(stride + read_unit, shared), std::max<size_t>(read_unit, 512));
-  // 128 reads under way make a sixth more of them a second than 48, and each costs less: more are done between two looks.
-  // A small budget has half of that at most.
-  plan.log.num_read_slices = std::max(std::clamp<size_t>(total / 16 / plan.log.read_slice_bytes, 4, 64),
-                                      std::min<size_t>(total / 64 / plan.log.read_slice_bytes, 128));
-  plan.compaction_bytes = std::max(plan.log.chunk_bytes, std::min<size_t>(total / 24, 1u << 20)) + 2 * vfs::kBlockBytes;
-  // Stacks of the threads that read, and what the allocator holds back: measured about 1.5 MiB. Small budgets, which
-  // read with fewer threads, state it as an overhead instead.
-  const size_t threads_bytes = total >= (16u << 20) ? size_t{2} << 20 : 0;
-  plan.fixed_bytes = plan.log.total(stride) + plan.compaction_bytes + plan.scratch_bytes + threads_bytes;
-  return plan;
-}
 
 Store::Store(std::string name, size_t frame_bytes, size_t max_frames, std::unique_ptr<Directory> directory,
              std::unique_ptr<Log> log, const MemoryPlan& plan)
@@ -65,7 +25,9 @@ Store::Store(std::string name, size_t frame_bytes, size_t max_frames, std::uniqu
       directory_(std::move(directory)),
       cache_(frame_bytes, max_frames),
       log_(std::move(log)),
-      compactor_(directory_.get(), &cache_, log_.get()) {
+      compactor_(directory_.get(), &cache_, log_.get()),
+      compaction_(log_.get(), &compactor_, &plan_),
+      disk_(log_.get(), directory_.get(), &cache_, &compactor_, &plan_, &unwritten_) {
   cache_.set_capacity(capacity_for(directory_->bytes()));
 }
 
@@ -106,11 +68,11 @@ void Store::evict(uint32_t frame) {
     // Seeded bug for the exactness tests: the row's newest value is dropped.
     if (fault_is("lost_write_back")) initial_(info.row, frame_bytes_, cache_.record(frame));
     failpoint("evict");
-    info.position = fault_is("evict_into_old_epoch") && frozen_rows_ > 0
+    info.position = fault_is("evict_into_old_epoch") && unwritten_.frozen > 0
                         ? log_->append_ending(info.row, cache_.record(frame))
                         : log_->append(info.row, cache_.record(frame));
     cache_.set_dirty(frame, false);
-    --dirty_rows_;
+    --unwritten_.dirty;
     ++stats_.written_back;
   }
   directory_->set(info.row, entry_of_position(info.position));
@@ -170,27 +132,14 @@ void Store::shrink_to(size_t capacity) {
 
 bool Store::must_shrink_for(const int64_t* rows, size_t n) const {
   if (!directory_->grows()) return false;
-  const std::vector<int64_t> absent = absent_of(rows, n);
+  const std::vector<int64_t> absent = absent_rows(*directory_, rows, n);
   return !absent.empty() && capacity_for(directory_->bytes_after(absent.data(), absent.size())) < cache_.capacity();
 }
 
 void Store::reserve_rows(const int64_t* rows, size_t n) {
   if (!directory_->grows()) return;
-  const std::vector<int64_t> absent = absent_of(rows, n);
+  const std::vector<int64_t> absent = absent_rows(*directory_, rows, n);
   make_room_for_rows(absent.data(), absent.size());
-}
-
-std::vector<int64_t> Store::absent_of(const int64_t* rows, size_t n) const {
-  std::vector<int64_t> absent;
-  Entry entries[256];
-  for (size_t begin = 0; begin < n; begin += 256) {
-    const size_t count = std::min<size_t>(256, n - begin);
-    directory_->locate(rows + begin, count, entries);
-    for (size_t i = 0; i < count; ++i) {
-      if (entries[i] == kAbsent) absent.push_back(rows[begin + i]);
-    }
-  }
-  return absent;
 }
 
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite) {
@@ -242,7 +191,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     }
     if (!requests.empty()) late = requests.front();
     if (log_ != nullptr && (!requests.empty() || misses > 0 || overwrite)) {
-      log_->read(std::move(requests), frame_bytes_, [this] { compact_some(); });
+      log_->read(std::move(requests), frame_bytes_, [this] { compaction_.compact_some(); });
     }
     if (create) write_frozen_frames(frames, n);
   } catch (...) {
@@ -261,7 +210,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
   for (const uint32_t i : missing) {
     if (entries[i] != kAbsent) continue;
     cache_.set_dirty(frames[i], true);
-    ++dirty_rows_;
+    ++unwritten_.dirty;
     directory_->set(rows[i], entry_of_frame(frames[i]));
   }
   if (fault_is("stale_read") && late.payload != nullptr) {
@@ -419,7 +368,7 @@ void Store::mark_dirty(const uint32_t* frames, size_t n) {
     if (i + kAhead < n && !cache_.is_dirty(frames[i + kAhead])) cache_.prefetch(frames[i + kAhead]);
     if (cache_.is_dirty(frames[i])) continue;
     cache_.set_dirty(frames[i], true);
-    ++dirty_rows_;
+    ++unwritten_.dirty;
     FrameInfo& info = cache_.info(frames[i]);
     if (info.position == kNoPosition) continue;
     const uint64_t id = info.position / log_->slots_per_segment();
@@ -436,7 +385,7 @@ void Store::flush() {
 
 bool Store::write_dirty(size_t most_bytes) {
   uint32_t batch[kAppendBatch];
-  size_t left = std::min(dirty_rows_, std::max<size_t>(1, most_bytes / frame_bytes_));
+  size_t left = std::min(unwritten_.dirty, std::max<size_t>(1, most_bytes / frame_bytes_));
   while (left > 0) {
     const size_t most = std::min(left, kAppendBatch);
     size_t count = 0;
@@ -450,14 +399,14 @@ bool Store::write_dirty(size_t most_bytes) {
     left -= count;
     next_dirty_ = count < most ? 0 : next;  // round again: what was dirtied behind it
   }
-  return dirty_rows_ > 0;
+  return unwritten_.dirty > 0;
 }
 
 void Store::freeze() {
-  frozen_rows_ = cache_.freeze();
-  dirty_rows_ = 0;
+  unwritten_.frozen = cache_.freeze();
+  unwritten_.dirty = 0;
   next_to_write_ = 0;
-  log_->begin_next_epoch(frozen_rows_);
+  log_->begin_next_epoch(unwritten_.frozen);
 }
 
 void Store::write_frozen_frame(uint32_t frame) {
@@ -481,17 +430,15 @@ void Store::append_batch(const uint32_t* frames, size_t n, bool are_frozen) {
       }
     }
     done += taken;
-    (are_frozen ? frozen_rows_ : dirty_rows_) -= taken;
+    (are_frozen ? unwritten_.frozen : unwritten_.dirty) -= taken;
     stats_.written_back += taken;
-    if (!are_frozen) continue;  // compaction counts what is appended to the running epoch by itself
-    appended_seen_ += taken;
-    commit_debt_ += taken * kCompactionPace;
+    if (are_frozen) compaction_.add_commit_debt(taken);  // it counts what is appended to the running epoch by itself
   }
 }
 
 // Before the caller writes into these frames.
 void Store::write_frozen_frames(const uint32_t* frames, size_t n) {
-  if (frozen_rows_ == 0 || fault_is("update_before_copy")) return;
+  if (unwritten_.frozen == 0 || fault_is("update_before_copy")) return;
   uint32_t batch[kAppendBatch];
   size_t count = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -505,7 +452,7 @@ void Store::write_frozen_frames(const uint32_t* frames, size_t n) {
 
 bool Store::write_frozen(size_t most_bytes) {
   uint32_t batch[kAppendBatch];
-  size_t left = std::min(frozen_rows_, std::max<size_t>(1, most_bytes / frame_bytes_));
+  size_t left = std::min(unwritten_.frozen, std::max<size_t>(1, most_bytes / frame_bytes_));
   while (left > 0) {
     const size_t count = std::min(left, kAppendBatch);
     uint32_t next = next_to_write_;
@@ -517,12 +464,12 @@ bool Store::write_frozen(size_t most_bytes) {
     next_to_write_ = next;
     left -= count;
   }
-  return frozen_rows_ > 0;
+  return unwritten_.frozen > 0;
 }
 
 void Store::thaw() {
   cache_.thaw();
-  dirty_rows_ += std::exchange(frozen_rows_, 0);
+  unwritten_.dirty += std::exchange(unwritten_.frozen, 0);
 }
 
 void Store::apply(const MemoryPlan& plan) {
@@ -542,58 +489,6 @@ void Store::apply(const MemoryPlan& plan) {
     plan_ = before;
     throw;
   }
-}
-
-void Store::count_compaction_debt() {
-  const uint64_t appended = log_->stats().written_records;
-  compaction_debt_ += (appended - appended_seen_) * kCompactionPace;
-  appended_seen_ = appended;
-}
-
-void Store::compact_some() {
-  if (log_ == nullptr || is_compacting_beside_) return;
-  count_compaction_debt();
-  if (const uint64_t debt = std::exchange(compaction_debt_, 0); debt > 0) compactor_.run(debt, plan_.compaction_bytes);
-  appended_seen_ = log_->stats().written_records;  // its own appends create no debt
-}
-
-bool Store::is_compaction_behind() {
-  count_compaction_debt();
-  return compaction_debt_ > 4 * kCompactionPace * (log_->segment_bytes() / log_->stride());
-}
-
-bool Store::begin_compaction() {
-  if (log_ == nullptr || is_compacting_beside_) return false;
-  count_compaction_debt();
-  if (compaction_debt_ > 0) compaction_debt_ = compactor_.is_needed() ? compaction_debt_ + compactor_.begin_merge() : 0;
-  return is_compacting_beside_ = compaction_debt_ > 0;
-}
-
-bool Store::plan_compaction(Compactor::Read* read) {
-  if (compaction_debt_ > 0 && compactor_.plan_read(plan_.compaction_bytes, read)) return true;
-  compaction_debt_ = 0;
-  return false;
-}
-
-void Store::compact_slice(Compactor::Read read) {
-  const bool has_chunks_only = read.wants_chunks;
-  compactor_.take_read(std::move(read));
-  if (has_chunks_only) return;  // the first of them is still to be read
-  count_compaction_debt();
-  const size_t looked = compactor_.look_on(std::min<uint64_t>(compaction_debt_, kCompactionSlice), plan_.compaction_bytes);
-  compaction_debt_ -= std::min<uint64_t>(compaction_debt_, looked);
-  appended_seen_ = log_->stats().written_records;
-}
-
-uint64_t Store::compact_all() {
-  if (log_ == nullptr) return 0;
-  const uint64_t before = compactor_.records_moved();
-  for (size_t round = 2 * log_->segments().size() + 2; round > 0 && compactor_.is_needed(); --round) {
-    const uint64_t segments = compactor_.segments_compacted();
-    compactor_.run(1u << 20, plan_.compaction_bytes);
-    if (compactor_.segments_compacted() == segments) break;
-  }
-  return compactor_.records_moved() - before;
 }
 
 }  // namespace bunkbed

@@ -30,7 +30,10 @@
 #include "commit/manifests.h"
 #include "directory/directory.h"
 #include "log/log.h"
+#include "store/compaction_scheduler.h"
 #include "store/compactor.h"
+#include "store/disk_budget.h"
+#include "store/memory_plan.h"
 
 namespace bunkbed {
 
@@ -45,25 +48,6 @@ struct StoreStats {
   uint64_t evictions = 0;
   uint64_t written_back = 0;
 };
-
-// How a table's RAM budget is divided. A function of the budget and the record alone.
-struct MemoryPlan {
-  size_t total_bytes = 0;    // 0: without bound
-  LogMemory log;
-  size_t compaction_bytes = 0;
-  size_t scratch_bytes = 0;  // dedupe, gradient sums, copies in flight
-  size_t fixed_bytes = 0;    // all of the above and the compactor's buffer; the rest is directory and frames
-};
-// `has_log` false: a table in RAM only. `read_unit` is the alignment reads need.
-MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
-                       bool has_log);
-// No plan has smaller chunks.
-inline constexpr size_t kSmallestChunk = 16u << 10;
-inline size_t smallest_chunk_bytes(size_t stride) {
-  return vfs::round_up(std::max(kSmallestChunk, 2 * stride + 2 * vfs::kBlockBytes), vfs::kBlockBytes);
-}
-// Frames below which no table works.
-inline constexpr size_t kMinFrames = 16;
 
 class Store {
  public:
@@ -175,93 +159,23 @@ class Store {
   bool write_frozen(size_t most_bytes);
   // The commit failed: what is frozen still is dirty again.
   void thaw();
-  // What the commit appended calls for compaction from now on: beside other calls, in slices. Until then compact_some(),
-  // which runs within somebody's step, leaves it alone.
-  void count_commit_debt() { compaction_debt_ += std::exchange(commit_debt_, 0); }
   // Lives within `plan` from now on: evicts what is above.
   void apply(const MemoryPlan& plan);
   // Bytes below which this store cannot work now, beside its plan's fixed part.
   size_t minimum_bytes() const { return directory_->bytes() + kMinFrames * Cache::frame_cost(frame_bytes_); }
   void check_budget();
 
-  // Compaction: a little of it, in proportion to what was appended since the last call.
-  void compact_some();
-  // What was appended so far is no reason to compact: nothing moves until something else is appended.
-  void forgive_compaction() {
-    compaction_debt_ = commit_debt_ = 0;
-    appended_seen_ = log_ == nullptr ? 0 : log_->stats().written_records;
-  }
-  // The same little of it in slices, by whoever reads for it without the table's lock; see Compactor::plan_read().
-  // Between begin_compaction(), false when there is nothing to do, and end_compaction() compact_some() leaves it alone.
-  bool begin_compaction();
-  // Appends are several segments ahead of it.
-  bool is_compaction_behind();
-  bool plan_compaction(Compactor::Read* read);
-  void compact_slice(Compactor::Read read);
-  void end_compaction() { is_compacting_beside_ = false; }
-  // At opening: merges segments while there are too many. The merge after a commit is part of the next commit, and is lost
-  // when the table closes before it: a table that is opened for each commit would keep one more segment each time.
-  void merge_segments() {
-    compactor_.merge(plan_.compaction_bytes);
-    forgive_compaction();
-  }
-  // All of it that pays; returns records moved.
-  uint64_t compact_all();
-
-  // What durable commits name: dead segments of it leave the log, their files stay.
-  void set_held(Manifests::Held held);
   // These too stay, beside those named before.
   void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
 
-  // ---- The limit of what the files may take, and the terms; see store/disk.cc.
-  // 0: none. `commits`: most of those not kept by name that are there at once. `num_rows`: most rows there may be.
-  void set_disk_limit(uint64_t bytes, size_t commits, uint64_t num_rows);
-  uint64_t disk_limit() const { return disk_.limit; }
-  uint64_t disk_bytes() const;
-  // Of them, what is there for kept commits only.
-  uint64_t snapshot_bytes() const;
-  // Directory checkpoints that no commit names yet.
-  void set_checkpoint_bytes(uint64_t bytes) { disk_.checkpoint_bytes = bytes; }
-  bool has_disk_bytes(uint64_t bytes) const { return disk_.limit == 0 || disk_bytes() + bytes + reserved_bytes() <= disk_.limit; }
-  // Whether these rows may become dirty; one may come twice.
-  bool has_disk_for(const int64_t* rows, size_t n);
-  // The same for rows nobody knows yet.
-  bool has_disk_for_any(size_t rows) {
-    disk_.admitted = rows;
-    return disk_.limit == 0 || fits_disk(rows);
-  }
-  // The limit with which so many more rows, or so many that are stored, may always be changed at once.
-  uint64_t disk_needed_for(uint64_t rows) const;
-  // Compaction for the rows last asked for; false when it does not help.
-  bool make_disk_room();
-  // They will not.
-  void forget_admitted() { disk_.admitted = 0; }
-  // Rows whose newest value lies above the table, and which may be set any time.
-  void reserve_held(size_t rows) { disk_.held_rows = rows; }
-  void set_meta_bytes(uint64_t bytes) { disk_.meta_bytes = bytes; }
-  // Packs what a commit that is about to begin would name, so that it leaves room for what comes after it, and more where
-  // it is to be kept. False where it cannot.
-  bool shrink_for_commit(bool is_to_be_kept);
-  // The limit that so many rows need, that the last commit's files leave enough of, and that keeping the present state needs.
-  uint64_t disk_needed(uint64_t stored_rows) const;
-  uint64_t disk_needed_with(const LogMemory& memory, uint64_t stored_rows) const;
-  uint64_t disk_needed_now() const;
-  uint64_t disk_needed_to_keep() const;
-  // Of segments that no kept commit holds, with what is open and dirty.
-  uint64_t log_bytes() const;
-  // A directory checkpoint of so many rows takes no more; see checkpoint.h.
-  static uint64_t checkpoint_estimate(uint64_t rows) { return 16 * rows + (64u << 10); }
-  static uint64_t disk_slack(uint64_t segment_bytes, const LogMemory& memory);
-  // How many rows would be stored with these, where that is more than the limit allows; else 0. Where one of them is new,
-  // `above` others count too, as far as there are `most` rows in all.
-  uint64_t rows_beyond_disk(const int64_t* rows, size_t n, size_t above = 0, uint64_t most = ~uint64_t{0}) const;
-
   size_t frame_bytes() const { return frame_bytes_; }
-  size_t dirty_rows() const { return dirty_rows_ + frozen_rows_; }  // not in the log
+  size_t unwritten_rows() const { return unwritten_.total(); }  // whose newest record is not in the log
   size_t ram_bytes() const;
   const MemoryPlan& plan() const { return plan_; }
   const StoreStats& stats() const { return stats_; }
-  const Compactor& compactor() const { return compactor_; }
+  Compactor& compactor() { return compactor_; }
+  CompactionScheduler& compaction() { return compaction_; }
+  DiskBudget& disk() { return disk_; }
   Cache& cache() { return cache_; }
   Directory& directory() { return *directory_; }
   Log* log() { return log_.get(); }
@@ -282,23 +196,9 @@ class Store {
   void hold_row(uint32_t frame, int64_t row);
   size_t window_needs(size_t n) const { return window_.bytes_after(n) + cache_.uses_bytes() + n * sizeof(uint32_t) * 2; }
   size_t capacity_for(size_t directory_bytes) const;
-  std::vector<int64_t> absent_of(const int64_t* rows, size_t n) const;
   void make_room_for_rows(const int64_t* rows, size_t n);
   void shrink_to(size_t capacity);
 
-  uint64_t slack() const;
-  uint64_t slack_in_use() const;
-  uint64_t segment_overhead() const;
-  uint64_t written_bytes(uint64_t rows) const;
-  uint64_t packed_bytes(uint64_t rows) const;
-  uint64_t fixed_bytes(uint64_t stored_rows) const;
-  uint64_t most_rows() const;
-  uint64_t commit_bytes() const;
-  uint64_t reserved_rows() const { return dirty_rows() + disk_.held_rows + disk_.admitted; }
-  uint64_t reserved_bytes() const { return written_bytes(reserved_rows()) + slack_in_use(); }
-  bool fits_disk(size_t rows, uint64_t borrowed = 0) const;
-  bool pack_until(const std::function<bool()>& is_enough, const Compactor::MayEmpty& among);
-  size_t rows_to_dirty(const int64_t* rows, size_t n) const;
   struct Fetched;
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts);
 
@@ -308,36 +208,19 @@ class Store {
   std::unique_ptr<Directory> directory_;
   Cache cache_;
   std::unique_ptr<Log> log_;
+  UnwrittenRows unwritten_;
   Compactor compactor_;
+  CompactionScheduler compaction_;
+  DiskBudget disk_;
   InitialRecord initial_;
-  size_t dirty_rows_ = 0;
-  size_t frozen_rows_ = 0;
   uint32_t next_to_write_ = 0;  // the frame where write_frozen() goes on
   uint32_t next_dirty_ = 0;     // the frame where write_dirty() goes on
-  uint64_t commit_debt_ = 0;    // as compaction_debt_, for what the commit under way appended
   bool has_pins_ = false;  // between a pin() that pinned and its unpin()
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   Window window_;
   size_t window_bytes_ = 0;  // set aside for the window and the cache's list of uses
   std::vector<int64_t> rows_;   // scratch of finish()
   std::vector<Entry> entries_;  // and of expect()
-  void count_compaction_debt();
-  uint64_t appended_seen_ = 0;  // records in the log when compaction last ran
-  uint64_t compaction_debt_ = 0;  // records to look at for what was appended since
-  bool is_compacting_beside_ = false;
-  struct Disk {
-    uint64_t limit = 0;
-    size_t commits = 1;
-    uint64_t num_rows = ~uint64_t{0};
-    std::set<uint64_t> kept;        // segments of kept commits
-    uint64_t kept_bytes = 0;
-    uint64_t other_bytes = 0;       // files of commits that are not segments
-    uint64_t checkpoint_bytes = 0;  // those that are in no commit yet
-    uint64_t meta_bytes = 0;        // of a commit's manifest
-    size_t held_rows = 0;
-    size_t admitted = 0;            // rows that the change under way may make dirty
-    bool may_borrow = false;        // the next change may take a segment's bytes of the slack
-  } disk_;
   StoreStats stats_;
 };
 

@@ -1,0 +1,63 @@
+// Decides when and how much to compact. The amount of compaction follows the number of appended records: each append adds to a
+// debt of records that compaction must look at. The debt is paid within steps (compact_some), or by a background job in
+// slices. Requires the table's lock for every call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "log/log.h"
+#include "store/compactor.h"
+#include "store/memory_plan.h"
+
+namespace bunkbed {
+
+class CompactionScheduler {
+ public:
+  // All arguments outlive the scheduler. `log` is null for a table in RAM only; then nothing is compacted.
+  CompactionScheduler(Log* log, Compactor* compactor, const MemoryPlan* plan)
+      : log_(log), compactor_(compactor), plan_(plan) {}
+  CompactionScheduler(const CompactionScheduler&) = delete;
+  CompactionScheduler& operator=(const CompactionScheduler&) = delete;
+
+  // Compacts a little, in proportion to what was appended since the last call. Does nothing while a background job compacts.
+  void compact_some();
+  // Compacts everything that is worth it. Returns the number of moved records.
+  uint64_t compact_all();
+  // For opening: merges segments while there are too many. The merge after a commit is part of the next commit, and it is
+  // lost when the table closes before that commit: a table that is opened for each commit would keep one more segment
+  // each time.
+  void merge_segments();
+  // Drops the debt: nothing moves until something else is appended. A scan depends on this.
+  void forgive();
+
+  // The records that a commit appends to its epoch become debt at count_commit_debt(), when the commit is over: the
+  // background job pays for them, and not compact_some() within a step.
+  void add_commit_debt(uint64_t records);
+  void count_commit_debt() { debt_ += std::exchange(commit_debt_, 0); }
+
+  // ---- A background job: begin(), then plan() and take() until plan() returns false, then end(). Compactor::execute() runs
+  // between plan() and take(), without the table's lock.
+
+  // Returns false when there is nothing to do or another job compacts.
+  bool begin();
+  bool plan(Compactor::Read* read);
+  void take(Compactor::Read read);
+  void end() { is_running_ = false; }
+  // Whether appends are several segments ahead of compaction.
+  bool is_behind();
+
+ private:
+  void count_debt();
+
+  Log* const log_;
+  Compactor* const compactor_;
+  const MemoryPlan* const plan_;
+  uint64_t appended_seen_ = 0;  // records of the log that the debt accounts for
+  uint64_t debt_ = 0;           // records to look at
+  uint64_t commit_debt_ = 0;    // the same, for what the commit under way appended
+  bool is_running_ = false;     // a background job
+};
+
+}  // namespace bunkbed

@@ -1,0 +1,225 @@
+// The limit of what a table's files may take (`disk=`). Files: the segments of the log, those that only commits name, and
+// the commits' manifests and directory checkpoints.
+//
+// What must hold whenever a call begins, with W(n) the most that n rows take when they are written (their records, and what
+// the segments that they begin take in addition):
+//
+//   files + W(rows dirty in RAM) + slack in use <= limit                                                 (1)
+//
+// A dirty row is written once, by its eviction or by the commit, so nothing but a row becoming dirty can break (1): a call
+// that makes rows dirty asks has_room_for() before it changes anything (table/disk.cc says what it does when the answer is
+// no). The slack is what (1) cannot see: the segment being filled and that of a commit under way, one more that is being
+// emptied into them, and chunks that are open. Log asks before each chunk, too: a mistake here can make a call fail, it
+// cannot make the files exceed the limit.
+//
+// One rule says what is enough, at creation and opening, for new rows, commits and snapshots. Let L(n) be what n rows take
+// when packed as tightly as compaction packs them, K what kept snapshots hold, C how many commits that are not kept exist
+// at once at most (1; a run has up to 3; a scratch table 0), and slack the above with two index checkpoints of n rows.
+// There is room for n rows when
+//
+//   K + (C + 1) * L(n) + slack <= limit                                                                  (2)
+//
+// and M, the most rows that (2) allows (no more than num_rows), never changes but with K. Then:
+//   - Rows are added, and snapshots kept, only where (2) holds afterwards.
+//   - A commit begins with at most (limit - K - L(M) - slack) / C bytes in the log, which is at least L(M): what is more is
+//     packed first, the segment being filled included. So its files leave L(M) + slack, however many rows are added later.
+//     What opening asks for follows: the log of a commit is never more than opening takes.
+//   - What is appended after a commit fills segments that no commit names. They can be emptied and removed at once, until
+//     they hold nothing but the newest records of rows: L(M) at most, with the dirty rows.
+// So an update waits for compaction, or for a commit under way. Rows that are dirtied may have records in unnamed segments,
+// which compaction can remove only afterwards: an update may borrow a segment's bytes of the slack for that, and needs its
+// own bytes beyond (2) where its rows are more.
+#include "store/disk_budget.h"
+
+#include <utility>
+#include <vector>
+
+
+namespace bunkbed {
+
+namespace {
+
+constexpr uint64_t kManifestBytes = 128u << 10;  // of a commit that is being written, beside those counted
+
+std::vector<int64_t> distinct_rows(const int64_t* rows, size_t n) {
+  std::vector<int64_t> distinct(rows, rows + n);
+  std::sort(distinct.begin(), distinct.end());
+  distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
+  return distinct;
+}
+
+}  // namespace
+
+uint64_t DiskBudget::slack_bytes(uint64_t segment_bytes, const LogMemory& memory) {
+  return 3 * segment_bytes + (memory.num_chunks + 2) * uint64_t{memory.chunk_bytes} + kManifestBytes;
+}
+
+void DiskBudget::set_limit(uint64_t bytes, size_t commits, uint64_t num_rows) {
+  limit_ = log_ == nullptr ? 0 : bytes;
+  commits_ = commits;
+  num_rows_ = num_rows;
+  if (!is_limited()) return;
+  log_->set_room([this] { return limit_ - std::min(limit_, used_bytes()); });
+  compactor_->set_may_empty([this](const Segment& segment, bool is_named) {
+    // Its records are written a second time before it goes, and a named one goes with its commit only.
+    const uint64_t copies = used_bytes() + written_bytes(reserved_rows()) + written_bytes(segment.live);
+    return copies + (is_named ? slack_in_use() : log_->segment_bytes()) <= limit_;
+  });
+}
+
+void DiskBudget::set_held(Manifests::Held held) {
+  kept_ = std::move(held.kept);
+  kept_bytes_ = 0;
+  for (const uint64_t id : kept_) kept_bytes_ += held.segments[id];
+  other_bytes_ = held.other_bytes;
+  compactor_->set_named_segments(std::move(held.segments));
+  compactor_->drop_dead_segments();
+}
+
+uint64_t DiskBudget::used_bytes() const {
+  if (log_ == nullptr) return 0;
+  return compactor_->total_bytes() + compactor_->named_bytes() + log_->open_bytes() + other_bytes_ + index_snapshot_bytes_;
+}
+
+uint64_t DiskBudget::snapshot_bytes() const {
+  uint64_t bytes = kept_bytes_;
+  for (const uint64_t id : kept_) {
+    if (const Segment* segment = log_->find_segment(id)) bytes -= std::min(bytes, segment->bytes);
+  }
+  return bytes;
+}
+
+uint64_t DiskBudget::slack() const {
+  return slack_bytes(log_->segment_bytes(), log_->memory()) + (commits_ + 1) * meta_bytes_;
+}
+
+// What a segment takes in addition to records: its header, and the padding and trailer of its last chunk.
+uint64_t DiskBudget::segment_overhead() const {
+  return kSegmentHeaderBytes + vfs::kBlockBytes + kChunkTrailerBytes + log_->stride();
+}
+
+uint64_t DiskBudget::written_bytes(uint64_t rows) const {
+  const uint64_t records = rows * log_->record_disk_bytes();
+  return rows == 0 ? 0 : records + (1 + records / log_->segment_bytes()) * segment_overhead();
+}
+
+// Packed rows are counted by their records alone. A segment that is not full takes more: one for each commit, and one for
+// what is written after it.
+uint64_t DiskBudget::slack_in_use() const { return slack() - (commits_ + 1) * segment_overhead(); }
+
+uint64_t DiskBudget::packed_bytes(uint64_t rows) const {
+  return static_cast<uint64_t>(static_cast<double>(rows * log_->record_disk_bytes()) / kWorthMoving);
+}
+
+// Beside segments' records: two checkpoints, the last one and another that takes its place.
+uint64_t DiskBudget::fixed_bytes(uint64_t stored_rows) const { return slack() + 2 * index_snapshot_estimate(stored_rows); }
+
+uint64_t DiskBudget::needed(uint64_t stored_rows) const {
+  return kept_bytes_ + (commits_ + 1) * packed_bytes(stored_rows) + fixed_bytes(stored_rows);
+}
+
+// M of (2).
+uint64_t DiskBudget::most_rows() const {
+  const uint64_t taken = kept_bytes_ + fixed_bytes(0);
+  if (limit_ <= taken) return 0;
+  const double row = static_cast<double>((commits_ + 1) * log_->record_disk_bytes()) / kWorthMoving + 2 * static_cast<double>(index_snapshot_estimate(1) - index_snapshot_estimate(0));
+  return std::min(num_rows_, static_cast<uint64_t>(static_cast<double>(limit_ - taken) / row));
+}
+
+// What the log may take when a commit begins.
+uint64_t DiskBudget::commit_bytes() const {
+  const uint64_t rows = std::max(most_rows(), directory_->stored_rows());
+  const uint64_t taken = kept_bytes_ + packed_bytes(rows) + fixed_bytes(rows);
+  const uint64_t left = limit_ - std::min(limit_, taken);
+  return std::max(left / commits_, packed_bytes(directory_->stored_rows())) + segment_overhead();
+}
+
+uint64_t DiskBudget::needed_with(const LogMemory& memory, uint64_t stored) const {
+  const double record = static_cast<double>(Log::record_disk_bytes(log_->stride(), memory.chunk_bytes));
+  const auto packed = static_cast<uint64_t>(static_cast<double>(stored) * record / kWorthMoving);
+  return needed(stored) - (commits_ + 1) * packed_bytes(stored) - slack() + (commits_ + 1) * packed +
+         slack_bytes(log_->segment_bytes(), memory) + (commits_ + 1) * meta_bytes_;
+}
+
+uint64_t DiskBudget::log_bytes() const {
+  uint64_t bytes = written_bytes(unwritten_->total()) + log_->open_bytes();
+  for (const auto& [id, segment] : log_->segments()) bytes += kept_.contains(id) ? 0 : segment->bytes;
+  return bytes;
+}
+
+uint64_t DiskBudget::needed_now() const {
+  const uint64_t stored = directory_->stored_rows();
+  const uint64_t log = log_bytes() - std::min(log_bytes(), segment_overhead());
+  return kept_bytes_ + commits_ * std::max(log, packed_bytes(stored)) + packed_bytes(stored) + fixed_bytes(stored);
+}
+
+uint64_t DiskBudget::needed_to_keep() const { return log_bytes() + needed(directory_->stored_rows()); }
+
+uint64_t DiskBudget::needed_for(uint64_t rows) const {
+  const uint64_t bytes = written_bytes(rows);
+  return needed(std::min(num_rows_, directory_->stored_rows() + rows)) + bytes - std::min(bytes, log_->segment_bytes());
+}
+
+bool DiskBudget::fits(size_t rows, uint64_t borrowed) const {
+  return used_bytes() + written_bytes(unwritten_->total() + held_rows_ + rows) + slack_in_use() <= limit_ + borrowed;
+}
+
+bool DiskBudget::has_room_for(const int64_t* rows, size_t n) {
+  if (!is_limited()) return true;
+  admitted_ = n;
+  if (fits(n)) return true;
+  // Near the limit it pays to know: most of a warm step's rows are dirty already.
+  admitted_ = rows_to_dirty(rows, n);
+  if (fits(admitted_)) return true;
+  return std::exchange(may_borrow_, false) && fits(admitted_, log_->segment_bytes());
+}
+
+size_t DiskBudget::rows_to_dirty(const int64_t* rows, size_t n) const {
+  const std::vector<int64_t> distinct = distinct_rows(rows, n);
+  std::vector<Entry> entries(distinct.size());
+  directory_->locate(distinct.data(), distinct.size(), entries.data());
+  return static_cast<size_t>(std::count_if(entries.begin(), entries.end(), [this](Entry entry) {
+    return !is_frame(entry) || !cache_->is_dirty(frame_of(entry)) || cache_->is_frozen(frame_of(entry));
+  }));
+}
+
+uint64_t DiskBudget::rows_beyond(const int64_t* rows, size_t n, size_t above, uint64_t most) const {
+  const uint64_t before = directory_->stored_rows();
+  if (!is_limited() || needed(std::min(most, before + n + above)) <= limit_) return 0;
+  const std::vector<int64_t> distinct = distinct_rows(rows, n);
+  const size_t absent = absent_rows(*directory_, distinct.data(), distinct.size()).size();
+  const uint64_t stored = std::min(most, before + absent + above);
+  return absent > 0 && needed(stored) > limit_ ? stored : 0;
+}
+
+// Empties segments of those that `among` holds until it is enough; that being filled too, where nothing else is left.
+bool DiskBudget::pack_until(const std::function<bool()>& is_enough, const Compactor::MayEmpty& among) {
+  if (compactor_->empty_until(is_enough, among, plan_->compaction_bytes)) return true;
+  log_->rotate();  // what is being written can be emptied neither
+  return compactor_->empty_until(is_enough, among, plan_->compaction_bytes);
+}
+
+bool DiskBudget::make_room() {
+  const auto is_unnamed = [](const Segment&, bool is_named) { return !is_named; };
+  // They are not admitted yet: what they need is no reason to leave a segment as it is.
+  const size_t wanted = std::exchange(admitted_, 0);
+  // A segment more than is asked for, so that not every call has to come here.
+  const size_t more = wanted + log_->segment_bytes() / log_->record_disk_bytes();
+  if (!compactor_->empty_until([&] { return fits(more); }, is_unnamed, plan_->compaction_bytes) && !fits(wanted)) {
+    pack_until([&] { return fits(wanted); }, is_unnamed);
+  }
+  admitted_ = wanted;
+  // All that compaction gives back is given back: the call that asks next may borrow, once.
+  return fits(wanted) || (may_borrow_ = fits(wanted, log_->segment_bytes()));
+}
+
+bool DiskBudget::shrink_for_commit(bool is_to_be_kept) {
+  if (!is_limited() || commits_ == 0) return true;
+  const auto is_enough = [&] {
+    return log_bytes() <= commit_bytes() && (!is_to_be_kept || needed_to_keep() <= limit_);
+  };
+  const auto is_not_kept = [this](const Segment& segment, bool) { return !kept_.contains(segment.id); };
+  return pack_until(is_enough, is_not_kept);
+}
+
+}  // namespace bunkbed
