@@ -149,13 +149,13 @@ void bind_table(nb::module_& m) {
           "num_rows"_a, "dim"_a, "dtype"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "seed"_a, "optimizer"_a,
           "belongs_to_run"_a, "is_scratch"_a)
       .def("minimum_ram", [](const TableSpec& spec, uint64_t stored_rows,
-                             bool on_disk) { return Table::minimum_ram(spec, stored_rows, on_disk); })
-      .def("wanted_ram", [](const TableSpec& spec, bool on_disk) { return Table::wanted_ram(spec, on_disk); })
+                             bool on_disk) { return minimum_ram(spec, stored_rows, on_disk); })
+      .def("wanted_ram", [](const TableSpec& spec, bool on_disk) { return wanted_ram(spec, on_disk); })
       .def(
           "memory_use",
           [](const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit,
              bool on_disk) {
-            const MemoryUse use = Table::memory_use(spec, stored_rows, ram_bytes, read_unit, on_disk);
+            const MemoryUse use = memory_use(spec, stored_rows, ram_bytes, read_unit, on_disk);
             nb::dict d;
             d["record_bytes"] = use.record_bytes;
             d["stored_bytes"] = use.stored_bytes;

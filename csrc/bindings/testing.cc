@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "base/failpoints.h"
 #include "bindings/bindings.h"
+#include "jobs/index_snapshots.h"
 #include "kernels/kernels.h"
 #include "store/compactor.h"
 #include "table/table.h"

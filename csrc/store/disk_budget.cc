@@ -174,6 +174,11 @@ bool DiskBudget::has_room_for(const int64_t* rows, size_t n) {
   return std::exchange(may_borrow_, false) && fits(admitted_, log_->segment_bytes());
 }
 
+bool DiskBudget::has_room_for_any(size_t rows) {
+  admitted_ = rows;
+  return !is_limited() || fits(rows);
+}
+
 size_t DiskBudget::rows_to_dirty(const int64_t* rows, size_t n) const {
   const std::vector<int64_t> distinct = distinct_rows(rows, n);
   std::vector<Entry> entries(distinct.size());

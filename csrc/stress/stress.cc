@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/workers.h"
+#include "jobs/index_snapshots.h"
 #include "store/compactor.h"
 #include "stress/device.h"
 #include "stress/readers.h"

@@ -44,7 +44,7 @@ TableSpec Subject::spec() const {
 
 size_t Subject::some_ram(Rng* rng) const {
   if (!shape_.on_disk) return 0;
-  const size_t least = Table::minimum_ram(spec(), rows(), true);
+  const size_t least = minimum_ram(spec(), rows(), true);
   switch (rng->below(4)) {
     case 0: return least;
     case 1: return least + rng->below(least);

@@ -13,11 +13,12 @@
 #include "base/error.h"
 #include "base/workers.h"
 #include "batch/pieces.h"
-#include "table/table.h"
+#include "kernels/kernels.h"
+#include "table/row_reader.h"
 
 namespace bunkbed {
 
-struct Table::Bags {
+struct RowReader::Bags {
   const int64_t* ids;  // (n)
   size_t n;
   const int64_t* starts;  // of the bags from `first` on, and where the last one ends
@@ -52,39 +53,39 @@ struct Table::Bags {
   }
 };
 
-void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
+void RowReader::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
                         const float* weights, bool touch, float* out) {
   const auto guard = begin_lookup(ids, n, touch);
-  ids_seen_ += n;
-  const size_t piece = piece_ids();
+  table_.counts.ids += n;
+  const size_t piece = table_.piece_ids();
   for (size_t first = 0; first < num_bags; first += piece) {
     const size_t count = std::min(piece, num_bags - first);
     // A copy, checked again: they lie in the caller's memory, which another thread may change.
-    bag_starts_.resize(count + 1);
-    std::copy_n(offsets + first, std::min(count + 1, num_bags - first), bag_starts_.begin());
-    if (first + count == num_bags) bag_starts_[count] = static_cast<int64_t>(n);
-    if (bag_starts_[0] < 0 || bag_starts_[count] > static_cast<int64_t>(n) ||
-        !std::is_sorted(bag_starts_.begin(), bag_starts_.end())) {
-      throw Error(ErrorKind::kInvalid, "table '" + name_ + "': the offsets were changed while their bags were looked up");
+    table_.scratch.bag_starts.resize(count + 1);
+    std::copy_n(offsets + first, std::min(count + 1, num_bags - first), table_.scratch.bag_starts.begin());
+    if (first + count == num_bags) table_.scratch.bag_starts[count] = static_cast<int64_t>(n);
+    if (table_.scratch.bag_starts[0] < 0 || table_.scratch.bag_starts[count] > static_cast<int64_t>(n) ||
+        !std::is_sorted(table_.scratch.bag_starts.begin(), table_.scratch.bag_starts.end())) {
+      throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': the offsets were changed while their bags were looked up");
     }
-    const Bags bags{ids, n, bag_starts_.data(), first, pooling, weights, touch, touch && may_evict()};
+    const Bags bags{ids, n, table_.scratch.bag_starts.data(), first, pooling, weights, touch, touch && table_.may_evict()};
     pool_resident(bags, first, count, out);
     pool_missing(bags, first, count, out);
   }
 }
 
-void Table::pool_resident(const Bags& bags, size_t first, size_t count, float* out) {
+void RowReader::pool_resident(const Bags& bags, size_t first, size_t count, float* out) {
   constexpr size_t kBlock = 1024;
-  const auto dim = static_cast<int64_t>(spec_.dim);
-  Cache& cache = store_->cache();
-  const Directory& directory = store_->directory();
+  const auto dim = static_cast<int64_t>(table_.spec.dim);
+  Cache& cache = table_.store->cache();
+  const Directory& directory = table_.store->directory();
   const Kernels& k = kernels();
-  const auto prefetch_weights = [bytes = std::min<size_t>(weight_bytes_, 512)](const void* row) {
+  const auto prefetch_weights = [bytes = std::min<size_t>(table_.weight_bytes, 512)](const void* row) {
     for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const std::byte*>(row) + line, 0, 2);
   };
   const size_t num_ids = bags.end(first + count - 1) - bags.begin(first);
   const size_t grain = std::max<size_t>(1, 2 * kBlock * count / std::max<size_t>(1, num_ids));
-  pooled_to_.resize(std::max(pooled_to_.size(), count));
+  table_.scratch.pooled_to.resize(std::max(table_.scratch.pooled_to.size(), count));
   std::atomic<uint64_t> hits{0};
   parallel_for(count, grain, [&](size_t from_bag, size_t to_bag) {
     Entry entries[kBlock];
@@ -119,42 +120,42 @@ void Table::pool_resident(const Bags& bags, size_t first, size_t count, float* o
           for (size_t i = from; i < done; ++i) new_hits += cache.touch(frame_of(entries[i - block]));
         }
         const size_t at = std::min(from, block_end) - block;  // an empty bag may stand anywhere
-        k.pool_rows(spec_.dtype, dim, bags.run(bag, from, done, rows + at), out + bag * spec_.dim);
+        k.pool_rows(table_.spec.dtype, dim, bags.run(bag, from, done, rows + at), out + bag * table_.spec.dim);
         is_resident = done == to && done < bag_end;
       }
-      pooled_to_[bag - first] = done;
+      table_.scratch.pooled_to[bag - first] = done;
     }
     if (new_hits != 0) hits.fetch_add(new_hits, std::memory_order_relaxed);
   });
-  if (bags.counts_touches) store_->count_hits(hits);
+  if (bags.counts_touches) table_.store->count_hits(hits);
 }
 
-void Table::pool_missing(const Bags& bags, size_t first, size_t count, float* out) {
+void RowReader::pool_missing(const Bags& bags, size_t first, size_t count, float* out) {
   struct Part {
     size_t bag, from, count;
   };
-  const size_t dim = spec_.dim;
-  const size_t by_rows = std::max<size_t>(1, store_->plan().scratch_bytes / 2 / (dim * sizeof(float)));
-  const size_t piece = std::min({piece_ids(), by_rows, size_t{1} << 16});
+  const size_t dim = table_.spec.dim;
+  const size_t by_rows = std::max<size_t>(1, table_.store->plan().scratch_bytes / 2 / (dim * sizeof(float)));
+  const size_t piece = std::min({table_.piece_ids(), by_rows, size_t{1} << 16});
   const Kernels& k = kernels();
   std::vector<Part> parts;
   for (size_t bag = first;;) {
     parts.clear();
-    bag_ids_.clear();
-    while (bag < first + count && bag_ids_.size() < piece) {
-      size_t& done = pooled_to_[bag - first];
-      const size_t taken = std::min(bags.end(bag) - done, piece - bag_ids_.size());
+    table_.scratch.bag_ids.clear();
+    while (bag < first + count && table_.scratch.bag_ids.size() < piece) {
+      size_t& done = table_.scratch.pooled_to[bag - first];
+      const size_t taken = std::min(bags.end(bag) - done, piece - table_.scratch.bag_ids.size());
       if (taken > 0) {
         parts.push_back({bag, done, taken});
-        bag_ids_.insert(bag_ids_.end(), bags.ids + done, bags.ids + done + taken);
+        table_.scratch.bag_ids.insert(table_.scratch.bag_ids.end(), bags.ids + done, bags.ids + done + taken);
         done += taken;
       }
       if (done == bags.end(bag)) ++bag;
     }
     if (parts.empty()) return;
-    sums_.resize(std::max(sums_.size(), bag_ids_.size() * dim));
-    lookup_piece(bag_ids_.data(), bag_ids_.size(), bags.touch, sums_.data());
-    const float* row = sums_.data();
+    table_.scratch.sums.resize(std::max(table_.scratch.sums.size(), table_.scratch.bag_ids.size() * dim));
+    lookup_piece(table_.scratch.bag_ids.data(), table_.scratch.bag_ids.size(), bags.touch, table_.scratch.sums.data());
+    const float* row = table_.scratch.sums.data();
     for (const Part& part : parts) {
       constexpr size_t kBlock = 64;
       const void* rows[kBlock + kPoolAhead];

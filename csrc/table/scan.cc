@@ -1,15 +1,5 @@
-// Every stored row once, in log order: chunk by chunk with large sequential reads.
-//
-// 1. The chunks that come next are read ahead, several at once, each whole with one read: a disk asked for one at a time
-//    gives a third of what it can.
-// 2. Which records of a chunk are the newest of their rows is settled when the scan comes to it, under the table's lock,
-//    and only then are they verified. What was read ahead is bytes and no more: the rows and their order do not depend on
-//    when a read ends.
-// 3. Rows whose frames hold what is asked are copied from there, wherever the scan comes to their records: order and bits
-//    are the log's. While all stored rows are in RAM, no more than the chunks' indexes is read. What has left RAM when the
-//    scan comes to it is read then.
-// 4. A read ahead that failed, or that nobody began, is left out: the chunk is then read by whoever comes to it, and what
-//    that meets is the scan's error. So a part that nobody needs cannot end a scan.
+#include "table/scan.h"
+
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,7 +11,7 @@
 #include "base/fault.h"
 #include "base/workers.h"
 #include "format/record.h"
-#include "table/table.h"
+#include "table/parts.h"
 
 namespace bunkbed {
 
@@ -72,19 +62,19 @@ struct Scan::ReadAhead {
 };
 
 Scan::Scan(Table* table, std::vector<size_t> fields)
-    : table_(table), fields_(std::move(fields)), owner_pid_(::getpid()) {
-  const auto guard = table->lock_written_back([table] { return table->lock_.exclusive(); });
-  table->require_usable();
-  changes_ = table->changes_;
-  moves_ = table->store_->compactor().records_moved();
+    : parts_(*table->parts_), table_(parts_.state), fields_(std::move(fields)), owner_pid_(::getpid()) {
+  const auto guard = parts_.device.lock_written_back([this] { return table_.lock.exclusive(); });
+  table_.require_usable();
+  changes_ = table_.changes;
+  moves_ = table_.store->compactor().records_moved();
   is_in_frames_ = is_in_frames();
-  Log* log = table->store_->log();
+  Log* log = table_.store->log();
   if (log == nullptr) return;
   // From here on the log holds every row's newest record, so lookups during the scan cannot move any: only clean
   // frames remain, and evicting one appends nothing.
-  if (table->options_.writable) {
-    table->store_->flush();
-    table->store_->forgive_compaction();
+  if (table_.options.writable) {
+    table_.store->flush();
+    table_.store->compaction().forgive();
     log->drain();
   }
   for (const auto& [id, segment] : log->segments()) segments_.push_back(id);
@@ -101,19 +91,19 @@ Scan::~Scan() {
 
 // Whether frames hold all that is asked; a reader's hold weights alone.
 bool Scan::is_in_frames() const {
-  const size_t held = table_->store_->frame_bytes();
+  const size_t held = table_.store->frame_bytes();
   return std::all_of(fields_.begin(), fields_.end(), [&](size_t f) {
-    const Field& field = table_->fields_[f];
+    const Field& field = table_.fields[f];
     return field.offset + field_bytes(field) <= held;
   });
 }
 
 // Begins to read the chunks from here on, as many as there is room for.
 void Scan::read_ahead() {
-  Log* const log = table_->store_->log();
-  const size_t most = kChunksAhead * table_->store_->plan().log.chunk_bytes;
+  Log* const log = table_.store->log();
+  const size_t most = kChunksAhead * table_.store->plan().log.chunk_bytes;
   size_t bytes = 0, reads = 0;
-  const bool wants_index = is_in_frames_ && !table_->store_->can_miss();
+  const bool wants_index = is_in_frames_ && !table_.store->can_miss();
   for (size_t s = segment_; s < segments_.size(); ++s) {
     Segment* const segment = log->find_segment(segments_[s]);
     if (segment == nullptr || segment->live == 0) continue;
@@ -154,7 +144,7 @@ void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
     const bool is_it = read->segment == segment.id && read->chunk == chunk.begin;
     if (is_it && read->span.segment != 0) {
       std::swap(span_, read->span);
-      table_->store_->log()->count_read_bytes(read->end - read->begin);
+      table_.store->log()->count_read_bytes(read->end - read->begin);
     }
     std::swap(spare_, read->span);
     if (is_it) return;
@@ -163,24 +153,24 @@ void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
 
 void Scan::copy(const std::byte* record, size_t row, std::span<float* const> values) const {
   for (size_t f = 0; f < fields_.size(); ++f) {
-    const Field& field = table_->fields_[fields_[f]];
+    const Field& field = table_.fields[fields_[f]];
     read_field(field, record, values[f] + row * field.length);
   }
 }
 
 size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
-  const auto guard = table_->lock_.exclusive(TableLock::Commits::kMayRun);
-  table_->require_usable();
-  if (table_->changes_ != changes_ && !fault_is("scan_misses_change")) {
-    throw Error(ErrorKind::kBroken, "table '" + table_->name_ +
+  const auto guard = table_.lock.exclusive(TableLock::Commits::kMayRun);
+  table_.require_usable();
+  if (table_.changes != changes_ && !fault_is("scan_misses_change")) {
+    throw Error(ErrorKind::kBroken, "table '" + table_.name +
                                         "' was changed while it was scanned; finish the scan first, or collect the ids "
                                         "and change the rows afterwards");
   }
-  Store& store = *table_->store_;
+  Store& store = *table_.store;
   // Compaction is counted where it moves a record, not where a call starts it: many calls do, a refused one too. A moved
   // record lies in a place that the scan has passed, or in one that it will not come to.
   if (store.compactor().records_moved() != moves_ && !fault_is("scan_misses_change")) {
-    throw Error(ErrorKind::kBroken, "table '" + table_->name_ +
+    throw Error(ErrorKind::kBroken, "table '" + table_.name +
                                         "': compaction moved its records while it was scanned, which compact(), a commit "
                                         "or an update next to the scan may ask for: finish the scan first, or scan again");
   }

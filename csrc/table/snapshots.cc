@@ -1,148 +1,115 @@
-// Commits that are kept and gone back to.
+#include "table/snapshots.h"
+
 #include <algorithm>
 
 #include "base/error.h"
 #include "base/failpoints.h"
-#include "table/table.h"
 
 namespace bunkbed {
 
-std::vector<Manifests::Snapshot> Table::snapshots() {
-  const auto guard = lock_.exclusive();
-  require_usable();
-  if (store_->log() != nullptr) return manifests_.snapshots();
-  std::vector<Manifests::Snapshot> found;
-  for (const RamSnapshot& snapshot : ram_snapshots_) found.push_back({snapshot.name, snapshot.epoch});
-  return found;
+std::vector<Manifests::Snapshot> Snapshots::list() {
+  const auto guard = table_.lock.exclusive();
+  table_.require_usable();
+  if (table_.store->log() != nullptr) return table_.manifests.snapshots();
+  return ram_.list();
 }
 
-void Table::drop(const std::string& name) {
-  const auto guard = lock_.exclusive();
-  require_writable();
-  require_durable("snapshots");
-  if (store_->log() == nullptr) {
-    const size_t before = ram_snapshots_.size();
-    std::erase_if(ram_snapshots_, [&name](const RamSnapshot& snapshot) { return snapshot.name == name; });
-    if (ram_snapshots_.size() == before) {
-      throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has no snapshot '" + name + "'");
-    }
+void Snapshots::drop(const std::string& name) {
+  const auto guard = table_.lock.exclusive();
+  table_.require_writable();
+  table_.require_durable("snapshots");
+  if (table_.store->log() == nullptr) {
+    ram_.drop(name);
     return;
   }
-  const std::vector<uint64_t> kept = manifests_.epochs_kept_as(name);
-  if (committed_.keep == name) {
+  const std::vector<uint64_t> kept = table_.manifests.epochs_kept_as(name);
+  if (table_.committed.keep == name) {
     // The newest commit itself carries the name: commit the same state again without it. What was evicted since then
     // lies in segments of an epoch that this commit ends; later commits name them.
-    Log* const log = store_->log();
+    Log* const log = table_.store->log();
     log->rotate();
-    Manifest manifest = committed_;
+    Manifest manifest = table_.committed;
     manifest.epoch = log->epoch();
-    manifest.parent_epoch = committed_.epoch;
+    manifest.parent_epoch = table_.committed.epoch;
     manifest.keep.clear();
     manifest.next_segment = log->next_segment();
     manifest.next_version = log->next_version();
     log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
-    publish(manifest);
+    committer_.publish(manifest);
   }
   std::vector<uint64_t> dropped;
   for (const uint64_t epoch : kept) {
-    if (!pinned_epochs_.contains(epoch)) dropped.push_back(epoch);
+    if (!collector_.is_pinned(epoch)) dropped.push_back(epoch);
   }
-  manifests_.remove(dropped);
-  collect_after_commit();
+  table_.manifests.remove(dropped);
+  collector_.try_collect();
 }
 
-// A name used before moves to the new commit.
-void Table::keep_in_ram(const std::string& name) {
-  RamSnapshot snapshot{name, committed_.epoch, step_, meta_, {}, {}};
-  Cache& cache = store_->cache();
-  for (uint32_t frame = 0; frame < cache.high_water(); ++frame) {
-    if (cache.info(frame).row < 0) continue;
-    snapshot.rows.push_back(cache.info(frame).row);
-    snapshot.records.insert(snapshot.records.end(), cache.record(frame), cache.record(frame) + payload_bytes_);
-  }
-  std::erase_if(ram_snapshots_, [&name](const RamSnapshot& old) { return old.name == name; });
-  ram_snapshots_.push_back(std::move(snapshot));
-}
-
-void Table::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch) {
-  const auto found = std::find_if(ram_snapshots_.begin(), ram_snapshots_.end(), [&](const RamSnapshot& snapshot) {
-    return epoch.has_value() ? snapshot.epoch == *epoch : snapshot.name == name;
-  });
-  if (found == ram_snapshots_.end()) {
-    std::string known;
-    for (const RamSnapshot& snapshot : ram_snapshots_) {
-      known += (known.empty() ? "'" : ", '") + snapshot.name + "' (epoch " + std::to_string(snapshot.epoch) + ")";
-    }
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "' has no snapshot " +
-                                         (epoch.has_value() ? "of epoch " + std::to_string(*epoch) : "'" + name + "'") +
-                                         "; it lives in RAM only, where " +
-                                         (known.empty() ? "none is kept" : "these are kept: " + known));
-  }
-  give_up_above();
-  const uint64_t next = committed_.epoch + 1;
-  broken_ = "going back to an earlier commit failed";  // unless it succeeds
-  drop_store();
-  make_store(plan_memory(options_.ram_bytes, payload_bytes_, 1, 1, false), nullptr);
-  store_->reserve_rows(found->rows.data(), found->rows.size());
+void Snapshots::rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch) {
+  const RamSnapshot& found = ram_.find(name, epoch);
+  device_.give_up_all();
+  const uint64_t next = table_.committed.epoch + 1;
+  table_.broken = "going back to an earlier commit failed";  // unless it succeeds
+  loader_.drop_store();
+  loader_.make_store_in_ram();
+  table_.store->reserve_rows(found.rows.data(), found.rows.size());
   constexpr size_t kRows = 1024;
-  for (size_t begin = 0; begin < found->rows.size(); begin += kRows) {
-    const size_t count = std::min(kRows, found->rows.size() - begin);
-    frames_.resize(count);
-    store_->pin(found->rows.data() + begin, count, true, frames_.data());
+  for (size_t begin = 0; begin < found.rows.size(); begin += kRows) {
+    const size_t count = std::min(kRows, found.rows.size() - begin);
+    table_.scratch.frames.resize(count);
+    table_.store->pin(found.rows.data() + begin, count, true, table_.scratch.frames.data());
     for (size_t i = 0; i < count; ++i) {
-      const std::byte* record = found->records.data() + (begin + i) * payload_bytes_;
-      std::copy(record, record + payload_bytes_, store_->cache().record(frames_[i]));
+      const std::byte* record = found.records.data() + (begin + i) * table_.payload_bytes;
+      std::copy(record, record + table_.payload_bytes, table_.store->cache().record(table_.scratch.frames[i]));
     }
-    store_->unpin(frames_.data(), count);
+    table_.store->unpin(table_.scratch.frames.data(), count);
   }
-  broken_.clear();
-  committed_.epoch = next;
-  step_ = found->step;
-  meta_ = found->meta;
-  changed_ = false;
-  ++changes_;
+  table_.broken.clear();
+  table_.committed.epoch = next;
+  table_.step = found.step;
+  table_.meta = found.meta;
+  table_.is_changed = false;
+  ++table_.changes;
 }
 
-void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) {
-  const auto guard = lock_written_back([this] { return lock_.exclusive(); });
-  require_writable();
-  require_durable("commits to go back to");
-  require_not_in_use();
-  if (store_->log() == nullptr) return rewind_in_ram(name, epoch);
-  Manifest target;
-  if (epoch.has_value()) {
-    const auto all = manifests_.epochs();
-    if (std::find(all.begin(), all.end(), *epoch) == all.end()) {
-      std::string known;
-      for (const uint64_t e : all) known += (known.empty() ? "" : ", ") + std::to_string(e);
-      throw Error(ErrorKind::kInvalid, "table '" + name_ + "': epoch " + std::to_string(*epoch) +
-                                           " is gone; epochs that remain: " + known);
-    }
-    target = manifests_.load(*epoch);
-  } else {
-    target = manifests_.load_snapshot(name);
-  }
+Manifest Snapshots::target_of(const std::string& name, std::optional<uint64_t> epoch) const {
+  if (!epoch.has_value()) return table_.manifests.load_snapshot(name);
+  const auto all = table_.manifests.epochs();
+  if (std::find(all.begin(), all.end(), *epoch) != all.end()) return table_.manifests.load(*epoch);
+  std::string known;
+  for (const uint64_t e : all) known += (known.empty() ? "" : ", ") + std::to_string(e);
+  throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': epoch " + std::to_string(*epoch) +
+                                       " is gone; epochs that remain: " + known);
+}
+
+void Snapshots::rewind(const std::string& name, std::optional<uint64_t> epoch) {
+  const auto guard = device_.lock_written_back([this] { return table_.lock.exclusive(); });
+  table_.require_writable();
+  table_.require_durable("commits to go back to");
+  device_.require_not_in_use();
+  if (table_.store->log() == nullptr) return rewind_in_ram(name, epoch);
+  const Manifest target = target_of(name, epoch);
   // The old state becomes the newest commit; numbers of segments, versions and epochs never go back. It is loaded
   // before it is published: a damaged one must not become the newest.
   Manifest manifest = target;
-  manifest.epoch = store_->log()->epoch();
+  manifest.epoch = table_.store->log()->epoch();
   manifest.parent_epoch = target.epoch;
   manifest.keep.clear();
-  manifest.optimizer = spec_.optimizer;
-  manifest.next_segment = store_->log()->next_segment();
-  manifest.next_version = store_->log()->next_version();
-  give_up_above();
-  drop_store();
+  manifest.optimizer = table_.spec.optimizer;
+  manifest.next_segment = table_.store->log()->next_segment();
+  manifest.next_version = table_.store->log()->next_version();
+  device_.give_up_all();
+  loader_.drop_store();
   try {
-    load(target);
+    loader_.load(target);
     failpoint("rewind.loaded");
-    publish(manifest);
+    committer_.publish(manifest);
   } catch (const std::exception& error) {
-    broken_ = std::string("going back to an earlier commit failed (") + error.what() + ")";
+    table_.broken = std::string("going back to an earlier commit failed (") + error.what() + ")";
     throw;
   }
-  store_->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
-  collect_after_commit();
+  table_.store->log()->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
+  collector_.try_collect();
 }
 
 }  // namespace bunkbed

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "batch/gradients.h"
+#include "table/scan.h"
 #include "table/table.h"
 #include "tests/check.h"
 

@@ -86,7 +86,7 @@ void commits_beside_updates(const TableSpec& spec, uint64_t seed, size_t ram_fac
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
   SlowVfs vfs(delay);
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, path, "t", spec, ram * ram_factor);
   const struct Release {  // before the table goes, which waits for its commit
     SlowVfs& vfs;
@@ -171,7 +171,7 @@ TEST(commit_beside_threads) {
   const TableSpec spec = whole_numbers(500, 60);
   const Sandbox sandbox;
   SlowVfs vfs(std::chrono::microseconds(300));
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   const auto table = Table::create(vfs, sandbox / "t", "t", spec, ram * 2);
   std::vector<int64_t> all;
   for (int64_t id = 0; id < spec.num_rows; ++id) all.push_back(id);
@@ -315,7 +315,7 @@ TEST(commit_in_the_background_that_fails) {
   const TableSpec spec = whole_numbers(300, 60);
   const Sandbox sandbox;
   FaultVfs vfs;
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, sandbox / "t", "t", spec, ram * 4);
   Rows rows;
   std::vector<int64_t> all;

@@ -42,7 +42,7 @@ TEST(scratch_rows_overflow_into_files_without_names) {
   const std::string path = sandbox / "t";
   FaultVfs vfs;
   const TableSpec spec = scratch_spec();
-  auto table = Table::create(vfs, path, "t", spec, Table::minimum_ram(spec, 0, true));
+  auto table = Table::create(vfs, path, "t", spec, minimum_ram(spec, 0, true));
   vfs.fail_all(Op::kSync, EIO);  // nothing is synced from here on
   Rows rows;
   Sampler sampler(1);
@@ -66,14 +66,14 @@ TEST(scratch_rows_overflow_into_files_without_names) {
   table.reset();
   vfs.heal();
   CHECK_THROWS(open_table(vfs, path, 1u << 20), ErrorKind::kFormat, "scratch table");
-  table = Table::create(vfs, path, "t", spec, Table::minimum_ram(spec, 0, true));
+  table = Table::create(vfs, path, "t", spec, minimum_ram(spec, 0, true));
   check_table_is(table.get(), {}, "begun anew");
 }
 
 // Whatever fails while one takes another's place: the next create() succeeds, and nothing opens in between.
 TEST(scratch_left_half_made_is_made_anew) {
   const TableSpec spec = scratch_spec();
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   for (uint64_t at = 1;; ++at) {
     const Sandbox sandbox;
     const std::string path = sandbox / "t";
@@ -103,7 +103,7 @@ TEST(create_leaves_the_table_of_one_that_was_faster) {
       RacingVfs vfs;
       FaultVfs theirs;
       const TableSpec spec = whole_numbers(40'000, 16);
-      const size_t ram = Table::minimum_ram(spec, 0, true);
+      const size_t ram = minimum_ram(spec, 0, true);
       if (is_scratch_left) Table::create(vfs, path, "t", scratch_spec(), ram).reset();
       Rows rows;
       vfs.before_lock = [&] {

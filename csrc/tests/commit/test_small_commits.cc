@@ -41,7 +41,7 @@ TEST(small_commits_leave_few_segments) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, kRows, true) * 2;
+  const size_t ram = minimum_ram(spec, kRows, true) * 2;
   Rows rows;
   Peaks peaks;
   {
@@ -68,7 +68,7 @@ TEST(small_commits_of_snapshots_and_rewrites_leave_few_segments) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, kRows, true) * 2;
+  const size_t ram = minimum_ram(spec, kRows, true) * 2;
   Rows rows;
   Peaks peaks;
   auto table = Table::create(vfs, path, "t", spec, ram);
@@ -94,7 +94,7 @@ TEST(small_commits_of_many_sessions_leave_few_segments) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, kRows, true) * 2;
+  const size_t ram = minimum_ram(spec, kRows, true) * 2;
   Rows rows;
   Peaks peaks;
   Table::create(vfs, path, "t", spec, ram).reset();
@@ -115,7 +115,7 @@ TEST(small_commits_leave_no_file_behind) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, kRows, true) * 2;
+  const size_t ram = minimum_ram(spec, kRows, true) * 2;
   Rows rows;
   auto table = Table::create(vfs, path, "t", spec, ram);
   for (int64_t row = 0; row < 40; ++row) commit_row(table.get(), &rows, row);
@@ -150,7 +150,7 @@ TEST(small_commits_cost_the_same_with_many_snapshots) {
   const TableSpec spec = whole_numbers(kRows, 8);
   const Sandbox sandbox;
   FaultVfs vfs;
-  const size_t ram = Table::minimum_ram(spec, kRows, true) * 2;
+  const size_t ram = minimum_ram(spec, kRows, true) * 2;
   auto table = Table::create(vfs, sandbox / "t", "t", spec, ram);
   Rows rows;
   // The most operations that a commit, and a drop, among the next ten takes.
@@ -186,7 +186,7 @@ TEST(small_commits_of_many_tables_share_few_descriptors) {
   constexpr size_t kTables = 6, kMostOpen = 40;
   const TableSpec spec = whole_numbers(kRows, 30);
   const Sandbox sandbox;
-  const size_t ram = Table::minimum_ram(spec, kRows, true);
+  const size_t ram = minimum_ram(spec, kRows, true);
   const FewDescriptors few(kMostOpen);
   FaultVfs vfs;
   std::vector<std::unique_ptr<Table>> tables;

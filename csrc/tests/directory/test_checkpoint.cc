@@ -5,6 +5,7 @@
 #include "base/failpoints.h"
 #include "base/fault.h"
 #include "directory/checkpoint.h"
+#include "jobs/index_snapshots.h"
 #include "maintenance/check.h"
 #include "maintenance/repair.h"
 #include "tests/check.h"
@@ -51,7 +52,7 @@ void reopens(const TableSpec& spec, int64_t range, uint64_t seed, bool in_line, 
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, static_cast<uint64_t>(range), true);
+  const size_t ram = minimum_ram(spec, static_cast<uint64_t>(range), true);
   auto table = Table::create(vfs, path, "t", spec, ram);
   Sampler sampler(seed);
   Rows rows, committed;

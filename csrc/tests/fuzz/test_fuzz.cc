@@ -5,6 +5,7 @@
 #include "directory/directory_file.h"
 #include "format/format.h"
 #include "fuzz/targets.h"
+#include "jobs/index_snapshots.h"
 #include "table/table.h"
 #include "tests/sample.h"
 #include "tests/sandbox.h"

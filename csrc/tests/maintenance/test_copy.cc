@@ -41,7 +41,7 @@ Source make_source(const std::string& from, const std::string& to, const TableSp
 
 TEST(copy_may_stop_anywhere) {
   const TableSpec spec = whole_numbers(64, 30);
-  const size_t ram = Table::minimum_ram(spec, 64, true);
+  const size_t ram = minimum_ram(spec, 64, true);
   for (const bool may_link : {true, false}) {
     CopyOptions options;
     options.may_link = may_link;

@@ -51,7 +51,7 @@ Kept make_damaged(const std::string& path, const TableSpec& spec, size_t ram) {
 
 TEST(repair_may_stop_anywhere) {
   const TableSpec spec = whole_numbers(64, 30);
-  const size_t ram = Table::minimum_ram(spec, 64, true);
+  const size_t ram = minimum_ram(spec, 64, true);
   RepairOptions options;
   options.fall_back_to = 2;
   uint64_t operations = 0;
@@ -102,7 +102,7 @@ TEST(repair_may_stop_anywhere) {
 
 TEST(repair_of_a_commit_whose_rows_are_gone_guesses_nothing) {
   const TableSpec spec = whole_numbers(64, 30);
-  const size_t ram = Table::minimum_ram(spec, 64, true);
+  const size_t ram = minimum_ram(spec, 64, true);
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
   make_damaged(path, spec, ram);

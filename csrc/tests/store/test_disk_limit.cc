@@ -37,7 +37,7 @@ uint64_t bytes_of_files(const std::string& path) {
 
 TableSpec spec_of(int64_t num_rows = kRows) { return whole_numbers(num_rows, kDim); }
 
-size_t little_ram(const TableSpec& spec) { return Table::minimum_ram(spec, kRows, true); }
+size_t little_ram(const TableSpec& spec) { return minimum_ram(spec, kRows, true); }
 
 std::unique_ptr<Table> open_limited(vfs::Vfs& vfs, const std::string& path, uint64_t disk_bytes) {
   OpenOptions options;

@@ -173,7 +173,7 @@ TEST(table_staging_more_than_the_cache) {
     std::vector<int64_t> all(400);
     for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
     const std::vector<float> grads(400 * 1024, -1.0f);
-    const size_t ram = Table::minimum_ram(spec, 400, true) + (100u << 10);
+    const size_t ram = minimum_ram(spec, 400, true) + (100u << 10);
     auto table = Table::create(vfs::posix(), path, "t", spec, ram);
     table->update(all.data(), all.size(), grads.data(), std::nullopt, std::nullopt);
     CHECK(table->stats().frame_capacity < all.size());

@@ -49,7 +49,7 @@ void meddle(int64_t num_rows, size_t n, int rounds) {
   FaultVfs vfs;
   int made = 0;
   const auto make = [&] {
-    return Table::create(vfs, sandbox / std::to_string(made++), "t", spec, 2 * Table::minimum_ram(spec, kRows, true));
+    return Table::create(vfs, sandbox / std::to_string(made++), "t", spec, 2 * minimum_ram(spec, kRows, true));
   };
   auto table = make();
   Sampler sampler(3);

@@ -34,7 +34,7 @@ constexpr int64_t kRows = 50;
 void check_call(const std::function<void(Table*)>& call) {
   const Sandbox sandbox;
   const TableSpec spec = whole_numbers(kRows, 2);
-  const auto table = Table::create(vfs::posix(), sandbox / "t", "t", spec, Table::minimum_ram(spec, kRows, true));
+  const auto table = Table::create(vfs::posix(), sandbox / "t", "t", spec, minimum_ram(spec, kRows, true));
   const auto busy = std::make_shared<Busy>();
   update(table.get(), {1, 2, 3}, {1, 1, 1});
   table->commit(std::nullopt, "a");
@@ -81,7 +81,7 @@ TEST(held_rows_of_a_step_that_just_started_stop_a_rewind) {
     const Sandbox sandbox;
     const TableSpec spec = whole_numbers(kRows, 2);
     const auto table = Table::create(vfs::posix(), on_disk ? sandbox / "t" : "", "t", spec,
-                                     on_disk ? Table::minimum_ram(spec, kRows, true) : 0);
+                                     on_disk ? minimum_ram(spec, kRows, true) : 0);
     update(table.get(), {1}, {1});
     table->commit(std::nullopt, "a");
     update(table.get(), {1}, {1});

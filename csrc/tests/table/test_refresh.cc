@@ -43,7 +43,7 @@ void follows(const TableSpec& spec, int64_t range, uint64_t seed, size_t ram_fac
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, static_cast<uint64_t>(range), true);
+  const size_t ram = minimum_ram(spec, static_cast<uint64_t>(range), true);
   auto table = Table::create(vfs, path, "t", spec, ram * ram_factor);
   Sampler sampler(seed);
   Rows rows, committed, seen;
@@ -171,7 +171,7 @@ TEST(refresh_without_memory_can_be_tried_again) {
   const Sandbox sandbox;
   PoorVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, 0, true) * 2;
+  const size_t ram = minimum_ram(spec, 0, true) * 2;
   auto table = Table::create(vfs, path, "t", spec, ram);
   Rows rows, seen;
   Sampler sampler(5);
@@ -256,7 +256,7 @@ TEST(refresh_after_commits_were_taken_back) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, 0, true) * 2;
+  const size_t ram = minimum_ram(spec, 0, true) * 2;
   Rows rows;
   std::vector<int64_t> all;
   for (int64_t id = 0; id < spec.num_rows; ++id) all.push_back(id);
@@ -295,7 +295,7 @@ TEST(refresh_after_going_back) {
     const Sandbox sandbox;
     FaultVfs vfs;
     const std::string path = sandbox / "t";
-    const size_t ram = Table::minimum_ram(spec, 0, true) * 2;
+    const size_t ram = minimum_ram(spec, 0, true) * 2;
     auto table = Table::create(vfs, path, "t", spec, ram);
     std::vector<int64_t> a, b;
     for (int64_t id = 0; id < 20; ++id) a.push_back(id);
@@ -327,7 +327,7 @@ TEST(refresh_that_fails) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, 0, true) * 2;
+  const size_t ram = minimum_ram(spec, 0, true) * 2;
   auto table = Table::create(vfs, path, "t", spec, ram);
   std::vector<int64_t> all;
   for (int64_t id = 0; id < spec.num_rows; ++id) all.push_back(id);
@@ -370,7 +370,7 @@ TEST(refresh_and_opening_look_again_where_a_listed_commit_is_gone) {
   const Sandbox sandbox;
   Stale vfs;
   const TableSpec spec = whole_numbers(100, 4);
-  const auto table = Table::create(vfs, sandbox / "t", "t", spec, Table::minimum_ram(spec, 0, true));
+  const auto table = Table::create(vfs, sandbox / "t", "t", spec, minimum_ram(spec, 0, true));
   std::vector<std::string> before;
   for (int commit = 0; commit < 4; ++commit) {
     update(table.get(), {1}, {1.0f});

@@ -21,7 +21,7 @@ constexpr uint32_t kDim = 64;
 // Rows written several times over, in a log of many chunks, some of whose records are of no use any more.
 Rows write_rows(FaultVfs& vfs, const std::string& path, size_t more_ram = 0) {
   const TableSpec spec = whole_numbers(kRows, kDim);
-  const auto table = Table::create(vfs, path, "t", spec, Table::minimum_ram(spec, 0, true) + more_ram);
+  const auto table = Table::create(vfs, path, "t", spec, minimum_ram(spec, 0, true) + more_ram);
   Sampler sampler(9);
   Rows rows;
   for (int step = 0; step < 40; ++step) {
@@ -53,7 +53,7 @@ Met scan_all(Table* table, size_t at_once) {
   return met;
 }
 
-size_t reader_ram() { return Table::minimum_ram(whole_numbers(kRows, kDim), kRows, true) + (256u << 10); }
+size_t reader_ram() { return minimum_ram(whole_numbers(kRows, kDim), kRows, true) + (256u << 10); }
 
 }  // namespace
 
@@ -138,7 +138,7 @@ TEST(scan_of_several_fields_has_them_side_by_side) {
   spec.optimizer.kind = OptimizerKind::kAdam;
   const Sandbox sandbox;
   FaultVfs vfs;
-  const auto table = Table::create(vfs, sandbox / "t", "t", spec, Table::minimum_ram(spec, kRows, true));
+  const auto table = Table::create(vfs, sandbox / "t", "t", spec, minimum_ram(spec, kRows, true));
   Sampler sampler(4);
   for (int step = 0; step < 5; ++step) {
     std::vector<int64_t> ids(200);
@@ -194,7 +194,7 @@ TEST(scan_meets_rows_once_that_leave_ram_meanwhile) {
   const Sandbox sandbox;
   FaultVfs vfs;
   write_rows(vfs, sandbox / "t");
-  const size_t least = Table::minimum_ram(whole_numbers(kRows, kDim), kRows, true) + (512u << 10);
+  const size_t least = minimum_ram(whole_numbers(kRows, kDim), kRows, true) + (512u << 10);
   std::vector<int64_t> every(kRows);
   for (int64_t id = 0; id < kRows; ++id) every[static_cast<size_t>(id)] = id;
   std::vector<float> values(every.size() * kDim), some(50 * kDim);

@@ -23,7 +23,7 @@ void random_operations(const TableSpec& spec, uint64_t seed, int rounds, size_t 
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
   FaultVfs vfs;  // for its speed: no sync is carried out
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, path, "t", spec, ram);
   Sampler sampler(seed);
   Rows rows, committed, kept;
@@ -74,7 +74,7 @@ void random_operations(const TableSpec& spec, uint64_t seed, int rounds, size_t 
     } else if (what == 30) {
       evictions += table->stats().store.evictions;
       table.reset();  // without a commit
-      table = open_table(vfs, path, Table::minimum_ram(spec, committed.size(), true));
+      table = open_table(vfs, path, minimum_ram(spec, committed.size(), true));
       rows = committed;
       check_table_is(table.get(), rows, when + ", reopened");
     } else if (what == 31) {
@@ -89,7 +89,7 @@ void random_operations(const TableSpec& spec, uint64_t seed, int rounds, size_t 
   CHECK(evictions > 50);
   table->commit(std::nullopt, "last");
   table.reset();
-  const auto reader = open_table(vfs, path, Table::minimum_ram(spec, rows.size(), true), false);
+  const auto reader = open_table(vfs, path, minimum_ram(spec, rows.size(), true), false);
   check_table_is(reader.get(), rows, "reader");
 }
 
@@ -116,7 +116,7 @@ TEST(table_random_operations_large_records) { random_operations(whole_numbers(10
 TEST(table_records_above_half_a_mebibyte) {
   const TableSpec spec = whole_numbers(30, 150001);
   const Sandbox sandbox;
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs::posix(), sandbox / "t", "t", spec, ram);
   Rows rows;
   for (int step = 0; step < 3; ++step) {
@@ -143,7 +143,7 @@ TEST(table_directory_grows_at_the_smallest_budget) {
   const TableSpec spec = whole_numbers(-1, 8);
   FaultVfs vfs;
   const Sandbox sandbox;
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   const auto table = Table::create(vfs, sandbox / "t", "t", spec, ram + (ram >> 2));
   Rows rows;
   int64_t next = 0;
@@ -169,7 +169,7 @@ TEST(table_scan_meets_every_row_while_others_look_up_and_commit) {
   const TableSpec spec = whole_numbers(3000, 64);
   FaultVfs vfs;
   const Sandbox sandbox;
-  const auto table = Table::create(vfs, sandbox / "t", "t", spec, Table::minimum_ram(spec, 0, true));
+  const auto table = Table::create(vfs, sandbox / "t", "t", spec, minimum_ram(spec, 0, true));
   Rows rows;
   Sampler sampler(9);
   for (int step = 0; step < 60; ++step) {
@@ -200,7 +200,7 @@ TEST(table_one_damaged_record_blocks_nothing_else) {
   const TableSpec spec = whole_numbers(64, 1100);
   const Sandbox sandbox;
   FaultVfs vfs;
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, sandbox / "t", "t", spec, ram);
   Rows rows;
   std::vector<int64_t> all;
@@ -247,7 +247,7 @@ TEST(table_of_a_run_goes_on_after_a_crash) {
   spec.belongs_to_run = true;
   const Sandbox sandbox;
   FaultVfs vfs;
-  const size_t ram = Table::minimum_ram(spec, 0, true);
+  const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, sandbox / "t", "t", spec, ram);
   Rows rows;
   std::vector<int64_t> all;
@@ -283,7 +283,7 @@ TEST(table_in_a_forked_child_touches_nothing) {
   const TableSpec spec = whole_numbers(64, 1100);
   const Sandbox sandbox;
   FaultVfs vfs;
-  auto table = Table::create(vfs, sandbox / "t", "t", spec, Table::minimum_ram(spec, 0, true));
+  auto table = Table::create(vfs, sandbox / "t", "t", spec, minimum_ram(spec, 0, true));
   Rows rows;
   std::vector<int64_t> all;
   for (int64_t id = 0; id < 64; ++id) all.push_back(id);
@@ -313,7 +313,7 @@ TEST(table_in_a_forked_child_touches_nothing) {
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   table->commit(std::nullopt, "");
   table.reset();
-  table = open_table(vfs, sandbox / "t", Table::minimum_ram(spec, 64, true));
+  table = open_table(vfs, sandbox / "t", minimum_ram(spec, 64, true));
   check_table_is(table.get(), rows, "after a child has gone");
 }
 
@@ -322,7 +322,7 @@ TEST(table_rewind_to_a_damaged_snapshot_loses_nothing) {
   const TableSpec spec = whole_numbers(64, 1100);
   const Sandbox sandbox;
   FaultVfs vfs;
-  const size_t ram = Table::minimum_ram(spec, 64, true);
+  const size_t ram = minimum_ram(spec, 64, true);
   auto table = Table::create(vfs, sandbox / "t", "t", spec, ram);
   std::vector<int64_t> all;
   for (int64_t id = 0; id < 64; ++id) all.push_back(id);
@@ -366,7 +366,7 @@ TEST(table_calls_from_several_threads) {
   const TableSpec spec = whole_numbers(600, 32);
   FaultVfs vfs;
   const Sandbox sandbox;
-  const auto table = Table::create(vfs, sandbox / "t", "t", spec, Table::minimum_ram(spec, 0, true));
+  const auto table = Table::create(vfs, sandbox / "t", "t", spec, minimum_ram(spec, 0, true));
   constexpr int kThreads = 4;
   constexpr int kSteps = 40;
   std::atomic<int> wrong{0};

@@ -23,7 +23,7 @@ void random_batches(const TableSpec& spec, uint64_t seed, size_t frames, size_t 
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  const size_t ram = Table::minimum_ram(spec, sized_for, true) + frames * 200;
+  const size_t ram = minimum_ram(spec, sized_for, true) + frames * 200;
   auto table = Table::create(vfs, path, "t", spec, ram);
   Sampler sampler(seed);
   Rows rows, kept_rows;
@@ -54,7 +54,7 @@ void random_batches(const TableSpec& spec, uint64_t seed, size_t frames, size_t 
       has_kept = true;
       kept_rows = rows;
       evictions += table->stats().store.evictions;
-      table->set_ram(std::max(ram, Table::minimum_ram(spec, rows.size(), true)));
+      table->set_ram(std::max(ram, minimum_ram(spec, rows.size(), true)));
       table->commit(std::nullopt, "kept" + std::to_string(round));
       table->rewind("kept" + std::to_string(round), std::nullopt);  // nothing but new places
     } else if (what == 27) {
@@ -65,7 +65,7 @@ void random_batches(const TableSpec& spec, uint64_t seed, size_t frames, size_t 
       evictions += table->stats().store.evictions;
       table.reset();  // without a commit
       rows = kept_rows;
-      table = open_table(vfs, path, std::max(ram, Table::minimum_ram(spec, rows.size(), true)));
+      table = open_table(vfs, path, std::max(ram, minimum_ram(spec, rows.size(), true)));
     }
     const TableStats stats = table->stats();
     CHECK_EQ(stats.store.hits + stats.store.misses + stats.store.first_touches, stats.store.unique_rows);

@@ -17,7 +17,7 @@ constexpr int64_t kRows = 64;
 constexpr uint32_t kDim = 1100;  // records above 4 KiB: few of them fill chunks and segments
 
 TableSpec spec() { return whole_numbers(kRows, kDim); }
-size_t smallest_ram() { return Table::minimum_ram(spec(), 0, true); }
+size_t smallest_ram() { return minimum_ram(spec(), 0, true); }
 
 // Updates with evictions, commits, a snapshot, compaction, a rewind. Each step may fail; `now` and `commits` say what
 // the table must hold.

@@ -1,4 +1,4 @@
-#include "jobs/table_lock.h"
+#include "state/table_lock.h"
 
 #include <unistd.h>
 

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "jobs/table_lock.h"
+#include "state/table_lock.h"
 #include "tests/check.h"
 
 using namespace bunkbed;

@@ -1,0 +1,75 @@
+#include "jobs/file_collector.h"
+
+#include <utility>
+
+#include "format/format.h"
+
+namespace bunkbed {
+
+void FileCollector::set_pinned(std::set<uint64_t> epochs, std::set<uint64_t> kept) {
+  pinned_ = std::move(epochs);
+  kept_ = std::move(kept);
+}
+
+std::set<uint64_t> FileCollector::pinned_now() const {
+  std::set<uint64_t> pinned = pinned_;
+  // A run collects after its own manifest is durable. Until the run has said which commits it names, all of them stay.
+  if (table_.spec.belongs_to_run && pinned.empty()) {
+    for (const uint64_t epoch : table_.manifests.epochs()) pinned.insert(epoch);
+  }
+  return pinned;
+}
+
+Manifests::Spared FileCollector::spared(size_t newest) const {
+  Manifests::Spared spared;
+  spared.newest = newest;
+  spared.pinned = pinned_now();
+  spared.kept = kept_;
+  // A later manifest may exist whose making was reported to have failed, and which the disk may not have yet.
+  spared.pinned.insert(table_.committed.epoch);
+  for (const auto& [id, segment] : table_.store->log()->segments()) spared.segments.insert(id);
+  spared.segments_end = table_.store->log()->next_segment();
+  spared.checkpoints = index_.numbers_in_use();
+  spared.checkpoints_end = index_.next_number();
+  return spared;
+}
+
+void FileCollector::collect(size_t newest) {
+  table_.store->disk().set_held(table_.manifests.collect(spared(newest)));
+  index_.count_bytes();
+}
+
+void FileCollector::try_collect() {
+  try {
+    collect();
+  } catch (const Error&) {
+  }
+}
+
+void FileCollector::collect_in_slices(size_t newest) {
+  Manifests::Spared spared;
+  {
+    const auto guard = table_.lock.slice();
+    spared = this->spared(newest);
+  }
+  Manifests::Held held = table_.manifests.collect(spared);
+  const auto guard = table_.lock.slice();
+  for (const uint64_t id : spared.segments) {
+    // Emptied meanwhile: the log used the segment, so the collection spared it, and the log left it to the last commit,
+    // which is gone now.
+    if (held.segments.contains(id) || table_.store->log()->find_segment(id) != nullptr) continue;
+    table_.vfs.remove(table_.path + "/" + segment_name(id));
+  }
+  table_.store->disk().set_held(std::move(held));
+  index_.count_bytes();
+}
+
+void FileCollector::collect_leftovers() {
+  if (table_.spec.belongs_to_run && pinned_.empty()) return;
+  try {
+    table_.manifests.collect({.pinned = pinned_});
+  } catch (const std::exception&) {  // out of memory, for example; the next opening tries again
+  }
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,46 @@
+// Removes the files that no commit needs: manifests, segments and index snapshots. Every commit stays that is one of the
+// newest, is kept under a name, or is pinned by a run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <set>
+
+#include "commit/manifests.h"
+#include "jobs/index_snapshots.h"
+#include "state/table_state.h"
+
+namespace bunkbed {
+
+class FileCollector {
+ public:
+  static constexpr size_t kNewest = 2;  // commits that stay without a name or a pin
+
+  FileCollector(TableState& table, IndexSnapshots& index) : table_(table), index_(index) {}
+  FileCollector(const FileCollector&) = delete;
+  FileCollector& operator=(const FileCollector&) = delete;
+
+  // Epochs that the manifests of a run name. `kept`: those of its snapshots.
+  void set_pinned(std::set<uint64_t> epochs, std::set<uint64_t> kept);
+  bool is_pinned(uint64_t epoch) const { return pinned_.contains(epoch); }
+
+  // Requires the lock.
+  void collect(size_t newest = kNewest);
+  // The same, after a change of the commits that succeeded: the next collection retries what failed.
+  void try_collect();
+  // Without the lock, because files are many and slow to remove. No commit and no other collection may run meanwhile.
+  void collect_in_slices(size_t newest = kNewest);
+  // For closing, without a store: segments that no commit came to name.
+  void collect_leftovers();
+
+ private:
+  std::set<uint64_t> pinned_now() const;
+  Manifests::Spared spared(size_t newest) const;
+
+  TableState& table_;
+  IndexSnapshots& index_;
+  std::set<uint64_t> pinned_;
+  std::set<uint64_t> kept_;  // a subset of pinned_
+};
+
+}  // namespace bunkbed

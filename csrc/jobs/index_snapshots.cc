@@ -1,0 +1,253 @@
+#include "jobs/index_snapshots.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/failpoints.h"
+#include "directory/checkpoint.h"
+#include "directory/replay.h"
+
+namespace bunkbed {
+
+namespace {
+
+constexpr uint64_t kShare = 4;  // a checkpoint costs at most one byte for so many of records
+constexpr uint64_t kWorthClosing = 10;  // times checkpoint_rows: records whose replay close() spares the next opening
+
+// Segments of epochs before the walk's, by number.
+bool is_known(const std::vector<SegmentCounts>& segments, uint64_t segment) {
+  const auto found = std::lower_bound(segments.begin(), segments.end(), segment,
+                                      [](const SegmentCounts& counts, uint64_t number) { return counts.segment < number; });
+  return found != segments.end() && found->segment == segment;
+}
+
+}  // namespace
+
+void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
+  Log* const log = table_.store->log();
+  Directory* const directory = &table_.store->directory();
+  LoadedCheckpoint loaded;
+  if (!manifest.checkpoints.empty()) {
+    loaded = load_checkpoint(table_.vfs, table_.path, manifest.checkpoints.back(), log, directory, table_.spec.num_rows,
+                             manifest.stored_rows, scratch_bytes);
+  }
+  failpoint("open.checkpoint");
+  std::vector<Segment*> later;
+  for (const auto& [id, segment] : log->segments()) {
+    if (!loaded.is_loaded || segment->epoch >= loaded.replay_epoch) later.push_back(segment.get());
+  }
+  uint64_t lost = loaded.lost;
+  const auto give_up = [&](Entry before) {
+    Segment* const segment = log->find_segment(position_of(before) / log->slots_per_segment());
+    if (segment == nullptr) {
+      --lost;
+    } else {
+      --segment->live;
+    }
+  };
+  table_.counts.indexed_records += Replay{log, directory, table_.spec.num_rows, manifest.next_version, scratch_bytes, nullptr, give_up}.run(later);
+  if (lost > 0) {
+    throw Error(ErrorKind::kCorruption, "table '" + table_.name + "': " + std::to_string(lost) + " rows of " +
+                                            directory_name(manifest.checkpoints.back().file) +
+                                            " point at segments the commit does not have; no row is lost by it: bunkbed "
+                                            "check --repair builds the directory from the segments");
+  }
+  replay_epoch_ = loaded.replay_epoch;
+  if (!table_.options.writable) return;
+  for (const std::string& name : table_.vfs.list(table_.path)) {
+    uint64_t number;
+    if (parse_name(name, "directory-", &number)) next_number_ = std::max(next_number_, number + 1);
+  }
+}
+
+uint64_t IndexSnapshots::records_to_replay() const {
+  uint64_t records = 0;
+  for (const auto& [id, segment] : table_.store->log()->segments()) {
+    if (segment->epoch >= replay_epoch_) records += segment->records;
+  }
+  return records;
+}
+
+// Numbers of files that no commit names yet and that must stay.
+std::set<uint64_t> IndexSnapshots::numbers_in_use() const {
+  std::set<uint64_t> numbers;
+  if (ready_.has_value()) numbers.insert(ready_->file);
+  if (is_under_way_) numbers.insert(number_);
+  // Going back to a commit names its own again, before the manifest that does so is written.
+  for (const CheckpointEntry& checkpoint : table_.committed.checkpoints) numbers.insert(checkpoint.file);
+  return numbers;
+}
+
+void IndexSnapshots::consider() {
+  std::unique_ptr<std::thread> before;
+  {
+    const auto guard = table_.lock.slice();
+    const size_t stored = table_.store->directory().stored_rows();
+    if (stop_ || is_under_way_ || ready_.has_value() || stored < checkpoint_rows) return;
+    uint64_t bytes = stored * (sizeof(int64_t) + kPackedEntryBytes);
+    if (table_.spec.num_rows > 0) bytes = std::min(bytes, static_cast<uint64_t>(table_.spec.num_rows) * kPackedEntryBytes);
+    const uint64_t record_bytes = record_stride(table_.payload_bytes) + chunk_index_bytes(1);
+    if (records_to_replay() < std::clamp<uint64_t>(kShare * bytes / record_bytes, stored / 8, stored / 2) ||
+        !table_.store->disk().has_bytes(DiskBudget::index_snapshot_estimate(stored))) {
+      return;
+    }
+    is_under_way_ = true;
+    number_ = next_number_++;
+    count_bytes();
+    before = std::move(thread_);
+  }
+  if (before != nullptr) before->join();  // it has nothing more to do
+  if (!checkpoints_in_line) {
+    const auto guard = table_.lock.slice();
+    try {
+      thread_ = std::make_unique<std::thread>([this] { take(); });
+      return;
+    } catch (const std::exception&) {  // no thread to be had: then here
+    }
+  }
+  take();
+}
+
+// What a walk through the directory found, and where it goes.
+struct IndexSnapshots::Walk {
+  uint64_t store = 0;  // of which it is
+  size_t parts = 0;
+  DirectoryHeader header;
+  std::vector<SegmentCounts> segments;
+};
+
+void IndexSnapshots::take() {
+  Walk walk;
+  std::optional<CheckpointEntry> taken;
+  try {
+    taken = write(&walk);
+  } catch (const Error&) {
+  } catch (const std::bad_alloc&) {
+  }
+  const auto guard = table_.lock.slice();
+  is_under_way_ = false;
+  // A file that is not used is collected as one that no commit names.
+  if (!taken.has_value() || table_.store == nullptr || store_number_ != walk.store) return;
+  ready_ = taken;
+  ready_epoch_ = walk.header.replay_epoch;
+  count_bytes();
+}
+
+std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
+  const auto is_over = [&] { return stop_ || table_.store == nullptr || store_number_ != walk->store; };
+  DirectoryHeader& header = walk->header;
+  std::vector<SegmentCounts>& segments = walk->segments;
+  {
+    const auto guard = table_.lock.slice();
+    walk->store = store_number_;
+    if (is_over()) return std::nullopt;
+    const Log& log = *table_.store->log();
+    const Directory& directory = table_.store->directory();
+    header.uuid = table_.uuid;
+    header.number = number_;
+    header.replay_epoch = log.oldest_open_epoch();
+    header.piece_bytes = vfs::round_down(std::clamp<size_t>(table_.store->plan().total_bytes / 256, 4u << 10, 256u << 10), 4096);
+    walk->parts = directory.num_parts();
+    const uint64_t dense = static_cast<uint64_t>(std::max<int64_t>(0, table_.spec.num_rows)) * kPackedEntryBytes;
+    const bool is_dense = directory.is_ordered() && dense <= directory.stored_rows() * (sizeof(int64_t) + kPackedEntryBytes);
+    header.form = is_dense ? DirectoryForm::kDense : DirectoryForm::kPairs;
+    header.num_entries = is_dense ? static_cast<uint64_t>(table_.spec.num_rows) : 0;
+    for (const auto& [id, segment] : log.segments()) {
+      if (segment->epoch >= header.replay_epoch) continue;
+      segments.push_back({id, static_cast<uint32_t>(segment->records), static_cast<uint32_t>(segment->tombstones)});
+    }
+  }
+  failpoint("checkpoint.begun");
+  CheckpointFile file(table_.vfs, table_.path, header, segments);
+  std::vector<int64_t> rows;
+  std::vector<Entry> entries;
+  uint64_t slots = 0;
+  for (size_t part = 0; part < walk->parts; ++part) {
+    rows.clear();
+    entries.clear();
+    {
+      const auto guard = table_.lock.slice();
+      if (is_over()) return std::nullopt;
+      slots = table_.store->log()->slots_per_segment();
+      table_.store->directory().part(part, &rows, &entries);
+      for (Entry& entry : entries) {
+        if (!is_frame(entry)) continue;
+        const uint64_t position = table_.store->cache().info(frame_of(entry)).position;
+        entry = position == kNoPosition ? kAbsent : entry_of_position(position);
+      }
+    }
+    size_t kept = 0;
+    uint64_t last = ~0ull;  // neighbours are mostly in one segment
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (entries[i] == kAbsent) continue;
+      const uint64_t segment = position_of(entries[i]) / slots;
+      if (segment != last && !is_known(segments, segment)) continue;
+      last = segment;
+      rows[kept] = rows[i];
+      entries[kept++] = entries[i];
+    }
+    file.add(rows.data(), entries.data(), kept);
+    failpoint("checkpoint.part");
+  }
+  return file.finish();
+}
+
+bool IndexSnapshots::is_worth_closing_with() const {
+  if (table_.is_closed || !table_.options.writable || !table_.broken.empty() || !table_.read_only_reason.empty() ||
+      table_.store == nullptr || !table_.has_files() || table_.spec.belongs_to_run) {
+    return false;
+  }
+  const bool is_committed = !table_.is_changed && table_.is_durable && device_.num_held() == 0 &&
+                            table_.spec.optimizer == table_.committed.optimizer;  // it would be committed with the snapshot
+  // A copy that was never written to stays a copy, and a kept commit stays the newest one.
+  const bool may_commit = (table_.committed.writer_flags & kWriterFlagCopy) == 0 && table_.committed.keep.empty();
+  const size_t stored = table_.store->directory().stored_rows();
+  return is_committed && may_commit && stored >= checkpoint_rows &&
+         table_.store->disk().has_bytes(DiskBudget::index_snapshot_estimate(stored)) &&
+         records_to_replay() >= kWorthClosing * checkpoint_rows;
+}
+
+bool IndexSnapshots::prepare_to_close(bool may_take) {
+  bool is_wanted = false;
+  std::unique_ptr<std::thread> walk;
+  {
+    const auto guard = table_.lock.exclusive();
+    is_wanted = may_take && is_worth_closing_with();
+    if (!is_wanted) stop_ = true;
+    walk = std::move(thread_);
+  }
+  if (walk != nullptr) walk->join();
+  if (!is_wanted) return false;
+  bool is_ours = false;  // another thread may be closing the table, too
+  {
+    const auto guard = table_.lock.exclusive();
+    if (!ready_.has_value() && !is_under_way_) {
+      is_ours = is_under_way_ = true;
+      number_ = next_number_++;
+    }
+  }
+  if (is_ours) take();
+  const auto guard = table_.lock.exclusive();
+  stop_ = true;
+  return true;
+}
+
+void IndexSnapshots::forget_store() {
+  ++store_number_;
+  ready_.reset();
+  replay_epoch_ = 0;
+}
+
+void IndexSnapshots::committed_ready() {
+  replay_epoch_ = ready_epoch_;
+  ready_.reset();
+}
+
+void IndexSnapshots::count_bytes() {
+  const uint64_t estimate = DiskBudget::index_snapshot_estimate(table_.store->directory().stored_rows());
+  table_.store->disk().set_index_snapshot_bytes((ready_.has_value() ? ready_->bytes : 0) + (is_under_way_ ? estimate : 0));
+}
+
+}  // namespace bunkbed

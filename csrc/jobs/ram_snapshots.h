@@ -1,0 +1,43 @@
+// The kept commits of a table that lives in RAM only: copies of its rows, outside its RAM budget.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "commit/manifests.h"
+#include "state/table_state.h"
+
+namespace bunkbed {
+
+struct RamSnapshot {
+  std::string name;
+  uint64_t epoch = 0;
+  int64_t step = 0;
+  std::string meta;
+  std::vector<int64_t> rows;
+  std::vector<std::byte> records;
+};
+
+class RamSnapshots {
+ public:
+  explicit RamSnapshots(TableState& table) : table_(table) {}
+  RamSnapshots(const RamSnapshots&) = delete;
+  RamSnapshots& operator=(const RamSnapshots&) = delete;
+
+  // All require the lock.
+  std::vector<Manifests::Snapshot> list() const;
+  // Copies the present state. A name that was used before moves to it.
+  void keep(const std::string& name);
+  // Throws Error(kInvalid) when there is none.
+  void drop(const std::string& name);
+  const RamSnapshot& find(const std::string& name, std::optional<uint64_t> epoch) const;
+
+ private:
+  TableState& table_;
+  std::vector<RamSnapshot> snapshots_;
+};
+
+}  // namespace bunkbed

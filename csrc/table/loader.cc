@@ -1,0 +1,247 @@
+#include "table/loader.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "base/error.h"
+#include "base/failpoints.h"
+#include "directory/replay.h"
+#include "format/record.h"
+
+namespace bunkbed {
+
+void Loader::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
+  const bool is_reader = !table_.options.writable;
+  const size_t frame_bytes = is_reader ? table_.weight_bytes : table_.payload_bytes;
+  std::unique_ptr<Directory> directory = is_flat(table_.spec.num_rows, plan.total_bytes)
+                                             ? make_flat_directory(static_cast<uint64_t>(table_.spec.num_rows))
+                                             : make_hashed_directory();
+  // Address space for as many frames as could ever be asked for; memory comes with use.
+  const size_t cost = Cache::frame_cost(frame_bytes);
+  const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGE_SIZE));
+  size_t frames = std::max(physical, plan.total_bytes) / cost;
+  if (table_.spec.num_rows >= 0) frames = std::min(frames, static_cast<size_t>(table_.spec.num_rows));
+  prefetcher_.reset();
+  table_.store = std::make_unique<Store>(table_.name, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
+                                   std::move(log), plan);
+  // Commits at once that nobody asked to keep: the last; a run's tables have those of its last two, and one on its way.
+  table_.store->disk().set_limit(table_.options.disk_bytes, table_.spec.is_scratch ? 0 : table_.spec.belongs_to_run ? 3 : 1,
+                         static_cast<uint64_t>(table_.spec.num_rows));  // -1: the largest number
+  table_.store->disk().reserve_held(device_.max_rows());
+  table_.store->set_initial_record(
+      [table = &table_](int64_t row, size_t record_bytes, std::byte* record) { table->initial_record(row, record_bytes, record); });
+}
+
+void Loader::start_in_ram(const Uuid& uuid) {
+  table_.uuid = uuid;
+  table_.fields = fields_of(table_.spec);
+  table_.payload_bytes = record_payload(table_.fields);
+  table_.weight_bytes = field_bytes(table_.fields[0]);
+  table_.committed.epoch = 0;
+  table_.committed.optimizer = table_.spec.optimizer;
+  make_store_in_ram();
+}
+
+void Loader::make_store_in_ram() {
+  make_store(plan_memory(table_.options.ram_bytes, table_.payload_bytes, 1, kAssumedReadUnit, false), nullptr);
+}
+
+void Loader::load(const Manifest& manifest) {
+  // What the fields say must be what this release's optimizer would lay out: otherwise an update would write
+  // somewhere else.
+  if (manifest.fields != fields_of(table_.spec) || manifest.payload_bytes != record_payload(manifest.fields)) {
+    throw Error(ErrorKind::kFormat, "table '" + table_.name + "': its record holds fields this release does not know");
+  }
+  if (table_.fields.empty()) {  // other threads read these without the lock: they are set once, before the table is handed out
+    table_.uuid = manifest.uuid;
+    table_.fields = manifest.fields;
+    table_.payload_bytes = manifest.payload_bytes;
+    table_.weight_bytes = field_bytes(table_.fields[0]);
+  }
+  table_.read_unit = table_.vfs.open(table_.path + "/" + manifest_name(manifest.epoch), true)->read_alignment();
+  const MemoryPlan plan =
+      plan_memory(table_.options.ram_bytes, table_.payload_bytes, manifest.slots_per_segment, table_.read_unit, true);
+  auto log = std::make_unique<Log>(table_.vfs, table_.path, table_.uuid, table_.payload_bytes, manifest.slots_per_segment, plan.log);
+  if (table_.spec.is_scratch) {
+    log->make_nameless();
+  } else if (table_.options.writable) {
+    log->close_unused();
+  }
+  if (table_.spec.num_rows >= 0) log->set_ids_end(static_cast<uint64_t>(table_.spec.num_rows));
+  log->adopt(manifest.segments);
+  failpoint("open.adopted");
+  log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
+  make_store(plan, std::move(log));
+  // The frames are empty while the directory is rebuilt: their room serves as scratch.
+  const size_t scratch = plan.scratch_bytes + table_.store->cache().capacity() * Cache::frame_cost(table_.store->frame_bytes()) / 2;
+  index_.load(manifest, scratch);
+  failpoint("open.rebuilt");
+  if (table_.store->directory().stored_rows() != manifest.stored_rows) {
+    throw Error(ErrorKind::kCorruption, "table '" + table_.name + "': its segments hold " +
+                                            std::to_string(table_.store->directory().stored_rows()) +
+                                            " rows, the commit names " + std::to_string(manifest.stored_rows));
+  }
+  table_.store->apply(plan);
+  if (table_.options.writable) table_.manifests.remember();
+  table_.committed = manifest;
+  table_.step = manifest.step;
+  table_.meta = manifest.meta;
+  table_.is_changed = false;
+  ++table_.changes;
+  if (!table_.options.writable) return;
+  if (table_.store->disk().is_limited()) remove_leftovers();
+  collector_.collect();
+  if (!table_.store->disk().has_bytes(0)) collector_.collect(1);
+}
+
+// What a session left that died. Their numbers are not used again while this one lasts: a reader may have seen a commit of
+// theirs that a run took back.
+void Loader::remove_leftovers() {
+  uint64_t next = table_.store->log()->next_segment();
+  for (const std::string& name : table_.vfs.list(table_.path)) {
+    uint64_t number;
+    if (parse_name(name, "segment-", &number)) next = std::max(next, number + 1);
+  }
+  table_.store->log()->begin_epoch(table_.store->log()->epoch(), next, table_.store->log()->next_version());
+}
+
+void Loader::drop_store() {
+  index_.forget_store();
+  prefetcher_.reset();
+  table_.store.reset();
+}
+
+namespace {
+
+// Step 1, as far as the manifests tell. `added`: the segments that `before` does not name.
+bool may_follow(const Manifest& before, const Manifest& after, std::vector<SegmentEntry>* added) {
+  if (after.epoch <= before.epoch || after.next_version < before.next_version ||
+      after.next_segment < before.next_segment || after.num_rows != before.num_rows || after.fields != before.fields ||
+      after.payload_bytes != before.payload_bytes || after.slots_per_segment != before.slots_per_segment) {
+    return false;
+  }
+  std::map<uint64_t, SegmentEntry> known;
+  for (const SegmentEntry& entry : before.segments) known[entry.segment] = entry;
+  for (const SegmentEntry& entry : after.segments) {
+    const auto found = known.find(entry.segment);
+    if (found == known.end()) {
+      if (entry.epoch < before.epoch) return false;
+      added->push_back(entry);
+    } else if (found->second.epoch != entry.epoch || found->second.bytes != entry.bytes) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::string move_failed(const std::exception& error) {
+  return std::string("moving to a newer commit failed (") + error.what() + "); refresh() tries again";
+}
+
+}  // namespace
+
+// False: build the directory anew; it may be half way between the two commits. Error(kNotFound): a new segment was
+// collected meanwhile, nothing was changed.
+bool Loader::replay_onto(const Manifest& newest) {
+  std::vector<SegmentEntry> added;
+  if (!may_follow(table_.committed, newest, &added)) return false;
+  Log* const log = table_.store->log();
+  std::set<uint64_t> dropped;
+  for (const auto& [id, segment] : log->segments()) dropped.insert(id);
+  for (const SegmentEntry& entry : newest.segments) {
+    if (dropped.erase(entry.segment) == 0) continue;
+    Segment* const segment = log->find_segment(entry.segment);
+    if (!segment->file->is_at(segment->file->path())) return false;
+  }
+  try {
+    log->adopt(added);
+  } catch (const std::exception& error) {
+    for (const SegmentEntry& entry : added) log->forget_segment(entry.segment, false);
+    const auto* const known = dynamic_cast<const Error*>(&error);
+    if (known == nullptr || known->kind() == ErrorKind::kNotFound) throw;  // no memory: the reader stays where it is
+    return false;
+  }
+  std::vector<Segment*> segments;
+  for (const SegmentEntry& entry : added) segments.push_back(log->find_segment(entry.segment));
+  table_.scratch = {};  // its room is lent to the versions
+  try {
+    Cache& cache = table_.store->cache();
+    const auto reserve = [this](const int64_t* ids, size_t n) { table_.store->reserve_rows(ids, n); };
+    const auto give_up = [&](Entry before) {
+      uint64_t position = position_of(before);
+      if (is_frame(before)) {
+        position = cache.info(frame_of(before)).position;
+        cache.release(frame_of(before));
+      }
+      --log->segment_of(position).live;
+    };
+    table_.counts.indexed_records += Replay{log, &table_.store->directory(), table_.spec.num_rows, newest.next_version,
+                               table_.store->plan().scratch_bytes, reserve, give_up}
+                            .run(segments);
+  } catch (const std::exception&) {
+    return false;  // whatever it is, building anew meets it again, or does not need it
+  }
+  for (const uint64_t id : dropped) {
+    if (log->find_segment(id)->live > 0) return false;
+  }
+  if (table_.store->directory().stored_rows() != newest.stored_rows) return false;
+  for (const uint64_t id : dropped) log->forget_segment(id, false);
+  log->begin_epoch(newest.epoch + 1, newest.next_segment, newest.next_version);
+  table_.committed = newest;
+  table_.step = newest.step;
+  table_.meta = newest.meta;
+  ++table_.changes;
+  return true;
+}
+
+void Loader::finish_opening() {
+  disk_.require_limit();
+  if (table_.options.writable) table_.store->compaction().merge_segments();
+}
+
+uint64_t Loader::refresh() {
+  const auto guard = table_.lock.exclusive(TableLock::Commits::kMayRun);
+  // Nothing but a refresh that failed breaks a reader, and another one makes it whole.
+  if (table_.is_closed || table_.options.writable) table_.require_usable();
+  if (table_.options.writable) {
+    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' is open for writing and always up to date; refresh() is for readers");
+  }
+  if (!table_.options.snapshot.empty()) return table_.committed.epoch;  // a snapshot stands still
+  bool is_moving = false;  // what was there before is gone
+  for (int attempt = 0;; ++attempt) {
+    try {
+      const Manifest newest = table_.manifests.load_newest();
+      if (newest.uuid != table_.uuid) {
+        throw Error(ErrorKind::kFormat, "table '" + table_.name + "': another table has taken its place; open it again");
+      }
+      if (table_.store != nullptr) {
+        // A run may take back a commit that it had not named, and the next one then has its number.
+        if (newest.epoch == table_.committed.epoch && encode_manifest(newest) == encode_manifest(table_.committed)) {
+          return table_.committed.epoch;
+        }
+        if (replay_onto(newest)) return table_.committed.epoch;
+      }
+      is_moving = true;
+      drop_store();  // both at once would be twice the budget
+      load(newest);
+      table_.broken.clear();
+      return table_.committed.epoch;
+    } catch (const Error& error) {
+      if (is_moving) drop_store();  // whatever there is of it is half a table
+      if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // collected meanwhile: look again
+      if (is_moving) table_.broken = move_failed(error);
+      throw;
+    } catch (const std::exception& error) {  // no memory, say
+      if (is_moving) {
+        drop_store();
+        table_.broken = move_failed(error);
+      }
+      throw;
+    }
+  }
+}
+
+}  // namespace bunkbed

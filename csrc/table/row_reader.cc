@@ -1,0 +1,196 @@
+#include "table/row_reader.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fault.h"
+#include "base/workers.h"
+#include "batch/pieces.h"
+#include "kernels/kernels.h"
+
+namespace bunkbed {
+
+void RowReader::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
+  auto guard = begin_lookup(ids, n, touch);
+  table_.counts.ids += n;
+  const size_t piece = table_.piece_ids();
+  for (size_t begin = 0; begin < n; begin += piece) {
+    const size_t count = std::min(piece, n - begin);
+    if (begin > 0 && fault_is("lookup_without_lock")) {
+      guard.unlock();
+      std::this_thread::yield();
+      guard = begin_lookup(ids + begin, n - begin, touch);
+    }
+    lookup_piece(ids + begin, count, touch, out + begin * table_.spec.dim);
+  }
+}
+
+void RowReader::lookup(const Batch& batch, bool touch, float* out) {
+  const int64_t* const rows = batch.unique().data();
+  const size_t num_unique = batch.num_unique();
+  auto guard = begin_lookup(rows, num_unique, touch);
+  table_.counts.ids += batch.size();
+  const bool all_resident = table_.store->place(batch, touch);
+  const uint32_t* const frames = batch.placement().frames.data();
+  parallel_for(batch.size(), kBlockIds, [&](size_t from, size_t to) {
+    copy_resident(frames, batch.inverse().data() + from, {to - from, batch.size() - from}, out + from * table_.spec.dim);
+  });
+  if (!all_resident) lookup_missing(batch, frames, touch, out);
+}
+
+TableLock::Guard RowReader::begin_lookup(const int64_t* ids, size_t n, bool touch) {
+  auto guard = table_.lock.work();
+  table_.require_usable();
+  table_.check_ids(ids, n);
+  prefetcher_.wait_for_rows(guard, ids, n);
+  device_.check_not_held(ids, n);  // now: the lock may have been given up
+  ++table_.counts.lookups;
+  // Nothing else ends a reader's steps, and a row counts once in each.
+  if (touch && !table_.options.writable) table_.store->begin_step();
+  return guard;
+}
+
+// Rows in RAM are copied at once, before anything can be evicted; places of the others are noted.
+void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
+  table_.scratch.missing.resize(n);
+  const size_t blocks = (n + kBlockIds - 1) / kBlockIds;
+  table_.scratch.missing_counts.assign(blocks, 0);
+  std::atomic<uint64_t> hits{0};
+  if (touch) table_.store->begin_touches();
+  parallel_for(n, kBlockIds, [&](size_t from, size_t to) {
+    uint32_t frames[kBlockIds];
+    uint64_t block_hits = 0;
+    for (size_t begin = from; begin < to; begin += kBlockIds) {
+      const size_t count = std::min(kBlockIds, to - begin);
+      block_hits += table_.store->touch_resident(ids + begin, count, frames, touch);
+      copy_resident(frames, nullptr, {count, count}, out + begin * table_.spec.dim);
+      uint32_t missing = 0;
+      for (size_t i = 0; i < count; ++i) {
+        if (frames[i] == kNoFrame) table_.scratch.missing[begin + missing++] = static_cast<uint32_t>(begin + i);
+      }
+      table_.scratch.missing_counts[begin / kBlockIds] = missing;
+    }
+    if (block_hits != 0) hits.fetch_add(block_hits, std::memory_order_relaxed);
+  });
+  if (touch) table_.store->count_hits(hits);
+  size_t num_missing = 0;
+  for (size_t block = 0; block < blocks; ++block) {
+    for (uint32_t i = 0; i < table_.scratch.missing_counts[block]; ++i) table_.scratch.missing[num_missing++] = table_.scratch.missing[block * kBlockIds + i];
+  }
+  if (num_missing == 0) return;
+  table_.assign_checked(&table_.scratch.batch, ids, num_missing, table_.scratch.missing.data());
+  lookup_missing(table_.scratch.batch, nullptr, touch, out);
+}
+
+// Copies the weights of frames[i], or of frames[index[i]], to row i of `out`; kNoFrame leaves it alone. Of rows after the
+// last, as many as are known are asked for ahead.
+//
+// Ordinary stores: streaming ones were 7 % faster here and cost whoever reads the rows next twice that.
+void RowReader::copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const {
+  static_assert(kNoFrame == RowPlaces::kNowhere);
+  const Cache& cache = table_.store->cache();
+  const std::byte* const weights = cache.record(0) + table_.fields[0].offset;
+  kernels().gather_rows(table_.spec.dtype, table_.spec.dim, {weights, cache.stride(), frames, index, static_cast<int64_t>(rows.n),
+                                                    static_cast<int64_t>(rows.known)}, out);
+}
+
+// The batch's rows that are not in RAM (those with kNoFrame; all when `frames` is null), once each: initial rows are
+// computed straight into their places, stored ones are read.
+void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, bool touch, float* out) {
+  const size_t dim = table_.spec.dim;
+  Cache& cache = table_.store->cache();
+  const auto places_of = [&](size_t u, auto&& visit) {
+    for (uint32_t o = batch.offsets()[u]; o < batch.offsets()[u + 1]; ++o) visit(size_t{batch.order()[o]});
+  };
+  std::vector<uint32_t> absent, stored;  // indexes of unique rows: never trained, and on disk
+  {
+    std::vector<Entry> entries(batch.num_unique());
+    table_.store->directory().locate(batch.unique().data(), batch.num_unique(), entries.data());
+    for (uint32_t u = 0; u < batch.num_unique(); ++u) {
+      if (frames == nullptr || frames[u] == kNoFrame) (entries[u] == kAbsent ? absent : stored).push_back(u);
+    }
+  }
+  parallel_for(absent.size(), row_grain(dim), [&](size_t from, size_t to) {
+    std::vector<std::byte> record(table_.weight_bytes);
+    for (size_t i = from; i < to; ++i) {
+      table_.initial_record(batch.unique()[absent[i]], table_.weight_bytes, record.data());
+      places_of(absent[i], [&](size_t place) { widen(record.data(), out + place * dim); });
+    }
+  });
+  const size_t frame_bytes = table_.store->frame_bytes();
+  const size_t most = touch ? table_.store->max_pinned() : std::max<size_t>(1, table_.store->plan().scratch_bytes / 2 / frame_bytes);
+  for (size_t begin = 0; begin < stored.size(); begin += most) {
+    const size_t count = std::min(most, stored.size() - begin);
+    table_.scratch.missing_ids.resize(count);
+    for (size_t i = 0; i < count; ++i) table_.scratch.missing_ids[i] = batch.unique()[stored[begin + i]];
+    if (touch) {
+      table_.scratch.frames.resize(count);
+      table_.store->pin(table_.scratch.missing_ids.data(), count, false, table_.scratch.frames.data());
+    } else {
+      table_.scratch.records.resize(std::max(table_.scratch.records.size(), count * frame_bytes));
+      table_.store->fetch(table_.scratch.missing_ids.data(), count, frame_bytes, table_.scratch.records.data());
+    }
+    for (size_t i = 0; i < count; ++i) {
+      const std::byte* record = touch ? cache.record(table_.scratch.frames[i]) : table_.scratch.records.data() + i * frame_bytes;
+      places_of(stored[begin + i], [&](size_t place) { widen(record, out + place * dim); });
+    }
+    if (touch) table_.store->unpin(table_.scratch.frames.data(), count);
+  }
+}
+
+void RowReader::contains(const int64_t* ids, size_t n, bool* out) {
+  const auto guard = table_.lock.exclusive(TableLock::Commits::kMayRun);
+  table_.require_usable();
+  table_.check_ids(ids, n);
+  Entry entries[kBlockIds];
+  for (size_t begin = 0; begin < n; begin += kBlockIds) {
+    const size_t count = std::min(kBlockIds, n - begin);
+    table_.store->directory().locate(ids + begin, count, entries);
+    for (size_t i = 0; i < count; ++i) {
+      // What was trained above only is stored as soon as it is written back.
+      out[begin + i] = entries[i] != kAbsent || device_.is_held(ids[begin + i]);
+    }
+  }
+}
+
+void RowReader::get(const int64_t* ids, size_t n, size_t field, float* out) {
+  const auto guard = table_.lock.exclusive(TableLock::Commits::kMayRun);
+  table_.require_usable();
+  table_.check_ids(ids, n);
+  device_.check_not_held(ids, n);
+  const Field& f = table_.fields.at(field);
+  // A reader's frames hold weights only; its slots come from the log.
+  const size_t record_bytes = field == 0 ? table_.weight_bytes : table_.payload_bytes;
+  const size_t piece =
+      std::min(table_.piece_ids(), std::max<size_t>(1, table_.store->plan().scratch_bytes / 2 / record_bytes));
+  for (size_t begin = 0; begin < n; begin += piece) {
+    const size_t count = std::min(piece, n - begin);
+    table_.assign_checked(&table_.scratch.batch, ids + begin, count);
+    table_.scratch.records.resize(std::max(table_.scratch.records.size(), table_.scratch.batch.num_unique() * record_bytes));
+    table_.store->fetch(table_.scratch.batch.unique().data(), table_.scratch.batch.num_unique(), record_bytes, table_.scratch.records.data());
+    for (size_t i = 0; i < count; ++i) {
+      const std::byte* record = table_.scratch.records.data() + table_.scratch.batch.inverse()[i] * record_bytes;
+      read_field(f, record, out + (begin + i) * f.length);
+    }
+  }
+}
+
+void RowReader::gather_records(const int64_t* ids, size_t n, std::byte* records) {
+  auto guard = table_.lock.work();
+  table_.require_writable();
+  table_.check_ids(ids, n);
+  prefetcher_.wait_for_rows(guard, ids, n);
+  table_.require_writable();
+  device_.check_not_held(ids, n);
+  device_.require_disk(ids, n);
+  device_.require_directory(ids, n);
+  const size_t piece = table_.piece_ids();
+  for (size_t begin = 0; begin < n; begin += piece) {
+    table_.store->fetch_counted(ids + begin, std::min(piece, n - begin), table_.payload_bytes, records + begin * table_.payload_bytes);
+  }
+}
+
+}  // namespace bunkbed

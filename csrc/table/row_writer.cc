@@ -1,0 +1,294 @@
+#include "table/row_writer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "base/error.h"
+#include "base/fault.h"
+#include "base/workers.h"
+#include "batch/gradients.h"
+#include "batch/pieces.h"
+#include "format/record.h"
+#include "format/record_update.h"
+#include "kernels/kernels.h"
+
+namespace bunkbed {
+
+namespace {
+
+constexpr size_t kCopyBlockBytes = 64u << 10;  // what one thread copies at a time
+
+}  // namespace
+
+// Says which gradient is not finite, or which sum of finite ones.
+void RowWriter::not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const {
+  table_.check_finite(ids, n, grads, table_.spec.dim, "gradient");
+  std::vector<float> sum(table_.spec.dim);
+  size_t u = 0;
+  while (u + 1 < batch.num_unique() && std::isfinite(sum_row(batch, u, grads, sum.data()))) ++u;
+  const int64_t id = batch.unique()[u];
+  throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': the gradients of id " + std::to_string(id) +
+                                       " are finite one by one and overflow float32 when summed; nothing was changed; "
+                                       "lower the loss scale or the batch's size");
+}
+
+TableLock::Guard RowWriter::begin_update(const int64_t* ids, size_t n) {
+  auto guard = lock_to_write(ids, n);
+  device_.release_for_change(ids, n);
+  return guard;
+}
+
+// The lock, once none of these rows is being read, and with disk for them. Other rows' staging goes on.
+TableLock::Guard RowWriter::lock_to_write(const int64_t* ids, size_t n) {
+  for (;;) {
+    auto guard = table_.lock.work();
+    table_.require_writable();
+    table_.check_ids(ids, n);
+    if (table_.lock.is_staging() && table_.store->must_shrink_for(ids, n)) {
+      table_.lock.settle(guard);
+      table_.require_writable();
+    } else if (prefetcher_.wait_for_rows(guard, ids, n)) {
+      // Others may have staged, and added rows, so that frames must go for these now.
+      if (table_.lock.is_staging() && table_.store->must_shrink_for(ids, n)) continue;
+      table_.require_writable();
+    }
+    // There is room for as many rows as the holder has frames, wherever they are on their way.
+    const bool are_held = table_.store->disk().is_limited() && device_.are_reserved(ids, n);
+    if (are_held || disk_.has_room_for(ids, n)) return guard;
+    guard.unlock();
+    disk_.make_room(ids, n);
+  }
+}
+
+RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int64_t> step) const {
+  const double rate = lr.value_or(table_.spec.optimizer.lr);
+  if (!std::isfinite(rate) || rate < 0) {
+    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': lr must be finite and at least 0, got " + std::to_string(rate));
+  }
+  // One below the largest, so that the step after it is a number too.
+  constexpr int64_t kLastStep = std::numeric_limits<int64_t>::max() - 1;
+  const int64_t number = step.value_or(std::min(table_.step, kLastStep) + 1);
+  if (number < 1 || number > kLastStep) {
+    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': step must be in [1, " + std::to_string(kLastStep) +
+                                         "], got " + std::to_string(number) + "; nothing was changed");
+  }
+  return {number, make_step(table_.spec.optimizer, rate, number)};
+}
+
+// Runs `write`, which sets its argument before it writes the first row.
+template <typename Write>
+void RowWriter::write_rows(const char* what, const Write& write) {
+  bool wrote = false;
+  try {
+    write(&wrote);
+  } catch (const std::exception& error) {
+    if (wrote) table_.broken = std::string(what) + " larger than its memory failed half-way (" + error.what() + ")";
+    throw;
+  }
+}
+
+void RowWriter::finish_step(const Step& step) {
+  table_.step = step.number;
+  ++table_.counts.updates;
+  table_.mark_changed();
+  table_.store->begin_step();
+}
+
+void RowWriter::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
+  const auto guard = begin_update(batch.unique().data(), batch.num_unique());
+  const Step next = next_step(lr, step);
+  if (!table_.store->is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+  write_rows("an update", [&](bool* wrote) { apply_update(batch, nullptr, sums, next, wrote); });
+  finish_step(next);
+}
+
+void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr,
+                   std::optional<int64_t> step) {
+  const auto guard = begin_update(ids, n);
+  const Step next = next_step(lr, step);
+  const size_t dim = table_.spec.dim;
+  table_.require_places(n);
+
+  const size_t parts = table_.num_pieces(n);
+  Batch& batch = table_.scratch.batch;
+  const auto select = [&](size_t p) { table_.assign_part(&batch, ids, n, p, parts); };
+
+  // Everything is validated before anything is written. The sums are kept where they fit the scratch, otherwise
+  // computed a second time.
+  float* sums = nullptr;
+  for (size_t p = 0; p < parts; ++p) {
+    select(p);
+    const size_t floats = batch.num_unique() * dim;
+    if (parts == 1 && floats * sizeof(float) <= table_.store->plan().scratch_bytes / 2) {
+      table_.scratch.sums.resize(std::max(table_.scratch.sums.size(), floats));
+      sums = table_.scratch.sums.data();
+    }
+    if (!std::isfinite(sum_gradients(batch, grads, dim, sums))) not_finite(batch, ids, n, grads);
+    table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+  }
+
+  write_rows("an update", [&](bool* wrote) {
+    for (size_t p = 0; p < parts; ++p) {
+      if (parts > 1) {
+        select(p);
+        table_.store->reserve_rows(batch.unique().data(), batch.num_unique());  // other ids than before, if they were changed
+      }
+      apply_update(batch, grads, sums, next, wrote);
+    }
+  });
+  finish_step(next);
+}
+
+// Row u's gradients summed; returns the sum of the sums' squares.
+double RowWriter::sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const {
+  return kernels().sum_rows(table_.spec.dim, grads, batch.order().data(), batch.offsets().data() + u, 1,
+                            static_cast<uint32_t>(batch.size()), sum);
+}
+
+// Pins the batch's rows, as many at a time as the cache holds, and steps each once.
+void RowWriter::apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) {
+  const size_t dim = table_.spec.dim;
+  Cache& cache = table_.store->cache();
+  const RecordUpdate step_record(table_.fields, step.constants, table_.spec.init.seed, step.number);
+  const size_t num_unique = batch.num_unique();
+  const bool has_log = table_.store->log() != nullptr;
+  for (size_t begin = 0; begin < num_unique;) {
+    // All of them where they are known to be in RAM: nothing gives way before the next pin(), so they need no pins.
+    const bool is_placed = begin == 0 && table_.store->place_for_update(batch);
+    const size_t count = is_placed ? num_unique : std::min(table_.store->max_pinned(), num_unique - begin);
+    if (!is_placed) {
+      table_.scratch.frames.resize(count);
+      table_.store->pin(batch.unique().data() + begin, count, true, table_.scratch.frames.data());
+    }
+    const uint32_t* const frames = is_placed ? batch.placement().frames.data() : table_.scratch.frames.data();
+    *wrote = true;
+    std::atomic<bool> has_clean{false};
+    const FramedRecords records{cache.record(0), cache.stride(), table_.payload_bytes};
+    parallel_for(count, row_grain(dim), [&](size_t from, size_t to) {
+      bool clean = false;
+      if (has_log) {  // nowhere else is it asked what is dirty
+        for (size_t i = from; i < to; ++i) clean |= !cache.is_dirty(frames[i]);
+      }
+      if (sums != nullptr) {
+        step_record.step_rows(from, to, count, batch.unique().data() + begin, sums + begin * dim, frames, records);
+      } else {
+        std::vector<float> sum(dim);
+        for (size_t i = from; i < to; ++i) {
+          sum_row(batch, begin + i, grads, sum.data());
+          step_record(batch.unique()[begin + i], sum.data(), cache.record(frames[i]));
+        }
+      }
+      if (clean) has_clean.store(true, std::memory_order_relaxed);
+      // Seeded bug for the exactness tests: one row of the step is applied twice.
+      if (begin + from == 0 && fault_is("double_update")) {
+        std::vector<float> sum(dim);
+        if (sums == nullptr) sum_row(batch, 0, grads, sum.data());
+        step_record(batch.unique()[0], sums == nullptr ? sum.data() : sums, cache.record(frames[0]));
+      }
+    });
+    if (has_clean) table_.store->mark_dirty(frames, count);
+    if (!is_placed) table_.store->unpin(frames, count);
+    begin += count;
+  }
+}
+
+// ---- Raw slots and whole records ---------------------------------------------------------------------------------
+
+void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* values) {
+  const auto guard = disk_.lock_for(ids, n);
+  device_.release_for_change(ids, n);
+  table_.require_places(n);
+  const Field& f = table_.fields.at(field);
+  table_.check_finite(ids, n, values, f.length, "value");
+  table_.check_fits(ids, n, values, f);
+  const size_t parts = table_.num_pieces(n);
+  Batch& batch = table_.scratch.batch;
+  const auto select = [&](size_t p) {
+    table_.assign_part(&batch, ids, n, p, parts);
+    table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+  };
+  for (size_t p = 0; p < parts; ++p) select(p);
+  BlockVector<uint32_t>& frames = table_.scratch.frames;
+  write_rows("a set()", [&](bool* wrote) {
+    for (size_t p = 0; p < parts; ++p) {
+      if (parts > 1) select(p);  // other ids than before, if they were changed
+      for (size_t begin = 0; begin < batch.num_unique();) {
+        const size_t count = std::min(table_.store->max_pinned(), batch.num_unique() - begin);
+        frames.resize(count);
+        table_.store->pin(batch.unique().data() + begin, count, true, frames.data());
+        *wrote = true;
+        for (size_t i = 0; i < count; ++i) {
+          const size_t u = begin + i;
+          const float* value = values + size_t{batch.order()[batch.offsets()[u + 1] - 1]} * f.length;
+          write_field(f, value, table_.store->cache().record(frames[i]));
+          table_.store->mark_dirty(frames[i]);
+        }
+        table_.store->unpin(frames.data(), count);
+        begin += count;
+      }
+    }
+  });
+  if (n > 0) table_.mark_changed();
+}
+
+// In parts by hash, so that a large call needs no more memory than a small one.
+void RowWriter::require_distinct(const int64_t* ids, size_t n) {
+  constexpr int64_t kFree = -1;
+  constexpr size_t kAhead = 8;
+  const size_t parts = std::max<size_t>(1, (n + table_.piece_ids() - 1) / table_.piece_ids());
+  const size_t capacity = std::bit_ceil(std::max<size_t>(16, 2 * n / parts + n / parts / 2));
+  const auto slot_of = [&](int64_t id) { return mix_id(id) & (capacity - 1); };
+  ArrayVector<int64_t> seen;
+  for (size_t p = 0; p < parts; ++p) {
+    seen.assign(capacity, kFree);
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&seen[slot_of(ids[i + kAhead])], 1);
+      if (parts > 1 && (mix_id(ids[i]) >> 32) % parts != p) continue;
+      size_t slot = slot_of(ids[i]);
+      while (seen[slot] != kFree && seen[slot] != ids[i]) slot = (slot + 1) & (capacity - 1);
+      if (seen[slot] == ids[i]) {
+        throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': records to scatter name an id twice: " +
+                                             std::to_string(ids[i]) + ", again at position " + std::to_string(i) +
+                                             "; nothing was changed");
+      }
+      seen[slot] = ids[i];
+    }
+  }
+}
+
+void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
+  const auto guard = lock_to_write(ids, n);
+  require_distinct(ids, n);
+  const bool is_write_back = device_.is_write_back(ids, n);
+  if (!is_write_back) device_.release_for_change(ids, n);
+  table_.store->reserve_rows(ids, n);
+  BlockVector<uint32_t>& frames = table_.scratch.frames;
+  write_rows("a write of records", [&](bool* wrote) {
+    for (size_t begin = 0; begin < n;) {
+      const size_t count = std::min({table_.store->max_pinned(), table_.piece_ids(), n - begin});
+      frames.resize(count);
+      table_.store->pin(ids + begin, count, true, frames.data(), true);
+      *wrote = true;
+      const Cache& cache = table_.store->cache();
+      const size_t bytes = table_.payload_bytes;
+      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / bytes), [&](size_t from, size_t to) {
+        constexpr size_t kAhead = 6;
+        for (size_t i = from; i < to; ++i) {
+          if (i + kAhead < to) cache.prefetch_record(frames[i + kAhead], bytes);
+          std::memcpy(cache.record(frames[i]), records + (begin + i) * bytes, bytes);
+        }
+      });
+      table_.store->mark_dirty(frames.data(), count);
+      table_.store->unpin(frames.data(), count);
+      begin += count;
+    }
+  });
+  if (is_write_back) device_.arrived(ids, n);
+  if (n > 0) table_.mark_changed();
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,56 @@
+// Rows changed: updates, raw slots and whole records. The calls take the lock. Table declares them for users.
+//
+// A call validates everything before its first write. A failure before that write changes nothing; a failure after it breaks the
+// table until it is reopened, because its rows are then no longer those of any step.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "batch/batch.h"
+#include "format/record_update.h"
+#include "jobs/disk_room.h"
+#include "jobs/prefetcher.h"
+#include "state/device_link.h"
+#include "state/table_state.h"
+
+namespace bunkbed {
+
+class RowWriter {
+ public:
+  RowWriter(TableState& table, DeviceLink& device, Prefetcher& prefetcher, DiskRoom& disk)
+      : table_(table), device_(device), prefetcher_(prefetcher), disk_(disk) {}
+  RowWriter(const RowWriter&) = delete;
+  RowWriter& operator=(const RowWriter&) = delete;
+
+  void update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr, std::optional<int64_t> step);
+  void update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step);
+  void set(const int64_t* ids, size_t n, size_t field, const float* values);
+  void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
+
+ private:
+  // One accepted update: its number, and what is the same for all its rows.
+  struct Step {
+    int64_t number;
+    StepConstants constants;
+  };
+  TableLock::Guard lock_to_write(const int64_t* ids, size_t n);
+  TableLock::Guard begin_update(const int64_t* ids, size_t n);
+  Step next_step(std::optional<double> lr, std::optional<int64_t> step) const;
+  template <typename Write>
+  void write_rows(const char* what, const Write& write);
+  void finish_step(const Step& step);
+  double sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
+  [[noreturn]] void not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const;
+  // `sums` or, where they are not kept, `grads` to compute them from.
+  void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote);
+  void require_distinct(const int64_t* ids, size_t n);
+
+  TableState& table_;
+  DeviceLink& device_;
+  Prefetcher& prefetcher_;
+  DiskRoom& disk_;
+};
+
+}  // namespace bunkbed
