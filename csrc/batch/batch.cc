@@ -112,6 +112,7 @@ void mark_firsts(uint32_t* index, size_t n) {
 
 void Batch::assign(const int64_t* ids, size_t n, const uint32_t* members) {
   placement_.version = 0;
+  checked_end_ = 0;
   if (n >= kFirst) {
     throw Error(ErrorKind::kInvalid, "a batch holds less than 2**31 ids, got " + std::to_string(n));
   }

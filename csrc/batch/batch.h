@@ -19,10 +19,14 @@ namespace bunkbed {
 
 class Batch {
  public:
-  // Dedupes ids[0..n), none negative. With `members` the batch is ids[members[0]], ids[members[1]], ... instead; places
+  // Dedupes ids[0..n). With `members` the batch is ids[members[0]], ids[members[1]], ... instead; places
   // are then those in `ids`, and there is no inverse(). Each id is read once. If another thread changes `ids`
-  // meanwhile, the batch may hold other ids than the caller checked: check unique() again.
+  // meanwhile, the batch may hold other ids than the caller checked: check unique() instead.
   void assign(const int64_t* ids, size_t n, const uint32_t* members = nullptr);
+
+  // unique() was checked: every row is in [0, end). Holds until the next assign(), which sets 0.
+  void set_checked(uint64_t end) { checked_end_ = end; }
+  uint64_t checked_end() const { return checked_end_; }
 
   size_t size() const { return order_.size(); }
   size_t num_unique() const { return unique_.size(); }
@@ -31,11 +35,13 @@ class Batch {
   const ArrayVector<uint32_t>& order() const { return order_; }      // places grouped by unique row, ascending in each
   const ArrayVector<uint32_t>& offsets() const { return offsets_; }  // (num_unique + 1) starts into order()
 
-  // Where the rows were at their last use. The store fills it, so that the next operation on the batch need not locate
-  // them again. Only one table at a time may use a batch.
+  // Where the rows were when the directory last had `version`. The store fills it, so that no later operation on the batch
+  // locates them again while that version stands. Only one table at a time may use a batch.
   struct Placement {
-    ArrayVector<uint32_t> frames;  // of unique()
-    uint64_t version = 0;          // of the directory at that time
+    ArrayVector<uint32_t> frames;    // of unique(), or no frame
+    ArrayVector<uint64_t> entries;   // of the directory, for the rows without a frame; the others are undefined
+    size_t missing = 0;              // rows without a frame
+    uint64_t version = 0;
     uint64_t step = 0;             // in which the rows were touched; 0: none
   };
   Placement& placement() const { return placement_; }
@@ -48,6 +54,7 @@ class Batch {
   ArrayVector<uint32_t> inverse_;
   ArrayVector<uint32_t> order_;
   ArrayVector<uint32_t> offsets_;
+  uint64_t checked_end_ = 0;
   mutable Placement placement_;
 };
 

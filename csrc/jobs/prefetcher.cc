@@ -147,38 +147,45 @@ void Prefetcher::reset() {
   queue_.reset();
 }
 
-bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size_t n) {
-  if (!table_.lock.is_staging()) return false;
-  const auto is_read = [&](size_t begin) {
-    const size_t count = std::min(kBlockIds, n - begin);
-    Entry entries[kBlockIds];
-    table_.store->directory().locate(ids + begin, count, entries);
-    return std::none_of(entries, entries + count, [this](Entry entry) {
-      return is_frame(entry) && table_.store->is_loading(frame_of(entry));
-    });
-  };
-  std::chrono::steady_clock::time_point started;
-  std::optional<Stall> stall;
-  std::optional<TableLock::WaitsForRows> waiting;
-  for (size_t begin = 0; begin < n && table_.lock.is_staging();) {
-    if (is_read(begin)) {
-      begin += kBlockIds;
-      continue;
-    }
-    if (!stall) {
-      started = std::chrono::steady_clock::now();
-      stall.emplace();
-      waiting.emplace(&table_.lock);
-    }
-    table_.lock.wait_for_batch(guard);
-    table_.require_usable();  // it may have been closed meanwhile
-    begin = 0;         // the lock was given up: others may have staged rows that had been looked at
+template <typename AnyLoading>
+bool Prefetcher::wait_while(TableLock::Guard& guard, const AnyLoading& any_loading) {
+  if (!table_.lock.is_staging() || !any_loading()) return false;
+  const auto started = std::chrono::steady_clock::now();
+  {
+    const Stall stall;
+    const TableLock::WaitsForRows waiting(&table_.lock);
+    do {
+      table_.lock.wait_for_batch(guard);
+      table_.require_usable();  // it may have been closed meanwhile, and others may have staged more of these rows
+    } while (table_.lock.is_staging() && any_loading());
   }
-  if (!stall) return false;
   const double seconds = seconds_since(started);
   ahead_.waited_s += seconds;
   table_.counts.stall_s += seconds;
   return true;
+}
+
+bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size_t n) {
+  return wait_while(guard, [&] {
+    Entry entries[kBlockIds];
+    for (size_t begin = 0; begin < n; begin += kBlockIds) {
+      const size_t count = std::min(kBlockIds, n - begin);
+      table_.store->directory().locate(ids + begin, count, entries);
+      for (size_t i = 0; i < count; ++i) {
+        if (is_frame(entries[i]) && table_.store->is_loading(frame_of(entries[i]))) return true;
+      }
+    }
+    return false;
+  });
+}
+
+bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const Batch& batch) {
+  return wait_while(guard, [&] {
+    table_.store->locate(batch);
+    const ArrayVector<uint32_t>& frames = batch.placement().frames;
+    return std::any_of(frames.begin(), frames.end(),
+                       [this](uint32_t frame) { return frame != kNoFrame && table_.store->is_loading(frame); });
+  });
 }
 
 }  // namespace bunkbed

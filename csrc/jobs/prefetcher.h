@@ -39,6 +39,8 @@ class Prefetcher {
   // ---- All below require the lock.
   // Waits until none of these rows is being read. Returns whether the lock was released meanwhile.
   bool wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size_t n);
+  // The same for the rows of a batch. Leaves them located.
+  bool wait_for_rows(TableLock::Guard& guard, const Batch& batch);
   // Forgets the batches, and the queue with the memory that it reads into. Nothing may be staging.
   void reset();
   // The same for the queue alone: its memory is laid out again.
@@ -47,6 +49,8 @@ class Prefetcher {
 
  private:
   void stage_ahead();
+  template <typename AnyLoading>
+  bool wait_while(TableLock::Guard& guard, const AnyLoading& any_loading);
   size_t stage_rows(const int64_t* rows, size_t n, uint32_t batch);
 
   TableState& table_;

@@ -47,24 +47,45 @@ void TableState::require_durable(const char* what) const {
                                        "; make it with durability=\"durable\"");
 }
 
-void TableState::check_ids(const int64_t* ids, size_t n) const {
-  const uint64_t end = spec.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec.num_rows);
-  // The highest bit of one of these is set by a negative id, that of the other by one at or past the end: a loop that
-  // every compiler makes vectors of.
+namespace {
+
+// Whether all ids are in [0, end). The highest bit of one of these is set by a negative id, that of the other by an id at or
+// past the end: a loop that every compiler vectorizes.
+bool are_within(const int64_t* ids, size_t n, uint64_t end) {
   uint64_t bad_bits = 0;
   for (size_t i = 0; i < n; ++i) bad_bits |= static_cast<uint64_t>(ids[i]) | (end - 1 - static_cast<uint64_t>(ids[i]));
-  if (bad_bits >> 63 == 0) return;
+  return bad_bits >> 63 == 0;
+}
+
+}  // namespace
+
+void TableState::refuse_id(int64_t id, size_t position) const {
+  throw Error(ErrorKind::kIndex, "table '" + name + "': id " + std::to_string(id) + " at position " +
+                                     std::to_string(position) + " is outside [0, " +
+                                     (spec.num_rows < 0 ? "2**63" : std::to_string(spec.num_rows)) + ")");
+}
+
+void TableState::check_ids(const int64_t* ids, size_t n) const {
+  const uint64_t end = ids_end();
+  if (are_within(ids, n, end)) return;
   for (size_t i = 0; i < n; ++i) {
-    if (static_cast<uint64_t>(ids[i]) < end) continue;
-    throw Error(ErrorKind::kIndex, "table '" + name + "': id " + std::to_string(ids[i]) + " at position " +
-                                       std::to_string(i) + " is outside [0, " +
-                                       (spec.num_rows < 0 ? "2**63" : std::to_string(spec.num_rows)) + ")");
+    if (static_cast<uint64_t>(ids[i]) >= end) refuse_id(ids[i], i);
   }
 }
 
 void TableState::assign_checked(Batch* batch, const int64_t* ids, size_t n, const uint32_t* members) const {
   batch->assign(ids, n, members);
-  check_ids(batch->unique().data(), batch->num_unique());
+  check_batch(*batch);
+  batch->set_checked(ids_end());
+}
+
+// Rows are in order of first occurrence: the first bad row is at the position of the first bad id.
+void TableState::check_batch(const Batch& batch) const {
+  const uint64_t end = ids_end();
+  if (batch.checked_end() == end || are_within(batch.unique().data(), batch.num_unique(), end)) return;
+  for (size_t u = 0; u < batch.num_unique(); ++u) {
+    if (static_cast<uint64_t>(batch.unique()[u]) >= end) refuse_id(batch.unique()[u], batch.order()[batch.offsets()[u]]);
+  }
 }
 
 void TableState::check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const {

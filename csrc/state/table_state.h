@@ -92,6 +92,7 @@ struct TableState {
   // The most ids that one piece of a call takes; the scratch holds what it needs for so many.
   size_t piece_ids() const;
   size_t num_pieces(size_t n) const { return std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids()); }
+  uint64_t ids_end() const { return spec.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec.num_rows); }
   uint64_t max_rows() const { return spec.num_rows < 0 ? ~uint64_t{0} : static_cast<uint64_t>(spec.num_rows); }
 
   void require_usable() const;
@@ -103,9 +104,11 @@ struct TableState {
 
   // ---- Checks of arguments. An error names the first bad value, its place and what to do.
   void check_ids(const int64_t* ids, size_t n) const;
-  // batch->assign() of ids that were checked before. Checks the copy again, because another thread may have changed the
-  // caller's ids meanwhile.
+  // batch->assign(), and the check of the rows that the batch holds: of a copy, so another thread that changes the caller's
+  // ids meanwhile does no harm.
   void assign_checked(Batch* batch, const int64_t* ids, size_t n, const uint32_t* members = nullptr) const;
+  // Checks the rows of a batch unless assign_checked() did that for this table or one of the same size.
+  void check_batch(const Batch& batch) const;
   // The ids of part `part` of `parts`, split by hash: all places of an id are in one part.
   void assign_part(Batch* batch, const int64_t* ids, size_t n, size_t part, size_t parts);
   // Places in the ids of a call are kept in 32 bits.
@@ -113,6 +116,8 @@ struct TableState {
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
   // A finite value beyond the type of the field would be stored as infinity.
   void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;
+
+  [[noreturn]] void refuse_id(int64_t id, size_t position) const;
 
   // Writes the first `record_bytes` (the weights or everything) of the record of a row that was never stored.
   void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;

@@ -12,10 +12,11 @@ namespace {
 
 constexpr size_t kFetchBlockBytes = 64u << 10;  // what one thread copies at a time
 
-// Locates rows and hands each frame to `touch`, which says whether that was news; asks for the heats ahead.
+// Locates rows and passes each frame to `touch`, which returns whether the use is to be counted; prefetches the heats. Returns
+// the number of counted uses. `located`, unless null, gets the entries of the rows without a frame.
 template <typename Touch>
 uint64_t locate_and_touch(const Directory& directory, const Cache& cache, const int64_t* rows, size_t n,
-                          uint32_t* frames, const Touch& touch) {
+                          uint32_t* frames, Entry* located, const Touch& touch) {
   std::atomic<uint64_t> hits{0};
   parallel_for(n, kBlockRows, [&](size_t from, size_t to) {
     Entry entries[kBlockRows];
@@ -29,7 +30,11 @@ uint64_t locate_and_touch(const Directory& directory, const Cache& cache, const 
         if (resident) cache.prefetch_heat(frame_of(entries[i]));
       }
       for (size_t i = 0; i < count; ++i) {
-        if (frames[begin + i] != kNoFrame) block_hits += touch(frames[begin + i]);
+        if (frames[begin + i] != kNoFrame) {
+          block_hits += touch(frames[begin + i]);
+        } else if (located != nullptr) {
+          located[begin + i] = entries[i];
+        }
       }
     }
     if (block_hits != 0) hits.fetch_add(block_hits, std::memory_order_relaxed);
@@ -41,13 +46,14 @@ uint64_t locate_and_touch(const Directory& directory, const Cache& cache, const 
 
 uint64_t Store::touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch) {
   if (!touch) return touch_distinct(rows, n, frames, false);
-  return locate_and_touch(*directory_, cache_, rows, n, frames, [this](uint32_t frame) { return cache_.touch(frame); });
+  return locate_and_touch(*directory_, cache_, rows, n, frames, nullptr,
+                          [this](uint32_t frame) { return cache_.touch(frame); });
 }
 
 // No row twice: no frame is touched by two threads.
-uint64_t Store::touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch) {
+uint64_t Store::touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch, Entry* entries) {
   if (touch) begin_touches();
-  return locate_and_touch(*directory_, cache_, rows, n, frames,
+  return locate_and_touch(*directory_, cache_, rows, n, frames, entries,
                           [this, touch](uint32_t frame) { return touch && cache_.touch_alone(frame); });
 }
 
@@ -143,26 +149,50 @@ void Store::begin_touches() {
   touches_begun_in_ = step;
 }
 
+// touch_distinct() of rows whose frames are known.
+uint64_t Store::touch_frames(const uint32_t* frames, size_t n) {
+  constexpr size_t kAhead = 16;
+  begin_touches();
+  std::atomic<uint64_t> hits{0};
+  parallel_for(n, kBlockRows, [&](size_t from, size_t to) {
+    uint64_t block_hits = 0;
+    for (size_t i = from; i < to; ++i) {
+      if (i + kAhead < to && frames[i + kAhead] != kNoFrame) cache_.prefetch_heat(frames[i + kAhead]);
+      if (frames[i] != kNoFrame) block_hits += cache_.touch_alone(frames[i]);
+    }
+    hits.fetch_add(block_hits, std::memory_order_relaxed);
+  });
+  return hits;
+}
+
 bool Store::place(const Batch& batch, bool touch) {
   Batch::Placement& placement = batch.placement();
   const size_t n = batch.num_unique();
-  const bool is_known = placement.version == directory_->version() && placement.frames.size() == n;
-  if (is_known && (!touch || placement.step == cache_.step())) return true;
-  placement.frames.resize(n);
+  const bool is_known = is_located(batch);
+  if (is_known && (!touch || placement.step == cache_.step())) return placement.missing == 0;
   const bool notes = touch && (log_ != nullptr || touches_begun_in_ == cache_.step());
-  uint64_t hits = touch_distinct(batch.unique().data(), n, placement.frames.data(), notes);
-  const auto missing = static_cast<size_t>(std::count(placement.frames.begin(), placement.frames.end(), kNoFrame));
-  const bool all = missing == 0;
+  uint64_t hits = 0;
+  if (!is_known) {
+    placement.frames.resize(n);
+    placement.entries.resize(n);
+    hits = touch_distinct(batch.unique().data(), n, placement.frames.data(), notes, placement.entries.data());
+    placement.missing = static_cast<size_t>(std::count(placement.frames.begin(), placement.frames.end(), kNoFrame));
+  } else if (notes) {
+    hits = touch_frames(placement.frames.data(), n);
+  }
   if (touch && !notes) {
-    hits = n - missing;
+    hits = n - placement.missing;
     touches_begun_in_ = unnoted_in_ = cache_.step();
     unnoted_ = placement.frames;
   }
   if (touch) count_hits(hits);
-  // Only complete ones are kept: whoever brings in what is missing moves something.
-  placement.version = all ? directory_->version() : 0;
+  placement.version = directory_->version();
   placement.step = touch ? cache_.step() : 0;
-  return all;
+  return placement.missing == 0;
+}
+
+void Store::locate(const Batch& batch) {
+  if (!is_located(batch)) place(batch, false);
 }
 
 bool Store::place_for_update(const Batch& batch) {

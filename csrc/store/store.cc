@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/error.h"
@@ -143,34 +144,48 @@ void Store::reserve_rows(const int64_t* rows, size_t n) {
 }
 
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite) {
-  const uint64_t hits = touch_distinct(rows, n, frames, true);
+  if (entries_.size() < n) entries_.resize(n);
+  const uint64_t hits = touch_distinct(rows, n, frames, true, entries_.data());
+  Missing missing{rows, entries_.data(), {}};
   if (std::find(frames, frames + n, kNoFrame) == frames + n) {
     if (create) write_frozen_frames(frames, n);
     if (!overwrite) count_hits(hits);
-    return;  // nothing gives way before the next pin(): these need no pins
+    return;  // nothing is evicted before the next pin(): these need no pins
   }
-  // Residents first: a row that this very batch wants must not be the victim of another.
+  // Residents first: loading one row of this call must not evict another.
   has_pins_ = true;
-  std::vector<uint32_t> missing;
-  std::vector<Entry> entries(n);
-  directory_->locate(rows, n, entries.data());
   for (size_t i = 0; i < n; ++i) {
     if (frames[i] != kNoFrame) {
       cache_.info(frames[i]).pinned = 1;
-    } else if (create || entries[i] != kAbsent) {
-      missing.push_back(static_cast<uint32_t>(i));
+    } else if (create || entries_[i] != kAbsent) {
+      missing.places.push_back(static_cast<uint32_t>(i));
     }
   }
+  load(missing, n, create, overwrite, frames);
+  if (!overwrite) count_hits(hits);
+}
 
+void Store::pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames) {
+  has_pins_ = true;
+  std::fill_n(frames, n, kNoFrame);
+  Missing missing{rows, entries, std::vector<uint32_t>(n)};
+  std::iota(missing.places.begin(), missing.places.end(), 0u);
+  begin_touches();
+  load(missing, n, false, false, frames);
+}
+
+// Gives each missing row a frame and reads it, or makes it. `n`: of the pin() that this is a part of.
+void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames) {
+  const auto& [rows, entries, places] = missing;
   std::vector<ReadRequest> requests;
   ReadRequest late{0, 0, nullptr};  // for the seeded bug below
   size_t taken = 0;
   uint64_t misses = 0;
   try {
-    for (; taken < missing.size(); ++taken) {
+    for (; taken < places.size(); ++taken) {
       constexpr size_t kAhead = 16;
-      if (taken + kAhead < missing.size()) cache_.prefetch_ghost(rows[missing[taken + kAhead]]);
-      const uint32_t i = missing[taken];
+      if (taken + kAhead < places.size()) cache_.prefetch_ghost(rows[places[taken + kAhead]]);
+      const uint32_t i = places[taken];
       const uint32_t frame = take_frame();
       frames[i] = frame;
       FrameInfo& info = cache_.info(frame);
@@ -196,18 +211,18 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     if (create) write_frozen_frames(frames, n);
   } catch (...) {
     // Put everything back: rows that were to be read are on disk still, new rows never were.
-    for (size_t m = 0; m <= taken && m < missing.size(); ++m) {
-      const uint32_t frame = frames[missing[m]];
+    for (size_t m = 0; m <= taken && m < places.size(); ++m) {
+      const uint32_t frame = frames[places[m]];
       if (frame == kNoFrame) continue;
       FrameInfo& info = cache_.info(frame);
       if (info.position != kNoPosition) directory_->set(info.row, entry_of_position(info.position));
       cache_.release(frame);
-      frames[missing[m]] = kNoFrame;
+      frames[places[m]] = kNoFrame;
     }
     unpin(frames, n);
     throw;
   }
-  for (const uint32_t i : missing) {
+  for (const uint32_t i : places) {
     if (entries[i] != kAbsent) continue;
     cache_.set_dirty(frames[i], true);
     ++unwritten_.dirty;
@@ -217,11 +232,10 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     // Seeded bug for the exactness tests: a read that came too late shows the initial record.
     initial_(late.id, frame_bytes_, late.payload);
   }
-  if (overwrite) return;  // nobody wanted what they were
-  count_hits(hits);
+  if (overwrite) return;  // the rows were not read
   stats_.misses += misses;
-  stats_.first_touches += missing.size() - misses;
-  stats_.unique_rows += missing.size();
+  stats_.first_touches += places.size() - misses;
+  stats_.unique_rows += places.size();
 }
 
 Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batch) {

@@ -70,6 +70,8 @@ class Store {
   // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost. `overwrite`: the caller, who
   // cannot fail from then on, writes whole records and marks them dirty, so none is read or made first.
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false);
+  // The same for a lookup, and for rows that are in the log and not in RAM, which `entries` says where.
+  void pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames);
   // Makes sure that the directory can take those of these distinct rows that are new, shrinking the cache if it must;
   // Error(kMemory) when the budget cannot, and then nothing has changed. After it, pin(create) of parts of them cannot
   // fail for want of directory.
@@ -87,14 +89,14 @@ class Store {
   // hits are counted. True when all are in RAM. Without a log nothing is evicted, and a step's only batch leaves no note at
   // its frames: that would be one more line of memory for each row, and nobody reads it.
   bool place(const Batch& batch, bool touch);
+  // Looks for the batch's rows as place() does, and counts nothing.
+  void locate(const Batch& batch);
 
   // What pin(create) is for others, for a batch whose rows place() found in RAM and of which none has moved since; they
   // need no pins. False, and nothing done, where that is not so.
   bool place_for_update(const Batch& batch);
   // Whether place() found all of them in RAM and nothing has moved since.
-  bool is_placed(const Batch& batch) const {
-    return batch.placement().version == directory_->version() && batch.placement().frames.size() == batch.num_unique();
-  }
+  bool is_placed(const Batch& batch) const { return is_located(batch) && batch.placement().missing == 0; }
 
   // Staging: reads that go on without the table's lock.
   //   1. begin_staging(), under the lock: frames are taken, pinned and marked as loading, the directory points at them.
@@ -181,7 +183,18 @@ class Store {
   Log* log() { return log_.get(); }
 
  private:
-  uint64_t touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch);
+  uint64_t touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch, Entry* entries = nullptr);
+  uint64_t touch_frames(const uint32_t* frames, size_t n);
+  bool is_located(const Batch& batch) const {
+    return batch.placement().version == directory_->version() && batch.placement().frames.size() == batch.num_unique();
+  }
+  // The rows of a pin() that are not in RAM, by their places in it.
+  struct Missing {
+    const int64_t* rows;
+    const Entry* entries;
+    std::vector<uint32_t> places;
+  };
+  void load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames);
   uint64_t touches_begun_in_ = 0;  // the step in which rows were last counted as wanted
   // Those counted in this step without a note at their frames: made up for when other rows are to be counted.
   ArrayVector<uint32_t> unnoted_;
@@ -220,7 +233,7 @@ class Store {
   Window window_;
   size_t window_bytes_ = 0;  // set aside for the window and the cache's list of uses
   std::vector<int64_t> rows_;   // scratch of finish()
-  std::vector<Entry> entries_;  // and of expect()
+  std::vector<Entry> entries_;  // and of expect() and pin()
   StoreStats stats_;
 };
 

@@ -29,16 +29,18 @@ void RowReader::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
 }
 
 void RowReader::lookup(const Batch& batch, bool touch, float* out) {
-  const int64_t* const rows = batch.unique().data();
-  const size_t num_unique = batch.num_unique();
-  auto guard = begin_lookup(rows, num_unique, touch);
+  auto guard = table_.lock.work();
+  table_.require_usable();
+  table_.check_batch(batch);
+  prefetcher_.wait_for_rows(guard, batch);
+  count_lookup(batch.unique().data(), batch.num_unique(), touch);
   table_.counts.ids += batch.size();
   const bool all_resident = table_.store->place(batch, touch);
   const uint32_t* const frames = batch.placement().frames.data();
   parallel_for(batch.size(), kBlockIds, [&](size_t from, size_t to) {
     copy_resident(frames, batch.inverse().data() + from, {to - from, batch.size() - from}, out + from * table_.spec.dim);
   });
-  if (!all_resident) lookup_missing(batch, frames, touch, out);
+  if (!all_resident) lookup_missing(batch, frames, batch.placement().entries.data(), touch, out);
 }
 
 TableLock::Guard RowReader::begin_lookup(const int64_t* ids, size_t n, bool touch) {
@@ -46,11 +48,16 @@ TableLock::Guard RowReader::begin_lookup(const int64_t* ids, size_t n, bool touc
   table_.require_usable();
   table_.check_ids(ids, n);
   prefetcher_.wait_for_rows(guard, ids, n);
-  device_.check_not_held(ids, n);  // now: the lock may have been given up
-  ++table_.counts.lookups;
-  // Nothing else ends a reader's steps, and a row counts once in each.
-  if (touch && !table_.options.writable) table_.store->begin_step();
+  count_lookup(ids, n, touch);
   return guard;
+}
+
+// After all that may release the lock.
+void RowReader::count_lookup(const int64_t* rows, size_t n, bool touch) {
+  device_.check_not_held(rows, n);
+  ++table_.counts.lookups;
+  // Nothing else ends the steps of a reader, and a row counts once in each step.
+  if (touch && !table_.options.writable) table_.store->begin_step();
 }
 
 // Rows in RAM are copied at once, before anything can be evicted; places of the others are noted.
@@ -82,7 +89,10 @@ void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* ou
   }
   if (num_missing == 0) return;
   table_.assign_checked(&table_.scratch.batch, ids, num_missing, table_.scratch.missing.data());
-  lookup_missing(table_.scratch.batch, nullptr, touch, out);
+  const Batch& batch = table_.scratch.batch;
+  std::vector<Entry> entries(batch.num_unique());
+  table_.store->directory().locate(batch.unique().data(), batch.num_unique(), entries.data());
+  lookup_missing(batch, nullptr, entries.data(), touch, out);
 }
 
 // Copies the weights of frames[i], or of frames[index[i]], to row i of `out`; kNoFrame leaves it alone. Of rows after the
@@ -98,20 +108,16 @@ void RowReader::copy_resident(const uint32_t* frames, const uint32_t* index, Cop
 }
 
 // The batch's rows that are not in RAM (those with kNoFrame; all when `frames` is null), once each: initial rows are
-// computed straight into their places, stored ones are read.
-void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, bool touch, float* out) {
+// computed straight into their places, stored ones are read. `entries`: where these rows are.
+void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out) {
   const size_t dim = table_.spec.dim;
-  Cache& cache = table_.store->cache();
+  Store& store = *table_.store;
   const auto places_of = [&](size_t u, auto&& visit) {
     for (uint32_t o = batch.offsets()[u]; o < batch.offsets()[u + 1]; ++o) visit(size_t{batch.order()[o]});
   };
   std::vector<uint32_t> absent, stored;  // indexes of unique rows: never trained, and on disk
-  {
-    std::vector<Entry> entries(batch.num_unique());
-    table_.store->directory().locate(batch.unique().data(), batch.num_unique(), entries.data());
-    for (uint32_t u = 0; u < batch.num_unique(); ++u) {
-      if (frames == nullptr || frames[u] == kNoFrame) (entries[u] == kAbsent ? absent : stored).push_back(u);
-    }
+  for (uint32_t u = 0; u < batch.num_unique(); ++u) {
+    if (frames == nullptr || frames[u] == kNoFrame) (entries[u] == kAbsent ? absent : stored).push_back(u);
   }
   parallel_for(absent.size(), row_grain(dim), [&](size_t from, size_t to) {
     std::vector<std::byte> record(table_.weight_bytes);
@@ -120,24 +126,32 @@ void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, bool 
       places_of(absent[i], [&](size_t place) { widen(record.data(), out + place * dim); });
     }
   });
-  const size_t frame_bytes = table_.store->frame_bytes();
-  const size_t most = touch ? table_.store->max_pinned() : std::max<size_t>(1, table_.store->plan().scratch_bytes / 2 / frame_bytes);
+  const size_t frame_bytes = store.frame_bytes();
+  const size_t most = touch ? store.max_pinned() : std::max<size_t>(1, store.plan().scratch_bytes / 2 / frame_bytes);
+  TableState::Scratch& scratch = table_.scratch;
+  std::vector<Entry> wanted;
   for (size_t begin = 0; begin < stored.size(); begin += most) {
     const size_t count = std::min(most, stored.size() - begin);
-    table_.scratch.missing_ids.resize(count);
-    for (size_t i = 0; i < count; ++i) table_.scratch.missing_ids[i] = batch.unique()[stored[begin + i]];
+    scratch.missing_ids.resize(count);
+    for (size_t i = 0; i < count; ++i) scratch.missing_ids[i] = batch.unique()[stored[begin + i]];
     if (touch) {
-      table_.scratch.frames.resize(count);
-      table_.store->pin(table_.scratch.missing_ids.data(), count, false, table_.scratch.frames.data());
+      wanted.resize(count);
+      if (begin == 0) {
+        for (size_t i = 0; i < count; ++i) wanted[i] = entries[stored[i]];
+      } else {  // compaction may have moved them since
+        store.directory().locate(scratch.missing_ids.data(), count, wanted.data());
+      }
+      scratch.frames.resize(count);
+      store.pin_stored(scratch.missing_ids.data(), wanted.data(), count, scratch.frames.data());
     } else {
-      table_.scratch.records.resize(std::max(table_.scratch.records.size(), count * frame_bytes));
-      table_.store->fetch(table_.scratch.missing_ids.data(), count, frame_bytes, table_.scratch.records.data());
+      scratch.records.resize(std::max(scratch.records.size(), count * frame_bytes));
+      store.fetch(scratch.missing_ids.data(), count, frame_bytes, scratch.records.data());
     }
     for (size_t i = 0; i < count; ++i) {
-      const std::byte* record = touch ? cache.record(table_.scratch.frames[i]) : table_.scratch.records.data() + i * frame_bytes;
+      const std::byte* record = touch ? store.cache().record(scratch.frames[i]) : scratch.records.data() + i * frame_bytes;
       places_of(stored[begin + i], [&](size_t place) { widen(record, out + place * dim); });
     }
-    if (touch) table_.store->unpin(table_.scratch.frames.data(), count);
+    if (touch) store.unpin(scratch.frames.data(), count);
   }
 }
 

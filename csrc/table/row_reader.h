@@ -31,13 +31,14 @@ class RowReader {
 
  private:
   TableLock::Guard begin_lookup(const int64_t* ids, size_t n, bool touch);
+  void count_lookup(const int64_t* rows, size_t n, bool touch);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
   struct CopiedRows {
     size_t n;
     size_t known;
   };
   void copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const;
-  void lookup_missing(const Batch& batch, const uint32_t* frames, bool touch, float* out);
+  void lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out);
   struct Bags;
   void pool_resident(const Bags& bags, size_t first, size_t count, float* out);
   void pool_missing(const Bags& bags, size_t first, size_t count, float* out);

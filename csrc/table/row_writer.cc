@@ -36,27 +36,28 @@ void RowWriter::not_finite(const Batch& batch, const int64_t* ids, size_t n, con
                                        "lower the loss scale or the batch's size");
 }
 
-TableLock::Guard RowWriter::begin_update(const int64_t* ids, size_t n) {
-  auto guard = lock_to_write(ids, n);
+TableLock::Guard RowWriter::begin_update(const int64_t* ids, size_t n, const Batch* batch) {
+  auto guard = lock_to_write(ids, n, batch);
   device_.release_for_change(ids, n);
   return guard;
 }
 
-// The lock, once none of these rows is being read, and with disk for them. Other rows' staging goes on.
-TableLock::Guard RowWriter::lock_to_write(const int64_t* ids, size_t n) {
+// The lock, once none of these rows is being read, and with disk for them. Staging of other rows goes on. `batch`: whose unique
+// rows they are, or null.
+TableLock::Guard RowWriter::lock_to_write(const int64_t* ids, size_t n, const Batch* batch) {
   for (;;) {
     auto guard = table_.lock.work();
     table_.require_writable();
-    table_.check_ids(ids, n);
+    batch != nullptr ? table_.check_batch(*batch) : table_.check_ids(ids, n);
     if (table_.lock.is_staging() && table_.store->must_shrink_for(ids, n)) {
       table_.lock.settle(guard);
       table_.require_writable();
-    } else if (prefetcher_.wait_for_rows(guard, ids, n)) {
-      // Others may have staged, and added rows, so that frames must go for these now.
+    } else if (batch != nullptr ? prefetcher_.wait_for_rows(guard, *batch) : prefetcher_.wait_for_rows(guard, ids, n)) {
+      // Others may have staged, and added rows, so that frames must be evicted for these now.
       if (table_.lock.is_staging() && table_.store->must_shrink_for(ids, n)) continue;
       table_.require_writable();
     }
-    // There is room for as many rows as the holder has frames, wherever they are on their way.
+    // There is room for as many rows as the device cache has frames, wherever they are on their way.
     const bool are_held = table_.store->disk().is_limited() && device_.are_reserved(ids, n);
     if (are_held || disk_.has_room_for(ids, n)) return guard;
     guard.unlock();
@@ -99,7 +100,7 @@ void RowWriter::finish_step(const Step& step) {
 }
 
 void RowWriter::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
-  const auto guard = begin_update(batch.unique().data(), batch.num_unique());
+  const auto guard = begin_update(batch.unique().data(), batch.num_unique(), &batch);
   const Step next = next_step(lr, step);
   if (!table_.store->is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
   write_rows("an update", [&](bool* wrote) { apply_update(batch, nullptr, sums, next, wrote); });
@@ -108,7 +109,7 @@ void RowWriter::update(const Batch& batch, const float* sums, std::optional<doub
 
 void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr,
                    std::optional<int64_t> step) {
-  const auto guard = begin_update(ids, n);
+  const auto guard = begin_update(ids, n, nullptr);
   const Step next = next_step(lr, step);
   const size_t dim = table_.spec.dim;
   table_.require_places(n);
@@ -261,7 +262,7 @@ void RowWriter::require_distinct(const int64_t* ids, size_t n) {
 }
 
 void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
-  const auto guard = lock_to_write(ids, n);
+  const auto guard = lock_to_write(ids, n, nullptr);
   require_distinct(ids, n);
   const bool is_write_back = device_.is_write_back(ids, n);
   if (!is_write_back) device_.release_for_change(ids, n);

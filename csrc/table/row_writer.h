@@ -35,8 +35,8 @@ class RowWriter {
     int64_t number;
     StepConstants constants;
   };
-  TableLock::Guard lock_to_write(const int64_t* ids, size_t n);
-  TableLock::Guard begin_update(const int64_t* ids, size_t n);
+  TableLock::Guard lock_to_write(const int64_t* ids, size_t n, const Batch* batch);
+  TableLock::Guard begin_update(const int64_t* ids, size_t n, const Batch* batch);
   Step next_step(std::optional<double> lr, std::optional<int64_t> step) const;
   template <typename Write>
   void write_rows(const char* what, const Write& write);
