@@ -1,4 +1,4 @@
-// The end of an epoch: the calls that a commit makes (table/commit.cc describes the protocol).
+// The end of an epoch: the calls that a commit makes (jobs/committer.h describes the protocol).
 #include <algorithm>
 
 #include "base/error.h"

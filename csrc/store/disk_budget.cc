@@ -7,7 +7,7 @@
 //   files + W(rows dirty in RAM) + slack in use <= limit                                                 (1)
 //
 // A dirty row is written once, by its eviction or by the commit, so nothing but a row becoming dirty can break (1): a call
-// that makes rows dirty asks has_room_for() before it changes anything (table/disk.cc says what it does when the answer is
+// that makes rows dirty asks has_room_for() before it changes anything (jobs/disk_room.h says what it does when the answer is
 // no). The slack is what (1) cannot see: the segment being filled and that of a commit under way, one more that is being
 // emptied into them, and chunks that are open. Log asks before each chunk, too: a mistake here can make a call fail, it
 // cannot make the files exceed the limit.

@@ -1,4 +1,4 @@
-// The limit of what a table's files may take (store/disk.cc): never exceeded, and never in the way of a table that fits.
+// The limit of what a table's files may take (store/disk_budget.cc): never exceeded, and never in the way of a table that fits.
 #include <filesystem>
 
 #include "tests/check.h"
