@@ -86,6 +86,7 @@ lint: $(VENV)/.test
 	$(BIN)/python -c "import importlib.util as u, pathlib, shutil; \
 	  shutil.copy(pathlib.Path(u.find_spec('bunkbed._native').origin).with_name('_native.pyi'), 'src/bunkbed')"
 	$(BIN)/mypy
+	$(BIN)/python packaging/thread_safety.py
 
 cpp-test: $(VENV)/.test
 	$(BIN)/cmake -S . -B build/cpp-test -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \

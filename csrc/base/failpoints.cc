@@ -6,10 +6,10 @@
 #include <cerrno>
 #include <chrono>
 #include <map>
-#include <mutex>
 #include <thread>
 
 #include "base/error.h"
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -27,7 +27,7 @@ constexpr const char* kNames[] = {
 };
 
 struct Armed {
-  std::mutex mutex;  // guards the rest
+  Mutex mutex{LockLevel::kTesting};  // guards the rest
   std::map<std::string, uint64_t> counts;
   std::string name;
   uint64_t nth = 0;
@@ -46,7 +46,7 @@ void reach_failpoint(const char* name) {
   double delay_s = 0.0;
   {
     Armed& state = armed();
-    const std::lock_guard guard(state.mutex);
+    const MutexLock guard(state.mutex);
     const uint64_t count = ++state.counts[name];
     if (state.name != name || state.action == FailpointAction::kCount) return;
     if (state.nth != 0 && state.nth != count) return;
@@ -66,7 +66,7 @@ void arm_failpoint(const std::string& name, uint64_t nth, FailpointAction action
   for (const char* known : kNames) is_known |= name == known;
   if (!is_known) throw Error(ErrorKind::kInvalid, "there is no failpoint '" + name + "'");
   Armed& state = armed();
-  const std::lock_guard guard(state.mutex);
+  const MutexLock guard(state.mutex);
   state.counts.clear();
   state.name = name;
   state.nth = nth;
@@ -79,7 +79,7 @@ void disarm_failpoints() { failpoints_armed = false; }
 
 std::vector<std::pair<std::string, uint64_t>> failpoint_counts() {
   Armed& state = armed();
-  const std::lock_guard guard(state.mutex);
+  const MutexLock guard(state.mutex);
   std::vector<std::pair<std::string, uint64_t>> found;
   for (const char* name : kNames) found.emplace_back(name, state.counts[name]);
   return found;

@@ -10,8 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <mutex>
 #include <new>
+
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -67,7 +68,7 @@ struct Kept {
     size_t bytes;
     uint64_t since;
   };
-  std::mutex mutex;  // guards the rest
+  Mutex mutex{LockLevel::kMemory};  // guards the rest
   std::vector<Block> blocks;
   size_t bytes = 0;
   uint64_t handed_out = 0;
@@ -93,10 +94,10 @@ size_t blocks_mapped() { return mapped.load(std::memory_order_relaxed); }
 
 bool should_return_heap_holes() {
   using Clock = std::chrono::steady_clock;
-  static std::mutex mutex;  // guards the rest
+  static Mutex mutex{LockLevel::kMemory};  // guards the rest
   static size_t made = 0;
   static Clock::time_point last;
-  const std::lock_guard guard(mutex);
+  const MutexLock guard(mutex);
   if (++made < kMadeUntilReturn || Clock::now() - last < std::chrono::seconds(1)) return false;
   made = 0;
   last = Clock::now();
@@ -125,7 +126,7 @@ void* allocate_array(size_t bytes) {
   const size_t size = rounded(bytes);
   {
     Kept& pool = kept();
-    const std::lock_guard guard(pool.mutex);
+    const MutexLock guard(pool.mutex);
     ++pool.handed_out;
     const auto found = std::find_if(pool.blocks.begin(), pool.blocks.end(),
                                     [size](const Kept::Block& block) { return block.bytes == size; });
@@ -147,7 +148,7 @@ void free_array(void* block, size_t bytes) noexcept {
   }
   const size_t size = rounded(bytes);
   Kept& pool = kept();
-  const std::lock_guard guard(pool.mutex);
+  const MutexLock guard(pool.mutex);
   try {
     pool.blocks.push_back({block, size, pool.handed_out});
     pool.bytes += size;

@@ -4,9 +4,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -24,7 +25,7 @@ struct Item {
 void work_in_order(size_t n, size_t threads, std::atomic<bool>* stop, const std::function<void(size_t)>& work,
                    const std::function<void(size_t)>& take, const std::function<void()>& meanwhile) {
   std::vector<Item> items(n);
-  std::mutex mutex;  // guards items
+  Mutex mutex{LockLevel::kLocal};  // guards items
   std::condition_variable one_over;
   std::atomic<size_t> next{0};
   const auto body = [&] {
@@ -35,7 +36,7 @@ void work_in_order(size_t n, size_t threads, std::atomic<bool>* stop, const std:
       } catch (...) {
         error = std::current_exception();
       }
-      const std::lock_guard guard(mutex);
+      const MutexLock guard(mutex);
       items[i] = {true, error};
       one_over.notify_all();
     }
@@ -62,8 +63,9 @@ void work_in_order(size_t n, size_t threads, std::atomic<bool>* stop, const std:
     std::exception_ptr error;
     for (bool is_over = false; !is_over;) {
       {
-        std::unique_lock lock(mutex);
-        is_over = one_over.wait_for(lock, kBetweenCalls, [&] { return items[i].is_over; });
+        MutexLock lock(mutex);
+        if (!items[i].is_over) lock.wait_for(one_over, kBetweenCalls);
+        is_over = items[i].is_over;
         error = items[i].error;
       }
       meanwhile();

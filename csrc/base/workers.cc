@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "base/error.h"
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -43,7 +44,7 @@ void Loop::work() {
     try {
       body_(begin, std::min(n_, begin + grain_));
     } catch (...) {
-      const std::lock_guard guard(error_mutex_);
+      const MutexLock guard(error_mutex_);
       if (!error_) error_ = std::current_exception();
       next_.store(n_, std::memory_order_relaxed);
     }
@@ -71,7 +72,7 @@ Pool::Pool(size_t num_threads, bool spins) : spins_(spins) {
 
 Pool::~Pool() {
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     stopping_ = true;
   }
   wake_.notify_all();
@@ -79,9 +80,9 @@ Pool::~Pool() {
 }
 
 void Pool::main() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return stopping_ || !loops_.empty() || !jobs_.empty(); });
+    while (!stopping_ && loops_.empty() && jobs_.empty()) lock.wait(wake_);
     if (!jobs_.empty()) {
       std::function<void()> job;
       if (--jobs_.front().times > 0) {
@@ -120,7 +121,7 @@ void Pool::main() {
 void Pool::start(const std::shared_ptr<Loop>& loop, size_t helpers) {
   if (helpers == 0) return;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     loop->wanted_ = helpers;
     loops_.push_back(loop);
     num_loops_.store(loops_.size(), std::memory_order_relaxed);
@@ -130,7 +131,7 @@ void Pool::start(const std::shared_ptr<Loop>& loop, size_t helpers) {
 
 void Pool::join(Loop& loop) {
   loop.work();
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   loop.wanted_ = 0;
   std::erase_if(loops_, [&loop](const auto& queued) { return queued.get() == &loop; });
   num_loops_.store(loops_.size(), std::memory_order_relaxed);
@@ -139,7 +140,7 @@ void Pool::join(Loop& loop) {
     spin_until([&loop] { return loop.helpers_.load(std::memory_order_relaxed) == 0; });
     lock.lock();  // the helpers' writes are visible from here on, whether or not they ended in time
   }
-  done_.wait(lock, [&loop] { return loop.helpers_ == 0; });
+  while (loop.helpers_ != 0) lock.wait(done_);
 }
 
 void Pool::run(size_t n, size_t grain, size_t helpers, const Loop::Body& body) {
@@ -153,7 +154,7 @@ void Pool::run(size_t n, size_t grain, size_t helpers, const Loop::Body& body) {
 void Pool::submit(std::function<void()> job, size_t times) {
   if (times == 0) return;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     jobs_.push_back({std::move(job), times});
   }
   wake(times);
@@ -189,7 +190,7 @@ std::atomic<size_t>& thread_setting() {
 class PoolOfProcess {
  public:
   Pool& get(size_t size, bool spins = false) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     if (pool_ == nullptr || owner_ != ::getpid() || size > size_) {
       if (pool_ != nullptr && owner_ == ::getpid()) retired_.push_back(pool_);  // other threads may be using it
       pool_ = new Pool(size, spins);
@@ -200,7 +201,7 @@ class PoolOfProcess {
   }
 
  private:
-  std::mutex mutex_;
+  Mutex mutex_;
   Pool* pool_ = nullptr;
   std::vector<Pool*> retired_;
   size_t size_ = 0;

@@ -8,9 +8,10 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -21,7 +22,8 @@ class Loop {
   using Body = std::function<void(size_t begin, size_t end)>;
   Loop(size_t n, size_t grain, const Body& body) : n_(n), grain_(grain), body_(body) {}
   void work();                        // claim and run blocks until none is left
-  void rethrow();                     // the first exception of any block, if there was one
+  // Throws the first exception of any block, if there was one. Requires that no thread works on the loop any more.
+  void rethrow() NO_THREAD_SAFETY_ANALYSIS;
   bool exhausted() const { return next_.load(std::memory_order_relaxed) >= n_; }
 
  private:
@@ -30,8 +32,8 @@ class Loop {
   const size_t grain_;
   const Body& body_;
   std::atomic<size_t> next_{0};
-  std::mutex error_mutex_;
-  std::exception_ptr error_;
+  Mutex error_mutex_{LockLevel::kLocal};
+  std::exception_ptr error_ GUARDED_BY(error_mutex_);
   std::atomic<size_t> helpers_{0};  // threads inside work(); changed under the pool's mutex, read without it
   size_t wanted_ = 0;   // guarded by the pool's mutex: helpers that may still join
 };
@@ -58,13 +60,13 @@ class Pool {
   void wake(size_t wanted);  // wakes that many threads, or all
   const bool spins_;
   std::atomic<size_t> num_loops_{0};  // loops_.size(), for threads that read it without the mutex
-  std::mutex mutex_;  // guards loops_, jobs_, stopping_ and the counters of every Loop
+  Mutex mutex_;  // guards also the counters of every Loop
   std::condition_variable wake_;
   std::condition_variable done_;
-  std::deque<std::shared_ptr<Loop>> loops_;
-  std::deque<Job> jobs_;
+  std::deque<std::shared_ptr<Loop>> loops_ GUARDED_BY(mutex_);
+  std::deque<Job> jobs_ GUARDED_BY(mutex_);
   std::vector<std::thread> threads_;
-  bool stopping_ = false;
+  bool stopping_ GUARDED_BY(mutex_) = false;
 };
 
 // Compute threads used by one loop, the caller included. Default: the processors this process may use, or the

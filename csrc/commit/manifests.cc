@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/failpoints.h"
+#include "base/mutex.h"
 #include "directory/directory_file.h"
 
 namespace bunkbed {
@@ -40,7 +41,7 @@ auto look_again(const Find& find) {
 
 std::vector<uint64_t> Manifests::epochs() const {
   if (remembers_) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     if (is_listed_) {
       std::vector<uint64_t> found;
       for (const auto& [epoch, facts] : known_) found.push_back(epoch);
@@ -70,7 +71,7 @@ std::vector<uint64_t> Manifests::epochs_in(const std::vector<std::string>& names
   }
   std::sort(found.begin(), found.end());
   if (!remembers_) return found;
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   std::erase_if(known_, [&](const auto& entry) { return !std::binary_search(found.begin(), found.end(), entry.first); });
   for (const uint64_t epoch : found) known_.try_emplace(epoch);
   is_listed_ = true;
@@ -79,7 +80,7 @@ std::vector<uint64_t> Manifests::epochs_in(const std::vector<std::string>& names
 
 // After a failure it is unknown which names changed: the next call lists the directory.
 void Manifests::forget_listing() const {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   is_listed_ = false;
 }
 
@@ -92,7 +93,7 @@ std::shared_ptr<const Manifests::Facts> Manifests::facts_of(const Manifest& mani
 
 std::shared_ptr<const Manifests::Facts> Manifests::facts(uint64_t epoch) const {
   if (remembers_) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     const auto found = known_.find(epoch);
     if (found != known_.end() && found->second != nullptr) return found->second;
   }
@@ -100,7 +101,7 @@ std::shared_ptr<const Manifests::Facts> Manifests::facts(uint64_t epoch) const {
   const Manifest manifest = load(epoch, &bytes);
   auto facts = facts_of(manifest, bytes);
   if (!remembers_) return facts;
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   const auto found = known_.find(epoch);
   if (found != known_.end()) found->second = facts;
   return facts;
@@ -229,7 +230,7 @@ void Manifests::write(const Manifest& manifest) const {
     throw;
   }
   if (remembers_) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     known_[manifest.epoch] = facts_of(manifest, bytes.size());
   }
   failpoint("manifest.durable");
@@ -248,7 +249,7 @@ void Manifests::remove(const std::vector<uint64_t>& epochs) const {
     throw;
   }
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     for (const uint64_t epoch : epochs) {
       const auto found = known_.find(epoch);
       if (found == known_.end()) continue;
@@ -306,7 +307,7 @@ void Manifests::for_each_new(const Facts* before, const Facts& manifest, const C
 Manifests::Held Manifests::collect(const Spared& spared) const {
   bool is_known;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     is_known = is_listed_ && has_files_ && spared.segments_end != kNoEnd && spared.checkpoints_end != kNoEnd;
     has_files_ = false;  // until this call succeeds
   }
@@ -392,7 +393,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
   for (const auto& [number, bytes] : checkpoints) held.other_bytes += bytes;
   segments_seen_ = spared.segments_end;
   checkpoints_seen_ = spared.checkpoints_end;
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   has_files_ = remembers_;
   return held;
 }

@@ -9,11 +9,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "format/format.h"
 #include "vfs/vfs.h"
 
@@ -103,10 +103,10 @@ class Manifests {
   vfs::Vfs& vfs_;
   std::string directory_;
   bool remembers_ = false;
-  mutable std::mutex mutex_;  // guards known_, is_listed_ and has_files_
-  mutable std::map<uint64_t, std::shared_ptr<const Facts>> known_;  // null: not read yet
-  mutable bool is_listed_ = false;  // known_ has every epoch there is
-  mutable bool has_files_ = false;  // the members below, of collect() and remove(), are valid
+  mutable Mutex mutex_;
+  mutable std::map<uint64_t, std::shared_ptr<const Facts>> known_ GUARDED_BY(mutex_);  // null: not read yet
+  mutable bool is_listed_ GUARDED_BY(mutex_) = false;  // known_ has every epoch there is
+  mutable bool has_files_ GUARDED_BY(mutex_) = false;  // the members below, of collect() and remove(), are valid
   struct Files {
     std::vector<uint64_t> segments = {};
     std::vector<uint64_t> checkpoints = {};

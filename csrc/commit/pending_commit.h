@@ -4,7 +4,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <mutex>
+
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -12,8 +13,8 @@ class PendingCommit {
  public:
   // Waits until the commit is durable and returns its epoch. Each call throws the error of a failed commit.
   uint64_t wait() {
-    std::unique_lock lock(mutex_);
-    over_.wait(lock, [this] { return is_over_; });
+    MutexLock lock(mutex_);
+    while (!is_over_) lock.wait(over_);
     if (error_) {
       is_reported_ = true;
       std::rethrow_exception(error_);
@@ -21,12 +22,12 @@ class PendingCommit {
     return epoch_;
   }
   bool is_over() {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     return is_over_;
   }
   // It failed, and no wait() has thrown the error.
   bool is_unreported_failure() {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     return error_ != nullptr && !is_reported_;
   }
 
@@ -35,19 +36,19 @@ class PendingCommit {
 
  private:
   void end(uint64_t epoch, std::exception_ptr error) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     epoch_ = epoch;
     error_ = std::move(error);
     is_over_ = true;
     over_.notify_all();
   }
 
-  std::mutex mutex_;  // guards the members below
+  Mutex mutex_;
   std::condition_variable over_;
-  bool is_over_ = false;
-  bool is_reported_ = false;
-  uint64_t epoch_ = 0;
-  std::exception_ptr error_;
+  bool is_over_ GUARDED_BY(mutex_) = false;
+  bool is_reported_ GUARDED_BY(mutex_) = false;
+  uint64_t epoch_ GUARDED_BY(mutex_) = 0;
+  std::exception_ptr error_ GUARDED_BY(mutex_);
 };
 
 }  // namespace bunkbed

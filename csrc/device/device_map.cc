@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "directory/directory.h"
 
 namespace bunkbed {
@@ -35,7 +36,7 @@ template <typename Visit>
 void DeviceMap::visit_slots(const int64_t* rows, size_t n, const Visit& visit) const {
   constexpr size_t kRun = 16;
   size_t homes[2 * kRun];  // of a run and of the next one
-  const auto ask = [&](size_t begin) {
+  const auto ask = [&](size_t begin) REQUIRES(mutex_) {
     for (size_t i = begin; i < std::min(n, begin + kRun); ++i) {
       homes[i % (2 * kRun)] = home(rows[i]);
       __builtin_prefetch(&slots_[homes[i % (2 * kRun)]], 1);
@@ -64,7 +65,7 @@ size_t DeviceMap::locate(const int64_t* rows, size_t n, uint32_t* frames, Locate
   }
   constexpr size_t kRun = 32;
   size_t homes[2][kRun];  // of a run and of the next one
-  const auto ask = [&](size_t begin) {
+  const auto ask = [&](size_t begin) REQUIRES(mutex_) {
     size_t* const home_of = homes[begin / kRun % 2];
     for (size_t i = begin; i < std::min(n, begin + kRun); ++i) {
       home_of[i - begin] = home(rows[i]);
@@ -149,7 +150,7 @@ void DeviceMap::leave_frame(size_t place, bool is_dirty) {
 
 // Rows of a full line may be in later lines: one of these moves back, so that no search ends too early at the hole.
 void DeviceMap::erase(size_t place) {
-  const auto distance = [this](size_t from, size_t to) { return to >= from ? to - from : to + slots_.size() - from; };
+  const auto distance = [this](size_t from, size_t to) REQUIRES(mutex_) { return to >= from ? to - from : to + slots_.size() - from; };
   size_t line = place / kLine * kLine;
   bool is_full = slots_with(line, kFree) == 0;
   for (size_t next = line; is_full;) {
@@ -168,7 +169,7 @@ void DeviceMap::erase(size_t place) {
 }
 
 void DeviceMap::find(const int64_t* rows, size_t n, int64_t* frames) const {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   ArrayVector<uint32_t> found(n);
   locate(rows, n, found.data());
   for (size_t i = 0; i < n; ++i) frames[i] = found[i] == kNowhere ? -1 : int64_t{found[i]};
@@ -177,7 +178,7 @@ void DeviceMap::find(const int64_t* rows, size_t n, int64_t* frames) const {
 // ---- The window
 
 uint32_t DeviceMap::expect(const Batch& batch) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   if (!window_.has_room()) return kWindowFull;
   const size_t n = batch.num_unique();
   const int64_t* const rows = batch.unique().data();
@@ -195,7 +196,7 @@ uint32_t DeviceMap::expect(const Batch& batch) {
 }
 
 void DeviceMap::forget(uint32_t number) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   if (!window_.holds(number)) return;
   const size_t n = window_.num_rows(number);
   rows_.resize(n);
@@ -217,7 +218,7 @@ void DeviceMap::finish(uint32_t number) {
 // ---- Plans
 
 std::unique_ptr<DeviceMap::Plan> DeviceMap::plan(const Batch& batch, uint32_t number) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   const size_t n = batch.num_unique();
   const int64_t* const rows = batch.unique().data();
   if (n > num_frames_) {
@@ -317,7 +318,7 @@ void DeviceMap::evict(const uint32_t* frames, size_t n, PlanArrays* arrays) {
   rows_.resize(n);
   for (size_t i = 0; i < n; ++i) rows_[i] = cache_.info(frames[i]).row;
   size_t num_dirty = 0;
-  visit_slots(rows_.data(), n, [&](size_t i, size_t place) {
+  visit_slots(rows_.data(), n, [&](size_t i, size_t place) REQUIRES(mutex_) {
     const bool is_dirty = cache_.is_dirty(frames[i]);
     arrays->evict_rows[num_dirty] = rows_[i];
     arrays->evict_frames[num_dirty] = frames[i];
@@ -355,12 +356,12 @@ void DeviceMap::Plan::undo() {
 }
 
 void DeviceMap::release(const Plan& plan) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   unpin(plan);
 }
 
 void DeviceMap::undo(const Plan& plan) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   unpin(plan);
   const Plan::Arrays& arrays = *plan.arrays_;
   size_t evicted = 0;  // plan() lists victims in the order of the loads that took their frames
@@ -410,7 +411,7 @@ void DeviceMap::set_dirty(uint32_t frame, bool dirty) {
 }
 
 void DeviceMap::mark_dirty(const Plan& plan) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   for (const uint32_t frame : plan.pinned_) set_dirty(frame, true);
 }
 
@@ -424,19 +425,19 @@ void DeviceMap::check_frames(const int64_t* frames, size_t n) const {
 }
 
 void DeviceMap::mark_dirty(const int64_t* frames, size_t n) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   check_frames(frames, n);
   for (size_t i = 0; i < n; ++i) set_dirty(static_cast<uint32_t>(frames[i]), true);
 }
 
 void DeviceMap::mark_clean(const int64_t* frames, size_t n) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   check_frames(frames, n);
   for (size_t i = 0; i < n; ++i) set_dirty(static_cast<uint32_t>(frames[i]), false);
 }
 
 DeviceMap::Dirty DeviceMap::dirty() const {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   Dirty found;
   found.rows.reserve(dirty_);
   found.frames.reserve(dirty_);
@@ -448,7 +449,7 @@ DeviceMap::Dirty DeviceMap::dirty() const {
 }
 
 void DeviceMap::forget_all() {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   if (plans_ > 0) {
     throw Error(ErrorKind::kBroken, "table '" + name_ + "': " + std::to_string(plans_) +
                                         " plans of its device cache still hold frames; release them first");
@@ -464,7 +465,7 @@ void DeviceMap::clear() {
 }
 
 DeviceStats DeviceMap::stats() const {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   DeviceStats s = counts_;
   s.frames = num_frames_;
   s.resident = cache_.resident();
@@ -480,17 +481,17 @@ DeviceStats DeviceMap::stats() const {
 // ---- Holder
 
 size_t DeviceMap::num_held() const {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   return dirty_ + leaving_;
 }
 
 size_t DeviceMap::num_in_use() const {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   return cache_.num_pinned();
 }
 
 size_t DeviceMap::first_of(const int64_t* rows, size_t n, bool held) const {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   if (dirty_ + leaving_ == 0) return held ? n : 0;
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
@@ -504,7 +505,7 @@ size_t DeviceMap::first_held(const int64_t* rows, size_t n) const { return first
 size_t DeviceMap::first_not_held(const int64_t* rows, size_t n) const { return first_of(rows, n, false); }
 
 size_t DeviceMap::give_up(const int64_t* rows, size_t n) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   if (used_ == 0) return n;
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);
@@ -522,14 +523,14 @@ size_t DeviceMap::give_up(const int64_t* rows, size_t n) {
 }
 
 size_t DeviceMap::give_up_all() {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   if (plans_ > 0 || dirty_ + leaving_ > 0) return std::max<size_t>(1, cache_.num_pinned() + dirty_ + leaving_);
   clear();
   return 0;
 }
 
 void DeviceMap::arrived(const int64_t* rows, size_t n) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   if (leaving_ == 0) return;
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&slots_[home(rows[i + kAhead])]);

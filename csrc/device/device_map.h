@@ -22,11 +22,11 @@
 #include <bit>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/memory.h"
+#include "base/mutex.h"
 #include "batch/batch.h"
 #include "cache/cache.h"
 #include "cache/window.h"
@@ -102,56 +102,56 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   // Slots come in lines of kLine: a row is in the line of its hash or, where that is full, in the next line that is
   // not. So a line with a free slot ends every search, and nearly every search ends in its first line.
   static constexpr size_t kLine = 4;
-  size_t home(int64_t row) const;  // the first slot of its line
-  size_t line_after(size_t line) const { return line + kLine == slots_.size() ? 0 : line + kLine; }
+  size_t home(int64_t row) const REQUIRES(mutex_);  // the first slot of its line
+  size_t line_after(size_t line) const REQUIRES(mutex_) { return line + kLine == slots_.size() ? 0 : line + kLine; }
   // Returns a bit for each slot of the line that holds `row`; with `row` = kFree, for each free slot.
-  unsigned slots_with(size_t line, int64_t row) const {
+  unsigned slots_with(size_t line, int64_t row) const REQUIRES(mutex_) {
     const Slot* const slots = &slots_[line];
     unsigned found = 0;
     for (unsigned i = 0; i < kLine; ++i) found |= unsigned{slots[i].row == row} << i;
     return found;
   }
-  size_t slot_of(int64_t row) const { return slot_from(home(row), row); }  // the row's, or the free one it would get
-  size_t slot_from(size_t line, int64_t row) const {
+  size_t slot_of(int64_t row) const REQUIRES(mutex_) { return slot_from(home(row), row); }  // the row's, or the free one it would get
+  size_t slot_from(size_t line, int64_t row) const REQUIRES(mutex_) {
     for (;; line = line_after(line)) {
       if (const unsigned own = slots_with(line, row); own != 0) return line + static_cast<size_t>(std::countr_zero(own));
       if (const unsigned free = slots_with(line, kFree); free != 0) return line + static_cast<size_t>(std::countr_zero(free));
     }
   }
   template <typename Visit>
-  void visit_slots(const int64_t* rows, size_t n, const Visit& visit) const;
+  void visit_slots(const int64_t* rows, size_t n, const Visit& visit) const REQUIRES(mutex_);
   struct Located;
-  size_t locate(const int64_t* rows, size_t n, uint32_t* frames, Located* out = nullptr) const;
-  void reserve(size_t more);
-  void grow(size_t capacity);
-  void insert(size_t place, int64_t row, uint32_t frame);
-  void leave_frame(size_t place, bool is_dirty);
-  void take_frames(size_t n, uint32_t* frames, size_t* num_fresh);
-  void evict(const uint32_t* frames, size_t n, PlanArrays* arrays);
-  void erase(size_t place);
-  bool is_held(const Slot& slot) const { return slot.leaving > 0 || (slot.frame != kNowhere && cache_.is_dirty(slot.frame)); }
+  size_t locate(const int64_t* rows, size_t n, uint32_t* frames, Located* out = nullptr) const REQUIRES(mutex_);
+  void reserve(size_t more) REQUIRES(mutex_);
+  void grow(size_t capacity) REQUIRES(mutex_);
+  void insert(size_t place, int64_t row, uint32_t frame) REQUIRES(mutex_);
+  void leave_frame(size_t place, bool is_dirty) REQUIRES(mutex_);
+  void take_frames(size_t n, uint32_t* frames, size_t* num_fresh) REQUIRES(mutex_);
+  void evict(const uint32_t* frames, size_t n, PlanArrays* arrays) REQUIRES(mutex_);
+  void erase(size_t place) REQUIRES(mutex_);
+  bool is_held(const Slot& slot) const REQUIRES(mutex_) { return slot.leaving > 0 || (slot.frame != kNowhere && cache_.is_dirty(slot.frame)); }
   size_t first_of(const int64_t* rows, size_t n, bool held) const;
-  void set_dirty(uint32_t frame, bool dirty);
-  void check_frames(const int64_t* frames, size_t n) const;
-  void finish(uint32_t number);
-  void clear();
+  void set_dirty(uint32_t frame, bool dirty) REQUIRES(mutex_);
+  void check_frames(const int64_t* frames, size_t n) const REQUIRES(mutex_);
+  void finish(uint32_t number) REQUIRES(mutex_);
+  void clear() REQUIRES(mutex_);
   void release(const Plan& plan);
-  void unpin(const Plan& plan);
+  void unpin(const Plan& plan) REQUIRES(mutex_);
   void undo(const Plan& plan);
   void mark_dirty(const Plan& plan);
 
   const std::string name_;
   const size_t num_frames_;
-  mutable std::mutex mutex_;  // guards everything below
-  Cache cache_;
-  Window window_;
-  BlockVector<Slot> slots_;  // whole lines
-  size_t used_ = 0;          // slots that are not free
-  size_t dirty_ = 0;         // frames
-  size_t leaving_ = 0;
-  size_t plans_ = 0;         // that hold pins
-  DeviceStats counts_;       // only hits, misses, evictions and write_backs
-  std::vector<int64_t> rows_;  // scratch of forget() and evict()
+  mutable Mutex mutex_;
+  Cache cache_ GUARDED_BY(mutex_);
+  Window window_ GUARDED_BY(mutex_);
+  BlockVector<Slot> slots_ GUARDED_BY(mutex_);  // whole lines
+  size_t used_ GUARDED_BY(mutex_) = 0;          // slots that are not free
+  size_t dirty_ GUARDED_BY(mutex_) = 0;         // frames
+  size_t leaving_ GUARDED_BY(mutex_) = 0;
+  size_t plans_ GUARDED_BY(mutex_) = 0;         // that hold pins
+  DeviceStats counts_ GUARDED_BY(mutex_);       // only hits, misses, evictions and write_backs
+  std::vector<int64_t> rows_ GUARDED_BY(mutex_);  // scratch of forget() and evict()
 };
 
 // int64, the index type of the frameworks.

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 
 #include "base/error.h"
 #include "base/failpoints.h"
 #include "base/fault.h"
 #include "base/memory.h"
+#include "base/mutex.h"
 #include "base/workers.h"
 
 namespace bunkbed {
@@ -327,13 +327,13 @@ struct Hand {
 
 void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows, size_t scratch_bytes,
                  LiveCounts* total, uint64_t* rows) {
-  std::mutex mutex;  // guards hands and idle
+  Mutex mutex{LockLevel::kLocal};  // guards hands and idle
   std::vector<std::unique_ptr<Hand>> hands;
   std::vector<Hand*> idle;
   const auto work = [&](size_t from, size_t to) {
     Hand* hand = nullptr;
     {
-      const std::lock_guard guard(mutex);
+      const MutexLock guard(mutex);
       if (idle.empty()) {
         hands.push_back(std::make_unique<Hand>(reader, *log));
         idle.push_back(hands.back().get());
@@ -357,7 +357,7 @@ void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory,
         reader.corrupt("names an id twice");
       }
     }
-    const std::lock_guard guard(mutex);
+    const MutexLock guard(mutex);
     idle.push_back(hand);
   };
   // More threads than processors, because some wait for their reads.

@@ -6,9 +6,9 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 
 #include "base/error.h"
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -371,7 +371,7 @@ class HashedDirectory final : public Directory {
     changed();
     const size_t even = rows / kPartitions;
     for (Partition& partition : partitions_) partition.grow(even + even / 64);
-    bulk_locks_ = std::make_unique<std::mutex[]>(kPartitions);
+    bulk_locks_ = std::make_unique<LocalMutex[]>(kPartitions);
   }
   bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
     // By partition, so that each is locked once and its writes are close together. A checkpoint of a hashed directory
@@ -383,7 +383,7 @@ class HashedDirectory final : public Directory {
     bool all_new = true;
     for (size_t at = 0; at < n;) {
       const size_t p = mix_id(rows[order[at]]) % kPartitions;
-      const std::lock_guard guard(bulk_locks_[p]);
+      const MutexLock guard(bulk_locks_[p]);
       for (; at < n; ++at) {
         const uint32_t i = order[at];
         const uint64_t hash = mix_id(rows[i]);
@@ -415,7 +415,10 @@ class HashedDirectory final : public Directory {
 
   std::vector<Partition> partitions_;
   size_t table_bytes_ = 0;
-  std::unique_ptr<std::mutex[]> bulk_locks_;  // of partitions, while they are filled
+  struct LocalMutex : Mutex {
+    LocalMutex() : Mutex(LockLevel::kLocal) {}
+  };
+  std::unique_ptr<LocalMutex[]> bulk_locks_;  // of partitions, while they are filled
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "base/error.h"
 #include "base/failpoints.h"
+#include "base/mutex.h"
 #include "log/log.h"
 
 namespace bunkbed {
@@ -16,7 +17,7 @@ void Log::begin_next_epoch(uint64_t records) {
 }
 
 size_t Log::spare_buffers() {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   // A buffer whose write failed counts as free: free_chunk() tries the write again.
   const auto num_free = static_cast<size_t>(std::count_if(chunks_.begin(), chunks_.end(), [](const auto& chunk) {
     return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
@@ -34,7 +35,7 @@ void Log::finish_ending() {
 
 bool Log::is_written(uint64_t epoch) {
   const auto any_is = [&](Chunk::State state) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     return std::any_of(chunks_.begin(), chunks_.end(), [&](const auto& chunk) {
       return chunk->state == state && chunk->epoch <= epoch;
     });
@@ -45,13 +46,13 @@ bool Log::is_written(uint64_t epoch) {
 }
 
 uint64_t Log::writes_ended() {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   return writes_ended_;
 }
 
 void Log::wait_for_write(uint64_t seen) {
-  std::unique_lock lock(mutex_);
-  written_.wait(lock, [&] { return writes_ended_ != seen; });
+  MutexLock lock(mutex_);
+  while (writes_ended_ == seen) lock.wait(written_);
 }
 
 Log::Unsynced Log::unsynced(uint64_t epoch) const {

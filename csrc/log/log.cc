@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/failpoints.h"
 #include "base/memory.h"
+#include "base/mutex.h"
 #include "base/workers.h"
 #include "kernels/kernels.h"
 #include "kernels/stream_copy.h"
@@ -163,7 +164,7 @@ void Log::open_chunk(Stream* stream) {
   // Clears the gap before the first record: stale bytes of an earlier chunk must not reach the disk.
   std::memset(chunk->memory.data(), 0, chunk->first_slot * stride_ - chunk->begin);
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     chunk->state = Chunk::State::kOpen;
   }
   stream->chunk = chunk;
@@ -279,7 +280,7 @@ void Log::close_chunk(Stream* stream) {
 
 void Log::start_write(Chunk* chunk) {
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     chunk->state = Chunk::State::kWriting;
   }
   write_pool().submit([this, chunk, file = chunk->segment->file] {
@@ -292,7 +293,7 @@ void Log::start_write(Chunk* chunk) {
       error = std::current_exception();
     }
     // Notifies with the mutex held: the log may be destroyed as soon as another thread sees that the write has ended.
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     chunk->error = error;
     chunk->state = error ? Chunk::State::kFailed : Chunk::State::kFree;
     ++writes_ended_;
@@ -304,13 +305,13 @@ void Log::start_write(Chunk* chunk) {
 void Log::retry_failed() {
   for (const auto& chunk : chunks_) {
     {
-      const std::lock_guard guard(mutex_);
+      const MutexLock guard(mutex_);
       if (chunk->state != Chunk::State::kFailed) continue;
     }
     if (chunk->segment != nullptr) {  // null: the segment was dropped, its bytes are not needed
       chunk->segment->file->write(chunk->memory.data(), chunk->end - chunk->begin, chunk->begin);
     }
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     chunk->state = Chunk::State::kFree;
     chunk->error = nullptr;
   }
@@ -320,7 +321,7 @@ Log::Chunk* Log::free_chunk() {
   for (;;) {
     retry_failed();
     {
-      std::unique_lock lock(mutex_);
+      MutexLock lock(mutex_);
       const auto is_free = [](const auto& chunk) { return chunk->state == Chunk::State::kFree; };
       const auto found = std::find_if(chunks_.begin(), chunks_.end(), is_free);
       if (found != chunks_.end()) return found->get();
@@ -328,21 +329,18 @@ Log::Chunk* Log::free_chunk() {
         chunks_.push_back(std::make_unique<Chunk>());
         return chunks_.back().get();
       }
-      written_.wait(lock, [this] {
-        return std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) {
-          return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
-        });
-      });
+      const auto is_over = [](const auto& chunk) {
+        return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
+      };
+      while (std::none_of(chunks_.begin(), chunks_.end(), is_over)) lock.wait(written_);
     }
   }
 }
 
 void Log::wait_all() {
-  std::unique_lock lock(mutex_);
-  written_.wait(lock, [this] {
-    return std::none_of(chunks_.begin(), chunks_.end(),
-                        [](const auto& chunk) { return chunk->state == Chunk::State::kWriting; });
-  });
+  MutexLock lock(mutex_);
+  const auto is_writing = [](const auto& chunk) { return chunk->state == Chunk::State::kWriting; };
+  while (std::any_of(chunks_.begin(), chunks_.end(), is_writing)) lock.wait(written_);
 }
 
 void Log::drain() {
@@ -358,7 +356,7 @@ void Log::rotate() {
 
 void Log::seal(Stream* stream) {
   if (stream->chunk != nullptr) {  // open and empty
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     stream->chunk->state = Chunk::State::kFree;
   }
   stream->chunk = nullptr;
@@ -391,7 +389,7 @@ const std::byte* Log::pending(uint64_t place) {
     if (slot < chunk->first_slot || slot >= chunk->first_slot + chunk->ids.size()) continue;
     // A write that ends after this check does no harm: the bytes stay until an append takes the buffer.
     if (chunk.get() != running_.chunk && chunk.get() != ending_.chunk) {
-      const std::lock_guard guard(mutex_);
+      const MutexLock guard(mutex_);
       if (chunk->state == Chunk::State::kFree) return nullptr;
     }
     return chunk->memory.data() + (slot * stride_ - chunk->begin);
@@ -416,7 +414,7 @@ Segment& Log::segment_of(uint64_t place) {
 }
 
 bool Log::is_being_written(const Segment& segment) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   return std::any_of(chunks_.begin(), chunks_.end(), [&segment](const auto& chunk) {
     return chunk->segment == &segment && chunk->state != Chunk::State::kFree;
   });

@@ -22,12 +22,12 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "base/mutex.h"
 #include "format/format.h"
 #include "vfs/batch_reads.h"
 #include "vfs/file_cache.h"
@@ -303,8 +303,8 @@ class Log {
   vfs::ReadLane staging_lane_;  // of staging, which runs concurrently
   LogStats stats_;
 
-  std::mutex mutex_;  // guards the state and error of every Chunk, and writes_ended_
-  uint64_t writes_ended_ = 0;
+  Mutex mutex_;  // guards also the state and error of every Chunk
+  uint64_t writes_ended_ GUARDED_BY(mutex_) = 0;
   std::condition_variable written_;
 };
 

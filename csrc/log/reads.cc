@@ -3,9 +3,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <mutex>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "base/stall.h"
 #include "log/log.h"
 
@@ -85,7 +85,7 @@ void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
       }
       if (!error) return;
       next_.store(plan_.extents.size(), std::memory_order_relaxed);
-      const std::lock_guard guard(error_mutex_);
+      const MutexLock guard(error_mutex_);
       if (!error_) error_ = error;
     }
     void rethrow() {  // once no read is under way
@@ -97,7 +97,7 @@ void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
     const ReadPlan& plan_;
     const size_t read_bytes_;
     std::atomic<size_t> next_{0};
-    std::mutex error_mutex_;  // guards error_
+    Mutex error_mutex_{LockLevel::kLocal};  // guards error_
     std::exception_ptr error_;
   };
   Source source(*this, plan, read_bytes);

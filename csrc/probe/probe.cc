@@ -7,11 +7,11 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 #include "base/error.h"
 #include "base/memory.h"
+#include "base/mutex.h"
 #include "base/workers.h"
 #include "kernels/kernels.h"
 
@@ -31,14 +31,14 @@ Clock::time_point after(double seconds) {
 // exception.
 void on_threads(size_t num_threads, const std::function<void(size_t)>& work) {
   std::vector<std::thread> threads;
-  std::mutex mutex;
+  Mutex mutex{LockLevel::kLocal};
   std::exception_ptr error;
   for (size_t i = 0; i < num_threads; ++i) {
     threads.emplace_back([&, i] {
       try {
         work(i);
       } catch (...) {
-        const std::lock_guard guard(mutex);
+        const MutexLock guard(mutex);
         if (error == nullptr) error = std::current_exception();
       }
     });

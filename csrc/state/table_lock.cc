@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/mutex.h"
 
 namespace bunkbed {
 
@@ -25,6 +26,7 @@ void TableLock::require_own_process() const {
 
 void TableLock::enter() {
   calls_waiting_.fetch_add(1, std::memory_order_relaxed);
+  enter_lock(LockLevel::kTable);
   mutex_.lock();
   calls_waiting_.fetch_sub(1, std::memory_order_relaxed);
 }
@@ -34,6 +36,7 @@ void TableLock::leave(bool is_call) {
   calls_left_ += is_call;
   if (may_slice_enter()) on_->turn.notify_all();  // before the unlock, after which the table may be destroyed
   mutex_.unlock();
+  leave_lock(LockLevel::kTable);
 }
 
 bool TableLock::may_slice_enter() const {
@@ -61,6 +64,7 @@ TableLock::Guard TableLock::exclusive(Commits commits) {
 
 TableLock::Guard TableLock::slice() {
   require_own_process();
+  enter_lock(LockLevel::kTable);
   std::unique_lock held(mutex_);
   Turn turn{calls_left_ + calls_waiting_.load(std::memory_order_relaxed)};
   *last_ = &turn;

@@ -1,5 +1,6 @@
 #include "store/staging.h"
 
+#include "base/mutex.h"
 #include "base/workers.h"
 
 namespace bunkbed {
@@ -14,7 +15,7 @@ StagingQueue::StagingQueue(Log* log, size_t read_bytes, Finished finished)
 void StagingQueue::add(Store::Staging staging) {
   const size_t reads = staging.plan.extents.size();
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     if (jobs_.empty()) served_ = std::chrono::steady_clock::now();
     jobs_.push_back(std::make_shared<Job>(std::move(staging)));
   }
@@ -22,7 +23,7 @@ void StagingQueue::add(Store::Staging staging) {
 }
 
 bool StagingQueue::next(vfs::ReadOp* op) noexcept {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   for (; turn_ < jobs_.size(); ++turn_) {
     Job* job = jobs_[turn_].get();
     if (job == nullptr || job->next == job->staging.plan.extents.size()) continue;
@@ -38,7 +39,7 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
   const uint64_t number = op.tag >> kExtentBits;
   std::shared_ptr<Job> job;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     job = jobs_[number - first_];
   }
   // After a failure the batch's other reads go on: whoever wants a row reads it again, and gets the error.
@@ -51,7 +52,7 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
   if (job->left.fetch_sub(1) > 1) return;
   double seconds;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     const auto now = std::chrono::steady_clock::now();
     seconds = std::chrono::duration<double>(now - served_).count();
     served_ = now;
@@ -73,14 +74,14 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
 
 void StagingQueue::finish(const Job& job, double seconds) {
   finished_(job.staging, job.failed, seconds);
-  const std::lock_guard guard(mutex_);  // notified under it: the queue may go as soon as it is seen idle
+  const MutexLock guard(mutex_);  // notified under it: the queue may go as soon as it is seen idle
   if (--finishing_ == 0) idle_.notify_all();
 }
 
 StagingQueue::~StagingQueue() {
   stream_.finish();
-  std::unique_lock lock(mutex_);
-  idle_.wait(lock, [this] { return finishing_ == 0; });
+  MutexLock lock(mutex_);
+  while (finishing_ != 0) lock.wait(idle_);
 }
 
 }  // namespace bunkbed

@@ -8,8 +8,8 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "store/store.h"
 #include "vfs/batch_reads.h"
 
@@ -44,12 +44,12 @@ class StagingQueue final : private vfs::ReadSource {
   Log* const log_;
   const size_t read_bytes_;
   const Finished finished_;
-  std::mutex mutex_;  // guards what follows
-  std::deque<std::shared_ptr<Job>> jobs_;  // [i] is job number first_ + i; null once finished
-  uint64_t first_ = 0;
-  size_t turn_ = 0;  // of jobs_: the first that may have reads to hand out
-  std::chrono::steady_clock::time_point served_;  // when the last batch was finished, or the queue became busy
-  size_t finishing_ = 0;           // batches that were read and whose `finished` has not returned
+  Mutex mutex_;
+  std::deque<std::shared_ptr<Job>> jobs_ GUARDED_BY(mutex_);  // [i] is job number first_ + i; null once finished
+  uint64_t first_ GUARDED_BY(mutex_) = 0;
+  size_t turn_ GUARDED_BY(mutex_) = 0;  // of jobs_: the first that may have reads to hand out
+  std::chrono::steady_clock::time_point served_ GUARDED_BY(mutex_);  // when the last batch was finished, or the queue became busy
+  size_t finishing_ GUARDED_BY(mutex_) = 0;           // batches that were read and whose `finished` has not returned
   std::condition_variable idle_;   // with mutex_: finishing_ became 0
   vfs::ReadStream stream_;  // last: its destructor uses the rest
 };

@@ -4,10 +4,10 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 
 #include "base/error.h"
 #include "base/float_mode.h"
+#include "base/mutex.h"
 #include "base/workers.h"
 
 namespace bunkbed {
@@ -147,13 +147,13 @@ std::vector<int64_t> parse_rows(std::string_view text, const int64_t* begins, co
       throw Error(ErrorKind::kInvalid, "line " + std::to_string(i) + " begins outside the text");
     }
   }
-  std::mutex mutex;
+  Mutex mutex{LockLevel::kLocal};
   std::vector<int64_t> refused;
   parallel_for(rows, rows_at_once(kTextValues, dim), [&](size_t from, size_t to) {
     const DefaultFloatMode mode;
     for (size_t i = from; i < to; ++i) {
       if (parse_row(text.data() + begins[i], text.data() + ends[i], dim, out + i * dim)) continue;
-      const std::lock_guard guard(mutex);
+      const MutexLock guard(mutex);
       refused.push_back(static_cast<int64_t>(i));
     }
   });

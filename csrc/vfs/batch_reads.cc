@@ -5,13 +5,13 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/failpoints.h"
+#include "base/mutex.h"
 #include "base/workers.h"
 #include "vfs/uring.h"
 
@@ -109,12 +109,12 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
     for (uint32_t i = 0; i < num_slices; ++i) free_slices.push_back(i);
   }
 
-  bool is_idle() const { return num_readers == 0; }
+  bool is_idle() const REQUIRES(mutex) { return num_readers == 0; }
 
   // Runs a reader that invite() submitted, or (`is_invited` false) the caller of finish(). A reader that finds all
   // slices in use returns: those readers do not leave while the source has reads.
   void work(bool is_invited) {
-    std::unique_lock lock(mutex);
+    MutexLock lock(mutex);
     if (is_invited) --invited;
     if (is_closed || num_readers >= (ring != nullptr ? size_t{1} : num_slices)) return;
     ++num_readers;
@@ -126,7 +126,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
   void invite(size_t num_ops) {
     size_t more;
     {
-      const std::lock_guard guard(mutex);
+      const MutexLock guard(mutex);
       ++wakes;
       const size_t most = ring != nullptr ? 1 : max_threads;
       more = std::min(num_ops, most - std::min(most, num_readers + invited));
@@ -135,12 +135,13 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
     if (more > 0) io_pool().submit([state = shared_from_this()] { state->work(true); }, more);
   }
 
-  void leave() {
+  void leave() REQUIRES(mutex) {
     --num_readers;
     if (is_idle()) idle.notify_all();
   }
 
-  void read(std::unique_lock<std::mutex>& lock) {
+  // The analysis does not follow a lock that is an argument.
+  void read(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
     std::optional<ReadOp> refused;
     for (uint64_t seen = wakes - 1; ring != nullptr && seen != wakes;) {
       seen = wakes;
@@ -185,14 +186,14 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
   const size_t slice_bytes;
   const size_t num_slices;
   const size_t max_threads;
-  std::mutex mutex;  // guards what follows
+  Mutex mutex;
   Ring* ring;        // null: threads read
   std::condition_variable idle;
-  std::vector<uint32_t> free_slices;
-  size_t num_readers = 0;
-  size_t invited = 0;
-  uint64_t wakes = 0;
-  bool is_closed = false;
+  std::vector<uint32_t> free_slices GUARDED_BY(mutex);
+  size_t num_readers GUARDED_BY(mutex) = 0;
+  size_t invited GUARDED_BY(mutex) = 0;
+  uint64_t wakes GUARDED_BY(mutex) = 0;
+  bool is_closed GUARDED_BY(mutex) = false;
   bool is_begun = false;  // the caller of begin() is the ring's driver and has not called finish() yet
 };
 
@@ -203,9 +204,9 @@ ReadStream::~ReadStream() {
   failpoint("reads.finished");
   // Submitted readers that have not started keep the state alive and find it closed. A reader that started after
   // finish() saw none uses the source: wait until it leaves.
-  std::unique_lock lock(state_->mutex);
+  MutexLock lock(state_->mutex);
   state_->is_closed = true;
-  state_->idle.wait(lock, [this] { return state_->is_idle(); });
+  while (!state_->is_idle()) lock.wait(state_->idle);
 }
 
 void ReadStream::wake(size_t num_ops) { state_->invite(num_ops); }
@@ -213,7 +214,7 @@ void ReadStream::wake(size_t num_ops) { state_->invite(num_ops); }
 void ReadStream::begin(size_t num_ops) {
   State& state = *state_;
   {
-    const std::lock_guard guard(state.mutex);
+    const MutexLock guard(state.mutex);
     // One call submits all reads that fit into the ring. More reads need a thread that refills the ring.
     if (state.ring != nullptr && state.is_idle() && num_ops <= state.num_slices) {
       ++state.num_readers;
@@ -227,15 +228,15 @@ void ReadStream::begin(size_t num_ops) {
 void ReadStream::finish() {
   State& state = *state_;
   if (state.is_begun) {
-    std::unique_lock lock(state.mutex);
+    MutexLock lock(state.mutex);
     state.is_begun = false;
     state.read(lock);
     state.leave();
   } else {
     state.work(false);
   }
-  std::unique_lock lock(state.mutex);
-  state.idle.wait(lock, [&] { return state.is_idle(); });
+  MutexLock lock(state.mutex);
+  while (!state.is_idle()) lock.wait(state.idle);
 }
 
 void read_all(ReadSource& source, size_t num_ops, ReadLane& lane, const std::function<void()>& meanwhile) {

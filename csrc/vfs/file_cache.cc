@@ -4,24 +4,24 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "base/mutex.h"
 
 namespace bunkbed::vfs {
 
 struct OpenFiles {
-  std::mutex mutex;  // guards what follows and the state of every CachedFile
-  std::list<CachedFile*> closable;  // open and may be closed; the least recently used first
-  size_t num_open = 0;
+  Mutex mutex;  // guards also the state of every CachedFile
+  std::list<CachedFile*> closable GUARDED_BY(mutex);  // open and may be closed; the least recently used first
+  size_t num_open GUARDED_BY(mutex) = 0;
 
-  void put_last(CachedFile* file, std::list<CachedFile*>* from) { closable.splice(closable.end(), *from, file->place_); }
-  void take_out(CachedFile* file) { file->node_.splice(file->node_.begin(), closable, file->place_); }
+  void put_last(CachedFile* file, std::list<CachedFile*>* from) REQUIRES(mutex) { closable.splice(closable.end(), *from, file->place_); }
+  void take_out(CachedFile* file) REQUIRES(mutex) { file->node_.splice(file->node_.begin(), closable, file->place_); }
 
   // Takes the files above the limit out of their CachedFiles. The caller closes them without the mutex.
-  void trim(std::vector<std::shared_ptr<File>>* closed) {
+  void trim(std::vector<std::shared_ptr<File>>* closed) REQUIRES(mutex) {
     for (const size_t limit = most_open(); num_open > limit && closable.size() > kStay; --num_open) {
       CachedFile* const oldest = closable.front();
       closed->push_back(oldest->file_);
@@ -45,7 +45,8 @@ OpenFiles& open_files() {
   static OpenFiles* all = nullptr;
   static const bool is_made = [] {
     all = new OpenFiles;
-    ::pthread_atfork([] { all->mutex.lock(); }, [] { all->mutex.unlock(); }, [] { all->mutex.unlock(); });
+    const auto release = []() NO_THREAD_SAFETY_ANALYSIS { all->mutex.unlock(); };
+    ::pthread_atfork([]() NO_THREAD_SAFETY_ANALYSIS { all->mutex.lock(); }, release, release);
     return true;
   }();
   (void)is_made;
@@ -62,14 +63,14 @@ CachedFile::CachedFile(Vfs& vfs, std::shared_ptr<File> file)
       file_(std::move(file)) {
   std::vector<std::shared_ptr<File>> closed;  // before the guard: they are closed without the mutex
   OpenFiles& all = open_files();
-  const std::lock_guard guard(all.mutex);
+  const MutexLock guard(all.mutex);
   ++all.num_open;
   all.trim(&closed);
 }
 
 CachedFile::~CachedFile() {
   OpenFiles& all = open_files();
-  const std::lock_guard guard(all.mutex);
+  const MutexLock guard(all.mutex);
   if (file_ == nullptr) return;
   --all.num_open;
   if (may_close_) all.take_out(this);
@@ -77,14 +78,14 @@ CachedFile::~CachedFile() {
 
 void CachedFile::let_close() {
   OpenFiles& all = open_files();
-  const std::lock_guard guard(all.mutex);
+  const MutexLock guard(all.mutex);
   if (!std::exchange(may_close_, true)) all.put_last(this, &node_);
 }
 
 void CachedFile::keep_open() { (void)opened(true); }
 
 bool CachedFile::is_open() const {
-  const std::lock_guard guard(open_files().mutex);
+  const MutexLock guard(open_files().mutex);
   return file_ != nullptr;
 }
 
@@ -103,7 +104,7 @@ std::shared_ptr<File> CachedFile::opened(bool must_stay) {
   for (;;) {
     {
       std::vector<std::shared_ptr<File>> closed;
-      const std::lock_guard guard(all.mutex);
+      const MutexLock guard(all.mutex);
       if (file_ == nullptr && again != nullptr) {
         file_ = again;
         ++all.num_open;

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "base/error.h"
+#include "base/mutex.h"
 
 namespace bunkbed::vfs {
 
@@ -53,6 +54,7 @@ void put(std::vector<std::byte>* file, uint64_t offset, const std::byte* data, s
 }  // namespace
 
 PowerlossVfs::PowerlossVfs(std::string root, Vfs& below) : root_(std::move(root)), below_(below) {
+  const MutexLock guard(mutex_);
   inodes_[root_] = 0;
   adopt(root_, 0);
 }
@@ -100,7 +102,7 @@ uint32_t PowerlossVfs::directory_of(const std::string& path, std::string* name) 
 }
 
 size_t PowerlossVfs::begin_event(Kind kind, const std::string& path, uint32_t inode) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   Event event{kind, ++tick_, kNever, inode, 0, {}, 0, {}};
   event.parent = directory_of(path, &event.name);
   events_.push_back(std::move(event));
@@ -108,7 +110,7 @@ size_t PowerlossVfs::begin_event(Kind kind, const std::string& path, uint32_t in
 }
 
 void PowerlossVfs::end_event(size_t event) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   events_[event].end = ++tick_;
 }
 
@@ -119,7 +121,7 @@ auto PowerlossVfs::record(size_t event, Call&& call) {
   try {
     return call();
   } catch (...) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     if (events_[event].kind != Kind::kWrite) events_[event].begin = kNever;
     throw;
   }
@@ -133,7 +135,7 @@ class PowerlossVfs::TracedFile final : public File {
   void write(const void* data, size_t n, uint64_t offset) override {
     const size_t event = owner_->begin_event(Kind::kWrite, path(), inode_);
     {
-      const std::lock_guard guard(owner_->mutex_);
+      const MutexLock guard(owner_->mutex_);
       owner_->events_[event].offset = offset;
       const auto* bytes = static_cast<const std::byte*>(data);
       owner_->events_[event].data.assign(bytes, bytes + n);
@@ -160,12 +162,12 @@ class PowerlossVfs::TracedFile final : public File {
 };
 
 uint64_t PowerlossVfs::now() {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   return tick_;
 }
 
 std::string PowerlossVfs::describe(uint64_t moment) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   const Event* last = nullptr;
   for (const Event& event : events_) {
     if (event.begin <= moment && (last == nullptr || event.begin > last->begin)) last = &event;
@@ -177,7 +179,7 @@ std::string PowerlossVfs::describe(uint64_t moment) {
 std::shared_ptr<File> PowerlossVfs::traced(const std::string& path, std::shared_ptr<File> below, size_t event) {
   uint32_t inode;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     inode = num_inodes_++;
     inodes_[path] = inode;
     events_[event].inode = inode;
@@ -199,13 +201,13 @@ std::shared_ptr<File> PowerlossVfs::create_small(const std::string& path) {
 void PowerlossVfs::link(const std::string& from, const std::string& to) {
   uint32_t inode;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     inode = inodes_.at(from);
   }
   const size_t event = begin_event(Kind::kLink, to, inode);
   record(event, [&] { below_.link(from, to); });
   end_event(event);
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   inodes_[to] = inode;
 }
 
@@ -215,7 +217,7 @@ void PowerlossVfs::remove(const std::string& path) {
   const size_t event = begin_event(Kind::kRemove, path, 0);
   record(event, [&] { below_.remove(path); });
   end_event(event);
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   inodes_.erase(path);
 }
 
@@ -223,12 +225,12 @@ void PowerlossVfs::remove(const std::string& path) {
 void PowerlossVfs::truncate(const std::string& path, uint64_t bytes) {
   uint32_t inode;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     inode = inodes_.at(path);
   }
   const size_t event = begin_event(Kind::kTruncate, path, inode);
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     events_[event].offset = bytes;
   }
   record(event, [&] { below_.truncate(path, bytes); });
@@ -238,7 +240,7 @@ void PowerlossVfs::truncate(const std::string& path, uint64_t bytes) {
 void PowerlossVfs::sync_directory(const std::string& path) {
   uint32_t inode = ~0u;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     const auto found = inodes_.find(path);
     if (found != inodes_.end()) inode = found->second;
   }
@@ -257,7 +259,7 @@ void PowerlossVfs::make_directories(const std::string& path) {
     const size_t event = begin_event(Kind::kMakeDirectory, prefix, ~0u);
     record(event, [&] { below_.make_directories(prefix); });
     {
-      const std::lock_guard guard(mutex_);
+      const MutexLock guard(mutex_);
       events_[event].inode = num_inodes_++;
       inodes_[prefix] = events_[event].inode;
     }
@@ -305,7 +307,7 @@ bool PowerlossVfs::is_ignored(const Event& sync, const std::vector<const Event*>
 
 CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, uint64_t seed,
                                const std::vector<IgnoredSync>& ignored) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   Random random(seed * 0x2545f4914f6cdd1dull + moment);
 
   // The time until which each file and directory is safe: safe events ended before its last sync began.
@@ -378,7 +380,7 @@ CrashState PowerlossVfs::crash(uint64_t moment, Names names, Sectors sectors, ui
 
   // Bytes that survive.
   std::map<uint32_t, std::vector<std::byte>> bytes;
-  const auto bytes_of = [&](uint32_t inode) -> std::vector<std::byte>& {
+  const auto bytes_of = [&](uint32_t inode) REQUIRES(mutex_) -> std::vector<std::byte>& {
     const auto [found, is_new] = bytes.try_emplace(inode);
     const auto first = first_bytes_.find(inode);
     if (is_new && first != first_bytes_.end()) found->second = first->second;

@@ -13,10 +13,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed::vfs {
@@ -90,27 +90,27 @@ class PowerlossVfs final : public Vfs {
   using Entries = std::map<std::string, uint32_t>;
 
   static const char* kind_name(Kind kind);
-  void adopt(const std::string& path, uint32_t inode);
+  void adopt(const std::string& path, uint32_t inode) REQUIRES(mutex_);
   std::shared_ptr<File> traced(const std::string& path, std::shared_ptr<File> below, size_t event);
   size_t begin_event(Kind kind, const std::string& path, uint32_t inode);
   void end_event(size_t event);
   template <typename Call>
   auto record(size_t event, Call&& call);
-  uint32_t directory_of(const std::string& path, std::string* name);
+  uint32_t directory_of(const std::string& path, std::string* name) REQUIRES(mutex_);
   bool is_ignored(const Event& sync, const std::vector<const Event*>& pending,
                   const std::vector<IgnoredSync>& ignored) const;
 
   const std::string root_;
   Vfs& below_;
-  std::mutex mutex_;  // guards everything below
-  uint64_t tick_ = 0;
-  std::vector<Event> events_;
-  uint32_t num_inodes_ = 1;  // 0 is the root
+  Mutex mutex_{LockLevel::kTesting};
+  uint64_t tick_ GUARDED_BY(mutex_) = 0;
+  std::vector<Event> events_ GUARDED_BY(mutex_);
+  uint32_t num_inodes_ GUARDED_BY(mutex_) = 1;  // 0 is the root
   // The current state.
-  std::map<std::string, uint32_t> inodes_;  // by path below the root
+  std::map<std::string, uint32_t> inodes_ GUARDED_BY(mutex_);  // by path below the root
   // The state at construction.
-  std::map<uint32_t, Entries> first_entries_;
-  std::map<uint32_t, std::vector<std::byte>> first_bytes_;
+  std::map<uint32_t, Entries> first_entries_ GUARDED_BY(mutex_);
+  std::map<uint32_t, std::vector<std::byte>> first_bytes_ GUARDED_BY(mutex_);
 };
 
 }  // namespace bunkbed::vfs
