@@ -6,10 +6,10 @@ namespace bunkbed {
 
 namespace {
 
-// Looking at this many records for each appended one keeps pace with segments that are up to 75 % live.
+// Examining this many records for each appended one keeps pace with segments that are up to 75 % live.
 constexpr size_t kPace = 4;
 constexpr size_t kSlice = 512;             // records of one slice: a fraction of a millisecond under the lock
-constexpr uint64_t kSegmentsBehind = 4;    // beyond which compaction is behind
+constexpr uint64_t kSegmentsBehind = 4;    // with more debt than these hold, compaction is behind
 constexpr size_t kAllAtOnce = 1u << 20;    // records of one round of compact_all()
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Decides when and how much to compact. The amount of compaction follows the number of appended records: each append adds to a
-// debt of records that compaction must look at. The debt is paid within steps (compact_some), or by a background job in
-// slices. Requires the table's lock for every call.
+// Decides when and how much to compact. Each appended record adds to a debt: the number of records that compaction must
+// examine. compact_some() pays the debt within a step, or a background job pays it in slices. Requires the table's lock
+// for every call.
 #pragma once
 
 #include <cstddef>
@@ -21,24 +21,24 @@ class CompactionScheduler {
   CompactionScheduler(const CompactionScheduler&) = delete;
   CompactionScheduler& operator=(const CompactionScheduler&) = delete;
 
-  // Compacts a little, in proportion to what was appended since the last call. Does nothing while a background job compacts.
+  // Compacts in proportion to the records appended since the last call. Does nothing while a background job compacts.
   void compact_some();
   // Compacts everything that is worth it. Returns the number of moved records.
   uint64_t compact_all();
-  // For opening: merges segments while there are too many. The merge after a commit is part of the next commit, and it is
-  // lost when the table closes before that commit: a table that is opened for each commit would keep one more segment
-  // each time.
+  // For opening: merges segments while there are too many. The merge that follows a commit becomes durable with the
+  // next commit and is lost when the table closes before. Without this call, a table that is opened for each commit
+  // would gain one segment each time.
   void merge_segments();
-  // Drops the debt: nothing moves until something else is appended. A scan depends on this.
+  // Drops the debt: compaction moves no record until a record is appended. A scan depends on this.
   void forgive();
 
-  // The records that a commit appends to its epoch become debt at count_commit_debt(), when the commit is over: the
+  // The records that a commit appends to its epoch become debt at count_commit_debt(), when the commit is over. So the
   // background job pays for them, and not compact_some() within a step.
   void add_commit_debt(uint64_t records);
   void count_commit_debt() { debt_ += std::exchange(commit_debt_, 0); }
 
-  // ---- A background job: begin(), then plan() and take() until plan() returns false, then end(). Compactor::execute() runs
-  // between plan() and take(), without the table's lock.
+  // ---- A background job: begin(), then plan() and take() until plan() returns false, then end(). Compactor::execute()
+  // runs between plan() and take(), without the table's lock.
 
   // Returns false when there is nothing to do or another job compacts.
   bool begin();
@@ -54,10 +54,10 @@ class CompactionScheduler {
   Log* const log_;
   Compactor* const compactor_;
   const MemoryPlan* const plan_;
-  uint64_t appended_seen_ = 0;  // records of the log that the debt accounts for
-  uint64_t debt_ = 0;           // records to look at
-  uint64_t commit_debt_ = 0;    // the same, for what the commit under way appended
-  bool is_running_ = false;     // a background job
+  uint64_t appended_seen_ = 0;  // appended records that the debt includes
+  uint64_t debt_ = 0;           // records to examine
+  uint64_t commit_debt_ = 0;    // the same, for records that the commit under way appended
+  bool is_running_ = false;     // whether a background job runs
 };
 
 }  // namespace bunkbed

@@ -13,7 +13,7 @@ namespace bunkbed {
 namespace {
 
 constexpr size_t kMergeWidth = 4;  // segments of a tier, and the factor between two tiers
-constexpr uint64_t kSmallestTier = 2 * vfs::kBlockBytes;  // what a segment of one record takes
+constexpr uint64_t kSmallestTier = 2 * vfs::kBlockBytes;  // a segment of one record
 
 size_t tier_of(uint64_t bytes) { return (std::bit_width(std::max(bytes / kSmallestTier, uint64_t{1})) - 1) / 2; }
 
@@ -39,9 +39,9 @@ bool Compactor::has_too_many_segments() const {
   return log_->segments().size() > most_segments(total_bytes(), log_->segment_bytes());
 }
 
-// What the log would be live if all rows were written back now: one that is dirty in RAM has no live record there, and
-// will have one again without compaction's doing. Else commits of a table in RAM, whose rows are dirty again at once,
-// would have the rest of its log moved each time.
+// The live bytes of the log if all dirty rows were written back now. A dirty row has no live record in the log until it
+// is written back. Without counting it, each commit of a table that fits in RAM, whose rows are soon dirty again, would
+// make compaction move the rest of the log.
 uint64_t Compactor::settled_bytes() const {
   return std::max(live_bytes(), directory_->stored_rows() * (log_->stride() + 16));
 }
@@ -57,8 +57,8 @@ bool Compactor::is_needed() const {
   return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments();
 }
 
-// Runs a read of the chosen segment. When it fails the segment is left alone from now on: nobody asked for these
-// records; whoever does gets the error, and check() lists it.
+// Runs a read of the chosen segment. When the read fails, the segment is never chosen again and the error is dropped,
+// because no caller wants these records now. A lookup of one of its rows reports the error, and check() lists it.
 template <typename Call>
 bool Compactor::read_or_set_aside(Call&& call) {
   try {
@@ -72,7 +72,7 @@ bool Compactor::read_or_set_aside(Call&& call) {
 }
 
 bool Compactor::may_choose(const Segment& segment) const {
-  // One of a commit under way could not go even when emptied, and would be chosen again and again.
+  // A segment of the commit under way (is_ending) stays even when it is empty, so it would be chosen again and again.
   if (!segment.is_sealed || segment.is_ending || segment.records == 0 || segment.tombstones > 0) return false;
   if (damaged_.contains(segment.id) || log_->is_being_written(segment)) return false;
   return !may_empty_ || may_empty_(segment, named_.contains(segment.id));
@@ -94,7 +94,7 @@ void Compactor::choose_merge() {
     bytes = with;
     merging_.push_back(segment->id);
   }
-  // What four nearly full ones hold takes four again.
+  // The records of four nearly full segments would fill four segments again.
   if (bytes > 2 * log_->segment_bytes()) merging_.clear();
 }
 
@@ -113,11 +113,11 @@ void Compactor::merge(size_t buffer_bytes) {
       before = log_->segments().size();
       run(begin_merge(), buffer_bytes);
     }
-  } catch (const Error&) {  // the disk is full, say: nothing is lost, and later calls try again
+  } catch (const Error&) {  // for example a full disk: no record is lost, and later calls try again
   }
 }
 
-// Chooses the next segment of a merge, else the emptiest one, of those that `among` holds where that is given.
+// Chooses the emptiest segment that `among` accepts. Without `among`, prefers the next segment of a merge.
 bool Compactor::pick(const MayEmpty* among) {
   Segment* best = nullptr;
   if (among == nullptr) {
@@ -133,7 +133,7 @@ bool Compactor::pick(const MayEmpty* among) {
   for (const auto& [id, segment] : log_->segments()) {
     if (!may_choose(*segment)) continue;
     if (among != nullptr && !(*among)(*segment, named_.contains(id))) continue;
-    // Where bytes count: small segments, of which many small commits leave many, are mostly header and padding.
+    // With `among`, bytes count: the small segments of small commits are mostly header and padding.
     const double part = among == nullptr
                             ? static_cast<double>(segment->live) / static_cast<double>(segment->records)
                             : static_cast<double>(segment->live * log_->record_disk_bytes()) / static_cast<double>(segment->bytes);
@@ -166,7 +166,7 @@ bool Compactor::plan_read(size_t buffer_bytes, Read* read) {
   *read = Read();
   if (segment_ == 0 && (!is_needed() || !pick())) return false;
   Segment* segment = log_->find_segment(segment_);
-  if (segment == nullptr || segment->live == 0) return true;  // run() goes on to the next
+  if (segment == nullptr || segment->live == 0) return true;  // nothing to read: look() ends this segment
   if (chunks_.empty() && chunk_ == 0) {
     chunks_ = segment->chunks;
     read->wants_chunks = chunks_.empty();
@@ -210,14 +210,14 @@ void Compactor::take_read(Read read) {
   chunks_ = std::move(read.chunks);
 }
 
-// Looks at up to `n` records of the chosen segment; returns how many it was, at least 1.
+// Examines up to `n` records of the chosen segment. Returns how many, at least 1.
 size_t Compactor::look(size_t n, size_t buffer_bytes) {
   size_t looked = 0;
   Segment* segment = log_->find_segment(segment_);
   if (segment != nullptr && segment->live > 0 && chunk_ < chunks_.size()) {
     const ChunkTrailer& chunk = chunks_[chunk_];
     if (ids_.empty() && !read_or_set_aside([&] {
-          // As many chunks as the buffer holds in one large read: each small one would wait behind the random reads.
+          // One large read for as many chunks as the buffer holds: each small read would wait behind random reads.
           const size_t whole = chunk.end - chunk.begin;
           if (whole <= buffer_bytes) {
             const bool is_there = span_.segment == segment_ && span_.begin <= chunk.begin && chunk.end <= span_.end;
@@ -230,7 +230,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
     const size_t fits = std::max<size_t>(1, buffer_bytes / log_->stride());
     const size_t count = std::min({n, fits, ids_.size() - record_});
 
-    // Which of them are live is known without reading them: read only the span that holds live ones.
+    // The directory and the frames say which records are live, so only the span with live records is read.
     const auto is_live = [&](size_t i, uint32_t* frame) {
       const uint64_t place = log_->position(segment_, chunk.first_slot + i);
       const Entry entry = directory_->find(ids_[i]);
@@ -259,7 +259,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
       const bool outranks = fault_is("move_outranks");
       for (size_t i = first; i < last; ++i) {
         const std::byte* const record = records + (i - first) * log_->stride();
-        if (!is_live(i, &frame)) {  // asked again: the answer may have changed while reading
+        if (!is_live(i, &frame)) {  // checked again, because it may have changed during the read
           if (outranks) (void)log_->append(ids_[i], record);
           continue;
         }
@@ -300,7 +300,7 @@ void Compactor::run(size_t records, size_t buffer_bytes) {
 
 bool Compactor::empty_until(const std::function<bool()>& is_enough, const MayEmpty& among, size_t buffer_bytes) {
   constexpr size_t kRecords = 4096;
-  if (segment_ != 0 && !is_enough()) {  // half done, and perhaps of no use here: begun anew when it is the emptiest
+  if (segment_ != 0 && !is_enough()) {  // half done, but `among` may refuse it: it starts again when it is chosen
     segment_ = 0;
     ids_.clear();
   }

@@ -1,45 +1,44 @@
-// The limit of what a table's files may take (`disk=`). Files: the segments of the log, those that only commits name, and
-// the commits' manifests and directory checkpoints.
+// The limit of the bytes of a table's files (`disk=`). Files: the segments of the log, the segments that only commits
+// name, and the commits' manifests and index snapshots.
 //
-// What must hold whenever a call begins, with W(n) the most that n rows take when they are written (their records, and what
-// the segments that they begin take in addition):
+// Let W(n) be the most bytes that n rows take when they are written: their records, and the overhead of the segments
+// that they start. The following must hold whenever a call begins:
 //
 //   files + W(rows dirty in RAM) + slack in use <= limit                                                 (1)
 //
-// A dirty row is written once, by its eviction or by the commit, so nothing but a row becoming dirty can break (1): a call
-// that makes rows dirty asks has_room_for() before it changes anything (jobs/disk_room.h says what it does when the answer is
-// no). The slack is what (1) cannot see: the segment being filled and that of a commit under way, one more that is being
-// emptied into them, and chunks that are open. Log asks before each chunk, too: a mistake here can make a call fail, it
-// cannot make the files exceed the limit.
+// A dirty row is written once, by its eviction or by the commit, so only a row that becomes dirty can break (1). A call
+// that makes rows dirty therefore calls has_room_for() before it changes anything (jobs/disk_room.h says what it does
+// without room). The slack covers what (1) does not count: the segment being filled, the segment of a commit under way,
+// a segment that is being emptied into them, and open chunks. Log checks the limit before each chunk, too. So a mistake
+// here can make a call fail, but cannot make the files exceed the limit.
 //
-// One rule says what is enough, at creation and opening, for new rows, commits and snapshots. Let L(n) be what n rows take
-// when packed as tightly as compaction packs them, K what kept snapshots hold, C how many commits that are not kept exist
-// at once at most (1; a run has up to 3; a scratch table 0), and slack the above with two index checkpoints of n rows.
+// One rule says what limit is enough at creation and opening, and for new rows, commits and snapshots. Let L(n) be the
+// bytes of n rows that compaction has packed, K the bytes of kept snapshots, C the most commits that exist at once
+// without being kept (1; a run has up to 3; a scratch table 0). Here slack includes two index snapshots of n rows.
 // There is room for n rows when
 //
 //   K + (C + 1) * L(n) + slack <= limit                                                                  (2)
 //
-// and M, the most rows that (2) allows (no more than num_rows), never changes but with K. Then:
+// M, the most rows that (2) allows (at most num_rows), changes only with K. Then:
 //   - Rows are added, and snapshots kept, only where (2) holds afterwards.
-//   - A commit begins with at most (limit - K - L(M) - slack) / C bytes in the log, which is at least L(M): what is more is
-//     packed first, the segment being filled included. So its files leave L(M) + slack, however many rows are added later.
-//     What opening asks for follows: the log of a commit is never more than opening takes.
-//   - What is appended after a commit fills segments that no commit names. They can be emptied and removed at once, until
-//     they hold nothing but the newest records of rows: L(M) at most, with the dirty rows.
-// So an update waits for compaction, or for a commit under way. Rows that are dirtied may have records in unnamed segments,
-// which compaction can remove only afterwards: an update may borrow a segment's bytes of the slack for that, and needs its
-// own bytes beyond (2) where its rows are more.
+//   - A commit begins with at most (limit - K - L(M) - slack) / C bytes in the log, which is at least L(M). A longer
+//     log is packed first, with the segment being filled. So the commit's files leave L(M) + slack, however many rows
+//     are added later, and its log is never more than opening accepts.
+//   - Appends after a commit fill segments that no commit names. These can be emptied and removed at once, until they
+//     have only the newest records of rows. These records and the dirty rows are L(M) at most.
+// So an update waits for compaction or for a commit under way. Rows that an update makes dirty may have records in
+// unnamed segments, which compaction can remove only afterwards. For these an update may borrow a segment's bytes of
+// the slack. An update of more rows needs their bytes in addition to (2).
 #include "store/disk_budget.h"
 
 #include <utility>
 #include <vector>
 
-
 namespace bunkbed {
 
 namespace {
 
-constexpr uint64_t kManifestBytes = 128u << 10;  // of a commit that is being written, beside those counted
+constexpr uint64_t kManifestBytes = 128u << 10;  // of a commit under way, which used_bytes() does not count
 
 std::vector<int64_t> distinct_rows(const int64_t* rows, size_t n) {
   std::vector<int64_t> distinct(rows, rows + n);
@@ -61,7 +60,7 @@ void DiskBudget::set_limit(uint64_t bytes, size_t commits, uint64_t num_rows) {
   if (!is_limited()) return;
   log_->set_room([this] { return limit_ - std::min(limit_, used_bytes()); });
   compactor_->set_may_empty([this](const Segment& segment, bool is_named) {
-    // Its records are written a second time before it goes, and a named one goes with its commit only.
+    // Its live records are written a second time before it is removed. A named segment is removed only with its commit.
     const uint64_t copies = used_bytes() + written_bytes(reserved_rows()) + written_bytes(segment.live);
     return copies + (is_named ? slack_in_use() : log_->segment_bytes()) <= limit_;
   });
@@ -93,7 +92,7 @@ uint64_t DiskBudget::slack() const {
   return slack_bytes(log_->segment_bytes(), log_->memory()) + (commits_ + 1) * meta_bytes_;
 }
 
-// What a segment takes in addition to records: its header, and the padding and trailer of its last chunk.
+// The bytes of a segment without its records: the header, and the padding and trailer of its last chunk.
 uint64_t DiskBudget::segment_overhead() const {
   return kSegmentHeaderBytes + vfs::kBlockBytes + kChunkTrailerBytes + log_->stride();
 }
@@ -103,15 +102,15 @@ uint64_t DiskBudget::written_bytes(uint64_t rows) const {
   return rows == 0 ? 0 : records + (1 + records / log_->segment_bytes()) * segment_overhead();
 }
 
-// Packed rows are counted by their records alone. A segment that is not full takes more: one for each commit, and one for
-// what is written after it.
+// packed_bytes() counts records alone. A segment that is not full has overhead in addition: one such segment for each
+// commit, and one for the appends after it. The slack includes this overhead.
 uint64_t DiskBudget::slack_in_use() const { return slack() - (commits_ + 1) * segment_overhead(); }
 
 uint64_t DiskBudget::packed_bytes(uint64_t rows) const {
   return static_cast<uint64_t>(static_cast<double>(rows * log_->record_disk_bytes()) / kWorthMoving);
 }
 
-// Beside segments' records: two checkpoints, the last one and another that takes its place.
+// The bytes without segments' records: the slack and two index snapshots, the last one and the one that replaces it.
 uint64_t DiskBudget::fixed_bytes(uint64_t stored_rows) const { return slack() + 2 * index_snapshot_estimate(stored_rows); }
 
 uint64_t DiskBudget::needed(uint64_t stored_rows) const {
@@ -126,7 +125,7 @@ uint64_t DiskBudget::most_rows() const {
   return std::min(num_rows_, static_cast<uint64_t>(static_cast<double>(limit_ - taken) / row));
 }
 
-// What the log may take when a commit begins.
+// The most bytes of the log when a commit begins.
 uint64_t DiskBudget::commit_bytes() const {
   const uint64_t rows = std::max(most_rows(), directory_->stored_rows());
   const uint64_t taken = kept_bytes_ + packed_bytes(rows) + fixed_bytes(rows);
@@ -168,7 +167,7 @@ bool DiskBudget::has_room_for(const int64_t* rows, size_t n) {
   if (!is_limited()) return true;
   admitted_ = n;
   if (fits(n)) return true;
-  // Near the limit it pays to know: most of a warm step's rows are dirty already.
+  // Near the limit, counting is worth its time: most rows of a warm step are dirty already.
   admitted_ = rows_to_dirty(rows, n);
   if (fits(admitted_)) return true;
   return std::exchange(may_borrow_, false) && fits(admitted_, log_->segment_bytes());
@@ -197,24 +196,25 @@ uint64_t DiskBudget::rows_beyond(const int64_t* rows, size_t n, size_t above, ui
   return absent > 0 && needed(stored) > limit_ ? stored : 0;
 }
 
-// Empties segments of those that `among` holds until it is enough; that being filled too, where nothing else is left.
+// Empties segments that `among` accepts until `is_enough()`. The segment being filled comes last: it is sealed for
+// that.
 bool DiskBudget::pack_until(const std::function<bool()>& is_enough, const Compactor::MayEmpty& among) {
   if (compactor_->empty_until(is_enough, among, plan_->compaction_bytes)) return true;
-  log_->rotate();  // what is being written can be emptied neither
+  log_->rotate();  // an open segment cannot be emptied
   return compactor_->empty_until(is_enough, among, plan_->compaction_bytes);
 }
 
 bool DiskBudget::make_room() {
   const auto is_unnamed = [](const Segment&, bool is_named) { return !is_named; };
-  // They are not admitted yet: what they need is no reason to leave a segment as it is.
+  // The rows wait for room, so their bytes must not stop set_may_empty() from accepting a segment.
   const size_t wanted = std::exchange(admitted_, 0);
-  // A segment more than is asked for, so that not every call has to come here.
+  // Makes room for a segment more than the rows need, so that not every call must compact.
   const size_t more = wanted + log_->segment_bytes() / log_->record_disk_bytes();
   if (!compactor_->empty_until([&] { return fits(more); }, is_unnamed, plan_->compaction_bytes) && !fits(wanted)) {
     pack_until([&] { return fits(wanted); }, is_unnamed);
   }
   admitted_ = wanted;
-  // All that compaction gives back is given back: the call that asks next may borrow, once.
+  // Compaction has freed all that it can: the next has_room_for() may borrow, once.
   return fits(wanted) || (may_borrow_ = fits(wanted, log_->segment_bytes()));
 }
 

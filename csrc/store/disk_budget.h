@@ -1,5 +1,6 @@
-// The limit of the bytes that a table's files take (`disk=`): what they take, what dirty rows will take, and whether a
-// change fits. disk_budget.cc states the rule and why it is enough. Requires the table's lock for every call.
+// The limit of the bytes of a table's files (`disk=`): what the files take, what dirty rows will take when they are
+// written, and whether a change fits. disk_budget.cc states the rule and why it is enough. Requires the table's lock
+// for every call.
 #pragma once
 
 #include <algorithm>
@@ -33,51 +34,51 @@ class DiskBudget {
   DiskBudget(const DiskBudget&) = delete;
   DiskBudget& operator=(const DiskBudget&) = delete;
 
-  // `bytes`: 0 for no limit. `commits`: the most commits without a name that exist at once. `num_rows`: the most rows that
-  // the table can have.
+  // `bytes`: 0 for no limit. `commits`: the most commits without a name at once. `num_rows`: the most rows of the
+  // table.
   void set_limit(uint64_t bytes, size_t commits, uint64_t num_rows);
   uint64_t limit() const { return limit_; }
   bool is_limited() const { return limit_ != 0; }
 
-  // ---- What the files take
+  // ---- The bytes that the files take
   uint64_t used_bytes() const;
-  // The part that only kept commits need.
+  // The part that only kept commits name.
   uint64_t snapshot_bytes() const;
-  // Segments that no kept commit holds, with what is open and dirty.
+  // Segments that no kept commit names, open chunks, and the bytes that dirty rows will take.
   uint64_t log_bytes() const;
-  // What durable commits name. Dead segments leave the log; files that `held` names stay.
+  // Sets the files that durable commits name. Dead segments leave the log; files that `held` names stay.
   void set_held(Manifests::Held held);
   // Index snapshots that no commit names yet.
   void set_index_snapshot_bytes(uint64_t bytes) { index_snapshot_bytes_ = bytes; }
-  // Beyond what the slack has room for.
+  // The bytes of `meta` that the slack has no room for.
   void set_meta_bytes(uint64_t bytes) { meta_bytes_ = bytes; }
   // Rows that a device cache may write back at any time.
   void reserve_held(size_t rows) { held_rows_ = rows; }
 
-  // ---- Whether a change fits. The rows of the last question count as admitted until forget_admitted().
+  // ---- Whether a change fits. The rows of the last has_room_for*() count as admitted until forget_admitted().
   bool has_bytes(uint64_t bytes) const { return !is_limited() || used_bytes() + bytes + reserved_bytes() <= limit_; }
-  // Whether these rows may become dirty. A row may be named twice.
+  // Whether these rows may become dirty. Rows may be repeated.
   bool has_room_for(const int64_t* rows, size_t n);
-  // The same for rows that are not known yet.
+  // The same for so many unknown rows.
   bool has_room_for_any(size_t rows);
   void forget_admitted() { admitted_ = 0; }
-  // Compacts for the rows of the last question. Returns false when that does not help.
+  // Compacts for the rows of the last has_room_for*(). Returns whether there is room then.
   bool make_room();
-  // Packs what a commit that is about to begin would name, so that it leaves room for later changes, and more when it is to
-  // be kept. Returns false when it cannot.
+  // Before a commit: packs the segments that it would name, so that later changes have room. A commit that is to be
+  // kept needs more room. Returns false when compaction cannot free enough.
   bool shrink_for_commit(bool is_to_be_kept);
-  // How many rows would be stored with these, when that is more than the limit allows, else 0. When one of these rows is
-  // new, `above` other rows count too, up to `most` rows in all.
+  // The number of stored rows after these rows are added, when the limit does not allow so many; otherwise 0. When one
+  // of these rows is new, `above` other rows count too, up to `most` rows in all.
   uint64_t rows_beyond(const int64_t* rows, size_t n, size_t above = 0, uint64_t most = ~uint64_t{0}) const;
 
   // ---- The smallest limit that is enough
   uint64_t needed(uint64_t stored_rows) const;
   uint64_t needed_with(const LogMemory& memory, uint64_t stored_rows) const;
-  // For the files of the last commit.
+  // For the present files.
   uint64_t needed_now() const;
   // To keep the present state under a name.
   uint64_t needed_to_keep() const;
-  // To change so many more rows at once at any time.
+  // To change so many more rows in one call at any time.
   uint64_t needed_for(uint64_t rows) const;
 
   // The most bytes of an index snapshot of so many rows; see directory/checkpoint.h.
@@ -110,12 +111,12 @@ class DiskBudget {
   uint64_t num_rows_ = ~uint64_t{0};
   std::set<uint64_t> kept_;  // segments of kept commits
   uint64_t kept_bytes_ = 0;
-  uint64_t other_bytes_ = 0;  // files of commits that are not segments
+  uint64_t other_bytes_ = 0;  // manifests and index snapshots of commits
   uint64_t index_snapshot_bytes_ = 0;
   uint64_t meta_bytes_ = 0;
   size_t held_rows_ = 0;
   size_t admitted_ = 0;      // rows that the change under way may make dirty
-  bool may_borrow_ = false;  // the next change may take a segment's bytes of the slack
+  bool may_borrow_ = false;  // whether the next change may use a segment's bytes of the slack
 };
 
 }  // namespace bunkbed

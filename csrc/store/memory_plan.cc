@@ -9,8 +9,9 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   MemoryPlan plan;
   plan.total_bytes = total_bytes;
   const size_t stride = record_stride(payload_bytes);
-  // An eighth of a small budget. 32 MiB take 350,000 ids at once, or the sums of 65,536 distinct rows of 64: beyond
-  // them frames are worth more, until the budget is so large that they are not missed.
+  // An eighth of a small budget. 32 MiB suffice for 350,000 ids, or for the gradient sums of 65,536 distinct rows of
+  // dim
+  // 64. More scratch would gain less than frames do, except in a large budget, which has frames enough.
   const size_t enough = std::clamp<size_t>(total / 32, 32u << 20, 256u << 20);
   plan.scratch_bytes = std::max({std::min<size_t>(total / 8, enough), size_t{48} << 10, 8 * payload_bytes});
   if (!has_log) {
@@ -20,20 +21,20 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   }
   const size_t smallest_chunk = 2 * stride + 2 * vfs::kBlockBytes;
   const size_t largest_chunk = std::max(smallest_chunk, slots_per_segment * stride / 4);
-  // A hundredth of the budget within 16 KiB and 1 MiB, and a quarter of a segment; but never below two records.
+  // A 96th of the budget within 16 KiB and 1 MiB, and at most a quarter of a segment; but at least two records.
   const size_t wished = std::min({std::max<size_t>(total / 96, kSmallestChunk), size_t{1} << 20, largest_chunk});
   plan.log.chunk_bytes = vfs::round_up(std::max(smallest_chunk, wished), vfs::kBlockBytes);
   plan.log.num_chunks = total >= (256u << 20) ? 6 : 3;
-  // A slice must hold one record wherever it lies; a larger one lets neighbours share a read.
+  // A slice must hold one record at any offset. In a larger slice neighbouring records share a read.
   const size_t shared = total >= (256u << 20) ? 16u << 10 : 0;
   plan.log.read_slice_bytes = vfs::round_up(std::max(stride + read_unit, shared), std::max<size_t>(read_unit, 512));
-  // 128 reads under way make a sixth more of them a second than 48, and each costs less: more are done between two looks.
-  // A small budget has half of that at most.
+  // With 128 reads under way a disk makes a sixth more reads per second than with 48, and each costs less CPU time,
+  // because more reads complete between two polls. A small budget has at most half as many.
   plan.log.num_read_slices = std::max(std::clamp<size_t>(total / 16 / plan.log.read_slice_bytes, 4, 64),
                                       std::min<size_t>(total / 64 / plan.log.read_slice_bytes, 128));
   plan.compaction_bytes = std::max(plan.log.chunk_bytes, std::min<size_t>(total / 24, 1u << 20)) + 2 * vfs::kBlockBytes;
-  // Stacks of the threads that read, and what the allocator holds back: measured about 1.5 MiB. Small budgets, which
-  // read with fewer threads, state it as an overhead instead.
+  // The stacks of the read threads, and memory that the allocator keeps: measured 1.5 MiB. Small budgets have few
+  // threads and do not count it.
   const size_t threads_bytes = total >= (16u << 20) ? size_t{2} << 20 : 0;
   plan.fixed_bytes = plan.log.total(stride) + plan.compaction_bytes + plan.scratch_bytes + threads_bytes;
   return plan;

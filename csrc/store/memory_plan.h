@@ -13,10 +13,10 @@ struct MemoryPlan {
   size_t total_bytes = 0;    // 0: without bound
   LogMemory log;
   size_t compaction_bytes = 0;
-  size_t scratch_bytes = 0;  // dedupe, gradient sums, copies in flight
-  size_t fixed_bytes = 0;    // all of the above and the compactor's buffer; the rest is directory and frames
+  size_t scratch_bytes = 0;  // unique ids, gradient sums, copies of rows
+  size_t fixed_bytes = 0;    // all of the above and threads; the rest: directory, window, frames
 };
-// `has_log` false: a table in RAM only. `read_unit` is the alignment reads need.
+// `has_log` false: a table in RAM only. `read_unit`: the alignment that reads need.
 MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
                        bool has_log);
 // No plan has smaller chunks.
@@ -24,7 +24,7 @@ inline constexpr size_t kSmallestChunk = 16u << 10;
 inline size_t smallest_chunk_bytes(size_t stride) {
   return vfs::round_up(std::max(kSmallestChunk, 2 * stride + 2 * vfs::kBlockBytes), vfs::kBlockBytes);
 }
-// Frames below which no table works.
+// The fewest frames with which a table works.
 inline constexpr size_t kMinFrames = 16;
 
 }  // namespace bunkbed

@@ -1,4 +1,4 @@
-// Where rows are: what most of a training step's calls to the store come to once its rows are in RAM.
+// Locates and touches rows, and copies records: the calls of a training step whose rows are in RAM.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -10,10 +10,10 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kFetchBlockBytes = 64u << 10;  // what one thread copies at a time
+constexpr size_t kFetchBlockBytes = 64u << 10;  // bytes that one thread copies at a time
 
-// Locates rows and passes each frame to `touch`, which returns whether the use is to be counted; prefetches the heats. Returns
-// the number of counted uses. `located`, unless null, gets the entries of the rows without a frame.
+// Locates rows, prefetches their heats and passes each frame to `touch`, which returns whether to count a hit. Returns
+// the number of hits. `located`, unless null, receives the entries of the rows without a frame.
 template <typename Touch>
 uint64_t locate_and_touch(const Directory& directory, const Cache& cache, const int64_t* rows, size_t n,
                           uint32_t* frames, Entry* located, const Touch& touch) {
@@ -50,7 +50,7 @@ uint64_t Store::touch_resident(const int64_t* rows, size_t n, uint32_t* frames, 
                           [this](uint32_t frame) { return cache_.touch(frame); });
 }
 
-// No row twice: no frame is touched by two threads.
+// The rows are distinct, so no two threads touch the same frame.
 uint64_t Store::touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch, Entry* entries) {
   if (touch) begin_touches();
   return locate_and_touch(*directory_, cache_, rows, n, frames, entries,
@@ -71,9 +71,9 @@ void Store::fetch_counted(const int64_t* rows, size_t n, size_t record_bytes, st
 }
 
 void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts) {
-  // Whatever needs no read is copied by several threads; what is left is put down by its place in `rows`.
+  // Several threads copy the rows that need no read and note the positions of the others.
   constexpr size_t kAhead = 6;
-  constexpr size_t kLines = 1024;  // of a record that are asked for ahead
+  constexpr size_t kLines = 1024;  // the first bytes of a record, which are prefetched
   ArrayVector<uint64_t> positions(n);
   parallel_for(n, std::max<size_t>(16, kFetchBlockBytes / record_bytes), [&](size_t from, size_t to) {
     Entry entries[kBlockRows];
@@ -101,7 +101,7 @@ void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte*
         } else if (record_bytes <= frame_bytes_) {
           std::memcpy(out, cache_.record(frame_of(entries[i])), record_bytes);
         } else {
-          position = cache_.info(frame_of(entries[i])).position;  // a reader's frame is clean and holds less than asked for
+          position = cache_.info(frame_of(entries[i])).position;  // a reader's frame is clean and has the weights only
         }
         positions[begin + i] = position;
       }
@@ -114,7 +114,7 @@ void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte*
   });
   if (log_ == nullptr) return;
   std::vector<ReadRequest> requests;
-  std::vector<size_t> places;  // in `rows`, of what the log has
+  std::vector<size_t> places;  // indexes in `rows` of the rows to read from the log
   for (size_t i = 0; i < n; ++i) {
     if (positions[i] != kNoPosition) places.push_back(i);
   }

@@ -6,7 +6,7 @@
 namespace bunkbed {
 
 namespace {
-constexpr unsigned kExtentBits = 32;  // of a read's tag; its job's number stands above
+constexpr unsigned kExtentBits = 32;  // the low bits of a read's tag; the high bits are the job's number
 }
 
 StagingQueue::StagingQueue(Log* log, size_t read_bytes, Finished finished)
@@ -42,7 +42,7 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
     const MutexLock guard(mutex_);
     job = jobs_[number - first_];
   }
-  // After a failure the batch's other reads go on: whoever wants a row reads it again, and gets the error.
+  // After a failed read the batch's other reads go on. A lookup of the row reads it again and reports the error.
   try {
     if (error) std::rethrow_exception(error);
     log_->deliver(job->staging.plan, op.tag & ((uint64_t{1} << kExtentBits) - 1), data, read_bytes_);
@@ -64,7 +64,7 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
     }
   }
   if (vfs::current_io() == vfs::Io::kThreads) return finish(*job, seconds);
-  // Whoever drives a ring is alone: while it waited for the lock that `finished` takes, no read would go on.
+  // One thread drives a ring. If it waited for the lock that `finished_` takes, no read would go on.
   try {
     io_pool().submit([this, job, seconds] { finish(*job, seconds); });
   } catch (...) {
@@ -74,7 +74,7 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
 
 void StagingQueue::finish(const Job& job, double seconds) {
   finished_(job.staging, job.failed, seconds);
-  const MutexLock guard(mutex_);  // notified under it: the queue may go as soon as it is seen idle
+  const MutexLock guard(mutex_);  // notifies with it held: the queue may be destroyed as soon as it is idle
   if (--finishing_ == 0) idle_.notify_all();
 }
 

@@ -1,5 +1,5 @@
-// Reads of coming batches, on their way while the caller does something else. Batches are read in the order they came
-// in, one behind the other without a gap: while one waits for its last reads, the next one's have begun.
+// Reads the rows of coming batches without the table's lock. Batches are read in the order of add(), without a gap: the
+// first reads of a batch start before the last reads of the batch before it end.
 #pragma once
 
 #include <atomic>
@@ -17,23 +17,23 @@ namespace bunkbed {
 
 class StagingQueue final : private vfs::ReadSource {
  public:
-  // Called once for each batch when none of its reads is under way, from any thread: `failed` when one of them failed,
-  // `seconds` since its reads were the next ones to be made.
+  // Called once for each batch, from any thread, when all reads of the batch have ended. `failed`: one of these reads
+  // failed. `seconds`: since the end of the batch before it, or since add() when the queue was empty.
   using Finished = std::function<void(const Store::Staging&, bool failed, double seconds)>;
 
-  // The log, whose staging lane it uses, outlives the queue; so does whatever `finished` uses.
+  // `log`, whose staging lane the queue uses, and all that `finished` uses outlive the queue.
   StagingQueue(Log* log, size_t read_bytes, Finished finished);
-  // Waits until everything is read. The lock that `finished` takes must not be held, unless nothing is queued.
+  // Waits until all batches are read. The lock that `finished` takes must not be held, unless nothing is queued.
   ~StagingQueue() override;
 
-  // Takes over a batch that has reads. Returns at once.
+  // Adds a batch that has reads, and returns at once. Needs no lock.
   void add(Store::Staging staging);
 
  private:
   struct Job {
     Store::Staging staging;
-    size_t next = 0;              // of the plan's extents
-    std::atomic<size_t> left;     // reads not done
+    size_t next = 0;              // the next extent of the plan to read
+    std::atomic<size_t> left;     // reads that have not ended
     std::atomic<bool> failed{false};
     explicit Job(Store::Staging s) : staging(std::move(s)), left(staging.plan.extents.size()) {}
   };
@@ -45,13 +45,14 @@ class StagingQueue final : private vfs::ReadSource {
   const size_t read_bytes_;
   const Finished finished_;
   Mutex mutex_;
-  std::deque<std::shared_ptr<Job>> jobs_ GUARDED_BY(mutex_);  // [i] is job number first_ + i; null once finished
+  std::deque<std::shared_ptr<Job>> jobs_ GUARDED_BY(mutex_);  // [i] is job number first_ + i; null after its last read
   uint64_t first_ GUARDED_BY(mutex_) = 0;
-  size_t turn_ GUARDED_BY(mutex_) = 0;  // of jobs_: the first that may have reads to hand out
-  std::chrono::steady_clock::time_point served_ GUARDED_BY(mutex_);  // when the last batch was finished, or the queue became busy
-  size_t finishing_ GUARDED_BY(mutex_) = 0;           // batches that were read and whose `finished` has not returned
+  size_t turn_ GUARDED_BY(mutex_) = 0;  // index in jobs_ of the first job that may have reads to start
+  // When the last batch was read, or the queue became busy.
+  std::chrono::steady_clock::time_point served_ GUARDED_BY(mutex_);
+  size_t finishing_ GUARDED_BY(mutex_) = 0;  // batches that were read, and whose `finished_` has not returned
   std::condition_variable idle_;   // with mutex_: finishing_ became 0
-  vfs::ReadStream stream_;  // last: its destructor uses the rest
+  vfs::ReadStream stream_;  // last member: its destructor uses the others
 };
 
 }  // namespace bunkbed

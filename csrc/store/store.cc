@@ -98,7 +98,7 @@ uint32_t Store::take_frame_for(uint32_t batch) {
   return frame;
 }
 
-// The frame holds the row from now on; its record comes later.
+// Admits a row to a frame. The caller fills in the record later.
 void Store::hold_row(uint32_t frame, int64_t row) {
   cache_.admit(frame, row);
   if (!window_.is_empty()) cache_.set_next_use(frame, window_.next_use(row));
@@ -117,7 +117,7 @@ void Store::make_room_for_rows(const int64_t* rows, size_t n) {
                       " bytes allows; nothing was changed; open it with ram=" + std::to_string(needed) + " or more");
     }
     const size_t capacity = capacity_for(bytes);
-    // A little more than asked for, so that a growing directory does not shrink the cache at every step.
+    // Shrinks by a little more than needed, so that a growing directory does not shrink the cache in every step.
     if (capacity < cache_.capacity()) shrink_to(std::max(kMinFrames, capacity - capacity / 64));
   }
   directory_->reserve(rows, n);
@@ -150,7 +150,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
   if (std::find(frames, frames + n, kNoFrame) == frames + n) {
     if (create) write_frozen_frames(frames, n);
     if (!overwrite) count_hits(hits);
-    return;  // nothing is evicted before the next pin(): these need no pins
+    return;  // no frame is evicted before the next pin(), so these rows need no pins
   }
   // Residents first: loading one row of this call must not evict another.
   has_pins_ = true;
@@ -174,7 +174,7 @@ void Store::pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint
   load(missing, n, false, false, frames);
 }
 
-// Gives each missing row a frame and reads it, or makes it. `n`: of the pin() that this is a part of.
+// Gives each missing row a frame, and reads its record or makes an initial one. `n`: the number of rows of the pin().
 void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames) {
   const auto& [rows, entries, places] = missing;
   std::vector<ReadRequest> requests;
@@ -210,7 +210,7 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
     }
     if (create) write_frozen_frames(frames, n);
   } catch (...) {
-    // Put everything back: rows that were to be read are on disk still, new rows never were.
+    // Undo: rows that were to be read are still in the log, and new rows are not stored.
     for (size_t m = 0; m <= taken && m < places.size(); ++m) {
       const uint32_t frame = frames[places[m]];
       if (frame == kNoFrame) continue;
@@ -229,7 +229,7 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
     directory_->set(rows[i], entry_of_frame(frames[i]));
   }
   if (fault_is("stale_read") && late.payload != nullptr) {
-    // Seeded bug for the exactness tests: a read that came too late shows the initial record.
+    // Seeded bug for the exactness tests: a read returns the initial record.
     initial_(late.id, frame_bytes_, late.payload);
   }
   if (overwrite) return;  // the rows were not read
@@ -244,7 +244,7 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batc
   directory_->locate(rows, n, entries.data());
   const size_t most = cache_.capacity() / 2;
   std::vector<ReadRequest> requests;
-  std::vector<uint32_t> copied;  // pinned until this is over, so that none of them gives way to another
+  std::vector<uint32_t> copied;  // pinned until the end of this function, so that none is evicted for another row
   const auto release_copied = [&] {
     for (const uint32_t frame : copied) hold_staged(frame);
   };
@@ -281,7 +281,7 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batc
   return staging;
 }
 
-// The frame has its record, for a step to come.
+// Unpins a frame whose record was staged, and counts it as a miss of a coming step.
 void Store::hold_staged(uint32_t frame) {
   cache_.info(frame).pinned = 0;
   cache_.mark_staged(frame);
@@ -306,12 +306,12 @@ void Store::end_staging(const Staging& staging, bool failed) {
 
 uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {
   if (!window_.has_room()) return kNoUse;
-  window_.tidy();  // what it takes is counted in the budget
+  window_.tidy();  // its memory counts in the budget
   if (window_must_grow(n)) {
     const size_t needed = window_needs(n);
     if (needed > most_bytes) return kNoUse;
     const size_t before = window_bytes_;
-    // In few steps, the first for four such batches: each step takes frames, whoever wants their rows.
+    // Grows in few steps, first to four such batches: each step evicts frames, even those of wanted rows.
     window_bytes_ = std::min(most_bytes, window_.is_empty() ? window_needs(4 * n) : needed + needed / 4);
     const size_t capacity = capacity_for(directory_->bytes());
     if (capacity < kMinFrames) {
@@ -323,7 +323,7 @@ uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {
   const uint32_t first = window_.first_batch();
   const uint32_t batch = window_.push(rows, n);
   cache_.set_first_batch(first);
-  // A row that an earlier batch wants is known to the cache already.
+  // A row that an earlier batch wants keeps the next use that the cache has.
   entries_.resize(n);
   directory_->locate(rows, n, entries_.data());
   constexpr size_t kAhead = 12;
@@ -375,9 +375,9 @@ void Store::unpin(const uint32_t* frames, size_t n) {
 }
 
 void Store::mark_dirty(const uint32_t* frames, size_t n) {
-  // The first steps after a commit make nearly all their rows dirty, and what is known of them lies anywhere.
+  // The first steps after a commit make nearly all their rows dirty, and their frames are far apart in memory.
   constexpr size_t kAhead = 16;
-  Segment* segment = nullptr;  // neighbours in a commit lie in one
+  Segment* segment = nullptr;  // neighbouring rows are mostly in one segment
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n && !cache_.is_dirty(frames[i + kAhead])) cache_.prefetch(frames[i + kAhead]);
     if (cache_.is_dirty(frames[i])) continue;
@@ -411,7 +411,7 @@ bool Store::write_dirty(size_t most_bytes) {
     }
     if (count > 0) append_batch(batch, count, false);
     left -= count;
-    next_dirty_ = count < most ? 0 : next;  // round again: what was dirtied behind it
+    next_dirty_ = count < most ? 0 : next;  // starts again at 0 for frames that became dirty before next_dirty_
   }
   return unwritten_.dirty > 0;
 }
@@ -427,7 +427,7 @@ void Store::write_frozen_frame(uint32_t frame) {
   append_batch(&frame, 1, true);
 }
 
-// Appends the records of frames, all frozen or all dirty, in this order. Where it fails, those before are written.
+// Appends the records of frames, all frozen or all dirty, in this order. After a failure the earlier ones are written.
 void Store::append_batch(const uint32_t* frames, size_t n, bool are_frozen) {
   Log::Source sources[kAppendBatch];
   uint64_t positions[kAppendBatch];
@@ -446,11 +446,11 @@ void Store::append_batch(const uint32_t* frames, size_t n, bool are_frozen) {
     done += taken;
     (are_frozen ? unwritten_.frozen : unwritten_.dirty) -= taken;
     stats_.written_back += taken;
-    if (are_frozen) compaction_.add_commit_debt(taken);  // it counts what is appended to the running epoch by itself
+    if (are_frozen) compaction_.add_commit_debt(taken);  // count_debt() counts appends to the running epoch
   }
 }
 
-// Before the caller writes into these frames.
+// Appends the records of frozen frames, before the caller changes these frames.
 void Store::write_frozen_frames(const uint32_t* frames, size_t n) {
   if (unwritten_.frozen == 0 || fault_is("update_before_copy")) return;
   uint32_t batch[kAppendBatch];
@@ -487,7 +487,7 @@ void Store::thaw() {
 }
 
 void Store::apply(const MemoryPlan& plan) {
-  forget_window();  // it was measured by the old budget
+  forget_window();  // its size follows the old budget
   const MemoryPlan before = plan_;
   plan_ = plan;
   try {

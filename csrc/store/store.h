@@ -1,18 +1,18 @@
-// Rows across the tiers: directory, cache and log put together. Moves records between RAM and disk and never
-// changes a value; what an update or a lookup means is the table's business.
+// Directory, cache and log of a table. Moves records between RAM and disk and never changes a value. The table defines
+// what a lookup or an update does.
 //
 // Invariants:
 //   - A row is stored once it was updated or set. Its directory entry is then a frame or a position, never absent.
-//   - A frame is dirty or frozen when its bytes are not in the log; a clean frame knows its position there. Frozen: they
-//     belong to the commit under way. Whatever wants to change or give up such a frame first appends its record to the
-//     epoch that ends (evict(), and pin() for whoever means to write), so the commit holds exactly what was there when
-//     it began, and a row that changes meanwhile costs one append and no memory but the log's buffers. Where those are
-//     all on their way to the disk, the change waits for one.
+//   - A frame is dirty or frozen when its bytes are not in the log; a clean frame has its position there. A frozen
+//     frame belongs to the commit under way. Before such a frame changes or is evicted, evict() or pin(create) appends
+//     its record to the epoch that ends. So the commit has the records of the moment when it began. A row that changes
+//     during a commit costs one append, and no memory but the log's buffers. When all buffers are being written, the
+//     change waits for one.
 //   - Segment::live counts the records of a segment that a directory entry or a clean frame points to.
-//   - While a record is being read its frame is already in the directory, so that compaction, which runs in the
-//     shadow of reads, finds and moves the frame's position instead of missing the record.
+//   - While a record is being read, its frame is already in the directory. So compaction, which runs during reads,
+//     finds the frame and updates its position.
 //
-// The table's lock covers every call.
+// Requires the table's lock for every call.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ inline constexpr uint32_t kNoFrame = ~0u;
 inline constexpr size_t kBlockRows = 1024;  // rows of one block of a parallel walk over the directory
 
 struct StoreStats {
-  uint64_t unique_rows = 0;  // rows wanted, each once a step; = hits + misses + first_touches
+  uint64_t unique_rows = 0;  // rows looked up or updated, each once per step; = hits + misses + first_touches
   uint64_t hits = 0;
   uint64_t misses = 0;
   uint64_t first_touches = 0;
@@ -51,127 +51,127 @@ struct StoreStats {
 
 class Store {
  public:
-  // `frame_bytes` of each record are kept in frames: all of it, or the weights alone for a reader.
+  // A frame has the first `frame_bytes` of a record: all of it, or the weights alone in a reader.
   Store(std::string name, size_t frame_bytes, size_t max_frames, std::unique_ptr<Directory> directory,
         std::unique_ptr<Log> log, const MemoryPlan& plan);
 
-  // Writes the first `record_bytes` (weights alone, or everything) of an untouched row's record; what the table's
-  // initialiser and optimizer say.
+  // Writes the first `record_bytes` (the weights, or everything) of the record of a row that is not stored. The table's
+  // initialiser and optimizer define them.
   using InitialRecord = std::function<void(int64_t row, size_t record_bytes, std::byte* record)>;
   void set_initial_record(InitialRecord initial) { initial_ = std::move(initial); }
 
-  // Most rows one pin() may ask for.
+  // The most rows of one pin().
   size_t max_pinned() const {
     const size_t free = cache_.capacity() - std::min(cache_.capacity(), frames_staging_);
     return std::max<size_t>(1, free - std::min<size_t>(free / 8, 8));
   }
 
-  // Makes distinct rows resident and pins them. `create`: the caller means to write them. Absent rows: with `create` they get a dirty frame with their
-  // initial record, otherwise kNoFrame. On an error nothing is pinned and no value is lost. `overwrite`: the caller, who
-  // cannot fail from then on, writes whole records and marks them dirty, so none is read or made first.
+  // Makes distinct rows resident and pins them. `create`: the caller will write them. An absent row gets a dirty frame
+  // with its initial record when `create`, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
+  // `overwrite`: records are not read or made, because the caller writes whole records, marks them dirty and cannot
+  // fail.
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false);
-  // The same for a lookup, and for rows that are in the log and not in RAM, which `entries` says where.
+  // The same for a lookup of rows that are in the log and not in RAM. `entries`: their positions.
   void pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames);
-  // Makes sure that the directory can take those of these distinct rows that are new, shrinking the cache if it must;
-  // Error(kMemory) when the budget cannot, and then nothing has changed. After it, pin(create) of parts of them cannot
-  // fail for want of directory.
+  // Reserves directory space for the rows of these distinct rows that are not stored, and shrinks the cache if needed.
+  // Throws Error(kMemory), with nothing changed, when the budget has no room. After it, pin(create) of any of these
+  // rows cannot fail for lack of directory space.
   void reserve_rows(const int64_t* rows, size_t n);
-  // Whether reserve_rows() of them takes frames away; nothing may be loading then.
+  // Whether reserve_rows() of these rows removes frames. If so, no frame may be loading when it is called.
   bool must_shrink_for(const int64_t* rows, size_t n) const;
-  // Gives the pins of the last pin() back; there are none when all its rows were in RAM already.
+  // Removes the pins of the last pin(). There are none when all its rows were in RAM already.
   void unpin(const uint32_t* frames, size_t n);
-  // The frames of those rows that are in RAM, kNoFrame for the others; with `touch` they count as wanted. Returns how
-  // many of them that is news for; the caller hands it to count_hits().
+  // Returns in `frames` the frames of the rows in RAM, and kNoFrame for the others. With `touch`, touches these frames
+  // and returns how many were touched for the first time in this step. The caller passes that to count_hits().
   uint64_t touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch = true);
-  // Before touch_resident() with `touch`, which several threads may be in at once.
+  // Required before touch_resident() with `touch`, which several threads may call at once.
   void begin_touches();
-  // The same for the batch's unique rows, into its placement, which is looked for only where something moved since; the
-  // hits are counted. True when all are in RAM. Without a log nothing is evicted, and a step's only batch leaves no note at
-  // its frames: that would be one more line of memory for each row, and nobody reads it.
+  // Locates the batch's unique rows again if a row has moved since the last time, stores the frames in the batch's
+  // placement and counts the hits. Returns whether all rows are in RAM. Without a log, the frames of a step's only
+  // batch are not touched: no frame is evicted, so the heats are not used, and touching costs a cache line for each
+  // row.
   bool place(const Batch& batch, bool touch);
-  // Looks for the batch's rows as place() does, and counts nothing.
+  // The same without counting and touching.
   void locate(const Batch& batch);
 
-  // What pin(create) is for others, for a batch whose rows place() found in RAM and of which none has moved since; they
-  // need no pins. False, and nothing done, where that is not so.
+  // Replaces pin(create) for a batch that is_placed(); its rows need no pins. Otherwise does nothing and returns false.
   bool place_for_update(const Batch& batch);
-  // Whether place() found all of them in RAM and nothing has moved since.
+  // Whether place() found all rows in RAM and no row has moved since.
   bool is_placed(const Batch& batch) const { return is_located(batch) && batch.placement().missing == 0; }
 
-  // Staging: reads that go on without the table's lock.
-  //   1. begin_staging(), under the lock: frames are taken, pinned and marked as loading, the directory points at them.
-  //      Rows whose records are still in the log's buffers are copied at once, and their frames are ordinary ones when it
-  //      returns: a pin that comes and goes with another operation would take the staging's away, and the frame might be
-  //      given up, and loading for somebody else, when the staging ends.
-  //   2. Staging::plan is executed on the staging lane, anywhere. Meanwhile nobody may use a loading frame; whoever
-  //      wants one waits for step 3. Compaction may move its position.
-  //   3. end_staging(), under the lock: the frames are ordinary ones, or, after an error, gone again.
-  // Distinct rows; those in RAM or never stored are left alone, and at most half of the frames are loading at once. For
-  // a batch of the window no row gives way that it or an earlier one wants. Staging::looked rows were dealt with: fewer
-  // than n when the frames did not suffice.
+  // Staging: prefetch with reads that do not hold the table's lock.
+  //   1. begin_staging(), under the lock, takes and pins frames, marks them as loading and points the directory at
+  //      them. Rows whose records are still in the log's buffers are copied at once, and are not pinned when it
+  //      returns. A pin is one bit, not a count: unpin() of another operation would remove the staging's pin, and the
+  //      frame could be evicted and be loading for another staging when this one ends.
+  //   2. The staging lane executes Staging::plan, without the lock. Meanwhile no call may use a loading frame: a call
+  //      that needs its row waits for step 3. Compaction may change the frame's position.
+  //   3. end_staging(), under the lock, unpins the frames or, after an error, releases them.
+  // The rows are distinct. Rows in RAM and rows that are not stored are skipped. At most half of the frames are loading
+  // at once. Staging for a batch of the window evicts no row that this or an earlier batch wants.
   struct Staging {
     ReadPlan plan;
-    std::vector<uint32_t> frames;  // that are loading
+    std::vector<uint32_t> frames;  // loading frames
     size_t copied = 0;             // rows that need no read
-    size_t looked = 0;
+    size_t looked = 0;  // rows that are staged or skipped; fewer than n when there were too few frames
   };
   Staging begin_staging(const int64_t* rows, size_t n, uint32_t batch = kNoUse);
   void end_staging(const Staging& staging, bool failed);
   bool is_loading(uint32_t frame) const { return cache_.info(frame).loading != 0; }
   void mark_dirty(uint32_t frame) { mark_dirty(&frame, 1); }
   void mark_dirty(const uint32_t* frames, size_t n);
-  // Copies the first `record_bytes` of rows' records, a row's as often as it is named; changes nothing in the cache.
+  // Copies the first `record_bytes` of the rows' records. Rows may be repeated. Does not change the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
     fetch(rows, n, record_bytes, records, nullptr);
   }
-  // The same for a tier above: the rows count as wanted, those staged for it once. The cache ranks them no higher, for it is
-  // the tier above that has them now.
+  // The same for a device cache. Counts the rows in the statistics, and a staged row only as the miss that staging
+  // counted. The rows are not touched, because the device cache has them now.
   void fetch_counted(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
 
-  // ---- The window: rows that coming batches want go last.
-  // False while every stored row is in RAM: then there is nothing to plan.
+  // ---- The window: rows of coming batches are evicted last.
+  // False while every stored row is in RAM. Then there is nothing to plan.
   bool can_miss() const { return log_ != nullptr && cache_.resident() < directory_->stored_rows(); }
-  // Whether expect() of n rows takes frames away; nothing may be loading then.
+  // Whether expect() of n rows removes frames. If so, no frame may be loading when it is called.
   bool window_must_grow(size_t n) const { return window_needs(n) > window_bytes_; }
-  // Adds a batch of distinct rows; its number, or 0 when the window has no room for it. What the window takes, at most
-  // `most_bytes`, goes off the cache.
+  // Adds a batch of distinct rows. Returns its number, or kNoUse when the window has no room. The window's memory, at
+  // most `most_bytes`, is taken from the cache.
   uint32_t expect(const int64_t* rows, size_t n, size_t most_bytes);
-  // The batch is over. When it was the last one, the window's memory goes back to the cache.
+  // Removes a batch. When it was the last one, the window's memory returns to the cache.
   void finish(uint32_t batch);
   void forget_window();
   const Window& window() const { return window_; }
   size_t window_bytes() const { return window_bytes_; }
 
-  // What Cache::touch() found.
+  // Counts the hits that touch_resident() returned.
   void count_hits(uint64_t hits) {
     stats_.hits += hits;
     stats_.unique_rows += hits;
   }
   void begin_step() { cache_.begin_step(); }
 
-  // Copies every dirty record into the log; frames stay, clean. Not during a commit.
+  // Appends every dirty record to the log. The frames stay and are clean. Not during a commit.
   void flush();
-  // The same of about `most_bytes` of them, also during a commit: these belong to the next one. Goes on where the last call
-  // stopped; false when none is left.
+  // The same for about `most_bytes` of records, also during a commit: they belong to the next commit. Goes on where the
+  // last call stopped. Returns false when no dirty record is left.
   bool write_dirty(size_t most_bytes);
 
-  // ---- A commit: the epoch ends (see Log). From freeze() on, what is dirtied belongs to the next epoch.
+  // ---- A commit ends the epoch (see Log). Rows that become dirty after freeze() belong to the next epoch.
   void freeze();
-  // Appends frozen records, about `most_bytes` of them, from where the last call stopped; false when none is left.
+  // Appends about `most_bytes` of frozen records, from where the last call stopped. Returns false when none is left.
   bool write_frozen(size_t most_bytes);
-  // The commit failed: what is frozen still is dirty again.
+  // After a failed commit: frames that are still frozen become dirty again.
   void thaw();
-  // Lives within `plan` from now on: evicts what is above.
+  // Replaces the memory plan. Evicts frames that it has no room for.
   void apply(const MemoryPlan& plan);
-  // Bytes below which this store cannot work now, beside its plan's fixed part.
+  // The fewest bytes with which this store works now, without the plan's fixed part.
   size_t minimum_bytes() const { return directory_->bytes() + kMinFrames * Cache::frame_cost(frame_bytes_); }
-  void check_budget();
+  void check_budget();  // throws Error(kMemory) when the budget is smaller than the minimum
 
-  // These too stay, beside those named before.
+  // Keeps the files of these segments, in addition to those named before.
   void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
 
   size_t frame_bytes() const { return frame_bytes_; }
-  size_t unwritten_rows() const { return unwritten_.total(); }  // whose newest record is not in the log
+  size_t unwritten_rows() const { return unwritten_.total(); }  // rows whose newest record is not in the log
   size_t ram_bytes() const;
   const MemoryPlan& plan() const { return plan_; }
   const StoreStats& stats() const { return stats_; }
@@ -188,17 +188,17 @@ class Store {
   bool is_located(const Batch& batch) const {
     return batch.placement().version == directory_->version() && batch.placement().frames.size() == batch.num_unique();
   }
-  // The rows of a pin() that are not in RAM, by their places in it.
+  // The rows of a pin() that are not in RAM.
   struct Missing {
     const int64_t* rows;
     const Entry* entries;
-    std::vector<uint32_t> places;
+    std::vector<uint32_t> places;  // indexes in `rows`
   };
   void load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames);
-  uint64_t touches_begun_in_ = 0;  // the step in which rows were last counted as wanted
-  // Those counted in this step without a note at their frames: made up for when other rows are to be counted.
+  uint64_t touches_begun_in_ = 0;  // the step in which rows were last touched
+  // Frames that place() counted but did not touch in this step. begin_touches() touches them when it is called again.
   ArrayVector<uint32_t> unnoted_;
-  uint64_t unnoted_in_ = 0;
+  uint64_t unnoted_in_ = 0;  // that step
   void evict(uint32_t frame);
   void hold_staged(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
@@ -228,12 +228,12 @@ class Store {
   InitialRecord initial_;
   uint32_t next_to_write_ = 0;  // the frame where write_frozen() goes on
   uint32_t next_dirty_ = 0;     // the frame where write_dirty() goes on
-  bool has_pins_ = false;  // between a pin() that pinned and its unpin()
+  bool has_pins_ = false;  // true between a pin() that pinned and its unpin()
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   Window window_;
-  size_t window_bytes_ = 0;  // set aside for the window and the cache's list of uses
-  std::vector<int64_t> rows_;   // scratch of finish()
-  std::vector<Entry> entries_;  // and of expect() and pin()
+  size_t window_bytes_ = 0;  // reserved for the window and the cache's list of uses
+  std::vector<int64_t> rows_;   // scratch memory of finish()
+  std::vector<Entry> entries_;  // the same of finish(), expect() and pin()
   StoreStats stats_;
 };
 
