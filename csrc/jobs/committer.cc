@@ -11,7 +11,7 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kSliceBytes = 1u << 20;  // of records appended at once, under the lock: some tenths of a millisecond
+constexpr size_t kSliceBytes = 1u << 20;  // of records appended in a slice: some tenths of a millisecond
 
 }  // namespace
 
@@ -36,13 +36,13 @@ Manifest Committer::manifest_now(uint64_t epoch) const {
 }
 
 void Committer::publish(Manifest manifest) {
-  manifest.writer_flags &= ~kWriterFlagCopy;  // from here on it goes its own way
+  manifest.writer_flags &= ~kWriterFlagCopy;  // the table differs from its original from here on
   try {
     table_.manifests.write(manifest);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kSync) {
       table_.read_only_reason = error.what();
-      // Linked perhaps, not known to be durable: whatever it names must stay.
+      // The manifest may be linked and may be durable, so the segments that it names must stay.
       std::set<uint64_t> named;
       for (const auto& [id, segment] : table_.store->log()->segments()) named.insert(id);
       table_.store->keep_segments(named);
@@ -54,7 +54,7 @@ void Committer::publish(Manifest manifest) {
 
 // ---- Steps of a commit -----------------------------------------------------------------------------------------
 
-// Step 1. Null where there is nothing to do, or nothing left: then `pending` is over.
+// Step 1. Returns null, with `pending` over, when there is nothing to make durable.
 std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::string>& meta, const std::string& keep,
                                                       std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
   const auto guard = device_.lock_written_back([this] {
@@ -74,7 +74,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
     job->pending->succeed(table_.committed.epoch);
     return nullptr;
   }
-  if (!table_.has_files()) {  // nothing to make durable
+  if (!table_.has_files()) {
     if (meta.has_value()) table_.meta = *meta;
     ++table_.committed.epoch;
     table_.committed.optimizer = table_.spec.optimizer;
@@ -101,7 +101,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
     table_.store->keep_segments(named);
-  } catch (...) {  // rows left frozen would be taken for written by the next commit
+  } catch (...) {  // the next commit would take rows that stay frozen for written ones
     log->finish_ending();
     table_.store->thaw();
     throw;
@@ -112,7 +112,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
   return job;
 }
 
-// Repeats a piece of work under the lock until it returns false; waits for the log's buffers without it.
+// Repeats `work` under the lock until it returns false. Waits for free buffers of the log without the lock.
 template <typename Work>
 void Committer::in_slices(const Work& work) {
   Log* const log = table_.store->log();
@@ -209,7 +209,7 @@ void Committer::give_up(Job* job, const std::exception_ptr& error) {
   Log* const log = table_.store->log();
   log->finish_ending();
   table_.store->thaw();
-  // Should its manifest be there after all, whatever it names must stay.
+  // The manifest may exist in spite of the error, so the segments that it names must stay.
   std::set<uint64_t> named;
   for (const auto& [id, segment] : log->segments()) {
     named.insert(id);
@@ -217,7 +217,7 @@ void Committer::give_up(Job* job, const std::exception_ptr& error) {
   }
   table_.store->keep_segments(named);
   table_.is_changed |= job->was_changed;
-  table_.is_durable = true;  // nothing is on its way
+  table_.is_durable = true;  // no commit is under way
   try {
     std::rethrow_exception(error);
   } catch (const Error& reason) {
@@ -227,11 +227,11 @@ void Committer::give_up(Job* job, const std::exception_ptr& error) {
   job->pending->fail(error);
 }
 
-// Step 5. The commit is durable and acknowledged: what cannot be done now is done after the next one.
+// Step 5. The commit is durable and acknowledged. Work that fails now is done after the next commit.
 void Committer::tidy_up() {
   {
     const auto guard = table_.lock.slice();
-    // From here on its segments are like all that a commit names: emptied ones leave the log, their files stay.
+    // Its segments now count as named by a commit: when they are emptied, they leave the log and their files stay.
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : table_.committed.segments) named.insert(entry.segment);
     table_.store->keep_segments(named);
@@ -258,17 +258,17 @@ std::shared_ptr<PendingCommit> Committer::begin_commit(const std::optional<std::
   if (job == nullptr) return pending;
   std::unique_ptr<std::thread> before;
   {
-    // The job is given to its thread under the lock, which that needs before it can come to an end.
+    // The thread starts under the lock, which it needs before it can end.
     const auto guard = table_.lock.work();
     before = std::move(thread_);
     last_commit_ = pending;
     try {
       thread_ = std::make_unique<std::thread>([this, job] { run(job.get()); });
       job = nullptr;
-    } catch (const std::exception&) {  // no thread to be had: then here
+    } catch (const std::exception&) {  // no thread can be started: the commit runs here, below
     }
   }
-  if (before != nullptr) before->join();  // done with the table, else this commit could not have begun
+  if (before != nullptr) before->join();  // it does not use the table any more: its commit is over
   if (job != nullptr) run(job.get());
   return pending;
 }
@@ -278,7 +278,7 @@ void Committer::commit_index_snapshot() {
     std::shared_ptr<PendingCommit> pending;
     if (const auto job = prepare(std::nullopt, "", &pending, true)) run(job.get());
     pending->wait();
-  } catch (const Error&) {  // the last commit is as good as it was
+  } catch (const Error&) {  // the last commit is unchanged
   }
 }
 
@@ -293,12 +293,12 @@ void Committer::write_dirty() {
     const auto guard = table_.lock.slice();
     table_.require_writable();
     Log* const log = table_.store->log();
-    // Files that are limited have no room for what may be written twice.
+    // A disk limit leaves no room for records that may be written twice.
     if (!table_.has_files() || table_.store->disk().is_limited()) return;
     const size_t most_bytes = std::min(kSliceBytes, log->spare_records() * table_.store->frame_bytes());
     is_left = most_bytes > 0 && table_.store->write_dirty(most_bytes);
   }
-  // Rows that are set again and again while they stay in RAM are read by nobody, who would compact meanwhile.
+  // Compaction starts here, because calls that only set rows in RAM do not start it: reads and advance() do.
   auto guard = table_.lock.work();
   table_.require_writable();
   compaction_.start(guard);

@@ -1,28 +1,29 @@
-// Commits. One, in order (docs/design/engine.md, rule 14):
+// Makes commits. The steps of a commit (docs/design/engine.md, rule 14):
 //
-//   1. prepare(), under the lock, at once: the next epoch begins. This settles what the commit holds: every record in the log,
-//      and every dirty one in RAM, which is frozen from now on (Store::freeze). The facts of the manifest are noted.
-//   2. make_durable(): the frozen records are appended to the epoch that ends, some at a time; between them lookups and updates
-//      go on. An update that wants to change a frozen record appends it first. Then every chunk is written to its file.
-//   3. Without the lock: the segments of that epoch are synced, and the directory when one is new. They are sealed, so
-//      bytes below a committed length never change again.
-//   4. Without the lock: the manifest is written under a temporary name, synced, linked under its epoch, the directory
-//      synced. From here on the commit is durable, and the calls that wait for it continue.
-//   5. tidy_up(): some compaction for what was appended, and what no remaining manifest names is removed. An index snapshot is
-//      started when one is due (jobs/index_snapshots.h); one that was ready at 1 is named by the manifest.
+//   1. prepare(), under the lock, starts the next epoch. This fixes the contents of the commit: every record in the
+//      log, and every dirty record in RAM, which is now frozen (Store::freeze). It also notes the facts of the
+//      manifest.
+//   2. make_durable() appends the frozen records to the epoch that ends, in slices between which calls go on. An update
+//      of a frozen record appends it first. Then every chunk is written to its file.
+//   3. Without the lock: the segments of that epoch are synced, and the directory when a segment is new. They are
+//      sealed, so bytes below a committed length never change again.
+//   4. Without the lock: the manifest is written under a temporary name, synced and linked under its epoch, and the
+//      directory is synced. From here on the commit is durable, and the calls that wait for it continue.
+//   5. tidy_up() compacts and removes files that no remaining manifest names. Then an index snapshot starts if one is
+//      due (jobs/index_snapshots.h). The manifest names the one that was ready at step 1.
 //
-// Why the manifest of an epoch E is right although rows change, leave RAM and are moved by compaction meanwhile:
-//   - What is appended from 1 on, by evictions of rows dirtied since and by compaction, goes to segments of E + 1, which
-//     E does not name. So the segments of E hold the state at 1 and nothing else.
-//   - Compaction may empty a segment that E must name. E names all that were live at 1, and their files stay until E is
-//     durable and collected, because they count as named from 1 on.
-//   - A row may have several records in the segments of E. The highest version wins, and the versions set aside for the
-//     frozen records are higher than all others of E.
+// Why the manifest of an epoch E is right although rows change, are evicted and are moved by compaction meanwhile:
+//   - All appends after step 1, by evictions of newly dirty rows and by compaction, go to segments of E + 1, which E
+//     does not name. So the segments of E have exactly the state at step 1.
+//   - Compaction may empty a segment that E must name. E names all segments that were live at step 1. Their files stay
+//     until E is durable and collected, because they count as named from step 1 on.
+//   - A row may have several records in the segments of E. The highest version wins, and the versions that are reserved
+//     for the frozen records are higher than all others of E.
 //
-// A failure before 4 leaves the last commit as it was and the rows in memory as they are: frozen ones are dirty again,
-// those that reached the log stay there, in segments that the next commit names. The number of its epoch is not used again: a
-// manifest whose link was reported to have failed may exist all the same. After a failed sync the kernel may count bytes
-// as clean that the disk does not have: the table then refuses writes until it is reopened.
+// A failure before step 4 changes neither the last commit nor the rows in memory. Frozen records become dirty again;
+// those that were appended stay in the log, in segments that the next commit names. The epoch's number is not used
+// again: the manifest may exist although its link was reported to have failed. After a failed sync the kernel may treat
+// bytes as clean that are not on the disk, so the table refuses writes until it is reopened.
 #pragma once
 
 #include <cstdint>
@@ -56,23 +57,24 @@ class Committer {
   std::shared_ptr<PendingCommit> begin_commit(const std::optional<std::string>& meta, const std::string& keep);
   void write_dirty();
   void collect(size_t newest);
-  // For closing: commits the same state again, with the index snapshot that is ready. A failure costs nothing else.
+  // For closing: commits the same state again, with the index snapshot that is ready. Ignores failures.
   void commit_index_snapshot();
 
-  // ---- With the lock of exclusive().
+  // ---- All below require the lock of exclusive().
   // Writes a manifest that needs no records of its own, and makes it the last commit.
   void publish(Manifest manifest);
   // Joins the thread of the last commit.
   void join();
 
  private:
-  // A commit under way: what the manifest will say, and what undoing it takes.
+  // A commit under way: its manifest, and the facts that undoing it needs.
   struct Job {
     Manifest manifest;
     bool was_changed = false;
-    bool has_index_snapshot = false;  // the first to name the one that was ready
+    bool has_index_snapshot = false;  // the manifest names a new index snapshot
     std::shared_ptr<PendingCommit> pending = std::make_shared<PendingCommit>();
   };
+  // manifest_now() requires the lock. The others take it.
   std::unique_ptr<Job> prepare(const std::optional<std::string>& meta, const std::string& keep,
                                std::shared_ptr<PendingCommit>* pending, bool even_if_same = false);
   Manifest manifest_now(uint64_t epoch) const;
@@ -91,8 +93,8 @@ class Committer {
   IndexSnapshots& index_;
   CompactionJob& compaction_;
   RamSnapshots& ram_;
-  std::unique_ptr<std::thread> thread_;        // of the last begin_commit(); done with the table once that is over
-  std::shared_ptr<PendingCommit> last_commit_;  // of begin_commit()
+  std::unique_ptr<std::thread> thread_;        // of the last begin_commit(); does not use the table after that commit
+  std::shared_ptr<PendingCommit> last_commit_;  // of the last begin_commit()
 };
 
 }  // namespace bunkbed

@@ -6,7 +6,7 @@
 
 namespace bunkbed {
 
-// Not on the caller's thread: its large reads wait behind those of staging, for longer than a small model computes.
+// Not on the caller's thread: its large reads wait behind those of staging, for longer than a step of a small model.
 void CompactionJob::start(TableLock::Guard& guard) {
   CompactionScheduler& compaction = table_.store->compaction();
   if (table_.lock.is_compacting() && compaction.is_behind()) {
@@ -34,13 +34,13 @@ void CompactionJob::run_after_commit() {
   run();
 }
 
-// An exclusive caller ends compaction, unless compaction is behind. Otherwise, on a busy machine, calls that always come before
-// its first slice would end every compaction before it began, and the log would grow without bound.
+// An exclusive caller cancels compaction unless it is behind. Without this exception, on a busy machine, calls could
+// cancel every compaction before its first slice, and the log would grow without bound.
 void CompactionJob::run() {
   auto guard = table_.lock.slice();
   CompactionScheduler& compaction = table_.store->compaction();
   const auto may_go_on = [&] { return !table_.lock.is_settling() || compaction.is_behind(); };
-  // A write that fails keeps its bytes: the next append tries again and reports the failure.
+  // After a failed write the log keeps the bytes; the next append tries again and reports the failure.
   try {
     for (Compactor::Read read; may_go_on() && compaction.plan(&read);) {
       guard.unlock();

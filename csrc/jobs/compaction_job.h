@@ -1,4 +1,5 @@
-// Compaction in the background: in slices on a thread of the I/O pool, while calls go on. Its large reads run without the lock.
+// Background compaction: in slices on a thread of the I/O pool, while calls go on. Its large reads do not hold the
+// lock.
 #pragma once
 
 #include "state/table_state.h"
@@ -11,14 +12,14 @@ class CompactionJob {
   CompactionJob(const CompactionJob&) = delete;
   CompactionJob& operator=(const CompactionJob&) = delete;
 
-  // Starts it when compaction is due. When it runs already and is behind the appends, waits for its end instead: the log must
-  // not outgrow it. Requires the lock.
+  // Starts compaction when it is due. When it runs already and is behind the appends, waits for its end instead, so
+  // that the log does not grow without bound. Requires the lock.
   void start(TableLock::Guard& guard);
-  // Runs it on this thread after a commit, unless it runs already and takes the work over. Requires that the lock is not held.
+  // After a commit: compacts on this thread, unless compaction runs already and does this work, too. Takes the lock.
   void run_after_commit();
 
  private:
-  void run();
+  void run();  // takes the lock
 
   TableState& table_;
 };

@@ -10,12 +10,12 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kLittleMeta = 16u << 10;  // the slack has room for it
+constexpr size_t kLittleMeta = 16u << 10;  // bytes of meta that the slack has room for
 
 }  // namespace
 
-// Chunks follow the RAM budget, and what so many rows need of the limit follows the chunks: the slack grows with them, and
-// records pack more tightly in them. Of the smaller ones those that need least; none where that is no less than now.
+// The chunk size follows the RAM budget. Larger chunks need more slack, but records pack more tightly in them. Returns
+// the plan with smaller chunks that needs the least disk for so many rows, or nothing when no plan needs less than now.
 std::optional<MemoryPlan> DiskRoom::plan_with_smaller_chunks(uint64_t rows) const {
   const size_t stride = table_.store->log()->stride();
   const MemoryPlan& now = table_.store->plan();
@@ -32,16 +32,15 @@ std::optional<MemoryPlan> DiskRoom::plan_with_smaller_chunks(uint64_t rows) cons
   return best;
 }
 
-// With the lock of table_.lock.exclusive().
 bool DiskRoom::shrink_chunks(uint64_t rows) {
   const std::optional<MemoryPlan> plan = plan_with_smaller_chunks(rows);
   if (!plan.has_value()) return false;
-  prefetcher_.reset_queue();  // it reads into memory that is laid out again
+  prefetcher_.reset_queue();  // its buffers are allocated again by apply()
   table_.store->apply(*plan);
   return true;
 }
 
-// At opening: what the last commit names cannot be packed within a limit that it leaves too little of.
+// Compaction can pack the last commit's segments only when the limit leaves it room for that.
 void DiskRoom::require_limit() {
   const uint64_t limit = disk().limit();
   if (limit == 0) return;
@@ -56,7 +55,7 @@ void DiskRoom::require_limit() {
                                        " bytes of snapshots; it needs at least disk=" + std::to_string(needed));
 }
 
-// More RAM is no reason to need more disk.
+// More RAM must not make the table need more disk.
 MemoryPlan DiskRoom::within_limit(const MemoryPlan& plan) const {
   const uint64_t limit = disk().limit();
   if (limit == 0 || disk().needed_with(plan.log, table_.store->directory().stored_rows()) <= limit) return plan;
@@ -79,7 +78,7 @@ bool DiskRoom::has_room_for(const int64_t* ids, size_t n) {
   return disk().rows_beyond(ids, n) == 0 && disk().has_room_for(ids, n);
 }
 
-// Room for more stored rows: smaller chunks, and without the commits that nothing needs.
+// Makes room for more stored rows: with smaller chunks, then by removing the commits that are not needed.
 void DiskRoom::make_room_for_stored(const int64_t* ids, size_t n) {
   for (bool may_collect = !table_.spec.is_scratch; const uint64_t stored = disk().rows_beyond(ids, n);) {
     if (shrink_chunks(stored)) continue;
@@ -124,7 +123,6 @@ TableLock::Guard DiskRoom::lock_for(const int64_t* ids, size_t n) {
   }
 }
 
-// The lock, with room for so many rows to be written back.
 TableLock::Guard DiskRoom::lock_for_device_cache(size_t rows) {
   auto guard = table_.lock.exclusive();
   table_.require_writable();
@@ -141,7 +139,6 @@ TableLock::Guard DiskRoom::lock_for_device_cache(size_t rows) {
               ENOSPC, table_.path);
 }
 
-// With the lock of table_.lock.exclusive(), before the commit begins.
 void DiskRoom::make_commit_fit(const std::string& meta, const std::string& keep) {
   disk().forget_admitted();
   const auto beyond_little = [](const std::string& text) { return std::max(text.size(), kLittleMeta) - kLittleMeta; };
@@ -157,9 +154,9 @@ void DiskRoom::make_commit_fit(const std::string& meta, const std::string& keep)
   if (!disk().shrink_for_commit(!keep.empty())) {
     try {
       collector_.collect(1);
-    } catch (const Error&) {  // nothing of the commit depends on it
+    } catch (const Error&) {  // the commit does not depend on it
     }
-    (void)disk().shrink_for_commit(!keep.empty());  // the commit may go on as it is: later ones pack the rest
+    (void)disk().shrink_for_commit(!keep.empty());  // when it fails the commit goes on: later commits pack the rest
   }
   if (keep.empty()) return;
   const uint64_t needed = disk().needed_to_keep();

@@ -1,12 +1,12 @@
-// What calls do about the limit of a table's files (store/disk_budget.cc says what it takes to keep the limit).
+// Makes room within the limit of a table's files (store/disk_budget.cc states the rule that keeps the limit).
 //
-// A change asks before it changes anything. When there is no room, in this order:
+// A call checks for room before it changes anything. Without room it does the following, in this order:
 //   1. It waits for the commit under way, which then releases the commit before it.
-//   2. The commit before the last is removed; otherwise it stays in case the last one is found damaged. Kept commits, and
+//   2. It removes the commit before the last, which is a spare in case the last one is found damaged. Kept commits, and
 //      those that a run names, stay.
-//   3. Segments that no commit names are compacted.
-// A commit packs first what it would name, when that is too much. A commit that is to be kept is refused when what it keeps would
-// leave too little. So is a change that adds more rows than the limit has room for.
+//   3. It compacts segments that no commit names.
+// A commit that would name too many bytes packs its segments first. A commit that is to be kept is refused when its
+// files would leave too little room. A change that adds more rows than the limit has room for is refused, too.
 #pragma once
 
 #include <cstddef>
@@ -28,27 +28,27 @@ class DiskRoom {
   DiskRoom(const DiskRoom&) = delete;
   DiskRoom& operator=(const DiskRoom&) = delete;
 
-  // ---- Without the lock.
-  // The lock while a commit may run, and the checks of a call that sets these rows.
+  // ---- Calls; they take the lock.
+  // Returns the lock of exclusive(kMayRun) after the checks of a call that sets these rows.
   TableLock::Guard lock_for(const int64_t* ids, size_t n);
-  // The lock, with room for a device cache to write back so many rows.
+  // Returns the lock of exclusive(), with room for a device cache to write back so many rows.
   TableLock::Guard lock_for_device_cache(size_t rows);
   void make_room(const int64_t* ids, size_t n);
 
-  // ---- With the lock.
+  // ---- All below require the lock.
   bool has_room_for(const int64_t* ids, size_t n);
   // For opening: throws when the files of the last commit cannot be packed within the limit, or leave too little of it.
   void require_limit();
-  // `plan`, with the buffer sizes of the present plan when its own would need more disk than the limit.
+  // Returns `plan`, with the buffer sizes of the present plan when its own would need more disk than the limit.
   MemoryPlan within_limit(const MemoryPlan& plan) const;
-  // Before a commit begins. Requires the lock of exclusive().
+  // Before a commit begins: packs, or throws when the commit may not be made. Requires the lock of exclusive().
   void make_commit_fit(const std::string& meta, const std::string& keep);
 
  private:
   DiskBudget& disk() const { return table_.store->disk(); }
   std::optional<MemoryPlan> plan_with_smaller_chunks(uint64_t rows) const;
-  bool shrink_chunks(uint64_t rows);
-  void make_room_for_stored(const int64_t* ids, size_t n);
+  bool shrink_chunks(uint64_t rows);                        // requires the lock of exclusive()
+  void make_room_for_stored(const int64_t* ids, size_t n);  // the same
 
   TableState& table_;
   DeviceLink& device_;

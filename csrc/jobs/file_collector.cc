@@ -13,7 +13,7 @@ void FileCollector::set_pinned(std::set<uint64_t> epochs, std::set<uint64_t> kep
 
 std::set<uint64_t> FileCollector::pinned_now() const {
   std::set<uint64_t> pinned = pinned_;
-  // A run collects after its own manifest is durable. Until the run has said which commits it names, all of them stay.
+  // A run collects after its own manifest is durable. Until the run has pinned the commits that it names, all stay.
   if (table_.spec.belongs_to_run && pinned.empty()) {
     for (const uint64_t epoch : table_.manifests.epochs()) pinned.insert(epoch);
   }
@@ -25,7 +25,8 @@ Manifests::Spared FileCollector::spared(size_t newest) const {
   spared.newest = newest;
   spared.pinned = pinned_now();
   spared.kept = kept_;
-  // A later manifest may exist whose making was reported to have failed, and which the disk may not have yet.
+  // A later manifest may exist, not durable, whose write was reported to have failed. So the last commit is pinned,
+  // too.
   spared.pinned.insert(table_.committed.epoch);
   for (const auto& [id, segment] : table_.store->log()->segments()) spared.segments.insert(id);
   spared.segments_end = table_.store->log()->next_segment();
@@ -55,8 +56,8 @@ void FileCollector::collect_in_slices(size_t newest) {
   Manifests::Held held = table_.manifests.collect(spared);
   const auto guard = table_.lock.slice();
   for (const uint64_t id : spared.segments) {
-    // Emptied meanwhile: the log used the segment, so the collection spared it, and the log left it to the last commit,
-    // which is gone now.
+    // The segment was emptied meanwhile. The collection spared it because the log used it. The log kept its file
+    // because a commit named it, and that commit is now removed.
     if (held.segments.contains(id) || table_.store->log()->find_segment(id) != nullptr) continue;
     table_.vfs.remove(table_.path + "/" + segment_name(id));
   }

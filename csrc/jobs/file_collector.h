@@ -1,4 +1,4 @@
-// Removes the files that no commit needs: manifests, segments and index snapshots. Every commit stays that is one of the
+// Removes the files that no commit needs: manifests, segments and index snapshots. A commit stays if it is one of the
 // newest, is kept under a name, or is pinned by a run.
 #pragma once
 
@@ -20,17 +20,17 @@ class FileCollector {
   FileCollector(const FileCollector&) = delete;
   FileCollector& operator=(const FileCollector&) = delete;
 
-  // Epochs that the manifests of a run name. `kept`: those of its snapshots.
+  // Pins the epochs that the manifests of a run name. `kept`: those of its snapshots. Requires the lock.
   void set_pinned(std::set<uint64_t> epochs, std::set<uint64_t> kept);
   bool is_pinned(uint64_t epoch) const { return pinned_.contains(epoch); }
 
   // Requires the lock.
   void collect(size_t newest = kNewest);
-  // The same, after a change of the commits that succeeded: the next collection retries what failed.
+  // The same, ignoring errors: the next collection tries again.
   void try_collect();
-  // Without the lock, because files are many and slow to remove. No commit and no other collection may run meanwhile.
+  // The same in slices that take the lock; files are removed without it, as that is slow. Requires is_committing().
   void collect_in_slices(size_t newest = kNewest);
-  // For closing, without a store: segments that no commit came to name.
+  // For closing, without a store: removes segments that no commit names. Requires the lock of exclusive().
   void collect_leftovers();
 
  private:

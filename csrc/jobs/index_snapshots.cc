@@ -13,10 +13,10 @@ namespace bunkbed {
 
 namespace {
 
-constexpr uint64_t kShare = 4;  // a checkpoint costs at most one byte for so many of records
+constexpr uint64_t kShare = 4;  // a snapshot takes at most one byte for so many bytes of records
 constexpr uint64_t kWorthClosing = 10;  // times checkpoint_rows: records whose replay close() spares the next opening
 
-// Segments of epochs before the walk's, by number.
+// Whether a segment existed when the walk began. `segments` is sorted by number.
 bool is_known(const std::vector<SegmentCounts>& segments, uint64_t segment) {
   const auto found = std::lower_bound(segments.begin(), segments.end(), segment,
                                       [](const SegmentCounts& counts, uint64_t number) { return counts.segment < number; });
@@ -70,12 +70,11 @@ uint64_t IndexSnapshots::records_to_replay() const {
   return records;
 }
 
-// Numbers of files that no commit names yet and that must stay.
 std::set<uint64_t> IndexSnapshots::numbers_in_use() const {
   std::set<uint64_t> numbers;
   if (ready_.has_value()) numbers.insert(ready_->file);
   if (is_under_way_) numbers.insert(number_);
-  // Going back to a commit names its own again, before the manifest that does so is written.
+  // rewind() collects before it writes the manifest that names the snapshot of the old commit again.
   for (const CheckpointEntry& checkpoint : table_.committed.checkpoints) numbers.insert(checkpoint.file);
   return numbers;
 }
@@ -98,21 +97,21 @@ void IndexSnapshots::consider() {
     count_bytes();
     before = std::move(thread_);
   }
-  if (before != nullptr) before->join();  // it has nothing more to do
+  if (before != nullptr) before->join();  // its walk is over
   if (!checkpoints_in_line) {
     const auto guard = table_.lock.slice();
     try {
       thread_ = std::make_unique<std::thread>([this] { take(); });
       return;
-    } catch (const std::exception&) {  // no thread to be had: then here
+    } catch (const std::exception&) {  // no thread can be started: the walk runs here, below
     }
   }
   take();
 }
 
-// What a walk through the directory found, and where it goes.
+// The facts of a walk through the directory.
 struct IndexSnapshots::Walk {
-  uint64_t store = 0;  // of which it is
+  uint64_t store = 0;  // store_number_ when it began
   size_t parts = 0;
   DirectoryHeader header;
   std::vector<SegmentCounts> segments;
@@ -128,7 +127,7 @@ void IndexSnapshots::take() {
   }
   const auto guard = table_.lock.slice();
   is_under_way_ = false;
-  // A file that is not used is collected as one that no commit names.
+  // An unused file is removed by the next collection, because no commit names it.
   if (!taken.has_value() || table_.store == nullptr || store_number_ != walk.store) return;
   ready_ = taken;
   ready_epoch_ = walk.header.replay_epoch;
@@ -200,8 +199,8 @@ bool IndexSnapshots::is_worth_closing_with() const {
     return false;
   }
   const bool is_committed = !table_.is_changed && table_.is_durable && device_.num_held() == 0 &&
-                            table_.spec.optimizer == table_.committed.optimizer;  // it would be committed with the snapshot
-  // A copy that was never written to stays a copy, and a kept commit stays the newest one.
+                            table_.spec.optimizer == table_.committed.optimizer;  // a commit would change it
+  // An unchanged copy must keep its flag, and a kept commit must stay the newest one.
   const bool may_commit = (table_.committed.writer_flags & kWriterFlagCopy) == 0 && table_.committed.keep.empty();
   const size_t stored = table_.store->directory().stored_rows();
   return is_committed && may_commit && stored >= checkpoint_rows &&

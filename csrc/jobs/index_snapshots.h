@@ -1,17 +1,18 @@
-// Snapshots of the index (row -> place in the log), which spare an opening the replay of the log. When the table takes one and
-// how it enters a commit; directory/checkpoint.h says what one is, and why it is right although the table changes meanwhile.
+// Index snapshots (the position of each row in the log), with which opening need not replay the log. Decides when a
+// table takes one and how a commit names it. directory/checkpoint.h says why one is right although the table changes
+// meanwhile.
 //
-//   1. After a commit, when an opening would have to replay many records: an eighth of the stored rows or, where records are
-//      so small that a snapshot would be more than a quarter of their bytes, as many records as make it that quarter, half of
-//      the rows at most. So the bytes of snapshots follow the number of dirty rows. A table of few rows takes none. A thread
-//      walks the directory part by part, and takes the lock for each part; it checks and writes what it found without
-//      the lock.
-//   2. The file is complete and durable under its name. The next commit that begins names it; until then a collection leaves
-//      it alone. Later commits name it too, until another one replaces it.
-//   3. close() of a table that would be slow to open and has nothing uncommitted takes one at once, and commits the same state
-//      with it. A table of a run does not: its commits are the run's.
+//   1. After a commit, a snapshot is taken when opening would replay many records: an eighth of the stored rows. When
+//      records are so small that a snapshot takes more than a quarter of these records' bytes, it waits for more
+//      records: until it is a quarter, or for half of the rows. So the bytes of snapshots follow the number of changed
+//      rows. A table of few rows takes none. A thread walks the directory in parts. It takes the lock to copy a part,
+//      and writes without it.
+//   2. The file is complete and durable under its name. The next commit that begins names it; until then a collection
+//      spares it. Later commits name it too, until another snapshot replaces it.
+//   3. close() of a table that would be slow to open and has nothing uncommitted takes one at once, and commits the
+//      same state with it. A table of a run does not, because only the run commits.
 //
-// A failure costs the snapshot and nothing else: the next commit tries again.
+// A failure loses only the snapshot: the next commit tries again.
 #pragma once
 
 #include <atomic>
@@ -28,9 +29,9 @@
 
 namespace bunkbed {
 
-// Tables of fewer rows take none; tests of small tables lower it.
+// Tables of fewer rows take none. Tests of small tables lower it.
 inline std::atomic<uint64_t> checkpoint_rows{100'000};
-// Take them within the commit that finds one due, so that tests know when.
+// Take a snapshot on the committing thread, so that tests know when.
 inline std::atomic<bool> checkpoints_in_line{false};
 
 class IndexSnapshots {
@@ -39,36 +40,36 @@ class IndexSnapshots {
   IndexSnapshots(const IndexSnapshots&) = delete;
   IndexSnapshots& operator=(const IndexSnapshots&) = delete;
 
-  // ---- Without the lock.
+  // ---- Calls; they take the lock.
 
   // After a commit: takes a snapshot when one is due.
   void consider();
-  // Before the table closes: waits for a walk that is under way. With `may_take`, takes a snapshot first when that is worth it, and
-  // returns whether a commit is to be made to name it.
+  // Before the table closes: waits for a walk under way. With `may_take`, takes a snapshot first when it is worth its
+  // time. Returns whether the caller should commit, to name the snapshot.
   bool prepare_to_close(bool may_take);
 
-  // ---- With the lock.
+  // ---- All below require the lock.
 
-  // Fills the directory of a new store with what `manifest` names. `scratch_bytes`: memory that it may use for that.
+  // Fills the directory of a new store from the files that `manifest` names. `scratch_bytes`: memory that it may use.
   void load(const Manifest& manifest, size_t scratch_bytes);
-  // The store goes: a walk under way ends, and its file is not used.
+  // Before the store is destroyed: a walk under way ends at its next part, and its file is not used.
   void forget_store();
-  // The snapshot that the next commit is to name, if one is ready.
+  // The snapshot that the next commit will name, if one is ready.
   const std::optional<CheckpointEntry>& ready() const { return ready_; }
-  // A commit that names the ready one is durable.
+  // Called when a commit that names the ready snapshot is durable.
   void committed_ready();
   // Numbers of files that no commit names yet and that must stay.
   std::set<uint64_t> numbers_in_use() const;
   uint64_t next_number() const { return next_number_; }
-  // Tells the disk budget what the files take that no commit names.
+  // Reports the bytes of snapshots that no commit names to the disk budget.
   void count_bytes();
 
  private:
   struct Walk;
   uint64_t records_to_replay() const;
   bool is_worth_closing_with() const;
-  void take();
-  std::optional<CheckpointEntry> write(Walk* walk);
+  void take();                                       // takes the lock
+  std::optional<CheckpointEntry> write(Walk* walk);  // takes the lock
 
   TableState& table_;
   const DeviceLink& device_;
@@ -76,11 +77,11 @@ class IndexSnapshots {
   std::atomic<bool> stop_{false};
   uint64_t store_number_ = 0;  // changes when another store replaces the present one
   bool is_under_way_ = false;
-  uint64_t number_ = 0;        // of the one under way
+  uint64_t number_ = 0;        // of the snapshot under way
   uint64_t next_number_ = 1;
   std::optional<CheckpointEntry> ready_;  // durable, and named by no commit yet
   uint64_t ready_epoch_ = 0;
-  uint64_t replay_epoch_ = 0;  // of the one that the last commit names; 0: none
+  uint64_t replay_epoch_ = 0;  // of the snapshot that the last commit names; 0: none
 };
 
 }  // namespace bunkbed

@@ -17,7 +17,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Follows a time that varies from step to step.
+// Adds a measured time to an exponential average.
 void follow(double* average, double seconds) { *average = *average == 0.0 ? seconds : 0.8 * *average + 0.2 * seconds; }
 
 }  // namespace
@@ -29,17 +29,17 @@ uint32_t Prefetcher::expect(const int64_t* ids, size_t n, uint32_t most) {
   table_.require_usable();
   table_.check_ids(ids, n);
   if (!table_.store->can_miss()) return kNoUse;
-  // Of a batch larger than the scratch the first part counts; the rest is read when it is wanted.
+  // The window takes the first part of a batch that is larger than the scratch. Lookups read the rest.
   const size_t count = std::min(table_.piece_ids(), n);
   table_.assign_checked(&table_.scratch.batch, ids, count);
   if (table_.lock.is_staging() && table_.store->window_must_grow(table_.scratch.batch.num_unique())) {
-    table_.lock.settle(guard);  // meanwhile others may have used the scratch
+    table_.lock.settle(guard);  // other calls may have used the scratch meanwhile
     table_.require_usable();
     table_.assign_checked(&table_.scratch.batch, ids, count);
   }
-  // A window asked for may take a quarter of the budget, and so may the few batches that staging needs. Beyond them, one
-  // of our choosing takes a tenth: what it takes from the cache it must win back in misses. And a row that is not
-  // wanted within a few cachefuls of batches will not stay anyway.
+  // A window of `most` batches may take a quarter of the budget, and so may the few batches that staging needs. A
+  // longer window of unspecified size may take a tenth, because it must save more misses than the frames that it
+  // replaces. It ends after a few cachefuls of rows: a row that is wanted only later is evicted anyway.
   constexpr uint32_t kStagedAtLeast = 3;
   const Window& window = table_.store->window();
   const uint32_t batches = window.next_batch() - window.first_batch();
@@ -58,7 +58,7 @@ void Prefetcher::forget(uint32_t batch) {
   if (table_.store != nullptr) table_.store->finish(batch);  // null after close() and after a failed rewind
 }
 
-void Prefetcher::advance(uint32_t over, uint32_t begun, uint32_t depth) {
+void Prefetcher::advance(uint32_t over, uint32_t current, uint32_t depth) {
   auto guard = table_.lock.work();
   table_.require_usable();
   if (over != kNoUse) table_.store->finish(over);
@@ -66,29 +66,29 @@ void Prefetcher::advance(uint32_t over, uint32_t begun, uint32_t depth) {
   if (ahead_.since_s > 0.0) follow(&ahead_.step_s, std::max(0.0, now_s - ahead_.since_s - ahead_.waited_s));
   ahead_.since_s = now_s;
   ahead_.waited_s = 0.0;
-  // A number of before a rewind, say, means nothing any more.
-  if (table_.store->window().holds(begun)) ahead_.begun = std::max(ahead_.begun, begun);
+  // The number of a batch from before a rewind, for example, is ignored.
+  if (table_.store->window().holds(current)) ahead_.current = std::max(ahead_.current, current);
   ahead_.depth = depth == 0 ? ahead_.wished_depth() : depth;
   if (table_.store->log() == nullptr) return;
   stage_ahead();
   compaction_.start(guard);
 }
 
-// As deep as the reads of a batch are slow: one batch ahead hides reads that are faster than a step; where they are
-// slower, the queue must not run dry while one of them is late.
+// One batch ahead hides reads that are faster than a step. Slower reads need more batches, so that the queue does not
+// run empty while a read is late.
 uint32_t Prefetcher::Ahead::wished_depth() const {
   if (step_s <= 0.0 || reads_s <= 0.0) return 2;
   return static_cast<uint32_t>(std::clamp(1.0 + std::ceil(reads_s / step_s), 2.0, 4.0));
 }
 
 void Prefetcher::stage_ahead() {
-  if (table_.lock.is_waited_for()) return;  // the next advance() goes on with it
+  if (table_.lock.is_waited_for()) return;  // the next advance() stages
   const Window& window = table_.store->window();
-  if (ahead_.batch <= ahead_.begun) {
-    ahead_.batch = ahead_.begun + 1;
+  if (ahead_.batch <= ahead_.current) {
+    ahead_.batch = ahead_.current + 1;
     ahead_.row = 0;
   }
-  while (ahead_.batch <= ahead_.begun + ahead_.depth && ahead_.batch < window.next_batch()) {
+  while (ahead_.batch <= ahead_.current + ahead_.depth && ahead_.batch < window.next_batch()) {
     if (window.holds(ahead_.batch)) {
       const size_t end = window.num_rows(ahead_.batch);
       table_.scratch.missing_ids.resize(end - ahead_.row);
@@ -103,7 +103,7 @@ void Prefetcher::stage_ahead() {
 
 // ---- Staging
 
-// A batch larger than half of the cache, or than the scratch, is staged in part.
+// Stages only a part of a batch that is larger than half of the cache, or than the scratch.
 void Prefetcher::stage(const int64_t* ids, size_t n) {
   auto guard = table_.lock.work();
   table_.require_usable();
@@ -117,7 +117,7 @@ void Prefetcher::stage(const int64_t* ids, size_t n) {
   compaction_.start(guard);
 }
 
-// Queues the reads of distinct rows; returns how many of them were dealt with.
+// Queues the reads of distinct rows. Returns Store::Staging::looked.
 size_t Prefetcher::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
   Store::Staging staging = table_.store->begin_staging(rows, n, batch);
   const size_t looked = staging.looked;
@@ -129,7 +129,7 @@ size_t Prefetcher::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
   if (queue_ == nullptr) {
     queue_ = std::make_unique<StagingQueue>(
         table_.store->log(), table_.store->frame_bytes(), [this](const Store::Staging& read, bool failed, double seconds) {
-          // Notified under the lock: the table may go as soon as nothing is seen to be staged.
+          // end_batch() notifies under the lock: the table may be destroyed as soon as no batch is staging.
           const auto guard = table_.lock.work();
           follow(&ahead_.reads_s, seconds);
           table_.store->end_staging(read, failed);
@@ -156,7 +156,7 @@ bool Prefetcher::wait_while(TableLock::Guard& guard, const AnyLoading& any_loadi
     const TableLock::WaitsForRows waiting(&table_.lock);
     do {
       table_.lock.wait_for_batch(guard);
-      table_.require_usable();  // it may have been closed meanwhile, and others may have staged more of these rows
+      table_.require_usable();  // it may have been closed, and other calls may have staged more of these rows
     } while (table_.lock.is_staging() && any_loading());
   }
   const double seconds = seconds_since(started);

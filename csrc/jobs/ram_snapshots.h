@@ -1,4 +1,4 @@
-// The kept commits of a table that lives in RAM only: copies of its rows, outside its RAM budget.
+// The kept commits of a table in RAM only: copies of its rows, which do not count in its RAM budget.
 #pragma once
 
 #include <cstddef>
@@ -29,9 +29,9 @@ class RamSnapshots {
 
   // All require the lock.
   std::vector<Manifests::Snapshot> list() const;
-  // Copies the present state. A name that was used before moves to it.
+  // Copies the present state under a name. Replaces an earlier copy of that name.
   void keep(const std::string& name);
-  // Throws Error(kInvalid) when there is none.
+  // Both throw Error(kInvalid) when there is no such copy.
   void drop(const std::string& name);
   const RamSnapshot& find(const std::string& name, std::optional<uint64_t> epoch) const;
 
