@@ -1,11 +1,11 @@
-// Bags: rows pooled straight from where they lie.
+// Bags: pools rows directly from their frames.
 //
-// The rows of a bag are added in batch order, so a bag is one chain of additions per element and its bits depend on
-// nothing else. For as many bags at a time as the scratch can note something about:
-//   1. pool_resident(): every thread takes bags, locates their ids block by block and adds the records in RAM to the
-//      bag's sum. At the first row that is not in RAM the bag stops; nothing is read or evicted yet.
-//   2. pool_missing(): the rest of such bags is looked up as any lookup (piece by piece into scratch) and added where
-//      the bag stopped.
+// The rows of a bag are added in batch order, so each element is one chain of additions and its bits depend on nothing
+// else. For as many bags at a time as the scratch has room for:
+//   1. pool_resident(): each thread takes bags, locates their ids block by block and adds the records in RAM to the
+//      bag's sum. A bag stops at its first row that is not in RAM. No row is read or evicted in this step.
+//   2. pool_missing(): looks up the remaining rows of such bags, piece by piece into scratch, and adds them to the
+//      sums.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -21,18 +21,18 @@ namespace bunkbed {
 struct RowReader::Bags {
   const int64_t* ids;  // (n)
   size_t n;
-  const int64_t* starts;  // of the bags from `first` on, and where the last one ends
+  const int64_t* starts;  // where the bags from `first` on start, and where the last one ends
   size_t first;
   Pooling pooling;
   const float* weights;  // (n) or null
-  bool touch;           // rows not in RAM are to stay there
-  bool counts_touches;  // and of those in RAM it is to be known that they were wanted
+  bool touch;           // whether rows that are read stay in RAM
+  bool counts_touches;  // whether to touch the frames of rows in RAM
 
   size_t begin(size_t bag) const { return static_cast<size_t>(starts[bag - first]); }
   size_t end(size_t bag) const { return static_cast<size_t>(starts[bag - first + 1]); }
 
-  // What the sum of a bag that is not empty is divided by; with weights as TensorFlow's combiners: mean by the sum of
-  // weights, sqrtn by the root of their squares' sum.
+  // The divisor of the sum of a bag that is not empty. With weights it is that of TensorFlow's combiners: the sum of
+  // the weights for mean, the square root of the sum of their squares for sqrtn.
   float divisor(size_t bag) const {
     float divisor = 0.0f;
     if (weights == nullptr) {
@@ -60,7 +60,7 @@ void RowReader::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets
   const size_t piece = table_.piece_ids();
   for (size_t first = 0; first < num_bags; first += piece) {
     const size_t count = std::min(piece, num_bags - first);
-    // A copy, checked again: they lie in the caller's memory, which another thread may change.
+    // A copy that is checked again, because another thread may change the caller's array.
     table_.scratch.bag_starts.resize(count + 1);
     std::copy_n(offsets + first, std::min(count + 1, num_bags - first), table_.scratch.bag_starts.begin());
     if (first + count == num_bags) table_.scratch.bag_starts[count] = static_cast<int64_t>(n);
@@ -90,7 +90,7 @@ void RowReader::pool_resident(const Bags& bags, size_t first, size_t count, floa
   parallel_for(count, grain, [&](size_t from_bag, size_t to_bag) {
     Entry entries[kBlock];
     const void* rows[kBlock + kPoolAhead];
-    size_t block = 0, block_end = 0;  // the places that `entries` and `rows` are about
+    size_t block = 0, block_end = 0;  // the range of ids that `entries` and `rows` describe
     const size_t stop = bags.end(first + to_bag - 1);
     uint64_t new_hits = 0;
     for (size_t bag = first + from_bag; bag < first + to_bag; ++bag) {
@@ -111,7 +111,7 @@ void RowReader::pool_resident(const Bags& bags, size_t first, size_t count, floa
               if (rows[i] != nullptr) cache.prefetch_heat(frame_of(entries[i]));
             }
           }
-          for (size_t i = size; i < size + kPoolAhead; ++i) rows[i] = entries;  // something that is near anyway
+          for (size_t i = size; i < size + kPoolAhead; ++i) rows[i] = entries;  // any valid address
         }
         const size_t from = done;
         const size_t to = std::max(from, std::min(bag_end, block_end));
@@ -119,7 +119,7 @@ void RowReader::pool_resident(const Bags& bags, size_t first, size_t count, floa
         if (bags.counts_touches) {
           for (size_t i = from; i < done; ++i) new_hits += cache.touch(frame_of(entries[i - block]));
         }
-        const size_t at = std::min(from, block_end) - block;  // an empty bag may stand anywhere
+        const size_t at = std::min(from, block_end) - block;  // an empty bag may be outside the block
         k.pool_rows(table_.spec.dtype, dim, bags.run(bag, from, done, rows + at), out + bag * table_.spec.dim);
         is_resident = done == to && done < bag_end;
       }

@@ -19,7 +19,7 @@ void Loader::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   std::unique_ptr<Directory> directory = is_flat(table_.spec.num_rows, plan.total_bytes)
                                              ? make_flat_directory(static_cast<uint64_t>(table_.spec.num_rows))
                                              : make_hashed_directory();
-  // Address space for as many frames as could ever be asked for; memory comes with use.
+  // Reserves address space for the most frames that set_ram() could allow. Memory is allocated with use.
   const size_t cost = Cache::frame_cost(frame_bytes);
   const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGE_SIZE));
   size_t frames = std::max(physical, plan.total_bytes) / cost;
@@ -27,7 +27,7 @@ void Loader::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   prefetcher_.reset();
   table_.store = std::make_unique<Store>(table_.name, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
                                    std::move(log), plan);
-  // Commits at once that nobody asked to keep: the last; a run's tables have those of its last two, and one on its way.
+  // The most commits without a name: the last one; in a run, those of its last two commits and the one under way.
   table_.store->disk().set_limit(table_.options.disk_bytes, table_.spec.is_scratch ? 0 : table_.spec.belongs_to_run ? 3 : 1,
                          static_cast<uint64_t>(table_.spec.num_rows));  // -1: the largest number
   table_.store->disk().reserve_held(device_.max_rows());
@@ -50,12 +50,11 @@ void Loader::make_store_in_ram() {
 }
 
 void Loader::load(const Manifest& manifest) {
-  // What the fields say must be what this release's optimizer would lay out: otherwise an update would write
-  // somewhere else.
+  // The fields must be those of this release's optimizer. Otherwise an update would write to wrong offsets.
   if (manifest.fields != fields_of(table_.spec) || manifest.payload_bytes != record_payload(manifest.fields)) {
     throw Error(ErrorKind::kFormat, "table '" + table_.name + "': its record holds fields this release does not know");
   }
-  if (table_.fields.empty()) {  // other threads read these without the lock: they are set once, before the table is handed out
+  if (table_.fields.empty()) {  // set once, because other threads read them without the lock
     table_.uuid = manifest.uuid;
     table_.fields = manifest.fields;
     table_.payload_bytes = manifest.payload_bytes;
@@ -75,7 +74,7 @@ void Loader::load(const Manifest& manifest) {
   failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   make_store(plan, std::move(log));
-  // The frames are empty while the directory is rebuilt: their room serves as scratch.
+  // The frames are empty while the directory is rebuilt, so half of their budget serves as scratch.
   const size_t scratch = plan.scratch_bytes + table_.store->cache().capacity() * Cache::frame_cost(table_.store->frame_bytes()) / 2;
   index_.load(manifest, scratch);
   failpoint("open.rebuilt");
@@ -97,8 +96,8 @@ void Loader::load(const Manifest& manifest) {
   if (!table_.store->disk().has_bytes(0)) collector_.collect(1);
 }
 
-// What a session left that died. Their numbers are not used again while this one lasts: a reader may have seen a commit of
-// theirs that a run took back.
+// Reserves the numbers of segments that a crashed session left, which collect() then removes. The numbers are not used
+// again in this session: a reader may have seen a commit with these segments that a run took back.
 void Loader::remove_leftovers() {
   uint64_t next = table_.store->log()->next_segment();
   for (const std::string& name : table_.vfs.list(table_.path)) {
@@ -116,7 +115,7 @@ void Loader::drop_store() {
 
 namespace {
 
-// Step 1, as far as the manifests tell. `added`: the segments that `before` does not name.
+// Step 1, the part that needs only the manifests. `added`: the segments that `before` does not name.
 bool may_follow(const Manifest& before, const Manifest& after, std::vector<SegmentEntry>* added) {
   if (after.epoch <= before.epoch || after.next_version < before.next_version ||
       after.next_segment < before.next_segment || after.num_rows != before.num_rows || after.fields != before.fields ||
@@ -143,8 +142,8 @@ std::string move_failed(const std::exception& error) {
 
 }  // namespace
 
-// False: build the directory anew; it may be half way between the two commits. Error(kNotFound): a new segment was
-// collected meanwhile, nothing was changed.
+// Returns false when the directory, which may be half way between the two commits, must be built again. Throws
+// Error(kNotFound), with nothing changed, when a new segment was collected meanwhile.
 bool Loader::replay_onto(const Manifest& newest) {
   std::vector<SegmentEntry> added;
   if (!may_follow(table_.committed, newest, &added)) return false;
@@ -161,12 +160,12 @@ bool Loader::replay_onto(const Manifest& newest) {
   } catch (const std::exception& error) {
     for (const SegmentEntry& entry : added) log->forget_segment(entry.segment, false);
     const auto* const known = dynamic_cast<const Error*>(&error);
-    if (known == nullptr || known->kind() == ErrorKind::kNotFound) throw;  // no memory: the reader stays where it is
+    if (known == nullptr || known->kind() == ErrorKind::kNotFound) throw;  // the reader stays at its commit
     return false;
   }
   std::vector<Segment*> segments;
   for (const SegmentEntry& entry : added) segments.push_back(log->find_segment(entry.segment));
-  table_.scratch = {};  // its room is lent to the versions
+  table_.scratch = {};  // its memory is used for the versions
   try {
     Cache& cache = table_.store->cache();
     const auto reserve = [this](const int64_t* ids, size_t n) { table_.store->reserve_rows(ids, n); };
@@ -182,7 +181,7 @@ bool Loader::replay_onto(const Manifest& newest) {
                                table_.store->plan().scratch_bytes, reserve, give_up}
                             .run(segments);
   } catch (const std::exception&) {
-    return false;  // whatever it is, building anew meets it again, or does not need it
+    return false;  // building the directory again reports the error, or does not meet it
   }
   for (const uint64_t id : dropped) {
     if (log->find_segment(id)->live > 0) return false;
@@ -204,13 +203,13 @@ void Loader::finish_opening() {
 
 uint64_t Loader::refresh() {
   const auto guard = table_.lock.exclusive(TableLock::Commits::kMayRun);
-  // Nothing but a refresh that failed breaks a reader, and another one makes it whole.
+  // Only a failed refresh breaks a reader, and a successful one repairs it.
   if (table_.is_closed || table_.options.writable) table_.require_usable();
   if (table_.options.writable) {
     throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' is open for writing and always up to date; refresh() is for readers");
   }
-  if (!table_.options.snapshot.empty()) return table_.committed.epoch;  // a snapshot stands still
-  bool is_moving = false;  // what was there before is gone
+  if (!table_.options.snapshot.empty()) return table_.committed.epoch;  // a snapshot does not change
+  bool is_moving = false;  // the old store was destroyed
   for (int attempt = 0;; ++attempt) {
     try {
       const Manifest newest = table_.manifests.load_newest();
@@ -225,16 +224,16 @@ uint64_t Loader::refresh() {
         if (replay_onto(newest)) return table_.committed.epoch;
       }
       is_moving = true;
-      drop_store();  // both at once would be twice the budget
+      drop_store();  // two stores would take twice the budget
       load(newest);
       table_.broken.clear();
       return table_.committed.epoch;
     } catch (const Error& error) {
-      if (is_moving) drop_store();  // whatever there is of it is half a table
-      if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // collected meanwhile: look again
+      if (is_moving) drop_store();  // it may be half loaded
+      if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // it was collected: try again
       if (is_moving) table_.broken = move_failed(error);
       throw;
-    } catch (const std::exception& error) {  // no memory, say
+    } catch (const std::exception& error) {  // for example std::bad_alloc
       if (is_moving) {
         drop_store();
         table_.broken = move_failed(error);

@@ -1,19 +1,21 @@
-// Makes the rows of a table available: the store of a new table in RAM, of a commit that is opened, and of a newer commit that
-// a reader moves to. Requires the table's lock for every call but refresh(), unless the table is not handed out yet.
+// Makes the store: of a new table in RAM, of a commit that is opened, and of a newer commit that a reader moves to.
+// refresh() takes the lock. All others require the lock of exclusive(), unless the table is not handed out yet.
 //
-// A reader moves to the newest commit, as seen from the commit that it is at, as follows:
-//   1. The newest commit must follow from it: same table, a later epoch, numbers that only grew; every segment that both name
-//      is still the same file, at the same length; every other one is no older than the reader's epoch.
-//   2. Its new segments are replayed over the directory (directory/replay.h): O(changed rows). Frames of rows that have a new
-//      record are released, even when the record was only moved: their versions are not known.
-//   3. Nothing may be left in the segments that it no longer names, and the rows must be as many as it says.
+// A reader moves from its commit to the newest one as follows:
+//   1. The newest commit must follow from the reader's: same table, a later epoch, numbers that only grew. Each segment
+//      that both name must be the same file with the same length. Each other segment must not be older than the
+//      reader's epoch.
+//   2. The new segments are replayed over the directory (directory/replay.h): O(changed rows). Frames of rows that have
+//      a new record are released, even when the record was only moved, because the versions of frames are not known.
+//   3. The segments that the newest commit does not name must have no live record, and the number of rows must be
+//      right.
 //
-// When 1 or 3 does not hold - the table went back to an earlier commit, a run took back a commit that it had not named, other
-// files were put there - the directory is built from all segments. What these checks do not detect is correct: an id without a
-// new record points into a file that the newest commit names, and that record was the highest of all it names but the new
-// segments. An id with a new record points to the highest of these, and they were appended when every segment common to both
-// was in the log, so it is the highest of all (directory/replay.h). If a segment number is used twice, because files were put
-// there, the files tell them apart.
+// When 1 or 3 does not hold, the directory is built again from all segments. Reasons: a rewind, a run that took back a
+// commit that it had not named, files that were replaced. When 1 and 3 hold, the result is correct. An id without a new
+// record points to a file that the newest commit names, and its record has the highest version in the segments that are
+// not new. An id with a new record points to the new record with the highest version. It was appended when all common
+// segments were in the log, so its version is the highest of all (directory/replay.h). If a segment number is used
+// twice because files were replaced, comparing the files detects it.
 #pragma once
 
 #include <memory>
@@ -36,15 +38,15 @@ class Loader {
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
-  // The state of a new table in RAM.
+  // Makes the state of a new table in RAM.
   void start_in_ram(const Uuid& uuid);
-  // A store without rows and without files.
+  // Makes a store without rows and without files.
   void make_store_in_ram();
-  // The state of a commit.
+  // Makes the state of a commit.
   void load(const Manifest& manifest);
-  // For opening, after load(): the limit of the files, and segments to merge.
+  // For opening, after load(): checks the disk limit and merges segments.
   void finish_opening();
-  // Forgets all rows. Until another store is made the table has none.
+  // Destroys the store. The table has no store until another one is made.
   void drop_store();
   uint64_t refresh();
 

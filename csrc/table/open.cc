@@ -58,7 +58,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
                                            " bytes is too small to work with; it needs at least disk=" + std::to_string(least));
     }
   }
-  bool is_left = false;  // of a scratch table
+  bool is_left = false;  // the directory has an old scratch table
   if (vfs.exists(path)) {
     bool is_table = false;
     bool is_empty = true;
@@ -66,7 +66,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
       for (const std::string& entry : vfs.list(path)) {
         uint64_t number;
         is_table |= parse_name(entry, "manifest-", &number);
-        is_empty &= entry == kLockName || entry.rfind(kTemporaryPrefix, 0) == 0;  // of a create that did not finish
+        is_empty &= entry == kLockName || entry.rfind(kTemporaryPrefix, 0) == 0;  // of a failed create()
       }
     } catch (const Error& error) {
       if (error.error_number() != ENOTDIR) throw;
@@ -79,7 +79,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     }
     if (!is_empty && !is_left) throw Error(ErrorKind::kExists, path + " exists already and is not an empty directory");
   }
-  vfs::current_io();  // a wrong BUNKBED_IO is an error before anything is made
+  vfs::current_io();  // throws for a wrong BUNKBED_IO before anything is made
   vfs.make_directories(path);
   std::unique_ptr<vfs::Lock> lock;
   try {
@@ -120,12 +120,12 @@ std::unique_ptr<Table> Table::open(vfs::Vfs& vfs, const std::string& path, const
 std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& path, const std::string& name,
                                            const OpenOptions& options, std::unique_ptr<vfs::Lock> made) {
   const Manifests manifests(vfs, path);
-  // A reader may meet a commit that is collected while it opens; it then looks again.
+  // A commit may be collected while a reader opens it. The reader then tries again.
   for (int attempt = 0;; ++attempt) {
     const bool is_made = made != nullptr;
     std::unique_ptr<vfs::Lock> lock = std::move(made);
     try {
-      (void)manifests.epochs();  // a table at all?
+      (void)manifests.epochs();  // throws if there is no table
       if (options.writable && !is_made) {
         try {
           lock = vfs.lock(path + "/" + kLockName);
@@ -178,7 +178,8 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
       table->parts_->loader.finish_opening();
       return table;
     } catch (const Error& error) {
-      // A run's reader asks for one epoch, which the writer may have collected: no damage, and no other to look for.
+      // A reader of a run opens one given epoch. If the writer has collected it, nothing is damaged and no retry can
+      // help.
       const bool is_collected = !options.writable && options.epoch.has_value() &&
                                 !vfs.exists(path + "/" + manifest_name(*options.epoch));
       const bool vanished = error.kind() == ErrorKind::kNotFound && vfs.exists(path) && !is_collected;

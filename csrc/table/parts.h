@@ -1,4 +1,4 @@
-// The parts of a table, in the order in which they depend on each other.
+// The parts of a table. Each part refers only to parts above it.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,7 @@ namespace bunkbed {
 
 struct Table::Parts {
   TableState state;
-  std::unique_ptr<vfs::Lock> file_lock;  // of a writer
+  std::unique_ptr<vfs::Lock> file_lock;  // null in a reader and in RAM
   DeviceLink device{state};
   RamSnapshots ram{state};
   IndexSnapshots index{state, device};
@@ -38,7 +38,7 @@ struct Table::Parts {
 
   Parts(vfs::Vfs& vfs, const std::string& path, const std::string& name, const TableSpec& spec, const OpenOptions& options)
       : state(vfs, path, name, spec, options) {}
-  // Without a commit.
+  // Closes without a commit. Takes the lock.
   void close_files();
 };
 

@@ -52,15 +52,15 @@ TableLock::Guard RowReader::begin_lookup(const int64_t* ids, size_t n, bool touc
   return guard;
 }
 
-// After all that may release the lock.
+// Called after all that may release the lock.
 void RowReader::count_lookup(const int64_t* rows, size_t n, bool touch) {
   device_.check_not_held(rows, n);
   ++table_.counts.lookups;
-  // Nothing else ends the steps of a reader, and a row counts once in each step.
+  // A reader makes no updates, which end steps, so each lookup is a step. A row counts once in each step.
   if (touch && !table_.options.writable) table_.store->begin_step();
 }
 
-// Rows in RAM are copied at once, before anything can be evicted; places of the others are noted.
+// Copies rows in RAM first, before any frame can be evicted, and notes the places of the others.
 void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
   table_.scratch.missing.resize(n);
   const size_t blocks = (n + kBlockIds - 1) / kBlockIds;
@@ -95,10 +95,11 @@ void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* ou
   lookup_missing(batch, nullptr, entries.data(), touch, out);
 }
 
-// Copies the weights of frames[i], or of frames[index[i]], to row i of `out`; kNoFrame leaves it alone. Of rows after the
-// last, as many as are known are asked for ahead.
+// Copies the weights of frames[i], or of frames[index[i]], to row i of `out`. Skips rows with kNoFrame. Prefetches
+// known rows after the last one.
 //
-// Ordinary stores: streaming ones were 7 % faster here and cost whoever reads the rows next twice that.
+// Uses ordinary stores: streaming stores were 7 % faster here but made the next read of the rows slower by twice as
+// much.
 void RowReader::copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const {
   static_assert(kNoFrame == RowPlaces::kNowhere);
   const Cache& cache = table_.store->cache();
@@ -107,15 +108,15 @@ void RowReader::copy_resident(const uint32_t* frames, const uint32_t* index, Cop
                                                     static_cast<int64_t>(rows.known)}, out);
 }
 
-// The batch's rows that are not in RAM (those with kNoFrame; all when `frames` is null), once each: initial rows are
-// computed straight into their places, stored ones are read. `entries`: where these rows are.
+// Looks up the batch's unique rows that are not in RAM: those with kNoFrame, or all when `frames` is null. Computes
+// initial rows in `out`, and reads stored ones. `entries`: the directory entries of these rows.
 void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out) {
   const size_t dim = table_.spec.dim;
   Store& store = *table_.store;
   const auto places_of = [&](size_t u, auto&& visit) {
     for (uint32_t o = batch.offsets()[u]; o < batch.offsets()[u + 1]; ++o) visit(size_t{batch.order()[o]});
   };
-  std::vector<uint32_t> absent, stored;  // indexes of unique rows: never trained, and on disk
+  std::vector<uint32_t> absent, stored;  // indexes of unique rows that are not stored, and of those in the log
   for (uint32_t u = 0; u < batch.num_unique(); ++u) {
     if (frames == nullptr || frames[u] == kNoFrame) (entries[u] == kAbsent ? absent : stored).push_back(u);
   }
@@ -164,7 +165,7 @@ void RowReader::contains(const int64_t* ids, size_t n, bool* out) {
     const size_t count = std::min(kBlockIds, n - begin);
     table_.store->directory().locate(ids + begin, count, entries);
     for (size_t i = 0; i < count; ++i) {
-      // What was trained above only is stored as soon as it is written back.
+      // A row that the device cache holds is stored when it is written back, so it counts as stored.
       out[begin + i] = entries[i] != kAbsent || device_.is_held(ids[begin + i]);
     }
   }
@@ -176,7 +177,7 @@ void RowReader::get(const int64_t* ids, size_t n, size_t field, float* out) {
   table_.check_ids(ids, n);
   device_.check_not_held(ids, n);
   const Field& f = table_.fields.at(field);
-  // A reader's frames hold weights only; its slots come from the log.
+  // A reader's frames have weights only, so slots are read from the log.
   const size_t record_bytes = field == 0 ? table_.weight_bytes : table_.payload_bytes;
   const size_t piece =
       std::min(table_.piece_ids(), std::max<size_t>(1, table_.store->plan().scratch_bytes / 2 / record_bytes));

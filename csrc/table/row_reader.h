@@ -1,4 +1,4 @@
-// Rows read: lookups, bags, raw slots and whole records. The calls take the lock. Table declares them for users.
+// Reads rows: lookups, bags, slots and whole records. The public methods take the lock. Table declares them for users.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,7 @@ class RowReader {
   void gather_records(const int64_t* ids, size_t n, std::byte* records);
 
  private:
+  // begin_lookup() takes the lock. All others require it.
   TableLock::Guard begin_lookup(const int64_t* ids, size_t n, bool touch);
   void count_lookup(const int64_t* rows, size_t n, bool touch);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);

@@ -20,11 +20,11 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kCopyBlockBytes = 64u << 10;  // what one thread copies at a time
+constexpr size_t kCopyBlockBytes = 64u << 10;  // bytes that one thread copies at a time
 
 }  // namespace
 
-// Says which gradient is not finite, or which sum of finite ones.
+// Throws an error that names the gradient that is not finite, or the id whose gradients overflow when summed.
 void RowWriter::not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const {
   table_.check_finite(ids, n, grads, table_.spec.dim, "gradient");
   std::vector<float> sum(table_.spec.dim);
@@ -42,8 +42,8 @@ TableLock::Guard RowWriter::begin_update(const int64_t* ids, size_t n, const Bat
   return guard;
 }
 
-// The lock, once none of these rows is being read, and with disk for them. Staging of other rows goes on. `batch`: whose unique
-// rows they are, or null.
+// Returns the lock when none of these rows is being read and there is disk for them. Staging of other rows goes on.
+// `batch`: the batch that has these unique rows, or null.
 TableLock::Guard RowWriter::lock_to_write(const int64_t* ids, size_t n, const Batch* batch) {
   for (;;) {
     auto guard = table_.lock.work();
@@ -53,11 +53,11 @@ TableLock::Guard RowWriter::lock_to_write(const int64_t* ids, size_t n, const Ba
       table_.lock.settle(guard);
       table_.require_writable();
     } else if (batch != nullptr ? prefetcher_.wait_for_rows(guard, *batch) : prefetcher_.wait_for_rows(guard, ids, n)) {
-      // Others may have staged, and added rows, so that frames must be evicted for these now.
+      // Other calls may have staged and added rows meanwhile, so that these rows now need frames to be evicted.
       if (table_.lock.is_staging() && table_.store->must_shrink_for(ids, n)) continue;
       table_.require_writable();
     }
-    // There is room for as many rows as the device cache has frames, wherever they are on their way.
+    // Disk for as many rows as the device cache has frames is reserved, so rows on their way from it need none.
     const bool are_held = table_.store->disk().is_limited() && device_.are_reserved(ids, n);
     if (are_held || disk_.has_room_for(ids, n)) return guard;
     guard.unlock();
@@ -70,7 +70,7 @@ RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int
   if (!std::isfinite(rate) || rate < 0) {
     throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': lr must be finite and at least 0, got " + std::to_string(rate));
   }
-  // One below the largest, so that the step after it is a number too.
+  // One below the largest, so that the next step is an int64, too.
   constexpr int64_t kLastStep = std::numeric_limits<int64_t>::max() - 1;
   const int64_t number = step.value_or(std::min(table_.step, kLastStep) + 1);
   if (number < 1 || number > kLastStep) {
@@ -80,7 +80,7 @@ RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int
   return {number, make_step(table_.spec.optimizer, rate, number)};
 }
 
-// Runs `write`, which sets its argument before it writes the first row.
+// Runs `write`, which sets its argument to true before it writes the first row. A failure after that breaks the table.
 template <typename Write>
 void RowWriter::write_rows(const char* what, const Write& write) {
   bool wrote = false;
@@ -118,8 +118,8 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
   Batch& batch = table_.scratch.batch;
   const auto select = [&](size_t p) { table_.assign_part(&batch, ids, n, p, parts); };
 
-  // Everything is validated before anything is written. The sums are kept where they fit the scratch, otherwise
-  // computed a second time.
+  // Everything is validated before anything is written. The sums are kept when the scratch has room, otherwise computed
+  // a second time.
   float* sums = nullptr;
   for (size_t p = 0; p < parts; ++p) {
     select(p);
@@ -136,7 +136,7 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
     for (size_t p = 0; p < parts; ++p) {
       if (parts > 1) {
         select(p);
-        table_.store->reserve_rows(batch.unique().data(), batch.num_unique());  // other ids than before, if they were changed
+        table_.store->reserve_rows(batch.unique().data(), batch.num_unique());  // the ids may have changed
       }
       apply_update(batch, grads, sums, next, wrote);
     }
@@ -144,13 +144,13 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
   finish_step(next);
 }
 
-// Row u's gradients summed; returns the sum of the sums' squares.
+// Sums the gradients of unique row u. Returns the sum of squares of `sum`, which is finite when all its elements are.
 double RowWriter::sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const {
   return kernels().sum_rows(table_.spec.dim, grads, batch.order().data(), batch.offsets().data() + u, 1,
                             static_cast<uint32_t>(batch.size()), sum);
 }
 
-// Pins the batch's rows, as many at a time as the cache holds, and steps each once.
+// Pins the batch's rows, as many at a time as the cache holds, and applies the step to each row once.
 void RowWriter::apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) {
   const size_t dim = table_.spec.dim;
   Cache& cache = table_.store->cache();
@@ -158,7 +158,7 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
   const size_t num_unique = batch.num_unique();
   const bool has_log = table_.store->log() != nullptr;
   for (size_t begin = 0; begin < num_unique;) {
-    // All of them where they are known to be in RAM: nothing gives way before the next pin(), so they need no pins.
+    // Rows that are all in RAM need no pins, because no frame is evicted before the next pin().
     const bool is_placed = begin == 0 && table_.store->place_for_update(batch);
     const size_t count = is_placed ? num_unique : std::min(table_.store->max_pinned(), num_unique - begin);
     if (!is_placed) {
@@ -171,7 +171,7 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
     const FramedRecords records{cache.record(0), cache.stride(), table_.payload_bytes};
     parallel_for(count, row_grain(dim), [&](size_t from, size_t to) {
       bool clean = false;
-      if (has_log) {  // nowhere else is it asked what is dirty
+      if (has_log) {  // without a log every frame is always dirty
         for (size_t i = from; i < to; ++i) clean |= !cache.is_dirty(frames[i]);
       }
       if (sums != nullptr) {
@@ -216,7 +216,7 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
   BlockVector<uint32_t>& frames = table_.scratch.frames;
   write_rows("a set()", [&](bool* wrote) {
     for (size_t p = 0; p < parts; ++p) {
-      if (parts > 1) select(p);  // other ids than before, if they were changed
+      if (parts > 1) select(p);  // another thread may have changed the ids
       for (size_t begin = 0; begin < batch.num_unique();) {
         const size_t count = std::min(table_.store->max_pinned(), batch.num_unique() - begin);
         frames.resize(count);
@@ -236,7 +236,7 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
   if (n > 0) table_.mark_changed();
 }
 
-// In parts by hash, so that a large call needs no more memory than a small one.
+// Checks in parts by hash, so that a large call needs no more memory than a small one.
 void RowWriter::require_distinct(const int64_t* ids, size_t n) {
   constexpr int64_t kFree = -1;
   constexpr size_t kAhead = 8;

@@ -1,7 +1,7 @@
-// Rows changed: updates, raw slots and whole records. The calls take the lock. Table declares them for users.
+// Changes rows: updates, slots and whole records. The public methods take the lock. Table declares them for users.
 //
-// A call validates everything before its first write. A failure before that write changes nothing; a failure after it breaks the
-// table until it is reopened, because its rows are then no longer those of any step.
+// A call validates everything before its first write. A failure before that write changes nothing. A failure after it
+// breaks the table until it is reopened, because its rows are then those of no step.
 #pragma once
 
 #include <cstddef>
@@ -30,11 +30,12 @@ class RowWriter {
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
 
  private:
-  // One accepted update: its number, and what is the same for all its rows.
+  // One accepted update: its number, and the constants for all its rows.
   struct Step {
     int64_t number;
     StepConstants constants;
   };
+  // lock_to_write() and begin_update() take the lock. All others require it.
   TableLock::Guard lock_to_write(const int64_t* ids, size_t n, const Batch* batch);
   TableLock::Guard begin_update(const int64_t* ids, size_t n, const Batch* batch);
   Step next_step(std::optional<double> lr, std::optional<int64_t> step) const;
@@ -43,7 +44,7 @@ class RowWriter {
   void finish_step(const Step& step);
   double sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
   [[noreturn]] void not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const;
-  // `sums` or, where they are not kept, `grads` to compute them from.
+  // `sums`: the gradient sums, or null to compute them from `grads`.
   void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote);
   void require_distinct(const int64_t* ids, size_t n);
 

@@ -17,8 +17,8 @@ namespace bunkbed {
 
 namespace {
 
-// Of what is read ahead, in chunks of the size that the budget allows: a twenty-fourth of it, 4 MiB at most. A reader's
-// plan has as much for chunks that it never writes; a writer takes it beside its budget while it scans.
+// Bytes to read ahead, as a number of chunk buffers: a 24th of the budget, at most 4 MiB. A reader's plan includes as
+// much for chunks, which it never writes. A writer takes this memory in addition to its budget while it scans.
 constexpr size_t kChunksAhead = 4;
 // Chunks of a table that was written with a smaller budget are smaller.
 constexpr size_t kMaxReadsAhead = 32;
@@ -26,14 +26,14 @@ constexpr size_t kFramesAhead = 8;
 
 }  // namespace
 
-// A chunk, or its index, on its way into memory. Belongs to the scan and to the thread that reads.
+// A read of a chunk or of its index. Shared by the scan and the thread that reads.
 struct Scan::ReadAhead {
   uint64_t segment = 0;
-  uint64_t chunk = 0;  // where it begins
-  uint64_t begin = 0;  // of what is read
+  uint64_t chunk = 0;  // the offset of the chunk
+  uint64_t begin = 0;  // of the read
   uint64_t end = 0;
-  std::shared_ptr<vfs::File> file;  // stays open where compaction drops the segment meanwhile
-  Span span;                        // the reader's until is_over
+  std::shared_ptr<vfs::File> file;  // keeps the file open if compaction drops the segment meanwhile
+  Span span;                        // used by the reading thread until is_over
 
   std::mutex mutex;  // guards is_over
   std::condition_variable over;
@@ -49,7 +49,7 @@ struct Scan::ReadAhead {
       span.end = end;
     } catch (...) {  // rule 4
     }
-    file.reset();  // who waits for this may take away what it lies on
+    file.reset();  // before is_over: the thread that waits may then destroy the file system
     const std::lock_guard guard(mutex);
     is_over = true;
     over.notify_all();
@@ -70,8 +70,8 @@ Scan::Scan(Table* table, std::vector<size_t> fields)
   is_in_frames_ = is_in_frames();
   Log* log = table_.store->log();
   if (log == nullptr) return;
-  // From here on the log holds every row's newest record, so lookups during the scan cannot move any: only clean
-  // frames remain, and evicting one appends nothing.
+  // The log now has every row's newest record and all frames are clean. So lookups during the scan append nothing:
+  // evicting a clean frame moves no record.
   if (table_.options.writable) {
     table_.store->flush();
     table_.store->compaction().forgive();
@@ -82,14 +82,14 @@ Scan::Scan(Table* table, std::vector<size_t> fields)
 
 Scan::~Scan() {
   if (owner_pid_ != ::getpid()) {
-    // A forked child: the threads that would end these reads are the parent's.
+    // A forked child: the threads that read are the parent's, so these reads never end. They are leaked.
     for (auto& read : ahead_) new std::shared_ptr<ReadAhead>(std::move(read));
     return;
   }
-  for (const auto& read : ahead_) read->wait();  // no file stays open behind a scan
+  for (const auto& read : ahead_) read->wait();  // so that no file stays open after the scan
 }
 
-// Whether frames hold all that is asked; a reader's hold weights alone.
+// Whether frames have all wanted fields. A reader's frames have the weights alone.
 bool Scan::is_in_frames() const {
   const size_t held = table_.store->frame_bytes();
   return std::all_of(fields_.begin(), fields_.end(), [&](size_t f) {
@@ -98,7 +98,7 @@ bool Scan::is_in_frames() const {
   });
 }
 
-// Begins to read the chunks from here on, as many as there is room for.
+// Starts reads of the next chunks, as many as there is room for.
 void Scan::read_ahead() {
   Log* const log = table_.store->log();
   const size_t most = kChunksAhead * table_.store->plan().log.chunk_bytes;
@@ -118,7 +118,7 @@ void Scan::read_ahead() {
       });
       if (!is_new) continue;
       auto read = std::make_shared<ReadAhead>();
-      std::swap(read->span, spare_);  // its memory
+      std::swap(read->span, spare_);  // reuses its memory
       read->segment = segment->id;
       read->chunk = chunks[c].begin;
       read->begin = begin;
@@ -127,7 +127,7 @@ void Scan::read_ahead() {
       ahead_.push_back(read);
       try {
         io_pool().submit([read] { read->run(); });
-      } catch (const std::exception&) {  // no thread is to be had
+      } catch (const std::exception&) {  // no thread can be started
         ahead_.pop_back();
         return;
       }
@@ -135,7 +135,7 @@ void Scan::read_ahead() {
   }
 }
 
-// What was read ahead of this chunk becomes span_.
+// Waits for the read ahead of this chunk, if there is one, and makes its bytes span_.
 void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
   while (!ahead_.empty()) {
     const std::shared_ptr<ReadAhead> read = std::move(ahead_.front());
@@ -167,8 +167,8 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
                                         "and change the rows afterwards");
   }
   Store& store = *table_.store;
-  // Compaction is counted where it moves a record, not where a call starts it: many calls do, a refused one too. A moved
-  // record lies in a place that the scan has passed, or in one that it will not come to.
+  // Compares moved records, not started compactions, because many calls start compaction, even one that fails. The scan
+  // would return a moved record twice or never.
   if (store.compactor().records_moved() != moves_ && !fault_is("scan_misses_change")) {
     throw Error(ErrorKind::kBroken, "table '" + table_.name +
                                         "': compaction moved its records while it was scanned, which compact(), a commit "

@@ -1,15 +1,15 @@
-// Every stored row once, in log order: chunk by chunk with large sequential reads.
+// Reads every stored row once, in log order: chunk by chunk with large sequential reads.
 //
-// 1. The chunks that come next are read ahead, several at once, each whole with one read: a disk asked for one at a time
-//    gives a third of what it can.
-// 2. Which records of a chunk are the newest of their rows is settled when the scan comes to it, under the table's lock,
-//    and only then are they verified. What was read ahead is bytes and no more: the rows and their order do not depend on
-//    when a read ends.
-// 3. Rows whose frames hold what is asked are copied from there, wherever the scan comes to their records: order and bits
-//    are the log's. While all stored rows are in RAM, no more than the chunks' indexes is read. What has left RAM when the
-//    scan comes to it is read then.
-// 4. A read ahead that failed, or that nobody began, is left out: the chunk is then read by whoever comes to it, and what
-//    that meets is the scan's error. So a part that nobody needs cannot end a scan.
+// 1. The next chunks are read ahead, several at once, each with one read. A disk with one read at a time reaches a
+//    third of its throughput.
+// 2. When the scan reaches a chunk, it decides under the table's lock which records are the newest of their rows, and
+//    then verifies these. A read ahead delivers only bytes, so the rows and their order do not depend on when a read
+//    ends.
+// 3. When the scan reaches a record whose row has a frame with the wanted fields, it copies the frame. Order and bits
+//    are those of the log. While all stored rows are in RAM, only the chunks' indexes are read. The records of rows
+//    that were evicted meanwhile are then read when the scan reaches them.
+// 4. A read ahead that failed or was not started is ignored: the scan reads the chunk when it reaches it, and reports
+//    the errors of that read. So an error in a part that the scan does not need cannot end the scan.
 #pragma once
 
 #include <cstddef>
@@ -26,16 +26,16 @@ namespace bunkbed {
 // Walks every stored row once, in log order. Fails when the table is changed meanwhile.
 class Scan {
  public:
-  // Of each row these fields.
+  // Returns these fields of each row. Takes the lock.
   Scan(Table* table, std::vector<size_t> fields);
   ~Scan();
   Scan(const Scan&) = delete;
   Scan& operator=(const Scan&) = delete;
-  // Up to n rows; 0 at the end. values: for each field (n, its length).
+  // Returns up to n rows; 0 at the end. values: for each field (n, its length). Takes the lock.
   size_t next(size_t n, int64_t* ids, std::span<float* const> values);
 
  private:
-  struct ReadAhead;
+  struct ReadAhead;  // all methods below require the lock
   bool is_in_frames() const;
   void read_ahead();
   void take(const Segment& segment, const ChunkTrailer& chunk);
@@ -46,7 +46,7 @@ class Scan {
   const std::vector<size_t> fields_;
   bool is_in_frames_ = false;
   uint64_t changes_;
-  uint64_t moves_ = 0;  // records that compaction had moved when the scan began
+  uint64_t moves_ = 0;  // Compactor::records_moved() when the scan began
   std::vector<uint64_t> segments_;
   size_t segment_ = 0;
   std::vector<ChunkTrailer> chunks_;
@@ -58,7 +58,7 @@ class Scan {
   std::vector<Entry> entries_;
   Span span_;
   std::deque<std::shared_ptr<ReadAhead>> ahead_;  // in the order of the scan
-  Span spare_;  // memory for the next one
+  Span spare_;  // memory for the next read ahead
   const int owner_pid_;
   uint32_t frame_ = 0;
 };

@@ -24,8 +24,8 @@ void Snapshots::drop(const std::string& name) {
   }
   const std::vector<uint64_t> kept = table_.manifests.epochs_kept_as(name);
   if (table_.committed.keep == name) {
-    // The newest commit itself carries the name: commit the same state again without it. What was evicted since then
-    // lies in segments of an epoch that this commit ends; later commits name them.
+    // The newest commit has the name: commit the same state again without it. Rows that were evicted since then are in
+    // segments of an epoch that this commit ends; later commits name these segments.
     Log* const log = table_.store->log();
     log->rotate();
     Manifest manifest = table_.committed;
@@ -89,8 +89,8 @@ void Snapshots::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   device_.require_not_in_use();
   if (table_.store->log() == nullptr) return rewind_in_ram(name, epoch);
   const Manifest target = target_of(name, epoch);
-  // The old state becomes the newest commit; numbers of segments, versions and epochs never go back. It is loaded
-  // before it is published: a damaged one must not become the newest.
+  // The old state becomes the newest commit. Numbers of segments, versions and epochs never decrease. It is loaded
+  // before it is published, because a damaged commit must not become the newest.
   Manifest manifest = target;
   manifest.epoch = table_.store->log()->epoch();
   manifest.parent_epoch = target.epoch;

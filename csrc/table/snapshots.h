@@ -1,4 +1,4 @@
-// Commits that are kept and gone back to. The calls take the lock. Table declares them for users.
+// Lists, drops and goes back to kept commits. The public methods take the lock. Table declares them for users.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +28,7 @@ class Snapshots {
   void rewind(const std::string& name, std::optional<uint64_t> epoch);
 
  private:
+  // Both require the lock of exclusive().
   Manifest target_of(const std::string& name, std::optional<uint64_t> epoch) const;
   void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);
 

@@ -11,7 +11,7 @@ Table::Table(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
 
 Table::~Table() {
   if (!parts_->state.lock.is_own_process()) {
-    // A forked child: the writer threads do not exist here and the lock is the parent's. Leak on purpose.
+    // A forked child: the writer threads do not exist here, and the lock is the parent's. The parts are leaked.
     (void)parts_.release();
     return;
   }
@@ -51,7 +51,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
 
 void Table::stage(const int64_t* ids, size_t n) { parts_->prefetcher.stage(ids, n); }
 uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) { return parts_->prefetcher.expect(ids, n, most); }
-void Table::advance(uint32_t over, uint32_t begun, uint32_t depth) { parts_->prefetcher.advance(over, begun, depth); }
+void Table::advance(uint32_t over, uint32_t next, uint32_t depth) { parts_->prefetcher.advance(over, next, depth); }
 void Table::forget(uint32_t batch) { parts_->prefetcher.forget(batch); }
 
 // ---- The device cache
@@ -70,7 +70,7 @@ void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> wri
     return;
   }
   const auto guard = parts_->disk.lock_for_device_cache(holder->max_held());
-  t.store->disk().forget_admitted();  // the room is reserved for, or not needed
+  t.store->disk().forget_admitted();  // attach() reserves the room
   parts_->device.attach(std::move(holder), std::move(write_back));
 }
 
@@ -135,10 +135,10 @@ void Table::set_ram(size_t bytes) {
   const bool has_log = t.store->log() != nullptr;
   const MemoryPlan plan = parts_->disk.within_limit(
       plan_memory(bytes, t.payload_bytes, has_log ? t.committed.slots_per_segment : 1, t.read_unit, has_log));
-  parts_->prefetcher.reset_queue();  // its memory is laid out again
+  parts_->prefetcher.reset_queue();  // its buffers are allocated again by apply()
   t.store->apply(plan);
   t.options.ram_bytes = bytes;
-  t.scratch = {};  // of the old size; it grows back as far as the new plan allows
+  t.scratch = {};  // it has the old size; it grows again as far as the new plan allows
 }
 
 void Table::set_optimizer(const OptimizerSpec& optimizer) {
@@ -155,7 +155,7 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
 OptimizerSpec Table::optimizer() const {
   const TableState& t = parts_->state;
   TableLock::Guard guard;
-  if (t.lock.is_own_process()) guard = t.lock.work();  // a forked child may have got it locked, and has no thread that sets
+  if (t.lock.is_own_process()) guard = t.lock.work();  // a child of fork cannot take it
   return t.spec.optimizer;
 }
 
@@ -214,7 +214,7 @@ Table::Uncommitted Table::uncommitted() {
   const auto guard = t.lock.work();
   const size_t held = parts_->device.num_held();
   if (t.is_closed || (!t.is_changed && t.is_durable && held == 0) || t.store == nullptr || t.spec.is_scratch) return {};
-  // A row that is held may be dirty here, too.
+  // A row that the device cache holds may be dirty here, too.
   Uncommitted found{t.store->unwritten_rows() + held, held == 0 || t.store->unwritten_rows() == 0,
                     std::max<int64_t>(0, t.step - t.committed.step)};
   if (Log* log = t.store->log()) {

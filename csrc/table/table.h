@@ -1,8 +1,9 @@
-// One embedding table: what users call. Every public method takes the lock (state/table_lock.h), so a table may be used from any
-// number of threads, one call at a time. A commit holds it for moments only. table/parts.h lists the parts that do the work.
+// One embedding table: the calls of users. Every public method takes the lock (state/table_lock.h), except batch() and
+// the facts that never change. So any number of threads may use a table, one call at a time. A commit holds the lock
+// for moments only. table/parts.h lists the parts that do the work.
 //
-// Values: a lookup copies, after all earlier updates. An update sums the gradients of each row in batch order and
-// applies the optimizer once per row; it validates everything and makes every row resident before its first write.
+// A lookup copies rows as all earlier updates left them. An update sums the gradients of each row in batch order and
+// applies the optimizer once per row. It validates everything before its first write.
 #pragma once
 
 #include <cstddef>
@@ -36,14 +37,14 @@ struct TableStats {
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
   uint64_t disk_bytes = 0, disk_limit_bytes = 0, snapshot_bytes = 0;
   uint64_t live_bytes = 0, segments = 0, open_files = 0, checkpoint_bytes = 0;
-  uint64_t indexed_records = 0;  // looked at to know where rows are: by opening, refreshing, going back
+  uint64_t indexed_records = 0;  // records that opening, refresh() and rewind() replayed to find the rows
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
-  double stall_s = 0.0;  // that lookups and updates waited for rows to be read, staged or not
+  double stall_s = 0.0;  // time that lookups and updates waited for reads, staged or not
 };
 
 class Table {
  public:
-  // A new table: in `path`, or in RAM only when `path` is empty.
+  // Makes a new table: in `path`, or in RAM only when `path` is empty.
   static std::unique_ptr<Table> create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
                                        const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes = 0);
   static std::unique_ptr<Table> open(vfs::Vfs& vfs, const std::string& path, const std::string& name,
@@ -54,7 +55,7 @@ class Table {
 
   // ---- Rows. ids: int64[n]; the errors name the first bad id and its place.
   void lookup(const int64_t* ids, size_t n, bool touch, float* out);  // out: (n, dim)
-  // Ids deduped once for all that a training step does with them: the overloads that take a Batch.
+  // Finds the unique ids once for all calls of a training step: the overloads that take a Batch.
   Batch batch(const int64_t* ids, size_t n) const;
   void lookup(const Batch& batch, bool touch, float* out);
   // offsets: int64[num_bags], where each bag starts; weights: float32[n] or null; out: (num_bags, dim)
@@ -65,48 +66,48 @@ class Table {
   // One step with sums that are known to be finite: (batch.num_unique(), dim), in the order of batch.unique().
   void update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step);
   void stage(const int64_t* ids, size_t n);
-  // ---- The window; see jobs/prefetcher.h. expect() returns the batch's number, kNoUse when there is nothing to plan (every
-  // row is in RAM), or kWindowFull. `most` batches at once; 0: as many as are of use. advance() takes those numbers,
-  // kNoUse for none. `depth` 0: chosen from measured times.
+  // ---- The window; see jobs/prefetcher.h. expect() returns the batch's number, kNoUse when there is nothing to plan
+  //      (every row is in RAM), or kWindowFull. `most`: the most batches in the window; 0: as many as are useful.
+  //      advance() takes the numbers of the batch that is over and of the next one; kNoUse: none. `depth` 0: chosen
+  //      from measured times.
   static constexpr uint32_t kWindowFull = Prefetcher::kWindowFull;
   uint32_t expect(const int64_t* ids, size_t n, uint32_t most);
-  void advance(uint32_t over, uint32_t begun, uint32_t depth);
-  // The batch will not come.
+  void advance(uint32_t over, uint32_t next, uint32_t depth);
+  // Removes a batch that will not come.
   void forget(uint32_t batch);
   void get(const int64_t* ids, size_t n, size_t field, float* out);           // out: (n, length of the field)
   void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
   void contains(const int64_t* ids, size_t n, bool* out);
 
-  // ---- For a tier above (a device cache): whole records, and rows whose newest value lies there (see holder.h). A
-  // commit, scan or rewind first asks for them.
+  // ---- For a device cache: whole records, and rows whose newest value it has (see holder.h). A commit, scan or rewind
+  //      first makes it write these rows back.
   void gather_records(const int64_t* ids, size_t n, std::byte* records);         // (n, payload_bytes)
-  // ids distinct; all held, where the holder writes back, or none.
+  // The ids are distinct. The device cache holds all of these rows (a write-back) or none.
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
-  // Attaches what lies above, one at a time; null detaches it, with whatever it holds. `write_back`, called without the
-  // lock, has every row it holds scattered before it returns.
+  // Attaches a device cache, one at a time. Null detaches it, and drops the rows that it holds. `write_back` is called
+  // without the lock, and scatters every row that the cache holds before it returns.
   void set_holder(std::shared_ptr<Holder> holder, std::function<void()> write_back);
 
-  // ---- Durability
-  // Durable when it returns; other threads' calls go on meanwhile. See jobs/committer.h. A table in RAM only and a scratch
-  // table count the epoch and remember `meta`; the former keeps copies under a name, the latter refuses to.
+  // ---- Durability The commit is durable when it returns. Other threads' calls go on meanwhile. See jobs/committer.h.
+  //      A table in RAM only and a scratch table count the epoch and store `meta`. A table in RAM keeps copies under a
+  //      name; a scratch table refuses.
   uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
-  // Begins to write what a commit would: dirty records go to the log as far as its buffers take them without a wait.
-  // Nothing is durable by it, and nothing is written where the files are limited. For who sets rows that will not change
-  // again before the commit.
+  // Starts the writes of the next commit: appends dirty records to the log while its buffers have room. Makes nothing
+  // durable. Does nothing with a disk limit. Useful after set() of rows that will not change again before the commit.
   void write_dirty();
-  // commit(), and returns as soon as it is settled what the commit holds: everything before this call, nothing after
-  // it. A thread does the rest. A failure that nobody waited for is thrown by the next commit.
+  // The same, but returns as soon as the contents of the commit are fixed: all changes before this call, none after it.
+  // A thread does the rest. The next commit throws a failure that no caller waited for.
   std::shared_ptr<PendingCommit> begin_commit(const std::optional<std::string>& meta, const std::string& keep);
   std::vector<Manifests::Snapshot> snapshots();
   void drop(const std::string& name);
   void rewind(const std::string& name, std::optional<uint64_t> epoch);
   uint64_t refresh();
-  // Epochs a run's manifests name: never collected. `kept`: of them, those of its snapshots.
+  // Pins the epochs that a run's manifests name: they are not collected. `kept`: those of its snapshots.
   void set_pinned_epochs(std::set<uint64_t> epochs, std::set<uint64_t> kept);
-  // `newest`: commits that stay though nobody named or pinned them.
+  // Removes files that no commit needs. `newest`: the number of commits that stay without a name or a pin.
   void collect(size_t newest = 2);
   uint64_t compact();
-  // What commit(keep=) asks where the files are limited, for a run, which keeps commits under names of its own.
+  // Makes the check of commit(keep=) against the disk limit, for a run, which keeps commits under names of its own.
   void require_disk_to_keep(const std::string& keep);
   void close();  // without a commit
 
@@ -117,17 +118,17 @@ class Table {
   TableStats stats();
   int64_t step();
   uint64_t epoch();
-  // What would be lost without a commit. Rows are counted to the row while none of them has left RAM, and at most that
-  // many afterwards: what compaction moved counts too then.
+  // The changes since the last commit. `rows` is exact while no changed row was evicted, otherwise an upper bound,
+  // because it then counts rows that compaction moved, too.
   struct Uncommitted {
     uint64_t rows = 0;
     bool is_exact = true;
     int64_t steps = 0;
   };
   Uncommitted uncommitted();
-  bool is_changed();  // anything updated or set since the last commit
+  bool is_changed();  // whether a row was updated or set since the last commit
   std::string meta();
-  // Of the spec, all but the optimizer stays as it is.
+  // These never change, except spec().optimizer and is_closed(). They take no lock.
   const TableSpec& spec() const;
   const std::vector<Field>& fields() const;
   const std::string& name() const;
@@ -140,7 +141,7 @@ class Table {
   friend class Scan;
   struct Parts;
   explicit Table(std::unique_ptr<Parts> parts);
-  // `made`: the lock of a table that was just made; only then may it be a scratch table.
+  // `made`: the lock of a table that create() has just made, or null. Only a table just made may be a scratch table.
   static std::unique_ptr<Table> open_or_made(vfs::Vfs& vfs, const std::string& path, const std::string& name,
                                              const OpenOptions& options, std::unique_ptr<vfs::Lock> made);
   const TableState& state() const;
