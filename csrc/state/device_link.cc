@@ -9,7 +9,7 @@ namespace bunkbed {
 
 namespace {
 
-constexpr int kMostAsked = 100;  // write-backs that one call asks a device cache for
+constexpr int kMostAsked = 100;  // the most write-backs that one call requests
 
 class NoDeviceCache final : public Holder {
  public:
@@ -51,8 +51,8 @@ void DeviceLink::detach(std::shared_ptr<Holder>* cache, std::function<void()>* w
 
 size_t DeviceLink::max_rows() const { return std::min<uint64_t>(cache_->max_held(), table_.max_rows()); }
 
-// Another thread may take a step on the device cache between the write-back and the lock, and the cache may evict some of
-// its rows to the table: the table would hold half a step. So this checks under the lock, and repeats the write-back.
+// Another thread may take a step on the device cache between the write-back and the lock. If the cache then evicted
+// some rows to the table, the table would have half a step. So this checks under the lock and repeats the write-back.
 TableLock::Guard DeviceLink::lock_written_back(const std::function<TableLock::Guard()>& take) {
   for (int asked = 0;; ++asked) {
     auto guard = take();

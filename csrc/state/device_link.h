@@ -1,5 +1,5 @@
-// The device cache above a table, as the table sees it: which rows it holds, and what must be asked of it before rows here are
-// read, changed or committed. Without a cache it holds none. Requires the table's lock for every call but lock_written_back().
+// The device cache of a table: which rows it holds, and what the table does about them before it reads, changes or
+// commits rows. Without a cache no row is held. Requires the table's lock for every call but lock_written_back().
 #pragma once
 
 #include <cstddef>
@@ -28,27 +28,28 @@ class DeviceLink {
   size_t num_held() const { return cache_->num_held(); }
   // The most rows that the cache can hold.
   size_t max_rows() const;
-  // Whether the cache holds all these rows and they are on their way to the table.
+  // Whether the cache holds all these rows, so that records of these rows are a write-back.
   bool is_write_back(const int64_t* ids, size_t n) const { return is_attached_ && cache_->first_not_held(ids, n) == n; }
-  // The same, when all its rows fit its frames: then there is room for the rows, which were reserved for.
+  // The same, and disk is reserved for these rows: attach() reserves it for as many rows as the cache has frames.
   bool are_reserved(const int64_t* ids, size_t n) const {
     return cache_->num_held() <= cache_->max_held() && is_write_back(ids, n);
   }
   bool is_held(int64_t id) const { return cache_->first_held(&id, 1) == 0; }
-  // The table has got the records of these rows.
+  // Reports to the cache that the table has the records of these rows.
   void arrived(const int64_t* ids, size_t n) { cache_->arrived(ids, n); }
 
-  // Takes the lock with `take` at a moment when the cache holds no row.
+  // Makes the cache write back and takes the lock with `take`, until the cache holds no row under the lock.
   TableLock::Guard lock_written_back(const std::function<TableLock::Guard()>& take);
-  // A row whose newest value the cache holds must not be read or written here.
+  // Throws when the cache holds the newest value of one of these rows: the table must not read or write it.
   void check_not_held(const int64_t* ids, size_t n) const;
-  // Drops the cache's copies of rows that are about to change here.
+  // Makes the cache drop its copies of rows that will change in the table. Throws when it holds or uses one of them.
   void release_for_change(const int64_t* ids, size_t n);
   void require_not_in_use() const;
-  // Drops all copies before every row changes. A plan made afterwards finds no copy and waits for the lock.
+  // Makes the cache drop all copies, before every row changes. A plan made afterwards finds no copy and waits for the
+  // lock.
   void give_up_all();
-  // Before rows that are stored nowhere yet are trained in the cache. When they are written back it is too late to find that
-  // the files or the directory have no room. All rows of the cache may be such.
+  // Before the cache takes rows: throw when the files or the directory have no room for rows that are not stored, as a
+  // write-back must not fail. All rows of the cache may be such rows.
   void require_disk(const int64_t* ids, size_t n) const;
   void require_directory(const int64_t* ids, size_t n) const;
 

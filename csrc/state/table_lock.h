@@ -1,14 +1,14 @@
 // The lock of a table, and the background work that shares the table with calls. The lock has three modes:
 //
-//   work()       A call takes it at once. Staging, compaction and a commit may be running.
-//   exclusive()  A call takes it after staging and compaction have ended, and the commit too unless the call allows one. While
-//                it waits, compaction stops early and no batch starts staging. Calls that wait for a commit run in the order
-//                of their tickets, and the call that starts the next commit takes a ticket too.
-//   slice()      Background work takes it after all calls and slices that were waiting before it. So a call waits for one
-//                slice at most, and calls cannot starve background work. A plain mutex is not enough: a thread that unlocks
-//                and relocks a mutex gets it before a thread that must be woken.
+//   work() A call takes it at once. Staging, compaction and a commit may be running. exclusive() A call takes it after
+//   staging and compaction have ended, and the commit too unless the call allows one. While it waits, compaction stops
+//   early and no batch starts staging. Calls that wait for a commit run in the order of their tickets, and the call
+//   that starts the next commit takes a ticket too.
+//   slice() Background work takes it after all calls and slices that were waiting before it. So a call waits for one
+//   slice at most, and calls cannot starve background work. A plain mutex is not enough: a thread that unlocks and
+//   relocks a mutex gets it before a thread that must be woken.
 //
-// The mutex decides the order of calls. No thread sleeps to let others pass: the thread that unlocks wakes the next slice.
+// The mutex decides the order of calls. No thread sleeps for a fixed time: an unlock wakes the next slice.
 #pragma once
 
 #include <atomic>
@@ -49,7 +49,7 @@ class TableLock {
   };
   enum class Commits { kEnded, kMayRun };
 
-  // `name`: of the table, as errors give it.
+  // `name`: the table's name, for errors.
   explicit TableLock(std::string name);
   ~TableLock();
   TableLock(const TableLock&) = delete;
@@ -101,11 +101,13 @@ class TableLock {
   bool is_committing() const { return is_committing_; }
   void begin_commit() { is_committing_ = true; }
   void end_commit();
-  // By ticket. A call that starts a commit without exclusive() calls this first and keeps the lock until begin_commit().
+  // By ticket. A call that starts a commit without exclusive() calls this first and keeps the lock until
+  // begin_commit().
   void wait_for_commit(Guard& guard);
 
  private:
-  // A waiting slice, on the stack of its thread. It enters after `calls_left` calls have unlocked, or when no call waits.
+  // A waiting slice, on the stack of its thread. It enters after `calls_left` calls have unlocked, or when no call
+  // waits.
   struct Turn {
     uint64_t calls_left;
     Turn* next = nullptr;
@@ -138,7 +140,7 @@ class TableLock {
   bool is_compacting_ = false;
   bool is_committing_ = false;
   uint64_t next_ticket_ = 0;  // of the next call that waits for the commit
-  uint64_t serving_ = 0;      // the ticket whose turn it is
+  uint64_t serving_ = 0;      // the ticket that may continue
   size_t settling_ = 0;
   size_t waiting_for_rows_ = 0;
 };

@@ -14,8 +14,8 @@ namespace {
 
 constexpr size_t kMaxPayload = size_t{1} << 30;
 
-// The number of rows whose directory the smallest budget must hold: all rows of the table when that takes little, otherwise
-// the stored ones and some more to begin with.
+// The number of rows whose directory the smallest budget must hold: all rows of the table when these need little
+// memory, otherwise the stored rows and 4096 new ones.
 uint64_t rows_to_hold(const TableSpec& spec, uint64_t stored_rows) {
   constexpr size_t kLittle = 16u << 20;
   if (spec.num_rows >= 0 && hashed_directory_bytes(static_cast<uint64_t>(spec.num_rows)) <= kLittle) {
@@ -51,7 +51,7 @@ bool is_flat(int64_t num_rows, size_t ram_bytes) {
 size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
   const size_t payload = record_payload(fields_of(spec));
   const uint64_t slots = slots_per_segment(spec, payload);
-  // The plan grows with the budget in places: the smallest budget that holds a directory is a fixed point.
+  // Parts of the plan grow with the budget, so the smallest budget that holds a directory is a fixed point.
   const auto smallest = [&](size_t directory, size_t at_least) {
     size_t needed = at_least;
     for (int round = 0; round < 64; ++round) {

@@ -1,4 +1,4 @@
-// What a table is made of, and what follows from that: the layout of its records and the RAM that it needs.
+// The definition of a table, with pure functions of it: the layout of its records and the RAM that it needs.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct TableSpec {
   InitSpec init;
   OptimizerSpec optimizer;
   bool belongs_to_run = false;
-  bool is_scratch = false;  // nothing of it is made durable; see commit/scratch.h
+  bool is_scratch = false;  // the table is never made durable; see commit/scratch.h
 };
 
 struct OpenOptions {
@@ -31,24 +31,24 @@ struct OpenOptions {
   uint64_t disk_bytes = 0;        // the most bytes that a writer's files may take; 0: no limit
 };
 
-// The alignment that reads need when no file can be asked for it yet.
+// The alignment that reads need, while there is no file that reports it.
 inline constexpr size_t kAssumedReadUnit = 4096;
 
 std::vector<Field> fields_of(const TableSpec& spec);
 // Throws Error(kInvalid) when some optimizer would make a record too large for 32-bit offsets.
 void check_record_size(uint32_t dim);
-// A segment holds a 64th of the table within 1 MiB and 256 MiB, so that small tables are compacted too. A table of unknown
-// size takes the middle.
+// A segment has a 64th of the table within 1 MiB and 256 MiB, so that small tables are compacted, too. A table of
+// unknown size has segments of 64 MiB.
 uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes);
-// Whether the directory is flat: when it then takes at most a quarter of the budget. `ram_bytes`: 0 for no bound.
+// Whether the directory is flat. It is when it then takes at most a quarter of the budget. `ram_bytes`: 0 for no bound.
 bool is_flat(int64_t num_rows, size_t ram_bytes);
 
-// The smallest budget with which such a table with so many stored rows can be opened.
+// The smallest budget with which a table of so many stored rows can be opened.
 size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk);
-// The budget beyond which more is of no use; 0: unknown, because num_rows is open.
+// The budget beyond which more RAM is not useful; 0: unknown, because num_rows has no bound.
 size_t wanted_ram(const TableSpec& spec, bool on_disk);
 
-// Where the bytes of a budget go once some rows are stored.
+// The parts of a budget when some rows are stored.
 struct MemoryUse {
   size_t record_bytes = 0;  // a row's weights and optimizer state
   size_t stored_bytes = 0;  // a record in the log: with its checksum, its id and its version
@@ -58,7 +58,7 @@ struct MemoryUse {
   size_t fixed_bytes = 0;   // buffers and scratch
   uint64_t most_segments = 0;
 };
-// For the writer of such a table. `ram_bytes`: 0 for no bound. `read_unit`: the alignment that reads of its files need.
+// For a writer. `ram_bytes`: 0 for no bound. `read_unit`: the alignment that reads of its files need.
 MemoryUse memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit, bool on_disk);
 
 }  // namespace bunkbed

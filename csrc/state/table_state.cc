@@ -49,8 +49,8 @@ void TableState::require_durable(const char* what) const {
 
 namespace {
 
-// Whether all ids are in [0, end). The highest bit of one of these is set by a negative id, that of the other by an id at or
-// past the end: a loop that every compiler vectorizes.
+// Whether all ids are in [0, end). A negative id sets the highest bit of the first operand; an id at or past the end
+// sets that of the second. Every compiler vectorizes this loop.
 bool are_within(const int64_t* ids, size_t n, uint64_t end) {
   uint64_t bad_bits = 0;
   for (size_t i = 0; i < n; ++i) bad_bits |= static_cast<uint64_t>(ids[i]) | (end - 1 - static_cast<uint64_t>(ids[i]));

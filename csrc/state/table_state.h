@@ -1,5 +1,5 @@
-// What all parts of a table share: its identity, its lock, its last commit and its rows, and the checks that calls make
-// first. The parts (jobs/, table/) keep their own state elsewhere and refer to this.
+// The state that all parts of a table share: identity, lock, last commit and rows, with the checks that calls make
+// first. The parts (jobs/, table/) have their own state and refer to this one.
 #pragma once
 
 #include <cstddef>
@@ -27,11 +27,11 @@ struct TableState {
   TableState(const TableState&) = delete;
   TableState& operator=(const TableState&) = delete;
 
-  // ---- Identity: set before the table is handed out. Readable without the lock, but for spec.optimizer and
-  // options.ram_bytes, which change with it.
+  // ---- Identity: set before the table is handed out. Needs no lock, except spec.optimizer and options.ram_bytes,
+  //      which change under the lock.
   vfs::Vfs& vfs;
   const std::string path;  // empty: a table in RAM only
-  const std::string name;  // as errors give it
+  const std::string name;  // for errors
   TableSpec spec;
   OpenOptions options;
   Uuid uuid{};
@@ -43,16 +43,16 @@ struct TableState {
   mutable TableLock lock;  // guards everything below
 
   Manifests manifests;
-  Manifest committed;  // the last one; of it only what describes the whole table
+  Manifest committed;  // of the last commit; without files only its epoch and optimizer are kept up to date
   std::unique_ptr<Store> store;
   int64_t step = 0;
   std::string meta = "{}";
   bool is_closed = false;
   bool is_changed = false;         // updated or set since the last commit began
-  bool is_durable = true;          // what the last commit that began holds
-  uint64_t changes = 0;            // counts updates, sets and reloads; a running scan must see none
-  std::string broken;              // why the table refuses use until it is reopened
-  std::string read_only_reason;    // why it refuses writes until it is reopened
+  bool is_durable = true;          // whether the last commit that began is durable
+  uint64_t changes = 0;            // counts updates, sets and reloads; a scan fails when it changes
+  std::string broken;              // the reason why the table refuses use until it is reopened; empty: none
+  std::string read_only_reason;    // the reason why it refuses writes until it is reopened; empty: none
 
   struct Counts {
     uint64_t lookups = 0, updates = 0, ids = 0, commits = 0;
@@ -61,7 +61,7 @@ struct TableState {
     double stall_s = 0.0;
   } counts;
 
-  // Memory kept between calls, so that a step allocates nothing once it is warm.
+  // Memory kept between calls, so that a warm step allocates nothing.
   struct Scratch {
     Batch batch;
     BlockVector<int64_t> missing_ids;
@@ -71,25 +71,25 @@ struct TableState {
     BlockVector<uint32_t> members;
     BlockVector<float> sums;
     BlockVector<std::byte> records;
-    BlockVector<size_t> pooled_to;    // per bag of a piece: the place up to which its rows were added
-    BlockVector<int64_t> bag_starts;  // per bag of a piece, and the end of the last one
+    BlockVector<size_t> pooled_to;    // per bag of a piece: the index of the first id that is not added yet
+    BlockVector<int64_t> bag_starts;  // per bag of a piece, with the end of the last one
     BlockVector<int64_t> bag_ids;
   } scratch;
 
-  // ---- All below require the lock, but for the checks of arguments.
+  // ---- All below require the lock, but for the checks of arguments, which need only the identity.
 
-  // Rows were updated or set.
+  // Called after rows were updated or set.
   void mark_changed() {
     is_changed = true;
     ++changes;
   }
   bool has_files() const { return store->log() != nullptr && !spec.is_scratch; }
-  // Whether a row in RAM may ever have to leave. When none may, a lookup need not note which rows it wanted.
+  // Whether a row may be evicted. If not, a lookup need not touch frames.
   bool may_evict() const {
     const bool holds_all = spec.num_rows >= 0 && store->cache().capacity() >= static_cast<uint64_t>(spec.num_rows);
     return store->log() != nullptr && !holds_all;
   }
-  // The most ids that one piece of a call takes; the scratch holds what it needs for so many.
+  // The most ids of one piece of a call. The scratch has room for a piece.
   size_t piece_ids() const;
   size_t num_pieces(size_t n) const { return std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids()); }
   uint64_t ids_end() const { return spec.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec.num_rows); }
@@ -99,27 +99,27 @@ struct TableState {
   void require_writable() const;
   void require_durable(const char* what) const;
   Error invalid(const std::string& what) const { return {ErrorKind::kInvalid, "table '" + name + "'" + what}; }
-  // ENOSPC, which says that a limit of `needed` bytes would do.
+  // An error with ENOSPC that names `needed` as a sufficient limit.
   Error out_of_disk(const std::string& what, uint64_t needed) const;
 
   // ---- Checks of arguments. An error names the first bad value, its place and what to do.
   void check_ids(const int64_t* ids, size_t n) const;
-  // batch->assign(), and the check of the rows that the batch holds: of a copy, so another thread that changes the caller's
+  // Assigns ids to a batch and checks the batch's rows. These are a copy, so another thread that changes the caller's
   // ids meanwhile does no harm.
   void assign_checked(Batch* batch, const int64_t* ids, size_t n, const uint32_t* members = nullptr) const;
   // Checks the rows of a batch unless assign_checked() did that for this table or one of the same size.
   void check_batch(const Batch& batch) const;
-  // The ids of part `part` of `parts`, split by hash: all places of an id are in one part.
+  // Assigns the ids of part `part` of `parts`, split by hash: equal ids are in one part. Requires the lock (scratch).
   void assign_part(Batch* batch, const int64_t* ids, size_t n, size_t part, size_t parts);
-  // Places in the ids of a call are kept in 32 bits.
+  // Throws when a call has too many ids: their places are kept in 32 bits.
   void require_places(size_t n) const;
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;
-  // A finite value beyond the type of the field would be stored as infinity.
+  // Throws when a finite value is too large for the type of the field, which would store it as infinity.
   void check_fits(const int64_t* ids, size_t n, const float* values, const Field& field) const;
 
   [[noreturn]] void refuse_id(int64_t id, size_t position) const;
 
-  // Writes the first `record_bytes` (the weights or everything) of the record of a row that was never stored.
+  // Writes the first `record_bytes` (the weights, or everything) of the record of a row that is not stored.
   void initial_record(int64_t row, size_t record_bytes, std::byte* record) const;
 };
 
