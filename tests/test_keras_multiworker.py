@@ -18,7 +18,7 @@ import bunkbed as bb
 from bunkbed.adapters.references import Reference
 from bunkbed.keras import Embedding
 from bunkbed.keras.shared.table import reference_of
-from bunkbed.keras.workers.messages import error_message, message, told
+from bunkbed.keras.workers.messages import error_message, message, split_messages
 from bunkbed.testing import ReferenceTable
 from keras_setup import INIT, keras, tf
 from keras_worker import (
@@ -347,16 +347,16 @@ def test_messages_hold_ids_and_the_bits_of_rows() -> None:
     rows = np.array([[-0.0, np.nan, 1e-45]], np.float32)
     rows.view(np.uint32)[0, 1] |= 0x1234  # a NaN of its own
     parts = [message(7, 9, 3, np.array([2**62]), rows), message(7, 9, 3), message(7, 9, 3, rows=np.tile(rows, (4, 1)))]
-    said = told(np.concatenate(parts), 0, "table 't'", 3)
+    said = split_messages(np.concatenate(parts), 0, "table 't'", 3)
     assert [each.ids.tolist() for each in said] == [[2**62], [], []]
     assert [each.rows.tobytes() for each in said] == [rows.tobytes(), b"", rows.tobytes() * 4]
 
     wrong = error_message(IndexError("id ü is outside"))
     with pytest.raises(IndexError, match=r"^id ü is outside$"):
-        told(np.concatenate([parts[0], wrong]), 1, "table 't'", 3)
+        split_messages(np.concatenate([parts[0], wrong]), 1, "table 't'", 3)
     with pytest.raises(RuntimeError, match="table 't': worker 1 failed, and nothing was changed: IndexError: id ü"):
-        told(np.concatenate([parts[0], wrong]), 0, "table 't'", 3)
+        split_messages(np.concatenate([parts[0], wrong]), 0, "table 't'", 3)
     with pytest.raises(RuntimeError, match="worker 0 at step 7, worker 1 at step 8"):
-        told(np.concatenate([parts[0], message(8, 9, 3)]), 0, "table 't'", 3)
+        split_messages(np.concatenate([parts[0], message(8, 9, 3)]), 0, "table 't'", 3)
     with pytest.raises(RuntimeError, match="worker 1 does not do what worker 0 does"):
-        told(np.concatenate([parts[0], message(7, 8, 3)]), 0, "table 't'", 3)
+        split_messages(np.concatenate([parts[0], message(7, 8, 3)]), 0, "table 't'", 3)

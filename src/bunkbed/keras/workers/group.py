@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from bunkbed.files.run_files import is_sharded
 from bunkbed.keras.workers.folders import folders_of_workers
-from bunkbed.keras.workers.messages import error_message, message, told
+from bunkbed.keras.workers.messages import error_message, message, split_messages
 from bunkbed.table.opening import is_table
 
 Placement = Literal["sharded", "replicated"]
@@ -118,7 +118,9 @@ class Workers:
             waits.cancel()
         if failure is not None:
             raise failure
-        return [json.loads(each.ids.tobytes()) for each in told(gathered, self.index, f"Embedding: {what}", 1)]
+        return [
+            json.loads(each.ids.tobytes()) for each in split_messages(gathered, self.index, f"Embedding: {what}", 1)
+        ]
 
     def _gathered(self, mine: Any) -> Any:
         if self._gather is None:

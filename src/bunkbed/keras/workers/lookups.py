@@ -21,7 +21,7 @@ from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.shared.lookups import answered, place_of, require_zero
 from bunkbed.keras.shared.table import alive
 from bunkbed.keras.tensorflow.callbacks import call
-from bunkbed.keras.workers.messages import FloatArray, IntArray, Told, error_message, message, told
+from bunkbed.keras.workers.messages import Body, FloatArray, IntArray, error_message, message, split_messages
 from bunkbed.keras.workers.table import WorkersTable
 from bunkbed.table.table import POOLINGS
 
@@ -119,7 +119,7 @@ def _exchanged(
 
     def answer(asked: IntArray) -> IntArray:
         found = alive(this)
-        wanted, owners = _wanted(found, told(asked, index, found.label, dim))
+        wanted, owners = _wanted(found, split_messages(asked, index, found.label, dim))
         try:
             rows = found.for_lookup().lookup(wanted[owners == index], touch=touch)
             return message(found.step_now, 0, dim, rows=rows)
@@ -128,8 +128,8 @@ def _exchanged(
 
     def finish(ids: IntArray, asked: IntArray, answers: IntArray) -> FloatArray:
         found = alive(this)
-        wanted, owners = _wanted(found, told(asked, index, found.label, dim))
-        given = told(answers, index, found.label, dim)
+        wanted, owners = _wanted(found, split_messages(asked, index, found.label, dim))
+        given = split_messages(answers, index, found.label, dim)
         rows = np.empty((len(wanted), dim), np.float32)
         for owner, each in enumerate(given):
             rows[owners == owner] = each.rows
@@ -145,7 +145,7 @@ def _exchanged(
     return rows, handle
 
 
-def _wanted(shared: WorkersTable, asked: list[Told]) -> tuple[IntArray, IntArray]:
+def _wanted(shared: WorkersTable, asked: list[Body]) -> tuple[IntArray, IntArray]:
     """Return the ids that any worker wants, int64[U], ascending, and the owner of each, int64[U]."""
     wanted = np.unique(np.concatenate([each.ids for each in asked]))
     return wanted, shards_of(wanted, shared.workers.count).astype(np.int64)

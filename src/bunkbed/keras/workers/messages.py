@@ -22,7 +22,7 @@ _NO_IDS: IntArray = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Told:
+class Body:
     """The body of one worker's message."""
 
     ids: IntArray
@@ -51,7 +51,7 @@ def error_message(error: BaseException) -> IntArray:
     return np.concatenate([[len(text), 0, 0, 0, 0, len(body)], body]).astype(np.int64)
 
 
-def told(gathered: IntArray, worker: int, label: str, dim: int) -> list[Told]:
+def split_messages(gathered: IntArray, worker: int, label: str, dim: int) -> list[Body]:
     """Return the messages of all workers, in order.
 
     Args:
@@ -97,6 +97,6 @@ def told(gathered: IntArray, worker: int, label: str, dim: int) -> list[Told]:
     return [_body(head, body, dim) for head, body in zip(heads, bodies, strict=True)]
 
 
-def _body(head: list[int], body: IntArray, dim: int) -> Told:
+def _body(head: list[int], body: IntArray, dim: int) -> Body:
     ids, rows = head[3], head[4]
-    return Told(body[:ids], body[ids:].view(np.float32)[: rows * dim].reshape(rows, dim))
+    return Body(body[:ids], body[ids:].view(np.float32)[: rows * dim].reshape(rows, dim))

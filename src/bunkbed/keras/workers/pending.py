@@ -11,7 +11,7 @@ from bunkbed import _native
 from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.pending import Pending, StepRule
 from bunkbed.keras.workers.group import Workers
-from bunkbed.keras.workers.messages import FloatArray, IntArray, Told
+from bunkbed.keras.workers.messages import Body, FloatArray, IntArray
 
 
 class WorkersPending(Pending):
@@ -50,7 +50,7 @@ class WorkersPending(Pending):
                 _native.scale(sums, factor)
             return batch.unique(), sums
 
-    def conclude(self, offered: list[Told], rule: StepRule, lr: float | None, *, is_update: bool) -> None:
+    def conclude(self, offered: list[Body], rule: StepRule, lr: float | None, *, is_update: bool) -> None:
         """Accept this worker's gradients; with `is_update`, update the table by the sums of all workers."""
         with self._lock:
             accepted, self._accumulates_for = self._offered

@@ -58,7 +58,7 @@ from bunkbed.keras.base.optimizers import is_update
 from bunkbed.keras.shared.table import SharedTable, TableArguments, alive, shared_of
 from bunkbed.keras.tensorflow.callbacks import call
 from bunkbed.keras.workers.group import Workers
-from bunkbed.keras.workers.messages import error_message, message, sign_of, told
+from bunkbed.keras.workers.messages import error_message, message, sign_of, split_messages
 from bunkbed.keras.workers.pending import WorkersPending
 from bunkbed.table.bag_pooling import BagPooling
 from bunkbed.table.table import Table
@@ -156,7 +156,7 @@ class WorkersTable(SharedTable):
         def conclude(gathered: Any, rate: Any, is_update: Any) -> Any:
             shared = alive(this)
             table = shared.table
-            offered = told(gathered, shared.workers.index, shared.label, table.dim)
+            offered = split_messages(gathered, shared.workers.index, shared.label, table.dim)
             if definition is not None and definition != table.optimizer:
                 table.optimizer = definition
             lr = float(rate) if follows else None
