@@ -12,12 +12,12 @@ from torture.parts import Result
 class Point:
     """Requirement, with its figures: (part, start of the name, least number of tries).
 
-    Figures of another store are shown to compare. A least number of 0 means all cases (`Result.wanted`).
+    Results whose names start with `comparison` are shown, too. A least number of 0 means all cases (`Result.wanted`).
     """
 
     what: str
     figures: Sequence[tuple[str, str, int]]
-    beside: str = ""
+    comparison: str = ""
 
 
 #: The number of operations of a life varies by a few with the timing of its threads: the last ones may not occur.
@@ -39,9 +39,9 @@ POINTS = (
         [("faults", f"operation fails: {name}", int(name == "short")) for name in ("EIO", "ENOSPC", "EINTR", "short")],
     ),
     Point(
-        "bit flips, truncations; other stores beside",
+        "bit flips, truncations; other stores too",
         [("corruption", "single-bit flips", 0), ("corruption", "truncations", 0)],
-        beside="the same on",
+        comparison="the same on",
     ),
     Point(
         "fuzz executions: manifests, headers",
@@ -83,11 +83,11 @@ def table(found: Iterable[tuple[str, Result]]) -> list[str]:
         state = "FAILED" if not is_sound else "held" if is_whole else "in part"
         if all(text == "not run" for text in texts) and is_sound:
             state, texts = "not run", []
-        beside = [
-            f"{r.name.removeprefix(point.beside).split(':')[0].strip()} {r.passed:,} of {r.tried:,}"
+        others = [
+            f"{r.name.removeprefix(point.comparison).split(':')[0].strip()} {r.passed:,} of {r.tried:,}"
             for _, r in results
-            if point.beside and r.name.startswith(point.beside) and r.tried
+            if point.comparison and r.name.startswith(point.comparison) and r.tried
         ]
-        text = "; ".join(texts) + (f" ({', '.join(beside)})" if beside else "")
+        text = "; ".join(texts) + (f" ({', '.join(others)})" if others else "")
         lines.append(f"  {number}  {state:8} {point.what:50} {text}".rstrip())
     return lines

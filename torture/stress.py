@@ -58,12 +58,12 @@ def _read(kind: Kind, folder: Path, seed: int, seconds: float) -> Counter[str]:
             pairs = np.flatnonzero(chance.random(ROWS // 2) < 0.1)
             some = (pairs[:, None] * 2 + [0, 1]).reshape(-1)
             values = reader.lookup(ids_of(kind, some))
-            seen[some] = both[0].check("a reader", some, values, np.maximum(floor, seen), both[0].begun.copy())
+            seen[some] = both[0].check("a reader", some, values, np.maximum(floor, seen), both[0].started.copy())
         if chance.random() < 0.2:
             parts = list(reader.scan(chunk=500))
             ids = np.concatenate([ids for ids, _ in parts]) if parts else rows[:0]
             values = np.concatenate([values for _, values in parts]) if parts else np.empty((0, DIM), np.float32)
-            both[0].check_stored("a reader's scan", rows_of(kind, ids), values, floor, both[0].begun.copy())
+            both[0].check_stored("a reader's scan", rows_of(kind, ids), values, floor, both[0].started.copy())
     return made
 
 

@@ -2,7 +2,7 @@
 
 Rows are counters: SGD with a learning rate of 1 on zeros, gradients of whole negative numbers. A read must show at
 least the increments of calls that returned before the read started (`done`), and at most those of calls that started
-before the read ended (`begun`). One call changes both rows of a pair: a change in only one row of a pair is torn.
+before the read ended (`started`). One call changes both rows of a pair: a change in only one row of a pair is torn.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Counts:
     """Bounds of each row of one table, in a file that reader processes map. Thread-safe.
 
     Attributes:
-        begun, done: int64[rows]: increments of calls that have started, and of calls that have returned.
+        started, done: int64[rows]: increments of calls that have started, and of calls that have returned.
         durable: int64[rows]: least values in every commit that has returned.
     """
 
     def __init__(self, path: Path, rows: int, *, is_new: bool = True) -> None:
         self.rows = rows
         values = np.memmap(path, np.int64, "w+" if is_new else "r", shape=(3, rows))
-        self.begun, self.done, self.durable = values
+        self.started, self.done, self.durable = values
         self._lock = threading.Lock()  # guards the fields below, and changes of the arrays above
         self._commits: dict[int, tuple[Rows, Rows]] = {}
 
     def begin(self, rows: Rows, increments: Rows) -> None:
         with self._lock:
-            np.add.at(self.begun, rows, increments)
+            np.add.at(self.started, rows, increments)
 
     def end(self, rows: Rows, increments: Rows) -> None:
         with self._lock:
@@ -48,7 +48,7 @@ class Counts:
     def undo(self, rows: Rows, increments: Rows) -> None:
         """Undo the start of a call that was refused."""
         with self._lock:
-            np.add.at(self.begun, rows, -increments)
+            np.add.at(self.started, rows, -increments)
 
     def low(self) -> Rows:
         """Return the least values of a read that starts now."""
@@ -58,7 +58,7 @@ class Counts:
     def high(self) -> Rows:
         """Return the largest values of a read that has ended."""
         with self._lock:
-            return self.begun.copy()
+            return self.started.copy()
 
     def committed(self, epoch: int | None, low: Rows, high: Rows) -> None:
         """Store the bounds `low` and `high` of a commit that returned. `epoch` is None for the commit of a close."""

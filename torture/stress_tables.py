@@ -463,4 +463,4 @@ def check_run(path: Path, both: tuple[Counts, Counts], epoch: int | None, snapsh
     for counts, low, floor, values in zip(both, said, floors, seen, strict=True):
         bounds = None if epoch is None else counts.of_commit(epoch)
         least = np.maximum(low, floor) if epoch is None else low
-        counts.check("a run's commit", rows, values, least, counts.begun.copy() if bounds is None else bounds[1])
+        counts.check("a run's commit", rows, values, least, counts.started.copy() if bounds is None else bounds[1])
