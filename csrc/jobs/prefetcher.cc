@@ -58,7 +58,7 @@ void Prefetcher::forget(uint32_t batch) {
   if (table_.store != nullptr) table_.store->finish(batch);  // null after close() and after a failed rewind
 }
 
-void Prefetcher::advance(uint32_t over, uint32_t next, uint32_t depth) {
+void Prefetcher::advance(uint32_t over, uint32_t current, uint32_t depth) {
   auto guard = table_.lock.work();
   table_.require_usable();
   if (over != kNoUse) table_.store->finish(over);
@@ -67,7 +67,7 @@ void Prefetcher::advance(uint32_t over, uint32_t next, uint32_t depth) {
   ahead_.since_s = now_s;
   ahead_.waited_s = 0.0;
   // The number of a batch from before a rewind, for example, is ignored.
-  if (table_.store->window().holds(next)) ahead_.current = std::max(ahead_.current, next);
+  if (table_.store->window().holds(current)) ahead_.current = std::max(ahead_.current, current);
   ahead_.depth = depth == 0 ? ahead_.wished_depth() : depth;
   if (table_.store->log() == nullptr) return;
   stage_ahead();

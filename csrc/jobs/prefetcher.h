@@ -31,7 +31,7 @@ class Prefetcher {
 
   // ---- Calls; they take the lock. Table declares them for users.
   uint32_t expect(const int64_t* ids, size_t n, uint32_t most);
-  void advance(uint32_t over, uint32_t next, uint32_t depth);
+  void advance(uint32_t over, uint32_t current, uint32_t depth);
   void forget(uint32_t batch);
   void stage(const int64_t* ids, size_t n);
 

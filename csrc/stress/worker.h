@@ -95,13 +95,13 @@ class Worker {
   Rng rng_;
   Tally tally_;
   bool is_over_ = false;
-  struct Begun {
+  struct StartedCommit {
     Subject* subject;
     std::shared_ptr<PendingCommit> commit;
     std::vector<int32_t> counts;
   };
-  void wait_for(Begun* entry);
-  std::vector<Begun> begun_;
+  void wait_for(StartedCommit* entry);
+  std::vector<StartedCommit> started_;
   std::vector<std::pair<Subject*, uint32_t>> expected_;  // batches of the window
 };
 

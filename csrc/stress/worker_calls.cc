@@ -33,7 +33,7 @@ void Worker::window(Subject& s) {
   }
 }
 
-void Worker::wait_for(Begun* entry) {
+void Worker::wait_for(StartedCommit* entry) {
   if (!attempt(*entry->subject, "wait for a commit", [&] { entry->commit->wait(); })) return;
   for (size_t row = 0; row < entry->counts.size(); ++row) entry->subject->floor.raise_low(row, entry->counts[row]);
 }
@@ -48,12 +48,12 @@ void Worker::commit(Subject& s) {
 
 void Worker::begin_commit(Subject& s) {
   if (episode_.run_commit) return episode_.run_commit(this);
-  Begun started{&s, nullptr, s.bounds.lows()};
+  StartedCommit started{&s, nullptr, s.bounds.lows()};
   if (!attempt(s, "begin_commit", [&] { started.commit = s.table->begin_commit(std::nullopt, ""); })) return;
-  begun_.push_back(std::move(started));
-  if (begun_.size() < 2 && rng_.one_in(2)) return;
-  wait_for(&begun_.front());
-  begun_.erase(begun_.begin());
+  started_.push_back(std::move(started));
+  if (started_.size() < 2 && rng_.one_in(2)) return;
+  wait_for(&started_.front());
+  started_.erase(started_.begin());
 }
 
 void Worker::keep_and_drop(Subject& s) {
@@ -186,8 +186,8 @@ bool Worker::call(Subject& s) {
 }
 
 void Worker::finish() {
-  for (Begun& started : begun_) wait_for(&started);
-  begun_.clear();
+  for (StartedCommit& started : started_) wait_for(&started);
+  started_.clear();
   for (const auto& [subject, batch] : expected_) {
     attempt(*subject, "forget", [&, number = batch, s = subject] { s->table->forget(number); });
   }

@@ -51,7 +51,7 @@ void Table::set(const int64_t* ids, size_t n, size_t field, const float* values)
 
 void Table::stage(const int64_t* ids, size_t n) { parts_->prefetcher.stage(ids, n); }
 uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) { return parts_->prefetcher.expect(ids, n, most); }
-void Table::advance(uint32_t over, uint32_t next, uint32_t depth) { parts_->prefetcher.advance(over, next, depth); }
+void Table::advance(uint32_t over, uint32_t current, uint32_t depth) { parts_->prefetcher.advance(over, current, depth); }
 void Table::forget(uint32_t batch) { parts_->prefetcher.forget(batch); }
 
 // ---- The device cache

@@ -67,12 +67,11 @@ class Table {
   void update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step);
   void stage(const int64_t* ids, size_t n);
   // ---- The window; see jobs/prefetcher.h. expect() returns the batch's number, kNoUse when there is nothing to plan
-  //      (every row is in RAM), or kWindowFull. `most`: the most batches in the window; 0: as many as are useful.
-  //      advance() takes the numbers of the batch that is over and of the next one; kNoUse: none. `depth` 0: chosen
-  //      from measured times.
+  // (every row is in RAM), or kWindowFull. `most`: the most batches in the window; 0: as many as are useful. advance()
+  // takes the numbers of the batch that is over and of the one that starts; kNoUse: none. `depth` 0: chosen from times.
   static constexpr uint32_t kWindowFull = Prefetcher::kWindowFull;
   uint32_t expect(const int64_t* ids, size_t n, uint32_t most);
-  void advance(uint32_t over, uint32_t next, uint32_t depth);
+  void advance(uint32_t over, uint32_t current, uint32_t depth);
   // Removes a batch that will not come.
   void forget(uint32_t batch);
   void get(const int64_t* ids, size_t n, size_t field, float* out);           // out: (n, length of the field)

@@ -376,11 +376,11 @@ class ShardedRows:
             self._window[self._batches_seen] = numbers
             return self._batches_seen
 
-    def advance(self, over: int, begun: int, depth: int) -> None:
+    def advance(self, over: int, current: int, depth: int) -> None:
         """End one batch and begin the next; prefetch rows of the batches after it."""
         with self._alone():
             none = [0] * len(self._cores)
-            ended, present = self._window.pop(over, none), self._window.get(begun, none)
+            ended, present = self._window.pop(over, none), self._window.get(current, none)
             for core, one, other in zip(self._cores, ended, present, strict=True):
                 core.advance(one, other, depth)
 
