@@ -47,7 +47,7 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> wide(const ArrayVector<uint32_t>& v
 }  // namespace
 
 void bind_batch(nb::module_& m) {
-  nb::class_<Batch>(m, "Batch", "Ids of a training step, deduped once; Table.batch makes it.")
+  nb::class_<Batch>(m, "Batch", "The ids of a training step and their unique rows. Made by Table.batch().")
       .def("__len__", &Batch::num_unique)
       .def(
           "unique",
@@ -57,11 +57,11 @@ void bind_batch(nb::module_& m) {
             std::copy(batch.unique().begin(), batch.unique().end(), ids);
             return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(ids, {n}, own_block(ids, n * sizeof(int64_t)));
           },
-          "int64[U], each id once; the order depends on the batch alone.")
-      .def("num_ids", &Batch::size, "N, repeated ids counted.")
+          "int64[U], each id once, in an order that depends only on the batch.")
+      .def("num_ids", &Batch::size, "The number of ids, N, with repeated ones.")
       .def(
           "inverse", [](const Batch& batch) { return wide(batch.inverse()); },
-          "int64[N], a copy: for each place in the batch, which of unique() stands there.")
+          "int64[N], a copy: for each place in the batch, the index of its id in unique().")
       .def(
           "order", [](const Batch& batch) { return wide(batch.order()); },
           "int64[N], a copy: the places in the batch grouped by unique id, ascending in each group.")
@@ -80,7 +80,7 @@ void bind_batch(nb::module_& m) {
             }
             return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(found, {n}, owner);
           },
-          "other"_a, "bool[U]: which of unique() are rows of the other batch too.")
+          "other"_a, "bool[U]: whether each id of unique() is in the other batch, too.")
       .def(
           "sum",
           [](const Batch& batch, const FloatsIn& grads) {
@@ -94,7 +94,7 @@ void bind_batch(nb::module_& m) {
           },
           "grads"_a,
           "Sum float32[N, dim] gradients of equal ids in batch order: (float32[U, dim] in the order of unique(), their "
-          "Euclidean norm in float64, which is finite only if all of them are).")
+          "Euclidean norm in float64, which is finite only if all sums are).")
       .def(
           "sum_bags",
           [](const Batch& batch, const Ids& offsets, const FloatsIn& grads, const std::optional<Floats>& weights,
@@ -107,7 +107,7 @@ void bind_batch(nb::module_& m) {
                                  [&](float* sums) { return sum_bag_gradients(batch, bags, sums); });
           },
           "offsets"_a, "grads"_a, "weights"_a.none(), "is_mean"_a,
-          "As sum(), of the gradients that bags with gradients float32[B, dim] give their ids.");
+          "The same for the ids of bags, from the gradients float32[B, dim] of the bags.");
   m.def(
       "bag_dots",
       [](const FloatsIn& rows, const Ids& offsets, const FloatsIn& grads, const FloatsOfOne& out) {

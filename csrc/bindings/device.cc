@@ -35,18 +35,19 @@ Array plan_array(const Plan& plan, ArrayVector<int64_t> Plan::Arrays::* which) {
 
 void bind_device(nb::module_& m) {
   nb::class_<Plan>(m, "DevicePlan",
-                   "Where the rows of one batch lie in a device cache, and what has to be moved for it. Its arrays keep "
-                   "their values, not its pins; those go with the plan or by release().")
+                   "The frames of one batch's rows in a device cache, and the records to move. Its arrays stay valid "
+                   "without it. Its pins end with the plan or with release().")
       .def_prop_ro("frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::frames); },
                    nb::rv_policy::automatic, "int64[U]: the frame of each of batch.unique().")
       .def_prop_ro("load_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_rows); },
-                   nb::rv_policy::automatic, "int64[L]: ids whose records are to be loaded.")
+                   nb::rv_policy::automatic, "int64[L]: ids whose records must be loaded.")
       .def_prop_ro("load_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_frames); },
-                   nb::rv_policy::automatic, "int64[L]: into which frames.")
+                   nb::rv_policy::automatic, "int64[L]: the frames to load them into.")
       .def_prop_ro("evict_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_rows); },
-                   nb::rv_policy::automatic, "int64[E]: dirty ids that gave way, to be written back before their frames are loaded.")
+                   nb::rv_policy::automatic,
+                   "int64[E]: evicted dirty ids, to be written back before their frames are loaded.")
       .def_prop_ro("evict_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_frames); },
-                   nb::rv_policy::automatic, "int64[E]: from which frames.")
+                   nb::rv_policy::automatic, "int64[E]: the frames to write them back from.")
       .def(
           "positions",
           [](const Plan& plan, const IdsOut& out) {
@@ -57,37 +58,37 @@ void bind_device(nb::module_& m) {
             const WithoutGil without_gil;
             plan.positions(out.data());
           },
-          "out"_a, "Fill int64[N] with the frame of every id of the plan's batch, in the batch's order.")
+          "out"_a, "Fill int64[N] with the frame of each id of the plan's batch, in the batch's order.")
       .def(
           "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<WithoutGil>(),
-          "Its frames hold newer values than the table: after their loads, before release().")
+          "Mark its frames as newer than the table. Call it after their loads and before release().")
       .def(
           "done", [](Plan& plan) { plan.done(); },
-          "It was carried out. A plan that goes without it, or release(), is undone.")
+          "Report that the plan was executed. A plan that ends without done() or release() is undone.")
       .def(
           "undo", [](Plan& plan) { plan.undo(); }, nb::call_guard<WithoutGil>(),
-          "It could not be carried out, and no frame was loaded: rows to be loaded are in none again, dirty rows that gave "
-          "way are back in theirs, unless the table has got them. Releases it; before any other plan is made.")
+          "Undo a plan that failed before any load, and release it. Rows to load have no frame again; evicted dirty "
+          "rows are in their frames again, unless the table has them. Call it before another plan is made.")
       .def(
           "release", [](Plan& plan) { plan.release(); }, nb::call_guard<WithoutGil>(),
-          "Give the pins back; calls after the first do nothing.");
+          "Remove the pins. Later calls do nothing.");
 
   nb::class_<DeviceMap>(m, "DeviceMap",
-                        "Which row of a table lies in which frame of a device cache, and plans what to move; knows ids "
-                        "only. Thread-safe.")
+                        "The map from rows to frames of a device cache. Plans which records to move, from ids alone. "
+                        "Thread-safe.")
       .def(nb::new_([](const Table& table, size_t frames) { return DeviceMap::make(table.name(), frames); }), "table"_a,
            "frames"_a)
       .def_prop_ro("frames", &DeviceMap::frames)
       .def_ro_static("WINDOW_FULL", &DeviceMap::kWindowFull)
       .def("expect", &DeviceMap::expect, "batch"_a, nb::call_guard<WithoutGil>(),
-           "Enter a coming batch into the window that ranks eviction: its number, or WINDOW_FULL.")
+           "Add a coming batch to the window that ranks eviction. Return its number, or WINDOW_FULL.")
       .def("forget", &DeviceMap::forget, "number"_a, nb::call_guard<WithoutGil>(),
-           "An expected batch will not come.")
+           "Remove an expected batch that will not come.")
       .def("plan", &DeviceMap::plan, "batch"_a, "number"_a = 0, nb::keep_alive<0, 2>(), nb::call_guard<WithoutGil>(),
            nb::sig("def plan(self, batch: Batch, number: int = 0) -> DevicePlan | None"),
-           "Give every row of the batch a frame and pin it; `number` is what expect() said, 0 where it was not expected. "
-           "None, and nothing changed, while other plans pin too many frames. ValueError where the batch has more "
-           "rows than there are frames.")
+           "Give each row of the batch a frame and pin it. `number`: from expect(), or 0. Return None, with nothing "
+           "changed, while other plans pin too many frames. Raise ValueError if the batch has more rows than there "
+           "are frames.")
       .def(
           "find",
           [](const DeviceMap& map, const Ids& ids) {
@@ -99,7 +100,7 @@ void bind_device(nb::module_& m) {
             }
             return view(*frames, frames);
           },
-          "ids"_a, "int64[N]: the frames of ids, -1 for those in none. Does not count as use.")
+          "ids"_a, "int64[N]: the frames of ids, -1 for ids without one. Does not touch the frames.")
       .def(
           "dirty",
           [](const DeviceMap& map) {
@@ -112,20 +113,20 @@ void bind_device(nb::module_& m) {
           },
           nb::sig("def dirty(self) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], "
                   "Annotated[NDArray[numpy.int64], dict(shape=(None,))]]"),
-          "(ids int64[D], frames int64[D]) whose newest value is the frame's. Rows on their way down are not among them.")
+          "(ids int64[D], frames int64[D]) that are dirty, without evicted rows that are being written back.")
       .def(
           "mark_dirty", [](DeviceMap& map, const Ids& frames) { map.mark_dirty(frames.data(), frames.shape(0)); },
-          "frames"_a, nb::call_guard<WithoutGil>(), "These frames hold newer values than the table.")
+          "frames"_a, nb::call_guard<WithoutGil>(), "Mark these frames as newer than the table.")
       .def(
           "mark_clean", [](DeviceMap& map, const Ids& frames) { map.mark_clean(frames.data(), frames.shape(0)); },
-          "frames"_a, nb::call_guard<WithoutGil>(), "The table has what these frames hold.")
+          "frames"_a, nb::call_guard<WithoutGil>(), "Mark these frames as equal to the table.")
       .def(
           "arrived", [](DeviceMap& map, const Ids& ids) { map.arrived(ids.data(), ids.shape(0)); }, "ids"_a,
           nb::call_guard<WithoutGil>(),
-          "Evicted records of these ids were written back. Table.scatter_records says so itself where the map is its "
-          "holder.")
+          "Report that evicted records of these ids were written back. Table.scatter_records reports it itself if the "
+          "map is attached.")
       .def("forget_all", &DeviceMap::forget_all, nb::call_guard<WithoutGil>(),
-           "Free every frame, written back or not. Refused while plans hold pins; expected batches stay expected.")
+           "Free every frame, even dirty ones. Raises while plans have pins. Expected batches stay expected.")
       .def("stats", [](const DeviceMap& map) {
         const DeviceStats s = map.stats();
         nb::dict d;

@@ -22,7 +22,7 @@ void bind_files(nb::module_& m) {
         file->sync();
       },
       "path"_a, "data"_a,
-      "A new file whose bytes are durable; its name is once the directory is synced. FileExistsError: it is there.");
+      "Write a new file. Its bytes are then durable, its name after sync_directory(). FileExistsError: it exists.");
   m.def(
       "read_file",
       [](const std::string& path) {
@@ -35,7 +35,7 @@ void bind_files(nb::module_& m) {
         }
         return nb::bytes(data.data(), data.size());
       },
-      "path"_a, "The bytes of a regular file; anything else there is a FormatError and never waited for.");
+      "path"_a, "Return the bytes of a regular file. FormatError for anything else, without waiting for it.");
   m.def(
       "link_file",
       [](const std::string& from, const std::string& to) {
@@ -49,7 +49,7 @@ void bind_files(nb::module_& m) {
         const WithoutGil without_gil;
         vfs::current().remove(path);
       },
-      "path"_a, "Remove a file; one that is not there is no error.");
+      "path"_a, "Remove a file, if it exists.");
   m.def(
       "sync_directory",
       [](const std::string& path) {
@@ -63,14 +63,14 @@ void bind_files(nb::module_& m) {
         const WithoutGil without_gil;
         vfs::current().make_directories(path);
       },
-      "path"_a, "Make a directory and those above it that are missing; their names are durable when it returns.");
+      "path"_a, "Make a directory and its missing parents. Their names are durable when it returns.");
   m.def(
       "list_directory",
       [](const std::string& path) {
         const WithoutGil without_gil;
         return vfs::current().list(path);
       },
-      "path"_a, "Names in a directory, sorted. FileNotFoundError: there is none.");
+      "path"_a, "Return the names in a directory, sorted. FileNotFoundError: there is none.");
 }
 
 }  // namespace bunkbed

@@ -23,14 +23,15 @@ void bind_losses(nb::module_& m) {
         return bpr_slopes(negative.shape(0), negative.shape(1), hardness, positive.data(), negative.data());
       },
       "positive"_a, "negative"_a, "hardness"_a,
-      "Sum of w softplus(negative - positive) of scores float32[B] and float32[B, K], which become its derivatives.");
+      "Return the sum of w softplus(negative - positive) of scores float32[B] and float32[B, K]. Replace them by its "
+      "derivatives.");
   m.def(
       "logistic_slopes",
       [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& x) {
         const WithoutGil without_gil;
         return logistic_slopes(x.shape(0), x.data());
       },
-      "x"_a, "Sum of softplus(x) of float32[N], which becomes sigmoid(x).");
+      "x"_a, "Return the sum of softplus(x) of float32[N]. Replace x by sigmoid(x).");
 
   using Items = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
   using ItemsOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
@@ -47,8 +48,8 @@ void bind_losses(nb::module_& m) {
         return std::pair(squares.first, squares.others);
       },
       "queries"_a, "items"_a, "scores"_a,
-      "Scores of queries float32[B, D] with their own items float32[B, K, D]; sums of squares of the first items and of "
-      "the others.");
+      "Compute the scores of queries float32[B, D] with their own items float32[B, K, D]. Return the sums of squares "
+      "of the first items and of the others.");
   m.def(
       "pair_grads",
       [](const FloatsIn& slopes, const FloatsIn& queries, const Items& items, float first_decay, float other_decay,
@@ -65,7 +66,7 @@ void bind_losses(nb::module_& m) {
                    queries.data(), items.data(), query_grads.data(), item_grads.data());
       },
       "slopes"_a, "queries"_a, "items"_a, "first_decay"_a, "other_decay"_a, "query_grads"_a, "item_grads"_a,
-      "Gradients of queries and items from the slopes of their scores and a decay of the items.");
+      "Compute the gradients of queries and items from the slopes of their scores and a decay of the items.");
 }
 
 }  // namespace bunkbed

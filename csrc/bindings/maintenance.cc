@@ -75,7 +75,7 @@ void bind_maintenance(nb::module_& m) {
         return checked_values(table);
       },
       "path"_a, "ram_bytes"_a, "progress"_a.none(), "shard"_a = 0, "shards"_a = 1,
-      "What is wrong with a table's files; progress(bytes done, bytes in all) is called now and then.");
+      "Return the problems of a table's files. Calls progress(bytes done, bytes in all) regularly.");
   m.def(
       "repair_table",
       [](const std::string& path, size_t ram_bytes, std::optional<uint64_t> fall_back_to, std::set<uint64_t> pinned,
@@ -96,7 +96,7 @@ void bind_maintenance(nb::module_& m) {
       },
       "path"_a, "ram_bytes"_a, "fall_back_to"_a.none(), "pinned"_a, "through_run"_a, "progress"_a.none(), "shard"_a = 0,
       "shards"_a = 1,
-      "Repairs a table's files: (what is wrong with them now, what was done, one line each).");
+      "Repair a table's files. Return (the remaining problems, the changes, one line each).");
   m.def(
       "commits",
       [](const std::string& path) {
@@ -121,21 +121,21 @@ void bind_maintenance(nb::module_& m) {
         }
         return found;
       },
-      "path"_a, "Every commit of a table that can be read, ascending.");
+      "path"_a, "Return each readable commit of a table, ascending.");
   m.def(
       "drop_snapshot",
       [](const std::string& path, const std::string& name) {
         const WithoutGil without_gil;
         drop_snapshot(vfs::posix(), path, name);
       },
-      "path"_a, "name"_a, "Forget a snapshot of a table that nobody has open for writing.");
+      "path"_a, "name"_a, "Drop a snapshot of a table that no process has open for writing.");
   m.def(
       "collect_commits",
       [](const std::string& path, std::set<uint64_t> pinned) {
         const WithoutGil without_gil;
         collect_commits(vfs::posix(), path, pinned);
       },
-      "path"_a, "pinned"_a, "Remove a table's commits but the newest two, the kept ones and these.");
+      "path"_a, "pinned"_a, "Remove a table's commits except the newest two, the kept ones and `pinned`.");
   m.def(
       "copy_table",
       [](const std::string& from, const std::string& to, const std::string& snapshot, std::optional<uint64_t> epoch,
@@ -154,7 +154,7 @@ void bind_maintenance(nb::module_& m) {
         return nb::make_tuple(result.epoch, result.linked_bytes, result.copied_bytes, result.present_bytes);
       },
       "from_path"_a, "to_path"_a, "snapshot"_a, "epoch"_a.none(), "for_run"_a, "may_link"_a, "progress"_a.none(),
-      "Copies a commit's files: (epoch, bytes linked, bytes copied, bytes of segments that were there).");
+      "Copy a commit's files. Return (epoch, bytes linked, bytes copied, bytes of segments that existed already).");
 }
 
 }  // namespace bunkbed

@@ -168,18 +168,18 @@ NB_MODULE(_native, m) {
   bind_files(m);
   bind_testing(m);
 
-  m.def("close_door", &InCore::close_door, "From now on calls of other threads raise SystemExit: the process ends.");
-  m.def("num_inside", &InCore::num_inside, "Calls of other threads that are inside the core.");
-  m.def("simd", [] { return simd_name(current_simd()); }, "The instruction set in use.");
+  m.def("close_door", &InCore::close_door, "At exit: make later calls of other threads raise SystemExit.");
+  m.def("num_inside", &InCore::num_inside, "Return the number of calls of other threads inside the core.");
+  m.def("simd", [] { return simd_name(current_simd()); }, "Return the instruction set in use.");
   m.def(
       "set_simd", [](const std::string& name) { set_simd(simd_of(name)); }, "name"_a,
-      "Use 'scalar', 'avx2', 'avx512' or 'auto' kernels, process-wide; every choice gives the same bits.");
+      "Use 'scalar', 'avx2', 'avx512' or 'auto' kernels, process-wide. All give the same bits.");
   m.def(
       "io", [] { return vfs::current_io() == vfs::Io::kUring ? "uring" : "threads"; },
-      "Who carries out reads of many rows: the kernel's io_uring, or threads.");
+      "Return what makes the reads of many rows: 'uring' (the kernel's io_uring) or 'threads'.");
   m.def(
       "set_io", &vfs::set_io, "name"_a,
-      "Use 'uring', 'threads' or 'auto' for reads to come, process-wide; both give the same bits.");
+      "Use 'uring', 'threads' or 'auto' for later reads, process-wide. All give the same bits.");
   m.def(
       "io_counts",
       [] {
@@ -189,10 +189,10 @@ NB_MODULE(_native, m) {
         found["threads"] = counts.threads;
         return found;
       },
-      "Reads of tables carried out by 'uring' and by 'threads' so far, process-wide: who really served.");
+      "Return the numbers of reads that 'uring' and 'threads' have made so far, process-wide.");
   m.def(
       "simd_supported", [](const std::string& name) { return simd_supported(simd_of(name)); }, "name"_a,
-      "Whether this processor has the instruction set.");
+      "Return whether this processor has the instruction set.");
   m.def(
       "build",
       [] {
@@ -201,9 +201,10 @@ NB_MODULE(_native, m) {
         found["format"] = kFormatVersion;
         return found;
       },
-      "What built this module, and the newest version of the table format that it writes.");
-  m.def("get_num_threads", &num_threads, "Compute threads of one operation.");
-  m.def("set_num_threads", &set_num_threads, "n"_a, "Set the compute threads of one operation, process-wide.");
+      "Return the compiler of this module, and the newest version of the table format that it writes.");
+  m.def("get_num_threads", &num_threads, "Return the number of compute threads of one operation.");
+  m.def("set_num_threads", &set_num_threads, "n"_a,
+      "Set the number of compute threads of one operation, process-wide.");
   m.def(
       "set_fault",
       [](const std::optional<std::string>& name) {
@@ -211,7 +212,7 @@ NB_MODULE(_native, m) {
           throw Error(ErrorKind::kInvalid, "unknown fault '" + *name + "'");
         }
       },
-      "name"_a.none(), "Switch on a seeded bug, for tests that must find it; None switches it off.");
+      "name"_a.none(), "Switch on a seeded bug, for tests that must find it. None switches it off.");
 
   m.def(
       "init_rows",
@@ -224,7 +225,7 @@ NB_MODULE(_native, m) {
           kernels().init_row(spec, ids.data()[i], static_cast<int64_t>(dim), out.data() + i * dim);
         }
       },
-      "kind"_a, "a"_a, "b"_a, "seed"_a, "ids"_a, "out"_a, "Initial weights of rows: out float32[n, dim].");
+      "kind"_a, "a"_a, "b"_a, "seed"_a, "ids"_a, "out"_a, "Write the initial weights of rows to out, float32[n, dim].");
 
   m.def(
       "first_bad_offset",
@@ -238,7 +239,8 @@ NB_MODULE(_native, m) {
         return int64_t{-1};
       },
       "offsets"_a, "num_ids"_a,
-      "Position of the first start of a bag that is wrong (the first must be 0, none decreases, none passes the ids), or -1.");
+      "Return the position of the first wrong start of a bag, or -1. The first start must be 0; starts must not "
+      "decrease or exceed num_ids.");
 
   m.def(
       "empty_rows",
@@ -247,7 +249,8 @@ NB_MODULE(_native, m) {
         return nb::ndarray<nb::numpy, float, nb::ndim<2>>(
             values, {rows, dim}, own_block(values, std::max<size_t>(1, rows * dim) * sizeof(float)));
       },
-      "rows"_a, "dim"_a, "Uninitialised float32[rows, dim], 64-byte aligned, from memory that is used again when freed.");
+      "rows"_a, "dim"_a,
+      "Return uninitialised float32[rows, dim], 64-byte aligned, in memory that is reused after it is freed.");
 
   m.def(
       "scale",
@@ -256,8 +259,9 @@ NB_MODULE(_native, m) {
         const DefaultFloatMode mode;
         return scale(values.size(), static_cast<float>(factor), values.data());
       },
-      "values"_a, "factor"_a, "Multiply a float32 array in place; True when every result is finite.");
-  m.def("blocks_mapped", &blocks_mapped, "Large blocks taken from the system so far; a warm step takes none.");
+      "values"_a, "factor"_a, "Multiply a float32 array in place. Return whether every result is finite.");
+  m.def("blocks_mapped", &blocks_mapped,
+      "Return the number of large blocks allocated from the system so far. A warm step allocates none.");
   m.def(
       "narrow",
       [](const nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& values, int dtype,
@@ -269,7 +273,7 @@ NB_MODULE(_native, m) {
                                    out.data() + from);
         });
       },
-      "values"_a, "dtype"_a, "out"_a, "Values of a 16-bit dtype (1 bfloat16, 2 float16), rounded to nearest.");
+      "values"_a, "dtype"_a, "out"_a, "Round float32 values to a 16-bit dtype (1 bfloat16, 2 float16), to nearest.");
 
   m.def(
       "norm",
@@ -278,7 +282,7 @@ NB_MODULE(_native, m) {
         const DefaultFloatMode mode;
         return std::sqrt(kernels().sum_of_squares(static_cast<int64_t>(values.size()), values.data()));
       },
-      "values"_a, "Euclidean norm of a float32 array, computed in float64 over 16 fixed lanes.");
+      "values"_a, "Return the Euclidean norm of a float32 array, computed in float64 over 16 fixed lanes.");
 
   m.def(
       "scores",
@@ -295,7 +299,8 @@ NB_MODULE(_native, m) {
           }
         });
       },
-      "queries"_a, "rows"_a, "out"_a, "Dot products, out float32[num_queries, num_rows]; 16 fixed lanes.");
+      "queries"_a, "rows"_a, "out"_a,
+      "Compute dot products into out, float32[num_queries, num_rows], over 16 fixed lanes.");
 
   // Constants of the core that predictions depend on.
   m.attr("TARGET_LIVE") = kTargetLive;
@@ -309,8 +314,9 @@ NB_MODULE(_native, m) {
         const WithoutGil without_gil;
         return probe_memory(threads, bytes, seconds);
       },
-      "threads"_a, "bytes"_a, "seconds"_a, "Bytes a second, read and written together, of copies between large arrays.");
-  nb::class_<RowProbe>(m, "RowProbe", "Records in memory as a table's frames are, and nothing else of a table.")
+      "threads"_a, "bytes"_a, "seconds"_a,
+      "Return the bytes per second, read and written together, of copies between large arrays.");
+  nb::class_<RowProbe>(m, "RowProbe", "Records in memory, laid out as a table's frames.")
       .def(nb::init<size_t, size_t>(), "num_records"_a, "record_bytes"_a)
       .def(
           "run",
@@ -320,7 +326,8 @@ NB_MODULE(_native, m) {
             return probe.run(rows.data(), rows.shape(0), used_bytes, kind);
           },
           "rows"_a, "used_bytes"_a, "work"_a,
-          "Seconds to \"read\", \"copy\" or \"change\" the first used_bytes of each of these records, int64[N], in turn.");
+          "Return the seconds to \"read\", \"copy\" or \"change\" the first used_bytes of these records, int64[N], in "
+          "turn.");
   m.def(
       "probe_writes",
       [](const std::string& path, size_t max_bytes, double seconds) {
@@ -328,7 +335,7 @@ NB_MODULE(_native, m) {
         return probe_writes(vfs::current(), path, max_bytes, seconds);
       },
       "path"_a, "max_bytes"_a, "seconds"_a,
-      "Writes a new file from end to end, past the page cache, and syncs it: (bytes a second, bytes written).");
+      "Write a new file without the page cache and sync it. Return (bytes per second, bytes written).");
   m.def(
       "probe_reads",
       [](const std::vector<std::string>& paths, size_t threads, double seconds) {
@@ -336,7 +343,8 @@ NB_MODULE(_native, m) {
         return probe_reads(vfs::current(), paths, threads, seconds);
       },
       "paths"_a, "threads"_a, "seconds"_a,
-      "Random reads of 4 KiB blocks of these files: (reads a second, the unit reads need here; 1: not past the page cache).");
+      "Make random reads of 4 KiB blocks of these files. Return (reads per second, the alignment that reads need; 1: "
+      "the page cache was used).");
 
   m.def(
       "snapshots",
@@ -348,7 +356,7 @@ NB_MODULE(_native, m) {
         }
         return found;
       },
-      "path"_a, "Kept commits as (name, epoch), oldest first.");
+      "path"_a, "Return the kept commits as (name, epoch), oldest first.");
 }
 
 }  // namespace bunkbed

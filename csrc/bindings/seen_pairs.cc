@@ -17,7 +17,7 @@ void bind_seen_pairs(nb::module_& m) {
             const WithoutGil without_gil;
             new (self) SeenPairs(keys.data(), keys.shape(0), num_items);
           },
-          "keys"_a, "num_items"_a, "Of int64[N] keys user * num_items + item, ascending.")
+          "keys"_a, "num_items"_a, "keys: int64[N], user * num_items + item, ascending.")
       .def(
           "contains",
           [](const SeenPairs& pairs, const Ids& users, const Ids& items) {
@@ -34,7 +34,7 @@ void bind_seen_pairs(nb::module_& m) {
             }
             return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(found, {n}, owner);
           },
-          "users"_a, "items"_a, "bool[N]: which of int64[N] users and items are pairs of the set.")
+          "users"_a, "items"_a, "Return bool[N]: whether each pair of int64[N] users and items is in the set.")
       .def(
           "clashes",
           [](SeenPairs& pairs, const Ids& users, const Ids& items) {
@@ -51,7 +51,9 @@ void bind_seen_pairs(nb::module_& m) {
             return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(places, {n}, own_block(places, bytes));
           },
           "users"_a, "items"_a,
-          "Which of int64[M] different items which of int64[B] users has: int64[S] places in a matrix of B x M.")
+          "Return int64[S]: the places, in a matrix of B x M, of the pairs of int64[B] users and int64[M] distinct "
+          "items that "
+          "are in the set.")
       .def(
           "items_of",
           [](const SeenPairs& pairs, int64_t user) {
@@ -61,7 +63,7 @@ void bind_seen_pairs(nb::module_& m) {
             for (size_t i = 0; i < own.n; ++i) items[i] = own.keys[i] - user * pairs.num_items();
             return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(items, {own.n}, own_block(items, bytes));
           },
-          "user"_a, "int64[S]: the items of a user, ascending.");
+          "user"_a, "Return int64[S]: the items of a user, ascending.");
 }
 
 }  // namespace bunkbed

@@ -59,14 +59,15 @@ void bind_stalls(nb::module_& m) {
       },
       nb::sig("def with_stalls(make: object, function: object, *args: object) -> object"), "make"_a, "function"_a,
       "args"_a,
-      "function(*args), each stall of this thread inside the context manager that make() gives: a profiler's range.");
+      "Return function(*args). Each stall of this thread runs inside a context manager made by make(): a profiler's "
+      "range.");
   m.def(
       "stall_ranges",
       []() -> nb::object {
         const auto* watch = static_cast<const PythonWatch*>(stall_watch);
         return watch == nullptr ? nb::none() : watch->make();
       },
-      "What this thread was given as `make` of with_stalls; None outside of it.");
+      "Return the `make` of this thread's with_stalls(), or None outside of it.");
 }
 
 }  // namespace bunkbed

@@ -137,7 +137,7 @@ auto unlocked(Call&& call) {
 }  // namespace
 
 void bind_table(nb::module_& m) {
-  nb::class_<TableSpec>(m, "TableSpec", "What a table is, as the core holds it.")
+  nb::class_<TableSpec>(m, "TableSpec", "The definition of a table in the core.")
       .def(
           "__init__",
           [](TableSpec* self, int64_t num_rows, uint32_t dim, int dtype, const std::string& init_kind, double init_a,
@@ -216,9 +216,9 @@ void bind_table(nb::module_& m) {
         spec.is_scratch = (manifest.reader_flags & kReaderFlagScratch) != 0;
         return std::make_pair(spec, manifest.stored_rows);
       },
-      "path"_a, "snapshot"_a, "epoch"_a.none(), "(what the table is, rows stored) by a commit; default the newest.");
+      "path"_a, "snapshot"_a, "epoch"_a.none(), "Return (TableSpec, stored rows) of a commit; default: the newest.");
 
-  nb::class_<PendingCommit>(m, "PendingCommit", "A commit that was begun.")
+  nb::class_<PendingCommit>(m, "PendingCommit", "A commit that was started.")
       .def("wait", [](PendingCommit& commit) { return unlocked([&] { return commit.wait(); }); })
       .def("is_over", &PendingCommit::is_over);
 
@@ -263,10 +263,10 @@ void bind_table(nb::module_& m) {
       .def_ro_static("WINDOW_FULL", &Table::kWindowFull)
       .def(
           "advance",
-          [](Table& t, uint32_t over, uint32_t started, uint32_t depth) {
-            unlocked([&] { t.advance(over, started, depth); });
+          [](Table& t, uint32_t over, uint32_t current, uint32_t depth) {
+            unlocked([&] { t.advance(over, current, depth); });
           },
-          "over"_a, "begun"_a, "depth"_a)
+          "over"_a, "current"_a, "depth"_a)
       .def("get", [](Table& t, const Ids& ids, size_t field, const FloatsOut& out) {
         unlocked([&] { t.get(ids.data(), ids.shape(0), field, out.data()); });
       })
@@ -304,8 +304,8 @@ void bind_table(nb::module_& m) {
             unlocked([&] { t.set_holder(std::move(map), std::move(asked)); });
           },
           "map"_a.none(), "write_back"_a.none(),
-          "Attach a device cache's map, and what is called to have its rows scattered before a commit, a scan or going "
-          "back; None, None detaches it.")
+          "Attach a device cache's map. `write_back` is called before a commit, a scan or a rewind, and must scatter "
+          "the cache's rows. None, None detaches it.")
       .def(
           "commit",
           [](Table& t, const std::optional<std::string>& meta, const std::string& keep) {
@@ -359,7 +359,7 @@ void bind_table(nb::module_& m) {
             const Table::Uncommitted found = unlocked([&] { return t.uncommitted(); });
             return nb::make_tuple(found.rows, found.is_exact, found.steps);
           },
-          "What would be lost without a commit: (rows, whether that is exact or an upper bound, steps).")
+          "Return the changes since the last commit: (rows, whether that is exact or an upper bound, steps).")
       .def("meta", [](Table& t) { return unlocked([&] { return t.meta(); }); })
       .def("uuid", [](Table& t) { return nb::bytes(t.uuid().data(), t.uuid().size()); })
       .def("payload_bytes", &Table::payload_bytes)
@@ -369,7 +369,7 @@ void bind_table(nb::module_& m) {
         return fields;
       });
 
-  nb::class_<Scan>(m, "Scan", "A walk over every stored row.")
+  nb::class_<Scan>(m, "Scan", "A scan of every stored row.")
       .def("__init__",
            [](Scan* self, Table* table, std::vector<size_t> fields) {
              unlocked([&] { new (self) Scan(table, std::move(fields)); });

@@ -92,29 +92,31 @@ void bind_testing(nb::module_& m) {
             self.set_fault(at, named(fault, kFaults), error_number, and_all_later);
           },
           "at"_a, "fault"_a = "error", "error_number"_a = 0, "and_all_later"_a = false,
-          "Operation number `at` from now on: error, interrupt, short, delay, die or die_within.")
+          "Make operation number `at`, counted from now, fail: error, interrupt, short, delay, die or die_within.")
       .def(
           "fail_all",
           [](vfs::FaultVfs& self, const std::string& op, int error_number) {
             self.fail_all(named(op, kOps), error_number);
           },
-          "op"_a, "error_number"_a, "Every operation of a kind fails until heal().")
+          "op"_a, "error_number"_a, "Make every operation of a kind fail until heal().")
       .def("heal", &vfs::FaultVfs::heal)
       .def("set_delay", &vfs::FaultVfs::set_delay, "seconds"_a)
-      .def("count", &vfs::FaultVfs::count, "Operations since set_fault().")
+      .def("count", &vfs::FaultVfs::count, "Return the number of operations since set_fault().")
       .def("repeat_every", &vfs::FaultVfs::repeat_every, "every"_a, "most"_a = 0,
-           "Also every so-manieth after the chosen one; `most` in all, 0: without end.")
-      .def("struck", &vfs::FaultVfs::struck, "Operations chosen since set_fault().")
-      .def("count_reads", &vfs::FaultVfs::count_reads, "value"_a, "Whether reads, opens and lists are numbered.")
+           "Make each `every`-th operation after the chosen one fail, too; at most `most` in all, 0: no bound.")
+      .def("struck", &vfs::FaultVfs::struck, "Return the number of operations that failed since set_fault().")
+      .def("count_reads", &vfs::FaultVfs::count_reads, "value"_a,
+           "Set whether reads, opens and lists count as operations.")
       .def("skip_syncs", &vfs::FaultVfs::skip_syncs, "value"_a);
 
-  nb::class_<vfs::CrashState>(m, "CrashState", "The files of a disk after a loss of power.")
+  nb::class_<vfs::CrashState>(m, "CrashState", "The files of a disk after power loss.")
       .def("digest", &vfs::CrashState::digest)
       .def("write", &vfs::CrashState::write, "path"_a, nb::call_guard<WithoutGil>());
-  nb::class_<vfs::PowerlossVfs, vfs::Vfs>(m, "PowerlossVfs", "Records everything below a directory; see powerloss.h.")
+  nb::class_<vfs::PowerlossVfs, vfs::Vfs>(m, "PowerlossVfs",
+      "Records all operations below a directory; see powerloss.h.")
       .def("__init__", [](vfs::PowerlossVfs* self, const std::string& root) { new (self) vfs::PowerlossVfs(root); },
            "root"_a)
-      .def("now", &vfs::PowerlossVfs::now, "The moment after everything that has happened so far.")
+      .def("now", &vfs::PowerlossVfs::now, "Return the moment after all operations so far.")
       .def("describe", &vfs::PowerlossVfs::describe, "moment"_a)
       .def(
           "crash",
@@ -128,9 +130,10 @@ void bind_testing(nb::module_& m) {
             return self.crash(moment, which, what, seed, rules);
           },
           "moment"_a, "names"_a, "sectors"_a, "seed"_a, "ignored"_a = std::vector<std::pair<std::string, std::string>>{},
-          "The disk after a loss of power at a moment. names: all, none, prefix, subset; sectors: kept, dropped, trashed, "
+          "Return the disk after power loss at a moment. names: all, none, prefix, subset; sectors: kept, dropped, "
+          "trashed, "
           "mixed; ignored: (change, name prefix) of syncs that count as missing, change \"\" for those of files.");
-  m.def("use_vfs", &use, "backend"_a.none(), "Files go through this backend from now on; None: the real one.");
+  m.def("use_vfs", &use, "backend"_a.none(), "Use this backend for files from now on; None: the real one.");
 
   m.def(
       "arm_failpoint",
@@ -138,10 +141,11 @@ void bind_testing(nb::module_& m) {
         arm_failpoint(name, nth, named(action, kActions), delay_s);
       },
       "name"_a, "nth"_a, "action"_a, "delay_s"_a = 0.0,
-      "At the nth time (0: every time) the place is reached: count, error, die or delay. \"\": count all places.");
+      "Set an action for the nth time (0: every time) that the place is reached: count, error, die or delay. \"\": "
+      "count all places.");
   m.def("disarm_failpoints", &disarm_failpoints);
-  m.def("failpoint_counts", &failpoint_counts, "(name, times reached) of every place.");
-  m.def("failpoint", [](const std::string& name) { failpoint(name.c_str()); }, "name"_a, "A place in Python code.");
+  m.def("failpoint_counts", &failpoint_counts, "Return (name, times reached) of each failpoint.");
+  m.def("failpoint", [](const std::string& name) { failpoint(name.c_str()); }, "name"_a, "A failpoint in Python code.");
   m.def(
       "crc32c_of_parts",
       [](const nb::bytes& data, size_t part) {
@@ -154,7 +158,7 @@ void bind_testing(nb::module_& m) {
         }
         return all;
       },
-      "data"_a, "part"_a, "Checksums of parts of so many bytes, exclusive-ored: what checksums cost, measured.");
+      "data"_a, "part"_a, "Return the exclusive or of the checksums of parts of so many bytes, to measure their cost.");
   m.def(
       "set_checkpoints",
       [](uint64_t rows, bool in_line) {
@@ -162,9 +166,9 @@ void bind_testing(nb::module_& m) {
         checkpoints_in_line = in_line;
       },
       "rows"_a = 100'000, "in_line"_a = false,
-      "Tables of fewer rows take no directory checkpoints; with in_line they are taken within a commit.");
+      "Set the fewest rows of a table that takes index snapshots; with in_line they are taken within a commit.");
   m.def("set_compaction_slack", [](uint64_t bytes) { compaction_slack_bytes = bytes; }, "bytes"_a,
-        "Dead bytes that are left alone; 256 KiB unless a test of small tables says otherwise.");
+        "Set the dead bytes that never start compaction (default: 256 KiB), for tests of small tables.");
 }
 
 }  // namespace bunkbed

@@ -69,7 +69,8 @@ void bind_text_rows(nb::module_& m) {
         }
         return nb::make_tuple(text_of(words), array(std::move(words.ends)));
       },
-      "ids"_a, "Ids int64[N] in decimal: (bytes, a line feed behind each, and int64[N] where those stand).");
+      "ids"_a,
+      "Return ids int64[N] in decimal: (bytes with a line feed after each id, int64[N] offsets of these line feeds).");
   m.def(
       "ids_of_words",
       [](const nb::bytes& text, const Ids& ends) -> std::optional<IdsOut> {
@@ -82,7 +83,7 @@ void bind_text_rows(nb::module_& m) {
         if (!ids.has_value()) return std::nullopt;
         return array(std::move(*ids));
       },
-      "text"_a, "ends"_a, "int64[N] of words that are ids in decimal, or None where one is not.");
+      "text"_a, "ends"_a, "Return int64[N] of words that are ids in decimal, or None if one is not.");
   m.def(
       "line_ends",
       [](const BytesIn& text, size_t most, bool is_last) {
@@ -94,7 +95,7 @@ void bind_text_rows(nb::module_& m) {
         return array(std::move(ends));
       },
       "text"_a, "most"_a, "is_last"_a,
-      "Where the next lines of uint8[N] end, at most so many; with is_last also one without a line feed.");
+      "Return where the next lines of uint8[N] end, at most `most`; with is_last also a line without a line feed.");
   m.def(
       "fields",
       [](const BytesIn& text, const Ids& ends, const nb::bytes& separator, size_t column) {
@@ -108,8 +109,8 @@ void bind_text_rows(nb::module_& m) {
         return nb::make_tuple(text_of(found.words), array(std::move(found.words.ends)), array(std::move(found.behind)));
       },
       "text"_a, "ends"_a, "separator"_a, "column"_a,
-      "One field of every line: its words as of words_of_ids, and int64[N] where the line goes on behind it, -1 where it "
-      "has not so many.");
+      "Return one field of each line, in the form of words_of_ids, and int64[N]: the offset after the field, -1 if the "
+      "line has too few fields.");
   m.def(
       "parse_rows",
       [](const BytesIn& text, const Ids& begins, const Ids& ends, const FloatsOut& out) {
@@ -123,8 +124,8 @@ void bind_text_rows(nb::module_& m) {
         return array(std::move(refused));
       },
       "text"_a, "begins"_a, "ends"_a, "out"_a,
-      "Numbers between white space into float32[N, dim]; returns the lines it did not take, which are to be read with "
-      "more care.");
+      "Parse numbers between white space into float32[N, dim]. Return the lines that it did not parse, for a slower "
+      "parser.");
   m.def(
       "format_rows",
       [](const FloatsIn& rows, const nb::bytes& separator, const std::optional<nb::bytes>& text,
@@ -143,7 +144,7 @@ void bind_text_rows(nb::module_& m) {
         return made.take();
       },
       "rows"_a, "separator"_a, "text"_a = nb::none(), "ends"_a = nb::none(),
-      "A line for each of float32[N, dim], behind its word where words are given.");
+      "Format a line for each row of float32[N, dim], after its word if words are given.");
   m.def(
       "join_records",
       [](const FloatsIn& rows, const nb::bytes& text, const Ids& ends) {
@@ -157,7 +158,7 @@ void bind_text_rows(nb::module_& m) {
         }
         return made.take();
       },
-      "rows"_a, "text"_a, "ends"_a, "word2vec's binary records of float32[N, dim] and their words.");
+      "rows"_a, "text"_a, "ends"_a, "Return word2vec's binary records of float32[N, dim] and their words.");
   m.def(
       "split_records",
       [](const BytesIn& bytes, const FloatsOut& out) {
@@ -169,7 +170,8 @@ void bind_text_rows(nb::module_& m) {
         return nb::make_tuple(text_of(records.words), array(std::move(records.words.ends)), records.used);
       },
       "bytes"_a, "out"_a,
-      "The next records of uint8[N] into float32[most, dim]: their words as of words_of_ids, and how many bytes they are.");
+      "Parse the next records of uint8[N] into float32[most, dim]. Return their words, in the form of words_of_ids, "
+      "and the number of bytes.");
 }
 
 }  // namespace bunkbed
