@@ -28,7 +28,7 @@ struct TableState {
   TableState& operator=(const TableState&) = delete;
 
   // ---- Identity: set before the table is handed out. Needs no lock, except spec.optimizer and options.ram_bytes,
-  //      which change under the lock.
+  // which change under the lock.
   vfs::Vfs& vfs;
   const std::string path;  // empty: a table in RAM only
   const std::string name;  // for errors

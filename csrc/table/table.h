@@ -79,7 +79,7 @@ class Table {
   void contains(const int64_t* ids, size_t n, bool* out);
 
   // ---- For a device cache: whole records, and rows whose newest value it has (see holder.h). A commit, scan or rewind
-  //      first makes it write these rows back.
+  // first makes it write these rows back.
   void gather_records(const int64_t* ids, size_t n, std::byte* records);         // (n, payload_bytes)
   // The ids are distinct. The device cache holds all of these rows (a write-back) or none.
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
@@ -87,9 +87,9 @@ class Table {
   // without the lock, and scatters every row that the cache holds before it returns.
   void set_holder(std::shared_ptr<Holder> holder, std::function<void()> write_back);
 
-  // ---- Durability The commit is durable when it returns. Other threads' calls go on meanwhile. See jobs/committer.h.
-  //      A table in RAM only and a scratch table count the epoch and store `meta`. A table in RAM keeps copies under a
-  //      name; a scratch table refuses.
+  // ---- Durability
+  // The commit is durable when it returns. Other threads' calls go on meanwhile. See jobs/committer.h. A table in RAM
+  // only and a scratch table count the epoch and store `meta`. The former keeps copies under a name, the latter refuses.
   uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
   // Starts the writes of the next commit: appends dirty records to the log while its buffers have room. Makes nothing
   // durable. Does nothing with a disk limit. Useful after set() of rows that will not change again before the commit.
