@@ -19,7 +19,7 @@ def copy(
     dst: Annotated[Path, typer.Argument(help="Folder to make, or an earlier copy of it.", metavar="DST")],
     *,
     snapshot: Annotated[
-        str | None, typer.Option(help="Kept commit to copy; default: the last one.", metavar="NAME")
+        str | None, typer.Option(help="Copy this kept commit; default: the last one.", metavar="NAME")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Rewrite the rows as float32, bfloat16 or float16.", metavar="DTYPE")
@@ -28,15 +28,15 @@ def copy(
         OptimizerName | None, typer.Option(help="Rewrite the rows for this optimizer; sgd drops all state.")
     ] = None,
     no_link: Annotated[
-        bool, typer.Option("--no-link", help="Write every byte anew instead of sharing files on one filesystem.")
+        bool, typer.Option("--no-link", help="Copy every byte instead of sharing files on one filesystem.")
     ] = False,
     ram: Annotated[str, typer.Option(help="RAM budget for rewriting rows.", metavar="BYTES")] = "1GiB",
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Copy a commit, verifying every record; again into the same folder, only what is new.
+    """Copy a commit and verify every record. A later copy to the same folder copies only what is new.
 
-    Interrupted, it leaves DST as it was. With --dtype or --optimizer the rows are rewritten into a new table.
+    An interrupted copy leaves DST unchanged. With --dtype or --optimizer the rows are rewritten into a new table.
     """
     import bunkbed as bb
 

@@ -28,12 +28,14 @@ PICTURE_NAME = "bunkbed-demo.png"
 def demo(
     *,
     ram: Annotated[str, typer.Option(help="RAM budget of all tables together.", metavar="BYTES")] = "32MiB",
-    epochs: Annotated[int, typer.Option(help="Passes over the pairs, twice.", min=1)] = 3,
-    scale: Annotated[float, typer.Option(help="Factor on users, items and pairs.", min=0.001, max=1000.0)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the data and both trainings.", min=0)] = 0,
+    epochs: Annotated[int, typer.Option(help="Number of passes over the pairs, in both trainings.", min=1)] = 3,
+    scale: Annotated[
+        float, typer.Option(help="Multiply the numbers of users, items and pairs by this.", min=0.001, max=1000.0)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the data and both trainings.", min=0)] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Keep runs and picture here; default: only the picture.", metavar="FOLDER"),
+        typer.Option(help="Keep the runs and the picture here; default: only the picture.", metavar="FOLDER"),
     ] = None,
     config: ConfigOption = None,
     json: JsonOption = False,

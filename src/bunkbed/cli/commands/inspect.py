@@ -29,7 +29,7 @@ RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar=
 
 
 def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = None, json: JsonOption = False) -> None:
-    """Show what a table, sharded or not, or a run holds: rows, optimizer, bytes per tier, epoch, snapshots."""
+    """Show facts of a table or a run: rows, optimizer, bytes per tier, epoch, snapshots."""
     import bunkbed as bb
 
     kind = kind_of(path)
@@ -64,17 +64,17 @@ def check(
     path: PathArgument,
     *,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove what no commit needs; never goes back by itself.")
+        bool, typer.Option("--repair", help="Remove files that no commit needs. Never goes back to an earlier commit.")
     ] = False,
     fall_back_to: Annotated[
         int | None,
-        typer.Option(help="With --repair: the sound commit to go back to, if the newest is damaged.", metavar="EPOCH"),
+        typer.Option(help="With --repair: go back to this sound commit if the newest is damaged.", metavar="EPOCH"),
     ] = None,
     ram: RamOption = "256MiB",
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Verify every stored byte a commit relies on, and repair what can be without guessing.
+    """Verify every stored byte that a commit needs, and repair what can be repaired without guessing.
 
     Exit codes: 0 sound (now); 1 problems remain, or it could not be checked, which stderr says; 2 the command line is
     wrong; 130 interrupted.
@@ -130,12 +130,12 @@ def snapshots(
     *,
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", help="Forget this snapshot; may be given several times.", metavar="NAME"),
+        typer.Option("--drop", help="Drop this snapshot; may be given several times.", metavar="NAME"),
     ] = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the snapshots kept by name and what each costs, or drop some."""
+    """List the snapshots with the bytes that each needs, or drop some."""
     import bunkbed as bb
 
     kind_of(path)

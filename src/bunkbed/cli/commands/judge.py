@@ -17,7 +17,7 @@ from bunkbed.train.settings.run_config import DATA_NAME, read_config
 RunArgument = Annotated[Path, typer.Argument(help="Folder that bunkbed train wrote.", metavar="RUN")]
 SnapshotOption = Annotated[
     str | None,
-    typer.Option(help="Kept epoch to use; default: the best one, else the last.", metavar="NAME"),
+    typer.Option(help="Use this kept epoch; default: the best one, otherwise the last.", metavar="NAME"),
 ]
 RamOption = Annotated[str | None, typer.Option(help="RAM budget; default: the run's.", metavar="BYTES")]
 
@@ -61,17 +61,17 @@ def evaluate(
 def recommend(
     run: RunArgument,
     *,
-    user: Annotated[str, typer.Option(help="User as in the training file.", metavar="ID")],
-    k: Annotated[int, typer.Option("-k", "--k", help="How many items.", min=1)] = 10,
+    user: Annotated[str, typer.Option(help="User, as in the training file.", metavar="ID")],
+    k: Annotated[int, typer.Option("-k", "--k", help="Number of items.", min=1)] = 10,
     include_seen: Annotated[
-        bool, typer.Option("--include-seen", help="Also items the user already has in the training data.")
+        bool, typer.Option("--include-seen", help="Also print items that the user has in the training data.")
     ] = False,
     snapshot: SnapshotOption = None,
     ram: RamOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Print the items a user would like best, without those already seen."""
+    """Print the items with the highest scores for a user, without those already seen."""
     stored = read_config(run)
     need("torch", "pyarrow", command="recommend")
     import numpy as np

@@ -24,25 +24,28 @@ class Metric(StrEnum):
 
 
 def neighbors(
-    path: Annotated[Path, typer.Argument(help="A table, or a run.", metavar="TABLE")],
+    path: Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="TABLE")],
     *,
     id: Annotated[
-        str, typer.Option("--id", help="Row to start from; in a training run as in the training file.", metavar="ID")
+        str,
+        typer.Option("--id", help="Compare with this row; in a training run: as in the training file.", metavar="ID"),
     ],
-    k: Annotated[int, typer.Option("-k", "--k", help="How many rows.", min=1)] = 10,
-    metric: Annotated[Metric, typer.Option(help="How alike two rows are.")] = Metric.dot,
+    k: Annotated[int, typer.Option("-k", "--k", help="Number of rows.", min=1)] = 10,
+    metric: Annotated[Metric, typer.Option(help="Measure of similarity.")] = Metric.dot,
     table: Annotated[
-        str | None, typer.Option("--table", help="Of a run: which table; default: item.", metavar="NAME")
+        str | None, typer.Option("--table", help="Read this table of a run; default: item.", metavar="NAME")
     ] = None,
     snapshot: Annotated[
         str | None,
-        typer.Option(help="Kept epoch to read; default: a training run's best, else the last commit.", metavar="NAME"),
+        typer.Option(
+            help="Read this kept epoch; default: a training run's best, else the last commit.", metavar="NAME"
+        ),
     ] = None,
     ram: Annotated[str, typer.Option(help="RAM budget.", metavar="BYTES")] = "1GiB",
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Print the rows most like a given one, exactly: every stored row is read."""
+    """Print the rows most similar to a given row. Exact, because it reads every stored row."""
     import bunkbed as bb
 
     with open_rows(path, table, snapshot, ram, command="neighbors", default="item") as opened:

@@ -36,36 +36,38 @@ DTYPE_DEFAULT = Dtype.float32
 
 def plan(
     *,
-    rows: Annotated[int, option(_TABLE, "Rows of the table, all of them trained in the end.")],
-    dim: Annotated[int, option(_TABLE, "Weights of a row.")],
-    dtype: Annotated[Dtype, option(_TABLE, "Of the stored weights.")] = DTYPE_DEFAULT,
-    optimizer: Annotated[OptimizerName, option(_TABLE, "Whose state each row carries.")] = OPTIMIZER_DEFAULT,
-    ram: Annotated[str, option(_TABLE, "RAM budget.", metavar="BYTES")] = "1GiB",
-    batch: Annotated[int, option(_STEP, "Ids of a step, duplicates counted.")] = 65_536,
-    zipf: Annotated[float, option(_STEP, "How skewed the ids are: exponent of Zipf's law, 0 is uniform.")] = 1.05,
-    lookahead: Annotated[int, option(_STEP, "Batches known ahead; 0: none, nothing overlaps.")] = DEFAULT_LOOKAHEAD,
-    compute_ms: Annotated[float, option(_STEP, "The model's own work in a step, in milliseconds.")] = 0.0,
-    dir: Annotated[Path, option(_MACHINE, "Where the table would lie: the disk to measure.", metavar="DIR")] = Path(),
+    rows: Annotated[int, option(_TABLE, "Number of rows of the table; all are assumed to be trained.")],
+    dim: Annotated[int, option(_TABLE, "Number of weights of a row.")],
+    dtype: Annotated[Dtype, option(_TABLE, "Type of the stored weights.")] = DTYPE_DEFAULT,
+    optimizer: Annotated[OptimizerName, option(_TABLE, "Optimizer; each row has its state.")] = OPTIMIZER_DEFAULT,
+    ram: Annotated[str, option(_TABLE, "RAM budget of the table.", metavar="BYTES")] = "1GiB",
+    batch: Annotated[int, option(_STEP, "Number of ids of a step, with duplicates.")] = 65_536,
+    zipf: Annotated[float, option(_STEP, "Skew of the ids: the exponent of Zipf's law; 0: uniform.")] = 1.05,
+    lookahead: Annotated[
+        int, option(_STEP, "Number of batches known ahead; 0: none, so nothing overlaps.")
+    ] = DEFAULT_LOOKAHEAD,
+    compute_ms: Annotated[float, option(_STEP, "Time of the model in a step, in milliseconds.")] = 0.0,
+    dir: Annotated[Path, option(_MACHINE, "Measure the disk of this folder.", metavar="DIR")] = Path(),
     ssd_iops: Annotated[
-        float | None, option(_MACHINE, "Random reads a second, instead of measuring.", metavar="N")
+        float | None, option(_MACHINE, "Random reads per second, instead of measuring.", metavar="N")
     ] = None,
     ssd_write: Annotated[
-        str | None, option(_MACHINE, "Bytes written a second, such as 2GB, instead of measuring.", metavar="BYTES")
+        str | None, option(_MACHINE, "Bytes written per second, such as 2GB, instead of measuring.", metavar="BYTES")
     ] = None,
     memory_bandwidth: Annotated[
-        str | None, option(_MACHINE, "Bytes a second, such as 20GB, instead of measuring.", metavar="BYTES")
+        str | None, option(_MACHINE, "Bytes per second, such as 20GB, instead of measuring.", metavar="BYTES")
     ] = None,
     endurance: Annotated[
-        str, option(_MACHINE, "Bytes the disk may be written in its life, by its data sheet.", metavar="BYTES")
+        str, option(_MACHINE, "Bytes that may be written to the disk in its life, by its data sheet.", metavar="BYTES")
     ] = "600TB",
-    remeasure: Annotated[bool, option(_MACHINE, "Measure again; else the last figures are used.")] = False,
+    remeasure: Annotated[bool, option(_MACHINE, "Measure again instead of using the last figures.")] = False,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Predict training speed here: steps a second, what binds, bytes per tier, and what would change it.
+    """Predict the training speed: steps per second, the limiting resource, bytes per tier and the effect of changes.
 
-    Measures memory and disk once (about five seconds, remembered). A prediction is the limit: training comes near it,
-    never above.
+    Measures memory and disk once, in about five seconds, and stores the figures. A prediction is an upper limit that
+    training comes near.
     """
     given = {
         "read_iops": ssd_iops,

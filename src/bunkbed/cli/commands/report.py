@@ -17,17 +17,17 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The page; default: report.html in a run's folder, PATH.html for a table.", metavar="FILE.html"
+            help="Write this page; default: report.html in a run's folder, PATH.html for a table.", metavar="FILE.html"
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     ram: Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")] = "1GiB",
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write one HTML page: loss, quality, hit rate, stalls, hot rows, tiers, limits, snapshots, disk, configuration.
 
-    It needs no network and no other file to be read. Works beside a running training; measures nothing.
+    The page needs no network and no other file. Works while a training runs; measures nothing.
     """
     need("matplotlib", "jinja2", "pyarrow", command="report")
     from bunkbed.train.report import write_report

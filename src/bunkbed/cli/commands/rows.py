@@ -39,37 +39,39 @@ FileArgument = Annotated[Path, typer.Argument(help=f"A file ending in {_SUFFIXES
 FormatOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Where the name does not tell: {' '.join(one.name for one in FORMATS)}.",
+        help=f"Format, if the file name does not show it: {' '.join(one.name for one in FORMATS)}.",
         metavar="NAME",
         show_default=False,
     ),
 ]
-VocabHelp = "For rows named by words: a file of one word a line, whose number from 0 is the id"
+VocabHelp = "For rows named by words: a file with one word per line; the line number from 0 is the id"
 
 
 def import_table(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="Table to fill; created unless it exists.", metavar="TABLE")],
+    path: Annotated[Path, typer.Argument(help="Table to import into; created if it does not exist.", metavar="TABLE")],
     file: FileArgument,
     *,
-    dim: Annotated[int | None, typer.Option(help="Numbers per row; needed to create the table.")] = None,
-    num_rows: Annotated[int | None, typer.Option(help="Ids in [0, N); default: any id.")] = None,
+    dim: Annotated[int | None, typer.Option(help="Numbers per row; required to create the table.")] = None,
+    num_rows: Annotated[int | None, typer.Option(help="Ids are in [0, N); default: any id.")] = None,
     optimizer: Annotated[
-        OptimizerName, typer.Option(help="Optimizer of a new table; of one that is there it must be this.")
+        OptimizerName, typer.Option(help="Optimizer of a new table. An existing table must have this one.")
     ] = OPTIMIZER_DEFAULT,
     ids: Annotated[
         str | None,
-        typer.Option(help="Column of ids in the file, or a .npy file of int64 ids.", metavar="COLUMN|FILE.npy"),
+        typer.Option(
+            help="Read ids from this column of the file, or from a .npy file of int64 ids.", metavar="COLUMN|FILE.npy"
+        ),
     ] = None,
     vocab: Annotated[
-        Path | None, typer.Option(help=f"{VocabHelp}; written where there is none.", metavar="FILE")
+        Path | None, typer.Option(help=f"{VocabHelp}; written if it does not exist.", metavar="FILE")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Which array of the file, where it holds several.")] = None,
+    name: Annotated[str | None, typer.Option(help="Import this array, if the file has several.")] = None,
     state: Annotated[
-        str | None, typer.Option(help="Where in a checkpoint that array's optimizer state stands.", metavar="KEY")
+        str | None, typer.Option(help="Key of that array's optimizer state in a checkpoint.", metavar="KEY")
     ] = None,
     slots: Annotated[
-        str | None, typer.Option(help="What to import; default: all that both have.", metavar="SLOT,SLOT")
+        str | None, typer.Option(help="Import these slots; default: all that file and table have.", metavar="SLOT,SLOT")
     ] = None,
     format: FormatOption = None,
     ram: Annotated[str, typer.Option(help="RAM budget.", metavar="BYTES")] = "1GiB",
@@ -78,7 +80,7 @@ def import_table(
 ) -> int:
     """Set rows of a table from a file, and commit.
 
-    The file is checked before anything changes. Interrupted, it leaves the table at its last commit.
+    The file is checked before anything changes. An interrupted import leaves the table at its last commit.
     """
     import bunkbed as bb
 
@@ -140,42 +142,44 @@ def _require_same(table: Table, path: Path, asked: dict[str, Any]) -> None:
 
 
 def export_table(
-    path: Annotated[Path, typer.Argument(help="Table to read, or a run.", metavar="TABLE")],
+    path: Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="TABLE")],
     file: FileArgument,
     *,
     ram: Annotated[str, typer.Option(help="RAM budget.", metavar="BYTES")] = "1GiB",
     slots: Annotated[
-        str, typer.Option(help="What to write beside the ids, such as weight,exp_avg.", metavar="SLOT,SLOT")
+        str, typer.Option(help="Write these slots with the ids, such as weight,exp_avg.", metavar="SLOT,SLOT")
     ] = "weight",
-    table: Annotated[str | None, typer.Option("--table", help="Of a run: which table.", metavar="NAME")] = None,
+    table: Annotated[str | None, typer.Option("--table", help="Export this table of a run.", metavar="NAME")] = None,
     snapshot: Annotated[
         str | None,
-        typer.Option(help="Kept epoch to read; default: a training run's best, else the last commit.", metavar="NAME"),
+        typer.Option(
+            help="Read this kept epoch; default: a training run's best, else the last commit.", metavar="NAME"
+        ),
     ] = None,
     labels: Annotated[
         Path | None,
         typer.Option(
-            help="Of a training run: write here what its rows are called, one a line in the order of their ids.",
+            help="Write the labels of a training run's rows here, one per line in the order of their ids.",
             metavar="FILE",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     vocab: Annotated[
         Path | None,
         typer.Option(help=f"{VocabHelp}; default: a training run's labels, else the ids.", metavar="FILE"),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What the array is called, in a format that names it.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the array, in a format with names.")] = None,
     format: FormatOption = None,
     metric: Annotated[
-        Metric | None, typer.Option(help="Of an index of nearest rows; default: dot.", show_default=False)
+        Metric | None, typer.Option(help="Metric of an index of nearest rows; default: dot.", show_default=False)
     ] = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Write rows of a table to a file, which is there whole or not at all.
+    """Write rows of a table to a file, which is complete or not there.
 
-    Of a training run the table is user, item or item_bias, and rows are called what the training file calls them, where
-    the format has room for it.
+    The table of a training run is user, item or item_bias. Rows have the names of the training file, if the format can
+    hold names.
     """
     import bunkbed as bb
 

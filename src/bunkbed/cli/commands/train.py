@@ -74,101 +74,113 @@ def train(
         typer.Argument(help="Interactions: CSV, TSV, Parquet, adjacency lines, or gzip of a text form."),
     ] = None,
     *,
-    user_col: Annotated[str | None, option(DATA, "Column of the users, by name or position from 0.")] = None,
-    item_col: Annotated[str | None, option(DATA, "Column of the items, by name or position from 0.")] = None,
-    header: Annotated[
-        bool | None, option(DATA, "Whether line 1 names the columns; default: looks.", "--header/--no-header")
+    user_col: Annotated[
+        str | None, option(DATA, "Read the users from this column: a name, or a position from 0.")
     ] = None,
-    layout: Annotated[FileLayout, option(DATA, "Columns, or 'user item item ...'.")] = FileLayout.auto,
+    item_col: Annotated[
+        str | None, option(DATA, "Read the items from this column: a name, or a position from 0.")
+    ] = None,
+    header: Annotated[
+        bool | None, option(DATA, "Whether line 1 names the columns; default: detected.", "--header/--no-header")
+    ] = None,
+    layout: Annotated[FileLayout, option(DATA, "Read columns, or lines of 'user item item ...'.")] = FileLayout.auto,
     strict: Annotated[
-        bool, option(DATA, "Stop at a malformed row instead of leaving it out and counting it.", "--strict")
+        bool, option(DATA, "Stop at a malformed row instead of skipping and counting it.", "--strict")
     ] = False,
-    test: Annotated[Path | None, option(DATA, "Held-out interactions to judge by.", metavar="FILE")] = None,
+    test: Annotated[Path | None, option(DATA, "Evaluate on the interactions in this file.", metavar="FILE")] = None,
     test_negatives: Annotated[
         Path | None,
-        option(DATA, "What each held-out item competes with: '(user,item) item ...'.", metavar="FILE"),
+        option(DATA, "Rank each held-out item among these: lines of '(user,item) item ...'.", metavar="FILE"),
     ] = None,
     model: Annotated[
         Model,
         option(
             MODEL,
-            "Dot product (mf), weighted (gmf), that and a perceptron (neumf), or one a side (two-tower).",
+            "Dot product (mf), weighted (gmf), gmf and a perceptron (neumf), or a perceptron per side (two-tower).",
         ),
     ] = MODEL_DEFAULT,
     layers: Annotated[
-        str, option(MODEL, "Widths of a perceptron's hidden layers; default: chosen by --dim.", metavar="N,N")
+        str, option(MODEL, "Widths of the hidden layers of a perceptron; default: chosen by --dim.", metavar="N,N")
     ] = DEFAULTS.layers,
     dim: Annotated[int, option(MODEL, "Numbers per row.")] = DEFAULTS.dim,
     bias: Annotated[bool, option(MODEL, "Learn an item bias.", "--bias/--no-bias")] = DEFAULTS.bias,
-    init_std: Annotated[float, option(MODEL, "Standard deviation of initial rows.")] = DEFAULTS.init_std,
-    loss: Annotated[Loss, option(LEARNING, "Pairwise (bpr), pointwise (bce) or sampled softmax.")] = LOSS_DEFAULT,
+    init_std: Annotated[float, option(MODEL, "Standard deviation of the initial rows.")] = DEFAULTS.init_std,
+    loss: Annotated[
+        Loss, option(LEARNING, "Minimise a pairwise (bpr), pointwise (bce) or sampled softmax loss.")
+    ] = LOSS_DEFAULT,
     optimizer: Annotated[OptimizerName, option(LEARNING, "Optimizer of the tables.")] = OPTIMIZER_DEFAULT,
     dtype: Annotated[
-        RowType, option(MODEL, "Stored weights; 16 bits with stochastic rounding and float32 sums.")
+        RowType, option(MODEL, "Store weights in this type; 16 bits: with stochastic rounding and float32 sums.")
     ] = DTYPE_DEFAULT,
     lr: Annotated[float, option(LEARNING, "Learning rate.")] = DEFAULTS.lr,
-    lr_decay: Annotated[float, option(LEARNING, "Factor on it after every epoch.")] = DEFAULTS.lr_decay,
-    l2: Annotated[float, option(LEARNING, "L2 penalty on the rows of a batch.")] = DEFAULTS.l2,
-    epochs: Annotated[int, option(LEARNING, "Passes over the pairs.")] = DEFAULTS.epochs,
-    batch_size: Annotated[int, option(LEARNING, "Positive pairs per step.")] = DEFAULTS.batch_size,
-    negatives: Annotated[int, option(LEARNING, "Sampled negatives per pair.")] = DEFAULTS.negatives,
+    lr_decay: Annotated[
+        float, option(LEARNING, "Multiply the learning rate by this after each epoch.")
+    ] = DEFAULTS.lr_decay,
+    l2: Annotated[float, option(LEARNING, "Weight of the L2 penalty on the rows of a batch.")] = DEFAULTS.l2,
+    epochs: Annotated[int, option(LEARNING, "Number of passes over the pairs.")] = DEFAULTS.epochs,
+    batch_size: Annotated[int, option(LEARNING, "Number of positive pairs per step.")] = DEFAULTS.batch_size,
+    negatives: Annotated[int, option(LEARNING, "Number of sampled negatives per pair.")] = DEFAULTS.negatives,
     sampling: Annotated[
-        Sampling, option(LEARNING, "Negatives drawn evenly, or as often as they are popular.")
+        Sampling, option(LEARNING, "Sample negatives uniformly, or in proportion to their popularity.")
     ] = SAMPLING_DEFAULT,
     share_negatives: Annotated[
         bool,
         option(
             LEARNING,
-            "The same negatives for all pairs of a step: fewer rows.",
+            "Use the same negatives for all pairs of a step, which needs fewer rows.",
             "--share-negatives/--no-share-negatives",
         ),
     ] = DEFAULTS.share_negatives,
     hardness: Annotated[
-        float, option(LEARNING, "bpr: weigh negatives by softmax(hardness * score).")
+        float, option(LEARNING, "bpr: weight the negatives by softmax(hardness * score).")
     ] = DEFAULTS.hardness,
     reject_seen: Annotated[
-        bool, option(LEARNING, "Never sample what the user has.", "--reject-seen/--no-reject-seen")
+        bool, option(LEARNING, "Never sample items of the user as negatives.", "--reject-seen/--no-reject-seen")
     ] = DEFAULTS.reject_seen,
-    seed: Annotated[int, option(LEARNING, "Of initial rows, order and negatives.")] = DEFAULTS.seed,
+    seed: Annotated[int, option(LEARNING, "Seed of initial rows, order and negatives.")] = DEFAULTS.seed,
     ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(DEFAULTS.ram),
     stream: Annotated[
         bool,
         option(
             MEMORY,
-            "Keep the interactions on disk, for more of them than RAM holds; takes a quarter of --ram to sort them.",
+            "Keep the interactions on disk, if RAM is too small for them; uses a quarter of --ram to sort them.",
             "--stream/--no-stream",
         ),
     ] = DEFAULTS.stream,
-    device: Annotated[str, option(MEMORY, "Where the model computes: cpu, cuda, cuda:1.")] = DEFAULTS.device,
+    device: Annotated[str, option(MEMORY, "Compute the model on this device: cpu, cuda, cuda:1.")] = DEFAULTS.device,
     device_cache: Annotated[
         str | None,
-        option(MEMORY, "Device memory for hot rows of all tables; 0: rows stay in RAM.", metavar="BYTES"),
+        option(MEMORY, "Keep hot rows of all tables in so much device memory; 0: none.", metavar="BYTES"),
     ] = None,
     lookahead: Annotated[
-        int | None, option(MEMORY, "Batches read from disk ahead of their step; 0: none; default: as it pays.")
+        int | None, option(MEMORY, "Prefetch this many batches from disk; 0: none; default: chosen by measured times.")
     ] = DEFAULTS.lookahead,
     window: Annotated[
-        int | None, option(MEMORY, "Coming batches whose ids rank what the cache gives up; default: up to 32.")
+        int | None, option(MEMORY, "Rank eviction by the ids of this many coming batches; default: up to 32.")
     ] = DEFAULTS.window,
-    threads: Annotated[int, option(MEMORY, "Compute threads; 0: every core.")] = DEFAULTS.threads,
+    threads: Annotated[int, option(MEMORY, "Number of compute threads; 0: one per core.")] = DEFAULTS.threads,
     valid: Annotated[
         str,
-        option(JUDGING, "Held out to find the best epoch: 'random' or 'last' pair of a user, a share, 'none'."),
+        option(JUDGING, "Hold out for validation: a 'random' or the 'last' pair of each user, a share, or 'none'."),
     ] = DEFAULTS.valid,
     ranking: Annotated[Ranking, option(JUDGING, "Rank all items, or sampled ones.")] = RANKING_DEFAULT,
-    eval_negatives: Annotated[int, option(JUDGING, "Items sampled for each held-out one.")] = DEFAULTS.eval_negatives,
-    eval_every: Annotated[int, option(JUDGING, "Epochs between evaluations.")] = DEFAULTS.eval_every,
-    eval_users: Annotated[int, option(JUDGING, "Users evaluated; 0: all.")] = DEFAULTS.eval_users,
+    eval_negatives: Annotated[
+        int, option(JUDGING, "Number of items sampled for each held-out one.")
+    ] = DEFAULTS.eval_negatives,
+    eval_every: Annotated[int, option(JUDGING, "Evaluate after every this many epochs.")] = DEFAULTS.eval_every,
+    eval_users: Annotated[int, option(JUDGING, "Evaluate this many users; 0: all.")] = DEFAULTS.eval_users,
     ks: Annotated[str, option(JUDGING, "Cut-offs of the metrics.", metavar="K,K")] = DEFAULTS.ks,
-    metric: Annotated[str, option(JUDGING, "Chooses the best epoch: hr@k, ndcg@k, recall@k, mrr.")] = DEFAULTS.metric,
+    metric: Annotated[
+        str, option(JUDGING, "Choose the best epoch by hr@k, ndcg@k, recall@k or mrr.")
+    ] = DEFAULTS.metric,
     patience: Annotated[
-        int, option(JUDGING, "Stop after this many evaluations without a better one; 0: never.")
+        int, option(JUDGING, "Stop after this many evaluations without improvement; 0: never.")
     ] = DEFAULTS.patience,
     out: Annotated[Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")] = None,
-    resume: Annotated[Path | None, option(RUN, "Go on with a run where its last commit stands.", metavar="RUN")] = None,
-    commit_every: Annotated[int, option(RUN, "Epochs between commits.")] = DEFAULTS.commit_every,
+    resume: Annotated[Path | None, option(RUN, "Continue a run from its last commit.", metavar="RUN")] = None,
+    commit_every: Annotated[int, option(RUN, "Commit after every this many epochs.")] = DEFAULTS.commit_every,
     tensorboard: Annotated[
-        bool, option(RUN, "Also write scalars for TensorBoard, into the run's folder.", "--tensorboard")
+        bool, option(RUN, "Also write scalars for TensorBoard to the run's folder.", "--tensorboard")
     ] = False,
     config: ConfigOption = None,
     json: JsonOption = False,
@@ -264,7 +276,7 @@ def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Pat
     """Raise, before any work, for options that are not supported with interactions on disk."""
     if test_negatives is not None:
         raise UsageProblem(
-            "--stream cannot keep --test-negatives on disk; leave one of them off (--ranking sampled draws its own)"
+            "--stream cannot keep --test-negatives on disk; leave out either option (--ranking sampled draws its own)"
         )
     if test is not None and not config.eval_users:
         raise UsageProblem("--stream with --test needs to know how many users to ask: give --eval-users, such as 10000")
@@ -315,7 +327,7 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
     write_config(folder, {**read_config(folder), "train": config.to_dict()})
     where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
     if trainer.epoch >= config.epochs:
-        where += "; nothing left to do, --epochs more of them goes on"
+        where += f"; nothing left to do, --epochs more than {config.epochs} goes on"
     elif trainer.stopped_early:
         where += f"; it stopped early, --patience more than {config.patience} goes on, or 0 for never"
     console.print(f"resuming {escape(str(folder))} {where}", soft_wrap=True)
