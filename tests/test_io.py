@@ -423,7 +423,7 @@ def test_words_map_by_a_vocabulary(other: bb.Table, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"'{bad}' at position 1 is no id; nothing"):
             bb.import_rows(other, file, ids="id")
     vocab.write_text("a\nb\na\n")
-    with pytest.raises(ValueError, match=r"words.txt: word 'a' stands in line 1 and in line 3"):
+    with pytest.raises(ValueError, match=r"words.txt: word 'a' is in line 1 and in line 3"):
         bb.import_rows(other, file, vocab=vocab)
 
 

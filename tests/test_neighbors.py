@@ -234,7 +234,7 @@ def test_indexes_that_do_not_fit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(table.lookup([1, 2, 3]), rows[:3].astype(np.float16))
         with pytest.raises(ValueError, match=r"vectors must be float32\[N, 3\], got float32\[2, 12\]"):
             bb.import_rows(narrow, made([1, 2]))
-        with pytest.raises(ValueError, match="key 5 stands for several vectors; nothing was changed"):
+        with pytest.raises(ValueError, match="key 5 has several vectors; nothing was changed"):
             bb.import_rows(table, made([4, 5, 5], multi=True))
         with pytest.raises(IndexError, match=f"key {2**63} is no id, which is below"):
             bb.import_rows(table, made([4, 2**63]))

@@ -332,7 +332,7 @@ def test_a_name_of_several_columns_is_refused_and_their_positions_are_not(tmp_pa
             read_interactions(tmp_path / name, user_col="user")
         assert str(caught.value) == (
             f"{tmp_path / name}: 2 columns are called 'user', at positions 1, 2 (from 0); "
-            "give one of them by its position: --user-col 1"
+            "give one by its position: --user-col 1"
         )
         with pytest.raises(DataError, match="say which with --user-col NAME, or its position from 0"):
             read_interactions(tmp_path / name)

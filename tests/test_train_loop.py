@@ -434,9 +434,9 @@ def test_without_validation_every_pair_trains_and_nothing_is_chosen(tmp_path):
     [
         (
             {"lr": 0.5},
-            r"option lr=0\.5 differs from 0\.02, with which the run was begun; only ram, epochs, patience,",
+            r"option lr=0\.5 differs from 0\.02, with which the run was started; only ram, epochs, patience,",
         ),
-        ({"seed": 1}, r"option seed=1 differs from 0, with which the run was begun"),
+        ({"seed": 1}, r"option seed=1 differs from 0, with which the run was started"),
         ({"model": "gmf"}, r"option model='gmf' differs from 'mf'"),
     ],
 )

@@ -87,7 +87,7 @@ void DiskRoom::make_room_for_stored(const int64_t* ids, size_t n) {
       continue;
     }
     throw table_.out_of_disk(std::to_string(stored) + " stored rows are more than its limit of disk=" +
-                          std::to_string(disk().limit()) + " bytes has room for, beside " +
+                          std::to_string(disk().limit()) + " bytes has room for, in addition to " +
                           std::to_string(disk().snapshot_bytes()) + " bytes of snapshots",
                       disk().needed(stored));
   }
@@ -104,7 +104,7 @@ void DiskRoom::make_room(const int64_t* ids, size_t n) {
   disk().forget_admitted();
   throw Error(ErrorKind::kSystem,
               "table '" + table_.name + "': its files take " + std::to_string(disk().used_bytes()) + " bytes, " +
-                  std::to_string(disk().snapshot_bytes()) + " of them for snapshots alone, and " +
+                  std::to_string(disk().snapshot_bytes()) + " bytes for snapshots alone, and " +
                   std::to_string(table_.store->unwritten_rows()) + " changed rows are still to be written: no room for " +
                   std::to_string(n) + " ids within disk=" + std::to_string(disk().limit()) +
                   "; commit() or dropping a snapshot makes some, disk=" + std::to_string(disk().needed_for(n)) +
@@ -162,7 +162,7 @@ void DiskRoom::make_commit_fit(const std::string& meta, const std::string& keep)
   const uint64_t needed = disk().needed_to_keep();
   if (needed <= disk().limit()) return;
   throw table_.out_of_disk("keeping '" + keep + "' would leave too little of disk=" +
-                        std::to_string(disk().limit()) + " bytes to go on with, beside " +
+                        std::to_string(disk().limit()) + " bytes to go on with, in addition to " +
                         std::to_string(disk().snapshot_bytes()) + " bytes of earlier snapshots; drop some, or commit without keep=",
                     needed);
 }

@@ -408,7 +408,7 @@ Segment& Log::segment_of(uint64_t place) {
   Segment* segment = find_segment(place / slots_per_segment_);
   if (segment == nullptr) {
     throw Error(ErrorKind::kCorruption, "in " + directory_ + ": record number " + std::to_string(place) +
-                                            " lies in a segment the table does not have");
+                                            " is in a segment the table does not have");
   }
   return *segment;
 }

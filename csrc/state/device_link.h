@@ -42,7 +42,7 @@ class DeviceLink {
   TableLock::Guard lock_written_back(const std::function<TableLock::Guard()>& take);
   // Throws when the cache holds the newest value of one of these rows: the table must not read or write it.
   void check_not_held(const int64_t* ids, size_t n) const;
-  // Makes the cache drop its copies of rows that will change in the table. Throws when it holds or uses one of them.
+  // Makes the cache drop its copies of rows that will change in the table. Throws when it holds or uses one.
   void release_for_change(const int64_t* ids, size_t n);
   void require_not_in_use() const;
   // Makes the cache drop all copies, before every row changes. A plan made afterwards finds no copy and waits for the

@@ -199,7 +199,7 @@ void Compactor::take_read(Read read) {
   if (read.segment == nullptr) return;
   log_->count_read_bytes(read.read_bytes);
   if (read.failed) {
-    read_or_set_aside([] { throw Error(ErrorKind::kSystem, "read beside other calls"); });
+    read_or_set_aside([] { throw Error(ErrorKind::kSystem, "background read failed"); });
     return;
   }
   if (!read.wants_chunks) {

@@ -164,8 +164,8 @@ def decode(data: bytes, path: Path) -> RunManifest:
     strangers = sorted(set(values.get("places", {})) - set(() if sharding is None else sharding.names()))
     if strangers:
         raise CorruptionError(
-            f"run manifest {path}: 'places' names {strangers[0]!r}, which is no shard; the tables of a run lie in its "
-            "own directory"
+            f"run manifest {path}: 'places' names {strangers[0]!r}, which is no shard; the tables of a run are in "
+            "its own directory"
         )
     if sharding is not None and sharding.hash != HASH:
         raise FormatError(

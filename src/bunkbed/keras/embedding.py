@@ -235,7 +235,7 @@ class Embedding(IdsLayer):
         """Raise AttributeError, whose message names the methods that read and write rows."""
         raise AttributeError(
             f"Embedding has no attribute 'embeddings': the rows live in table {self._shared.name!r}, larger than one "
-            "tensor may be; read rows with layer.table.get(ids), all of them with layer.table.scan(), write them with "
+            "tensor may be; read rows with layer.table.get(ids), all rows with layer.table.scan(), write rows with "
             "layer.table.set(ids, values), and initialise with embeddings_initializer= or weights="
         )
 
@@ -387,7 +387,7 @@ class Embedding(IdsLayer):
             raise ValueError(
                 f"Embedding: table {self._shared.name!r} cannot be part of a SavedModel: its lookups run in this "
                 "process. bunkbed.keras.export(model, path, max_bytes='1GiB') copies its rows into one, if they "
-                'fit; or serve rows from a reader, bunkbed.open(path, mode="r"), beside the rest of the model'
+                'fit; or serve rows from a reader, bunkbed.open(path, mode="r"), next to the rest of the model'
             )
         return super()._trackable_children(save_type, **kwargs)
 

@@ -57,7 +57,7 @@ def export(
     if total > most:
         raise ValueError(
             f"export: the rows take {total:,} bytes and max_bytes={max_bytes!r} allows {most:,}; give what they take, "
-            'or serve rows from a reader, bunkbed.open(path, mode="r"), beside the rest of the model'
+            'or serve rows from a reader, bunkbed.open(path, mode="r"), next to the rest of the model'
         )
     rows = {key: _Rows(layer, all_rows=needs[key][1], untrained=untrained) for key, layer in shared.items()}
 

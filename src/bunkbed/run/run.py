@@ -191,7 +191,7 @@ class Run:
         if self._pid != os.getpid():
             raise TableClosedError(
                 f"run {self.path} was opened before this process was forked; open it in the process that uses it "
-                '(mode="r" beside its writer)'
+                '(with mode="r" while another process writes it)'
             )
 
     # ---- Tables and files

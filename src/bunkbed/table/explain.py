@@ -258,7 +258,7 @@ def _tiers(it: Explanation, grid: Any) -> None:
         grid.add_row(
             "window",
             f"{now['window_batches']:,.0f} batches in {format_bytes(now['window_bytes'])}, "
-            f"{now['staging_depth']:,.0f} of them staged",
+            f"{now['staging_depth']:,.0f} staged",
         )
     if it.on_disk:
         live = now["live_bytes"] / now["disk_bytes"] if now["disk_bytes"] else 1.0

@@ -246,7 +246,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             raise AttributeError(_no_weight(self))
         if name == "anchor" and "anchor" in self.__dict__.get("_parameters", ()) and value is not self.anchor:
             raise AttributeError(
-                f"{type(self).__name__}.anchor stands for table {self.table.name!r} and cannot be replaced; to share "
+                f"{type(self).__name__}.anchor represents table {self.table.name!r} and cannot be replaced; to share "
                 "a table between layers give table=other.table"
             )
         super().__setattr__(name, value)
@@ -274,8 +274,8 @@ def _no_weight(layer: TableLayer) -> str:
     kind = type(layer).__name__
     return (
         f"{kind!r} has no attribute 'weight': the rows live in table {layer.table.name!r}, larger than one tensor "
-        "may be; read rows with layer.table.get(ids), all of them with layer.table.scan(), the best by dot product "
-        "with layer.table.topk(queries, k), write them with layer.table.set(ids, values), and initialise with "
+        "may be; read rows with layer.table.get(ids), all rows with layer.table.scan(), the best by dot product "
+        "with layer.table.topk(queries, k), write rows with layer.table.set(ids, values), and initialise with "
         f"{kind}(..., init=bunkbed.Normal(std=...))"
     )
 

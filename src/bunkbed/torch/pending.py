@@ -271,7 +271,7 @@ class Pending:
         if grad is not self._written:
             raise RuntimeError(
                 f"table {self.name!r}: anchor.grad was replaced by another tensor ({value:g}, the norm was "
-                f"{norm:g}), so which rows it stands for is unknown; scale it in place: anchor.grad.mul_(factor)"
+                f"{norm:g}), so the rows that it represents are unknown; scale it in place: anchor.grad.mul_(factor)"
             )
         if math.isnan(value) and math.isnan(norm):
             return True
@@ -349,7 +349,7 @@ def pending_of(table: Any, device: Any = None, device_cache: Any = None) -> Pend
         _pendings[id(table)] = pending
     elif device_cache is not None:
         raise ValueError(
-            f"table {pending.name!r}: its layers share one device cache, which the first of them decides; leave "
+            f"table {pending.name!r}: its layers share one device cache, which the first layer chooses; leave "
             "device_cache= out of the others"
         )
     elif device is not None and torch.device(device) != pending.anchor.device:

@@ -140,7 +140,7 @@ def read_vocabulary(path: Path) -> list[str]:
         first: dict[str, int] = {}
         for at, word in enumerate(words):
             if first.setdefault(word, at) != at:
-                raise ValueError(f"{path}: word {word!r} stands in line {first[word] + 1} and in line {at + 1}")
+                raise ValueError(f"{path}: word {word!r} is in line {first[word] + 1} and in line {at + 1}")
     return words
 
 

@@ -58,7 +58,7 @@ def read(reading: Reading) -> Source:
         raise IndexError(f"{path}: key {keys[-1]} is no id, which is below 2**63; nothing was changed")
     again = np.flatnonzero(keys[1:] == keys[:-1])
     if again.size:
-        raise ValueError(f"{path}: key {keys[again[0]]} stands for several vectors; nothing was changed")
+        raise ValueError(f"{path}: key {keys[again[0]]} has several vectors; nothing was changed")
 
     def chunks() -> Iterator[Chunk]:
         for begin in range(0, rows, chunk):

@@ -268,7 +268,7 @@ class Pending:
         return (
             f"table {self.table.name!r}: the gradient of its token is {value:g}, which names no gradients of rows that "
             "wait; it cannot be scaled, clipped or used twice: take the token out of what you clip, and clip the rows "
-            "by the optimizer's clipnorm= or clipvalue=. (Or loops that run beside one another look up more than "
+            "by the optimizer's clipnorm= or clipvalue=. (Or concurrent loops look up more than "
             f"{BITS} times in a step; look ids up together instead.)"
         )
 

@@ -255,7 +255,7 @@ def _require_eager(name: str) -> None:
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"table {name!r}: its lookups run in this process and cannot be compiled or exported; leave jit_compile "
-            'out, or serve rows from a reader, bunkbed.open(path, mode="r"), beside the rest of the model'
+            'out, or serve rows from a reader, bunkbed.open(path, mode="r"), next to the rest of the model'
         )
 
 

@@ -166,7 +166,7 @@ class Workers:
             if strange:
                 raise ValueError(
                     f"Embedding: worker {index} has {path / strange[0]}, and {self.count} workers with placement="
-                    f"{self.placement!r} would begin another table beside it; start as many workers as there were, or "
+                    f"{self.placement!r} would create another table; start as many workers as before, or "
                     "give another path"
                 )
         if not all(each["has"] for each in said) and any(each["has"] or each["all"] for each in said):

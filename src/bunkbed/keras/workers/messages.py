@@ -85,7 +85,7 @@ def split_messages(gathered: IntArray, worker: int, label: str, dim: int) -> lis
         where = ", ".join(f"worker {index} at step {step}" for index, step in enumerate(steps))
         raise RuntimeError(
             f"{label}: its workers are not at the same step: {where}; nothing was changed; load the last model "
-            "that was saved on every worker (model.load_weights): it puts the tables of all of them back to its epoch"
+            "that was saved on every worker (model.load_weights): it moves the tables of all workers back to its epoch"
         )
     others = [index for index, head in enumerate(heads) if head[2] != heads[0][2]]
     if others:

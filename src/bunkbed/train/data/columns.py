@@ -113,7 +113,7 @@ def _asked_column(
             listed = ", ".join(map(str, places))
             raise DataError(
                 f"{path}: {len(places)} columns are called {col!r}, at positions {listed} (from 0); "
-                f"give one of them by its position: --{what}-col {places[0]}"
+                f"give one by its position: --{what}-col {places[0]}"
             )
         return places[0]
     if isinstance(col, int) or col.isdecimal():

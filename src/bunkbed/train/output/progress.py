@@ -75,7 +75,7 @@ class Progress:
         for name, value in config.to_dict().items():
             if name not in FREE_TO_CHANGE and value != started[name]:
                 raise ValueError(
-                    f"option {name}={value!r} differs from {started[name]!r}, with which the run was begun; "
+                    f"option {name}={value!r} differs from {started[name]!r}, with which the run was started; "
                     f"only {', '.join(FREE_TO_CHANGE)} may change on resuming"
                 )
         progress = cls(**meta["progress"])

@@ -167,12 +167,12 @@ def _of_table(place: Path, kind: Kind, ram: int | str) -> Facts:
     kept = bb.describe_snapshots(place)
     manifest = f"manifest-{epoch:016d}" if kind == "table" else f"run-{epoch:016d}"
     why = {
-        "metrics": "A table keeps no history: what it did is told by the process that has it open "
-        "(print(table.explain()), table.stats()), and a run of bunkbed train writes it down.",
+        "metrics": "A table keeps no history. The process that has it open can report what it did "
+        "(print(table.explain()), table.stats()), and a run of bunkbed train stores it.",
         "curves": "A table does not know how often its rows were used: its cache counts for itself, in RAM, and only "
         "as much as it needs. Of a run the saved pairs tell.",
-        "limit": "What a table did, and how near the machine's limit that was, is told by print(table.explain()) in "
-        "the process that has it open.",
+        "limit": "In the process that has the table open, print(table.explain()) reports what it did, and how near "
+        "that was to the machine's limit.",
     }
     return Facts(
         kind=kind,
