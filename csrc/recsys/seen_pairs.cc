@@ -19,7 +19,8 @@ SeenPairs::SeenPairs(const int64_t* keys, size_t n, int64_t num_items) : num_ite
     }
   }
   if (n > 0 && keys[n - 1] / num_items >= std::numeric_limits<int32_t>::max()) {
-    throw Error(ErrorKind::kInvalid, "user numbers must be below 2^31 - 1, got " + std::to_string(keys[n - 1] / num_items));
+    const int64_t user = keys[n - 1] / num_items;
+    throw Error(ErrorKind::kInvalid, "user numbers must be below 2^31 - 1, got " + std::to_string(user));
   }
   keys_.resize(n);
   keys_.resize(static_cast<size_t>(std::unique_copy(keys, keys + n, keys_.begin()) - keys_.begin()));

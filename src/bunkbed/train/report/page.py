@@ -246,7 +246,7 @@ def _tiers(facts: Facts) -> list[Bar]:
         budget = format_bytes(last["ram_budget_bytes"])
         found.append(("RAM", float(last["ram_bytes"]), f"of a budget of {budget}, as last reported", "c"))
     if of_tables:
-        found.append(("SSD", float(of_tables), f"of files, {format_bytes(live)} of it live rows", "a"))
+        found.append(("SSD", float(of_tables), f"of files, {format_bytes(live)} with live rows", "a"))
     if rows:
         found.append(("all rows", float(rows), "with optimizer state, were they held in RAM", "muted"))
     longest = max((size for _, size, *_ in found), default=0.0)
@@ -279,7 +279,7 @@ def _limit(limit: Limit) -> dict[str, Any]:
     epochs = "the last epoch" if limit.epochs == 1 else f"{limit.epochs:,} epochs"
     return {
         "bars": bars,
-        "text": f"Seconds that the steps of {epochs} took, compared with those that this machine's disk and memory need "
+        "text": f"Seconds that the steps of {epochs} took, compared with those that its disk and memory need "
         f"at least for the rows they read, wrote and moved: the training ran at {limit.share:.0%} of that limit, and "
         f"{times.binds} binds.",
         "machine": rates(limit.machine),
