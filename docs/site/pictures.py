@@ -48,7 +48,7 @@ COMMAND = [
 
 
 def cost(target: Path) -> None:
-    """Milliseconds a step, ours beside others', each panel on a scale of its own."""
+    """Draw the milliseconds per step of Bunkbed and of others, each panel with its own scale."""
     import matplotlib
 
     matplotlib.use("svg")

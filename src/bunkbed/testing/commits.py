@@ -51,14 +51,14 @@ class CommitTests(SuitePart):
         self.skip_without_commits()
         table, reference = pair
         self.train(table, reference, steps=3)
-        pending = table.begin_commit(meta={"at": "begun"}, keep="begun")
-        reference.commit(meta={"at": "begun"}, keep="begun")
+        pending = table.begin_commit(meta={"at": "started"}, keep="started")
+        reference.commit(meta={"at": "started"}, keep="started")
         self.train(table, reference, steps=3, seed=1)
         assert_same_rows(table, reference, self.all_ids())
-        assert pending.wait() == table.epoch and pending.done and table.meta == {"at": "begun"}
+        assert pending.wait() == table.epoch and pending.done and table.meta == {"at": "started"}
         assert table.is_dirty
         for t in (table, reference):
-            t.rewind("begun")
+            t.rewind("started")
         assert_same_rows(table, reference, self.all_ids())
 
     @both_widths

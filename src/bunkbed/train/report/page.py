@@ -279,7 +279,7 @@ def _limit(limit: Limit) -> dict[str, Any]:
     epochs = "the last epoch" if limit.epochs == 1 else f"{limit.epochs:,} epochs"
     return {
         "bars": bars,
-        "text": f"Seconds that the steps of {epochs} took, compared with those that its disk and memory need "
+        "text": f"Seconds that the steps of {epochs} took, compared with those that this machine needs "
         f"at least for the rows they read, wrote and moved: the training ran at {limit.share:.0%} of that limit, and "
         f"{times.binds} binds.",
         "machine": rates(limit.machine),
