@@ -7,7 +7,7 @@
 
 namespace bunkbed::test {
 
-// While it lives, `most` files of vfs::CachedFile are open at once: a quarter of the soft limit.
+// During its lifetime at most `most` files of vfs::CachedFile are open: a quarter of the soft limit.
 class FewDescriptors {
  public:
   explicit FewDescriptors(size_t most) {

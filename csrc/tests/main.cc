@@ -20,7 +20,7 @@ bool is_wanted(const std::string& name, int argc, char** argv) {
   return false;
 }
 
-// A test that hangs is named, and ends the run: of one that is cut off from outside nobody knows where it stood.
+// A test that hangs ends the run and is named. If the run were killed from outside, the test would be unknown.
 constexpr unsigned kLongestS = 600;
 const char* running = "";
 

@@ -1,5 +1,5 @@
 // A table whose values are known exactly: Zeros, plain SGD with lr 1 and whole-number gradients, so that a row is minus
-// the sum of what it was given, in every dtype (as long as the numbers stay small).
+// the sum of its gradients, in every dtype (as long as the numbers stay small).
 #pragma once
 
 #include <map>
@@ -26,7 +26,7 @@ inline TableSpec whole_numbers(int64_t num_rows, uint32_t dim, DType dtype = DTy
   return spec;
 }
 
-// Element d of a row whose element 0 is `value`: no two elements alike, so that a shifted copy shows.
+// Element d of a row whose element 0 is `value`: all elements differ, so that a shifted copy is detected.
 inline float element(float value, size_t d) { return value * static_cast<float>(1 + d % 3); }
 
 inline void update(Table* table, const std::vector<int64_t>& ids, const std::vector<float>& grads) {
@@ -68,7 +68,7 @@ inline void check_values(const Rows& expected, const std::vector<int64_t>& ids, 
   }
 }
 
-// Every row of `expected`, some that were never trained, and the whole scan.
+// Checks every row of `expected`, some rows that were not trained, and the whole scan.
 inline void check_table_is(Table* table, const Rows& expected, const std::string& when, bool scan = true) {
   const size_t dim = table->spec().dim;
   std::vector<int64_t> ids;

@@ -1,4 +1,4 @@
-// Where tests put their files, and a filesystem that fails for them.
+// Directories for the files of tests, and a file system that makes no syncs.
 #pragma once
 
 #include <cerrno>
@@ -13,11 +13,11 @@
 
 namespace bunkbed::test {
 
-// A directory of its own for a test; gone at the end.
+// A directory of one test, removed at the end.
 class Sandbox {
  public:
   Sandbox() {
-    // In memory where there is such a place: the tests write much and want nothing of the disk.
+    // In RAM if possible: the tests write much and do not need a disk.
     const std::filesystem::path memory = "/dev/shm";
     const auto parent = ::access(memory.c_str(), W_OK) == 0 ? memory : std::filesystem::temp_directory_path();
     std::string name = (parent / "bunkbed-test-XXXXXX").string();
@@ -38,7 +38,7 @@ class Sandbox {
 
 using vfs::Op;
 
-// Syncs are counted and not carried out: the tests here end processes at most, never the power.
+// Counts syncs and does not make them: these tests end processes at most and do not cut power.
 class FaultVfs : public vfs::FaultVfs {
  public:
   FaultVfs() { skip_syncs(true); }

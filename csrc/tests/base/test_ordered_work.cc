@@ -1,4 +1,4 @@
-// Work that a few threads do and the caller takes up in order.
+// A few threads do work, and the caller takes the results in order.
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
@@ -31,14 +31,14 @@ TEST(ordered_work_is_taken_up_in_order) {
 
 TEST(ordered_work_ends_with_what_the_lowest_item_throws) {
   std::atomic<bool> stop{false};
-  std::atomic<size_t> begun{0};
+  std::atomic<size_t> started{0};
   size_t taken = 0;
   std::string what;
   try {
     work_in_order(
         1000, 3, &stop,
         [&](size_t i) {
-          ++begun;
+          ++started;
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
           if (i >= 20) throw std::runtime_error(std::to_string(i));
         },
@@ -49,7 +49,7 @@ TEST(ordered_work_ends_with_what_the_lowest_item_throws) {
   CHECK_EQ(what, std::string("20"));
   CHECK_EQ(taken, size_t{20});
   CHECK(stop.load());
-  CHECK(begun.load() < 1000);
+  CHECK(started.load() < 1000);
 }
 
 TEST(ordered_work_ends_when_the_caller_throws) {

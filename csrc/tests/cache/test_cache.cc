@@ -27,7 +27,7 @@ uint32_t take(Cache* cache, int64_t row) {
   return frame;
 }
 
-// Steps of skewed rows against a cache of 300 frames: every row of a step is loaded, as a table does it.
+// Steps of skewed rows with a cache of 300 frames. Every row of a step is loaded, as in a table.
 class Steps {
  public:
   static constexpr uint32_t kFrames = 300;
@@ -38,7 +38,7 @@ class Steps {
     for (uint32_t rank = 1; rank <= kRows; ++rank) cumulative_.push_back(sum += 1.0 / rank);
   }
 
-  // Rows missed; the hottest row is `shift`.
+  // Returns the number of misses. The hottest row is `shift`.
   uint32_t step(uint32_t draws, uint32_t shift = 0) {
     std::set<uint32_t> rows;
     for (uint32_t i = 0; i < draws; ++i) {
@@ -79,7 +79,7 @@ class Steps {
     return misses;
   }
 
-  // What a cache that always holds the most probable rows would miss in a step.
+  // The misses per step of a cache that always has the most probable rows.
   double best(uint32_t draws) const {
     double misses = 0;
     for (uint32_t rank = kFrames + 1; rank <= kRows; ++rank) {
@@ -126,7 +126,7 @@ TEST(cache_victim_is_the_least_wanted_and_never_pinned) {
   CHECK_EQ(frame, 2u);
   cache.info(2).pinned = 1;
   CHECK(!cache.victim(&frame));
-  // Also the most wanted frame is found when it alone is free.
+  // Even the frame that is wanted soonest is found when it alone is free.
   cache.info(7).pinned = 0;
   cache.set_count(7, Cache::kMaxCount);
   CHECK(cache.victim(&frame));
@@ -135,7 +135,7 @@ TEST(cache_victim_is_the_least_wanted_and_never_pinned) {
 
 TEST(cache_gives_up_unwanted_frames_first_then_the_furthest) {
   Cache cache(16, 100);
-  // Rows 0 to 9 are wanted by nobody, the others by batch 1 + row % 10.
+  // No batch wants rows 0 to 9. Batch 1 + row % 10 wants each other row.
   for (int64_t row = 0; row < 100; ++row) {
     const uint32_t frame = take(&cache, row);
     cache.set_count(frame, Cache::kMaxCount);
@@ -148,8 +148,8 @@ TEST(cache_gives_up_unwanted_frames_first_then_the_furthest) {
     cache.release(frame);
     return row;
   };
-  for (int i = 0; i < 5; ++i) CHECK(give_up(kNoUse) < 10);  // however hot
-  // The last few are not searched for among so many: batch 10 gives way.
+  for (int i = 0; i < 5; ++i) CHECK(give_up(kNoUse) < 10);  // even if they are hot
+  // The last few unwanted rows are not searched for among so many: rows of batch 10 are evicted.
   for (int i = 0; i < 9; ++i) CHECK_EQ(give_up(kNoUse) % 10, int64_t{9});
 }
 
@@ -167,21 +167,21 @@ TEST(cache_staging_takes_nothing_from_nearer_batches) {
     for (int i = 0; i < 4; ++i) CHECK_EQ(static_cast<uint32_t>(1 + give_up(7) % 10), batch);
   }
   CHECK_EQ(give_up(7), int64_t{-1});
-  cache.set_next_use(15, 8);  // row 15, wanted by batch 6, is wanted later after all
+  cache.set_next_use(15, 8);  // row 15, wanted by batch 6, is now wanted later
   CHECK_EQ(give_up(7), int64_t{15});
   cache.info(6).pinned = cache.info(16).pinned = 1;
   for (int i = 0; i < 2; ++i) CHECK_EQ(give_up(kNoUse) % 10, int64_t{6});
-  CHECK_EQ(give_up(kNoUse) % 10, int64_t{5});  // the pinned two of batch 7 stay
-  cache.set_first_batch(100);                  // nobody wants anything any more
+  CHECK_EQ(give_up(kNoUse) % 10, int64_t{5});  // the two pinned rows of batch 7 stay
+  cache.set_first_batch(100);                  // no batch wants a row any more
   CHECK(!cache.is_wanted(0));
   for (size_t left = cache.resident() - 2; left > 0; --left) CHECK(give_up(kNoUse) >= 0);
   CHECK_EQ(give_up(kNoUse), int64_t{-1});
 }
 
 TEST(cache_gives_up_no_frame_that_shrinking_took_away) {
-  Cache cache(16, 2000);  // metadata of several pages: whole ones are given back, and read as zeros afterwards
+  Cache cache(16, 2000);  // metadata of several pages: whole pages are freed, and read as zeros afterwards
   for (int64_t row = 0; row < 2000; ++row) cache.set_next_use(take(&cache, row), 5);
-  for (uint32_t frame = 1500; frame < 1510; ++frame) cache.set_next_use(frame, kNoUse);  // the last to become unwanted
+  for (uint32_t frame = 1500; frame < 1510; ++frame) cache.set_next_use(frame, kNoUse);  // the last unwanted rows
   for (uint32_t frame = 30; frame < 2000; ++frame) cache.release(frame);
   cache.set_capacity(30);
   cache.trim();
@@ -215,7 +215,7 @@ TEST(cache_shrinks_and_grows) {
     cache.set_capacity(capacity);
     cache.trim();
     CHECK(cache.resident() <= capacity);
-    // Every free place can be used: none was lost from the list.
+    // Every free frame can be used: none was lost from the list.
     while (cache.resident() < capacity) {
       const size_t before = cache.resident();
       const uint32_t frame = take(&cache, next++);
@@ -273,7 +273,7 @@ TEST(cache_remembers_for_a_while_what_it_gave_up) {
   CHECK_EQ(int{cache.count(take(&cache, early))}, int{Cache::kReturn});
   cache.set_count(0, 0);
   const int64_t second = evict();
-  for (int64_t row = 100; row < 1000; ++row) take(&cache, row);  // each takes over the place of another ghost
+  for (int64_t row = 100; row < 1000; ++row) take(&cache, row);  // each replaces another ghost
   CHECK_EQ(int{cache.count(take(&cache, second))}, 0);
 }
 

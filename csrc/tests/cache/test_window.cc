@@ -1,4 +1,4 @@
-// The window against a plain list of batches.
+// Compares the window with a plain list of batches.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -24,7 +24,7 @@ uint32_t plain_next_use(const std::map<uint32_t, std::set<int64_t>>& batches, in
 
 TEST(window_next_use_is_that_of_a_plain_list) {
   Sampler sampler(11);
-  const int64_t base = int64_t{1} << 40;  // every third batch has rows that four bytes do not hold
+  const int64_t base = int64_t{1} << 40;  // every third batch has rows that do not fit four bytes
   Window window;
   std::map<uint32_t, std::set<int64_t>> batches;
   uint32_t expected = 1;
@@ -39,7 +39,7 @@ TEST(window_next_use_is_that_of_a_plain_list) {
       CHECK(window.bytes() <= bound);
       batches[expected++] = rows;
     } else if (!batches.empty()) {
-      // Mostly the oldest ends, sometimes one in the middle.
+      // Mostly the oldest batch ends, sometimes one in the middle.
       auto which = batches.begin();
       if (sampler.bits() % 4 == 0) std::advance(which, sampler.bits() % batches.size());
       CHECK(window.holds(which->first));
@@ -65,7 +65,7 @@ TEST(window_holds_32_batches_and_forgets_them) {
     window.push(&row, 1);
   }
   CHECK(!window.has_room());
-  window.finish(2);  // not the oldest: its place stays taken
+  window.finish(2);  // not the oldest: its slot stays in use
   CHECK(!window.has_room());
   window.finish(1);
   CHECK_EQ(window.first_batch(), 3u);

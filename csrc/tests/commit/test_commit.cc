@@ -1,5 +1,5 @@
-// Commits beside updates: what a commit holds is what was there when it began, however the rows change, leave RAM and
-// are moved while it is written.
+// Commits while updates go on: a commit has the values of the moment when it began, although rows change, are evicted
+// and are moved while it is written.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -17,8 +17,8 @@ using namespace bunkbed::test;
 
 namespace {
 
-// Writes to segments take their time, so that commits write theirs beside updates; and their syncs wait while they are
-// held, so that a test says how long a commit is under way.
+// Delays writes to segments, so that commits write while updates go on. Holds back syncs, so that a test decides how
+// long a commit is under way.
 class SlowVfs final : public vfs::Vfs {
  public:
   explicit SlowVfs(std::chrono::microseconds delay) : delay_(delay) {}
@@ -68,7 +68,7 @@ class SlowVfs final : public vfs::Vfs {
     std::chrono::microseconds delay_;
     std::shared_ptr<Gate> gate_;
   };
-  FaultVfs below_;  // carries no sync out
+  FaultVfs below_;  // makes no syncs
   std::chrono::microseconds delay_;
   std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
@@ -88,7 +88,7 @@ void commits_beside_updates(const TableSpec& spec, uint64_t seed, size_t ram_fac
   SlowVfs vfs(delay);
   const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, path, "t", spec, ram * ram_factor);
-  const struct Release {  // before the table goes, which waits for its commit
+  const struct Release {  // before the table is destroyed, which waits for its commit
     SlowVfs& vfs;
     ~Release() { vfs.release_syncs(); }
   } release{vfs};
@@ -118,7 +118,7 @@ void commits_beside_updates(const TableSpec& spec, uint64_t seed, size_t ram_fac
     if (round % 2 == 0) {
       update(table.get(), ids, grads);
     } else {
-      // As a training step does, whose update finds the rows where the lookup found them.
+      // As a training step, whose update finds the rows where the lookup found them.
       const Batch batch = table->batch(ids.data(), ids.size());
       std::vector<float> before(ids.size() * spec.dim);
       table->lookup(batch, true, before.data());
@@ -166,7 +166,7 @@ TEST(commit_of_rows_that_stay_in_ram) {
   commits_beside_updates(whole_numbers(2000, 24), 3, 8, std::chrono::microseconds(1000));
 }
 
-// Each update adds one to every row: a commit that holds rows of two steps shows.
+// Each update adds one to every row, which shows a commit that has rows of two steps.
 TEST(commit_beside_threads) {
   const TableSpec spec = whole_numbers(500, 60);
   const Sandbox sandbox;
@@ -233,7 +233,7 @@ TEST(commit_beside_threads) {
   CHECK_EQ(failures.load(), 0);
 }
 
-// What was written ahead of a commit is not written by it again, and is nobody's before it.
+// A commit does not write again what write_dirty() wrote, and without a commit that is not durable.
 TEST(write_dirty_leaves_a_commit_what_changed_since) {
   const TableSpec spec = whole_numbers(3000, 60);
   const Sandbox sandbox;
@@ -275,8 +275,8 @@ TEST(write_dirty_leaves_a_commit_what_changed_since) {
   check_table_is(table.get(), rows, "opened again");
 }
 
-// Rows that stay in RAM are set and written over and over: what is dead of them is compacted all the same, and also
-// where the threads that compact come late, after the next call that needs the table alone.
+// Rows that stay in RAM are set and written repeatedly. Their dead records are compacted, even when the compacting
+// thread starts late, after the next exclusive call.
 void written_over_and_over(bool beside_busy_threads) {
   const TableSpec spec = whole_numbers(2000, 24);
   const Sandbox sandbox;
@@ -310,7 +310,7 @@ void written_over_and_over(bool beside_busy_threads) {
 TEST(write_dirty_leaves_no_log_that_only_grows) { written_over_and_over(false); }
 TEST(write_dirty_leaves_no_log_that_only_grows_beside_busy_threads) { written_over_and_over(true); }
 
-// A commit that fails leaves every row where it was, says so once, and the next one makes up for it.
+// A failed commit changes no row and reports its error one time. The next commit includes its rows.
 TEST(commit_in_the_background_that_fails) {
   const TableSpec spec = whole_numbers(300, 60);
   const Sandbox sandbox;
@@ -334,7 +334,7 @@ TEST(commit_in_the_background_that_fails) {
   CHECK_THROWS(pending->wait(), ErrorKind::kSystem, "injected");
   CHECK(table->is_changed());
   CHECK_EQ(table->epoch(), uint64_t{1});
-  table->begin_commit(std::nullopt, "");  // nobody waits for this one
+  table->begin_commit(std::nullopt, "");  // no call waits for this commit
   CHECK_THROWS(table->commit(std::nullopt, ""), ErrorKind::kSystem, "injected");
   check_table_is(open_table(vfs::posix(), sandbox / "t", ram, false).get(), committed, "still");
   vfs.heal();
@@ -342,7 +342,7 @@ TEST(commit_in_the_background_that_fails) {
   table->commit(std::nullopt, "");
   CHECK(!table->is_changed());
   step();
-  // A sync that fails says nothing about what is on the disk.
+  // After a failed sync it is unknown which bytes are on the disk.
   vfs.fail_all(Op::kSync, EIO);
   CHECK_THROWS(table->begin_commit(std::nullopt, "")->wait(), ErrorKind::kSync, "injected");
   vfs.heal();
@@ -354,7 +354,8 @@ TEST(commit_in_the_background_that_fails) {
 }
 
 // Rows that all change while a commit is under way leave its segments without a live record. Compaction must not choose
-// those again and again: they stay until the commit is over. Three rows of ten never change, so that there is need of it.
+// these segments again and again: they stay until the commit is over. Three rows of ten never change, so compaction is
+// needed.
 TEST(commit_whose_rows_all_change_meanwhile_leaves_compaction_its_segments_once) {
   const TableSpec spec = whole_numbers(16000, 60);
   const Sandbox sandbox;
@@ -375,7 +376,7 @@ TEST(commit_whose_rows_all_change_meanwhile_leaves_compaction_its_segments_once)
     update(table.get(), changing, ones);
     pending->wait();
     segments += table->stats().segments;
-    table->collect();  // waits for what the commit leaves to do
+    table->collect();  // waits for the work after the commit
   }
   CHECK(table->stats().compactions > 0);
   CHECK(table->stats().compactions <= segments);

@@ -1,4 +1,4 @@
-// What a loss of power may leave: nothing that is safe is lost, everything that is not may be.
+// The states after power loss: durable bytes are never lost, and all others may be.
 #include <set>
 
 #include "tests/check.h"
@@ -27,7 +27,7 @@ Found look(const vfs::CrashState& state, const std::string& name) {
   return {true, text};
 }
 
-// The texts a file has over many losses; "-" where it is not there.
+// The texts of a file after many power losses; "-" where the file does not exist.
 std::set<std::string> outcomes(vfs::PowerlossVfs& disk, const std::string& name, uint64_t moment, Names names,
                                Sectors sectors) {
   std::set<std::string> found;
@@ -63,13 +63,13 @@ TEST(powerloss_what_was_synced_stays) {
   CHECK(outcomes(disk, "a", synced, Names::kNone, Sectors::kKept) == std::set<std::string>{"-"});
   CHECK(outcomes(disk, "a", 0, Names::kAll, Sectors::kKept) == std::set<std::string>{"-"});
   CHECK(outcomes(disk, "a", written, Names::kAll, Sectors::kKept) == std::set<std::string>{text});
-  // Nothing of it, or as many zeros.
+  // Either empty, or as many zeros.
   const std::string zeros(1000, '\0');
   CHECK((outcomes(disk, "a", written, Names::kAll, Sectors::kDropped) == std::set<std::string>{"", zeros}));
   for (const std::string& left : outcomes(disk, "a", written, Names::kAll, Sectors::kTrashed)) CHECK(left != text);
   CHECK(outcomes(disk, "a", written, Names::kAll, Sectors::kMixed).size() > 8);
 
-  // The link comes before the removal: of a prefix never the second alone.
+  // The link comes before the removal: no prefix has the second alone.
   size_t both = 0, neither = 0;
   for (uint64_t seed = 0; seed < 60; ++seed) {
     const auto prefix = disk.crash(removed, Names::kPrefix, Sectors::kKept, seed);
@@ -96,7 +96,7 @@ TEST(powerloss_a_sync_covers_what_ended_before_it) {
   CHECK_EQ(look(disk.crash(end, Names::kNone, Sectors::kKept, 1), "a").text, std::string("two"));
   CHECK_EQ(disk.describe(end), std::string("after write a"));
   CHECK_EQ(disk.describe(end - 1), std::string("during write a"));
-  // As if the file had never been synced, or its name.
+  // As if neither the file nor its name had been synced.
   CHECK(look(disk.crash(end, Names::kNone, Sectors::kDropped, 1, {{"", "a"}}), "a").text != "one");
   CHECK(!look(disk.crash(end, Names::kNone, Sectors::kKept, 1, {{"create", "a"}}), "a").exists);
   CHECK(look(disk.crash(end, Names::kNone, Sectors::kKept, 1, {{"link", "a"}, {"", "b"}}), "a").exists);
@@ -120,7 +120,7 @@ TEST(powerloss_directories_and_what_was_there) {
   disk.truncate(sandbox / "d/old/a", 1);
   CHECK_EQ(look(disk.crash(disk.now(), Names::kNone, Sectors::kDropped, 1), "old/a").text, std::string("o"));
   CHECK_EQ(look(disk.crash(end, Names::kNone, Sectors::kDropped, 1), "old/a").text, std::string("old"));
-  // What failed did not happen.
+  // A failed operation has no effect.
   CHECK_THROWS(disk.link(sandbox / "d/old/a", sandbox / "d/new/deep/b"), ErrorKind::kExists, "exists");
   CHECK_EQ(look(disk.crash(disk.now(), Names::kAll, Sectors::kKept, 1), "new/deep/b").text, std::string("new"));
 }

@@ -1,4 +1,4 @@
-// Scratch tables (scratch.h): rows of which nothing is kept, in segments without names.
+// Scratch tables (scratch.h): nothing is kept, and segments have no names.
 #include <algorithm>
 #include <filesystem>
 #include <functional>
@@ -25,7 +25,7 @@ size_t count_files(const std::string& path) {
   return static_cast<size_t>(std::distance(begin(entries), end(entries)));
 }
 
-// Somebody else does something here just before this process has the lock.
+// Runs an action of another process just before this process gets the lock.
 class RacingVfs final : public FaultVfs {
  public:
   std::function<void()> before_lock;
@@ -67,10 +67,10 @@ TEST(scratch_rows_overflow_into_files_without_names) {
   vfs.heal();
   CHECK_THROWS(open_table(vfs, path, 1u << 20), ErrorKind::kFormat, "scratch table");
   table = Table::create(vfs, path, "t", spec, minimum_ram(spec, 0, true));
-  check_table_is(table.get(), {}, "begun anew");
+  check_table_is(table.get(), {}, "made again");
 }
 
-// Whatever fails while one takes another's place: the next create() succeeds, and nothing opens in between.
+// Any operation fails while one table replaces another: the next create() succeeds, and no table opens before.
 TEST(scratch_left_half_made_is_made_anew) {
   const TableSpec spec = scratch_spec();
   const size_t ram = minimum_ram(spec, 0, true);
@@ -79,7 +79,7 @@ TEST(scratch_left_half_made_is_made_anew) {
     const std::string path = sandbox / "t";
     FaultVfs vfs;
     Table::create(vfs, path, "t", spec, ram).reset();
-    (void)vfs.create_small(path + "/segment-0000000000000003");  // of a process that died before it could unname it
+    (void)vfs.create_small(path + "/segment-0000000000000003");  // left by a process that died
     vfs.fail_at(at, EIO, true);
     try {
       Table::create(vfs, path, "t", spec, ram).reset();
@@ -94,7 +94,7 @@ TEST(scratch_left_half_made_is_made_anew) {
   }
 }
 
-// Two processes create at one place, and the other one is done before this one has the lock: its table stays, rows and all.
+// Two processes create a table in one directory, and the other one ends first: its table stays, with its rows.
 TEST(create_leaves_the_table_of_one_that_was_faster) {
   for (const bool is_scratch_left : {false, true}) {
     for (const bool wants_scratch : {false, true}) {

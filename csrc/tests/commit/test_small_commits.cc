@@ -1,4 +1,4 @@
-// Many small commits: how many segments and files they leave, and what it costs to keep these few (compactor.h).
+// Many small commits: the number of segments and files, and the cost of keeping it low (compactor.h).
 #include <filesystem>
 
 #include "tests/check.h"
@@ -13,7 +13,7 @@ using namespace bunkbed::test;
 namespace {
 
 constexpr int64_t kRows = 3000;
-constexpr size_t kMostSegments = 16 + 2;  // four for each of four tiers, and those of the commit under way
+constexpr size_t kMostSegments = 16 + 2;  // four for each of four tiers, and two of the commit under way
 
 size_t files_in(const std::string& path) {
   return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(path), {}));
@@ -51,7 +51,7 @@ TEST(small_commits_leave_few_segments) {
       if (row % 10 == 0) peaks.look(table.get(), path);
     }
     const TableStats stats = table->stats();
-    // A record is moved once in each of four tiers at most, and some more in the first one, which are blocks of 4 KiB.
+    // A record is moved at most once in each of four tiers, and a few more times in the first tier of 4 KiB blocks.
     CHECK(stats.compacted_records < 20 * kRows);
     CHECK(stats.log.written_bytes < 4 * kRows * 8192);
     check_table_is(table.get(), rows, "in the end");
@@ -77,7 +77,7 @@ TEST(small_commits_of_snapshots_and_rewrites_leave_few_segments) {
     const auto row = static_cast<int64_t>(sampler.bits() % 400);
     update(table.get(), {row}, {1.0f});
     apply(&rows, {row}, {1.0f});
-    const std::string name = step % 50 == 0 ? "kept" : "";  // the name moves on, so one is kept at a time
+    const std::string name = step % 50 == 0 ? "kept" : "";  // a new commit takes the name, so one is kept at a time
     table->commit(std::nullopt, name);
     if (step % 10 == 0) peaks.look(table.get(), path);
   }
@@ -105,7 +105,7 @@ TEST(small_commits_of_many_sessions_leave_few_segments) {
   }
   CHECK(peaks.segments <= kMostSegments);
   CHECK(peaks.files <= 3 * kMostSegments);
-  // Opening alone changes nothing that lasts.
+  // Opening alone makes no durable change.
   for (int i = 0; i < 3; ++i) check_table_is(open_table(vfs, path, ram).get(), rows, "opened again");
 }
 
@@ -127,7 +127,7 @@ TEST(small_commits_leave_no_file_behind) {
   CHECK_EQ(table->snapshots().size(), size_t{200});
   for (int i = 0; i < 200; ++i) table->drop("k" + std::to_string((i * 7) % 200));
   CHECK_THROWS(table->drop("k3"), ErrorKind::kInvalid, "has no snapshot 'k3'; it has none");
-  // A commit that fails, with its names there or not, and others after it.
+  // A commit that fails, with or without its names on the disk, and commits after it.
   for (int i = 0; i < 20; ++i) {
     vfs.fail_all(i % 2 == 0 ? Op::kCreate : Op::kLink, EIO);
     update(table.get(), {i}, {1.0f});
@@ -145,7 +145,7 @@ TEST(small_commits_leave_no_file_behind) {
   CHECK(files_in(path) + kMostSegments >= before);
 }
 
-// Neither a commit nor a drop reads the manifests of the others.
+// Neither a commit nor a drop reads the manifests of other commits.
 TEST(small_commits_cost_the_same_with_many_snapshots) {
   const TableSpec spec = whole_numbers(kRows, 8);
   const Sandbox sandbox;
@@ -153,7 +153,7 @@ TEST(small_commits_cost_the_same_with_many_snapshots) {
   const size_t ram = minimum_ram(spec, kRows, true) * 2;
   auto table = Table::create(vfs, sandbox / "t", "t", spec, ram);
   Rows rows;
-  // The most operations that a commit, and a drop, among the next ten takes.
+  // The most operations of one commit, and of one drop, among the next ten.
   const auto most = [&](int first) {
     uint64_t commit = 0, drop = 0;
     for (int i = first; i < first + 10; ++i) {
@@ -175,13 +175,13 @@ TEST(small_commits_cost_the_same_with_many_snapshots) {
   for (int i = 20; i < 300; i += 10) (void)most(i);
   const auto many = most(300);
   CHECK(table->snapshots().size() > 150);
-  // A merge may come to lie within the ten; what is read of the others would be more than 300.
+  // One of the ten may include a merge. Reading the other manifests would take more than 300 operations.
   CHECK(many.first <= few.first + 120);
   CHECK(many.second <= few.second + 120);
   check_table_is(table.get(), rows, "in the end");
 }
 
-// More tables, and readers of them, than there are descriptors for all their segments.
+// More tables and readers than there are descriptors for all their segments.
 TEST(small_commits_of_many_tables_share_few_descriptors) {
   constexpr size_t kTables = 6, kMostOpen = 40;
   const TableSpec spec = whole_numbers(kRows, 30);

@@ -1,4 +1,4 @@
-// The id map of a device cache against a plain model of it, and executors that follow its plans.
+// Compares the map of a device cache with a plain model, and runs executors that follow its plans.
 #include "device/device_map.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ int64_t frame_of_row(const DeviceMap& map, int64_t row) {
   return frame;
 }
 
-// Zipf by inverse transform of a continuous power law: near enough for what a cache sees.
+// Zipf by inverse transform of a continuous power law: an approximation that suffices for a cache.
 class Zipf {
  public:
   Zipf(uint64_t seed, int64_t rows, double exponent) : sampler_(seed), rows_(rows), exponent_(exponent) {}
@@ -54,7 +54,7 @@ class Zipf {
   double exponent_;
 };
 
-// The map's promises, kept by hand, with a value per row in the table and per frame on the device.
+// Executes plans as the map requires, with a value per row in the table and per frame on the device.
 struct Model {
   struct Frame {
     int64_t row = -1;
@@ -90,7 +90,7 @@ struct Model {
     return others + batch.num_unique() <= frames.size();
   }
 
-  // Checks a plan against what may happen, and carries it out.
+  // Checks a plan and executes it.
   void follow(const Batch& batch, const Plan& plan) {
     const Plan::Arrays& arrays = *plan.arrays();
     const auto n = batch.num_unique();
@@ -136,7 +136,7 @@ struct Model {
     for (const int64_t frame : arrays.frames) ++frames[static_cast<size_t>(frame)].pins;
   }
 
-  // What an executor does before loads: everything on its way down arrives.
+  // Before loads an executor writes back all evicted records.
   void write_back(DeviceMap* map) {
     while (!leaving.empty()) {
       const Record record = leaving.front();
@@ -274,7 +274,7 @@ TEST(device_map_follows_a_plain_model) {
           model.follow(now.batch, *now.plan);
           model.check_same(*map, num_rows);
           if (sampler.bits() % 3 != 0) model.write_back(map.get());
-          // Loads of a row that is still on its way down wait for it.
+          // Loads of a row that is still being written back wait for it.
           const auto& arrays = *now.plan->arrays();
           if (map->first_held(arrays.load_rows.data(), arrays.load_rows.size()) < arrays.load_rows.size()) {
             model.write_back(map.get());
@@ -283,7 +283,7 @@ TEST(device_map_follows_a_plain_model) {
             model.frames[static_cast<size_t>(arrays.load_frames[i])].value = model.table[arrays.load_rows[i]];
           }
           now.plan->done();
-          // No lookup ever sees an old value.
+          // No lookup returns an old value.
           for (size_t i = 0; i < arrays.frames.size(); ++i) {
             CHECK_EQ(model.frames[static_cast<size_t>(arrays.frames[i])].value, model.truth[now.batch.unique()[i]]);
           }
@@ -302,14 +302,14 @@ TEST(device_map_follows_a_plain_model) {
           const size_t which = sampler.bits() % live.size();
           for (const int64_t frame : live[which].plan->arrays()->frames) --model.frames[static_cast<size_t>(frame)].pins;
           live[which].plan->release();
-          if (sampler.bits() % 2 == 0) live[which].plan->release();  // nothing happens
+          if (sampler.bits() % 2 == 0) live[which].plan->release();  // changes nothing
           CHECK_THROWS(live[which].plan->mark_dirty(), ErrorKind::kInvalid, "released plan");
           live.erase(live.begin() + static_cast<ptrdiff_t>(which));
           break;
         }
         default: {
           if (sampler.bits() % 8 != 0) break;
-          // A commit: what is held goes to the table.
+          // A commit: held rows are written back.
           model.write_back(map.get());
           const DeviceMap::Dirty dirty = map->dirty();
           for (size_t i = 0; i < dirty.rows.size(); ++i) {
@@ -380,7 +380,7 @@ TEST(device_map_forgets_all_but_not_under_a_plan) {
   CHECK_EQ(map->num_held(), size_t{0});
   CHECK_EQ(map->stats().resident, size_t{0});
   CHECK_EQ(frame_of_row(*map, 4), int64_t{-1});
-  // While a plan is in use nothing goes: its frames would be others'.
+  // While a plan is in use, nothing is removed: other rows would get its frames.
   auto late = map->plan(batch, 0);
   const size_t in_use = map->num_in_use();
   CHECK_EQ(map->give_up_all(), in_use);
@@ -388,7 +388,7 @@ TEST(device_map_forgets_all_but_not_under_a_plan) {
   late->done();
   late->mark_dirty();
   late->release();
-  CHECK_EQ(map->give_up_all(), map->num_held());  // nor while rows are held
+  CHECK_EQ(map->give_up_all(), map->num_held());  // the same while rows are held
   const auto dirty = map->dirty();
   map->mark_clean(dirty.frames.data(), dirty.frames.size());
   CHECK_EQ(map->give_up_all(), size_t{0});
@@ -467,7 +467,7 @@ TEST(device_map_takes_several_threads) {
         }
         ++planned;
         plan->done();
-        // Mine while it is pinned, whatever the others do.
+        // The frame stays this thread's while it is pinned.
         std::vector<int64_t> found(batch.num_unique());
         map->find(batch.unique().data(), found.size(), found.data());
         CHECK(std::equal(found.begin(), found.end(), plan->arrays()->frames.begin()));

@@ -1,4 +1,4 @@
-// Directory checkpoints: a table that is opened with one is the table that its segments alone would give.
+// Index snapshots: a table opened with one equals the table that its segments alone give.
 #include <chrono>
 #include <thread>
 
@@ -18,7 +18,7 @@ using namespace bunkbed::test;
 
 namespace {
 
-// Small tables take checkpoints too, while it lives.
+// During its lifetime small tables take index snapshots.
 struct SmallOnes {
   explicit SmallOnes(bool in_line) {
     checkpoint_rows = 1;
@@ -45,7 +45,7 @@ uint64_t records_of(vfs::Vfs& vfs, const std::string& path) {
   return records;
 }
 
-// Random commits, compaction, snapshots and going back; closed and opened again now and then, with more or less RAM.
+// Random commits, compaction, snapshots and rewinds. The table is sometimes reopened with more or less RAM.
 void reopens(const TableSpec& spec, int64_t range, uint64_t seed, bool in_line, size_t other_ram) {
   const SmallOnes small(in_line);
   if (!in_line) arm_failpoint("checkpoint.part", 0, FailpointAction::kDelay, 0.00001);  // changes come between
@@ -129,7 +129,7 @@ TEST(checkpoint_taken_beside_training) {
   reopens(whole_numbers(30000, 24), 30000, 5, false, 0);
 }
 
-// A flat directory where there is room, a hashed one otherwise: each opens what the other has written.
+// A flat directory with much RAM, a hashed one otherwise: each opens the snapshots of the other.
 TEST(checkpoint_of_another_form) {
   const SmallOnes small(true);
   const TableSpec spec = whole_numbers(1'200'000, 1);
@@ -148,7 +148,7 @@ TEST(checkpoint_of_another_form) {
     update(table.get(), ids, ones);
     table->commit(std::nullopt, "");
     table->commit("{\"names\":1}", "");
-    // Five bytes for each row of the table, or thirteen for each stored.
+    // Five bytes for each row of the table, or thirteen for each stored row.
     CHECK(is_flat == (table->stats().checkpoint_bytes < 6'300'000));
     table.reset();
     for (const size_t other : {size_t{32} << 20, size_t{22} << 20}) {
@@ -214,7 +214,7 @@ TEST(checkpoint_that_is_damaged) {
   check_table_is(reader.get(), rows, "as it was");
 }
 
-// The seeded bug of the torture tests shows.
+// The seeded bug of the torture tests is detected.
 TEST(checkpoint_newer_than_its_log) {
   const SmallOnes small(true);
   const Sandbox sandbox;

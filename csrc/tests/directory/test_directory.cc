@@ -22,7 +22,7 @@ std::map<int64_t, Entry> walk(const Directory& directory, size_t piece) {
   return found;
 }
 
-// Random sets, deletions included, against a map.
+// Random changes, with deletions, compared with a map.
 void compare_with_map(Directory* directory, int64_t num_rows, uint64_t seed) {
   Sampler sampler(seed);
   std::map<int64_t, Entry> model;
@@ -104,7 +104,7 @@ TEST(directory_estimate_holds_growing_one_by_one_and_at_once) {
   }
 }
 
-// Rows in the frame of their own number have a short way; they leave it, come back and are dropped like all others.
+// Rows in the frame with their own number take a short path. They move out, move in and are dropped as all others.
 TEST(directory_flat_knows_rows_at_home) {
   constexpr int64_t kRows = 10 * kFlatGroupRows + 7;
   const auto directory = make_flat_directory(kRows);

@@ -1,4 +1,4 @@
-// Round trips, and that no damaged byte is believed. What the bytes are is pinned by the format page and its tests.
+// Round trips, and errors for damaged bytes. The format page and its tests pin the bytes.
 #include <cstring>
 
 #include "format/format.h"
@@ -31,7 +31,7 @@ Manifest sample() {
   return m;
 }
 
-// With a sound checksum, as an attacker would write it.
+// With a right checksum, as an attacker would write it.
 void seal(Bytes* bytes) {
   const uint32_t crc = kernels().crc32c(0, bytes->data(), bytes->size() - 4);
   std::memcpy(bytes->data() + bytes->size() - 4, &crc, 4);
@@ -73,7 +73,7 @@ TEST(format_manifest_every_truncation_and_flipped_bit) {
 }
 
 TEST(format_manifest_hostile_numbers_with_a_sound_checksum) {
-  // Every 4 bytes replaced in turn: refused, or read as something that can be written again. Never a crash.
+  // Replaces each 4 bytes in turn. Decoding throws, or returns a value that can be encoded again.
   const Bytes bytes = encode_manifest(sample());
   for (size_t at = 8; at + 8 <= bytes.size(); ++at) {
     for (const uint32_t value : {0u, 1u, 0x7fffffffu, 0x80000000u, 0xffffffffu}) {
@@ -136,7 +136,7 @@ TEST(format_trailer_round_trip_and_damage) {
     bad[bit / 8] ^= static_cast<std::byte>(1u << bit % 8);
     CHECK(is_refused([&] { decode(bad); }));
   }
-  // Numbers that contradict each other, with a sound checksum.
+  // Numbers that contradict each other, with a right checksum.
   const auto refuse = [&](auto&& change) {
     ChunkTrailer bad = trailer;
     change(bad);

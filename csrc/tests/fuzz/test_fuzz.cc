@@ -1,5 +1,5 @@
-// The fuzzers' targets with a fixed set of mutations, where no fuzzer is at hand: every parser ends in an Error or in a
-// right use. The sanitizers of the test build watch.
+// Runs the fuzz targets with a fixed set of mutations, without a fuzzer. Every parser must throw an Error or succeed.
+// The sanitizers of the test build check memory access.
 #include <vector>
 
 #include "directory/directory_file.h"
@@ -21,7 +21,7 @@ std::vector<uint8_t> read_file(const std::string& path) {
   return bytes;
 }
 
-// What a small table's newest commit holds: its manifest, its segment.
+// The manifest and the segment of a small table's newest commit.
 struct Files {
   std::vector<uint8_t> manifest, segment, directory;
 };
@@ -46,7 +46,7 @@ Files files_of(OptimizerKind kind) {
   return {read_file(sandbox / ("t/" + manifest_name(1))), read_file(sandbox / ("t/" + segment_name(1))), directory};
 }
 
-// `data` with a few of its bytes changed, some of it cut or doubled.
+// Returns `data` with a few bytes changed, and a part removed or doubled.
 std::vector<uint8_t> mutated(std::vector<uint8_t> data, Sampler* chance) {
   constexpr uint64_t kNumbers[] = {0, 1, 0xff, 0x7fffffff, 0x80000000, 0xffffffff, 1ull << 40, 1ull << 63, ~0ull};
   for (uint64_t n = 1 + chance->bits() % 4; n > 0 && !data.empty(); --n) {

@@ -188,7 +188,7 @@ TEST(init_normal_has_the_moments_and_the_shape_of_a_normal) {
       ++counts[static_cast<size_t>(std::clamp(std::floor((x + 4.0) * 5.0), -1.0, double{kBins}) + 1.0)];
     }
   }
-  // Standard errors of the moments of n normals: sqrt(1, 2, 15, 96 over n). Five of them.
+  // Standard errors of the moments of n normals: sqrt(1, 2, 15, 96 over n). The limit is five standard errors.
   const double unit = 5.0 / std::sqrt(kCount);
   CHECK(std::abs(moments[0] / kCount) < unit);
   CHECK(std::abs(moments[1] / kCount - 1.0) < unit * std::sqrt(2.0));

@@ -59,7 +59,7 @@ void step_in_parts(const std::vector<Field>& fields, const StepConstants& consta
 }
 
 Record random_record(const std::vector<Field>& fields, Sampler& sampler) {
-  Record record(record_payload(fields), std::byte{0x5a});  // padding that nobody may touch
+  Record record(record_payload(fields), std::byte{0x5a});  // padding that must not change
   for (size_t f = 0; f < fields.size(); ++f) {
     std::vector<float> values = sampler.mixed(fields[f].length);
     if (f > 0) {
@@ -73,7 +73,7 @@ Record random_record(const std::vector<Field>& fields, Sampler& sampler) {
   return record;
 }
 
-struct Level {  // uses a level's kernels while it lives
+struct Level {  // uses a level's kernels during its lifetime
   explicit Level(Simd level) : before(current_simd()) { set_simd(level); }
   ~Level() { set_simd(before); }
   Simd before;
@@ -111,7 +111,7 @@ TEST(narrow_steps_are_the_wide_step_rounded_at_every_level) {
 }
 
 TEST(narrow_fields_of_a_row_round_apart) {
-  // Equal fractions of a unit in every field: they must not go up and down together.
+  // Equal fractions of a unit in every field: they must not be rounded up and down together.
   const OptimizerSpec spec = spec_of(OptimizerKind::kAdam, DType::kBFloat16);
   const auto fields = record_fields(64, DType::kBFloat16, spec);
   const std::vector<float> x(64, 1.003f);
@@ -130,8 +130,8 @@ TEST(narrow_fields_of_a_row_round_apart) {
 }
 
 TEST(narrow_state_does_not_stall) {
-  // With beta2 = 0.999 a step changes exp_avg_sq by less than half of bfloat16's unit: rounded to nearest it stands
-  // still at about a third of where it belongs.
+  // With beta2 = 0.999 a step changes exp_avg_sq by less than half of bfloat16's unit. Rounded to nearest it would stop
+  // at about a third of its true value.
   const OptimizerSpec spec = spec_of(OptimizerKind::kAdam, DType::kBFloat16);
   constexpr uint32_t kDim = 64;
   constexpr int64_t kRows = 40;
@@ -149,8 +149,9 @@ TEST(narrow_state_does_not_stall) {
   }
   const double exact = 0.7 * 0.7 * (1.0 - std::pow(0.999, kSteps));
   const double mean = sum / (kRows * kDim);
-  // A step's rounding has variance u d, u = 2^-9 or 2^-10 the unit and d at most a thousandth of the value; what a
-  // step adds is forgotten at a rate of 0.001, so 500 steps' worth stands: a value's deviation is below 0.03.
+  // The rounding of a step has variance u d, where u = 2^-9 or 2^-10 is the unit and d at most a thousandth of the
+  // value. The contribution of a step decays at a rate of 0.001, so 500 steps add up: the deviation of a value is below
+  // 0.03.
   CHECK(std::abs(mean - exact) < 5.0 * 0.03 / std::sqrt(kRows * kDim));
 }
 

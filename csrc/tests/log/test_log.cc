@@ -44,7 +44,7 @@ std::unique_ptr<Log> new_log(vfs::Vfs& vfs, const std::string& path) {
   return log;
 }
 
-// As a commit does.
+// The steps of a commit.
 void end_epoch(Log* log) {
   const uint64_t epoch = log->epoch();
   log->begin_next_epoch(0);
@@ -102,7 +102,7 @@ TEST(log_records_are_readable_while_they_are_written) {
   CHECK(log->segments().size() > 2);
   log->drain();
   check_readable(log.get(), all);
-  // Neighbours share reads.
+  // Neighbouring records share reads.
   CHECK(log->stats().reads * 4 < log->stats().read_records);
 }
 
@@ -149,7 +149,7 @@ TEST(log_rebuild_takes_the_highest_version) {
   }
 }
 
-// Where a directory checkpoint spares the replay, whoever walks a chunk is the first to see its ids: compaction, a scan.
+// With an index snapshot there is no replay, so compaction or a scan is the first to read the ids of a chunk.
 TEST(log_shows_no_id_that_its_table_cannot_have) {
   const Sandbox sandbox;
   vfs::posix().make_directories(sandbox / "t");
@@ -168,8 +168,8 @@ TEST(log_shows_no_id_that_its_table_cannot_have) {
   CHECK_THROWS(read(), ErrorKind::kCorruption, "holds id 9, which this table cannot have");
 }
 
-// Later segments over a directory of an earlier epoch. While a commit is written, records of its epoch and of the next
-// are appended at once: the newer one of a row may lie first, and so may a moved one.
+// Replays later segments over the directory of an earlier epoch. While a commit is written, records of its epoch and of
+// the next epoch are appended concurrently. So the newer record of a row, or a moved one, may come first.
 TEST(log_replay_takes_the_highest_version_of_later_epochs) {
   const Sandbox sandbox;
   vfs::posix().make_directories(sandbox / "t");
@@ -183,8 +183,8 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
   end_epoch(log.get());
   const auto earlier = entries_of(*log);
   const std::map<int64_t, Written> before = newest;
-  // Epoch 2 ends with 100 records that it lacks, whose versions were set aside; epoch 3 has newer ones of 50 of them
-  // first, in a segment of a lower number. Of the others compaction moves 20, back and forth.
+  // Epoch 2 ends with 100 records that were still to be appended, with reserved versions. Epoch 3 has newer records of
+  // 50 of these rows, in a segment with a lower number. Compaction moves 20 of the other rows, two times.
   const uint64_t aside = log->next_version();
   log->begin_next_epoch(100);
   for (int64_t id = 50; id < 100; ++id) append(id);
@@ -235,7 +235,7 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
   }
 }
 
-// Whoever copies them, records appended together are what they would be one by one, to the last byte of the files.
+// Records appended together give the same bytes in the files as records appended one by one, on any thread.
 TEST(log_ending_records_appended_by_all_threads) {
   const Sandbox sandbox;
   LogMemory memory = small_memory();

@@ -1,5 +1,5 @@
-// Copies that stop in the middle: after each of their operations in turn the destination is at its former commit or at the
-// copied one, and the copy, begun again, finishes.
+// Copies that stop after each of their operations in turn. The destination is then at its former commit or at the
+// copied one, and a repeated copy succeeds.
 #include <filesystem>
 
 #include "maintenance/check.h"
@@ -17,7 +17,7 @@ struct Source {
   Rows first, second;
 };
 
-// Commits 1 and 2; the first is in `to` already.
+// Commits 1 and 2; `to` has the first already.
 Source make_source(const std::string& from, const std::string& to, const TableSpec& spec, size_t ram) {
   Source source;
   auto table = Table::create(vfs::posix(), from, "t", spec, ram);
@@ -29,7 +29,7 @@ Source make_source(const std::string& from, const std::string& to, const TableSp
   table->commit(std::nullopt, "");
   copy_table(vfs::posix(), from, to, {}, nullptr);
   source.second = source.first;
-  for (int step = 0; step < 3; ++step) {  // some rows only: segments of the first commit stay in use
+  for (int step = 0; step < 3; ++step) {  // only some rows, so segments of the first commit stay in use
     update(table.get(), {1, 2, 3}, {1.0f, 1.0f, 1.0f});
     apply(&source.second, {1, 2, 3}, {1.0f, 1.0f, 1.0f});
   }

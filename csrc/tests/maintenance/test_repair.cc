@@ -1,5 +1,5 @@
-// Repairs that stop in the middle: after each of their operations in turn the table opens as before or as repaired,
-// and the repair, begun again, finishes.
+// Repairs that stop after each of their operations in turn. The table then opens as before or as repaired, and a
+// repeated repair succeeds.
 #include <filesystem>
 #include <fstream>
 
@@ -24,7 +24,7 @@ struct Kept {
   Rows first, second;
 };
 
-// Commit 1, kept as "first", commit 2, and 3, which cannot be read; beside them what a session that died left.
+// Commit 1, kept as "first", commit 2, commit 3, which cannot be read, and files that a crashed session left.
 Kept make_damaged(const std::string& path, const TableSpec& spec, size_t ram) {
   Kept kept;
   auto table = Table::create(vfs::posix(), path, "t", spec, ram);
@@ -61,7 +61,7 @@ TEST(repair_may_stop_anywhere) {
     const Kept kept = make_damaged(path, spec, ram);
     FaultVfs vfs;
     vfs.count_reads(false);
-    if (at == 1) {  // how many there are
+    if (at == 1) {  // the number of operations
       vfs.fail_at(0, EIO, false);
       const RepairedTable repaired = repair_table(vfs, path, options, nullptr);
       CHECK_EQ(repaired.table.problems.size(), 0u);
@@ -76,7 +76,7 @@ TEST(repair_may_stop_anywhere) {
         has_failed = true;
       }
       vfs.heal();
-      // Either nobody can open it without saying so, as before, or it is repaired.
+      // Either opening reports the damage, as before, or the table is repaired.
       const CheckedTable between = inspect_table(vfs::posix(), path);
       const bool has_newest = !between.sound.empty() && between.sound.back() == between.epochs.back();
       if (!has_newest) {

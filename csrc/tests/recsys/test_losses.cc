@@ -1,4 +1,4 @@
-// Slopes of losses: against their formula in double, the same bits at every level and for every number of threads.
+// Slopes of losses: compared with the formula in double, and the same bits at every level and number of threads.
 #include "recsys/losses.h"
 
 #include <algorithm>

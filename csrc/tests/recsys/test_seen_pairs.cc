@@ -1,4 +1,4 @@
-// The set of pairs against a plain one, whichever way it takes.
+// Compares the set of pairs with a plain set, for each of its algorithms.
 #include "recsys/seen_pairs.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ TEST(seen_pairs_answer_as_a_set_does) {
     SeenPairs pairs(keys.data(), keys.size(), num_items);
     std::vector<int64_t> users;
     std::vector<int64_t> items;
-    // Users beyond the last one too, and the pairs themselves, which chance would miss where there are few.
+    // Also users beyond the last one, and the pairs of the set, which random pairs would rarely hit.
     for (size_t i = 0; i < 500; ++i) {
       const int64_t key = i < keys.size() ? keys[i] : below(sampler, (num_users + 3) * num_items);
       users.push_back(key / num_items);

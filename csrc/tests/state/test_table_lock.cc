@@ -31,7 +31,7 @@ void wait_until(TableLock* lock, const Claim& claim) {
   }
 }
 
-// Gives other threads time to come to where they wait. A test holds without it, and finds less.
+// Gives other threads time to start waiting. Without it a test passes too, but detects less.
 void wait_briefly() { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
 
 }  // namespace
@@ -259,7 +259,7 @@ TEST(table_lock_calls_do_not_starve_slices_nor_slices_calls) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// A wait releases the lock, for slices too, also for one that came before the call and let it pass.
+// A wait releases the lock for slices, too, even for one that waited before the call.
 TEST(table_lock_a_slice_enters_while_a_call_waits_for_the_commit) {
   for (int round = 0; round < 20; ++round) {
     TableLock lock("t");

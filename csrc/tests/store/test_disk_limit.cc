@@ -1,4 +1,4 @@
-// The limit of what a table's files may take (store/disk_budget.cc): never exceeded, and never in the way of a table that fits.
+// The limit of a table's files (store/disk_budget.cc): it is never exceeded, and a table that fits is never refused.
 #include <filesystem>
 
 #include "tests/check.h"
@@ -24,7 +24,7 @@ std::map<std::string, uint64_t> sizes_of_files(const std::string& path) {
   return sizes;
 }
 
-// Of the files that are there before and after: one that a commit beside removes meanwhile counts for nothing.
+// Counts only files that exist before and after: a concurrent commit may remove a file meanwhile.
 uint64_t bytes_of_files(const std::string& path) {
   const auto before = sizes_of_files(path);
   uint64_t bytes = 0;
@@ -46,7 +46,7 @@ std::unique_ptr<Table> open_limited(vfs::Vfs& vfs, const std::string& path, uint
   return Table::open(vfs, path, "t", options);
 }
 
-// The smallest limit with which a table of so many rows opens.
+// Returns the smallest limit with which a table of so many rows opens.
 uint64_t needed(const std::string& message) {
   const size_t at = message.rfind("disk=");
   if (at == std::string::npos) fail(__FILE__, __LINE__, "no limit is named in: " + message);
@@ -90,7 +90,7 @@ struct Trained {
   }
 };
 
-// A table of which every row is committed.
+// Makes a table with every row committed.
 void make_full(vfs::Vfs& vfs, const std::string& path, Trained* trained) {
   const auto table = Table::create(vfs, path, "t", spec_of(), little_ram(spec_of()));
   trained->fill(table.get());
@@ -99,7 +99,7 @@ void make_full(vfs::Vfs& vfs, const std::string& path, Trained* trained) {
 
 }  // namespace
 
-// At the smallest limit there is: hundreds of steps, commits now and then, and the files never exceed it.
+// With the smallest limit: hundreds of steps with some commits, and the files never exceed it.
 TEST(disk_limit_holds_while_training_at_the_smallest_that_opens) {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
@@ -118,9 +118,9 @@ TEST(disk_limit_holds_while_training_at_the_smallest_that_opens) {
     }
     most = std::max(most, bytes_of_files(path));
     CHECK(bytes_of_files(path) <= limit);
-    CHECK(bytes_of_files(path) <= table->stats().disk_bytes + (64u << 10));  // a manifest on its way is not counted yet
+    CHECK(bytes_of_files(path) <= table->stats().disk_bytes + (64u << 10));  // a new manifest is not counted yet
   }
-  CHECK(most > limit / 2);  // it was worth a limit
+  CHECK(most > limit / 2);  // the files came near the limit
   table->commit(std::nullopt, "");
   check_table_is(table.get(), trained.rows, "trained");
   table.reset();
@@ -128,7 +128,7 @@ TEST(disk_limit_holds_while_training_at_the_smallest_that_opens) {
   check_table_is(table.get(), trained.rows, "opened again");
 }
 
-// A commit that never comes: everything written since the last one is compacted within the limit.
+// Without a further commit, all records since the last one are compacted within the limit.
 TEST(disk_limit_holds_without_commits) {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
@@ -143,7 +143,7 @@ TEST(disk_limit_holds_without_commits) {
     CHECK(bytes_of_files(path) <= limit);
     if (step % 7 > 0) continue;
     const uint64_t dirty = table->stats().dirty_rows;
-    table->write_dirty();  // which nobody has to do, and which may be for nothing
+    table->write_dirty();  // optional, and may do nothing
     CHECK_EQ(table->stats().dirty_rows, dirty);
   }
   check_table_is(table.get(), trained.rows, "trained");
@@ -178,7 +178,7 @@ TEST(disk_limit_refuses_rows_it_has_no_room_for_and_changes_nothing) {
   CHECK(rows.size() > 20'000);
   CHECK(wanted > 300u << 20);
   const auto first = rows.begin()->first;
-  update(table.get(), {first}, {3.0f});  // those that are there can be trained on
+  update(table.get(), {first}, {3.0f});  // stored rows can still be trained
   apply(&rows, {first}, {3.0f});
   check_table_is(table.get(), rows, "full");
   table->commit(std::nullopt, "");
@@ -189,7 +189,7 @@ TEST(disk_limit_refuses_rows_it_has_no_room_for_and_changes_nothing) {
   table = Table::open(vfs, path, "t", options);
   std::vector<int64_t> ids(5'000);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(rows.size() + i);
-  update(table.get(), ids, std::vector<float>(ids.size(), 2.0f));  // what was refused before
+  update(table.get(), ids, std::vector<float>(ids.size(), 2.0f));  // the update that was refused before
 }
 
 TEST(disk_limit_refuses_snapshots_it_has_no_room_for) {
@@ -198,7 +198,7 @@ TEST(disk_limit_refuses_snapshots_it_has_no_room_for) {
   FaultVfs vfs;
   Trained trained;
   make_full(vfs, path, &trained);
-  const uint64_t limit = least_limit(path) + (4u << 20);  // room for one
+  const uint64_t limit = least_limit(path) + (4u << 20);  // room for one snapshot
   auto table = open_limited(vfs, path, limit);
   table->commit(std::nullopt, "first");
   uint64_t wanted = 0;
@@ -224,8 +224,8 @@ TEST(disk_limit_refuses_snapshots_it_has_no_room_for) {
   CHECK(bytes_of_files(path) <= limit);
 }
 
-// A commit packs the log first where there is little room, also one that is refused, and moves records by that: a scan
-// with commits between its steps has every row once, or says so.
+// With little room a commit packs the log first, which moves records, even when the commit is then refused. A scan with
+// commits between its steps returns every row once, or fails.
 TEST(disk_limit_commits_never_hide_rows_from_a_scan) {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
@@ -264,7 +264,7 @@ TEST(disk_limit_commits_never_hide_rows_from_a_scan) {
     for (const auto& [id, n] : times) CHECK_EQ(n, 1);
     if (is_whole) CHECK_EQ(times.size(), static_cast<size_t>(kRows));
   }
-  CHECK(refused > 0);  // there was a reason to
+  CHECK(refused > 0);  // some commits were refused
   check_table_is(table.get(), trained.rows, "scanned");
 }
 

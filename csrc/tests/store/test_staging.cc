@@ -1,4 +1,4 @@
-// Staging reads beside lookups and updates: records move, values never change, whoever else is at work.
+// Staging reads during lookups and updates: records move and values never change, with other threads at work.
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -59,7 +59,7 @@ void staged_training(int64_t num_rows, const char* name, Ahead ahead) {
         const auto number_of = [&](size_t i) { return i < numbers.size() ? numbers[i] : kNoUse; };
         table->advance(b > 0 ? number_of(b - 1) : kNoUse, number_of(b), b % 5 == 0 ? 0 : b % 5);
         if (ahead == Ahead::kMisledWindow) {
-          // Batches that end early, never come, or never were: values must not care.
+          // Batches that end early, never come or were never expected do not change values.
           const auto wrong = static_cast<uint32_t>(next() >> 57);
           if (b % 3 == 0) table->forget(wrong);
           if (b % 4 == 0) table->advance(wrong, wrong + 1, 3);
@@ -83,7 +83,7 @@ void staged_training(int64_t num_rows, const char* name, Ahead ahead) {
     table->stage(all.data(), all.size());
     table->lookup(all.data(), all.size(), false, rows.data());
     for (size_t i = 0; i < all.size(); ++i) CHECK_EQ(rows[i * 16], expected[i]);
-    table->stage(batches[0].data(), batches[0].size());  // under way while the table closes
+    table->stage(batches[0].data(), batches[0].size());  // being read while the table closes
   }
   std::system(("rm -rf " + path).c_str());
 }
@@ -97,8 +97,8 @@ TEST(table_window_hashed) { staged_training(-1, "window-hashed", Ahead::kWindow)
 TEST(table_window_misled_flat) { staged_training(4000, "misled-flat", Ahead::kMisledWindow); }
 TEST(table_window_misled_hashed) { staged_training(-1, "misled-hashed", Ahead::kMisledWindow); }
 
-// A row that was staged and then looked up was wanted once, and missed once.
-// Compaction goes on beside lookups and updates, and whoever needs the table alone waits for it.
+// A row that was staged and then looked up counts as one unique row and one miss.
+// Compaction goes on during lookups and updates. An exclusive call waits for its slice.
 TEST(table_staging_compacts_beside) {
   const std::string path = fresh_folder("staging-compacts");
   {
@@ -164,7 +164,7 @@ TEST(table_staging_counts_a_row_once) {
   std::system(("rm -rf " + path).c_str());
 }
 
-// Rows of 4 KiB in a cache of a few dozen frames: a batch larger than the cache is staged in part, never refused.
+// Rows of 4 KiB in a cache of a few dozen frames. A batch larger than the cache is staged in part, not refused.
 TEST(table_staging_more_than_the_cache) {
   const std::string path = fresh_folder("staging-large");
   {
@@ -216,8 +216,8 @@ TEST(table_staging_from_another_thread) {
   std::system(("rm -rf " + path).c_str());
 }
 
-// Two stagings under way: the end of the first must not free the second's frames. A row that the first found in the log's
-// buffers is anybody's at once; its frame is given up, and loading for the second, before the first ends.
+// Two stagings under way: the end of the first must not free frames of the second. The first copies a row from the
+// log's buffers, and its frame may be evicted at once. The frame then loads a row of the second before the first ends.
 TEST(staging_that_ends_leaves_the_frames_of_others_alone) {
   const test::Sandbox sandbox;
   vfs::posix().make_directories(sandbox / "t");
@@ -258,7 +258,7 @@ TEST(staging_that_ends_leaves_the_frames_of_others_alone) {
   const Store::Staging first = store.begin_staging(&kRow, 1);
   CHECK_EQ(first.copied, size_t{1});
   const uint32_t frame = frame_of(store.directory().find(kRow));
-  // With one that must be read, so that both are pinned until it is.
+  // With a row that must be read, so that both frames are pinned until it is read.
   int64_t both[] = {kRow, kFirst};
   while (is_frame(store.directory().find(both[1]))) ++both[1];
   uint32_t frames[2];

@@ -1,4 +1,4 @@
-// Ids, offsets and gradients that another thread changes during the call: any rows or an error, never memory outside.
+// Another thread changes ids, offsets and gradients during the call: any rows or an error, but no access out of bounds.
 #include <atomic>
 #include <thread>
 
@@ -8,7 +8,7 @@
 #include "tests/sample.h"
 #include "tests/sandbox.h"
 
-// The change is a race by itself, which is all that a thread sanitizer would see.
+// The change itself is a race, which a thread sanitizer would report.
 #if !defined(__SANITIZE_THREAD__)
 
 using namespace bunkbed;
@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kRows = 3000;
 constexpr int64_t kBad[] = {-1, kRows, int64_t{1} << 40, INT64_MIN, INT64_MAX};
 
-// Sets one value of an array to something bad for a moment, again and again.
+// Repeatedly sets one value of an array to a bad value for a moment.
 class Meddler {
  public:
   Meddler(int64_t* values, size_t n)
@@ -84,14 +84,14 @@ void meddle(int64_t num_rows, size_t n, int rounds) {
         } catch (const Error& error) {
           CHECK(error.kind() == ErrorKind::kIndex || error.kind() == ErrorKind::kInvalid || error.kind() == ErrorKind::kBroken);
           ++refused;
-          if (error.kind() == ErrorKind::kBroken) table = make();  // a change larger than the memory, half-way
+          if (error.kind() == ErrorKind::kBroken) table = make();  // a change larger than its memory failed half-way
         }
       }
     }
   }
   CHECK(done > 0);
   CHECK(refused > 0);
-  if (num_rows < 0) return;  // any id is a row's
+  if (num_rows < 0) return;  // every id is valid
   std::vector<int64_t> all(kRows);
   for (int64_t row = 0; row < kRows; ++row) all[static_cast<size_t>(row)] = row;
   std::vector<float> rows(all.size() * spec.dim);

@@ -1,4 +1,4 @@
-// Readers that move on: what they hold after refresh() is what a fresh opening holds, at the cost of what changed.
+// refresh() of readers: it gives the same rows as opening again, and costs as much as the changes.
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -37,8 +37,8 @@ void look(Table* table, const Rows& rows, Sampler* sampler, int64_t range, const
   check_values(rows, ids, values, table->spec().dim, when);
 }
 
-// Random commits, some in the background, compaction, snapshots that are kept, dropped and gone back to, sessions that
-// die, and a reader that follows at random.
+// Random commits, some in the background, compaction, snapshots that are kept, dropped and rewound to, sessions that
+// die, and a reader that refreshes at random.
 void follows(const TableSpec& spec, int64_t range, uint64_t seed, size_t ram_factor) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -56,7 +56,7 @@ void follows(const TableSpec& spec, int64_t range, uint64_t seed, size_t ram_fac
     }
     const auto pending = table->begin_commit(std::nullopt, keep);
     committed = rows;
-    // Meanwhile rows that it has yet to write change and leave RAM.
+    // Meanwhile rows that the commit has not written yet change and are evicted.
     for (int step = 0; step < 3; ++step) train(table.get(), &rows, &sampler, 200, range);
     pending->wait();
   };
@@ -97,7 +97,7 @@ void follows(const TableSpec& spec, int64_t range, uint64_t seed, size_t ram_fac
         rows = committed = chosen->second;
       }
     } else if (what == 27) {
-      table.reset();  // and with it what was not committed
+      table.reset();  // uncommitted changes are lost
       rows = committed;
       table = open_table(vfs, path, ram * ram_factor);
     } else {
@@ -122,7 +122,7 @@ TEST(refresh_follows_a_hashed_table) {
 
 namespace {
 
-// Has no memory for the `at`-th opening or reading of a file from now on, nor for any later one.
+// Throws std::bad_alloc for the `at`-th open or read of a file from now on, and for all later ones.
 class PoorVfs final : public FaultVfs {
  public:
   void run_out_at(int at) { left_ = at; }
@@ -165,7 +165,7 @@ class PoorVfs final : public FaultVfs {
 
 }  // namespace
 
-// Wherever it runs out of memory, the reader shows its old commit or refuses, and another refresh() brings it on.
+// When memory runs out at any point, the reader has its old commit or fails, and a later refresh() succeeds.
 TEST(refresh_without_memory_can_be_tried_again) {
   const TableSpec spec = whole_numbers(600, 40);
   const Sandbox sandbox;
@@ -214,7 +214,7 @@ TEST(refresh_without_memory_can_be_tried_again) {
   CHECK(stayed > 0 && refused > 0);
 }
 
-// What it looks at is what changed, however large the table is.
+// refresh() replays only the changed rows, however large the table is.
 TEST(refresh_costs_what_changed) {
   for (const int64_t num_rows : {5000, 40000}) {
     const TableSpec spec = whole_numbers(num_rows, 8);
@@ -241,7 +241,7 @@ TEST(refresh_costs_what_changed) {
       reader->refresh();
       expected += changed;
       CHECK_EQ(reader->stats().indexed_records, expected);
-      CHECK_EQ(reader->stats().frames, all.size() - changed);  // the others keep theirs
+      CHECK_EQ(reader->stats().frames, all.size() - changed);  // the other rows keep their frames
       check_table_is(reader.get(), rows, "after " + std::to_string(changed));
     }
     const uint64_t epoch = reader->epoch();
@@ -250,7 +250,8 @@ TEST(refresh_costs_what_changed) {
   }
 }
 
-// A run that died takes back what it had not named: numbers of commits, segments and versions come again.
+// A run that died takes back a commit that it had not named: its numbers of commits, segments and versions are used
+// again.
 TEST(refresh_after_commits_were_taken_back) {
   const TableSpec spec = whole_numbers(400, 40);
   const Sandbox sandbox;
@@ -281,14 +282,14 @@ TEST(refresh_after_commits_were_taken_back) {
     table = Table::open(vfs, path, "t", options);
     rows = named;
     CHECK_EQ(commit(table.get(), 3.0f, all.size()), second);
-    if (more == 1) commit(table.get(), 4.0f, all.size() / 2);  // the files of the commit before are named still
+    if (more == 1) commit(table.get(), 4.0f, all.size() / 2);  // the files of the commit before are still named
     reader->refresh();
     check_table_is(reader.get(), rows, "after");
   }
 }
 
-// Going back may bring segments again that were dropped since: a record in one that stayed may be newer than theirs. Or it
-// brings none, and those that go hold rows.
+// A rewind may add segments again that were dropped since. A record in a segment that stayed may be newer than theirs.
+// Or it adds none, and the segments that are dropped have rows.
 TEST(refresh_after_going_back) {
   const TableSpec spec = whole_numbers(40, 40);
   for (const bool brings_some : {true, false}) {
@@ -321,7 +322,7 @@ TEST(refresh_after_going_back) {
   }
 }
 
-// An error half way leaves no table that answers with rows of two commits.
+// After an error half way, the table does not return rows of two commits.
 TEST(refresh_that_fails) {
   const TableSpec spec = whole_numbers(400, 40);
   const Sandbox sandbox;
@@ -358,14 +359,14 @@ TEST(refresh_that_fails) {
   CHECK_THROWS(reader->lookup(all.data(), all.size(), true, values.data()), ErrorKind::kBroken, "moving to a newer commit");
 }
 
-// A reader's listing is older than what it then opens: the writer has collected a commit meanwhile.
+// A reader lists the directory, and the writer then collects a commit before the reader opens it.
 TEST(refresh_and_opening_look_again_where_a_listed_commit_is_gone) {
   class Stale final : public FaultVfs {
    public:
     std::vector<std::string> list(const std::string& path) override {
       return stale.empty() ? FaultVfs::list(path) : std::exchange(stale, {});
     }
-    std::vector<std::string> stale;  // what the next listing says
+    std::vector<std::string> stale;  // the result of the next listing
   };
   const Sandbox sandbox;
   Stale vfs;

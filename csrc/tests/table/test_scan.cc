@@ -1,4 +1,4 @@
-// A scan reads ahead: what it meets must not depend on when, or whether, those reads end.
+// A scan reads ahead. Its rows and errors must not depend on when, or whether, these reads end.
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kRows = 3000;
 constexpr uint32_t kDim = 64;
 
-// Rows written several times over, in a log of many chunks, some of whose records are of no use any more.
+// Rows that were written several times, in a log of many chunks with some dead records.
 Rows write_rows(FaultVfs& vfs, const std::string& path, size_t more_ram = 0) {
   const TableSpec spec = whole_numbers(kRows, kDim);
   const auto table = Table::create(vfs, path, "t", spec, minimum_ram(spec, 0, true) + more_ram);
@@ -78,14 +78,14 @@ TEST(scan_is_the_same_however_long_its_reads_take) {
   vfs.heal();
 }
 
-// A read that fails once is done again by the scan itself: it meets every row or says what is wrong.
+// The scan repeats a failed read itself: it returns every row or reports the error.
 TEST(scan_meets_every_row_or_fails_whichever_read_fails) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const Rows rows = write_rows(vfs, sandbox / "t");
   const auto table = open_table(vfs, sandbox / "t", reader_ram(), false);
   const Met first = scan_all(table.get(), 500);
-  vfs.fail_at(0, 0, false);  // count anew
+  vfs.fail_at(0, 0, false);  // count again from 0
   scan_all(table.get(), 500);
   const uint64_t reads = vfs.count();
   CHECK(reads > 10);
@@ -105,7 +105,7 @@ TEST(scan_meets_every_row_or_fails_whichever_read_fails) {
   CHECK(scan_all(table.get(), 500).ids == first.ids);
 }
 
-// Reads are under way when nobody wants them any more: a scan that goes waits for them, and no file stays open behind it.
+// A scan is destroyed while reads are under way: it waits for these reads, and no file stays open.
 TEST(scan_may_be_dropped_half_way) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -118,7 +118,7 @@ TEST(scan_may_be_dropped_half_way) {
   {
     Scan scan(table.get(), {0});
     CHECK_EQ(scan.next(10, ids.data(), out), size_t{10});
-    vfs.set_fault(1, Fault::kDelay);  // what is begun from now on: chunks that it does not come to
+    vfs.set_fault(1, Fault::kDelay);  // reads that start from now on: chunks that the scan does not reach
     vfs.repeat_every(1);
     for (int i = 0; i < 12; ++i) CHECK_EQ(scan.next(10, ids.data(), out), size_t{10});
     table->close();
@@ -160,7 +160,7 @@ TEST(scan_of_several_fields_has_them_side_by_side) {
   CHECK_EQ(met, static_cast<size_t>(table->stats().stored_rows));
 }
 
-// Order and bits are the log's, wherever the rows lie.
+// Order and bits are those of the log, in RAM or not.
 TEST(scan_of_rows_in_ram_reads_no_records) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -182,7 +182,7 @@ TEST(scan_of_rows_in_ram_reads_no_records) {
     }
     check_values(rows, cold.ids, cold.values, kDim, "from RAM");
     CHECK((table->stats().log.read_bytes - warm) / 2 < cold_bytes / 4);
-    // Nothing can go wrong with what is not read, and an index that cannot be read ends the scan.
+    // Records that are not read cannot fail the scan. An index that cannot be read ends it.
     vfs.fail_at(1, EIO, true);
     CHECK_THROWS(scan_all(table.get(), 500), ErrorKind::kSystem, "");
     vfs.heal();
@@ -210,7 +210,7 @@ TEST(scan_meets_rows_once_that_leave_ram_meanwhile) {
       met.ids.insert(met.ids.end(), ids.begin(), ids.begin() + static_cast<ptrdiff_t>(n));
       met.values.insert(met.values.end(), some.begin(), some.begin() + static_cast<ptrdiff_t>(n * kDim));
       if (call == 5) table->set_ram(least);
-      if (call > 5) table->lookup(&every[call * 97 % (kRows - 40)], 40, true, values.data());  // others come, these go
+      if (call > 5) table->lookup(&every[call * 97 % (kRows - 40)], 40, true, values.data());  // these rows are evicted
     }
     CHECK(table->stats().store.evictions > 0);
     CHECK(met.ids == whole.ids);
@@ -218,7 +218,7 @@ TEST(scan_meets_rows_once_that_leave_ram_meanwhile) {
   }
 }
 
-// A reader's frames hold weights alone: what else is asked comes from the log.
+// A reader's frames have weights alone: other fields come from the log.
 TEST(scan_of_a_readers_state_comes_from_the_log) {
   TableSpec spec = whole_numbers(kRows, 5);
   spec.optimizer = {};

@@ -1,5 +1,5 @@
-// The whole engine under the smallest budgets: random operations against a map, and one test for each way in which a
-// reader of the code could make it lose a row.
+// The whole engine with the smallest budgets: random operations compared with a map, and a test for each known way to
+// lose a row.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,7 +22,7 @@ namespace {
 void random_operations(const TableSpec& spec, uint64_t seed, int rounds, size_t batch, uint64_t range) {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
-  FaultVfs vfs;  // for its speed: no sync is carried out
+  FaultVfs vfs;  // for speed: it makes no syncs
   const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, path, "t", spec, ram);
   Sampler sampler(seed);
@@ -138,7 +138,7 @@ TEST(table_records_above_half_a_mebibyte) {
   check_values(rows, ids, values, spec.dim, "reopened");
 }
 
-// New rows make a hashed directory grow and the cache shrink in the middle of an update.
+// New rows make a hashed directory grow and the cache shrink during an update.
 TEST(table_directory_grows_at_the_smallest_budget) {
   const TableSpec spec = whole_numbers(-1, 8);
   FaultVfs vfs;
@@ -195,7 +195,7 @@ TEST(table_scan_meets_every_row_while_others_look_up_and_commit) {
   for (const auto& [id, times] : seen) CHECK_EQ(times, 1);
 }
 
-// One record rots: its row says so, and training and commits go on.
+// One record is damaged: lookups of its row fail, and training and commits go on.
 TEST(table_one_damaged_record_blocks_nothing_else) {
   const TableSpec spec = whole_numbers(64, 1100);
   const Sandbox sandbox;
@@ -237,11 +237,11 @@ TEST(table_one_damaged_record_blocks_nothing_else) {
   CHECK(table->stats().compactions > 0);
   std::vector<float> out(sound.size() * spec.dim);
   table->lookup(sound.data(), sound.size(), true, out.data());
-  check_values(rows, sound, out, spec.dim, "beside damage");
+  check_values(rows, sound, out, spec.dim, "next to damage");
   CHECK_THROWS(table->get(&damaged, 1, 0, values.data()), ErrorKind::kCorruption, "fails its checksum");
 }
 
-// A run's table after its process died: leftovers of the dead session neither stop nor confuse it.
+// A run's table after its process died: the files of the dead session do no harm.
 TEST(table_of_a_run_goes_on_after_a_crash) {
   TableSpec spec = whole_numbers(64, 1100);
   spec.belongs_to_run = true;
@@ -258,7 +258,7 @@ TEST(table_of_a_run_goes_on_after_a_crash) {
   const uint64_t epoch = table->commit(std::nullopt, "");
   table->set_pinned_epochs({epoch}, {});
   for (int step = 0; step < 5; ++step) update(table.get(), all, ones);
-  table->commit(std::nullopt, "");  // durable, but the run never came to name it
+  table->commit(std::nullopt, "");  // durable, but the run did not name it
   for (int step = 0; step < 5; ++step) update(table.get(), all, ones);
   vfs.fail_at(1, EIO, true);  // dead
   table.reset();
@@ -278,7 +278,7 @@ TEST(table_of_a_run_goes_on_after_a_crash) {
   }
 }
 
-// A forked child that lets go of its parent's table must not touch the parent's files.
+// A forked child that destroys its parent's table must not touch the parent's files.
 TEST(table_in_a_forked_child_touches_nothing) {
   const TableSpec spec = whole_numbers(64, 1100);
   const Sandbox sandbox;
@@ -317,7 +317,7 @@ TEST(table_in_a_forked_child_touches_nothing) {
   check_table_is(table.get(), rows, "after a child has gone");
 }
 
-// A damaged snapshot is refused, and the newest commit stays what it was.
+// Rewinding to a damaged snapshot fails and leaves the newest commit unchanged.
 TEST(table_rewind_to_a_damaged_snapshot_loses_nothing) {
   const TableSpec spec = whole_numbers(64, 1100);
   const Sandbox sandbox;
@@ -350,7 +350,7 @@ TEST(table_odd_sizes_are_refused_or_right) {
   TableSpec wide = whole_numbers(10, 1u << 30);
   wide.optimizer.kind = OptimizerKind::kRowwiseAdagrad;
   CHECK_THROWS((void)Table::create(vfs, "", "t", wide, 0), ErrorKind::kInvalid, "1 GiB");
-  // 5 bytes a row of so many rows is 2^64 + 4: the directory must not come out tiny.
+  // 5 bytes per row of so many rows is 2^64 + 4: the directory size must not wrap around.
   const int64_t many = 3689348814741910324;
   const auto table = Table::create(vfs, sandbox / "t", "t", whole_numbers(many, 4), 64u << 20);
   update(table.get(), {many - 1, 0, many / 2}, {1, 2, 3});
@@ -361,7 +361,7 @@ TEST(table_odd_sizes_are_refused_or_right) {
   CHECK_THROWS(update(table.get(), {-1}, {1}), ErrorKind::kIndex, "is outside");
 }
 
-// Any number of threads, one call at a time inside; ThreadSanitizer's build watches.
+// Several threads, one call at a time inside; the build with ThreadSanitizer checks for races.
 TEST(table_calls_from_several_threads) {
   const TableSpec spec = whole_numbers(600, 32);
   FaultVfs vfs;
@@ -374,7 +374,7 @@ TEST(table_calls_from_several_threads) {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       Sampler sampler(static_cast<uint64_t>(t));
-      // Each thread owns every fourth row: it alone knows their values.
+      // Each thread owns every fourth row, so it knows their values.
       Rows rows;
       std::vector<float> values(64 * spec.dim);
       for (int step = 0; step < kSteps; ++step) {

@@ -1,4 +1,4 @@
-// Batches that are kept while other operations move rows: what one remembers of places must never be believed too long.
+// Batches that are kept while other operations move rows: a batch must not use an outdated placement.
 #include <algorithm>
 
 #include "base/workers.h"
@@ -17,7 +17,7 @@ struct Kept {
   Batch batch;
 };
 
-// `sized_for`: stored rows for which the smallest budget is taken; `range`: how many there may be.
+// `sized_for`: the stored rows that the smallest budget is for. `range`: the number of rows of the table.
 void random_batches(const TableSpec& spec, uint64_t seed, size_t frames, size_t most_ids, uint64_t sized_for,
                     uint64_t range) {
   const Sandbox sandbox;
@@ -56,7 +56,7 @@ void random_batches(const TableSpec& spec, uint64_t seed, size_t frames, size_t 
       evictions += table->stats().store.evictions;
       table->set_ram(std::max(ram, minimum_ram(spec, rows.size(), true)));
       table->commit(std::nullopt, "kept" + std::to_string(round));
-      table->rewind("kept" + std::to_string(round), std::nullopt);  // nothing but new places
+      table->rewind("kept" + std::to_string(round), std::nullopt);  // only the places change
     } else if (what == 27) {
       table->set_ram(ram + sampler.bits() % (frames * 200));
     } else if (what == 28) {
@@ -100,7 +100,7 @@ TEST(table_batches_count_a_row_once_a_step) {
   }
 }
 
-// Without a log the first batch of a step is counted without a note at its frames; the others share rows with it.
+// Without a log the first batch of a step is counted without touching its frames. The others share rows with it.
 TEST(table_lookups_of_one_step_count_a_shared_row_once) {
   FaultVfs vfs;
   const auto table = Table::create(vfs, "", "t", whole_numbers(100, 4), 0);
@@ -122,13 +122,13 @@ TEST(table_lookups_of_one_step_count_a_shared_row_once) {
   CHECK_EQ(counted(), before + 4);
   before = counted();
   table->lookup(a, true, values.data());
-  table->lookup(second.data(), 3, true, values.data());  // of ids that were not deduped
+  table->lookup(second.data(), 3, true, values.data());  // a lookup by ids, without a Batch
   CHECK_EQ(counted(), before + 4);
   update(table.get(), second, ones);
   CHECK_EQ(counted(), before + 4);
 }
 
-// A row that staging brought in was counted then, even where the cache holds every row.
+// A staged row is counted when it is staged, even if the cache has every row.
 TEST(table_batches_count_a_staged_row_once) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -149,7 +149,7 @@ TEST(table_batches_count_a_staged_row_once) {
   CHECK_EQ(stats.store.misses, 3u);
 }
 
-// To wake a thread takes longer than all there is to do.
+// Waking a thread takes longer than the whole work.
 TEST(batch_of_64_ids_wakes_no_thread) {
   FaultVfs vfs;
   const size_t threads = num_threads();

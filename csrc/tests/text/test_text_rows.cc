@@ -1,4 +1,4 @@
-// Rows as text and as word2vec's records: every float32 comes back, and what is doubtful is refused, not guessed.
+// Rows as text and as word2vec's records: every float32 is read back, and doubtful input is refused.
 #include "text/text_rows.h"
 
 #include <bit>
@@ -127,7 +127,7 @@ TEST(doubtful_lines_are_refused_and_the_others_taken) {
   CHECK(refused == wanted);
   CHECK(same_bits({out[0], out[1], out[2], out[3], out[28], out[29], out[32], out[33]},
                   {1.0f, 2.0f, 1.0f, 2.0f, -0.0005f, 5.0f, 3.0f, 4.0f}));
-  // Not past a line's end, where the next one's digits stand, and not past the text's.
+  // The parser must not read past the end of a line, into the digits of the next one, or past the text.
   const std::string digits = "12345678";
   const int64_t begins[] = {0, 3}, ends[] = {3, 5};
   out.assign(2, 0.0f);
@@ -212,7 +212,7 @@ TEST(bytes_of_any_kind_are_split_parsed_or_refused) {
   Sampler sampler(4);
   const std::string kinds = "0123456789 \n\t\r.e+-xninf\xff";
   for (int round = 0; round < 4'000; ++round) {
-    // On the heap and exactly as long as it is: a sanitizer sees a read behind it.
+    // On the heap, with the exact length, so that a sanitizer detects a read past its end.
     std::vector<char> bytes(sampler.bits() % 60);
     for (char& c : bytes) {
       c = round % 2 == 0 ? static_cast<char>(sampler.bits()) : kinds[sampler.bits() % kinds.size()];

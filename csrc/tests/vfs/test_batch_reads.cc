@@ -1,5 +1,5 @@
-// Reads in batches, by threads and by io_uring: each is carried out once, lands in memory of its own, and nothing of
-// the source is touched once the stream has gone.
+// Reads in batches, by threads and by io_uring: each read is made once, into its own memory, and the source is not used
+// after the stream is destroyed.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -55,7 +55,7 @@ class FakeFile final : public vfs::File {
   std::atomic<int> most_{0};
 };
 
-// The same bytes in a file that the kernel knows; counts the reads that do not go through its descriptor.
+// The same bytes in a real file; counts the reads that do not use its descriptor.
 class RealFile final : public vfs::File {
  public:
   explicit RealFile(uint64_t bytes) {
@@ -88,7 +88,7 @@ class RealFile final : public vfs::File {
   int fd_;
 };
 
-// A queue that several threads may feed.
+// A queue that several threads may add to.
 class Queue final : public vfs::ReadSource {
  public:
   explicit Queue(vfs::File& file) : files_{&file} {}
@@ -153,7 +153,7 @@ vfs::ReadLane lane_of(size_t num_slices) {
   return lane;
 }
 
-// Streams made while it lives use io_uring; false where there is none.
+// During its lifetime new streams use io_uring; false where there is none.
 class UringOnly {
  public:
   UringOnly() {
@@ -213,10 +213,10 @@ TEST(batch_reads_are_over_when_meanwhile_throws) {
   }
   CHECK(caught);
   queue->check(300);
-  queue.reset();  // readers that come late must not ask it
+  queue.reset();  // late readers must not use it
 }
 
-// Waits until `count` reads were done; by then the readers alone must have done them.
+// Waits until `count` reads are done, by the readers alone.
 void wait_for(Queue& queue, uint64_t count) {
   for (int wait = 0; wait < 4000 && queue.num_done() < count; ++wait) {
     std::this_thread::sleep_for(std::chrono::microseconds(500));
@@ -224,7 +224,7 @@ void wait_for(Queue& queue, uint64_t count) {
   queue.check(count);
 }
 
-// Batches fed one after another while others are read, and nobody who finishes them but the readers.
+// Batches are added while others are read, and only the readers finish them.
 TEST(batch_reads_a_queue_is_read_to_its_end) {
   for (const size_t slices : {1, 3, 64}) {
     auto lane = lane_of(slices);
@@ -242,7 +242,7 @@ TEST(batch_reads_a_queue_is_read_to_its_end) {
   }
 }
 
-// A batch that comes just as the last reader was told that there is nothing.
+// A batch is added just after the last reader found the queue empty.
 TEST(batch_reads_none_is_left_behind) {
   auto lane = lane_of(1);
   FakeFile file;
@@ -259,7 +259,7 @@ TEST(batch_reads_none_is_left_behind) {
   wait_for(queue, 25);
 }
 
-// Readers that find a thread only after the stream has gone ask its source for nothing.
+// Readers that get a thread only after the stream is destroyed do not use its source.
 TEST(batch_reads_late_readers_leave_the_source_alone) {
   std::mutex mutex;
   std::condition_variable changed;
@@ -291,7 +291,7 @@ TEST(batch_reads_late_readers_leave_the_source_alone) {
     changed.notify_all();
     changed.wait(lock, [&] { return running == 0; });
   }
-  std::atomic<int> passed{0};  // every reader that was invited before these has come and gone
+  std::atomic<int> passed{0};  // every reader that was queued before these has ended
   const auto pass = [&] { ++passed; };
   io_pool().submit(pass, kIoThreads);
   while (passed < static_cast<int>(kIoThreads)) std::this_thread::yield();
@@ -327,7 +327,7 @@ TEST(batch_reads_through_the_ring) {
   }
 }
 
-// Reads that come back short, or fail, are done again the plain way, and that says what there is to say.
+// Short and failed reads are repeated with plain reads, which report the error.
 TEST(batch_reads_the_ring_leaves_errors_to_the_file) {
   const UringOnly uring;
   if (!uring) return;
@@ -350,7 +350,7 @@ TEST(batch_reads_the_ring_leaves_errors_to_the_file) {
   CHECK_EQ(closed.plain.load(), 200);
 }
 
-// A file without a descriptor among those with one: threads take over, and nothing is read twice or forgotten.
+// A file without a descriptor among files with one: threads read it, and no read is made twice or lost.
 TEST(batch_reads_threads_take_over_from_the_ring) {
   const UringOnly uring;
   if (!uring) return;
@@ -396,7 +396,7 @@ TEST(batch_reads_backends_have_names) {
 
 namespace {
 
-// One read; counts the calls that are under way once its stream is gone.
+// One read; counts the calls that are under way after its stream is destroyed.
 class Mortal final : public vfs::ReadSource {
  public:
   explicit Mortal(vfs::File* file) : file_(file) {}
@@ -428,7 +428,7 @@ TEST(batch_reads_a_late_reader_meets_no_source_that_is_gone) {
   lane.resize(kSlice, 64);
   vfs::set_io("threads");
   std::vector<std::unique_ptr<Mortal>> sources;
-  // Time for a reader to come between the end of the reads and that of the stream.
+  // Time for a reader to start between the end of the reads and that of the stream.
   arm_failpoint("reads.finished", 0, FailpointAction::kDelay, 1e-3);
   for (int round = 0; round < 60; ++round) {
     sources.push_back(std::make_unique<Mortal>(&file));

@@ -1,5 +1,5 @@
-// Fail every operation in turn: whatever an error interrupts, what was acknowledged is there afterwards, bit for bit,
-// and a call that failed changed nothing.
+// Fails every operation in turn. After any error, acknowledged changes are there bit for bit, and a failed call has
+// changed nothing.
 #include <algorithm>
 #include <optional>
 
@@ -14,13 +14,13 @@ using namespace bunkbed::test;
 namespace {
 
 constexpr int64_t kRows = 64;
-constexpr uint32_t kDim = 1100;  // records above 4 KiB: few of them fill chunks and segments
+constexpr uint32_t kDim = 1100;  // records above 4 KiB: few records fill chunks and segments
 
 TableSpec spec() { return whole_numbers(kRows, kDim); }
 size_t smallest_ram() { return minimum_ram(spec(), 0, true); }
 
-// Updates with evictions, commits, a snapshot, compaction, a rewind. Each step may fail; `now` and `commits` say what
-// the table must hold.
+// Updates with evictions, commits, a snapshot, compaction, a rewind. Each step may fail. `now` and `commits` have the
+// expected rows.
 class Scenario {
  public:
   Scenario(vfs::Vfs& vfs, const std::string& path) : vfs_(vfs), path_(path) {}
@@ -71,7 +71,7 @@ class Scenario {
     }
   }
 
-  // After a failed step: was it a rewind that came to its end?
+  // Whether the failed step was a rewind that took effect.
   bool is_rewound(int step) {
     if (kinds()[step] != 'r') return false;
     try {
@@ -110,7 +110,7 @@ class Scenario {
   std::optional<Rows> in_flight_;
 };
 
-// Opens the table as a new process would. Whichever of the two states it holds is returned.
+// Opens the table as a new process would. Returns which of the two states it has.
 Rows check_recovered(const std::string& path, const Rows& last, const std::optional<Rows>& in_flight, const std::string& when) {
   const auto problems = check_table(vfs::posix(), path);
   if (!problems.empty()) fail(__FILE__, __LINE__, when + ": " + problems.front());
@@ -130,7 +130,7 @@ uint64_t operations(bool count_reads) {
   FaultVfs vfs;
   vfs.count_reads(count_reads);
   Scenario scenario(vfs, sandbox / "t");
-  uint64_t evictions = 0, compactions = 0;  // of the stretches between rewinds, which begin the counts anew
+  uint64_t evictions = 0, compactions = 0;  // sums over the parts between rewinds, which reset the counts
   for (int step = 0; step < Scenario::kSteps; ++step) {
     scenario.run(step);
     evictions = std::max(evictions, scenario.table()->stats().store.evictions);
@@ -155,7 +155,7 @@ void die_at(uint64_t k, bool count_reads) {
     try {
       scenario.run(step);
     } catch (const Error&) {
-      if (step == 0) return;  // no table was made, and nobody was told that one was
+      if (step == 0) return;  // no table was made, and create() reported that
       break;
     }
   }
@@ -163,7 +163,7 @@ void die_at(uint64_t k, bool count_reads) {
   check_recovered(path, scenario.last(), scenario.in_flight(), when);
 }
 
-// One failure, then all is well again: the table goes on, or says that it must be reopened and then holds a commit.
+// One failure: afterwards the table works, or reports that it must be reopened and then has a commit.
 void stumble_at(uint64_t k, int error_number, bool count_reads) {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
@@ -181,18 +181,18 @@ void stumble_at(uint64_t k, int error_number, bool count_reads) {
       } catch (const Error& error) {
         if (step == 0) {
           if (error.kind() == ErrorKind::kExists) {
-            scenario.reopen();  // it failed after it was made
+            scenario.reopen();  // create() failed after the table was made
             break;
           }
           continue;
         }
-        if (error.kind() == ErrorKind::kInvalid && scenario.is_drop(step)) break;  // the failed one had done it
-        // Only the cleaning up behind a rewind that is done may have failed; otherwise nothing was changed.
+        if (error.kind() == ErrorKind::kInvalid && scenario.is_drop(step)) break;  // the failed drop had taken effect
+        // Either only the clean-up after a completed rewind failed, or nothing was changed.
         if (scenario.is_rewound(step)) break;
         if (error.kind() != ErrorKind::kReadOnly && error.kind() != ErrorKind::kBroken) {
           try {
             check_table_is(scenario.table(), scenario.now(), when, false);
-            continue;  // nothing was changed; once more
+            continue;  // nothing was changed; try again
           } catch (const Error& second) {
             if (second.kind() != ErrorKind::kReadOnly && second.kind() != ErrorKind::kBroken) throw;
           }
@@ -200,11 +200,11 @@ void stumble_at(uint64_t k, int error_number, bool count_reads) {
         scenario.close();
         scenario.went_back_to(check_recovered(path, scenario.last(), scenario.in_flight(), when));
         scenario.reopen();
-        // Committed, rewound or not: doing it again is right either way.
+        // Repeating the step is right in both cases.
       }
     }
   }
-  vfs.heal();  // compaction beside the calls takes more operations one time than another: this one may be still to come
+  vfs.heal();  // the number of operations of background compaction varies, so the failure may still be due
   check_table_is(scenario.table(), scenario.now(), when + ", at the end");
   scenario.table()->commit("{\"end\":1}", "");
   scenario.close();

@@ -73,7 +73,7 @@ TEST(cached_files_are_open_while_used_and_few_at_once) {
   for (std::thread& thread : threads) thread.join();
   CHECK_EQ(failures.load(), 0);
   CHECK_EQ(files.num_open(), kMost);
-  // The most recently used ones are those that are open.
+  // The most recently used files are open.
   for (size_t i = 0; i < kMost; ++i) check_reads(files.all[3 * i].get(), 3 * i);
   for (size_t i = 0; i < kMost; ++i) CHECK(files.all[3 * i]->is_open());
 }
@@ -115,7 +115,7 @@ TEST(cached_files_refuse_another_file_in_their_place) {
   check_reads(files.all[1].get(), 1);
 }
 
-// Reads of more files than may be open are in flight at once, by both kinds of I/O.
+// Concurrent reads of more files than may be open, by both kinds of I/O.
 TEST(cached_files_are_held_by_reads_in_flight) {
   const FewDescriptors few(kMost);
   Files files;
