@@ -22,6 +22,8 @@
 #define EXCLUDES(...) BUNKBED_ATTRIBUTE(locks_excluded(__VA_ARGS__))
 #define ACQUIRE(...) BUNKBED_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define RELEASE(...) BUNKBED_ATTRIBUTE(release_capability(__VA_ARGS__))
+// Of a function that returns the guard of a lock. The analysis does not follow a guard that is moved.
+#define RETURNS_LOCKED(...) ACQUIRE(__VA_ARGS__) NO_THREAD_SAFETY_ANALYSIS
 // For a body that the analysis cannot follow; say why.
 #define NO_THREAD_SAFETY_ANALYSIS BUNKBED_ATTRIBUTE(no_thread_safety_analysis)
 

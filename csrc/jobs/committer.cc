@@ -57,7 +57,7 @@ void Committer::publish(Manifest manifest) {
 // Step 1. Returns null, with `pending` over, when there is nothing to make durable.
 std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::string>& meta, const std::string& keep,
                                                       std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
-  const auto guard = device_.lock_written_back([this] {
+  const auto guard = device_.lock_written_back([this]() NO_THREAD_SAFETY_ANALYSIS {
     if (table_.options.disk_bytes != 0) return table_.lock.exclusive();
     auto work = table_.lock.work();
     table_.lock.wait_for_commit(work);
@@ -88,6 +88,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
   failpoint("commit.begin");
   Log* const log = table_.store->log();
   const uint64_t epoch = log->epoch();
+  job->log = log;
   table_.store->freeze();
   try {
     job->manifest = manifest_now(epoch);
@@ -114,8 +115,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
 
 // Repeats `work` under the lock until it returns false. Waits for free buffers of the log without the lock.
 template <typename Work>
-void Committer::in_slices(const Work& work) {
-  Log* const log = table_.store->log();
+void Committer::in_slices(Log* log, const Work& work) {
   for (;;) {
     uint64_t seen;
     {
@@ -132,10 +132,10 @@ void Committer::in_slices(const Work& work) {
 
 // Steps 2 to 4.
 void Committer::make_durable(Job* job) {
-  Log* const log = table_.store->log();
+  Log* const log = job->log;
   Manifest& manifest = job->manifest;
   failpoint("commit.frozen");
-  in_slices([this] { return table_.store->write_frozen(kSliceBytes); });
+  in_slices(log, [this]() REQUIRES(table_.lock) { return table_.store->write_frozen(kSliceBytes); });
   failpoint("commit.flushed");
   {
     const auto guard = table_.lock.slice();

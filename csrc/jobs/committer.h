@@ -62,14 +62,15 @@ class Committer {
 
   // ---- All below require the lock of exclusive().
   // Writes a manifest that needs no records of its own, and makes it the last commit.
-  void publish(Manifest manifest);
+  void publish(Manifest manifest) REQUIRES(table_.lock);
   // Joins the thread of the last commit.
-  void join();
+  void join() REQUIRES(table_.lock);
 
  private:
   // A commit under way: its manifest, and the facts that undoing it needs.
   struct Job {
     Manifest manifest;
+    Log* log = nullptr;  // of the store, which stays until the commit is over
     bool was_changed = false;
     bool has_index_snapshot = false;  // the manifest names a new index snapshot
     std::shared_ptr<PendingCommit> pending = std::make_shared<PendingCommit>();
@@ -77,11 +78,11 @@ class Committer {
   // manifest_now() requires the lock. The others take it.
   std::unique_ptr<Job> prepare(const std::optional<std::string>& meta, const std::string& keep,
                                std::shared_ptr<PendingCommit>* pending, bool even_if_same = false);
-  Manifest manifest_now(uint64_t epoch) const;
+  Manifest manifest_now(uint64_t epoch) const REQUIRES(table_.lock);
   void run(Job* job);
   void make_durable(Job* job);
   template <typename Work>
-  void in_slices(const Work& work);
+  void in_slices(Log* log, const Work& work);
   void give_up(Job* job, const std::exception_ptr& error);
   void tidy_up();
   void end();
@@ -93,8 +94,8 @@ class Committer {
   IndexSnapshots& index_;
   CompactionJob& compaction_;
   RamSnapshots& ram_;
-  std::unique_ptr<std::thread> thread_;        // of the last begin_commit(); does not use the table after that commit
-  std::shared_ptr<PendingCommit> last_commit_;  // of the last begin_commit()
+  std::unique_ptr<std::thread> thread_ GUARDED_BY(table_.lock);        // of the last begin_commit(); does not use the table after that commit
+  std::shared_ptr<PendingCommit> last_commit_ GUARDED_BY(table_.lock);  // of the last begin_commit()
 };
 
 }  // namespace bunkbed

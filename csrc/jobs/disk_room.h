@@ -30,25 +30,25 @@ class DiskRoom {
 
   // ---- Calls; they take the lock.
   // Returns the lock of exclusive(kMayRun) after the checks of a call that sets these rows.
-  TableLock::Guard lock_for(const int64_t* ids, size_t n);
+  TableLock::Guard lock_for(const int64_t* ids, size_t n) RETURNS_LOCKED(table_.lock);
   // Returns the lock of exclusive(), with room for a device cache to write back so many rows.
-  TableLock::Guard lock_for_device_cache(size_t rows);
+  TableLock::Guard lock_for_device_cache(size_t rows) RETURNS_LOCKED(table_.lock);
   void make_room(const int64_t* ids, size_t n);
 
   // ---- All below require the lock.
-  bool has_room_for(const int64_t* ids, size_t n);
+  bool has_room_for(const int64_t* ids, size_t n) REQUIRES(table_.lock);
   // For opening: throws when the files of the last commit cannot be packed within the limit, or leave too little of it.
-  void require_limit();
+  void require_limit() REQUIRES(table_.lock);
   // Returns `plan`, with the buffer sizes of the present plan when its own would need more disk than the limit.
-  MemoryPlan within_limit(const MemoryPlan& plan) const;
+  MemoryPlan within_limit(const MemoryPlan& plan) const REQUIRES(table_.lock);
   // Before a commit begins: packs, or throws when the commit may not be made. Requires the lock of exclusive().
-  void make_commit_fit(const std::string& meta, const std::string& keep);
+  void make_commit_fit(const std::string& meta, const std::string& keep) REQUIRES(table_.lock);
 
  private:
-  DiskBudget& disk() const { return table_.store->disk(); }
-  std::optional<MemoryPlan> plan_with_smaller_chunks(uint64_t rows) const;
-  bool shrink_chunks(uint64_t rows);                        // requires the lock of exclusive()
-  void make_room_for_stored(const int64_t* ids, size_t n);  // the same
+  DiskBudget& disk() const REQUIRES(table_.lock) { return table_.store->disk(); }
+  std::optional<MemoryPlan> plan_with_smaller_chunks(uint64_t rows) const REQUIRES(table_.lock);
+  bool shrink_chunks(uint64_t rows) REQUIRES(table_.lock);                        // requires the lock of exclusive()
+  void make_room_for_stored(const int64_t* ids, size_t n) REQUIRES(table_.lock);  // the same
 
   TableState& table_;
   DeviceLink& device_;

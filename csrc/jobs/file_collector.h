@@ -21,26 +21,26 @@ class FileCollector {
   FileCollector& operator=(const FileCollector&) = delete;
 
   // Pins the epochs that the manifests of a run name. `kept`: those of its snapshots. Requires the lock.
-  void set_pinned(std::set<uint64_t> epochs, std::set<uint64_t> kept);
-  bool is_pinned(uint64_t epoch) const { return pinned_.contains(epoch); }
+  void set_pinned(std::set<uint64_t> epochs, std::set<uint64_t> kept) REQUIRES(table_.lock);
+  bool is_pinned(uint64_t epoch) const REQUIRES(table_.lock) { return pinned_.contains(epoch); }
 
   // Requires the lock.
-  void collect(size_t newest = kNewest);
+  void collect(size_t newest = kNewest) REQUIRES(table_.lock);
   // The same, ignoring errors: the next collection tries again.
-  void try_collect();
+  void try_collect() REQUIRES(table_.lock);
   // The same in slices that take the lock; files are removed without it, as that is slow. Requires is_committing().
   void collect_in_slices(size_t newest = kNewest);
   // For closing, without a store: removes segments that no commit names. Requires the lock of exclusive().
-  void collect_leftovers();
+  void collect_leftovers() REQUIRES(table_.lock);
 
  private:
-  std::set<uint64_t> pinned_now() const;
-  Manifests::Spared spared(size_t newest) const;
+  std::set<uint64_t> pinned_now() const REQUIRES(table_.lock);
+  Manifests::Spared spared(size_t newest) const REQUIRES(table_.lock);
 
   TableState& table_;
   IndexSnapshots& index_;
-  std::set<uint64_t> pinned_;
-  std::set<uint64_t> kept_;  // a subset of pinned_
+  std::set<uint64_t> pinned_ GUARDED_BY(table_.lock);
+  std::set<uint64_t> kept_ GUARDED_BY(table_.lock);  // a subset of pinned_
 };
 
 }  // namespace bunkbed

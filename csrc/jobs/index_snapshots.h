@@ -51,37 +51,37 @@ class IndexSnapshots {
   // ---- All below require the lock.
 
   // Fills the directory of a new store from the files that `manifest` names. `scratch_bytes`: memory that it may use.
-  void load(const Manifest& manifest, size_t scratch_bytes);
+  void load(const Manifest& manifest, size_t scratch_bytes) REQUIRES(table_.lock);
   // Before the store is destroyed: a walk under way ends at its next part, and its file is not used.
-  void forget_store();
+  void forget_store() REQUIRES(table_.lock);
   // The snapshot that the next commit will name, if one is ready.
   const std::optional<CheckpointEntry>& ready() const { return ready_; }
   // Called when a commit that names the ready snapshot is durable.
-  void committed_ready();
+  void committed_ready() REQUIRES(table_.lock);
   // Numbers of files that no commit names yet and that must stay.
-  std::set<uint64_t> numbers_in_use() const;
-  uint64_t next_number() const { return next_number_; }
+  std::set<uint64_t> numbers_in_use() const REQUIRES(table_.lock);
+  uint64_t next_number() const REQUIRES(table_.lock) { return next_number_; }
   // Reports the bytes of snapshots that no commit names to the disk budget.
-  void count_bytes();
+  void count_bytes() REQUIRES(table_.lock);
 
  private:
   struct Walk;
-  uint64_t records_to_replay() const;
-  bool is_worth_closing_with() const;
+  uint64_t records_to_replay() const REQUIRES(table_.lock);
+  bool is_worth_closing_with() const REQUIRES(table_.lock);
   void take();                                       // takes the lock
   std::optional<CheckpointEntry> write(Walk* walk);  // takes the lock
 
   TableState& table_;
   const DeviceLink& device_;
-  std::unique_ptr<std::thread> thread_;
+  std::unique_ptr<std::thread> thread_ GUARDED_BY(table_.lock);
   std::atomic<bool> stop_{false};
-  uint64_t store_number_ = 0;  // changes when another store replaces the present one
-  bool is_under_way_ = false;
-  uint64_t number_ = 0;        // of the snapshot under way
+  uint64_t store_number_ GUARDED_BY(table_.lock) = 0;  // changes when another store replaces the present one
+  bool is_under_way_ GUARDED_BY(table_.lock) = false;
+  uint64_t number_ GUARDED_BY(table_.lock) = 0;        // of the snapshot under way
   uint64_t next_number_ = 1;
   std::optional<CheckpointEntry> ready_;  // durable, and named by no commit yet
-  uint64_t ready_epoch_ = 0;
-  uint64_t replay_epoch_ = 0;  // of the snapshot that the last commit names; 0: none
+  uint64_t ready_epoch_ GUARDED_BY(table_.lock) = 0;
+  uint64_t replay_epoch_ GUARDED_BY(table_.lock) = 0;  // of the snapshot that the last commit names; 0: none
 };
 
 }  // namespace bunkbed

@@ -166,7 +166,7 @@ bool Prefetcher::wait_while(TableLock::Guard& guard, const AnyLoading& any_loadi
 }
 
 bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size_t n) {
-  return wait_while(guard, [&] {
+  return wait_while(guard, [&]() REQUIRES(table_.lock) {
     Entry entries[kBlockIds];
     for (size_t begin = 0; begin < n; begin += kBlockIds) {
       const size_t count = std::min(kBlockIds, n - begin);
@@ -180,11 +180,11 @@ bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size
 }
 
 bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const Batch& batch) {
-  return wait_while(guard, [&] {
+  return wait_while(guard, [&]() REQUIRES(table_.lock) {
     table_.store->locate(batch);
     const ArrayVector<uint32_t>& frames = batch.placement().frames;
     return std::any_of(frames.begin(), frames.end(),
-                       [this](uint32_t frame) { return frame != kNoFrame && table_.store->is_loading(frame); });
+                       [this](uint32_t frame) REQUIRES(table_.lock) { return frame != kNoFrame && table_.store->is_loading(frame); });
   });
 }
 

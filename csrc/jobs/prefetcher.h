@@ -37,25 +37,25 @@ class Prefetcher {
 
   // ---- All below require the lock.
   // Waits until none of these rows is being read. Returns whether it waited and so released the lock.
-  bool wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size_t n);
+  bool wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size_t n) REQUIRES(table_.lock);
   // The same for the rows of a batch. When staging is under way, locates them.
-  bool wait_for_rows(TableLock::Guard& guard, const Batch& batch);
+  bool wait_for_rows(TableLock::Guard& guard, const Batch& batch) REQUIRES(table_.lock);
   // Forgets the batches, and destroys the queue with the memory that it reads into. No batch may be staging.
-  void reset();
+  void reset() REQUIRES(table_.lock);
   // The same for the queue alone, before the log's buffers change.
-  void reset_queue() { queue_.reset(); }
-  uint32_t depth() const { return ahead_.depth; }
+  void reset_queue() REQUIRES(table_.lock) { queue_.reset(); }
+  uint32_t depth() const REQUIRES(table_.lock) { return ahead_.depth; }
 
  private:
   // These require the lock, too.
-  void stage_ahead();
+  void stage_ahead() REQUIRES(table_.lock);
   template <typename AnyLoading>
-  bool wait_while(TableLock::Guard& guard, const AnyLoading& any_loading);
-  size_t stage_rows(const int64_t* rows, size_t n, uint32_t batch);
+  bool wait_while(TableLock::Guard& guard, const AnyLoading& any_loading) REQUIRES(table_.lock);
+  size_t stage_rows(const int64_t* rows, size_t n, uint32_t batch) REQUIRES(table_.lock);
 
   TableState& table_;
   CompactionJob& compaction_;
-  std::unique_ptr<StagingQueue> queue_;  // made when first needed; destroyed before the store that it reads into
+  std::unique_ptr<StagingQueue> queue_ GUARDED_BY(table_.lock);  // made when first needed; destroyed before the store that it reads into
   // How far the window has been staged, and the times that choose the depth.
   struct Ahead {
     uint32_t current = 0;  // the batch that the caller works on
@@ -67,7 +67,7 @@ class Prefetcher {
     double step_s = 0.0;    // average of a step, without waits
     double reads_s = 0.0;   // average of the reads of a batch
     uint32_t wished_depth() const;
-  } ahead_;
+  } ahead_ GUARDED_BY(table_.lock);
   const std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();
 };
 

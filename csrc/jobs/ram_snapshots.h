@@ -28,16 +28,16 @@ class RamSnapshots {
   RamSnapshots& operator=(const RamSnapshots&) = delete;
 
   // All require the lock.
-  std::vector<Manifests::Snapshot> list() const;
+  std::vector<Manifests::Snapshot> list() const REQUIRES(table_.lock);
   // Copies the present state under a name. Replaces an earlier copy of that name.
-  void keep(const std::string& name);
+  void keep(const std::string& name) REQUIRES(table_.lock);
   // Both throw Error(kInvalid) when there is no such copy.
-  void drop(const std::string& name);
-  const RamSnapshot& find(const std::string& name, std::optional<uint64_t> epoch) const;
+  void drop(const std::string& name) REQUIRES(table_.lock);
+  const RamSnapshot& find(const std::string& name, std::optional<uint64_t> epoch) const REQUIRES(table_.lock);
 
  private:
   TableState& table_;
-  std::vector<RamSnapshot> snapshots_;
+  std::vector<RamSnapshot> snapshots_ GUARDED_BY(table_.lock);
 };
 
 }  // namespace bunkbed

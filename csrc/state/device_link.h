@@ -19,47 +19,49 @@ class DeviceLink {
   DeviceLink(const DeviceLink&) = delete;
   DeviceLink& operator=(const DeviceLink&) = delete;
 
-  bool is_attached() const { return is_attached_; }
+  bool is_attached() const REQUIRES(table_.lock) { return is_attached_; }
   // `write_back` is called without the lock. When it returns, the table has every row that the cache held.
-  void attach(std::shared_ptr<Holder> cache, std::function<void()> write_back);
+  void attach(std::shared_ptr<Holder> cache, std::function<void()> write_back) REQUIRES(table_.lock);
   // Swaps out what attach() took. The caller destroys it without the lock, because it may refer to this table.
-  void detach(std::shared_ptr<Holder>* cache, std::function<void()>* write_back);
+  void detach(std::shared_ptr<Holder>* cache, std::function<void()>* write_back) REQUIRES(table_.lock);
 
-  size_t num_held() const { return cache_->num_held(); }
+  size_t num_held() const REQUIRES(table_.lock) { return cache_->num_held(); }
   // The most rows that the cache can hold.
-  size_t max_rows() const;
+  size_t max_rows() const REQUIRES(table_.lock);
   // Whether the cache holds all these rows, so that records of these rows are a write-back.
-  bool is_write_back(const int64_t* ids, size_t n) const { return is_attached_ && cache_->first_not_held(ids, n) == n; }
+  bool is_write_back(const int64_t* ids, size_t n) const REQUIRES(table_.lock) {
+    return is_attached_ && cache_->first_not_held(ids, n) == n;
+  }
   // The same, and disk is reserved for these rows: attach() reserves it for as many rows as the cache has frames.
-  bool are_reserved(const int64_t* ids, size_t n) const {
+  bool are_reserved(const int64_t* ids, size_t n) const REQUIRES(table_.lock) {
     return cache_->num_held() <= cache_->max_held() && is_write_back(ids, n);
   }
-  bool is_held(int64_t id) const { return cache_->first_held(&id, 1) == 0; }
+  bool is_held(int64_t id) const REQUIRES(table_.lock) { return cache_->first_held(&id, 1) == 0; }
   // Reports to the cache that the table has the records of these rows.
-  void arrived(const int64_t* ids, size_t n) { cache_->arrived(ids, n); }
+  void arrived(const int64_t* ids, size_t n) REQUIRES(table_.lock) { cache_->arrived(ids, n); }
 
   // Makes the cache write back and takes the lock with `take`, until the cache holds no row under the lock.
-  TableLock::Guard lock_written_back(const std::function<TableLock::Guard()>& take);
+  TableLock::Guard lock_written_back(const std::function<TableLock::Guard()>& take) RETURNS_LOCKED(table_.lock);
   // Throws when the cache holds the newest value of one of these rows: the table must not read or write it.
-  void check_not_held(const int64_t* ids, size_t n) const;
+  void check_not_held(const int64_t* ids, size_t n) const REQUIRES(table_.lock);
   // Makes the cache drop its copies of rows that will change in the table. Throws when it holds or uses one.
-  void release_for_change(const int64_t* ids, size_t n);
-  void require_not_in_use() const;
+  void release_for_change(const int64_t* ids, size_t n) REQUIRES(table_.lock);
+  void require_not_in_use() const REQUIRES(table_.lock);
   // Makes the cache drop all copies, before every row changes. A plan made afterwards finds no copy and waits for the
   // lock.
-  void give_up_all();
+  void give_up_all() REQUIRES(table_.lock);
   // Before the cache takes rows: throw when the files or the directory have no room for rows that are not stored, as a
   // write-back must not fail. All rows of the cache may be such rows.
-  void require_disk(const int64_t* ids, size_t n) const;
-  void require_directory(const int64_t* ids, size_t n) const;
+  void require_disk(const int64_t* ids, size_t n) const REQUIRES(table_.lock);
+  void require_directory(const int64_t* ids, size_t n) const REQUIRES(table_.lock);
 
  private:
   Error rows_in_use(size_t rows) const;
 
   TableState& table_;
-  bool is_attached_ = false;
-  std::shared_ptr<Holder> cache_;  // never null
-  std::function<void()> write_back_;
+  bool is_attached_ GUARDED_BY(table_.lock) = false;
+  std::shared_ptr<Holder> cache_ GUARDED_BY(table_.lock);  // never null
+  std::function<void()> write_back_ GUARDED_BY(table_.lock);
 };
 
 }  // namespace bunkbed

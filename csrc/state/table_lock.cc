@@ -112,7 +112,7 @@ TableLock::WaitsForRows::~WaitsForRows() {
 }
 
 void TableLock::wait_until_not_waited_for(Guard& guard) {
-  wait(guard, on_->rest, [this] { return !is_waited_for(); });
+  wait(guard, on_->rest, [this]() REQUIRES(this) { return !is_waited_for(); });
 }
 
 void TableLock::end_compaction() {

@@ -20,23 +20,25 @@
 #include <string>
 #include <utility>
 
+#include "base/mutex.h"
+
 namespace bunkbed {
 
-class TableLock {
+class CAPABILITY("table lock") TableLock {
  public:
   // Holds the lock until it is destroyed or unlock() is called. A default guard holds nothing.
-  class Guard {
+  class SCOPED_CAPABILITY Guard {
    public:
     Guard() = default;
     Guard(Guard&& other) noexcept : lock_(std::exchange(other.lock_, nullptr)), is_call_(other.is_call_) {}
-    Guard& operator=(Guard&& other) noexcept {
+    Guard& operator=(Guard&& other) noexcept NO_THREAD_SAFETY_ANALYSIS {
       unlock();
       lock_ = std::exchange(other.lock_, nullptr);
       is_call_ = other.is_call_;
       return *this;
     }
-    ~Guard() { unlock(); }
-    void unlock() {
+    ~Guard() RELEASE() { unlock(); }
+    void unlock() RELEASE() {
       if (lock_ != nullptr) std::exchange(lock_, nullptr)->leave(is_call_);
     }
     explicit operator bool() const { return lock_ != nullptr; }
@@ -56,9 +58,9 @@ class TableLock {
   TableLock& operator=(const TableLock&) = delete;
 
   // All three throw kClosed in a forked child: another thread of the parent may have held the lock at the fork.
-  Guard work();
-  Guard exclusive(Commits commits = Commits::kEnded);
-  Guard slice();
+  Guard work() RETURNS_LOCKED();
+  Guard exclusive(Commits commits = Commits::kEnded) RETURNS_LOCKED();
+  Guard slice() RETURNS_LOCKED();
   bool is_own_process() const;
   void require_own_process() const;
   // The number of calls that wait for the lock. Needs no lock.
@@ -67,17 +69,17 @@ class TableLock {
   // ---- All below require the lock. A method that takes a guard releases the lock while it waits.
 
   // Waits until staging and compaction have ended, as exclusive(Commits::kMayRun) does.
-  void settle(Guard& guard);
+  void settle(Guard& guard) REQUIRES(this);
 
   // Staging: batches of rows that are being read.
-  bool is_staging() const { return batches_staging_ > 0; }
-  void begin_batch() { ++batches_staging_; }
-  void end_batch();
+  bool is_staging() const REQUIRES(this) { return batches_staging_ > 0; }
+  void begin_batch() REQUIRES(this) { ++batches_staging_; }
+  void end_batch() REQUIRES(this);
   // Waits until one more batch has ended. A call that waits for rows holds a `WaitsForRows` meanwhile.
-  void wait_for_batch(Guard& guard);
+  void wait_for_batch(Guard& guard) REQUIRES(this);
   class WaitsForRows {
    public:
-    explicit WaitsForRows(TableLock* lock) : lock_(lock) { ++lock_->waiting_for_rows_; }
+    explicit WaitsForRows(TableLock* lock) REQUIRES(lock) : lock_(lock) { ++lock_->waiting_for_rows_; }
     ~WaitsForRows();
     WaitsForRows(const WaitsForRows&) = delete;
     WaitsForRows& operator=(const WaitsForRows&) = delete;
@@ -86,24 +88,24 @@ class TableLock {
     TableLock* lock_;
   };
   // Whether a call waits for staging. No batch starts before that call has continued.
-  bool is_waited_for() const { return settling_ + waiting_for_rows_ > 0; }
-  void wait_until_not_waited_for(Guard& guard);
+  bool is_waited_for() const REQUIRES(this) { return settling_ + waiting_for_rows_ > 0; }
+  void wait_until_not_waited_for(Guard& guard) REQUIRES(this);
 
   // Background compaction.
-  bool is_compacting() const { return is_compacting_; }
+  bool is_compacting() const REQUIRES(this) { return is_compacting_; }
   // Whether a call waits in settle(). Compaction then stops, unless the log grows faster than compaction shrinks it.
-  bool is_settling() const { return settling_ > 0; }
-  void begin_compaction() { is_compacting_ = true; }
-  void end_compaction();
-  void wait_for_compaction(Guard& guard);
+  bool is_settling() const REQUIRES(this) { return settling_ > 0; }
+  void begin_compaction() REQUIRES(this) { is_compacting_ = true; }
+  void end_compaction() REQUIRES(this);
+  void wait_for_compaction(Guard& guard) REQUIRES(this);
 
   // A commit, or a collection of the files that commits no longer need.
-  bool is_committing() const { return is_committing_; }
-  void begin_commit() { is_committing_ = true; }
-  void end_commit();
+  bool is_committing() const REQUIRES(this) { return is_committing_; }
+  void begin_commit() REQUIRES(this) { is_committing_ = true; }
+  void end_commit() REQUIRES(this);
   // By ticket. A call that starts a commit without exclusive() calls this first and keeps the lock until
   // begin_commit().
-  void wait_for_commit(Guard& guard);
+  void wait_for_commit(Guard& guard) REQUIRES(this);
 
  private:
   // A waiting slice, on the stack of its thread. It enters after `calls_left` calls have unlocked, or when no call
@@ -119,7 +121,7 @@ class TableLock {
   void wait_for_turn(Guard& guard);
   void end_turn();
   template <typename Claim>
-  void wait(Guard& guard, std::condition_variable& changed, const Claim& claim);
+  void wait(Guard& guard, std::condition_variable& changed, const Claim& claim) NO_THREAD_SAFETY_ANALYSIS;
 
   const std::string name_;
   const int owner_pid_;

@@ -19,8 +19,8 @@ TableState::TableState(vfs::Vfs& vfs, std::string path, std::string name, const 
       name(std::move(name)),
       spec(spec),
       options(std::move(options)),
-      lock(this->name),
-      manifests(vfs, this->path) {}
+      manifests(vfs, this->path),
+      lock(this->name) {}
 
 size_t TableState::piece_ids() const { return std::max<size_t>(64, store->plan().scratch_bytes / kScratchPerId); }
 

@@ -2,6 +2,7 @@
 // first. The parts (jobs/, table/) have their own state and refer to this one.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -38,28 +39,28 @@ struct TableState {
   std::vector<Field> fields;  // of a record: weights, then the optimizer's slots
   size_t payload_bytes = 0;
   size_t weight_bytes = 0;
+  Manifests manifests;  // has a lock of its own; changes of the commits run one at a time
   size_t read_unit = 1;  // the alignment that reads of the files need
 
-  mutable TableLock lock;  // guards everything below
+  mutable TableLock lock;
 
-  Manifests manifests;
-  Manifest committed;  // of the last commit; without files only its epoch and optimizer are kept up to date
-  std::unique_ptr<Store> store;
-  int64_t step = 0;
-  std::string meta = "{}";
-  bool is_closed = false;
-  bool is_changed = false;         // updated or set since the last commit began
-  bool is_durable = true;          // whether the last commit that began is durable
-  uint64_t changes = 0;            // counts updates, sets and reloads; a scan fails when it changes
-  std::string broken;              // the reason why the table refuses use until it is reopened; empty: none
-  std::string read_only_reason;    // the reason why it refuses writes until it is reopened; empty: none
+  Manifest committed GUARDED_BY(lock);  // of the last commit; without files only its epoch and optimizer are kept up to date
+  std::unique_ptr<Store> store GUARDED_BY(lock);
+  int64_t step GUARDED_BY(lock) = 0;
+  std::string meta GUARDED_BY(lock) = "{}";
+  std::atomic<bool> is_closed{false};  // readable without the lock
+  bool is_changed GUARDED_BY(lock) = false;         // updated or set since the last commit began
+  bool is_durable GUARDED_BY(lock) = true;          // whether the last commit that began is durable
+  uint64_t changes GUARDED_BY(lock) = 0;            // counts updates, sets and reloads; a scan fails when it changes
+  std::string broken GUARDED_BY(lock);              // the reason why the table refuses use until it is reopened; empty: none
+  std::string read_only_reason GUARDED_BY(lock);    // the reason why it refuses writes until it is reopened; empty: none
 
   struct Counts {
     uint64_t lookups = 0, updates = 0, ids = 0, commits = 0;
     uint64_t indexed_records = 0;
     uint64_t staged_rows = 0;
     double stall_s = 0.0;
-  } counts;
+  } counts GUARDED_BY(lock);
 
   // Memory kept between calls, so that a warm step allocates nothing.
   struct Scratch {
@@ -74,31 +75,30 @@ struct TableState {
     BlockVector<size_t> pooled_to;    // per bag of a piece: the index of the first id that is not added yet
     BlockVector<int64_t> bag_starts;  // per bag of a piece, with the end of the last one
     BlockVector<int64_t> bag_ids;
-  } scratch;
+  } scratch GUARDED_BY(lock);
 
   // ---- All below require the lock, but for the checks of arguments, which need only the identity.
 
   // Called after rows were updated or set.
-  void mark_changed() {
+  void mark_changed() REQUIRES(lock) {
     is_changed = true;
     ++changes;
   }
-  bool has_files() const { return store->log() != nullptr && !spec.is_scratch; }
+  bool has_files() const REQUIRES(lock) { return store->log() != nullptr && !spec.is_scratch; }
   // Whether a row may be evicted. If not, a lookup need not touch frames.
-  bool may_evict() const {
+  bool may_evict() const REQUIRES(lock) {
     const bool holds_all = spec.num_rows >= 0 && store->cache().capacity() >= static_cast<uint64_t>(spec.num_rows);
     return store->log() != nullptr && !holds_all;
   }
   // The most ids of one piece of a call. The scratch has room for a piece.
-  size_t piece_ids() const;
-  size_t num_pieces(size_t n) const { return std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids()); }
+  size_t piece_ids() const REQUIRES(lock);
+  size_t num_pieces(size_t n) const REQUIRES(lock) { return std::max<size_t>(1, (n + piece_ids() - 1) / piece_ids()); }
   uint64_t ids_end() const { return spec.num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(spec.num_rows); }
   uint64_t max_rows() const { return spec.num_rows < 0 ? ~uint64_t{0} : static_cast<uint64_t>(spec.num_rows); }
 
-  void require_usable() const;
-  void require_writable() const;
+  void require_usable() const REQUIRES(lock);
+  void require_writable() const REQUIRES(lock);
   void require_durable(const char* what) const;
-  Error invalid(const std::string& what) const { return {ErrorKind::kInvalid, "table '" + name + "'" + what}; }
   // An error with ENOSPC that names `needed` as a sufficient limit.
   Error out_of_disk(const std::string& what, uint64_t needed) const;
 
@@ -110,7 +110,7 @@ struct TableState {
   // Checks the rows of a batch unless assign_checked() did that for this table or one of the same size.
   void check_batch(const Batch& batch) const;
   // Assigns the ids of part `part` of `parts`, split by hash: equal ids are in one part. Requires the lock (scratch).
-  void assign_part(Batch* batch, const int64_t* ids, size_t n, size_t part, size_t parts);
+  void assign_part(Batch* batch, const int64_t* ids, size_t n, size_t part, size_t parts) REQUIRES(lock);
   // Throws when a call has too many ids: their places are kept in 32 bits.
   void require_places(size_t n) const;
   void check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const;

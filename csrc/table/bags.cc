@@ -87,7 +87,7 @@ void RowReader::pool_resident(const Bags& bags, size_t first, size_t count, floa
   const size_t grain = std::max<size_t>(1, 2 * kBlock * count / std::max<size_t>(1, num_ids));
   table_.scratch.pooled_to.resize(std::max(table_.scratch.pooled_to.size(), count));
   std::atomic<uint64_t> hits{0};
-  parallel_for(count, grain, [&](size_t from_bag, size_t to_bag) {
+  parallel_for(count, grain, [&](size_t from_bag, size_t to_bag) REQUIRES(table_.lock) {
     Entry entries[kBlock];
     const void* rows[kBlock + kPoolAhead];
     size_t block = 0, block_end = 0;  // the range of ids that `entries` and `rows` describe

@@ -39,21 +39,21 @@ class Loader {
   Loader& operator=(const Loader&) = delete;
 
   // Makes the state of a new table in RAM.
-  void start_in_ram(const Uuid& uuid);
+  void start_in_ram(const Uuid& uuid) REQUIRES(table_.lock);
   // Makes a store without rows and without files.
-  void make_store_in_ram();
+  void make_store_in_ram() REQUIRES(table_.lock);
   // Makes the state of a commit.
-  void load(const Manifest& manifest);
+  void load(const Manifest& manifest) REQUIRES(table_.lock);
   // For opening, after load(): checks the disk limit and merges segments.
-  void finish_opening();
+  void finish_opening() REQUIRES(table_.lock);
   // Destroys the store. The table has no store until another one is made.
-  void drop_store();
+  void drop_store() REQUIRES(table_.lock);
   uint64_t refresh();
 
  private:
-  void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log);
-  void remove_leftovers();
-  bool replay_onto(const Manifest& newest);
+  void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) REQUIRES(table_.lock);
+  void remove_leftovers() REQUIRES(table_.lock);
+  bool replay_onto(const Manifest& newest) REQUIRES(table_.lock);
 
   TableState& table_;
   DeviceLink& device_;

@@ -45,7 +45,10 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
   }
   if (path.empty()) {
     auto parts = std::make_unique<Parts>(vfs, path, name, spec, options);
-    parts->loader.start_in_ram(new_uuid());
+    {
+      const auto guard = parts->state.lock.work();
+      parts->loader.start_in_ram(new_uuid());
+    }
     return std::unique_ptr<Table>(new Table(std::move(parts)));
   }
   if (disk_bytes != 0) {
@@ -174,6 +177,7 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
       }
       auto table = std::unique_ptr<Table>(new Table(std::make_unique<Parts>(vfs, path, name, spec, options)));
       table->parts_->file_lock = std::move(lock);
+      const auto guard = table->parts_->state.lock.work();
       table->parts_->loader.load(manifest);
       table->parts_->loader.finish_opening();
       return table;

@@ -31,18 +31,19 @@ class RowReader {
 
  private:
   // begin_lookup() takes the lock. All others require it.
-  TableLock::Guard begin_lookup(const int64_t* ids, size_t n, bool touch);
-  void count_lookup(const int64_t* rows, size_t n, bool touch);
-  void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out);
+  TableLock::Guard begin_lookup(const int64_t* ids, size_t n, bool touch) RETURNS_LOCKED(table_.lock);
+  void yield_lock(TableLock::Guard& guard) NO_THREAD_SAFETY_ANALYSIS;
+  void count_lookup(const int64_t* rows, size_t n, bool touch) REQUIRES(table_.lock);
+  void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) REQUIRES(table_.lock);
   struct CopiedRows {
     size_t n;
     size_t known;
   };
-  void copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const;
-  void lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out);
+  void copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const REQUIRES(table_.lock);
+  void lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out) REQUIRES(table_.lock);
   struct Bags;
-  void pool_resident(const Bags& bags, size_t first, size_t count, float* out);
-  void pool_missing(const Bags& bags, size_t first, size_t count, float* out);
+  void pool_resident(const Bags& bags, size_t first, size_t count, float* out) REQUIRES(table_.lock);
+  void pool_missing(const Bags& bags, size_t first, size_t count, float* out) REQUIRES(table_.lock);
   void widen(const std::byte* record, float* out) const { read_field(table_.fields[0], record, out); }
 
   TableState& table_;

@@ -103,7 +103,7 @@ void RowWriter::update(const Batch& batch, const float* sums, std::optional<doub
   const auto guard = begin_update(batch.unique().data(), batch.num_unique(), &batch);
   const Step next = next_step(lr, step);
   if (!table_.store->is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
-  write_rows("an update", [&](bool* wrote) { apply_update(batch, nullptr, sums, next, wrote); });
+  write_rows("an update", [&](bool* wrote) REQUIRES(table_.lock) { apply_update(batch, nullptr, sums, next, wrote); });
   finish_step(next);
 }
 
@@ -116,7 +116,7 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
 
   const size_t parts = table_.num_pieces(n);
   Batch& batch = table_.scratch.batch;
-  const auto select = [&](size_t p) { table_.assign_part(&batch, ids, n, p, parts); };
+  const auto select = [&](size_t p) REQUIRES(table_.lock) { table_.assign_part(&batch, ids, n, p, parts); };
 
   // Everything is validated before anything is written. The sums are kept when the scratch has room, otherwise computed
   // a second time.
@@ -132,7 +132,7 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
     table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
   }
 
-  write_rows("an update", [&](bool* wrote) {
+  write_rows("an update", [&](bool* wrote) REQUIRES(table_.lock) {
     for (size_t p = 0; p < parts; ++p) {
       if (parts > 1) {
         select(p);
@@ -208,13 +208,13 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
   table_.check_fits(ids, n, values, f);
   const size_t parts = table_.num_pieces(n);
   Batch& batch = table_.scratch.batch;
-  const auto select = [&](size_t p) {
+  const auto select = [&](size_t p) REQUIRES(table_.lock) {
     table_.assign_part(&batch, ids, n, p, parts);
     table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
   };
   for (size_t p = 0; p < parts; ++p) select(p);
   BlockVector<uint32_t>& frames = table_.scratch.frames;
-  write_rows("a set()", [&](bool* wrote) {
+  write_rows("a set()", [&](bool* wrote) REQUIRES(table_.lock) {
     for (size_t p = 0; p < parts; ++p) {
       if (parts > 1) select(p);  // another thread may have changed the ids
       for (size_t begin = 0; begin < batch.num_unique();) {
@@ -268,7 +268,7 @@ void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* r
   if (!is_write_back) device_.release_for_change(ids, n);
   table_.store->reserve_rows(ids, n);
   BlockVector<uint32_t>& frames = table_.scratch.frames;
-  write_rows("a write of records", [&](bool* wrote) {
+  write_rows("a write of records", [&](bool* wrote) REQUIRES(table_.lock) {
     for (size_t begin = 0; begin < n;) {
       const size_t count = std::min({table_.store->max_pinned(), table_.piece_ids(), n - begin});
       frames.resize(count);
@@ -276,7 +276,7 @@ void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* r
       *wrote = true;
       const Cache& cache = table_.store->cache();
       const size_t bytes = table_.payload_bytes;
-      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / bytes), [&](size_t from, size_t to) {
+      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / bytes), [&](size_t from, size_t to) REQUIRES(table_.lock) {
         constexpr size_t kAhead = 6;
         for (size_t i = from; i < to; ++i) {
           if (i + kAhead < to) cache.prefetch_record(frames[i + kAhead], bytes);

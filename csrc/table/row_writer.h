@@ -36,17 +36,17 @@ class RowWriter {
     StepConstants constants;
   };
   // lock_to_write() and begin_update() take the lock. All others require it.
-  TableLock::Guard lock_to_write(const int64_t* ids, size_t n, const Batch* batch);
-  TableLock::Guard begin_update(const int64_t* ids, size_t n, const Batch* batch);
-  Step next_step(std::optional<double> lr, std::optional<int64_t> step) const;
+  TableLock::Guard lock_to_write(const int64_t* ids, size_t n, const Batch* batch) RETURNS_LOCKED(table_.lock);
+  TableLock::Guard begin_update(const int64_t* ids, size_t n, const Batch* batch) RETURNS_LOCKED(table_.lock);
+  Step next_step(std::optional<double> lr, std::optional<int64_t> step) const REQUIRES(table_.lock);
   template <typename Write>
-  void write_rows(const char* what, const Write& write);
-  void finish_step(const Step& step);
+  void write_rows(const char* what, const Write& write) REQUIRES(table_.lock);
+  void finish_step(const Step& step) REQUIRES(table_.lock);
   double sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
   [[noreturn]] void not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const;
   // `sums`: the gradient sums, or null to compute them from `grads`.
-  void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote);
-  void require_distinct(const int64_t* ids, size_t n);
+  void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) REQUIRES(table_.lock);
+  void require_distinct(const int64_t* ids, size_t n) REQUIRES(table_.lock);
 
   TableState& table_;
   DeviceLink& device_;

@@ -36,9 +36,9 @@ class Scan {
 
  private:
   struct ReadAhead;  // all methods below require the lock
-  bool is_in_frames() const;
-  void read_ahead();
-  void take(const Segment& segment, const ChunkTrailer& chunk);
+  bool is_in_frames() const REQUIRES(table_.lock);
+  void read_ahead() REQUIRES(table_.lock);
+  void take(const Segment& segment, const ChunkTrailer& chunk) REQUIRES(table_.lock);
   void copy(const std::byte* record, size_t row, std::span<float* const> values) const;
 
   Table::Parts& parts_;

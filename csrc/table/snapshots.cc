@@ -83,7 +83,7 @@ Manifest Snapshots::target_of(const std::string& name, std::optional<uint64_t> e
 }
 
 void Snapshots::rewind(const std::string& name, std::optional<uint64_t> epoch) {
-  const auto guard = device_.lock_written_back([this] { return table_.lock.exclusive(); });
+  const auto guard = device_.lock_written_back([this]() NO_THREAD_SAFETY_ANALYSIS { return table_.lock.exclusive(); });
   table_.require_writable();
   table_.require_durable("commits to go back to");
   device_.require_not_in_use();

@@ -29,8 +29,8 @@ class Snapshots {
 
  private:
   // Both require the lock of exclusive().
-  Manifest target_of(const std::string& name, std::optional<uint64_t> epoch) const;
-  void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch);
+  Manifest target_of(const std::string& name, std::optional<uint64_t> epoch) const REQUIRES(table_.lock);
+  void rewind_in_ram(const std::string& name, std::optional<uint64_t> epoch) REQUIRES(table_.lock);
 
   TableState& table_;
   DeviceLink& device_;

@@ -154,8 +154,9 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
 
 OptimizerSpec Table::optimizer() const {
   const TableState& t = parts_->state;
-  TableLock::Guard guard;
-  if (t.lock.is_own_process()) guard = t.lock.work();  // a child of fork cannot take it
+  // The lock may be held forever in a forked child, where no thread changes the optimizer.
+  if (!t.lock.is_own_process()) return t.spec.optimizer;
+  const auto guard = t.lock.work();
   return t.spec.optimizer;
 }
 
