@@ -37,7 +37,7 @@ $(VENV)/.test: $(VENV)/.torch $(VENV)/.wheel
 	$(BIN)/python -m pip install --quiet cmake ninja
 	@touch $@
 
-# In a folder of its own, for the processes of tests/test_device_kernels.py alone: imported after TensorFlow, Triton
+# In a folder of its own, for the processes of tests/device/test_device_kernels.py alone: imported after TensorFlow, Triton
 # crashes a process, and torch imports it where it finds it. Elsewhere there is no wheel, and those tests are skipped.
 $(VENV)/.triton: | $(BIN)/python
 	case "$$(uname -sm)" in "Linux x86_64") \
@@ -60,7 +60,7 @@ test: lint cpp-test wheel-test $(VENV)/.triton
 wheel-test: $(VENV)/.test
 	$(BIN)/python packaging/check_wheel.py dist
 
-# The pages as a site in build/site, its search included: `python3 -m http.server -d build/site`. Also a test, tests/test_site.py.
+# The pages as a site in build/site, its search included: `python3 -m http.server -d build/site`. Also a test, tests/docs/test_site.py.
 $(VENV)/.docs: $(VENV)/.wheel
 	$(call install,docs)
 	@touch $@

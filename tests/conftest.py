@@ -31,7 +31,7 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-# For hunting: HYPOTHESIS_PROFILE=hunt pytest tests/test_state_machine.py
+# For hunting: HYPOTHESIS_PROFILE=hunt pytest tests/table/test_state_machine.py
 settings.register_profile(
     "hunt", parent=settings.get_profile("bunkbed"), derandomize=False, max_examples=1000, phases=tuple(Phase)
 )

@@ -1,7 +1,7 @@
 """Makes the golden tables of a release: ``python tests/golden/make.py RELEASE``.
 
 Run once for each release that changes what is written, with that release; later ones must open the folder as it is and
-find the same bits (``tests/test_golden_tables.py``). An existing folder is never written again.
+find the same bits (``tests/golden/test_golden_tables.py``). An existing folder is never written again.
 
 ``tables.tar.xz`` holds the folders of the tables, ``digests.json`` what each must hold: facts, SHA-256 of every slot's
 bytes at each commit that is kept, and of the rows one training step later.

@@ -17,7 +17,7 @@ caller. While a CUDA graph is captured, no trial runs and all operations are pla
 operations are plain.
 
 The kernels were checked under Triton's interpreter, and in the assembly that its compiler makes for sm_80, sm_90 and
-sm_100 (tests/kernel_cases_*.py), but on no card.
+sm_100 (tests/device/kernel_cases_*.py), but on no card.
 
 So the choice changes speed, never rows. `chooser.choices` lists the decisions, and `chooser.forced` overrides them, for
 tests.

@@ -1,0 +1,217 @@
+"""The plan of the folders: what each may import, no circles, and no folder or file that is too large.
+
+A tree of sources has one plan here; a rule is one test over all trees.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES = 15  # of a folder, its __init__.py not counted
+MOST_LINES = 600  # of a file
+
+#: Folder, or module at the root of the package -> what it may import beside itself and the compiled core. From the
+#: bottom to the top: each may only name what stands above it here. "bunkbed" is the public surface, ``__init__.py``.
+PYTHON = {
+    "errors": "",
+    "core": "errors",
+    "machine": "core",
+    "files": "core errors",
+    "table": "core errors files machine",
+    "run": "core errors files table",
+    "sharded": "core errors files machine run table",
+    "window": "core",
+    "planning": "core machine table window",
+    "maintenance": "core errors files run sharded table",
+    "adapters": "core errors sharded table",
+    "io/common": "core errors files table",
+    "io/formats": "core errors io/common sharded table",
+    "io": "core errors files io/common io/formats table",
+    "bunkbed": "core errors io maintenance run sharded table",
+    "testing": "bunkbed core errors table window",
+    "torch/base": "adapters",
+    "torch/device/base": "core errors torch/base",
+    "torch/device/kernels": "core torch/device/base",
+    "torch/device": "adapters core errors torch/base torch/device/base torch/device/kernels window",
+    "torch": "adapters bunkbed core errors torch/base torch/device torch/device/base window",
+    "keras/base": "adapters bunkbed core",
+    "keras/tensorflow": "keras/base",
+    "keras/torch": "adapters errors keras/base torch torch/base",
+    "keras/shared": "adapters bunkbed core keras/base keras/tensorflow keras/torch",
+    "keras/workers": "adapters core files keras/base keras/shared keras/tensorflow table",
+    "keras": "adapters bunkbed core keras/base keras/shared keras/tensorflow keras/torch keras/workers table window",
+    "train/settings": "core errors files",
+    "train/output": "core files train/settings",
+    "train/data": "core errors files train/settings",
+    "train/models": "core run torch train/settings",
+    "train/evaluate": "bunkbed files run train/data train/models train/output train/settings",
+    "train": "bunkbed files machine run table torch train/data train/evaluate train/models train/output train/settings",
+    "train/demo": "core run train train/data train/evaluate train/output train/settings",
+    "train/report": "bunkbed core errors files machine train/output train/settings",
+    "cli/shared": "bunkbed core errors files table train/data train/settings",
+    "cli/commands": "bunkbed cli/shared core io/common io/formats machine planning run table"
+    " train train/data train/demo train/evaluate train/output train/report train/settings",
+    "cli": "bunkbed cli/commands cli/shared",
+    "__main__": "cli",
+}
+
+#: The same of the core, by its includes.
+CORE = {
+    "base": "",
+    "vfs": "base",
+    "kernels": "base",
+    "kernels/impl": "kernels",
+    "format": "base kernels",
+    "batch": "base kernels",
+    "log": "base format kernels vfs",
+    "directory": "base format kernels log vfs",
+    "commit": "base directory format vfs",
+    "cache": "base directory",
+    "store": "base batch cache commit directory log vfs",
+    "device": "base batch cache directory",
+    "state": "base batch commit device format kernels store vfs",
+    "jobs": "base batch commit directory format state store",
+    "table": "base batch commit device directory format jobs kernels state store vfs",
+    "maintenance": "base commit directory format log vfs",
+    "recsys": "base kernels",
+    "text": "base",
+    "probe": "base kernels vfs",
+    "bindings": "base batch commit device format jobs kernels maintenance probe recsys store table text vfs",
+    "fuzz": "base directory format kernels maintenance table vfs",
+    "stress": "base batch device jobs maintenance store table vfs",
+    "tests": "base batch kernels table vfs",
+    "tests/base": "base tests",
+    "tests/batch": "base batch kernels tests",
+    "tests/cache": "cache tests",
+    "tests/commit": "base maintenance tests vfs",
+    "tests/device": "device tests",
+    "tests/directory": "base directory jobs maintenance tests",
+    "tests/format": "format kernels tests",
+    "tests/fuzz": "directory format fuzz jobs table tests",
+    "tests/kernels": "format kernels kernels/impl tests",
+    "tests/log": "base directory log tests",
+    "tests/maintenance": "format maintenance tests vfs",
+    "tests/probe": "base probe tests",
+    "tests/recsys": "base kernels recsys tests",
+    "tests/state": "state tests",
+    "tests/store": "base table tests",
+    "tests/stress": "stress tests",
+    "tests/table": "base format tests vfs",
+    "tests/text": "base tests text",
+    "tests/vfs": "base maintenance tests vfs",
+}
+
+
+class Arrow(NamedTuple):
+    """The file `source` imports the file `target`; `at_import`: before it can be used itself."""
+
+    source: Path
+    target: Path
+    at_import: bool
+
+
+def python_arrows(folder: Path) -> Iterator[Arrow]:
+    """Imports within a package, those under TYPE_CHECKING and in functions too."""
+    paths = {".".join(path.relative_to(folder.parent).with_suffix("").parts): path for path in folder.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    for path in modules.values():
+        for node, at_import in import_statements(ast.parse(path.read_text()), True):
+            for alias in node.names:
+                if isinstance(node, ast.ImportFrom):
+                    assert node.level == 0, f"{path}: imports are absolute"
+                    inner = f"{node.module}.{alias.name}"
+                    name = inner if inner in modules else node.module
+                    name = "" if inner == "bunkbed._native" else name
+                else:
+                    name = alias.name
+                if name in modules:
+                    yield Arrow(path, modules[name], at_import)
+
+
+def import_statements(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, at_import
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        yield from import_statements(child, at_import and not is_function and not is_for_types)
+
+
+def core_arrows(folder: Path) -> Iterator[Arrow]:
+    """Includes of the core's own files."""
+    for path in folder.rglob("*.[ch]*"):
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            yield Arrow(path, folder / name, True)
+
+
+class Tree:
+    """Sources under one plan: folder or file at the root -> the others that it may import."""
+
+    def __init__(self, folder: str, pattern: str, plan: dict[str, str], arrows: Iterator[Arrow]) -> None:
+        self.folder = ROOT / folder
+        self.files = sorted(self.folder.rglob(pattern))
+        self.plan = {part: allowed.split() for part, allowed in plan.items()}
+        self.arrows = list(arrows)
+
+    def part_of(self, path: Path) -> str:
+        """Where a file stands in the plan."""
+        folder = path.relative_to(self.folder).parent.as_posix()
+        if folder != ".":
+            return folder
+        return self.folder.name if path.name == "__init__.py" else path.stem
+
+
+TREES = [
+    Tree("src/bunkbed", "*.py", PYTHON, python_arrows(ROOT / "src/bunkbed")),
+    Tree("csrc", "*.[ch]*", CORE, core_arrows(ROOT / "csrc")),
+]
+of_each_tree = pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.folder.name)
+
+
+@of_each_tree
+def test_the_plan_has_no_way_up(tree: Tree) -> None:
+    above: set[str] = set()
+    for part, allowed in tree.plan.items():
+        assert set(allowed) <= above, f"{part} may import {sorted(set(allowed) - above)}, not above it in the plan"
+        above.add(part)
+
+
+@of_each_tree
+def test_each_folder_imports_what_it_may(tree: Tree) -> None:
+    assert {tree.part_of(path) for path in tree.files} == set(tree.plan)
+    spare = {(part, name) for part, allowed in tree.plan.items() for name in allowed}
+    for source, target, _ in tree.arrows:
+        part, wanted = tree.part_of(source), tree.part_of(target)
+        assert part == wanted or wanted in tree.plan[part], f"{source} imports {target}, but {part} not {wanted}"
+        spare.discard((part, wanted))
+    assert not spare, "the plan allows what nothing needs"
+
+
+@of_each_tree
+def test_no_circle(tree: Tree) -> None:
+    sorter: TopologicalSorter[Path] = TopologicalSorter()
+    for source, target, at_import in tree.arrows:
+        if at_import:
+            sorter.add(source, target)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        pytest.fail("each imports the one before it: " + ", ".join(map(str, error.args[1])))
+
+
+@of_each_tree
+def test_no_folder_and_no_file_is_too_large(tree: Tree) -> None:
+    folders = [path.parent for path in tree.files if path.name != "__init__.py"]
+    for folder in set(folders):
+        assert folders.count(folder) <= MOST_FILES, f"{folder} has {folders.count(folder)} files"
+    for path in tree.files:
+        lines = len(path.read_text().splitlines())
+        assert lines <= MOST_LINES, f"{path} has {lines} lines"
