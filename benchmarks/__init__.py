@@ -1,1 +1,1 @@
-"""Measurements, each runnable as ``python -m benchmarks.<name>``; RESULTS.md holds figures and commands."""
+"""Measurements: ``python -m benchmarks`` runs them all, by cases; RESULTS.md holds figures and commands."""

@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks import report, suite
-from benchmarks.figures import Outcome, Settings
+from benchmarks.harness import report, suite
+from benchmarks.harness.figures import Outcome, Settings
 
 
 def arguments() -> argparse.Namespace:

@@ -1,13 +1,13 @@
 """Everything that a machine with a device is borrowed for, by one command: ``python benchmarks/device_run.py``.
 
 1. Builds the extension into src/bunkbed where Python cannot import it: needs cmake, a C++20 compiler and nanobind.
-2. Checks: rows have the same bits with every device cache (`benchmarks.device_check`), which kernels were chosen; on
+2. Checks: rows have the same bits with every device cache (`benchmarks.device.check`), which kernels were chosen; on
    CUDA where compute-sanitizer is installed, 1,000 steps of the same small case under it.
-3. Measures: `benchmarks.device`, with what time is left.
+3. Measures: `benchmarks.device.experiment`, with what time is left.
 
 Under 8 minutes from the end of the build on. Takes no network and of Python no more than torch and NumPy. A part that
 fails is said and the next ones still run, each in a process of its own; the command then ends with an error. What it
-does not know goes on to `benchmarks.device` (``--tiny``, ``--out``, ``--zipf``, ...).
+does not know goes on to `benchmarks.device.experiment` (``--tiny``, ``--out``, ``--zipf``, ...).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def build() -> None:
 
 def check(device: list[str]) -> list[str]:
     """What went wrong."""
-    module = [sys.executable, "-m", "benchmarks.device_check", *device]
+    module = [sys.executable, "-m", "benchmarks.device.check", *device]
     failures = [] if run(*module) == 0 else ["the check"]
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     started = time.monotonic()
     failures = check(device)
     left = max(LEAST_SECONDS, SECONDS - (time.monotonic() - started))
-    measure = [sys.executable, "-m", "benchmarks.device", "--minutes", f"{left / 60:.2f}", *device, *others]
+    measure = [sys.executable, "-m", "benchmarks.device.experiment", "--minutes", f"{left / 60:.2f}", *device, *others]
     if run(*measure) != 0:
         failures.append("measuring")
     if failures:

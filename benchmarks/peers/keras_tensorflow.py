@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks import common
-from benchmarks.figures import Settings
+from benchmarks.harness import common
+from benchmarks.harness.figures import Settings
 from benchmarks.peers import Missing
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import bunkbed as bb
-from benchmarks import common
+from benchmarks.harness import common
 from bunkbed.core import optim
 from bunkbed.torch import Embedding, Optimizer
 

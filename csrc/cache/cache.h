@@ -6,7 +6,7 @@
 //      zero. So rows of the tail, which are most loads, are evicted after one pass, where a single hit would keep them
 //      for kHit passes, and free their frames for rows that return. The cache stays within a few per cent of the best
 //      static one. (With kHit 1 it missed 34 % more than that, and LRU 38 %: both kept a row of the tail about until
-//      its next use; see benchmarks/policy.py.)
+//      its next use; see benchmarks/cases/disk/policy.py.)
 //   2. A recently evicted row leaves a ghost: a byte in a table as long as the cache. A row that returns while its
 //      ghost is there starts with kReturn, because it was wanted twice in a short time. Without ghosts a hot set that
 //      moves would take several times as long to settle.

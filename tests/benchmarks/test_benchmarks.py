@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import common, figures, report, simulate, suite, turns
-from benchmarks.figures import Figure, Outcome, Settings
+from benchmarks.cases.disk import simulate
+from benchmarks.harness import common, figures, report, suite, turns
+from benchmarks.harness.figures import Figure, Outcome, Settings
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -42,17 +43,17 @@ def test_runs_tiny(case: suite.Case, tmp_path: Path) -> None:
             assert figure.reached is not False, figure.line()
 
 
-@pytest.mark.parametrize("module", ["exactness", "larger_than_memory", "resident", "bounded_memory", "huge"])
+@pytest.mark.parametrize("module", ["exactness", "disk.larger_than_memory", "ram.resident", "bounded_memory", "huge"])
 def test_old_commands_know_their_options(module: str) -> None:
-    if module in ("resident",):
+    if module in ("ram.resident",):
         pytest.importorskip("torch")
-    done = run("-m", f"benchmarks.{module}", "--help")
+    done = run("-m", f"benchmarks.cases.{module}", "--help")
     assert done.returncode == 0 and "--tiny" in done.stdout
 
 
 def test_resident_prints_its_ratio(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    done = run("-m", "benchmarks.resident", "--tiny", "--dir", str(tmp_path))
+    done = run("-m", "benchmarks.cases.ram.resident", "--tiny", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "ratio torch / bunkbed" in done.stdout and "machine: " in done.stdout
 
@@ -73,7 +74,7 @@ def test_list_names_every_case_and_target() -> None:
 
 
 def test_listing_imports_no_library() -> None:
-    code = "import sys; from benchmarks import suite, report; assert 'torch' not in sys.modules"
+    code = "import sys; from benchmarks.harness import suite, report; assert 'torch' not in sys.modules"
     assert run("-c", code).returncode == 0
 
 
@@ -119,7 +120,8 @@ def test_names_are_unique_and_functions_exist() -> None:
     assert len(set(names)) == len(names)
     for case in suite.CASES:
         module, function = case.function.split(":")
-        assert f"def {function}(settings: Settings" in (ROOT / "benchmarks" / f"{module}.py").read_text()
+        path = (ROOT / "benchmarks" / module.replace(".", "/")).with_suffix(".py")
+        assert f"def {function}(settings: Settings" in path.read_text()
 
 
 def test_every_measurement_has_its_command_in_the_results() -> None:
@@ -130,12 +132,12 @@ def test_every_measurement_has_its_command_in_the_results() -> None:
 
 
 def test_a_case_that_fails_or_hangs_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hanging = suite.Case("huge", "huge:huge", "", needs=(), limit_s=0.01)
+    hanging = suite.Case("huge", "cases.huge:huge", "", needs=(), limit_s=0.01)
     outcome = suite.run_case(hanging, Settings("tiny"), ["--tiny", "--dir", str(tmp_path)])
     assert outcome.failed == "ended after 0 s"
-    absent = suite.Case("huge", "huge:huge", "", needs=("no_such_module",))
+    absent = suite.Case("huge", "cases.huge:huge", "", needs=("no_such_module",))
     assert suite.run_case(absent, Settings("tiny"), []).skipped == "needs no_such_module"
-    unknown = suite.Case("no-such-case", "huge:huge", "", needs=())
+    unknown = suite.Case("no-such-case", "cases.huge:huge", "", needs=())
     assert suite.run_case(unknown, Settings("tiny"), []).failed == "exit status 1"
 
 
@@ -272,7 +274,7 @@ def test_sequential_write_bandwidth_leaves_no_file(tmp_path: Path) -> None:
 def test_peers_keep_what_they_are_given(peer: str, tmp_path: Path) -> None:
     """Each peer trains as the plain recipe in memory does, so that a ratio compares like with like."""
     pytest.importorskip({"rocksdb": "rocksdict", "lmdb": "lmdb"}.get(peer, "numpy"))
-    from benchmarks import sides
+    from benchmarks.cases.disk import sides
     from benchmarks.peers import records
 
     class Plain(records.Records):

@@ -15,10 +15,11 @@ import pytest
 import bunkbed as bb
 
 torch = pytest.importorskip("torch")
-from benchmarks import common, device_check, device_limits, device_report, device_sides  # noqa: E402
-from benchmarks import device as device_bench  # noqa: E402
-from benchmarks.device_report import Key, Results  # noqa: E402
-from benchmarks.device_sides import Device, Ids, Pace, Sample  # noqa: E402
+from benchmarks.device import check, experiment, report, sides  # noqa: E402
+from benchmarks.device.limits import Limits  # noqa: E402
+from benchmarks.device.report import Key, Results  # noqa: E402
+from benchmarks.device.sides import Device, Ids, Pace, Sample  # noqa: E402
+from benchmarks.harness import common  # noqa: E402
 
 from bunkbed.torch.device.records import DeviceRecords  # noqa: E402
 
@@ -34,8 +35,8 @@ class Without:
     def find_spec(self, name, path=None, target=None):
         return None if name.split(".")[0] in absent else self.finder.find_spec(name, path, target)
 sys.meta_path = [Without(finder) for finder in sys.meta_path if hasattr(finder, "find_spec")]
-sys.argv[0] = "benchmarks.device"
-runpy.run_module("benchmarks.device", run_name="__main__")
+sys.argv[0] = "benchmarks.device.experiment"
+runpy.run_module("benchmarks.device.experiment", run_name="__main__")
 """
 
 
@@ -71,7 +72,7 @@ def test_runs_with_only_torch_and_numpy(tmp_path: Path) -> None:
 def test_says_what_it_had_no_time_for(tmp_path: Path) -> None:
     """As a script this time, from another folder."""
     paths = ["--out", str(tmp_path / "out"), "--dir", str(tmp_path / "space"), "--device", "cpu"]
-    script = [sys.executable, str(ROOT / "benchmarks" / "device.py"), "--tiny", *paths, "--minutes", "0.001"]
+    script = [sys.executable, str(ROOT / "benchmarks/device/experiment.py"), "--tiny", *paths, "--minutes", "0.001"]
     done = subprocess.run(
         script, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -87,12 +88,12 @@ def test_the_check_notices_a_cache_that_changes_what_it_loads(monkeypatch: pytes
         write(self, frames, records ^ 1)  # the last bit of every value
 
     monkeypatch.setattr(DeviceRecords, "write", flipped)
-    assert device_check.check(Device("cpu"), 0).differing > 0
+    assert check.check(Device("cpu"), 0).differing > 0
 
 
-def bench(tmp_path: Path, **changes: Any) -> device_bench.Bench:
-    plan = device_bench.Plan(60.0, (144 * 8, 112 * 8), 8, **{"dims": (8,), "rounds": 2, **changes})
-    return device_bench.Bench(Device("cpu"), plan, tmp_path)
+def bench(tmp_path: Path, **changes: Any) -> experiment.Bench:
+    plan = experiment.Plan(60.0, (144 * 8, 112 * 8), 8, **{"dims": (8,), "rounds": 2, **changes})
+    return experiment.Bench(Device("cpu"), plan, tmp_path)
 
 
 @pytest.mark.parametrize("error", [TypeError("no float64"), bb.BunkbedError("gone"), torch.OutOfMemoryError("full")])
@@ -121,17 +122,15 @@ def test_a_device_that_ours_does_not_work_on_still_has_the_others_measured(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
 
-    monkeypatch.setattr(device_check, "train", refuse)
-    monkeypatch.setattr(device_sides, "Model", refuse)
-    monkeypatch.setattr(device_sides.gc, "collect", lambda: 0)  # nothing here is large, and many collections take long
+    monkeypatch.setattr(check, "train", refuse)
+    monkeypatch.setattr(sides, "Model", refuse)
+    monkeypatch.setattr(sides.gc, "collect", lambda: 0)  # nothing here is large, and many collections take long
     saved: list[int] = []
     pace = Pace(warm=1, steps=1, seconds=0.01)
     changes: dict[str, Any] = {"exponents": (1.05,), "rounds": 1, "pace": pace, "shares": (0.05,), "probe_bytes": 4096}
-    plan = device_bench.Plan(60.0, (144 * 8, 112 * 8), 8, dims=(8,), **changes)
+    plan = experiment.Plan(60.0, (144 * 8, 112 * 8), 8, dims=(8,), **changes)
     monkeypatch.setattr(common, "require_space", lambda folder, needed: needed and sys.exit("2 MiB free"))
-    found = device_bench.measure(
-        Device("cpu"), plan, tmp_path, save=lambda results: saved.append(len(results.measured))
-    )
+    found = experiment.measure(Device("cpu"), plan, tmp_path, save=lambda results: saved.append(len(results.measured)))
     assert {key.side for key in found.measured} == {"a", "b", "c"}
     assert any(text.startswith("the check: Cannot convert") for text in found.failures)
     assert any("2 MiB free" in text for text in found.skipped)
@@ -139,15 +138,15 @@ def test_a_device_that_ours_does_not_work_on_still_has_the_others_measured(
 
 
 def test_rows_that_differ_end_the_command_with_an_error(tmp_path: Path) -> None:
-    results = Results(checked=device_check.Checked(differing=3, difference=1e-7, runs=7, evictions=9))
-    assert device_report.verdicts(results) == ["3 rows differ between device caches"]
-    results.checked = device_check.Checked(differing=0, difference=1e-3, runs=7, evictions=0)
-    assert [text.split(",")[0] for text in device_report.verdicts(results)] == [
+    results = Results(checked=check.Checked(differing=3, difference=1e-7, runs=7, evictions=9))
+    assert report.verdicts(results) == ["3 rows differ between device caches"]
+    results.checked = check.Checked(differing=0, difference=1e-3, runs=7, evictions=0)
+    assert [text.split(",")[0] for text in report.verdicts(results)] == [
         "a weight is 0.001 from the table's on the CPU",
         "the smallest cache evicted nothing",
     ]
-    results.checked = device_check.Checked(differing=0, difference=1e-7, runs=7, evictions=9)
-    assert device_report.verdicts(results) == []
+    results.checked = check.Checked(differing=0, difference=1e-7, runs=7, evictions=9)
+    assert report.verdicts(results) == []
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.05, 1.2])
@@ -167,7 +166,7 @@ class Tables:
 
 
 def test_formulas() -> None:
-    limits = device_limits.Limits(up=1e6, memory=1e9, read_iops=1000, write=1e6, compute_s={100: 0.001})
+    limits = Limits(up=1e6, memory=1e9, read_iops=1000, write=1e6, compute_s={100: 0.001})
     sample = Sample(1.0, 5, unique=10, loaded_bytes=5000, read_records=3, written_bytes=1000)
     # memory: (20 * 400 + 10 * (2 * 1200 + 400)) / 1e9; link: 5000 / 1e6; disk: 3 / 1000 + 1000 / 1e6
     assert limits.formula(sample, Tables(), 20) == (pytest.approx(0.005), "link")  # type: ignore[arg-type]
@@ -187,19 +186,19 @@ def test_ratios_are_taken_within_rounds_and_judged_only_on_an_accelerator() -> N
         results.add(resident, index, Sample(theirs, 5, 10), None)
     results.add(resident, 3, Sample(1.0, 5, 10), None)  # a round that had no time for ours
     device = Device("cpu")
-    plain = device_report.figures(results, device, judge=True)
+    plain = report.figures(results, device, judge=True)
     ratio = next(figure for figure in plain if figure.name.startswith("(a) / (d)"))
     assert (ratio.value, ratio.low, ratio.high, ratio.count) == (3, 2, 4, 3)
     assert all(figure.target == "" and "no accelerator" in figure.note for figure in plain)
     device.is_accelerator = True
-    judged = {figure.name: figure for figure in device_report.figures(results, device, judge=True)}
+    judged = {figure.name: figure for figure in report.figures(results, device, judge=True)}
     assert judged[ratio.name].reached
     assert judged["of the formula's limit (link), (d) 5 %, lookahead, dim 64"].reached
-    assert all(figure.target == "" for figure in device_report.figures(results, device, judge=False))
+    assert all(figure.target == "" for figure in report.figures(results, device, judge=False))
 
 
 def test_plot_is_a_picture(tmp_path: Path) -> None:
-    plot = pytest.importorskip("benchmarks.device_plot")
+    plot = pytest.importorskip("benchmarks.device.plot")
     point = {"dim": 64, "exponent": 1.05, "place": "RAM", "steps_per_s": 5.0}
     measured = [
         {**point, "side": "a", "share": None, "ahead": False},

@@ -42,8 +42,8 @@ def test_checks_then_measures_and_says_what_is_not_there(
 ) -> None:
     found = start(monkeypatch, "--device", "cpu", "--tiny", "--zipf", "1.2").started
     assert [line.split(" -m ")[-1].split(" --minutes")[0] for line in found[1:]] == [
-        "benchmarks.device_check --device cpu",
-        "benchmarks.device",
+        "benchmarks.device.check --device cpu",
+        "benchmarks.device.experiment",
     ]
     minutes = float(found[2].split("--minutes ")[1].split()[0])
     assert 7 < minutes < 8 and found[2].endswith("--device cpu --tiny --zipf 1.2")
@@ -53,7 +53,7 @@ def test_checks_then_measures_and_says_what_is_not_there(
 @pytest.mark.parametrize(
     ("statuses", "ends"),
     [
-        ({"device_check": 1, "compute": 0}, "failed: the check"),
+        ({"device.check": 1, "compute": 0}, "failed: the check"),
         ({"error-exitcode": 86}, "failed: compute-sanitizer found errors"),
         ({"error-exitcode": 124}, ""),
         ({"minutes": 1}, "failed: measuring"),
@@ -61,7 +61,7 @@ def test_checks_then_measures_and_says_what_is_not_there(
 )
 def test_a_part_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, statuses: dict[str, int], ends: str) -> None:
     found = start(monkeypatch, tools=("compute-sanitizer",), **statuses)
-    assert found.index("device_check") < found.index("--error-exitcode 86") < found.index("--minutes")
+    assert found.index("device.check") < found.index("--error-exitcode 86") < found.index("--minutes")
     assert found.started[-1].startswith(f"ended: {ends}") if ends else "--minutes" in found.started[-1]
 
 

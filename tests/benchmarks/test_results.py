@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks import results, suite
+from benchmarks import results
+from benchmarks.harness import suite
 from torture.__main__ import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,14 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
-from benchmarks.common import zipf
-from benchmarks.simulate import (
+from benchmarks.cases.disk.simulate import (
     belady_misses,
     expected_static_misses,
     lru_misses,
     static_misses,
     zipf_probabilities,
 )
+from benchmarks.harness.common import zipf
 
 
 def batches_of(seed, *, num_ids=30, steps=40, most=6):

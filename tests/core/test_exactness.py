@@ -1,6 +1,6 @@
 """Bit-identical rows for every budget, thread count, SIMD level and way of reading; seeded bugs must break it.
 
-``python -m benchmarks.exactness`` is the same run, larger and over every combination.
+``python -m benchmarks.cases.exactness`` is the same run, larger and over every combination.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import exactness
+from benchmarks.cases import exactness
 
 import bunkbed as bb
 from bunkbed import _native

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import common
-from benchmarks.simulate import belady_misses, lru_misses
+from benchmarks.cases.disk.simulate import belady_misses, lru_misses
+from benchmarks.harness import common
 
 import bunkbed as bb
 from bunkbed import _native

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import common
+from benchmarks.harness import common
 
 import bunkbed as bb
 
@@ -19,7 +19,7 @@ CHILD = """
 import json, sys
 import numpy as np
 import bunkbed as bb
-from benchmarks import common
+from benchmarks.harness import common
 
 path, ram, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rng = np.random.default_rng(0)
@@ -44,7 +44,7 @@ BESIDE_TENSORS = """
 import ctypes, json, sys, time
 import numpy as np
 import bunkbed as bb
-from benchmarks import common
+from benchmarks.harness import common
 
 libc = ctypes.CDLL(None)
 libc.free.argtypes = [ctypes.c_void_p]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.exactness import smallest_ram
+from benchmarks.cases.exactness import smallest_ram
 
 import bunkbed as bb
 from bunkbed import _native

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.exactness import smallest_ram
+from benchmarks.cases.exactness import smallest_ram
 
 import bunkbed as bb
 from bunkbed import _native

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.exactness import smallest_ram
+from benchmarks.cases.exactness import smallest_ram
 
 import bunkbed as bb
 from bunkbed import _native
@@ -73,7 +73,7 @@ def test_paths_may_be_strings_and_parents_are_made(tmp_path: Path) -> None:
 def test_a_new_table_is_small_and_instant_whatever_its_size(tmp_path: Path) -> None:
     before = time.perf_counter()
     bb.create(tmp_path / "huge", dim=64, num_rows=10**10, optimizer=bb.Adam(), init=bb.Normal(), ram="512MiB").close()
-    assert time.perf_counter() - before < 30  # not a figure: that is benchmarks.huge
+    assert time.perf_counter() - before < 30  # not a figure: that is benchmarks.cases.huge
     assert sum(p.stat().st_blocks * 512 for p in (tmp_path / "huge").rglob("*")) < 1 << 20
 
 

@@ -11,13 +11,14 @@ import pytest
 from bunkbed.train.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
+QUALITY = [sys.executable, "-m", "benchmarks.cases.training.quality"]
 
 
 @pytest.mark.parametrize("name", ["gowalla", "ml1m", "ml1m-neumf"])
 def test_quality_runs_tiny(name, tmp_path):
     pytest.importorskip("torch")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.quality", name, "--tiny", "--dir", str(tmp_path / "space")],
+        [*QUALITY, name, "--tiny", "--dir", str(tmp_path / "space")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -34,7 +35,7 @@ def test_quality_runs_tiny(name, tmp_path):
 def test_the_dtype_comparison_runs_tiny(tmp_path):
     pytest.importorskip("torch")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.quality", "ml1m-bf16", "--tiny", "--dir", str(tmp_path / "space")],
+        [*QUALITY, "ml1m-bf16", "--tiny", "--dir", str(tmp_path / "space")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -48,8 +49,8 @@ def test_the_dtype_comparison_runs_tiny(tmp_path):
 @pytest.mark.parametrize("name", ["ml1m", "ml1m-bce"])
 def test_plain_torch_trains_the_same_model(name, tmp_path):
     torch = pytest.importorskip("torch")
-    from benchmarks.quality import made_up
-    from benchmarks.train_speed import Theirs, configured
+    from benchmarks.cases.training.quality import made_up
+    from benchmarks.cases.training.train_speed import Theirs, configured
 
     import bunkbed as bb
     from bunkbed.train.loop import Trainer

@@ -1,0 +1,1 @@
+"""Models that train: through `bunkbed train`, on real data, and in Keras."""
