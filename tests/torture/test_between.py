@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torture import between
-from torture.features import small_tables
+from torture.stories import between
+from torture.stories.features import small_tables
 
 import bunkbed as bb
 from bunkbed.io.formats import dense

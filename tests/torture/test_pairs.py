@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torture import pairs
-from torture.features import small_tables
+from torture.stories import pairs
+from torture.stories.features import small_tables
 
 import bunkbed as bb
 
@@ -40,7 +40,7 @@ def test_every_public_name_and_argument_is_in_a_feature(tmp_path: Path) -> None:
             for kind in ("bfloat16", "disk"):
                 pairs.story((place, kind, *more), number, _new(tmp_path / f"{place} {kind}"), length=40)
     forgotten, stale = pairs.missing(used)
-    assert not forgotten, f"in no feature of torture/features.py: {', '.join(forgotten)}"
+    assert not forgotten, f"in no feature of torture/stories/features.py: {', '.join(forgotten)}"
     assert not stale, f"said to be in no feature, and are, or are gone: {', '.join(stale)}"
 
 

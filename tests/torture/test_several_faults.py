@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torture import scenario, several, table_scenario
+from torture.lives import scenario, several, table_scenario
 from torture.parts import Child
 
 import bunkbed as bb

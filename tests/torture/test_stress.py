@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from torture import stress
+from torture.stress import stress
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ def test_no_row_is_wrong_under_concurrent_calls(kind: str) -> None:
     printed = in_new_process(
         """
         import sys
-        from torture import stress
+        from torture.stress import stress
 
         (kind,) = [kind for kind in stress.KINDS if kind.name == sys.argv[1]]
         calls, seeds = (160, [1]) if kind.name == "layer" else (600, [0, 1])  # 1: reads by threads, not io_uring
@@ -47,7 +47,7 @@ def test_seeded_bugs_of_concurrency_are_found(bug: str) -> None:
     printed = in_new_process(
         """
         import sys
-        from torture import stress
+        from torture.stress import stress
 
         print(len(stress.find(sys.argv[1], 0, 60.0)) > 0)
         """,

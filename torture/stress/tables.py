@@ -14,7 +14,7 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed.table import opening
-from torture.stress_oracle import Counts, Gate, Wrong
+from torture.stress.oracle import Counts, Gate, Wrong
 
 ROWS = 3000
 DIM = 64

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from torture.calls import CALLS
-from torture.features import OPTIONS, Story, hole_of, small_tables
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
+from torture.stories.calls import CALLS
+from torture.stories.features import OPTIONS, Story, hole_of, small_tables
 
 FEATURES = (*OPTIONS, *CALLS)
 #: Calls between the calls of a pair.

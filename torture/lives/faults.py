@@ -14,9 +14,9 @@ from typing import Any
 
 import bunkbed as bb
 from bunkbed import _native
-from torture import scenario, table_scenario
+from torture.lives import scenario, table_scenario
+from torture.lives.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, set_rows, train
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
-from torture.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, set_rows, train
 
 #: name -> (action of the backend, errno)
 FAULTS = {

@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 from bunkbed import _native
-from torture import scenario, table_scenario
-from torture.faults import FAULTS, LONGEST_S, Stumbler
+from torture.lives import scenario, table_scenario
+from torture.lives.faults import FAULTS, LONGEST_S, Stumbler
+from torture.lives.scenario import COMPACTION_SLACK, State, Violation
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
-from torture.scenario import COMPACTION_SLACK, State, Violation
 
 #: Most operations between two failures: enough for a retry, and for all operations of a commit or an opening.
 FURTHEST = 60

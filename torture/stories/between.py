@@ -19,9 +19,9 @@ import bunkbed as bb
 from bunkbed import _native
 from bunkbed.adapters.ram_snapshots import RamSnapshots
 from bunkbed.testing.compare import assert_same_bits
-from torture.calls import CALLS
-from torture.features import Story, copied, hole_of, must_raise, small_tables
 from torture.parts import Clock, Result, Size, folder
+from torture.stories.calls import CALLS
+from torture.stories.features import Story, copied, hole_of, must_raise, small_tables
 
 #: Rows of the tables: several chunks of each walk. With `disk=` rows are large, so that commits have to compact.
 ROWS, DIM, LARGE_DIM = 1_000, 24, 160

@@ -14,9 +14,9 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed import _native
-from torture import scenario, table_scenario
+from torture.lives import scenario, table_scenario
+from torture.lives.scenario import Commit, State, Violation
 from torture.parts import Child, Clock, Progress, Result, Size, folder, in_processes
-from torture.scenario import Commit, State, Violation
 
 STORIES: list[ModuleType] = [scenario, table_scenario]
 

@@ -17,9 +17,9 @@ from unittest import mock
 from bunkbed import _native
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.table import opening
-from torture import scenario, table_scenario
+from torture.lives import scenario, table_scenario
+from torture.lives.powerloss import CHANCE, SURE, Ignored, Life, Losses
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
-from torture.powerloss import CHANCE, SURE, Ignored, Life, Losses
 
 
 @contextmanager

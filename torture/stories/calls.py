@@ -16,7 +16,7 @@ from bunkbed.io.formats import FORMATS
 from bunkbed.testing import philox
 from bunkbed.testing.compare import assert_same_bits
 from bunkbed.window import Window
-from torture.features import BATCH, CALLS, Story, assert_same_rows_of_reader, call, copied, must_raise
+from torture.stories.features import BATCH, CALLS, Story, assert_same_rows_of_reader, call, copied, must_raise
 
 # ---- Reading
 

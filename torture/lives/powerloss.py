@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from bunkbed import _native
-from torture import scenario, table_scenario
+from torture.lives import scenario, table_scenario
+from torture.lives.scenario import Commit, State, Violation
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
-from torture.scenario import Commit, State, Violation
 
 #: (names, sectors) of the disks of one moment; random variants are repeated with other seeds.
 SURE = [("all", "kept"), ("none", "dropped"), ("none", "kept"), ("all", "dropped"), ("all", "trashed")]

@@ -1,7 +1,7 @@
 """Concurrent calls of threads and reader processes, on every kind of table; an oracle checks each row that is read.
 
 Each kind runs in a separate process, so that a hanging call ends only this process, which shows its stacks.
-`stress_oracle` defines the valid values of a row, `stress_tables` the calls.
+`oracle` defines the valid values of a row, `tables` the calls.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import bunkbed as bb
 from bunkbed import _native
 from bunkbed.table import opening
 from torture.parts import Child, Clock, Result, Size, folder
-from torture.stress_oracle import Counts, Wrong
-from torture.stress_tables import DIM, KINDS, ROWS, THREADS, Kind, RunSubject, Subject, check_run, ids_of, rows_of
+from torture.stress.oracle import Counts, Wrong
+from torture.stress.tables import DIM, KINDS, ROWS, THREADS, Kind, RunSubject, Subject, check_run, ids_of, rows_of
 
 # ---- Reader processes
 

@@ -10,7 +10,7 @@ from typing import Any
 import bunkbed as bb
 from bunkbed import _native
 from bunkbed.testing import ReferenceTable
-from torture.scenario import (
+from torture.lives.scenario import (
     COMPACTION_SLACK,
     SLOW_S,
     TABLES,

@@ -1,0 +1,1 @@
+"""Threads and reader processes that call everything at once, and an oracle of what each row may show."""
