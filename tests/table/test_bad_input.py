@@ -24,7 +24,6 @@ import pytest
 import bunkbed as bb
 from bunkbed.testing import ReferenceTable
 from bunkbed.testing.conformance import assert_same_rows
-from bunkbed.window import Window
 
 KWARGS: dict[str, Any] = {
     "dim": 8,
@@ -583,25 +582,3 @@ def test_export_and_import_round_trip(stored: tuple[Path, ReferenceTable], tmp_p
         stored_ids = np.flatnonzero(oracle.contains(np.arange(1000)))
         assert other.lookup(stored_ids).tobytes() == oracle.lookup(stored_ids).tobytes()
         other.close()
-
-
-def test_a_window_closes_after_a_rewind_that_failed(tmp_path: Path) -> None:
-    ids = np.arange(40_000)
-    table = bb.create(tmp_path / "t", dim=16, num_rows=len(ids), optimizer=bb.SGD(lr=1.0), ram="2MiB")
-    table.update(ids, np.ones((len(ids), 16), np.float32))
-    table.commit(keep="a")
-    for _ in range(2):
-        table.update(ids[:100], np.ones((100, 16), np.float32))
-        table.commit()
-    window = Window(table)
-    window.push(ids[:500])
-    window.push(ids[500:1000])
-    window.advance()
-    with min((tmp_path / "t").glob("segment-*")).open("r+b") as segment:
-        segment.truncate(4096)
-    with pytest.raises(bb.CorruptionError):
-        table.rewind("a")
-    window.close()  # there are no rows to give back any more
-    with pytest.raises(bb.BunkbedError, match="refuses use until it is reopened"):
-        table.lookup(ids)
-    table.close(commit=False)

@@ -19,6 +19,7 @@ import bunkbed as bb
 from bunkbed import _native
 from bunkbed.testing import ReferenceTable
 from bunkbed.testing.conformance import OPTIMIZERS, assert_same_bits, assert_same_rows, zipf_ids
+from bunkbed.window import Window
 
 KWARGS: dict[str, Any] = {
     "dim": 16,
@@ -531,3 +532,25 @@ def test_opening_to_create_takes_the_optimizer_that_open_is_given(tmp_path: Path
         path = tmp_path / f"t{len(options)}"
         with bb.open(path, create={"dim": 2, **options}, optimizer=bb.SGD(0.5)) as table:
             assert table.optimizer == bb.SGD(0.5)
+
+
+def test_a_window_closes_after_a_rewind_that_failed(tmp_path: Path) -> None:
+    ids = np.arange(40_000)
+    table = bb.create(tmp_path / "t", dim=16, num_rows=len(ids), optimizer=bb.SGD(lr=1.0), ram="2MiB")
+    table.update(ids, np.ones((len(ids), 16), np.float32))
+    table.commit(keep="a")
+    for _ in range(2):
+        table.update(ids[:100], np.ones((100, 16), np.float32))
+        table.commit()
+    window = Window(table)
+    window.push(ids[:500])
+    window.push(ids[500:1000])
+    window.advance()
+    with min((tmp_path / "t").glob("segment-*")).open("r+b") as segment:
+        segment.truncate(4096)
+    with pytest.raises(bb.CorruptionError):
+        table.rewind("a")
+    window.close()  # there are no rows to give back any more
+    with pytest.raises(bb.BunkbedError, match="refuses use until it is reopened"):
+        table.lookup(ids)
+    table.close(commit=False)
