@@ -1,7 +1,8 @@
 """Two wheels of the project in turns: is the new state as fast as the old one?
 
-``python -m benchmarks.cases.wheels OLD.whl NEW.whl`` installs each wheel into a folder of its own and keeps a process of each
-for every case. Both take the same steps, a turn each, and the order changes every round. A ratio above 1: the new one is faster.
+``python -m benchmarks.cases.wheels OLD.whl NEW.whl`` installs each wheel into a folder of its own and keeps a process
+of each for every case. Both take the same steps, a turn each, and the order changes every round. A ratio above 1: the
+new wheel is faster.
 """
 
 from __future__ import annotations

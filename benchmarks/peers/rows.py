@@ -1,4 +1,4 @@
-"""Formats of rows beside .npy, Parquet, Arrow and safetensors, each with a writer that is not ours.
+"""Formats of rows other than .npy, Parquet, Arrow and safetensors, each with a writer that is not ours.
 
 What the writer makes is what the import is timed with, so that each import also reads somebody else's file.
 """

@@ -11,6 +11,7 @@
 #include "base/float_mode.h"
 #include "bindings/bindings.h"
 #include "device/device_map.h"
+#include "table/scan.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

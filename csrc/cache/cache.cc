@@ -33,10 +33,20 @@ void give_back(std::byte* from, std::byte* end) {
   if (stop > begin) ::madvise(reinterpret_cast<void*>(begin), stop - begin, MADV_DONTNEED);
 }
 
+// The first set bit from `frame` on, or `end`.
+uint32_t next_set(const uint64_t* words, uint32_t frame, uint32_t end) {
+  if (frame >= end) return end;
+  uint32_t word = frame / 64;
+  for (uint64_t bits = words[word] >> frame % 64 << frame % 64;; bits = words[word]) {
+    if (bits != 0) return std::min(end, word * 64 + static_cast<uint32_t>(std::countr_zero(bits)));
+    if (++word * 64 >= end) return end;
+  }
+}
+
 }  // namespace
 
 Cache::Cache(size_t record_bytes, size_t max_frames)
-    : stride_(padded(record_bytes)),
+    : stride_(padded_record(record_bytes)),
       max_frames_(std::min<size_t>(std::max<size_t>(1, max_frames), kNoFrame - 1)),
       capacity_(max_frames_),
       free_head_(kNoFrame),
@@ -239,7 +249,7 @@ void Cache::set_next_use(uint32_t frame, uint32_t batch) {
   if (infos_[frame].next_use == batch) return;
   forget_use(frame);
   if (batch < first_batch_) {
-    list_unwanted(frame);
+    set_unwanted(frame);
     return;
   }
   const size_t place = batch - first_batch_;
@@ -269,14 +279,8 @@ size_t Cache::freeze() {
   return count;
 }
 
-uint32_t Cache::next_set(const uint64_t* words, uint32_t frame) const {
-  if (frame >= high_water_) return high_water_;
-  uint32_t word = frame / 64;
-  for (uint64_t bits = words[word] >> frame % 64 << frame % 64;; bits = words[word]) {
-    if (bits != 0) return std::min(high_water_, word * 64 + static_cast<uint32_t>(std::countr_zero(bits)));
-    if (++word * 64 >= high_water_) return high_water_;
-  }
-}
+uint32_t Cache::next_dirty(uint32_t frame) const { return next_set(dirty_, frame, high_water_); }
+uint32_t Cache::next_frozen(uint32_t frame) const { return next_set(frozen_, frame, high_water_); }
 
 void Cache::thaw() {
   for (uint32_t word = 0; word * 64 < high_water_; ++word) dirty_[word] |= std::exchange(frozen_[word], 0);

@@ -34,6 +34,12 @@ struct FrameInfo {
 inline constexpr uint64_t kNoPosition = ~0ull;
 inline constexpr uint32_t kNoUse = 0;
 
+// Whole cache lines where that adds little; other records are padded to 8 bytes.
+inline size_t padded_record(size_t record_bytes) {
+  const size_t line = (record_bytes + 63) / 64 * 64;
+  return line - record_bytes <= record_bytes / 16 ? line : (record_bytes + 7) / 8 * 8;
+}
+
 class Cache {
  public:
   // Reserves address space for `max_frames`; memory is taken as frames are first used. With record_bytes 0 the records
@@ -47,7 +53,7 @@ class Cache {
   static constexpr uint8_t kReturn = 16;    // initial count of a row that was evicted recently
   static constexpr uint8_t kMaxCount = 127;  // about four uses, so that a hot set that has passed is soon evicted
   // Bytes a frame costs: its record, padded for alignment, its FrameInfo, heat, dirty bit and ghost.
-  static size_t frame_cost(size_t record_bytes) { return padded(record_bytes) + kInfoBytes; }
+  static size_t frame_cost(size_t record_bytes) { return padded_record(record_bytes) + kInfoBytes; }
 
   std::byte* record(uint32_t frame) const { return records_ + size_t{frame} * stride_; }
   size_t stride() const { return stride_; }  // bytes from one frame's record to the next
@@ -162,7 +168,7 @@ class Cache {
     dirty_[frame / 64] = dirty ? dirty_[frame / 64] | bit : dirty_[frame / 64] & ~bit;
   }
   // The first dirty frame from this one on, or high_water().
-  uint32_t next_dirty(uint32_t frame) const { return next_set(dirty_, frame); }
+  uint32_t next_dirty(uint32_t frame) const;
 
   // ---- A commit. freeze() makes every dirty frame frozen and returns their number. The commit appends a frozen record
   // to the log before the record changes or its frame is evicted. Requires that no frame is frozen.
@@ -170,7 +176,7 @@ class Cache {
   bool is_frozen(uint32_t frame) const { return (frozen_[frame / 64] >> frame % 64 & 1) != 0; }
   void set_written(uint32_t frame) { frozen_[frame / 64] &= ~(uint64_t{1} << frame % 64); }
   // The first frozen frame from this one on, or high_water().
-  uint32_t next_frozen(uint32_t frame) const { return next_set(frozen_, frame); }
+  uint32_t next_frozen(uint32_t frame) const;
   // After a failed commit: makes the frozen frames dirty again.
   void thaw();
 
@@ -180,7 +186,8 @@ class Cache {
   void set_next_use(uint32_t frame, uint32_t batch);
   // For a frame without a next use that no coming batch wants, when its last pin is taken back.
   void set_unwanted(uint32_t frame) {
-    if (num_wanted_ > 0) list_unwanted(frame);
+    // victim() uses the list only where few frames are unwanted: more entries would be of no use.
+    if (num_wanted_ > 0 && unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
   }
   bool is_wanted(uint32_t frame) const { return infos_[frame].next_use >= first_batch_; }
   size_t uses_bytes() const;  // of the lists of coming uses, in addition to the frames
@@ -205,18 +212,7 @@ class Cache {
   Ghost ghost_of(int64_t row) const;
   bool furthest(uint32_t* frame, uint32_t keep_until);
   void forget_use(uint32_t frame);
-  void list_unwanted(uint32_t frame) {
-    // victim() uses the list only where few frames are unwanted: more entries would be of no use.
-    if (unwanted_.size() < resident_ / 8 + 16) unwanted_.push_back(frame);
-  }
-  uint32_t next_set(const uint64_t* words, uint32_t frame) const;
   bool is_pinned(uint32_t frame) const { return infos_[frame].pinned || (pins_ != nullptr && pins_[frame] > 0); }
-
-  static size_t padded(size_t record_bytes) {
-    // Whole cache lines where that adds little; other records are padded to 8 bytes.
-    const size_t line = (record_bytes + 63) / 64 * 64;
-    return line - record_bytes <= record_bytes / 16 ? line : (record_bytes + 7) / 8 * 8;
-  }
 
   size_t stride_;
   size_t max_frames_;

@@ -7,13 +7,13 @@
 #include <stdexcept>
 
 #include "base/error.h"
-#include "base/ordered_work.h"
 #include "commit/manifests.h"
 #include "directory/checkpoint.h"
 #include "directory/count_rows.h"
 #include "format/format.h"
 #include "format/record.h"
 #include "log/log.h"
+#include "maintenance/ordered_work.h"
 
 namespace bunkbed {
 

@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 15  # of a folder, its __init__.py not counted
 MOST_LINES = 600  # of a file
+MOST_METHODS = 60  # of a class, those that it inherits not counted
 
 #: Folder, or module at the root of the package -> what it may import beside itself and the compiled core. From the
 #: bottom to the top: each may only name what stands above it here. "bunkbed" is the public surface, ``__init__.py``.
@@ -219,3 +220,43 @@ def test_no_folder_and_no_file_is_too_large(root: Path) -> None:
     for path in SIZED[root]:
         lines = len(path.read_text().splitlines())
         assert lines <= MOST_LINES, f"{path} has {lines} lines"
+
+
+def methods_in_python(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, sum(isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) for part in node.body)
+
+
+def methods_in_cpp(path: Path) -> Iterator[tuple[str, int]]:
+    """Declarations with parentheses directly in the body of a class."""
+    text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\\n])*"', "", path.read_text())
+    text = re.sub(r"\b[A-Z_]{2,}\((?:[^()]|\([^()]*\))*\)", "", text)  # attributes
+    for found in re.finditer(r"\b(?:class|struct) (\w+)[^;{}()]*\{", text):
+        depth, count, has_parameters = 1, 0, False
+        for character in text[found.end() :]:
+            has_parameters |= depth == 1 and character == "("
+            if depth == 1 and character in "{;":
+                count += has_parameters
+                has_parameters = False
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                break
+        yield found[1], count
+
+
+@pytest.mark.parametrize("root", SIZED, ids=lambda root: root.name)
+def test_no_class_has_too_many_methods(root: Path) -> None:
+    for path in SIZED[root]:
+        count_methods = methods_in_python if path.suffix == ".py" else methods_in_cpp
+        for name, count in count_methods(path):
+            assert count <= MOST_METHODS, f"{path}: {name} has {count} methods"
+
+
+def test_methods_are_counted(tmp_path: Path) -> None:
+    source = tmp_path / "a.h"
+    source.write_text(
+        "class A {\n public:\n  A() : x_(1) {}\n  void f(int (*call)()) REQUIRES(lock_);  // g()\n"
+        "  int x() const { return h(x_); }\n private:\n  struct B {\n    void of_b();\n  };\n  int x_ = 0;\n};\n"
+    )
+    assert dict(methods_in_cpp(source)) == {"A": 3, "B": 1}

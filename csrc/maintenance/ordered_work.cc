@@ -1,4 +1,4 @@
-#include "base/ordered_work.h"
+#include "maintenance/ordered_work.h"
 
 #include <algorithm>
 #include <chrono>

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/ordered_work.h"
+#include "maintenance/ordered_work.h"
 #include "tests/check.h"
 
 using namespace bunkbed;
