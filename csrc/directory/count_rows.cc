@@ -59,7 +59,7 @@ void walk(Log* log, const std::vector<Part>& parts, int64_t num_rows, uint64_t v
   Span span;
   for (const Part& part : parts) {
     for (const ChunkTrailer& chunk : part.chunks) {
-      log->read_index(*part.segment, chunk, &span, &ids, &versions);
+      log->reader().read_index(*part.segment, chunk, &span, &ids, &versions);
       for (size_t i = 0; i < ids.size(); ++i) {
         if (ids[i] < 0 || (num_rows >= 0 && ids[i] >= num_rows) || versions[i] == 0 || versions[i] >= versions_end) {
           throw Error(ErrorKind::kCorruption, "segment " + part.segment->file->path() + ": the chunk at byte " +
@@ -82,7 +82,7 @@ uint64_t count_rows(Log* log, int64_t num_rows, uint64_t versions_end, size_t ra
   uint64_t total = 0;
   bool has_tombstones = false;
   for (const auto& [id, segment] : log->segments()) {
-    parts.push_back({segment.get(), log->chunks(*segment)});
+    parts.push_back({segment.get(), log->reader().chunks(*segment)});
     for (const ChunkTrailer& chunk : parts.back().chunks) {
       if (chunk.kind == ChunkKind::kMapDelta) {
         throw Error(ErrorKind::kFormat, "segment " + segment->file->path() + " holds a chunk of a kind (MAPDELTA) " +

@@ -58,7 +58,7 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
     segment->records = 0;
     segment->live = 0;
     segment->tombstones = 0;
-    for (const ChunkTrailer& chunk : log->chunks(*segment)) {
+    for (const ChunkTrailer& chunk : log->reader().chunks(*segment)) {
       total += chunk.count;
       if (chunk.kind == ChunkKind::kData) segment->records += chunk.count;
       if (chunk.kind == ChunkKind::kTombstone) segment->tombstones += chunk.count;
@@ -84,7 +84,7 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
     Versions newest(total / passes + total / passes / 8 + 64);
     for (Segment* const segment : segments) {
       for (const ChunkTrailer& chunk : segment->chunks) {
-        log->read_index(*segment, chunk, &span, &ids, &versions);
+        log->reader().read_index(*segment, chunk, &span, &ids, &versions);
         for (size_t i = 0; i < ids.size(); ++i) {
           const int64_t id = ids[i];
           if (id >= 0 && (num_rows < 0 || id < num_rows) && versions[i] != 0 && versions[i] < versions_end) continue;

@@ -120,13 +120,13 @@ void Committer::in_slices(Log* log, const Work& work) {
     uint64_t seen;
     {
       const auto guard = table_.lock.slice();
-      seen = log->writes_ended();
-      if (log->has_free_buffers()) {
+      seen = log->buffers().writes_ended();
+      if (log->buffers().spare() > 0) {
         if (!work()) return;
         continue;
       }
     }
-    log->wait_for_write(seen);
+    log->buffers().wait_for_write(seen);
   }
 }
 
@@ -145,10 +145,10 @@ void Committer::make_durable(Job* job) {
     uint64_t seen;
     {
       const auto guard = table_.lock.slice();
-      seen = log->writes_ended();
-      if (log->is_written(manifest.epoch)) break;
+      seen = log->buffers().writes_ended();
+      if (log->buffers().is_written(manifest.epoch)) break;
     }
-    log->wait_for_write(seen);
+    log->buffers().wait_for_write(seen);
   }
   failpoint("commit.drained");
   Log::Unsynced unsynced;

@@ -133,7 +133,7 @@ size_t Prefetcher::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
           const auto guard = table_.lock.work();
           follow(&ahead_.reads_s, seconds);
           table_.store->end_staging(read, failed);
-          table_.store->log()->count_reads(read.plan, 0.0);
+          table_.store->log()->reads().count(read.plan, 0.0);
           table_.lock.end_batch();
         });
   }

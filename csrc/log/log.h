@@ -17,77 +17,21 @@
 #pragma once
 
 #include <algorithm>
-#include <condition_variable>
-#include <exception>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
-#include "base/mutex.h"
 #include "format/format.h"
-#include "vfs/batch_reads.h"
-#include "vfs/file_cache.h"
+#include "log/chunk_buffers.h"
+#include "log/record_reads.h"
+#include "log/segment.h"
+#include "log/segment_reader.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {
-
-// The bytes of the last read of a segment, so that neighbouring parts cost one read.
-struct Span {
-  vfs::Buffer memory;
-  uint64_t segment = 0;
-  uint64_t begin = 0;
-  uint64_t end = 0;
-};
-
-struct Segment {
-  uint64_t id = 0;
-  uint64_t epoch = 0;
-  uint64_t bytes = 0;        // end of the last complete chunk handed to a writer
-  uint64_t records = 0;      // data records ever appended
-  uint64_t live = 0;         // records that are the newest of their row
-  uint64_t tombstones = 0;   // ids deleted here; the segment stays while it has any
-  bool is_sealed = true;
-  bool needs_sync = false;   // has writes that no fdatasync covered
-  bool is_new = false;       // its directory entry is not known to be durable
-  bool is_ending = false;    // of the epoch being committed: the manifest will name it even without live records
-  std::vector<ChunkTrailer> chunks;  // first to last, once known; 80 bytes for each chunk
-  std::shared_ptr<vfs::CachedFile> file;
-};
-
-struct ReadRequest {
-  uint64_t position;
-  int64_t id;
-  std::byte* payload;  // where its first bytes go
-};
-
-// A batch of reads that keeps its files open: it can run without the table's lock.
-struct ReadPlan {
-  struct Extent {
-    vfs::File* file;
-    uint64_t offset;
-    uint32_t bytes;
-    uint32_t first;  // of the requests
-    uint32_t count;
-  };
-  std::vector<ReadRequest> requests;  // by position
-  std::vector<Extent> extents;
-  // Keeps the files open until the reads have ended, because compaction may drop their segments meanwhile.
-  std::vector<std::shared_ptr<vfs::File>> held;
-  uint64_t bytes = 0;
-};
-
-struct LogStats {
-  uint64_t reads = 0;          // reads issued (neighbouring records share one)
-  uint64_t read_bytes = 0;     // of those reads
-  uint64_t read_records = 0;
-  uint64_t written_bytes = 0;  // chunks, headers included
-  uint64_t written_records = 0;
-  double read_wait_s = 0.0;
-};
 
 // Sizes of the log's own memory, all inside the table's RAM budget.
 struct LogMemory {
@@ -127,7 +71,7 @@ class Log {
     return ((running_.chunk != nullptr ? 1 : 0) + (ending_.chunk != nullptr ? 1 : 0)) * uint64_t{memory_.chunk_bytes};
   }
   // Most bytes that a record of a full chunk takes on disk, with its share of the chunk's trailer and padding.
-  uint64_t record_disk_bytes() const { return record_disk_bytes(stride_, memory_.chunk_bytes); }
+  uint64_t record_disk_bytes() const { return record_disk_bytes(layout_.stride, memory_.chunk_bytes); }
   static uint64_t record_disk_bytes(size_t stride, size_t chunk_bytes) {
     const size_t overhead = stride + kChunkTrailerBytes + 8;  // the gap before the first record is less than one
     const size_t records = std::max<size_t>(1, (chunk_bytes - std::min(chunk_bytes, overhead)) / (stride + 16));
@@ -147,19 +91,6 @@ class Log {
   size_t append(const Source* sources, size_t n, uint64_t* positions);
   // The payload of a record that is still in memory, or null when it is on disk.
   const std::byte* pending(uint64_t position);
-  // Reads and verifies records and copies the first `read_bytes` of each payload. The caller runs `meanwhile` while
-  // other threads read. After an error no payload may be used.
-  void read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile);
-  // read() in parts, for reads without the table's lock: plan_reads() and count_reads() require the lock, execute()
-  // does not.
-  ReadPlan plan_reads(std::vector<ReadRequest> requests);
-  void execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
-               const std::function<void()>& meanwhile) const;
-  // Verifies the records of an extent that was read and copies their payloads. Any thread.
-  void deliver(const ReadPlan& plan, size_t extent, const std::byte* data, size_t read_bytes) const;
-  void count_reads(const ReadPlan& plan, double waited_s);
-  vfs::ReadLane* staging_lane() { return &staging_lane_; }
-
   // Closes the open chunk and waits until every chunk is in its file (not yet durable). No epoch may be ending.
   void drain();
   // drain(); then the next append opens another segment, of the epoch then current.
@@ -170,18 +101,11 @@ class Log {
   void begin_next_epoch(uint64_t records);
   uint64_t append_ending(int64_t id, const std::byte* payload);
   size_t append_ending(const Source* sources, size_t n, uint64_t* positions);
-  // Whether an append finds a buffer without waiting and leaves one for other appends.
-  bool has_free_buffers() { return spare_buffers() > 0; }
   // Records that can be appended without waiting, with a buffer left for other appends.
-  size_t spare_records() { return spare_buffers() * (memory_.chunk_bytes / record_disk_bytes()); }
+  size_t spare_records() { return buffers_.spare() * (memory_.chunk_bytes / record_disk_bytes()); }
   // Ends append_ending(): hands the last chunk to its writer and seals the segment. Also called after a failed commit.
   void finish_ending();
-  // Whether all chunks of the epochs up to this one are in their files. Tries failed writes again; throws their errors.
-  bool is_written(uint64_t epoch);
-  // Number of chunk writes that have ended; wait_for_write() waits until it differs from `seen`. Needs no table lock.
-  uint64_t writes_ended();
-  void wait_for_write(uint64_t seen);
-  // Makes the epochs up to this one durable, once is_written(): unsynced(), then sync() without the table's lock
+  // Makes the epochs up to this one durable, once ChunkBuffers::is_written(): unsynced(), then sync() without the table's lock
   // (Error(kSync) when it fails), then mark_synced().
   struct Unsynced {
     std::vector<uint64_t> segments;
@@ -198,61 +122,26 @@ class Log {
   // Waits for the chunk writes under way, discards all other unwritten records, closes all files.
   void abandon();
 
-  Segment& segment_of(uint64_t position);
-  Segment* find_segment(uint64_t id);
-  const std::map<uint64_t, std::unique_ptr<Segment>>& segments() const { return segments_; }
-  // True while a chunk of the segment is not in its file yet.
-  bool is_being_written(const Segment& segment);
+  Segment& segment_of(uint64_t position) { return segments_.at(layout_, position); }
+  Segment* find_segment(uint64_t id) { return segments_.find(id); }
+  const Segments::ById& segments() const { return segments_.all(); }
   // Drops a segment from the log. `remove_file` false leaves the file for a commit that still names it.
   void forget_segment(uint64_t id, bool remove_file);
-  uint64_t position(uint64_t segment, uint64_t slot) const { return segment * slots_per_segment_ + slot; }
-  uint64_t slot_of(uint64_t position) const { return position % slots_per_segment_; }
 
-  // The chunks of a segment, first to last, with verified trailers. Requires that all chunks are in the file.
-  const std::vector<ChunkTrailer>& chunks(Segment& segment);
-  // The reads of chunks() and of read_span(), without the table's lock, while the sealed segment stays in the log. Both
-  // return the bytes they read. The caller installs the result and counts the bytes under the lock.
-  uint64_t find_chunks(const Segment& segment, std::vector<ChunkTrailer>* found) const;
-  uint64_t fetch_span(const Segment& segment, uint64_t begin, size_t bytes, Span* span) const;
-  void count_read_bytes(uint64_t bytes) { stats_.read_bytes += bytes; }
-  // Reads [begin, begin + bytes) of a segment, up to the segment's end, unless `span` holds it already. Then
-  // read_index() and read_records() within these bytes read nothing.
-  void read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span);
-  // read_index() refuses ids from `end` on, because its callers look them up in a directory of that size.
-  void set_ids_end(uint64_t end) { ids_end_ = end; }
-  // Ids and versions of a chunk, verified.
-  void read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, std::vector<int64_t>* ids,
-                  std::vector<uint64_t>* versions);
-  // Returns records [from, from + n) of a chunk, verified and stride() bytes apart, valid until `span` is used again.
-  const std::byte* read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n, const int64_t* ids,
-                                Span* span);
-
-  uint64_t segment_bytes() const { return slots_per_segment_ * stride_; }
-  size_t stride() const { return stride_; }
-  size_t payload_bytes() const { return payload_bytes_; }
-  uint64_t slots_per_segment() const { return slots_per_segment_; }
-  const Uuid& uuid() const { return uuid_; }
+  // ---- The parts.
+  ChunkBuffers& buffers() { return buffers_; }
+  SegmentReader& reader() { return reader_; }
+  RecordReads& reads() { return reads_; }
+  const LogLayout& layout() const { return layout_; }
+  uint64_t position(uint64_t segment, uint64_t slot) const { return layout_.position(segment, slot); }
+  uint64_t segment_bytes() const { return layout_.segment_bytes(); }
+  size_t stride() const { return layout_.stride; }
+  uint64_t slots_per_segment() const { return layout_.slots_per_segment; }
   uint64_t next_segment() const { return next_segment_; }
   uint64_t next_version() const { return running_.next_version; }
   const LogStats& stats() const { return stats_; }
 
  private:
-  void verify(int64_t id, const std::byte* record, const vfs::File& file, uint64_t slot) const;
-
-  struct Chunk {
-    vfs::Buffer memory;
-    std::vector<int64_t> ids;
-    std::vector<uint64_t> versions;
-    Segment* segment = nullptr;
-    uint64_t begin = 0;
-    uint64_t first_slot = 0;
-    uint64_t epoch = 0;
-    size_t capacity = 0;  // records
-    enum class State { kFree, kOpen, kWriting, kFailed } state = State::kFree;
-    uint64_t end = 0;
-    std::exception_ptr error;
-  };
-
   // The segment and chunk that the records of one epoch are appended to.
   struct Stream {
     uint64_t epoch = 0;
@@ -270,22 +159,11 @@ class Log {
   void seal(Stream* stream);
   void open_segment(Stream* stream);
   void open_chunk(Stream* stream);
-  void resize_lanes();
   size_t chunk_capacity(uint64_t begin) const;
   void close_chunk(Stream* stream);
-  void start_write(Chunk* chunk);
-  Chunk* free_chunk();
-  size_t spare_buffers();
-  void retry_failed();
-  void wait_all();
 
   vfs::Vfs& vfs_;
-  const std::string directory_;
-  const Uuid uuid_;
-  const uint32_t crc_seed_;
-  const size_t payload_bytes_;
-  const size_t stride_;
-  const uint64_t slots_per_segment_;
+  const LogLayout layout_;
   LogMemory memory_;
   uint64_t next_segment_ = 1;
   Stream running_;
@@ -294,18 +172,12 @@ class Log {
   uint64_t ending_versions_end_ = 0;
   bool is_nameless_ = false;
   bool closes_unused_ = false;
-  uint64_t ids_end_ = uint64_t{1} << 63;
   std::function<uint64_t()> room_;
-  std::map<uint64_t, std::unique_ptr<Segment>> segments_;
-  std::unordered_map<uint64_t, Segment*> by_id_;
-  std::vector<std::unique_ptr<Chunk>> chunks_;
-  vfs::ReadLane lane_;          // of calls that wait for their reads
-  vfs::ReadLane staging_lane_;  // of staging, which runs concurrently
   LogStats stats_;
-
-  Mutex mutex_;  // guards also the state and error of every Chunk
-  uint64_t writes_ended_ GUARDED_BY(mutex_) = 0;
-  std::condition_variable written_;
+  Segments segments_;
+  ChunkBuffers buffers_;
+  SegmentReader reader_{layout_, &stats_};
+  RecordReads reads_{layout_, segments_, &stats_};
 };
 
 }  // namespace bunkbed

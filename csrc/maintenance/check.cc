@@ -62,7 +62,7 @@ class SegmentCheck {
   // Bytes [begin, end) are unused and were written as zeros: another value is damage.
   void check_zeros(uint64_t begin, uint64_t end) {
     if (begin >= end || has_padding_) return;
-    log_->read_span(*segment_, begin, end - begin, &span_);
+    log_->reader().read_span(*segment_, begin, end - begin, &span_);
     const std::byte* const bytes = span_.memory.data() - span_.begin;
     const auto* const found = std::find_if(bytes + begin, bytes + end, [](std::byte b) { return b != std::byte{0}; });
     if (found == bytes + end) return;
@@ -86,9 +86,9 @@ class SegmentCheck {
     for (uint64_t end = segment_->bytes; end > kSegmentHeaderBytes;) {
       const uint64_t at = end - kChunkTrailerBytes;
       try {
-        log_->read_span(*segment_, at, kChunkTrailerBytes, &span_);
+        log_->reader().read_span(*segment_, at, kChunkTrailerBytes, &span_);
         chunks->push_back(decode_chunk_trailer({span_.memory.data() + (at - span_.begin), kChunkTrailerBytes},
-                                               log_->uuid(), segment_->id, end, log_->stride(),
+                                               log_->layout().uuid, segment_->id, end, log_->stride(),
                                                log_->slots_per_segment(), segment_->file->path()));
         if (chunks->back().epoch != segment_->epoch) {
           report("chunk", static_cast<int64_t>(at),
@@ -107,7 +107,7 @@ class SegmentCheck {
   template <typename At>
   void check_chunk(const ChunkTrailer& chunk, const At& at) {
     try {
-      log_->read_index(*segment_, chunk, &span_, &ids_, &versions_);
+      log_->reader().read_index(*segment_, chunk, &span_, &ids_, &versions_);
       check_zeros(chunk.index_offset + chunk_index_bytes(chunk.count), chunk.end - kChunkTrailerBytes);
     } catch (const Error& error) {
       report("chunk", static_cast<int64_t>(chunk.index_offset), error.what());
@@ -120,7 +120,7 @@ class SegmentCheck {
       const size_t count = std::min(piece, ids_.size() - from);
       try {
         const std::byte* const records =
-            log_->read_records(*segment_, chunk, from, count, ids_.data(), &span_);
+            log_->reader().read_records(*segment_, chunk, from, count, ids_.data(), &span_);
         check_record_padding(chunk, from, count, records);
       } catch (const Error&) {
         check_one_by_one(chunk, from, count);
@@ -146,7 +146,7 @@ class SegmentCheck {
   }
 
   void check_record_padding(const ChunkTrailer& chunk, size_t from, size_t count, const std::byte* records) {
-    const size_t used = log_->payload_bytes() + 4;
+    const size_t used = log_->layout().payload_bytes + 4;
     for (size_t i = 0; i < count && !has_padding_; ++i) {
       for (size_t byte = used; byte < log_->stride(); ++byte) {
         if (records[i * log_->stride() + byte] == std::byte{0}) continue;
@@ -159,7 +159,7 @@ class SegmentCheck {
   void check_one_by_one(const ChunkTrailer& chunk, size_t from, size_t count) {
     for (size_t i = from; i < from + count; ++i) {
       try {
-        log_->read_records(*segment_, chunk, i, 1, ids_.data(), &span_);
+        log_->reader().read_records(*segment_, chunk, i, 1, ids_.data(), &span_);
       } catch (const Error& error) {
         if (++damaged_records_ > kMaxRecordProblems) continue;
         report("record", static_cast<int64_t>((chunk.first_slot + i) * log_->stride()), error.what());

@@ -74,7 +74,7 @@ bool Compactor::read_or_set_aside(Call&& call) {
 bool Compactor::may_choose(const Segment& segment) const {
   // A segment of the commit under way (is_ending) stays even when it is empty, so it would be chosen again and again.
   if (!segment.is_sealed || segment.is_ending || segment.records == 0 || segment.tombstones > 0) return false;
-  if (damaged_.contains(segment.id) || log_->is_being_written(segment)) return false;
+  if (damaged_.contains(segment.id) || log_->buffers().is_being_written(segment)) return false;
   return !may_empty_ || may_empty_(segment, named_.contains(segment.id));
 }
 
@@ -158,7 +158,7 @@ bool Compactor::begin(const Segment* segment) {
 bool Compactor::choose(const MayEmpty* among) {
   if (!pick(among)) return false;
   Segment* segment = log_->find_segment(segment_);
-  if (segment->live > 0) read_or_set_aside([&] { chunks_ = log_->chunks(*segment); });
+  if (segment->live > 0) read_or_set_aside([&] { chunks_ = log_->reader().chunks(*segment); });
   return true;
 }
 
@@ -188,8 +188,8 @@ bool Compactor::plan_read(size_t buffer_bytes, Read* read) {
 void Compactor::execute(Read* read) const {
   if (read->segment == nullptr) return;
   try {
-    read->read_bytes = read->wants_chunks ? log_->find_chunks(*read->segment, &read->chunks)
-                                          : log_->fetch_span(*read->segment, read->begin, read->bytes, &read->span);
+    read->read_bytes = read->wants_chunks ? log_->reader().find_chunks(*read->segment, &read->chunks)
+                                          : log_->reader().fetch_span(*read->segment, read->begin, read->bytes, &read->span);
   } catch (const std::exception&) {
     read->failed = true;
   }
@@ -197,7 +197,7 @@ void Compactor::execute(Read* read) const {
 
 void Compactor::take_read(Read read) {
   if (read.segment == nullptr) return;
-  log_->count_read_bytes(read.read_bytes);
+  log_->reader().count_read_bytes(read.read_bytes);
   if (read.failed) {
     read_or_set_aside([] { throw Error(ErrorKind::kSystem, "background read failed"); });
     return;
@@ -221,9 +221,9 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
           const size_t whole = chunk.end - chunk.begin;
           if (whole <= buffer_bytes) {
             const bool is_there = span_.segment == segment_ && span_.begin <= chunk.begin && chunk.end <= span_.end;
-            if (!is_there) log_->read_span(*segment, chunk.begin, buffer_bytes, &span_);
+            if (!is_there) log_->reader().read_span(*segment, chunk.begin, buffer_bytes, &span_);
           }
-          log_->read_index(*segment, chunk, &span_, &ids_, &versions_);
+          log_->reader().read_index(*segment, chunk, &span_, &ids_, &versions_);
         })) {
       return 1;
     }
@@ -251,7 +251,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
     if (first < last) {
       const std::byte* records = nullptr;
       if (!read_or_set_aside([&] {
-            records = log_->read_records(*segment, chunk, first, last - first, ids_.data(), &span_);
+            records = log_->reader().read_records(*segment, chunk, first, last - first, ids_.data(), &span_);
           })) {
         return count;
       }
@@ -328,7 +328,7 @@ void Compactor::drop_dead_segments() {
   std::vector<uint64_t> dead;
   for (const auto& [id, segment] : log_->segments()) {
     if (!segment->is_sealed || segment->is_ending || segment->live > 0 || segment->tombstones > 0) continue;
-    if (id != segment_ && !log_->is_being_written(*segment)) dead.push_back(id);
+    if (id != segment_ && !log_->buffers().is_being_written(*segment)) dead.push_back(id);
   }
   for (const uint64_t id : dead) {
     const auto named = named_.find(id);

@@ -10,7 +10,7 @@ constexpr unsigned kExtentBits = 32;  // the low bits of a read's tag; the high 
 }
 
 StagingQueue::StagingQueue(Log* log, size_t read_bytes, Finished finished)
-    : log_(log), read_bytes_(read_bytes), finished_(std::move(finished)), stream_(*this, *log->staging_lane()) {}
+    : log_(log), read_bytes_(read_bytes), finished_(std::move(finished)), stream_(*this, *log->reads().staging_lane()) {}
 
 void StagingQueue::add(Store::Staging staging) {
   const size_t reads = staging.plan.extents.size();
@@ -45,7 +45,7 @@ void StagingQueue::done(const vfs::ReadOp& op, const std::byte* data, std::excep
   // After a failed read the batch's other reads go on. A lookup of the row reads it again and reports the error.
   try {
     if (error) std::rethrow_exception(error);
-    log_->deliver(job->staging.plan, op.tag & ((uint64_t{1} << kExtentBits) - 1), data, read_bytes_);
+    log_->reads().deliver(job->staging.plan, op.tag & ((uint64_t{1} << kExtentBits) - 1), data, read_bytes_);
   } catch (...) {
     job->failed = true;
   }

@@ -206,7 +206,7 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
     }
     if (!requests.empty()) late = requests.front();
     if (log_ != nullptr && (!requests.empty() || misses > 0 || overwrite)) {
-      log_->read(std::move(requests), frame_bytes_, [this] { compaction_.compact_some(); });
+      log_->reads().read(std::move(requests), frame_bytes_, [this] { compaction_.compact_some(); });
     }
     if (create) write_frozen_frames(frames, n);
   } catch (...) {
@@ -270,7 +270,7 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batc
       ++frames_staging_;
       requests.push_back({info.position, row, cache_.record(frame)});
     }
-    staging.plan = log_->plan_reads(std::move(requests));
+    staging.plan = log_->reads().plan(std::move(requests));
   } catch (...) {
     release_copied();
     end_staging(staging, true);

@@ -69,7 +69,7 @@ void Loader::load(const Manifest& manifest) {
   } else if (table_.options.writable) {
     log->close_unused();
   }
-  if (table_.spec.num_rows >= 0) log->set_ids_end(static_cast<uint64_t>(table_.spec.num_rows));
+  if (table_.spec.num_rows >= 0) log->reader().set_ids_end(static_cast<uint64_t>(table_.spec.num_rows));
   log->adopt(manifest.segments);
   failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);

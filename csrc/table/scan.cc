@@ -107,7 +107,7 @@ void Scan::read_ahead() {
   for (size_t s = segment_; s < segments_.size(); ++s) {
     Segment* const segment = log->find_segment(segments_[s]);
     if (segment == nullptr || segment->live == 0) continue;
-    const std::vector<ChunkTrailer>& chunks = s == segment_ ? chunks_ : log->chunks(*segment);
+    const std::vector<ChunkTrailer>& chunks = s == segment_ ? chunks_ : log->reader().chunks(*segment);
     for (size_t c = s == segment_ ? chunk_ : 0; c < chunks.size(); ++c) {
       if (chunks[c].kind != ChunkKind::kData) continue;
       const uint64_t begin = wants_index ? vfs::round_down(chunks[c].index_offset, vfs::kBlockBytes) : chunks[c].begin;
@@ -144,7 +144,7 @@ void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
     const bool is_it = read->segment == segment.id && read->chunk == chunk.begin;
     if (is_it && read->span.segment != 0) {
       std::swap(span_, read->span);
-      table_.store->log()->count_read_bytes(read->end - read->begin);
+      table_.store->log()->reader().count_read_bytes(read->end - read->begin);
     }
     std::swap(spare_, read->span);
     if (is_it) return;
@@ -193,7 +193,7 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
       continue;
     }
     if (!has_chunks_) {
-      chunks_ = log->chunks(*segment);
+      chunks_ = log->reader().chunks(*segment);
       has_chunks_ = true;
       chunk_ = record_ = 0;
       ids_.clear();
@@ -211,7 +211,7 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
     if (ids_.empty()) {
       read_ahead();
       take(*segment, chunk);
-      log->read_index(*segment, chunk, &span_, &ids_, &versions_);
+      log->reader().read_index(*segment, chunk, &span_, &ids_, &versions_);
     }
     const size_t count = std::min({n - found, std::max<size_t>(1, buffer_bytes / log->stride()), ids_.size() - record_});
     const std::byte* records = nullptr;
@@ -234,7 +234,7 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
       } else if (!is_position(entry) || position_of(entry) != place) {
         continue;
       }
-      if (records == nullptr) records = log->read_records(*segment, chunk, record_, count, ids_.data(), &span_);
+      if (records == nullptr) records = log->reader().read_records(*segment, chunk, record_, count, ids_.data(), &span_);
       ids[found] = ids_[i];
       copy(records + (i - record_) * log->stride(), found++, values);
     }

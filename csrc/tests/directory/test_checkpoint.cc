@@ -40,7 +40,7 @@ uint64_t records_of(vfs::Vfs& vfs, const std::string& path) {
   log.adopt(newest.segments);
   uint64_t records = 0;
   for (const auto& [id, segment] : log.segments()) {
-    for (const ChunkTrailer& chunk : log.chunks(*segment)) records += chunk.count;
+    for (const ChunkTrailer& chunk : log.reader().chunks(*segment)) records += chunk.count;
   }
   return records;
 }

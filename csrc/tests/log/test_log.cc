@@ -49,7 +49,7 @@ void end_epoch(Log* log) {
   const uint64_t epoch = log->epoch();
   log->begin_next_epoch(0);
   log->finish_ending();
-  while (!log->is_written(epoch)) log->wait_for_write(log->writes_ended() - 1);
+  while (!log->buffers().is_written(epoch)) log->buffers().wait_for_write(log->buffers().writes_ended() - 1);
   const Log::Unsynced unsynced = log->unsynced(epoch);
   CHECK(!unsynced.files.empty());
   log->sync(unsynced);
@@ -69,7 +69,7 @@ void check_readable(Log* log, const std::vector<Written>& records) {
       requests.push_back({records[i].position, records[i].id, place});
     }
   }
-  log->read(requests, kPayload, nullptr);
+  log->reads().read(requests, kPayload, nullptr);
   for (size_t i = 0; i < records.size(); ++i) {
     const auto expected = payload_of(records[i].id, records[i].version);
     CHECK(std::memcmp(out.data() + i * kPayload, expected.data(), kPayload) == 0);
@@ -160,11 +160,11 @@ TEST(log_shows_no_id_that_its_table_cannot_have) {
   Span span;
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
-  const auto read = [&] { log->read_index(segment, log->chunks(segment).front(), &span, &ids, &versions); };
-  log->set_ids_end(10);
+  const auto read = [&] { log->reader().read_index(segment, log->reader().chunks(segment).front(), &span, &ids, &versions); };
+  log->reader().set_ids_end(10);
   read();
   CHECK_EQ(ids.size(), 2u);
-  log->set_ids_end(9);
+  log->reader().set_ids_end(9);
   CHECK_THROWS(read(), ErrorKind::kCorruption, "holds id 9, which this table cannot have");
 }
 
@@ -273,7 +273,7 @@ TEST(log_ending_records_appended_by_all_threads) {
     CHECK_EQ(log.stats().written_records, uint64_t{kRecords});
     CHECK_THROWS(log.append_ending(sources.data(), 1, positions[together].data()), ErrorKind::kBroken, "more records for a commit");
     log.finish_ending();
-    while (!log.is_written(1)) log.wait_for_write(log.writes_ended() - 1);
+    while (!log.buffers().is_written(1)) log.buffers().wait_for_write(log.buffers().writes_ended() - 1);
     entries[together] = entries_of(log);
     uint64_t live = 0;
     for (const auto& [id, segment] : log.segments()) live += segment->live;
@@ -326,7 +326,7 @@ TEST(log_failed_writes_are_kept_and_tried_again) {
   end_epoch(log.get());
   for (const auto& [id, segment] : log->segments()) {
     uint64_t records = 0;
-    for (const ChunkTrailer& chunk : log->chunks(*segment)) records += chunk.count;
+    for (const ChunkTrailer& chunk : log->reader().chunks(*segment)) records += chunk.count;
     CHECK_EQ(records, segment->records);
   }
 }

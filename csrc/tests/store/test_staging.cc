@@ -270,7 +270,7 @@ TEST(staging_that_ends_leaves_the_frames_of_others_alone) {
   std::vector<Store::Staging> others;
   const auto end_others = [&] {
     for (size_t i = 0; i < others.size(); ++i) {
-      log.execute(others[i].plan, kPayload, log.staging_lane(), nullptr);
+      log.reads().execute(others[i].plan, kPayload, log.reads().staging_lane(), nullptr);
       store.end_staging(others[i], false);
       CHECK_EQ(value(others[i].frames[0]), wanted[i]);
     }

@@ -1,4 +1,5 @@
-// Reads of many records at once, in the order of their positions, each verified.
+#include "log/record_reads.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -7,21 +8,22 @@
 #include "base/error.h"
 #include "base/mutex.h"
 #include "base/stall.h"
-#include "log/log.h"
+#include "base/workers.h"
 
 namespace bunkbed {
 
 using vfs::round_down;
 using vfs::round_up;
 
-void Log::verify(int64_t id, const std::byte* record, const vfs::File& file, uint64_t slot) const {
-  if (record_crc(crc_seed_, id, record, payload_bytes_) == get_record_crc(record + payload_bytes_)) return;
-  throw Error(ErrorKind::kCorruption, "segment " + file.path() + ": record " + std::to_string(slot) +
-                                          " of id " + std::to_string(id) +
-                                          " fails its checksum; the table's other rows can be read");
+void RecordReads::resize(size_t slice_bytes, size_t num_slices) {
+  slice_bytes_ = slice_bytes;
+  lane_.resize(slice_bytes, num_slices);
+  // Staging always has more to read. It leaves a quarter of the threads to calls that wait for their reads.
+  staging_lane_.resize(slice_bytes, num_slices,
+                       std::max<size_t>(1, std::min(num_slices, kIoThreads) * 3 / 4));
 }
 
-ReadPlan Log::plan_reads(std::vector<ReadRequest> requests) {
+ReadPlan RecordReads::plan(std::vector<ReadRequest> requests) {
   ReadPlan plan;
   plan.requests = std::move(requests);
   std::sort(plan.requests.begin(), plan.requests.end(),
@@ -29,16 +31,16 @@ ReadPlan Log::plan_reads(std::vector<ReadRequest> requests) {
   // One extent is one read: records whose blocks touch share it while they fit a slice.
   plan.extents.reserve(plan.requests.size());
   for (uint32_t i = 0; i < plan.requests.size(); ++i) {
-    const Segment& segment = segment_of(plan.requests[i].position);
+    const Segment& segment = segments_.at(layout_, plan.requests[i].position);
     if (plan.held.empty() || plan.held.back() != segment.file) plan.held.push_back(segment.file);
     vfs::File* file = segment.file.get();
     const uint64_t unit = file->read_alignment();
-    const uint64_t offset = slot_of(plan.requests[i].position) * stride_;
+    const uint64_t offset = layout_.slot_of(plan.requests[i].position) * layout_.stride;
     const uint64_t begin = round_down(offset, unit);
-    const uint64_t end = round_up(offset + stride_, unit);
+    const uint64_t end = round_up(offset + layout_.stride, unit);
     if (!plan.extents.empty()) {
       ReadPlan::Extent& last = plan.extents.back();
-      if (last.file == file && begin <= last.offset + last.bytes && end - last.offset <= memory_.read_slice_bytes) {
+      if (last.file == file && begin <= last.offset + last.bytes && end - last.offset <= slice_bytes_) {
         last.bytes = static_cast<uint32_t>(std::max<uint64_t>(last.bytes, end - last.offset));
         ++last.count;
         continue;
@@ -50,24 +52,24 @@ ReadPlan Log::plan_reads(std::vector<ReadRequest> requests) {
   return plan;
 }
 
-void Log::deliver(const ReadPlan& plan, size_t index, const std::byte* data, size_t read_bytes) const {
+void RecordReads::deliver(const ReadPlan& plan, size_t index, const std::byte* data, size_t read_bytes) const {
   const ReadPlan::Extent& extent = plan.extents[index];
   for (uint32_t r = extent.first; r < extent.first + extent.count; ++r) {
     const ReadRequest& request = plan.requests[r];
-    const uint64_t slot = slot_of(request.position);
-    const std::byte* record = data + (slot * stride_ - extent.offset);
-    verify(request.id, record, *extent.file, slot);
+    const uint64_t slot = layout_.slot_of(request.position);
+    const std::byte* record = data + (slot * layout_.stride - extent.offset);
+    layout_.verify(request.id, record, *extent.file, slot);
     std::memcpy(request.payload, record, read_bytes);
   }
 }
 
-void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
+void RecordReads::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
                   const std::function<void()>& meanwhile) const {
   // Hands out the extents; none after the first failure.
   class Source final : public vfs::ReadSource {
    public:
-    Source(const Log& log, const ReadPlan& plan, size_t read_bytes)
-        : log_(log), plan_(plan), read_bytes_(read_bytes) {}
+    Source(const RecordReads& reads, const ReadPlan& plan, size_t read_bytes)
+        : reads_(reads), plan_(plan), read_bytes_(read_bytes) {}
     bool next(vfs::ReadOp* op) noexcept override {
       const size_t index = next_.fetch_add(1, std::memory_order_relaxed);
       if (index >= plan_.extents.size()) return false;
@@ -78,7 +80,7 @@ void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
     void done(const vfs::ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept override {
       if (!error) {
         try {
-          log_.deliver(plan_, op.tag, data, read_bytes_);
+          reads_.deliver(plan_, op.tag, data, read_bytes_);
         } catch (...) {
           error = std::current_exception();
         }
@@ -93,7 +95,7 @@ void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
     }
 
    private:
-    const Log& log_;
+    const RecordReads& reads_;
     const ReadPlan& plan_;
     const size_t read_bytes_;
     std::atomic<size_t> next_{0};
@@ -105,31 +107,31 @@ void Log::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
   source.rethrow();
 }
 
-void Log::count_reads(const ReadPlan& plan, double waited_s) {
-  stats_.reads += plan.extents.size();
-  stats_.read_bytes += plan.bytes;
-  stats_.read_records += plan.requests.size();
-  stats_.read_wait_s += waited_s;
+void RecordReads::count(const ReadPlan& plan, double waited_s) {
+  stats_->reads += plan.extents.size();
+  stats_->read_bytes += plan.bytes;
+  stats_->read_records += plan.requests.size();
+  stats_->read_wait_s += waited_s;
 }
 
-void Log::read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile) {
+void RecordReads::read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile) {
   if (requests.empty()) {
     if (meanwhile) meanwhile();
     return;
   }
   const Stall stall;
   const auto started = std::chrono::steady_clock::now();
-  const ReadPlan plan = plan_reads(std::move(requests));
-  const auto count = [&] {
-    count_reads(plan, std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+  const ReadPlan made = plan(std::move(requests));
+  const auto count_them = [&] {
+    count(made, std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
   };
   try {
-    execute(plan, read_bytes, &lane_, meanwhile);
+    execute(made, read_bytes, &lane_, meanwhile);
   } catch (...) {
-    count();
+    count_them();
     throw;
   }
-  count();
+  count_them();
 }
 
 }  // namespace bunkbed

@@ -1,0 +1,70 @@
+// Reads of many records at once, in the order of their positions, each verified. Each call requires the table's lock unless its
+// comment says otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "log/segment.h"
+#include "vfs/batch_reads.h"
+
+namespace bunkbed {
+
+struct ReadRequest {
+  uint64_t position;
+  int64_t id;
+  std::byte* payload;  // where its first bytes go
+};
+
+// A batch of reads that keeps its files open: it can run without the table's lock.
+struct ReadPlan {
+  struct Extent {
+    vfs::File* file;
+    uint64_t offset;
+    uint32_t bytes;
+    uint32_t first;  // of the requests
+    uint32_t count;
+  };
+  std::vector<ReadRequest> requests;  // by position
+  std::vector<Extent> extents;
+  // Keeps the files open until the reads have ended, because compaction may drop their segments meanwhile.
+  std::vector<std::shared_ptr<vfs::File>> held;
+  uint64_t bytes = 0;
+};
+
+class RecordReads {
+ public:
+  // All outlive this; `stats` counts the reads.
+  RecordReads(const LogLayout& layout, const Segments& segments, LogStats* stats)
+      : layout_(layout), segments_(segments), stats_(stats) {}
+  RecordReads(const RecordReads&) = delete;
+  RecordReads& operator=(const RecordReads&) = delete;
+  // The memory of the reads. Requires that none is under way.
+  void resize(size_t slice_bytes, size_t num_slices);
+
+  // Reads and verifies records and copies the first `read_bytes` of each payload. The caller runs `meanwhile` while
+  // other threads read. After an error no payload may be used.
+  void read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile);
+  // read() in parts, for reads without the table's lock: plan() and count() require the lock, execute()
+  // does not.
+  ReadPlan plan(std::vector<ReadRequest> requests);
+  void execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
+               const std::function<void()>& meanwhile) const;
+  // Verifies the records of an extent that was read and copies their payloads. Any thread.
+  void deliver(const ReadPlan& plan, size_t extent, const std::byte* data, size_t read_bytes) const;
+  void count(const ReadPlan& plan, double waited_s);
+  vfs::ReadLane* staging_lane() { return &staging_lane_; }
+
+ private:
+  const LogLayout& layout_;
+  const Segments& segments_;
+  LogStats* const stats_;
+  size_t slice_bytes_ = 0;
+  vfs::ReadLane lane_;          // of calls that wait for their reads
+  vfs::ReadLane staging_lane_;  // of staging, which runs concurrently
+};
+
+}  // namespace bunkbed
