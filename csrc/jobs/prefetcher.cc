@@ -181,7 +181,7 @@ bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const int64_t* ids, size
 
 bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const Batch& batch) {
   return wait_while(guard, [&]() REQUIRES(table_.lock) {
-    table_.store->locate(batch);
+    table_.store->rows().locate(batch);
     const ArrayVector<uint32_t>& frames = batch.placement().frames;
     return std::any_of(frames.begin(), frames.end(),
                        [this](uint32_t frame) REQUIRES(table_.lock) { return frame != kNoFrame && table_.store->is_loading(frame); });

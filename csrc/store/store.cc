@@ -28,7 +28,8 @@ Store::Store(std::string name, size_t frame_bytes, size_t max_frames, std::uniqu
       log_(std::move(log)),
       compactor_(directory_.get(), &cache_, log_.get()),
       compaction_(log_.get(), &compactor_, &plan_),
-      disk_(log_.get(), directory_.get(), &cache_, &compactor_, &plan_, &unwritten_) {
+      disk_(log_.get(), directory_.get(), &cache_, &compactor_, &plan_, &unwritten_),
+      rows_(*directory_, cache_, log_ != nullptr, &stats_) {
   cache_.set_capacity(capacity_for(directory_->bytes()));
 }
 
@@ -145,11 +146,11 @@ void Store::reserve_rows(const int64_t* rows, size_t n) {
 
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite) {
   if (entries_.size() < n) entries_.resize(n);
-  const uint64_t hits = touch_distinct(rows, n, frames, true, entries_.data());
+  const uint64_t hits = rows_.touch_distinct(rows, n, frames, true, entries_.data());
   Missing missing{rows, entries_.data(), {}};
   if (std::find(frames, frames + n, kNoFrame) == frames + n) {
     if (create) write_frozen_frames(frames, n);
-    if (!overwrite) count_hits(hits);
+    if (!overwrite) rows_.count_hits(hits);
     return;  // no frame is evicted before the next pin(), so these rows need no pins
   }
   // Residents first: loading one row of this call must not evict another.
@@ -162,7 +163,7 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     }
   }
   load(missing, n, create, overwrite, frames);
-  if (!overwrite) count_hits(hits);
+  if (!overwrite) rows_.count_hits(hits);
 }
 
 void Store::pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames) {
@@ -170,7 +171,7 @@ void Store::pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint
   std::fill_n(frames, n, kNoFrame);
   Missing missing{rows, entries, std::vector<uint32_t>(n)};
   std::iota(missing.places.begin(), missing.places.end(), 0u);
-  begin_touches();
+  rows_.begin_touches();
   load(missing, n, false, false, frames);
 }
 
@@ -236,6 +237,13 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
   stats_.misses += misses;
   stats_.first_touches += places.size() - misses;
   stats_.unique_rows += places.size();
+}
+
+bool Store::place_for_update(const Batch& batch) {
+  if (!rows_.is_placed(batch)) return false;
+  rows_.place(batch, true);
+  write_frozen_frames(batch.placement().frames.data(), batch.num_unique());
+  return true;
 }
 
 Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batch) {
@@ -339,9 +347,9 @@ uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {
 void Store::finish(uint32_t batch) {
   if (!window_.holds(batch)) return;
   const size_t n = window_.num_rows(batch);
-  rows_.resize(n);
-  window_.copy_rows(batch, 0, n, rows_.data());
-  const int64_t* const rows = rows_.data();
+  finished_.resize(n);
+  window_.copy_rows(batch, 0, n, finished_.data());
+  const int64_t* const rows = finished_.data();
   window_.finish(batch);
   entries_.resize(n);
   directory_->locate(rows, n, entries_.data());

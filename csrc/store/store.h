@@ -34,20 +34,9 @@
 #include "store/compactor.h"
 #include "store/disk_budget.h"
 #include "store/memory_plan.h"
+#include "store/row_locator.h"
 
 namespace bunkbed {
-
-inline constexpr uint32_t kNoFrame = ~0u;
-inline constexpr size_t kBlockRows = 1024;  // rows of one block of a parallel walk over the directory
-
-struct StoreStats {
-  uint64_t unique_rows = 0;  // rows looked up or updated, each once per step; = hits + misses + first_touches
-  uint64_t hits = 0;
-  uint64_t misses = 0;
-  uint64_t first_touches = 0;
-  uint64_t evictions = 0;
-  uint64_t written_back = 0;
-};
 
 class Store {
  public:
@@ -81,23 +70,8 @@ class Store {
   bool must_shrink_for(const int64_t* rows, size_t n) const;
   // Removes the pins of the last pin(). There are none when all its rows were in RAM already.
   void unpin(const uint32_t* frames, size_t n);
-  // Returns in `frames` the frames of the rows in RAM, and kNoFrame for the others. With `touch`, touches these frames
-  // and returns how many were touched for the first time in this step. The caller passes that to count_hits().
-  uint64_t touch_resident(const int64_t* rows, size_t n, uint32_t* frames, bool touch = true);
-  // Required before touch_resident() with `touch`, which several threads may call at once.
-  void begin_touches();
-  // Locates the batch's unique rows again if a row has moved since the last time, stores the frames in the batch's
-  // placement and counts the hits. Returns whether all rows are in RAM. Without a log, the frames of a step's only
-  // batch are not touched: no frame is evicted, so the heats are not used, and touching costs a cache line for each
-  // row.
-  bool place(const Batch& batch, bool touch);
-  // The same without counting and touching.
-  void locate(const Batch& batch);
-
   // Replaces pin(create) for a batch that is_placed(); its rows need no pins. Otherwise does nothing and returns false.
   bool place_for_update(const Batch& batch);
-  // Whether place() found all rows in RAM and no row has moved since.
-  bool is_placed(const Batch& batch) const { return is_located(batch) && batch.placement().missing == 0; }
 
   // Staging: prefetch with reads that do not hold the table's lock.
   //   1. begin_staging(), under the lock, takes and pins frames, marks them as loading and points the directory at
@@ -142,12 +116,6 @@ class Store {
   const Window& window() const { return window_; }
   size_t window_bytes() const { return window_bytes_; }
 
-  // Counts the hits that touch_resident() returned.
-  void count_hits(uint64_t hits) {
-    stats_.hits += hits;
-    stats_.unique_rows += hits;
-  }
-  void begin_step() { cache_.begin_step(); }
 
   // Appends every dirty record to the log. The frames stay and are clean. Not during a commit.
   void flush();
@@ -178,16 +146,12 @@ class Store {
   Compactor& compactor() { return compactor_; }
   CompactionScheduler& compaction() { return compaction_; }
   DiskBudget& disk() { return disk_; }
+  RowLocator& rows() { return rows_; }
   Cache& cache() { return cache_; }
   Directory& directory() { return *directory_; }
   Log* log() { return log_.get(); }
 
  private:
-  uint64_t touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch, Entry* entries = nullptr);
-  uint64_t touch_frames(const uint32_t* frames, size_t n);
-  bool is_located(const Batch& batch) const {
-    return batch.placement().version == directory_->version() && batch.placement().frames.size() == batch.num_unique();
-  }
   // The rows of a pin() that are not in RAM.
   struct Missing {
     const int64_t* rows;
@@ -195,10 +159,6 @@ class Store {
     std::vector<uint32_t> places;  // indexes in `rows`
   };
   void load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames);
-  uint64_t touches_begun_in_ = 0;  // the step in which rows were last touched
-  // Frames that place() counted but did not touch in this step. begin_touches() touches them when it is called again.
-  ArrayVector<uint32_t> unnoted_;
-  uint64_t unnoted_in_ = 0;  // that step
   void evict(uint32_t frame);
   void hold_staged(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
@@ -225,6 +185,8 @@ class Store {
   Compactor compactor_;
   CompactionScheduler compaction_;
   DiskBudget disk_;
+  StoreStats stats_;
+  RowLocator rows_;
   InitialRecord initial_;
   uint32_t next_to_write_ = 0;  // the frame where write_frozen() goes on
   uint32_t next_dirty_ = 0;     // the frame where write_dirty() goes on
@@ -232,9 +194,8 @@ class Store {
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   Window window_;
   size_t window_bytes_ = 0;  // reserved for the window and the cache's list of uses
-  std::vector<int64_t> rows_;   // scratch memory of finish()
+  std::vector<int64_t> finished_;   // scratch memory of finish()
   std::vector<Entry> entries_;  // the same of finish(), expect() and pin()
-  StoreStats stats_;
 };
 
 }  // namespace bunkbed

@@ -127,7 +127,7 @@ void RowReader::pool_resident(const Bags& bags, size_t first, size_t count, floa
     }
     if (new_hits != 0) hits.fetch_add(new_hits, std::memory_order_relaxed);
   });
-  if (bags.counts_touches) table_.store->count_hits(hits);
+  if (bags.counts_touches) table_.store->rows().count_hits(hits);
 }
 
 void RowReader::pool_missing(const Bags& bags, size_t first, size_t count, float* out) {

@@ -38,7 +38,7 @@ void RowReader::lookup(const Batch& batch, bool touch, float* out) {
   prefetcher_.wait_for_rows(guard, batch);
   count_lookup(batch.unique().data(), batch.num_unique(), touch);
   table_.counts.ids += batch.size();
-  const bool all_resident = table_.store->place(batch, touch);
+  const bool all_resident = table_.store->rows().place(batch, touch);
   const uint32_t* const frames = batch.placement().frames.data();
   parallel_for(batch.size(), kBlockIds, [&](size_t from, size_t to) REQUIRES(table_.lock) {
     copy_resident(frames, batch.inverse().data() + from, {to - from, batch.size() - from}, out + from * table_.spec.dim);
@@ -60,7 +60,7 @@ void RowReader::count_lookup(const int64_t* rows, size_t n, bool touch) {
   device_.check_not_held(rows, n);
   ++table_.counts.lookups;
   // A reader makes no updates, which end steps, so each lookup is a step. A row counts once in each step.
-  if (touch && !table_.options.writable) table_.store->begin_step();
+  if (touch && !table_.options.writable) table_.store->rows().begin_step();
 }
 
 // Copies rows in RAM first, before any frame can be evicted, and notes the places of the others.
@@ -69,13 +69,13 @@ void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* ou
   const size_t blocks = (n + kBlockIds - 1) / kBlockIds;
   table_.scratch.missing_counts.assign(blocks, 0);
   std::atomic<uint64_t> hits{0};
-  if (touch) table_.store->begin_touches();
+  if (touch) table_.store->rows().begin_touches();
   parallel_for(n, kBlockIds, [&](size_t from, size_t to) REQUIRES(table_.lock) {
     uint32_t frames[kBlockIds];
     uint64_t block_hits = 0;
     for (size_t begin = from; begin < to; begin += kBlockIds) {
       const size_t count = std::min(kBlockIds, to - begin);
-      block_hits += table_.store->touch_resident(ids + begin, count, frames, touch);
+      block_hits += table_.store->rows().touch_resident(ids + begin, count, frames, touch);
       copy_resident(frames, nullptr, {count, count}, out + begin * table_.spec.dim);
       uint32_t missing = 0;
       for (size_t i = 0; i < count; ++i) {
@@ -85,7 +85,7 @@ void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* ou
     }
     if (block_hits != 0) hits.fetch_add(block_hits, std::memory_order_relaxed);
   });
-  if (touch) table_.store->count_hits(hits);
+  if (touch) table_.store->rows().count_hits(hits);
   size_t num_missing = 0;
   for (size_t block = 0; block < blocks; ++block) {
     for (uint32_t i = 0; i < table_.scratch.missing_counts[block]; ++i) table_.scratch.missing[num_missing++] = table_.scratch.missing[block * kBlockIds + i];

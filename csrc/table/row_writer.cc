@@ -96,13 +96,13 @@ void RowWriter::finish_step(const Step& step) {
   table_.step = step.number;
   ++table_.counts.updates;
   table_.mark_changed();
-  table_.store->begin_step();
+  table_.store->rows().begin_step();
 }
 
 void RowWriter::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
   const auto guard = begin_update(batch.unique().data(), batch.num_unique(), &batch);
   const Step next = next_step(lr, step);
-  if (!table_.store->is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+  if (!table_.store->rows().is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
   write_rows("an update", [&](bool* wrote) REQUIRES(table_.lock) { apply_update(batch, nullptr, sums, next, wrote); });
   finish_step(next);
 }
