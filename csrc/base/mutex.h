@@ -1,8 +1,8 @@
 // Mutexes that know their place in the order of locks (docs/design/concurrency.md), and the attributes of Clang's
 // thread-safety analysis, which `make lint` runs (packaging/thread_safety.py).
 //
-// Builds with assertions check at each lock that the thread holds only locks of lower levels, and end the process where it
-// does not. A wrong order is found at the first call that takes the locks so, not at the first deadlock.
+// Builds with assertions check at each lock that the thread holds only locks of lower levels, and end the process where
+// it does not. A wrong order is found at the first call that takes the locks so, not at the first deadlock.
 #pragma once
 
 #include <chrono>

@@ -35,8 +35,8 @@ class Batch {
   const ArrayVector<uint32_t>& order() const { return order_; }      // places grouped by unique row, ascending in each
   const ArrayVector<uint32_t>& offsets() const { return offsets_; }  // (num_unique + 1) starts into order()
 
-  // Where the rows were when the directory last had `version`. The store fills it, so that no later operation on the batch
-  // locates them again while that version stands. Only one table at a time may use a batch.
+  // Where the rows were when the directory last had `version`. The store fills it, so that no later operation on the
+  // batch locates them again while that version stands. Only one table at a time may use a batch.
   struct Placement {
     ArrayVector<uint32_t> frames;    // of unique(), or no frame
     ArrayVector<uint64_t> entries;   // of the directory, for the rows without a frame; the others are undefined

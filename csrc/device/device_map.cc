@@ -150,7 +150,8 @@ void DeviceMap::leave_frame(size_t place, bool is_dirty) {
 
 // Rows of a full line may be in later lines: one of these moves back, so that no search ends too early at the hole.
 void DeviceMap::erase(size_t place) {
-  const auto distance = [this](size_t from, size_t to) REQUIRES(mutex_) { return to >= from ? to - from : to + slots_.size() - from; };
+  const auto distance = [this](size_t from, size_t to)
+      REQUIRES(mutex_) { return to >= from ? to - from : to + slots_.size() - from; };
   size_t line = place / kLine * kLine;
   bool is_full = slots_with(line, kFree) == 0;
   for (size_t next = line; is_full;) {

@@ -111,7 +111,8 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
     for (unsigned i = 0; i < kLine; ++i) found |= unsigned{slots[i].row == row} << i;
     return found;
   }
-  size_t slot_of(int64_t row) const REQUIRES(mutex_) { return slot_from(home(row), row); }  // the row's, or the free one it would get
+  // the row's, or the free one it would get
+  size_t slot_of(int64_t row) const REQUIRES(mutex_) { return slot_from(home(row), row); }
   size_t slot_from(size_t line, int64_t row) const REQUIRES(mutex_) {
     for (;; line = line_after(line)) {
       if (const unsigned own = slots_with(line, row); own != 0) return line + static_cast<size_t>(std::countr_zero(own));
@@ -129,7 +130,8 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   void take_frames(size_t n, uint32_t* frames, size_t* num_fresh) REQUIRES(mutex_);
   void evict(const uint32_t* frames, size_t n, PlanArrays* arrays) REQUIRES(mutex_);
   void erase(size_t place) REQUIRES(mutex_);
-  bool is_held(const Slot& slot) const REQUIRES(mutex_) { return slot.leaving > 0 || (slot.frame != kNowhere && cache_.is_dirty(slot.frame)); }
+  bool is_held(const Slot& slot) const
+      REQUIRES(mutex_) { return slot.leaving > 0 || (slot.frame != kNowhere && cache_.is_dirty(slot.frame)); }
   size_t first_of(const int64_t* rows, size_t n, bool held) const;
   void set_dirty(uint32_t frame, bool dirty) REQUIRES(mutex_);
   void check_frames(const int64_t* frames, size_t n) const REQUIRES(mutex_);

@@ -94,7 +94,8 @@ class Committer {
   IndexSnapshots& index_;
   CompactionJob& compaction_;
   RamSnapshots& ram_;
-  std::unique_ptr<std::thread> thread_ GUARDED_BY(table_.lock);        // of the last begin_commit(); does not use the table after that commit
+  // of the last begin_commit(); does not use the table after that commit
+  std::unique_ptr<std::thread> thread_ GUARDED_BY(table_.lock);
   std::shared_ptr<PendingCommit> last_commit_ GUARDED_BY(table_.lock);  // of the last begin_commit()
 };
 

@@ -135,7 +135,8 @@ void IndexSnapshots::take() {
 }
 
 std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
-  const auto is_over = [&]() REQUIRES(table_.lock) { return stop_ || table_.store == nullptr || store_number_ != walk->store; };
+  const auto is_over = [&]()
+      REQUIRES(table_.lock) { return stop_ || table_.store == nullptr || store_number_ != walk->store; };
   DirectoryHeader& header = walk->header;
   std::vector<SegmentCounts>& segments = walk->segments;
   {

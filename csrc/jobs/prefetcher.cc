@@ -184,7 +184,8 @@ bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const Batch& batch) {
     table_.store->rows().locate(batch);
     const ArrayVector<uint32_t>& frames = batch.placement().frames;
     return std::any_of(frames.begin(), frames.end(),
-                       [this](uint32_t frame) REQUIRES(table_.lock) { return frame != kNoFrame && table_.store->is_loading(frame); });
+                       [this](uint32_t frame)
+                           REQUIRES(table_.lock) { return frame != kNoFrame && table_.store->is_loading(frame); });
   });
 }
 

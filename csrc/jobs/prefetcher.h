@@ -55,7 +55,8 @@ class Prefetcher {
 
   TableState& table_;
   CompactionJob& compaction_;
-  std::unique_ptr<StagingQueue> queue_ GUARDED_BY(table_.lock);  // made when first needed; destroyed before the store that it reads into
+  // made when first needed; destroyed before the store that it reads into
+  std::unique_ptr<StagingQueue> queue_ GUARDED_BY(table_.lock);
   // How far the window has been staged, and the times that choose the depth.
   struct Ahead {
     uint32_t current = 0;  // the batch that the caller works on

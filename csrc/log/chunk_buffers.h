@@ -1,5 +1,5 @@
-// The buffers of chunks that are filled, and their writes on other threads. A buffer whose write failed keeps its bytes: the next
-// call that needs a buffer, or the commit, tries the write again and reports the error.
+// The buffers of chunks that are filled, and their writes on other threads. A buffer whose write failed keeps its bytes:
+// the next call that needs a buffer, or the commit, tries the write again and reports the error.
 #pragma once
 
 #include <condition_variable>

@@ -105,8 +105,8 @@ class Log {
   size_t spare_records() { return buffers_.spare() * (memory_.chunk_bytes / record_disk_bytes()); }
   // Ends append_ending(): hands the last chunk to its writer and seals the segment. Also called after a failed commit.
   void finish_ending();
-  // Makes the epochs up to this one durable, once ChunkBuffers::is_written(): unsynced(), then sync() without the table's lock
-  // (Error(kSync) when it fails), then mark_synced().
+  // Makes the epochs up to this one durable, once ChunkBuffers::is_written(): unsynced(), then sync() without the
+  // table's lock (Error(kSync) when it fails), then mark_synced().
   struct Unsynced {
     std::vector<uint64_t> segments;
     std::vector<std::shared_ptr<vfs::File>> files;

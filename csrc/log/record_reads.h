@@ -1,5 +1,5 @@
-// Reads of many records at once, in the order of their positions, each verified. Each call requires the table's lock unless its
-// comment says otherwise.
+// Reads of many records at once, in the order of their positions, each verified. Each call requires the table's lock
+// unless its comment says otherwise.
 #pragma once
 
 #include <cstddef>

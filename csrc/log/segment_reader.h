@@ -1,5 +1,5 @@
-// Reads of one segment: its chunks, their indexes and records, all verified. Each call requires the table's lock unless its comment
-// says otherwise.
+// Reads of one segment: its chunks, their indexes and records, all verified. Each call requires the table's lock unless
+// its comment says otherwise.
 #pragma once
 
 #include <cstddef>

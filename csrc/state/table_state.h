@@ -44,7 +44,8 @@ struct TableState {
 
   mutable TableLock lock;
 
-  Manifest committed GUARDED_BY(lock);  // of the last commit; without files only its epoch and optimizer are kept up to date
+  // Of the last commit; without files only its epoch and optimizer are kept up to date
+  Manifest committed GUARDED_BY(lock);
   std::unique_ptr<Store> store GUARDED_BY(lock);
   int64_t step GUARDED_BY(lock) = 0;
   std::string meta GUARDED_BY(lock) = "{}";
@@ -52,8 +53,10 @@ struct TableState {
   bool is_changed GUARDED_BY(lock) = false;         // updated or set since the last commit began
   bool is_durable GUARDED_BY(lock) = true;          // whether the last commit that began is durable
   uint64_t changes GUARDED_BY(lock) = 0;            // counts updates, sets and reloads; a scan fails when it changes
-  std::string broken GUARDED_BY(lock);              // the reason why the table refuses use until it is reopened; empty: none
-  std::string read_only_reason GUARDED_BY(lock);    // the reason why it refuses writes until it is reopened; empty: none
+  // The reason why the table refuses use until it is reopened; empty: none
+  std::string broken GUARDED_BY(lock);
+  // The reason why it refuses writes until it is reopened; empty: none
+  std::string read_only_reason GUARDED_BY(lock);
 
   struct Counts {
     uint64_t lookups = 0, updates = 0, ids = 0, commits = 0;

@@ -1,5 +1,5 @@
-// Locates rows and counts their uses: most of what a training step asks of the store once its rows are in RAM. Requires the table's
-// lock for every call.
+// Locates rows and counts their uses: most of what a training step asks of the store once its rows are in RAM. Requires
+// the table's lock for every call.
 #pragma once
 
 #include <cstddef>

@@ -39,8 +39,10 @@ class RowReader {
     size_t n;
     size_t known;
   };
-  void copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const REQUIRES(table_.lock);
-  void lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out) REQUIRES(table_.lock);
+  void copy_resident(const uint32_t* frames, const uint32_t* index, CopiedRows rows, float* out) const
+      REQUIRES(table_.lock);
+  void lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out)
+      REQUIRES(table_.lock);
   struct Bags;
   void pool_resident(const Bags& bags, size_t first, size_t count, float* out) REQUIRES(table_.lock);
   void pool_missing(const Bags& bags, size_t first, size_t count, float* out) REQUIRES(table_.lock);

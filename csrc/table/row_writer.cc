@@ -276,7 +276,8 @@ void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* r
       *wrote = true;
       const Cache& cache = table_.store->cache();
       const size_t bytes = table_.payload_bytes;
-      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / bytes), [&](size_t from, size_t to) REQUIRES(table_.lock) {
+      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / bytes), [&](size_t from, size_t to)
+          REQUIRES(table_.lock) {
         constexpr size_t kAhead = 6;
         for (size_t i = from; i < to; ++i) {
           if (i + kAhead < to) cache.prefetch_record(frames[i + kAhead], bytes);

@@ -45,7 +45,8 @@ class RowWriter {
   double sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
   [[noreturn]] void not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const;
   // `sums`: the gradient sums, or null to compute them from `grads`.
-  void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) REQUIRES(table_.lock);
+  void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote)
+      REQUIRES(table_.lock);
   void require_distinct(const int64_t* ids, size_t n) REQUIRES(table_.lock);
 
   TableState& table_;

@@ -63,7 +63,8 @@ struct Scan::ReadAhead {
 
 Scan::Scan(Table* table, std::vector<size_t> fields)
     : parts_(*table->parts_), table_(parts_.state), fields_(std::move(fields)), owner_pid_(::getpid()) {
-  const auto guard = parts_.device.lock_written_back([this]() NO_THREAD_SAFETY_ANALYSIS { return table_.lock.exclusive(); });
+  const auto guard = parts_.device.lock_written_back([this]()
+      NO_THREAD_SAFETY_ANALYSIS { return table_.lock.exclusive(); });
   table_.require_usable();
   changes_ = table_.changes;
   moves_ = table_.store->compactor().records_moved();

@@ -17,7 +17,8 @@ struct OpenFiles {
   std::list<CachedFile*> closable GUARDED_BY(mutex);  // open and may be closed; the least recently used first
   size_t num_open GUARDED_BY(mutex) = 0;
 
-  void put_last(CachedFile* file, std::list<CachedFile*>* from) REQUIRES(mutex) { closable.splice(closable.end(), *from, file->place_); }
+  void put_last(CachedFile* file, std::list<CachedFile*>* from)
+      REQUIRES(mutex) { closable.splice(closable.end(), *from, file->place_); }
   void take_out(CachedFile* file) REQUIRES(mutex) { file->node_.splice(file->node_.begin(), closable, file->place_); }
 
   // Takes the files above the limit out of their CachedFiles. The caller closes them without the mutex.
