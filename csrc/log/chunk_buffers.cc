@@ -12,6 +12,11 @@ void ChunkBuffers::reset(size_t most) {
   most_ = most;
 }
 
+void ChunkBuffers::open(Chunk* chunk) {
+  const MutexLock guard(mutex_);
+  chunk->state = Chunk::State::kOpen;
+}
+
 void ChunkBuffers::free(Chunk* chunk) {
   const MutexLock guard(mutex_);
   chunk->state = Chunk::State::kFree;
@@ -67,19 +72,17 @@ void ChunkBuffers::retry_failed() {
   }
 }
 
-Chunk* ChunkBuffers::open() {
+Chunk* ChunkBuffers::find_free() {
   for (;;) {
     retry_failed();
     {
       MutexLock lock(mutex_);
       const auto is_free = [](const auto& chunk) { return chunk->state == Chunk::State::kFree; };
       const auto found = std::find_if(chunks_.begin(), chunks_.end(), is_free);
-      const bool is_found = found != chunks_.end();
-      if (is_found || chunks_.size() < most_) {
-        if (!is_found) chunks_.push_back(std::make_unique<Chunk>());
-        Chunk* const chunk = is_found ? found->get() : chunks_.back().get();
-        chunk->state = Chunk::State::kOpen;
-        return chunk;
+      if (found != chunks_.end()) return found->get();
+      if (chunks_.size() < most_) {
+        chunks_.push_back(std::make_unique<Chunk>());
+        return chunks_.back().get();
       }
       const auto is_over = [](const auto& chunk) {
         return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
@@ -97,7 +100,7 @@ void ChunkBuffers::wait_for_all() {
 
 size_t ChunkBuffers::spare() {
   const MutexLock guard(mutex_);
-  // A buffer whose write failed counts as free: open() tries the write again.
+  // A buffer whose write failed counts as free: find_free() tries the write again.
   const auto num_free = static_cast<size_t>(std::count_if(chunks_.begin(), chunks_.end(), [](const auto& chunk) {
     return chunk->state == Chunk::State::kFree || chunk->state == Chunk::State::kFailed;
   }));

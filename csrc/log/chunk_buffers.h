@@ -37,8 +37,10 @@ class ChunkBuffers {
   void reset(size_t most);
 
   const std::vector<std::unique_ptr<Chunk>>& all() const { return chunks_; }
-  // A free buffer, which becomes open. Waits for a write when there is none.
-  Chunk* open();
+  // A free buffer. Waits for a write when there is none. The buffer stays free until open(): a failure before that leaves
+  // nothing to undo.
+  Chunk* find_free();
+  void open(Chunk* chunk);
   // Frees an open buffer.
   void free(Chunk* chunk);
   // Frees the buffer once a thread has written it to its segment.

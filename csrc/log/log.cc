@@ -133,7 +133,7 @@ void Log::open_chunk(Stream* stream) {
   if (room_ && room_() < memory_.chunk_bytes + kSegmentHeaderBytes) {
     throw Error(ErrorKind::kSystem, "the disk= limit of the table at " + layout_.directory + " is reached", ENOSPC, layout_.directory);
   }
-  Chunk* const chunk = buffers_.open();
+  Chunk* const chunk = buffers_.find_free();
   const size_t enough = std::max<size_t>(1, chunk_capacity(kSegmentHeaderBytes) / 8);
   if (stream->segment != nullptr && chunk_capacity(stream->segment->bytes) < enough) {
     stream->segment->is_sealed = true;
@@ -153,6 +153,7 @@ void Log::open_chunk(Stream* stream) {
   chunk->versions.reserve(chunk->capacity);
   // Clears the gap before the first record: stale bytes of an earlier chunk must not reach the disk.
   std::memset(chunk->memory.data(), 0, chunk->first_slot * layout_.stride - chunk->begin);
+  buffers_.open(chunk);
   stream->chunk = chunk;
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "base/error.h"
@@ -168,9 +167,15 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
 
 void Store::pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames) {
   has_pins_ = true;
-  std::fill_n(frames, n, kNoFrame);
-  Missing missing{rows, entries, std::vector<uint32_t>(n)};
-  std::iota(missing.places.begin(), missing.places.end(), 0u);
+  Missing missing{rows, entries, {}};
+  for (size_t i = 0; i < n; ++i) {
+    frames[i] = is_frame(entries[i]) ? frame_of(entries[i]) : kNoFrame;
+    if (frames[i] == kNoFrame) {
+      missing.places.push_back(static_cast<uint32_t>(i));
+    } else {
+      cache_.info(frames[i]).pinned = 1;
+    }
+  }
   rows_.begin_touches();
   load(missing, n, false, false, frames);
 }

@@ -60,7 +60,7 @@ class Store {
   // `overwrite`: records are not read or made, because the caller writes whole records, marks them dirty and cannot
   // fail.
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false);
-  // The same for a lookup of rows that are in the log and not in RAM. `entries`: their positions.
+  // The same for a lookup of stored rows that were just located. `entries`: where they are.
   void pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames);
   // Reserves directory space for the rows of these distinct rows that are not stored, and shrinks the cache if needed.
   // Throws Error(kMemory), with nothing changed, when the budget has no room. After it, pin(create) of any of these
