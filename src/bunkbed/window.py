@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Self
+from typing import Self
+
+from numpy.typing import ArrayLike
 
 from bunkbed import _native
 from bunkbed.core.arguments import Ids, as_ids
+from bunkbed.table.table import Table
 
 #: Maximum number of batches in a window.
 MAX_BATCHES = 32
@@ -42,7 +45,7 @@ class Window:
     (False, False)
     """
 
-    def __init__(self, table: Any, *, depth: int | None = None, batches: int | None = None) -> None:
+    def __init__(self, table: Table, *, depth: int | None = None, batches: int | None = None) -> None:
         if depth is not None and depth < 1:
             raise ValueError(f"window: depth must be at least 1, got {depth}")
         if batches is not None and not 1 <= batches <= MAX_BATCHES:
@@ -65,7 +68,7 @@ class Window:
         """True if a batch waits outside the window; pushing more has no effect before `advance`."""
         return bool(self._outside)
 
-    def push(self, ids: Any) -> None:
+    def push(self, ids: ArrayLike | None) -> None:
         """Enter the next batch: int64[...], or None for a batch that does not use this table.
 
         Raises:

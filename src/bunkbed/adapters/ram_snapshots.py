@@ -7,12 +7,12 @@ reloading the best epoch would need a path even for a small model in one process
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bunkbed.table.opening import create
+from bunkbed.table.table import Table
 
 #: Rows of one `set` call in `rewind`.
 _CHUNK = 65_536
@@ -32,7 +32,7 @@ class RamSnapshots:
     Owns one copy of the stored rows for each kept epoch. The copies exist until the process or the last layer ends.
     """
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Table) -> None:
         self._table = table
         #: The number of the next step if the core's is wrong: a table cannot be set back to step 0. None: it is right.
         self.next_step: int | None = None

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bunkbed.adapters.ram_snapshots import RamSnapshots
+from bunkbed.core.types import Json
+from bunkbed.table.table import Table
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Reference:
     epoch: int
     step: int
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Json:
         """Return the four values by name."""
         return asdict(self)
 
@@ -45,7 +47,7 @@ class References:
     Owns the copies of rows of a table in RAM only. Not thread-safe.
     """
 
-    def __init__(self, table: Any, prefix: str, saved: str) -> None:
+    def __init__(self, table: Table, prefix: str, saved: str) -> None:
         self.table = table
         self.keep: int | None = 0
         self._prefix = prefix

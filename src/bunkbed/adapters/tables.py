@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
@@ -13,9 +13,10 @@ from bunkbed.core.optim import Adam, Optimizer
 from bunkbed.errors import FormatError
 from bunkbed.sharded.opening import open
 from bunkbed.table.opening import create, path_lock
+from bunkbed.table.table import Table
 
 
-def require_same(kind: str, table: Any, **given: Any) -> None:
+def require_same(kind: str, table: Table, **given: object) -> None:
     """Raise ValueError, with both values, if an argument of a layer is not that of its table.
 
     Args:
@@ -41,7 +42,7 @@ def require_same(kind: str, table: Any, **given: Any) -> None:
             )
 
 
-def require_alone(kind: str, **given: Any) -> None:
+def require_alone(kind: str, **given: object) -> None:
     """Raise ValueError if an argument is given together with ``table=``, whose table already has a value for it."""
     extra = [name for name, value in given.items() if value is not None]
     if extra:
@@ -56,8 +57,8 @@ def open_stored(
     disk: int | str | None,
     optimizer: Optimizer | None,
     durability: Literal["durable", "scratch"] | None,
-    same: Mapping[str, Any],
-) -> Any:
+    same: Mapping[str, object],
+) -> Table | None:
     """Open the table at `path` and check it against `same` (see `require_same`); return None if there is no table."""
     try:
         table = open(path, ram=ram, disk=disk)
@@ -91,8 +92,8 @@ def open_or_create(
     ram: int | str | Budget | None,
     durability: Literal["durable", "scratch"] | None,
     disk: int | str | None,
-    same: Mapping[str, Any],
-) -> Any:
+    same: Mapping[str, object],
+) -> Table:
     """Open the table at `path`, or create one there; only a new table uses `init`, `seed` and `dtype`.
 
     Args:

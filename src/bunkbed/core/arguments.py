@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from bunkbed import _native
 from bunkbed.core.typed import shortened
+from bunkbed.core.types import Array
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -19,12 +20,12 @@ _INT64_MAX = np.iinfo(np.int64).max
 _SWAPPED = np.dtype(np.float32).newbyteorder()
 
 
-def describe(array: npt.NDArray[Any]) -> str:
+def describe(array: Array) -> str:
     """Return dtype and shape for messages: ``float32[32, 4]``."""
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
-def as_ids(ids: Any, *, what: str = "ids", table: str = "table") -> Ids:
+def as_ids(ids: ArrayLike, *, what: str = "ids", table: str = "table") -> Ids:
     """Return ids as contiguous int64 of any shape.
 
     Integers of other widths are widened. An empty list is accepted, although NumPy makes it float.
@@ -56,12 +57,12 @@ def as_ids(ids: Any, *, what: str = "ids", table: str = "table") -> Ids:
     return _as_plain(array.astype(np.int64, copy=False))
 
 
-def is_masked_array(values: Any) -> bool:
+def is_masked_array(values: object) -> bool:
     """Return whether `values` is a masked array. Does not import `np.ma` (1.5 MiB): without it no such array exists."""
     return "numpy.ma" in sys.modules and isinstance(values, np.ma.MaskedArray)
 
 
-def as_array(values: Any, wanted: str, what: str, table: str) -> npt.NDArray[Any]:
+def as_array(values: ArrayLike, wanted: str, what: str, table: str) -> Array:
     """Return an argument as an array.
 
     Raises:
@@ -72,28 +73,30 @@ def as_array(values: Any, wanted: str, what: str, table: str) -> npt.NDArray[Any
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{table}: {what} must be {wanted}, got {type(values).__name__} ({error})") from None
     if is_masked_array(values) and np.ma.is_masked(values):
-        position = int(np.flatnonzero(np.ma.getmaskarray(values))[0])
+        position = int(np.flatnonzero(np.ma.getmaskarray(np.ma.asarray(values)))[0])
         raise ValueError(
             f"{table}: {what} are masked at position {position}; leave masked values out, or fill them: {what}.filled()"
         )
     return array
 
 
-def _as_plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _as_plain(array: Array) -> Array:
     """Return the array contiguous and aligned, as the core requires."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=("C", "A"))
 
 
-def as_rows(values: Any, shape: tuple[int, ...], *, what: str, table: str) -> Floats:
+def as_rows(values: ArrayLike, shape: tuple[int, ...], *, what: str, table: str) -> Floats:
     """Return float32 values of exactly `shape`, contiguous; the other byte order is converted.
 
     Raises:
         TypeError: another dtype.
         ValueError: another shape, a masked value.
     """
-    array = values
-    if type(values) is not np.ndarray:
+    array: Array
+    if type(values) is np.ndarray:
+        array = values
+    else:
         array = as_array(values, f"float32[{', '.join(map(str, shape))}]", what, table)
     if array.dtype != np.float32 and array.dtype == _SWAPPED:
         array = array.astype(np.float32)
@@ -120,9 +123,7 @@ def require_finite(rows: Floats, *, what: str, table: str) -> None:
         )
 
 
-def as_out(
-    out: Any, shape: tuple[int, ...], *narrow: str, table: str, read: Sequence[npt.NDArray[Any] | None] = ()
-) -> npt.NDArray[Any]:
+def as_out(out: object, shape: tuple[int, ...], *narrow: str, table: str, read: Sequence[Array | None] = ()) -> Array:
     """Check that `out` is a writable C-contiguous array of float32 or a `narrow` dtype, of exactly `shape`; return it.
 
     Args:
@@ -132,9 +133,11 @@ def as_out(
         ValueError: another dtype, byte order, shape or layout, or memory shared with an array of `read`.
     """
     allowed = ("float32", *narrow)
-    is_array = isinstance(out, np.ndarray) and not is_masked_array(out)
-    if not is_array or out.dtype.name not in allowed or not out.dtype.isnative:
-        got = describe(out) if is_array else type(out).__name__
+    if not isinstance(out, np.ndarray) or is_masked_array(out):
+        got = type(out).__name__
+    else:
+        got = describe(out) if out.dtype.name not in allowed or not out.dtype.isnative else ""
+    if got or not isinstance(out, np.ndarray):
         raise ValueError(f"{table}: out must be an array of {' or '.join(allowed)} in native byte order, got {got}")
     if out.shape != shape or not out.flags.carray:
         expected = ", ".join(map(str, shape))
@@ -144,11 +147,10 @@ def as_out(
         )
     if any(one is not None and np.may_share_memory(one, out) for one in read):
         raise ValueError(f"{table}: out shares memory with what is read; give it an array of its own")
-    array: npt.NDArray[Any] = out
-    return array
+    return out
 
 
-def _layout(array: npt.NDArray[Any]) -> str:
+def _layout(array: Array) -> str:
     """Return text that names the reasons why the core cannot write to the array."""
     flags = array.flags
     lacks = {
@@ -159,7 +161,7 @@ def _layout(array: npt.NDArray[Any]) -> str:
     return "".join(f", {name}" for name, lacking in lacks.items() if lacking)
 
 
-def as_flag(value: Any, *, what: str, table: str) -> bool:
+def as_flag(value: object, *, what: str, table: str) -> bool:
     """Return a flag as a bool.
 
     Raises:
@@ -170,7 +172,7 @@ def as_flag(value: Any, *, what: str, table: str) -> bool:
     return bool(value)
 
 
-def as_number(value: Any, *, what: str, table: str) -> float:
+def as_number(value: object, *, what: str, table: str) -> float:
     """Return a number as a float.
 
     Raises:
@@ -184,7 +186,7 @@ def as_number(value: Any, *, what: str, table: str) -> float:
         raise ValueError(f"{table}: {what} must be finite, got {shortened(value)}") from None
 
 
-def as_whole(value: Any, *, what: str, table: str = "", low: int, high: int) -> int:
+def as_whole(value: object, *, what: str, table: str = "", low: int, high: int) -> int:
     """Return an int in [low, high].
 
     Raises:
@@ -198,7 +200,7 @@ def as_whole(value: Any, *, what: str, table: str = "", low: int, high: int) -> 
     return int(value)
 
 
-def as_offsets(offsets: Any, num_ids: int, *, table: str) -> Ids:
+def as_offsets(offsets: ArrayLike, num_ids: int, *, table: str) -> Ids:
     """Return the starts of bags, int64[B]: the first is 0, they do not decrease, none is above `num_ids`.
 
     Raises:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from bunkbed.core.typed import shortened
+from bunkbed.core.types import Json
 
 
 def _require_finite(owner: object, name: str, value: float) -> None:
@@ -95,7 +96,7 @@ INITIALIZERS: dict[str, type[Initializer]] = {cls.kind: cls for cls in (Zeros, N
 
 def from_native(kind: str, a: float, b: float) -> Initializer:
     """Return the initialiser of a manifest; the inverse of `Initializer.native`."""
-    arguments: dict[str, dict[str, Any]] = {
+    arguments: dict[str, Json] = {
         "zeros": {},
         "normal": {"std": a},
         "uniform": {"low": a, "high": b},

@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from bunkbed.core.typed import shortened
+from bunkbed.core.types import Json
 
 
 def _require(owner: object, name: str, value: float, *, positive: bool = False, below: float = math.inf) -> None:
@@ -63,7 +64,7 @@ class Optimizer:
         """Return the length of each slot of a row with `dim` weights."""
         return dim
 
-    def native(self) -> dict[str, Any]:
+    def native(self) -> Json:
         """Return the definition for the core: `kind` and the value of every hyperparameter."""
         raise NotImplementedError
 
@@ -91,7 +92,7 @@ class SGD(Optimizer):
         _require(self, "weight_decay", self.weight_decay)
         _require_flag(self, "decoupled", self.decoupled)
 
-    def native(self) -> dict[str, Any]:
+    def native(self) -> Json:
         return {"kind": "sgd", "lr": self.lr, "weight_decay": self.weight_decay, "decoupled": self.decoupled}
 
 
@@ -128,7 +129,7 @@ class Adagrad(Optimizer):
         _require_flag(self, "decoupled", self.decoupled)
         _require_state_dtype(self, self.state_dtype)
 
-    def native(self) -> dict[str, Any]:
+    def native(self) -> Json:
         return {
             "kind": "adagrad",
             "lr": self.lr,
@@ -174,7 +175,7 @@ class RowwiseAdagrad(Optimizer):
     def slot_dim(self, dim: int) -> int:
         return 1
 
-    def native(self) -> dict[str, Any]:
+    def native(self) -> Json:
         return {
             "kind": "rowwise_adagrad",
             "lr": self.lr,
@@ -226,7 +227,7 @@ class Adam(Optimizer):
         _require_flag(self, "decoupled", self.decoupled)
         _require_state_dtype(self, self.state_dtype)
 
-    def native(self) -> dict[str, Any]:
+    def native(self) -> Json:
         return {
             "kind": "adam",
             "lr": self.lr,
@@ -243,7 +244,7 @@ class Adam(Optimizer):
 OPTIMIZERS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adagrad, RowwiseAdagrad, Adam)}
 
 
-def from_native(values: dict[str, Any]) -> Optimizer:
+def from_native(values: Json) -> Optimizer:
     """Return the optimizer of a manifest; the inverse of `Optimizer.native`."""
     fields = dict(values)
     kind = fields.pop("kind")

@@ -22,9 +22,9 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bunkbed import _native
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, CorruptionError, FormatError, TableLockedError
 from bunkbed.files.durable import require_real, sync_directory, write_durably
 from bunkbed.files.sharding import HASH, Sharding
@@ -54,7 +54,7 @@ class RunManifest:
     """
 
     epoch: int = 0
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: Json = field(default_factory=dict)
     keep: str = ""
     tables: dict[str, int] = field(default_factory=dict)
     files: dict[str, tuple[int, int, str]] = field(default_factory=dict)

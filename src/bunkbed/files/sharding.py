@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import uuid
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from bunkbed.core.arguments import Ids
+from bunkbed.core.types import Array, Json
 
 #: Version of the hash.
 HASH = 1
@@ -93,11 +94,11 @@ class Split:
         """Return the number of positions of shard `index`."""
         return self.bounds[index + 1] - self.bounds[index]
 
-    def take(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def take(self, values: Array) -> Array:
         """Return [N, ...] values in batch order, sorted by shard."""
         return values if self.order is None else values.take(self.order, axis=0)
 
-    def put(self, values: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    def put(self, values: Array, out: Array) -> None:
         """Write [N, ...] values that are sorted by shard to `out` in batch order."""
         if self.order is not None:
             out[self.order] = values
@@ -128,7 +129,7 @@ class Sharding:
         """Return the names of the shards in their run, in order."""
         return list(_names(len(self.shards)))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the record for the manifest."""
         return {"hash": self.hash, "uuid": self.uuid, "shards": list(self.shards)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,16 @@ from bunkbed.adapters.tables import require_alone, require_same
 from bunkbed.core import optim
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import from_native as initializer_from_native
+from bunkbed.core.types import Json
 from bunkbed.keras.base.backend import IS_TORCH
 from bunkbed.keras.base.initializers import initializer_of
 from bunkbed.keras.base.places import current_path
 from bunkbed.keras.base.rows_layer import COMBINERS
-from bunkbed.keras.shared.table import TableArguments, shared_of, shared_of_table
+from bunkbed.keras.base.types import DType, Initializer, KerasOptimizer, LookupOptions, Shape, Store, Tensor
+from bunkbed.keras.shared.table import SharedTable, TableArguments, shared_of, shared_of_table
 from bunkbed.keras.workers.folders import require_whole
 from bunkbed.table.facts import DTYPES
+from bunkbed.table.table import Table
 
 if IS_TORCH:
     from bunkbed.keras.torch.backend import (
@@ -37,7 +40,7 @@ if IS_TORCH:
 else:
     import tensorflow as tf
 
-    from bunkbed.keras.shared.lookups import bags_of, rows_of
+    from bunkbed.keras.shared.lookups import bags_of, rows_of  # type: ignore[assignment]  # takes more
     from bunkbed.keras.tensorflow.callbacks import answer_with_error, is_eager
     from bunkbed.keras.tensorflow.ids_layer import IdsLayer, is_recorded
     from bunkbed.keras.workers.group import workers_of
@@ -102,21 +105,23 @@ class Embedding(IdsLayer):
     TensorShape([1, 3, 4])
     """
 
+    _shared: SharedTable
+
     def __init__(
         self,
         input_dim: int | None,
         output_dim: int,
-        embeddings_initializer: Any = "uniform",
+        embeddings_initializer: Initializer = "uniform",
         mask_zero: bool = False,
-        weights: Any = None,
+        weights: Tensor = None,
         combiner: Literal["sum", "mean", "sqrtn"] | None = None,
         *,
         path: str | PathLike[str] | None = None,
         ram: int | str | Budget | None = None,
         optimizer: optim.Optimizer | None = None,
-        dtype: Any = None,
+        dtype: DType = None,
         seed: int | None = None,
-        table: Any = None,
+        table: Table | None = None,
         placement: Literal["central", "sharded", "replicated"] = "central",
         directories: Sequence[str | PathLike[str]] | None = None,
         durability: Literal["durable", "scratch"] | None = None,
@@ -178,7 +183,7 @@ class Embedding(IdsLayer):
         else:
             is_default = isinstance(embeddings_initializer, str) and embeddings_initializer == "uniform"
             init, drawn = initializer_of(embeddings_initializer, input_dim, output_dim)
-            same: dict[str, Any] = {"input_dim": input_dim, "output_dim": output_dim}
+            same: Json = {"input_dim": input_dim, "output_dim": output_dim}
             if not is_default:
                 same["embeddings_initializer"] = init
             for name, value in (("dtype", stored_dtype), ("seed", seed), ("durability", durability)):
@@ -217,7 +222,7 @@ class Embedding(IdsLayer):
     # ---- the table
 
     @property
-    def table(self) -> Any:
+    def table(self) -> Table:
         """The `bunkbed.Table` that holds the rows.
 
         Raises:
@@ -226,12 +231,12 @@ class Embedding(IdsLayer):
         return self._shared.table
 
     @property
-    def token(self) -> Any:
+    def token(self) -> Tensor:
         """The variable that represents the rows in a tape and an optimizer: one of ``trainable_weights``."""
         return self._token
 
     @property
-    def embeddings(self) -> Any:
+    def embeddings(self) -> Tensor:
         """Raise AttributeError, whose message names the methods that read and write rows."""
         raise AttributeError(
             f"Embedding has no attribute 'embeddings': the rows live in table {self._shared.name!r}, larger than one "
@@ -239,7 +244,7 @@ class Embedding(IdsLayer):
             "layer.table.set(ids, values), and initialise with embeddings_initializer= or weights="
         )
 
-    def _import(self, weights: Any) -> None:
+    def _import(self, weights: Tensor) -> None:
         if isinstance(weights, (list, tuple)) and len(weights) == 1:
             weights = weights[0]
         array = np.asarray(weights, np.float32)
@@ -255,10 +260,10 @@ class Embedding(IdsLayer):
 
     # ---- keras.layers.Layer
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: Shape = None) -> None:
         """Do nothing: the table does not need the shape of the ids."""
 
-    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+    def call(self, inputs: Tensor, weights: Tensor = None, training: bool | None = None) -> Tensor:
         """Return the rows of ids.
 
         Args:
@@ -298,7 +303,7 @@ class Embedding(IdsLayer):
             shared.follow(optimizer)
         return bool(shared.has_table)
 
-    def follow(self, optimizer: Any) -> None:
+    def follow(self, optimizer: KerasOptimizer) -> None:
         """Make the table of a layer without ``optimizer=``, for this Keras optimizer that will step it.
 
         ``fit`` does this. A custom loop needs this call if the model is not compiled, or if the loop calls only a part
@@ -309,18 +314,18 @@ class Embedding(IdsLayer):
         """
         self._shared.follow(optimizer)
 
-    def _rows(self, ids: Any, options: Any) -> Any:
-        look_up: Any = rows_of_workers if self._shared.is_divided else rows_of
+    def _rows(self, ids: Tensor, options: LookupOptions) -> Tensor:
+        look_up: Callable[..., Tensor] = rows_of_workers if self._shared.is_divided else rows_of
         return look_up(self._shared, ids, **options)
 
-    def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
+    def _bags(self, ids: Tensor, splits: Tensor, weights: Tensor, options: LookupOptions) -> Tensor:
         assert self.combiner is not None
-        look_up: Any = bags_of_workers if self._shared.is_divided else bags_of
+        look_up: Callable[..., Tensor] = bags_of_workers if self._shared.is_divided else bags_of
         return look_up(self._shared, ids, splits, weights, self.combiner, skip_zero=self.mask_zero, **options)
 
     # ---- saving
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Json:
         """Return everything but the rows, as JSON; a table given by ``table=`` is saved as its path."""
         config = super().get_config()
         config.pop("dtype", None)
@@ -352,7 +357,7 @@ class Embedding(IdsLayer):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Embedding:
+    def from_config(cls, config: Json) -> Embedding:
         """Return the layer of a `get_config`; this opens the table at its path."""
         config = dict(config)
         init, optimizer, dtype = config["embeddings_initializer"], config["optimizer"], config["dtype"]
@@ -362,13 +367,13 @@ class Embedding(IdsLayer):
         config["dtype"] = keras.saving.deserialize_keras_object(dtype) if isinstance(dtype, dict) else dtype
         return cls(**config)
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: Store) -> None:
         """Commit the table, keep the epoch, and store a reference to the epoch: uint8[n] of JSON."""
         reference = self._shared.save()
         text = json.dumps(None if reference is None else reference.fields())
         store[_REFERENCE] = np.frombuffer(text.encode(), np.uint8)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Store) -> None:
         """Rewind the table to the stored reference, or import the rows that a `keras.layers.Embedding` stored.
 
         Raises:
@@ -382,7 +387,7 @@ class Embedding(IdsLayer):
         else:
             raise ValueError(f"Embedding: what was saved for layer {self.name!r} holds neither a reference nor rows")
 
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Tensor:
         if save_type == "savedmodel":
             raise ValueError(
                 f"Embedding: table {self._shared.name!r} cannot be part of a SavedModel: its lookups run in this "
@@ -392,7 +397,7 @@ class Embedding(IdsLayer):
         return super()._trackable_children(save_type, **kwargs)
 
 
-def _require_same_strategy(shared: Any) -> None:
+def _require_same_strategy(shared: SharedTable) -> None:
     """Raise ValueError if a table was made outside a strategy and is used inside it: its token has no replicas."""
     if IS_TORCH:
         return
@@ -404,7 +409,7 @@ def _require_same_strategy(shared: Any) -> None:
         )
 
 
-def _require_size(name: str, value: Any) -> None:
+def _require_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"Embedding: {name} must be an int, got {value!r}")
     if value < 1:

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from bunkbed.core.budget import parse_bytes
+from bunkbed.keras.base.types import Layer, LookupOptions, Model, Tensor
 from bunkbed.keras.embedding import Embedding
 from bunkbed.keras.tensorflow.ids_layer import IdsLayer
 
@@ -19,7 +20,7 @@ _CHUNK_BYTES = 256 * 2**20
 
 
 def export(
-    model: Any,
+    model: Model,
     path: str | PathLike[str],
     *,
     max_bytes: int | str,
@@ -61,7 +62,7 @@ def export(
         )
     rows = {key: _Rows(layer, all_rows=needs[key][1], untrained=untrained) for key, layer in shared.items()}
 
-    def clone(layer: Any) -> Any:
+    def clone(layer: Layer) -> Layer:
         if isinstance(layer, Embedding):
             return ExportedEmbedding(layer, rows[id(layer._shared)])
         return layer.__class__.from_config(layer.get_config())
@@ -93,7 +94,7 @@ class _Rows(tf.Module):  # type: ignore[misc]  # tensorflow is untyped here
         self._dim = dim
         if all_rows:
             self.ids = None
-            self.count = int(table.num_rows)
+            self.count = table.num_rows or 0
         else:
             found = [ids for ids, _ in table.scan()]
             if layer.mask_zero:
@@ -108,7 +109,7 @@ class _Rows(tf.Module):  # type: ignore[misc]  # tensorflow is untyped here
             wanted = np.arange(start, stop) if self.ids is None else self.ids.numpy()[start:stop]
             self.chunks.append(tf.Variable(table.get(wanted), trainable=False, name=f"rows_{start}"))
 
-    def look_up(self, ids: Any) -> Any:
+    def look_up(self, ids: Tensor) -> Tensor:
         """Return float32[..., dim] rows of int64[...] ids."""
         flat = tf.reshape(ids, [-1])
         places = flat if self.ids is None else tf.searchsorted(self.ids, flat, out_type=tf.int64)
@@ -148,22 +149,22 @@ class ExportedEmbedding(IdsLayer):
         self.rows = rows
         self.built = True
 
-    def call(self, inputs: Any, weights: Any = None) -> Any:
+    def call(self, inputs: Tensor, weights: Tensor = None) -> Tensor:
         """Return the rows of ids, as `Embedding.call`."""
         return self._look_up(inputs, weights, None)
 
-    def _rows(self, ids: Any, options: Any) -> Any:
+    def _rows(self, ids: Tensor, options: LookupOptions) -> Tensor:
         rows = self.rows.look_up(ids)
         return tf.ensure_shape(rows, [*ids.shape, self.output_dim])
 
-    def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
+    def _bags(self, ids: Tensor, splits: Tensor, weights: Tensor, options: LookupOptions) -> Tensor:
         weights = tf.ones(tf.shape(ids), tf.float32) if weights is None else weights
         bag = tf.ragged.row_splits_to_segment_ids(splits)
         if self.mask_zero:
             ids, weights, bag = (tf.boolean_mask(each, ids != 0) for each in (ids, weights, bag))
         count = tf.size(splits) - 1
 
-        def sums(values: Any) -> Any:
+        def sums(values: Tensor) -> Tensor:
             return tf.math.unsorted_segment_sum(values, bag, count)
 
         pooled = sums(self.rows.look_up(ids) * weights[:, None])

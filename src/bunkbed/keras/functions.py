@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
+from bunkbed.keras.base.types import Tensor
 from bunkbed.keras.shared.lookups import rows_of
-from bunkbed.keras.shared.table import shared_of_table
+from bunkbed.keras.shared.table import SharedTable, shared_of_table
 from bunkbed.keras.tensorflow.ids_layer import is_recorded
 from bunkbed.keras.workers.group import workers_of
+from bunkbed.table.table import Table
 
 
-def token_of(table: Any) -> Any:
+def token_of(table: Table) -> Tensor:
     """Return the variable that represents a table's rows: a tape must watch it and an optimizer must get it.
 
     Args:
@@ -24,7 +24,7 @@ def token_of(table: Any) -> Any:
     return _shared_of(table).token
 
 
-def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
+def embedding_lookup(table: Table, ids: Tensor, *, trainable: bool = True) -> Tensor:
     """Look up rows of a table that may be larger than RAM, as `tf.nn.embedding_lookup` does of a variable.
 
     Gradients of the rows go through the table's token; an optimizer that gets the token's gradient makes one update of
@@ -75,7 +75,7 @@ def embedding_lookup(table: Any, ids: Any, *, trainable: bool = True) -> Any:
     return rows_of(shared, tf.cast(ids, tf.int64), train=trainable, touch=trainable, is_certain=trainable)
 
 
-def _shared_of(table: Any) -> Any:
+def _shared_of(table: Table) -> SharedTable:
     """Return the shared object of a table, kept alive by the table, as there may be no layer."""
-    table.shared_in_keras = shared = shared_of_table(table)
+    table.companion = shared = shared_of_table(table)
     return shared

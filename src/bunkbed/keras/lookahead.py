@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from bunkbed.keras.base.types import Dataset, Model, Tensor
 from bunkbed.keras.embedding import Embedding
 from bunkbed.keras.tensorflow.callbacks import ranged
 from bunkbed.window import MAX_BATCHES, Window
@@ -24,13 +25,13 @@ _ITERATIONS = 2
 
 
 def lookahead(
-    dataset: Any,
-    model: Any,
+    dataset: Dataset,
+    model: Model,
     ids: Callable[..., Mapping[Any, Any]] | None = None,
     *,
     depth: int | None = None,
     window: int | None = None,
-) -> Any:
+) -> Tensor:
     """Return the dataset's batches, unchanged and in order, and prefetch the rows of the coming ones.
 
     The ids of up to `window` coming batches rank the eviction of a table's cache; the rows of the next `depth` batches
@@ -64,22 +65,22 @@ def lookahead(
     find = _by_graph(model) if ids is None else ids
     plan = _Plan(depth, window)
 
-    def begin(_: Any) -> Any:
+    def begin(_: Tensor) -> Tensor:
         iteration = tf.numpy_function(plan.begin, [], tf.int64, stateful=True)
         iteration.set_shape([])
 
-        def enter(*batch: Any) -> Any:
+        def enter(*batch: Any) -> Tensor:
             wanted = _flat(find(batch[0]))
             layers, tensors = list(wanted), list(wanted.values())
 
-            def push(iteration: Any, *arrays: Any) -> Any:
+            def push(iteration: Tensor, *arrays: Any) -> Tensor:
                 return plan.push(int(iteration), layers, arrays)
 
             goes_on = tf.numpy_function(push, [iteration, *tensors], tf.bool, stateful=True)
             goes_on.set_shape([])
             return goes_on, batch if isinstance(dataset.element_spec, tuple) else batch[0]
 
-        def leave(*batch: Any) -> Any:
+        def leave(*batch: Any) -> Tensor:
             done = tf.numpy_function(plan.advance, [iteration], tf.int64, stateful=True)
             with tf.control_dependencies([done]):
                 return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
@@ -93,7 +94,7 @@ def lookahead(
     return made.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
 
 
-def _packed(dataset: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _packed(dataset: Dataset, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function` of a tuple as `Dataset.map` calls it: with the parts of a tuple, or with one value."""
     if isinstance(dataset.element_spec, tuple):
         return lambda *batch: function(*batch)
@@ -119,7 +120,7 @@ def _flat(wanted: Mapping[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-def _by_graph(model: Any) -> Callable[[Any], dict[Any, Any]]:
+def _by_graph(model: Model) -> Callable[[Any], dict[Any, Any]]:
     """Return a function from x to the inputs of each `Embedding`, by the model's graph."""
     graph = model._functional if isinstance(model, keras.Sequential) and model.built else model
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, Embedding)]
@@ -140,7 +141,7 @@ def _by_graph(model: Any) -> Callable[[Any], dict[Any, Any]]:
     # Other layers (a cast, a hash) may make the input of an Embedding, so run the part of the model before it.
     before = keras.Model(graph.inputs, [node.input_tensors[0] for _, node in nodes])
 
-    def find(x: Any) -> dict[Any, Any]:
+    def find(x: Tensor) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for (layer, _), ids in zip(nodes, tf.nest.flatten(before(x)), strict=True):
             found.setdefault(layer, []).append(ids)
@@ -208,7 +209,7 @@ class _Plan:
         self._iterations: OrderedDict[int, dict[int, Window]] = OrderedDict()
         self._entered: dict[int, int] = {}  # batches that entered and have not left, by iteration
 
-    def begin(self) -> Any:
+    def begin(self) -> Tensor:
         with _calls.one(), self._lock:
             number = next(self._numbers)
             self._iterations[number] = {}
@@ -220,7 +221,7 @@ class _Plan:
                     window.close()
             return np.int64(number)
 
-    def push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> Any:
+    def push(self, iteration: int, layers: list[Embedding], arrays: tuple[Any, ...]) -> Tensor:
         """Plan a batch; return False if the pipeline must end."""
         with _calls.one():
             if _calls.goes_on:
@@ -248,7 +249,7 @@ class _Plan:
                     ranged("stage", window.table.name, window.push, np.concatenate(parts) if parts else None)
             self._entered[iteration] += 1
 
-    def advance(self, iteration: Any) -> Any:
+    def advance(self, iteration: Tensor) -> Tensor:
         with _calls.one(), self._lock:
             windows = self._iterations.get(int(iteration))
             if windows is not None:

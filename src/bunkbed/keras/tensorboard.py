@@ -10,7 +10,10 @@ from typing import Any, Literal
 
 import keras
 
+from bunkbed.core.types import Json
+from bunkbed.keras.base.types import Model
 from bunkbed.keras.embedding import Embedding
+from bunkbed.table.table import Table
 
 #: Counters of `bunkbed.Table.stats` that are written as their growth since the last write.
 GROWTH = ("misses", "evictions", "staged_rows", "stall_s", "read_bytes", "written_bytes")
@@ -70,7 +73,7 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
         self._seen = 0
         self._writer: Any = None
         #: By id(table): time, step and counters of the last write.
-        self._last: dict[int, tuple[float, int, dict[str, Any]]] = {}
+        self._last: dict[int, tuple[float, int, Json]] = {}
 
     # ---- keras.callbacks.Callback
 
@@ -120,7 +123,7 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]  # keras is u
                     self._summary.scalar(f"{table.name}/{name}", value, step=step)
 
 
-def tables_of(model: Any) -> list[Any]:
+def tables_of(model: Model) -> list[Any]:
     """Return the open tables of a model's layers, each once."""
     found: dict[int, Any] = {}
     for layer in model._flatten_layers():
@@ -129,6 +132,6 @@ def tables_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _counters(table: Any) -> tuple[float, int, dict[str, Any]]:
+def _counters(table: Table) -> tuple[float, int, Json]:
     stats = table.stats()
     return time.monotonic(), table.step, {name: stats[name] for name in ("hits", *GROWTH, *LEVELS)}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bunkbed import _native
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 from bunkbed.files.durable import sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
@@ -26,7 +27,7 @@ class _RunCheck:
         self.manifests: dict[int, RunManifest] = {}
         self.damaged: set[int] = set()
         self.problems: list[tuple[str, Path, str, str, list[int]]] = []
-        self.tables: dict[str, dict[str, Any]] = {}
+        self.tables: dict[str, Json] = {}
         for epoch in self.epochs:
             self._load(epoch)
         self._read_files()
@@ -66,7 +67,7 @@ class _RunCheck:
                 found.setdefault(table, {}).setdefault(number, []).append(epoch)
         return found
 
-    def check_tables(self, work: Callable[[str, Path], dict[str, Any]]) -> None:
+    def check_tables(self, work: Callable[[str, Path], Json]) -> None:
         """Call `work` for every table that a commit names; report the run's commits that its damage affects."""
         for name, numbers in sorted(self.named().items()):
             path = self.files.table_path(name)
@@ -168,7 +169,7 @@ def _repair(files: RunFiles, epoch: int | None, ram_bytes: int, progress: Any) -
     }
     target = look.manifests[epoch] if epoch is not None and epoch != newest else None
     tables: dict[str, int] = {}
-    repaired: dict[str, dict[str, Any]] = {}
+    repaired: dict[str, Json] = {}
     for name in look.tables:
         path = files.table_path(name)
         if not look.tables[name]["epochs"]:

@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bunkbed import _native
 from bunkbed.core import optim as _optim
+from bunkbed.core.types import Json
 from bunkbed.errors import TableLockedError
 from bunkbed.files.durable import make_file, require_real, sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
@@ -170,9 +170,7 @@ def rewrite_run(
         Run(part, ram_bytes - half) as copied,
     ):
         tables = {name: run.table(name) for name in run.table_names}
-        specs: dict[str, dict[str, Any]] = {
-            name: rewritten_spec(table, dtype, optimizer) for name, table in tables.items()
-        }
+        specs: dict[str, Json] = {name: rewritten_spec(table, dtype, optimizer) for name, table in tables.items()}
         rows = 0
         for name, table in tables.items():
             rows += rewrite_rows(table, copied.table(name, create=specs[name]), progress)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from bunkbed.core.types import Json
 
 
 class Problem(str):
@@ -50,7 +51,7 @@ class Problem(str):
         problem.found, problem.meaning, problem.remedy, problem.epochs = found, meaning, remedy, tuple(epochs)
         return problem
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return the attributes, for JSON."""
         return {
             "kind": self.kind,
@@ -100,7 +101,7 @@ def how_to_go_back(place: Path, epochs: Sequence[int], sound: Sequence[int]) -> 
     )
 
 
-def problems_of_table(place: Path, checked: dict[str, Any], owner: Path | None = None) -> Report:
+def problems_of_table(place: Path, checked: Json, owner: Path | None = None) -> Report:
     """Return the report of the core's findings in the table at `place`; `owner` is the run of the table."""
     report = Report([_explain(place, checked, found, owner) for found in checked["problems"]])
     report.leftovers = [(place / name, size) for _, name, size in checked["leftovers"]]
@@ -109,7 +110,7 @@ def problems_of_table(place: Path, checked: dict[str, Any], owner: Path | None =
     return report
 
 
-def _explain(place: Path, checked: dict[str, Any], found: dict[str, Any], owner: Path | None) -> Problem:
+def _explain(place: Path, checked: Json, found: Json, owner: Path | None) -> Problem:
     kind, epochs = found["kind"], list(found["epochs"])
     newest = checked["epochs"][-1]
     commits = numbered("commit", epochs)

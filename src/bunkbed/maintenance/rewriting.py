@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from bunkbed.core import optim as _optim
+from bunkbed.core.types import Json
 from bunkbed.table.table import Table
 
 _CHUNK_BYTES = 8 << 20
@@ -22,7 +22,7 @@ class Rewritten:
     rows: int
 
 
-def rewritten_spec(table: Table, dtype: str | None, optimizer: _optim.Optimizer | None) -> dict[str, Any]:
+def rewritten_spec(table: Table, dtype: str | None, optimizer: _optim.Optimizer | None) -> Json:
     """Return the arguments of `bunkbed.create` for the copy of `table`.
 
     Raises:

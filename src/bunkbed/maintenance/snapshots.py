@@ -10,6 +10,7 @@ from typing import Any
 
 from bunkbed import _native
 from bunkbed.core.typed import typed
+from bunkbed.core.types import Json
 from bunkbed.files.run_files import RunFiles
 from bunkbed.run.run import Run
 from bunkbed.table.opening import open_writer, path_lock, resolve
@@ -38,7 +39,7 @@ class Snapshot:
     bytes: int
     own_bytes: int
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return the attributes, for JSON; the time in ISO 8601."""
         return {**vars(self), "time": self.time.isoformat(timespec="seconds")}
 

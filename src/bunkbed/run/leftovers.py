@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from bunkbed import _native
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 from bunkbed.files.durable import sync_directory, write_durably
 from bunkbed.files.run_files import RunFiles
@@ -95,7 +95,7 @@ def _why_it_stays(files: RunFiles, name: str, path: Path) -> str:
     )
 
 
-def _is_marked(files: RunFiles, name: str, commits: list[dict[str, Any]]) -> bool:
+def _is_marked(files: RunFiles, name: str, commits: list[Json]) -> bool:
     try:
         uuid = _native.read_file(str(_mark(files, name)))
     except (OSError, BunkbedError):

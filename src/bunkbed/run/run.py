@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from bunkbed import _native
 from bunkbed.core.budget import Budget
 from bunkbed.core.typed import typed
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosedError
 from bunkbed.files.durable import sync_directory
 from bunkbed.files.run_files import MEMBER, RunFiles, RunManifest
@@ -80,7 +81,7 @@ class Run:
         self._pid = os.getpid()
         self._background: BackgroundCommit | None = None
         # Files and meta of a commit that failed or is not over. The next commit holds them too.
-        self._owed: tuple[dict[str, bytes], dict[str, Any]] | None = None
+        self._owed: tuple[dict[str, bytes], Json] | None = None
         self._lock: int | None = None
         self._read_only_reason = ""
         if self.path.exists() and not self.path.is_dir():
@@ -139,9 +140,9 @@ class Run:
         return self._manifest.epoch
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> Json:
         """The `meta` of the present commit."""
-        value: dict[str, Any] = json.loads(json.dumps(self._manifest.meta))
+        value: Json = json.loads(json.dumps(self._manifest.meta))
         return value
 
     @property
@@ -197,7 +198,7 @@ class Run:
     # ---- Tables and files
 
     @typed
-    def table(self, name: str, *, create: dict[str, Any] | None = None) -> Table:
+    def table(self, name: str, *, create: Json | None = None) -> Table:
         """Return the table `name` at the run's commit. It is opened once; later calls return the same object.
 
         Args:
@@ -272,7 +273,7 @@ class Run:
     def commit(
         self,
         files: Mapping[str, bytes] | None = None,
-        meta: dict[str, Any] | None = None,
+        meta: Json | None = None,
         keep: str | None = None,
     ) -> int:
         """Make all tables and `files` durable as one commit.
@@ -296,7 +297,7 @@ class Run:
     def begin_commit(
         self,
         files: Mapping[str, bytes] | None = None,
-        meta: dict[str, Any] | None = None,
+        meta: Json | None = None,
         keep: str | None = None,
     ) -> PendingCommit:
         """Start a commit that a thread makes durable while training continues.
@@ -334,8 +335,8 @@ class Run:
             self._background.settle(report=report)
 
     def _begin(
-        self, files: Mapping[str, bytes] | None, meta: dict[str, Any] | None, keep: str | None
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+        self, files: Mapping[str, bytes] | None, meta: Json | None, keep: str | None
+    ) -> tuple[dict[str, bytes], Json]:
         self._require_open(write=True)
         if keep is not None and (not isinstance(keep, str) or not keep):
             raise ValueError(f"keep must be a name, got {keep!r}")
@@ -357,7 +358,7 @@ class Run:
         )
         return contents, facts
 
-    def _finish(self, tables: dict[str, int], contents: dict[str, bytes], meta: dict[str, Any], keep: str) -> int:
+    def _finish(self, tables: dict[str, int], contents: dict[str, bytes], meta: Json, keep: str) -> int:
         _native.failpoint("run.tables")
         entries = dict(self._manifest.files)
         number = self._manifest.next_file

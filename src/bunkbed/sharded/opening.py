@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Literal
 
 from bunkbed.core import optim as _optim
 from bunkbed.core.budget import Budget
 from bunkbed.core.typed import typed
+from bunkbed.core.types import Json
 from bunkbed.files.run_files import is_sharded
 from bunkbed.sharded.table import ShardedTable
 from bunkbed.table import opening
@@ -21,7 +22,7 @@ def open(
     mode: Literal["w", "r"] = "w",
     ram: int | str | Budget | None = None,
     snapshot: str | None = None,
-    create: dict[str, Any] | None = None,
+    create: Json | None = None,
     optimizer: _optim.Optimizer | None = None,
     disk: int | str | None = None,
 ) -> Table:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids
+from bunkbed.core.types import Array, Json
 from bunkbed.errors import BunkbedError, ReadOnlyError, TableClosedError
 from bunkbed.files.sharding import Split
 from bunkbed.table.bag_pooling import BagPooling
@@ -223,7 +224,7 @@ class ShardedRows:
     def _holders(split: Split) -> list[int]:
         return [index for index in range(len(split.bounds) - 1) if split.size(index)]
 
-    def _fill(self, ids: Ids, out: npt.NDArray[Any], read: Callable[[Any, Ids, npt.NDArray[Any]], None]) -> None:
+    def _fill(self, ids: Ids, out: Array, read: Callable[[Any, Ids, Array], None]) -> None:
         """Call ``read(core, ids, out)`` of every shard that has some of the ids; fill `out` in batch order."""
         split = self._split(ids)
         mine = split.take(ids)
@@ -425,12 +426,12 @@ class ShardedRows:
         """Return (name, length) of every field of a record."""
         return list(self._cores[0].fields())
 
-    def optimizer(self) -> dict[str, Any]:
+    def optimizer(self) -> Json:
         """Return the optimizer's values."""
-        found: dict[str, Any] = self._cores[0].optimizer()
+        found: Json = self._cores[0].optimizer()
         return found
 
-    def set_optimizer(self, values: dict[str, Any]) -> None:
+    def set_optimizer(self, values: Json) -> None:
         """See `bunkbed.Table.optimizer`."""
         with self._alone():
             self._checker.set_optimizer(values)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bunkbed import _native
 from bunkbed.core import init as _init
@@ -19,6 +20,7 @@ from bunkbed.core import optim as _optim
 from bunkbed.core.arguments import Floats, Ids, as_ids
 from bunkbed.core.budget import Budget, format_bytes, parse_bytes
 from bunkbed.core.typed import typed
+from bunkbed.core.types import Json
 from bunkbed.errors import CorruptionError, FormatError
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name, shards_of
@@ -110,7 +112,7 @@ class ShardedTable(Table):
         with opening.path_lock(place):
             places = _new_places(place, shards, directories)
             disk_bytes = 0 if disk is None else parse_bytes(disk)
-            facts: dict[str, Any] = {
+            facts: Json = {
                 "dim": dim,
                 "num_rows": num_rows,
                 "optimizer": optimizer,
@@ -154,7 +156,7 @@ class ShardedTable(Table):
         mode: Literal["w", "r"] = "w",
         ram: int | str | Budget | None = None,
         snapshot: str | None = None,
-        create: dict[str, Any] | None = None,
+        create: Json | None = None,
         optimizer: _optim.Optimizer | None = None,
         disk: int | str | None = None,
         directories: Sequence[_Path] | None = None,
@@ -263,7 +265,7 @@ class ShardedTable(Table):
         """The RAM budget in bytes; with a shared `Budget`, the present shares of the shards."""
         return self._ram_bytes or sum(shard.ram_bytes for shard in self._native.tables())
 
-    def shards_of(self, ids: Any) -> Ids:
+    def shards_of(self, ids: ArrayLike) -> Ids:
         """Return the number of the shard that has each row. ids: int64[...]; returns int64[...].
 
         Raises:

@@ -11,6 +11,7 @@ from typing import Any
 from bunkbed import _native
 from bunkbed.core.arguments import as_whole
 from bunkbed.core.typed import shortened, typed
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 
 
@@ -75,7 +76,7 @@ class BackgroundCommit:
             self.result()
 
 
-def meta_text(meta: dict[str, Any], label: str) -> str:
+def meta_text(meta: Json, label: str) -> str:
     """Return the argument `meta` of `commit` as JSON.
 
     Raises:
@@ -98,7 +99,7 @@ class TableCommits:
     _above: Any
 
     @typed
-    def commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> int:
+    def commit(self, meta: Json | None = None, keep: str | None = None) -> int:
         """Make all changes so far durable.
 
         Other threads may use the table meanwhile; what they change after the start of this call is in the next commit.
@@ -123,7 +124,7 @@ class TableCommits:
         return self._commit(meta, keep)
 
     @typed
-    def begin_commit(self, meta: dict[str, Any] | None = None, keep: str | None = None) -> PendingCommit:
+    def begin_commit(self, meta: Json | None = None, keep: str | None = None) -> PendingCommit:
         """Start a commit that a thread makes durable while training continues.
 
         The commit holds every change made before this call and none made after it. A second commit waits for the first.
@@ -151,12 +152,12 @@ class TableCommits:
             )
         return self._begin_commit(meta, keep)
 
-    def _begin_commit(self, meta: dict[str, Any] | None, keep: str | None) -> PendingCommit:
+    def _begin_commit(self, meta: Json | None, keep: str | None) -> PendingCommit:
         with self._reading():  # so that the commit holds all of a device cache's step, or nothing of it
             pending = self._native.begin_commit(self._checked_meta(meta), self._checked_keep(keep))
         return PendingCommit(pending.wait, pending.is_over)
 
-    def _commit(self, meta: dict[str, Any] | None, keep: str | None) -> int:
+    def _commit(self, meta: Json | None, keep: str | None) -> int:
         if self._above is not None:
             return self._begin_commit(meta, keep).wait()  # the device cache may train while the commit is written
         return int(self._native.commit(self._checked_meta(meta), self._checked_keep(keep)))
@@ -166,7 +167,7 @@ class TableCommits:
             raise ValueError(f"table '{self._name}': keep must be a name, got {keep!r}")
         return keep or ""
 
-    def _checked_meta(self, meta: dict[str, Any] | None) -> str | None:
+    def _checked_meta(self, meta: Json | None) -> str | None:
         return None if meta is None else meta_text(meta, f"table '{self._name}'")
 
     def snapshots(self) -> dict[str, int]:

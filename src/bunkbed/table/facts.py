@@ -9,6 +9,7 @@ from typing import Any, Literal
 from bunkbed import _native
 from bunkbed.core import init as _init
 from bunkbed.core import optim as _optim
+from bunkbed.core.types import Json
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INIT_KINDS = ("zeros", "normal", "uniform")
@@ -104,9 +105,9 @@ class TableFacts:
         return int(self._native.epoch())
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> Json:
         """The `meta` of the last commit."""
-        value: dict[str, Any] = json.loads(self._native.meta())
+        value: Json = json.loads(self._native.meta())
         return value
 
     @property

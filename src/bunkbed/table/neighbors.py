@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bunkbed.core.arguments import Floats, Ids, as_ids, require_finite
 from bunkbed.core.typed import typed
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 @typed
-def neighbors(table: Table, ids: Any, k: int = 10, *, metric: str = "dot") -> tuple[Ids, Floats]:
+def neighbors(table: Table, ids: ArrayLike, k: int = 10, *, metric: str = "dot") -> tuple[Ids, Floats]:
     """Return the `k` stored rows most similar to each given row, exactly, in one pass over all stored rows.
 
     Args:

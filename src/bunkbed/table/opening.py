@@ -20,6 +20,7 @@ from bunkbed.core import optim as _optim
 from bunkbed.core.arguments import as_whole
 from bunkbed.core.budget import Budget, parse_bytes
 from bunkbed.core.typed import typed
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
 from bunkbed.files.run_files import is_sharded
 from bunkbed.table.facts import DTYPES
@@ -100,7 +101,7 @@ def parse_disk(disk: int | str | None, mode: str | None) -> int:
     return parse_bytes(disk)
 
 
-def path_lock(place: Path | None) -> AbstractContextManager[Any]:
+def path_lock(place: Path | None) -> AbstractContextManager[object]:
     """Return the lock for making, opening and closing a writer at `place`; no lock for None (a table without files)."""
     if place is None:
         return nullcontext()
@@ -235,7 +236,7 @@ class Wanted:
     mode: Literal["w", "r"]
     ram: int | str | Budget | None
     snapshot: str | None
-    create: dict[str, Any] | None
+    create: Json | None
     optimizer: _optim.Optimizer | None
     disk: int | str | None
     disk_bytes: int
@@ -247,7 +248,7 @@ class Wanted:
         *,
         ram: int | str | Budget | None = None,
         snapshot: str | None = None,
-        create: dict[str, Any] | None = None,
+        create: Json | None = None,
         optimizer: _optim.Optimizer | None = None,
         disk: int | str | None = None,
     ) -> Self:
@@ -349,7 +350,7 @@ def is_table(place: Path) -> bool:
     return place.is_dir() and any(entry.name.startswith("manifest-") for entry in place.iterdir())
 
 
-def compare_with(table: Table, create: dict[str, Any] | None, optimizer: _optim.Optimizer | None) -> None:
+def compare_with(table: Table, create: Json | None, optimizer: _optim.Optimizer | None) -> None:
     """Raise where a given value is not the table's; set the table's hyperparameters to those given."""
     wanted = dict(create or {})
     limit = parse_disk(wanted.get("disk"), "w")

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from bunkbed import _native
 from bunkbed.core.arguments import (
@@ -30,8 +31,10 @@ from bunkbed.core.arguments import (
 )
 from bunkbed.core.budget import Budget
 from bunkbed.core.typed import shortened, typed
+from bunkbed.core.types import Array
 from bunkbed.machine.rates import Machine, remembered
 from bunkbed.table.commits import TableCommits
+from bunkbed.table.core import Batch
 from bunkbed.table.explain import Explanation, explain
 from bunkbed.table.facts import TableFacts
 from bunkbed.table.topk import topk
@@ -87,8 +90,10 @@ class Table(TableFacts, TableCommits):
         self._run: Any = None  # the bunkbed.Run that the table belongs to; Any, because this module must not import it
         self._above: Callable[[], Above | None] | None = None  # the device cache, if there is one; it has newer rows
         #: Guards `_opens` and closing. For a writer this is `path_lock`, which is also locked while the path is opened.
-        self._opening: AbstractContextManager[Any] = threading.RLock()
+        self._opening: AbstractContextManager[object] = threading.RLock()
         self._opens = 1
+        #: Internal: what a framework keeps alive for as long as the table.
+        self.companion: object = None
         self._closed = False
         self._pid = os.getpid()
         self._told_of_loss = False
@@ -169,7 +174,7 @@ class Table(TableFacts, TableCommits):
 
     # ---- Rows
 
-    def lookup(self, ids: Any, *, touch: bool = True, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    def lookup(self, ids: ArrayLike, *, touch: bool = True, out: Array | None = None) -> Array:
         """Return a copy of the weights of rows, after all earlier updates.
 
         Args:
@@ -195,7 +200,7 @@ class Table(TableFacts, TableCommits):
         with self._reading():
             return self._lookup(array, touch, out)
 
-    def _lookup(self, array: Ids, touch: bool, out: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    def _lookup(self, array: Ids, touch: bool, out: Array | None) -> Array:
         shape = (*array.shape, self._dim)
         if out is None:
             rows: Floats = _native.empty_rows(array.size, self._dim)
@@ -215,7 +220,14 @@ class Table(TableFacts, TableCommits):
         return result
 
     def lookup_bags(
-        self, ids: Any, offsets: Any, *, pooling: str = "mean", weights: Any = None, touch: bool = True, out: Any = None
+        self,
+        ids: ArrayLike,
+        offsets: ArrayLike,
+        *,
+        pooling: str = "mean",
+        weights: ArrayLike | None = None,
+        touch: bool = True,
+        out: Array | None = None,
     ) -> Floats:
         """Return the pooled rows of bags of ids, summed in batch order.
 
@@ -260,7 +272,7 @@ class Table(TableFacts, TableCommits):
             result *= factors[:, None]
         return result
 
-    def update(self, ids: Any, grads: Any, *, lr: float | None = None, step: int | None = None) -> None:
+    def update(self, ids: ArrayLike, grads: ArrayLike, *, lr: float | None = None, step: int | None = None) -> None:
         """Run one optimizer step.
 
         Gradients of equal ids are summed, in batch order, and the row is updated once. On an error the table is
@@ -296,7 +308,7 @@ class Table(TableFacts, TableCommits):
 
     # A framework's training step finds its unique ids once (batch), then calls lookup_batch, Batch.sum, update_batch.
 
-    def batch(self, ids: Any) -> Any:
+    def batch(self, ids: ArrayLike) -> Batch:
         """Return a `_native.Batch` of the ids of a training step, int64[N], with its unique ids.
 
         Raises:
@@ -326,7 +338,7 @@ class Table(TableFacts, TableCommits):
         values = as_rows(sums, (len(batch), self._dim), what="sums", table=f"table '{self._name}'")
         self._native.update_batch(batch, values, *self._checked_step(lr, step))
 
-    def stage(self, ids: Any) -> None:
+    def stage(self, ids: ArrayLike) -> None:
         """Start to prefetch rows for a later lookup; moves records, never values. ids: int64[...].
 
         Returns while the reads are running. A call that needs one of the rows waits for it. At most half of the cache
@@ -340,7 +352,7 @@ class Table(TableFacts, TableCommits):
             raise ValueError(f"table '{self._name}' has no slot {shortened(slot)}; it has: {known}")
         return self._fields[slot]
 
-    def get(self, ids: Any, slot: str = "weight") -> Floats:
+    def get(self, ids: ArrayLike, slot: str = "weight") -> Floats:
         """Return a raw slot of rows and leave the cache as it is; a row not stored has its initial value.
 
         Args:
@@ -361,7 +373,7 @@ class Table(TableFacts, TableCommits):
             self._native.get(array.reshape(-1), index, out.reshape(-1, length))
         return out
 
-    def set(self, ids: Any, values: Any, slot: str = "weight") -> None:
+    def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
         """Write a raw slot of rows, for imports; not an optimizer step. Of equal ids the last one is written.
 
         A row not yet stored gets the initial values of its other slots. A 16-bit slot rounds to nearest, ties to even.
@@ -382,7 +394,7 @@ class Table(TableFacts, TableCommits):
         with self._writing():
             self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
 
-    def contains(self, ids: Any) -> npt.NDArray[np.bool_]:
+    def contains(self, ids: ArrayLike) -> npt.NDArray[np.bool_]:
         """Return whether each row is stored (was updated or set). ids: int64[...]; returns bool[...]."""
         array = as_ids(ids, table=f"table '{self._name}'")
         out = np.empty(array.shape, np.bool_)
@@ -434,11 +446,11 @@ class Table(TableFacts, TableCommits):
     @typed
     def topk(
         self,
-        queries: Any,
+        queries: ArrayLike,
         k: int,
         *,
-        ids: Any = None,
-        exclude: Any | Sequence[Any] | None = None,
+        ids: ArrayLike | None = None,
+        exclude: ArrayLike | None = None,
     ) -> tuple[Ids, Floats]:
         """Return the exact best rows by dot product, from a stream of rows.
 
@@ -478,7 +490,7 @@ class Table(TableFacts, TableCommits):
             else:
                 self._close()
 
-    def _alone(self) -> AbstractContextManager[Any]:
+    def _alone(self) -> AbstractContextManager[object]:
         """Return a context in which no other thread opens or closes the table."""
         # In a forked child the lock may never be released. The core then reports the fork.
         return self._opening if self._pid == os.getpid() else nullcontext()

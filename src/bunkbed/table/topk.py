@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids, as_array, as_ids, as_rows, describe, require_finite
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from bunkbed.table.table import Table
 
 
-def topk(table: Table, queries: Any, k: int, *, ids: Any, exclude: Any | Sequence[Any] | None) -> tuple[Ids, Floats]:
+def topk(
+    table: Table, queries: ArrayLike, k: int, *, ids: ArrayLike | None, exclude: ArrayLike | None
+) -> tuple[Ids, Floats]:
     """See `Table.topk`."""
     label = f"table '{table.name}'"
     array = as_array(queries, f"float32[Q, {table.dim}]", "queries", label)
@@ -42,7 +45,7 @@ def topk(table: Table, queries: Any, k: int, *, ids: Any, exclude: Any | Sequenc
     return (best[0][0], best[1][0]) if single else best
 
 
-def _candidates(table: Table, ids: Any, num_queries: int) -> Iterator[tuple[Ids, Floats]]:
+def _candidates(table: Table, ids: ArrayLike | None, num_queries: int) -> Iterator[tuple[Ids, Floats]]:
     chunk = max(1024, min(65_536, (64 << 20) // (4 * max(1, num_queries))))
     if ids is None:
         yield from table.scan(chunk=chunk)

@@ -11,8 +11,7 @@ import pytest
 import bunkbed as bb
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows
 from bunkbed.testing.narrow import both_widths
-from bunkbed.testing.reference import ReferenceTable
-from bunkbed.testing.suite_part import SuitePart
+from bunkbed.testing.suite_part import Pair, SuitePart, Tested
 
 
 class CommitTests(SuitePart):
@@ -21,7 +20,7 @@ class CommitTests(SuitePart):
     #: False for tables whose commits keep nothing, such as scratch tables; tests that need a kept commit are skipped.
     keeps_commits = True
 
-    def reopen(self, table: Any, *, mode: Literal["w", "r"] = "w", commit: bool = True) -> Any:
+    def reopen(self, table: Tested, *, mode: Literal["w", "r"] = "w", commit: bool = True) -> Tested:
         """Close the writer and open its files again; skip the test if the table has no files."""
         self.skip_without_commits()
         if table.path is None:
@@ -34,7 +33,7 @@ class CommitTests(SuitePart):
         if not self.keeps_commits:
             pytest.skip("nothing of these tables is kept")
 
-    def test_commit_counts_epochs_and_keeps_meta(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_commit_counts_epochs_and_keeps_meta(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference, steps=1)
         first = table.commit(meta={"step": 1, "note": "ü", "nested": {"list": [1, 2.5, None, True]}})
@@ -47,7 +46,7 @@ class CommitTests(SuitePart):
         assert table.meta["step"] == 1, "commit() without meta keeps the last"
         assert_same_rows(table, reference, self.all_ids())
 
-    def test_a_commit_holds_what_was_there_when_it_began(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_a_commit_holds_what_was_there_when_it_began(self, pair: Pair) -> None:
         self.skip_without_commits()
         table, reference = pair
         self.train(table, reference, steps=3)
@@ -62,7 +61,7 @@ class CommitTests(SuitePart):
         assert_same_rows(table, reference, self.all_ids())
 
     @both_widths
-    def test_rewind_returns_everything(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_rewind_returns_everything(self, pair: Pair) -> None:
         self.skip_without_commits()
         table, reference = pair
         self.train(table, reference, steps=3)
@@ -81,7 +80,7 @@ class CommitTests(SuitePart):
             self.train(table, reference, steps=2, seed=3)
             assert_same_rows(table, reference, self.all_ids())
 
-    def test_an_unknown_snapshot_lists_those_there_are(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_an_unknown_snapshot_lists_those_there_are(self, pair: Pair) -> None:
         self.skip_without_commits()
         table, reference = pair
         self.train(table, reference, steps=1)
@@ -94,7 +93,7 @@ class CommitTests(SuitePart):
             table.rewind("good")
 
     @both_widths
-    def test_a_commit_survives_reopening(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_a_commit_survives_reopening(self, pair: Pair) -> None:
         table, reference = pair
         for round_ in range(3):
             self.train(table, reference, steps=3, seed=round_)
@@ -102,7 +101,7 @@ class CommitTests(SuitePart):
             assert_same_rows(table, reference, self.all_ids())
         table.close()
 
-    def test_what_was_not_committed_is_gone(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_what_was_not_committed_is_gone(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference, steps=3)
         for t in (table, reference):
@@ -117,7 +116,7 @@ class CommitTests(SuitePart):
         table.close(commit=False)
 
     @both_widths
-    def test_a_reader_sees_the_last_commit_and_may_not_write(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_a_reader_sees_the_last_commit_and_may_not_write(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference, steps=3)
         reader = self.reopen(table, mode="r")
@@ -138,7 +137,7 @@ class CommitTests(SuitePart):
                 call()
         reader.close()
 
-    def test_a_with_block_commits_unless_left_by_an_exception(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_a_with_block_commits_unless_left_by_an_exception(self, pair: Pair) -> None:
         self.skip_without_commits()
         table, reference = pair
         if table.path is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from bunkbed import Table
 from bunkbed.testing.arithmetic import FloatArray, IntArray
 from bunkbed.testing.reference import ReferenceTable
 
@@ -32,7 +31,7 @@ def assert_same_bits(ours: FloatArray, expected: FloatArray, what: str = "values
     )
 
 
-def assert_same_rows(table: Any, reference: ReferenceTable, ids: IntArray) -> None:
+def assert_same_rows(table: Table, reference: ReferenceTable, ids: IntArray) -> None:
     """Fail unless the rows `ids` have the same weight, slots and `contains`, and both tables the same step."""
     for slot in ("weight", *reference.slots):
         assert_same_bits(table.get(ids, slot=slot), reference.get(ids, slot=slot), slot)

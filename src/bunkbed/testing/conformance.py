@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.core.types import Json
 from bunkbed.testing.arithmetic import IntArray
 from bunkbed.testing.commits import CommitTests
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows, zipf_ids
 from bunkbed.testing.narrow import ALL_NARROW, NARROW, NarrowTests, both_widths
 from bunkbed.testing.reference import ReferenceTable
+from bunkbed.testing.suite_part import Pair, Tested
 from bunkbed.window import Window
 
 OPTIMIZERS = [
@@ -50,14 +52,14 @@ class TableTests(NarrowTests, CommitTests):
     num_rows = 1000
     dim = 8
 
-    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Tested:
         """Return a new table with these arguments of ``bb.create`` (never `path` or `ram`)."""
         raise NotImplementedError("subclasses of TableTests override make_table(self, tmp_path, **kwargs)")
 
     # ---- fixtures
 
     @pytest.fixture
-    def pair(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, ReferenceTable]]:
+    def pair(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
         """Yield a table and its oracle, made with the same arguments."""
         kwargs = {
             "dim": self.dim,
@@ -72,7 +74,7 @@ class TableTests(NarrowTests, CommitTests):
         if not table.closed:
             table.close(commit=False)
 
-    def train(self, table: Any, reference: ReferenceTable, *, steps: int = 20, seed: int = 0) -> None:
+    def train(self, table: Tested, reference: ReferenceTable, *, steps: int = 20, seed: int = 0) -> None:
         """Make the same updates, with duplicate ids, to both."""
         rng = np.random.default_rng(seed)
         for _ in range(steps):
@@ -86,7 +88,7 @@ class TableTests(NarrowTests, CommitTests):
 
     # ---- reading
 
-    def test_untouched_rows_are_their_initial_value(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_untouched_rows_are_their_initial_value(self, pair: Pair) -> None:
         table, reference = pair
         ids = self.all_ids()
         assert_same_bits(table.lookup(ids), reference.lookup(ids))
@@ -95,7 +97,7 @@ class TableTests(NarrowTests, CommitTests):
         assert len(table) == 0
 
     @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 3, 4)])
-    def test_lookup_keeps_the_shape_of_ids(self, pair: tuple[Any, ReferenceTable], shape: tuple[int, ...]) -> None:
+    def test_lookup_keeps_the_shape_of_ids(self, pair: Pair, shape: tuple[int, ...]) -> None:
         table, reference = pair
         ids = np.random.default_rng(0).integers(0, self.num_rows, shape)
         ids = np.asarray(ids, np.int64)
@@ -104,27 +106,27 @@ class TableTests(NarrowTests, CommitTests):
         assert_same_bits(found, reference.lookup(ids))
         assert table.contains(ids).shape == shape
 
-    def test_ids_may_be_strided_or_a_list(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_ids_may_be_strided_or_a_list(self, pair: Pair) -> None:
         table, reference = pair
         ids = self.all_ids()[::3].reshape(2, -1).T
         assert_same_bits(table.lookup(ids), reference.lookup(ids))
         assert_same_bits(table.lookup([3, 1, 3]), reference.lookup([3, 1, 3]))
 
-    def test_lookup_returns_a_copy(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_lookup_returns_a_copy(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference, steps=2)
         first = table.lookup([1, 2])
         first[:] = 99
         assert_same_bits(table.lookup([1, 2]), reference.lookup([1, 2]))
 
-    def test_an_earlier_lookup_does_not_see_a_later_update(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_an_earlier_lookup_does_not_see_a_later_update(self, pair: Pair) -> None:
         table, reference = pair
         before, expected = table.lookup([5]), reference.lookup([5])
         table.update([5], np.ones((1, self.dim), np.float32))
         assert_same_bits(before, expected)
         assert table.lookup([5]).tobytes() != before.tobytes()
 
-    def test_lookup_fills_out(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_lookup_fills_out(self, pair: Pair) -> None:
         table, reference = pair
         out = np.full((3, self.dim), 99, np.float32)
         assert table.lookup([4, 5, 4], out=out) is out
@@ -132,7 +134,7 @@ class TableTests(NarrowTests, CommitTests):
         with pytest.raises(ValueError, match="out"):
             table.lookup([4, 5], out=out)
 
-    def test_lookup_is_not_storage(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_lookup_is_not_storage(self, pair: Pair) -> None:
         table, _ = pair
         for touch in (True, False):
             table.lookup(self.all_ids(), touch=touch)
@@ -141,7 +143,7 @@ class TableTests(NarrowTests, CommitTests):
             assert not table.contains(self.all_ids()).any()
         assert list(table.scan()) == []
 
-    def test_untouching_lookup_agrees_and_caches_nothing(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_untouching_lookup_agrees_and_caches_nothing(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference)
         before = table.stats()["frames"]
@@ -153,7 +155,7 @@ class TableTests(NarrowTests, CommitTests):
     @pytest.mark.parametrize("weighted", [False, True])
     @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn", "none"])
     @pytest.mark.parametrize("touch", [True, False])
-    def test_bags(self, pair: tuple[Any, ReferenceTable], pooling: str, weighted: bool, touch: bool) -> None:
+    def test_bags(self, pair: Pair, pooling: str, weighted: bool, touch: bool) -> None:
         table, reference = pair
         self.train(table, reference, steps=3)
         rng = np.random.default_rng(1)
@@ -163,31 +165,31 @@ class TableTests(NarrowTests, CommitTests):
         offsets[:2] = 0  # an empty bag first
         offsets[-2:] = 200, size  # an empty bag last, after a bag of 1,200 ids
         weights = rng.random(size).astype(np.float32) if weighted else None
-        arguments: dict[str, Any] = {"pooling": pooling, "weights": weights, "touch": touch}
+        arguments: Json = {"pooling": pooling, "weights": weights, "touch": touch}
         found = table.lookup_bags(ids, offsets, **arguments)
         assert found.shape == (size if pooling == "none" else 30, self.dim)
         assert_same_bits(found, reference.lookup_bags(ids, offsets, **arguments))
         assert pooling == "none" or not (found[0].any() or found[-1].any())
 
     @pytest.mark.parametrize("pooling", ["sum", "none"])
-    def test_bags_fill_out(self, pair: tuple[Any, ReferenceTable], pooling: str) -> None:
+    def test_bags_fill_out(self, pair: Pair, pooling: str) -> None:
         table, reference = pair
         rows = 3 if pooling == "none" else 2
         out = np.full((rows, self.dim), 99, np.float32)
-        arguments: dict[str, Any] = {"pooling": pooling, "weights": np.array([2, 3, 4], np.float32)}
+        arguments: Json = {"pooling": pooling, "weights": np.array([2, 3, 4], np.float32)}
         assert table.lookup_bags([4, 5, 4], [0, 1], **arguments, out=out) is out
         assert_same_bits(out, reference.lookup_bags([4, 5, 4], [0, 1], **arguments))
         with pytest.raises(ValueError, match="out"):
             table.lookup_bags([4, 5], [0], pooling=pooling, out=np.zeros((3, self.dim + 1), np.float32))
 
-    def test_no_bags(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_no_bags(self, pair: Pair) -> None:
         table, _ = pair
         none = np.zeros(0, np.int64)
         assert table.lookup_bags(none, none).shape == (0, self.dim)
 
     @both_widths
     @pytest.mark.parametrize("k", [1, 10])
-    def test_topk_is_exact(self, pair: tuple[Any, ReferenceTable], k: int) -> None:
+    def test_topk_is_exact(self, pair: Pair, k: int) -> None:
         table, reference = pair
         self.train(table, reference)
         queries = np.random.default_rng(2).standard_normal((4, self.dim)).astype(np.float32)
@@ -209,7 +211,7 @@ class TableTests(NarrowTests, CommitTests):
 
     @both_widths
     @pytest.mark.parametrize("chunk", [7, 65_536])
-    def test_scan_yields_every_stored_row_once(self, pair: tuple[Any, ReferenceTable], chunk: int) -> None:
+    def test_scan_yields_every_stored_row_once(self, pair: Pair, chunk: int) -> None:
         table, reference = pair
         self.train(table, reference)
         for slot in ("weight", *reference.slots):
@@ -225,13 +227,13 @@ class TableTests(NarrowTests, CommitTests):
     # ---- writing
 
     @pytest.mark.parametrize("pair", [{"optimizer": o} for o in OPTIMIZERS], indirect=True, ids=repr)
-    def test_updates_are_the_reference_to_the_last_bit(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_updates_are_the_reference_to_the_last_bit(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference)
         assert_same_rows(table, reference, self.all_ids())
         assert len(table) == len(reference)
 
-    def test_one_update_of_duplicates_is_one_step_of_their_sum(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_one_update_of_duplicates_is_one_step_of_their_sum(self, pair: Pair) -> None:
         table, reference = pair
         grads = np.arange(3 * self.dim, dtype=np.float32).reshape(3, self.dim)
         table.update([9, 4, 9], grads)
@@ -239,13 +241,13 @@ class TableTests(NarrowTests, CommitTests):
         assert_same_rows(table, reference, np.array([4, 9]))
         assert table.step == 1
 
-    def test_an_update_leaves_its_arguments_alone(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_an_update_leaves_its_arguments_alone(self, pair: Pair) -> None:
         table, _ = pair
         ids, grads = np.array([3, 3, 8]), np.ones((3, self.dim), np.float32)
         table.update(ids, grads)
         assert ids.tolist() == [3, 3, 8] and (grads == 1).all()
 
-    def test_an_empty_update_is_a_step(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_an_empty_update_is_a_step(self, pair: Pair) -> None:
         table, reference = pair
         for t in (table, reference):
             t.update(np.zeros(0, np.int64), np.zeros((0, self.dim), np.float32))
@@ -253,16 +255,16 @@ class TableTests(NarrowTests, CommitTests):
         assert_same_rows(table, reference, self.all_ids())
         assert table.step == 2
 
-    def test_lr_of_one_step(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_lr_of_one_step(self, pair: Pair) -> None:
         table, reference = pair
         for t in (table, reference):
             t.update([1, 2], np.ones((2, self.dim), np.float32), lr=0.5)
             t.update([2, 3], np.ones((2, self.dim), np.float32), lr=0.0)
             t.update([3], np.ones((1, self.dim), np.float32))
         assert_same_rows(table, reference, self.all_ids())
-        assert table.optimizer.lr == 0.01
+        assert table.optimizer == bb.Adam(lr=0.01)
 
-    def test_a_step_imposed_from_outside(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_a_step_imposed_from_outside(self, pair: Pair) -> None:
         table, reference = pair
         for t in (table, reference):
             t.update([1, 2], np.ones((2, self.dim), np.float32), step=100)
@@ -270,7 +272,7 @@ class TableTests(NarrowTests, CommitTests):
         assert table.step == 101
         assert_same_rows(table, reference, self.all_ids())
 
-    def test_only_rows_of_the_step_change(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_only_rows_of_the_step_change(self, pair: Pair) -> None:
         table, _ = pair
         before = table.lookup(self.all_ids())
         table.update([17], np.ones((1, self.dim), np.float32))
@@ -278,7 +280,7 @@ class TableTests(NarrowTests, CommitTests):
         assert np.flatnonzero((before != after).any(axis=1)).tolist() == [17]
         assert np.flatnonzero(table.contains(self.all_ids())).tolist() == [17]
 
-    def test_set_and_get_every_slot(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_set_and_get_every_slot(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference, steps=2)
         rng = np.random.default_rng(4)
@@ -292,21 +294,21 @@ class TableTests(NarrowTests, CommitTests):
         self.train(table, reference, steps=2, seed=9)  # training continues from the values set
         assert_same_rows(table, reference, self.all_ids())
 
-    def test_set_keeps_the_last_of_duplicates(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_set_keeps_the_last_of_duplicates(self, pair: Pair) -> None:
         table, _ = pair
         values = np.arange(3 * self.dim, dtype=np.float32).reshape(3, self.dim)
         table.set([6, 2, 6], values)
         assert_same_bits(table.get([6, 2]), values[[2, 1]])
         assert table.step == 0 and len(table) == 2
 
-    def test_set_of_a_slot_stores_the_row_with_its_initial_weight(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_set_of_a_slot_stores_the_row_with_its_initial_weight(self, pair: Pair) -> None:
         table, reference = pair
         ones = np.ones((1, self.dim), np.float32)
         table.set([11], ones, slot="exp_avg")
         reference.set([11], ones, slot="exp_avg")
         assert_same_rows(table, reference, np.array([10, 11]))
 
-    def test_staging_moves_no_value(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_staging_moves_no_value(self, pair: Pair) -> None:
         table, reference = pair
         rng = np.random.default_rng(5)
         for again in range(10):
@@ -320,7 +322,7 @@ class TableTests(NarrowTests, CommitTests):
             assert_same_bits(table.lookup(ids), reference.lookup(ids))
         assert_same_rows(table, reference, self.all_ids())
 
-    def test_a_window_moves_no_value(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_a_window_moves_no_value(self, pair: Pair) -> None:
         table, reference = pair
         if isinstance(table, ReferenceTable):
             pytest.skip("the plain reference has nothing to plan")
@@ -338,7 +340,7 @@ class TableTests(NarrowTests, CommitTests):
         assert_same_rows(table, reference, self.all_ids())
 
     @pytest.mark.parametrize("pair", [{"num_rows": None}], indirect=True)
-    def test_an_unbounded_table_takes_any_id(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_an_unbounded_table_takes_any_id(self, pair: Pair) -> None:
         table, reference = pair
         ids = np.array([0, 1, 2**31, 2**40 + 3, 2**63 - 1, 2**63 - 1], np.int64)
         grads = np.random.default_rng(6).standard_normal((6, self.dim)).astype(np.float32)
@@ -354,7 +356,7 @@ class TableTests(NarrowTests, CommitTests):
         indirect=True,
         ids=repr,
     )
-    def test_any_dim(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_any_dim(self, pair: Pair) -> None:
         table, reference = pair
         rng = np.random.default_rng(7)
         for _ in range(3):
@@ -379,9 +381,7 @@ class TableTests(NarrowTests, CommitTests):
         ],
         ids=repr,
     )
-    def test_wrong_ids_change_nothing(
-        self, pair: tuple[Any, ReferenceTable], ids: Any, kind: type[Exception], message: str
-    ) -> None:
+    def test_wrong_ids_change_nothing(self, pair: Pair, ids: Any, kind: type[Exception], message: str) -> None:
         table, reference = pair
         self.train(table, reference, steps=1)
         some = np.ones((len(ids), self.dim), np.float32)
@@ -400,7 +400,7 @@ class TableTests(NarrowTests, CommitTests):
         assert_same_rows(table, reference, self.all_ids())
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_a_gradient_that_is_not_finite_changes_nothing(self, pair: tuple[Any, ReferenceTable], bad: float) -> None:
+    def test_a_gradient_that_is_not_finite_changes_nothing(self, pair: Pair, bad: float) -> None:
         table, reference = pair
         self.train(table, reference, steps=1)
         grads = np.ones((5, self.dim), np.float32)
@@ -414,15 +414,13 @@ class TableTests(NarrowTests, CommitTests):
         [([1, 2], (3, 8)), ([1, 2], (2, 7)), ([1, 2], (2,)), ([[1, 2]], (2, 8))],
         ids=repr,
     )
-    def test_a_gradient_of_the_wrong_shape_changes_nothing(
-        self, pair: tuple[Any, ReferenceTable], ids: Any, shape: tuple[int, ...]
-    ) -> None:
+    def test_a_gradient_of_the_wrong_shape_changes_nothing(self, pair: Pair, ids: Any, shape: tuple[int, ...]) -> None:
         table, reference = pair
         with pytest.raises(ValueError, match=r"(float32|int64)\["):
             table.update(ids, np.ones(shape, np.float32))
         assert_same_rows(table, reference, self.all_ids())
 
-    def test_an_unknown_slot_or_pooling_is_named(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_an_unknown_slot_or_pooling_is_named(self, pair: Pair) -> None:
         table, _ = pair
         for call in (
             lambda: table.get([1], slot="momentum"),
@@ -436,7 +434,7 @@ class TableTests(NarrowTests, CommitTests):
 
     # ---- facts and closing
 
-    def test_facts(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_facts(self, pair: Pair) -> None:
         table, reference = pair
         assert (table.dim, table.num_rows, table.step) == (self.dim, self.num_rows, 0)
         assert table.optimizer == bb.Adam(lr=0.01)
@@ -445,7 +443,7 @@ class TableTests(NarrowTests, CommitTests):
         assert [s for s in table.slots if s != "weight"] == list(reference.slots)
         assert table.closed is False and table.mode == "w"
 
-    def test_stats_add_up(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_stats_add_up(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference)
         table.lookup(self.all_ids())
@@ -455,7 +453,7 @@ class TableTests(NarrowTests, CommitTests):
         assert stats["frames"] <= stats["frame_capacity"] or table.path is None
         assert all(isinstance(value, int | float) for value in stats.values())
 
-    def test_a_closed_table_refuses_use(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_a_closed_table_refuses_use(self, pair: Pair) -> None:
         table, _ = pair
         table.close()
         table.close()

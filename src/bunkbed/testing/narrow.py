@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.core.types import Json
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows
 from bunkbed.testing.philox import narrow_nearest
 from bunkbed.testing.reference import ReferenceTable
-from bunkbed.testing.suite_part import SuitePart
+from bunkbed.testing.suite_part import Pair, SuitePart
 
 #: Rows or state in 16 bits, as arguments of ``bb.create``.
-NARROW: list[dict[str, Any]] = [
+NARROW: list[Json] = [
     {"dtype": "bfloat16", "optimizer": bb.SGD(lr=0.1)},
     {"dtype": "float16", "optimizer": bb.SGD(lr=0.1, weight_decay=0.01)},
     {"dtype": "bfloat16", "optimizer": bb.RowwiseAdagrad(lr=0.1)},
@@ -29,7 +29,7 @@ NARROW: list[dict[str, Any]] = [
     {"dtype": "float32", "optimizer": bb.RowwiseAdagrad(lr=0.1, state_dtype="bfloat16")},
 ]
 # 16 bits for rows and state. With float32 it is enough for tests of code that only copies stored values.
-ALL_NARROW: dict[str, Any] = {"dtype": "bfloat16", "optimizer": bb.Adam(lr=0.01, state_dtype="bfloat16")}
+ALL_NARROW: Json = {"dtype": "bfloat16", "optimizer": bb.Adam(lr=0.01, state_dtype="bfloat16")}
 both_widths = pytest.mark.parametrize("pair", [{}, ALL_NARROW], indirect=True, ids=["float32", "bfloat16"])
 
 
@@ -38,7 +38,7 @@ class NarrowTests(SuitePart):
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_lookup_fills_out_in_16_bits(self, tmp_path: Path, dtype: str) -> None:
-        kwargs: dict[str, Any] = {
+        kwargs: Json = {
             "dim": self.dim,
             "num_rows": self.num_rows,
             "optimizer": bb.Adam(lr=0.01),
@@ -60,14 +60,14 @@ class NarrowTests(SuitePart):
         table.close(commit=False)
 
     @pytest.mark.parametrize("pair", NARROW, indirect=True, ids=repr)
-    def test_16_bit_rows_are_the_reference_to_the_last_bit(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_16_bit_rows_are_the_reference_to_the_last_bit(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference)
         assert_same_rows(table, reference, self.all_ids())
         assert table.nbytes == reference.nbytes
 
     @pytest.mark.parametrize("pair", NARROW, indirect=True, ids=repr)
-    def test_set_rounds_to_nearest_and_get_gives_what_is_stored(self, pair: tuple[Any, ReferenceTable]) -> None:
+    def test_set_rounds_to_nearest_and_get_gives_what_is_stored(self, pair: Pair) -> None:
         table, reference = pair
         self.train(table, reference, steps=2)
         rng = np.random.default_rng(4)
@@ -87,9 +87,7 @@ class NarrowTests(SuitePart):
     @pytest.mark.parametrize(
         ("pair", "value"), [({"dtype": "float16"}, 65520.0), ({"dtype": "bfloat16"}, -3.3961776e38)], indirect=["pair"]
     )
-    def test_a_value_beyond_the_rows_dtype_changes_nothing(
-        self, pair: tuple[Any, ReferenceTable], value: float
-    ) -> None:
+    def test_a_value_beyond_the_rows_dtype_changes_nothing(self, pair: Pair, value: float) -> None:
         table, reference = pair
         values = np.zeros((3, self.dim), np.float32)
         values[:2] = np.nextafter(np.float32(value), np.float32(0))  # rounds to the largest finite value

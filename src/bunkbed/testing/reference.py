@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bunkbed.core import optim
 from bunkbed.core.init import Initializer, Normal
+from bunkbed.core.types import Array, Json
 from bunkbed.errors import TableClosedError
 from bunkbed.table.commits import PendingCommit
 from bunkbed.testing import arithmetic, philox
@@ -66,7 +67,7 @@ class ReferenceTable:
         self.dtype = dtype
         self.state_dtype: str = getattr(self.optimizer, "state_dtype", "float32")
         self.name = name
-        self.meta: dict[str, Any] = {}
+        self.meta: Json = {}
         self.step = 0
         self.epoch = 0
         self.path = None
@@ -85,7 +86,7 @@ class ReferenceTable:
         # Row -> index in the arrays below, for stored rows.
         self._places: dict[int, int] = {}
         self._arrays = {slot: np.zeros((0, width), np.float32) for slot, width in self._widths.items()}
-        self._commits: dict[int, dict[str, Any]] = {}
+        self._commits: dict[int, Json] = {}
         self._names: dict[str, int] = {}
         self._counts = {"lookups": 0, "updates": 0, "ids": 0, "unique_rows": 0, "commits": 0}
         self._keep_state()
@@ -108,7 +109,7 @@ class ReferenceTable:
         """Return the number of stored rows."""
         return len(self._places)
 
-    def lookup(self, ids: ArrayLike, *, touch: bool = True, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def lookup(self, ids: ArrayLike, *, touch: bool = True, out: Array | None = None) -> Array:
         """Return a copy of the weights, float32[..., dim], of int64[...] ids; `touch` has no effect.
 
         `out` may have the 16-bit dtype of the rows: float16, or uint16 for bfloat16.
@@ -428,7 +429,7 @@ class ReferenceTable:
         kept = {self.epoch, *self._names.values()}
         self._commits = {epoch: state for epoch, state in self._commits.items() if epoch in kept}
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: Json) -> None:
         self._places = dict(state["places"])
         self._arrays = {slot: array.copy() for slot, array in state["arrays"].items()}
         self.step = state["step"]
@@ -436,7 +437,7 @@ class ReferenceTable:
         self.is_dirty = False
 
 
-def _filled(out: NDArray[Any] | None, values: FloatArray) -> NDArray[Any]:
+def _filled(out: Array | None, values: FloatArray) -> Array:
     """Return `values`, in `out` if given; a uint16 `out` gets the upper halves, which are bfloat16."""
     if out is None:
         return values

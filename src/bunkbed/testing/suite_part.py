@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bunkbed.testing.arithmetic import IntArray
 from bunkbed.testing.reference import ReferenceTable
+
+#: A table that is tested: a `bunkbed.Table`, or another class with its methods, such as `ReferenceTable` itself.
+Tested: TypeAlias = Any
+#: The table under test, and its oracle.
+Pair: TypeAlias = tuple[Tested, ReferenceTable]
 
 
 class SuitePart:
@@ -15,10 +20,10 @@ class SuitePart:
     num_rows: int
     dim: int
 
-    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Tested:
         raise NotImplementedError
 
-    def train(self, table: Any, reference: ReferenceTable, *, steps: int = 20, seed: int = 0) -> None:
+    def train(self, table: Tested, reference: ReferenceTable, *, steps: int = 20, seed: int = 0) -> None:
         raise NotImplementedError
 
     def all_ids(self) -> IntArray:

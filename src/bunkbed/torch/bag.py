@@ -7,14 +7,17 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed import _native
 from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import ranged
+from bunkbed.torch.base.types import Context, Device
 from bunkbed.torch.device_lookups import look_up_bags
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
@@ -24,7 +27,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     """Lookup of pooled rows; row gradients go to `Pending`, those of per_sample_weights to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, weights: Any, ids: Any, bags: _Bags, layer: EmbeddingBag) -> Any:
+    def forward(ctx: Context, anchor: Tensor, weights: Tensor, ids: Tensor, bags: _Bags, layer: EmbeddingBag) -> Tensor:
         pending = layer._pending
         pending.require_anchor(anchor)
         ctx.pending, ctx.bags = pending.ref, bags
@@ -41,7 +44,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         return bags.lookup(layer, touch=layer.training)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         pending, bags = alive(ctx.pending), ctx.bags
         pending.require_first_order()
         _ = ctx.saved_tensors  # raises if the ids were changed
@@ -63,7 +66,9 @@ class _Bags(BagGradients):
 
     __slots__ = ("kept",)
 
-    def __init__(self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Any, is_mean: bool) -> None:
+    def __init__(
+        self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Tensor, is_mean: bool
+    ) -> None:
         self.kept = kept  # bool[ids of the input]: whether `ids` has the id; None if it has all
         if kept is not None:
             before = np.concatenate([[0], np.cumsum(kept)])  # number of kept ids before each position
@@ -71,7 +76,7 @@ class _Bags(BagGradients):
             weights = None if weights is None else weights[kept]
         super().__init__(ids, offsets, weights, is_mean)
 
-    def borrows(self, ids: Any) -> bool:
+    def borrows(self, ids: Tensor) -> bool:
         """Return whether `self.ids` shares memory with the tensor `ids` of the caller."""
         return self.kept is None and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous()
 
@@ -80,7 +85,7 @@ class _Bags(BagGradients):
         if self.kept is None:
             self.ids = self.ids.copy()
 
-    def lookup(self, layer: EmbeddingBag, *, touch: bool) -> Any:
+    def lookup(self, layer: EmbeddingBag, *, touch: bool) -> Tensor:
         """Return pooled rows as the layer outputs them, [B, dim]."""
         pooled = torch.from_numpy(
             layer._pending.table.lookup_bags(
@@ -89,7 +94,7 @@ class _Bags(BagGradients):
         )
         return layer._output(pooled)
 
-    def wanted_weights(self, weights: Any) -> Any:
+    def wanted_weights(self, weights: Tensor) -> Tensor:
         """Return per_sample_weights, one for each of `ids`, connected to autograd; None if they need no gradient."""
         if weights is None or not weights.requires_grad:
             return None
@@ -144,8 +149,8 @@ class EmbeddingBag(TableLayer):
         dtype: str | torch.dtype | None = None,
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
-        table: Any = None,
-        device: Any = None,
+        table: Table | None = None,
+        device: Device = None,
         device_cache: int | str | Budget | None = None,
         keep_checkpoints: int | None = 3,
     ) -> None:
@@ -236,7 +241,7 @@ class EmbeddingBag(TableLayer):
             return outside_graph(self, input, offsets, per_sample_weights)
         return ranged("lookup", self._pending.name, self._pooled, input, offsets, per_sample_weights)
 
-    def _pooled(self, input: Any, offsets: Any, per_sample_weights: Any) -> torch.Tensor:
+    def _pooled(self, input: Tensor, offsets: Tensor, per_sample_weights: Tensor) -> torch.Tensor:
         bags = self._bags(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()
@@ -250,7 +255,7 @@ class EmbeddingBag(TableLayer):
             return _BagLookup.apply(anchor, per_sample_weights, input, bags, self)
         return bags.lookup(self, touch=grad and self.training)
 
-    def _bags(self, input: Any, offsets: Any, weights: Any) -> _Bags:
+    def _bags(self, input: Tensor, offsets: Tensor, weights: Tensor) -> _Bags:
         ids = id_array(input)
         if weights is not None:
             if self.mode != "sum":
@@ -311,5 +316,5 @@ class EmbeddingBag(TableLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}{self._table_repr()}"
 
 
-def _shape(tensor: Any) -> str:
+def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed.adapters.bag_gradients import BagGradients
 from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.base.types import Context, RowsBatch
 from bunkbed.torch.device.sums import spread_bags
 from bunkbed.torch.device.tiers import Tier
 from bunkbed.torch.pending import Pending, alive
@@ -18,7 +18,9 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
     """Lookup of rows; backward gives their gradients to `Pending`. The anchor is its differentiable input."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, pending: Pending, tier: Tier, ids: IntArray, padding: int | None) -> Any:
+    def forward(
+        ctx: Context, anchor: Tensor, pending: Pending, tier: Tier, ids: IntArray, padding: int | None
+    ) -> Tensor:
         pending.require_anchor(anchor)
         ctx.pending, ctx.ids, ctx.padding = pending.ref, ids, padding
         ctx.order = next(pending.order)
@@ -26,7 +28,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         return values
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         pending = alive(ctx.pending)
         pending.require_first_order()
         # Taken out of the graph: a loss that the caller keeps must not keep the frames pinned.
@@ -39,7 +41,9 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
     """Lookup of pooled rows; row gradients go to `Pending`, those of per_sample_weights to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, weights: Any, pending: Pending, tier: Tier, bags: BagGradients) -> Any:
+    def forward(
+        ctx: Context, anchor: Tensor, weights: Tensor, pending: Pending, tier: Tier, bags: BagGradients
+    ) -> Tensor:
         pending.require_anchor(anchor)
         ctx.pending, ctx.bags = pending.ref, bags
         ctx.order = next(pending.order)
@@ -50,7 +54,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         return tier.pooled(ctx.batch, rows, bags)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         pending, bags = alive(ctx.pending), ctx.bags
         pending.require_first_order()
         pooled = pending.rows.grads(grad)
@@ -66,7 +70,7 @@ class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
         return pending.no_change(), weights_grad, None, None, None
 
 
-def look_up(pending: Pending, ids: IntArray, padding: int | None, *, touch: bool) -> Any:
+def look_up(pending: Pending, ids: IntArray, padding: int | None, *, touch: bool) -> Tensor:
     """Return float32[..., dim] rows of int64[...] ids on the device, with gradients if the anchor requires them.
 
     `touch` says whether a lookup without gradients loads its rows into the cache.
@@ -78,12 +82,12 @@ def look_up(pending: Pending, ids: IntArray, padding: int | None, *, touch: bool
     elif touch:
         values, _ = tier.lookup(flat)
     else:
-        batch: Any = tier.deduped(flat)
+        batch: RowsBatch = tier.deduped(flat)
         values = tier.evaluate(batch).index_select(0, batch.inverse())
     return values.reshape(*ids.shape, values.shape[1])
 
 
-def look_up_bags(pending: Pending, bags: BagGradients, weights: Any, *, touch: bool) -> Any:
+def look_up_bags(pending: Pending, bags: BagGradients, weights: Tensor, *, touch: bool) -> Tensor:
     """Return float32[B, dim] pooled rows on the device; `weights` is the tensor that needs a gradient, or None."""
     tier = pending.require_tier()
     wants = pending.anchor.requires_grad or (weights is not None and weights.requires_grad)
@@ -92,5 +96,5 @@ def look_up_bags(pending: Pending, bags: BagGradients, weights: Any, *, touch: b
     if touch:
         rows, placed = tier.lookup_rows(bags.ids)
         return tier.pooled(placed, rows, bags)
-    batch: Any = tier.deduped(bags.ids)
+    batch: RowsBatch = tier.deduped(bags.ids)
     return tier.pooled(batch, tier.evaluate(batch), bags)

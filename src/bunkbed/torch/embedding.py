@@ -6,12 +6,15 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import is_profiling, ranged
+from bunkbed.torch.base.types import Context, Device
 from bunkbed.torch.device_lookups import look_up
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.pending import alive
@@ -24,7 +27,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
     """Lookup of rows; backward gives their gradients to `Pending`. The anchor is its differentiable input."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, ids: Any, layer: Embedding) -> Any:
+    def forward(ctx: Context, anchor: Tensor, ids: Tensor, layer: Embedding) -> Tensor:
         pending = layer._pending
         if anchor is not pending.anchor:
             pending.require_anchor(anchor)
@@ -45,7 +48,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         return layer._output(torch.from_numpy(values.reshape(*rows.shape, layer.embedding_dim)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         pending = alive(ctx.pending)
         pending.require_first_order()
         saved = ctx.saved_tensors
@@ -127,8 +130,8 @@ class Embedding(TableLayer):
         dtype: str | torch.dtype | None = None,
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
-        table: Any = None,
-        device: Any = None,
+        table: Table | None = None,
+        device: Device = None,
         device_cache: int | str | Budget | None = None,
         keep_checkpoints: int | None = 3,
     ) -> None:

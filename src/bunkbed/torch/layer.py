@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import bunkbed as bb
 from bunkbed.adapters.tables import open_or_create, require_alone, require_same
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.core.types import Json
+from bunkbed.table.table import Table
 from bunkbed.torch.base import checkpoint
 from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.base.types import Device
 from bunkbed.torch.pending import pending_of, require_one_process
 
 #: Rows per `Table.set` when weights are imported.
@@ -24,7 +29,7 @@ IMPORT_CHUNK = 65_536
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def id_array(ids: Any, what: str = "input") -> IntArray:
+def id_array(ids: Tensor, what: str = "input") -> IntArray:
     """Return an integer tensor as an int64[...] NumPy array, which is a view unless dtype or device differ.
 
     Raises:
@@ -44,7 +49,7 @@ def id_array(ids: Any, what: str = "input") -> IntArray:
 # Under torch.compile a layer is a graph break. `forward` calls this only then: the wrapper costs as much as a
 # small lookup, and importing torch._dynamo takes a second.
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
-def outside_graph(layer: Any, *inputs: Any) -> Any:
+def outside_graph(layer: torch.nn.Module, *inputs: Any) -> Tensor:
     """Return ``layer.forward(*inputs)``, never traced by torch.compile."""
     return layer.forward(*inputs)
 
@@ -72,8 +77,8 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         dtype: str | torch.dtype | None,
         durability: Literal["durable", "scratch"] | None,
         disk: int | str | None,
-        table: Any,
-        device: Any,
+        table: Table | None,
+        device: Device,
         device_cache: int | str | Budget | None,
         keep_checkpoints: int | None,
     ) -> None:
@@ -133,7 +138,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     # ---- the table
 
     @property
-    def table(self) -> Any:
+    def table(self) -> Table:
         """The `bunkbed.Table` that holds the rows."""
         return self._pending.table
 
@@ -156,13 +161,13 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             return
         table.set(np.array([row], np.int64), np.zeros((1, self.embedding_dim), np.float32))
 
-    def _import(self, weight: Any) -> None:
+    def _import(self, weight: Tensor) -> None:
         """Overwrite rows ``0 .. len(weight) - 1`` with a float[num_embeddings, dim] tensor, chunk by chunk."""
         for start in range(0, weight.shape[0], IMPORT_CHUNK):
             chunk = weight[start : start + IMPORT_CHUNK].detach().to("cpu", torch.float32).contiguous()
             self.table.set(np.arange(start, start + len(chunk), dtype=np.int64), chunk.numpy())
 
-    def _look_up(self, rows: IntArray, *, touch: bool) -> Any:
+    def _look_up(self, rows: IntArray, *, touch: bool) -> Tensor:
         """Return the rows of int64[...] ids as the layer outputs them, [..., dim].
 
         The table aligns them to 64 bytes: MKL's kernels give other bits at other alignments, so a model's losses would
@@ -171,7 +176,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         out = torch.from_numpy(self._pending.table.lookup(rows, touch=touch))
         return self._output(out)
 
-    def _output(self, values: Any) -> Any:
+    def _output(self, values: Tensor) -> Tensor:
         """Return a float32 CPU tensor on the anchor's device and in its dtype."""
         anchor = self._parameters["anchor"]
         if anchor.dtype is not torch.float32 or not anchor.is_cpu:
@@ -180,7 +185,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
 
     # ---- torch.nn.Module
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Tensor:
         # Hide the anchor from the base class, which would cast its gradient too and may replace the Parameter.
         parameters = self._parameters
         anchor, parameters["anchor"] = parameters["anchor"], None
@@ -193,15 +198,15 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         self._pending.move_anchor(moved)
         return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + checkpoint.KEY] = checkpoint.save(self._pending.references)
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: dict[str, Tensor],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: dict[str, object],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -236,12 +241,12 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         else:
             missing_keys.append(prefix + checkpoint.KEY)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor:
         if name == "weight":
             raise AttributeError(_no_weight(self))
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "weight":
             raise AttributeError(_no_weight(self))
         if name == "anchor" and "anchor" in self.__dict__.get("_parameters", ()) and value is not self.anchor:
@@ -251,13 +256,13 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             )
         super().__setattr__(name, value)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be copied: table {self.table.name!r} has one writer; share it with "
             "table=layer.table, or keep `layer.state_dict()`, which refers to the table's present rows"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: table {self.table.name!r} stays in its files; save "
             "`model.state_dict()`, and open the table by path where the model is loaded"
@@ -280,7 +285,7 @@ def _no_weight(layer: TableLayer) -> str:
     )
 
 
-def _require_size(kind: str, name: str, value: Any) -> None:
+def _require_size(kind: str, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{kind}: {name} must be an int, got {value!r}")
     if value < 1:
@@ -315,7 +320,7 @@ def _open_table(
     dtype: str | torch.dtype | None,
     durability: Literal["durable", "scratch"] | None,
     disk: int | str | None,
-) -> Any:
+) -> Tensor:
     """Open the table at `path`, or create it; an argument that is None accepts the value of a stored table."""
     if isinstance(dtype, torch.dtype):
         if dtype not in _DTYPES:
@@ -342,7 +347,7 @@ def _open_table(
     )
 
 
-def pretrained_shape(kind: str, embeddings: Any, ours: dict[str, Any]) -> tuple[int, int]:
+def pretrained_shape(kind: str, embeddings: Tensor, ours: Json) -> tuple[int, int]:
     """Return (rows, dim) of float[rows, dim] `embeddings`; refuse to overwrite rows that exist.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.device.window import DeviceWindow
@@ -57,7 +58,7 @@ class lookahead:  # in lower case, as it is used like a function
     def __init__(
         self,
         loader: Iterable[Any],
-        model: Any,
+        model: torch.nn.Module,
         ids: Callable[[Any], Mapping[Any, Any]],
         depth: int | None = None,
         window: int | None = None,
@@ -143,7 +144,7 @@ class _Plan:
             ranged("stage", window.table.name, window.push, ids)
         self.queue.append(batch)
 
-    def _window(self, table: Any) -> Window | DeviceWindow:
+    def _window(self, table: Table) -> Window | DeviceWindow:
         tier, depth, batches = pending_of(table).tier, self._owner.depth, self._owner.window
         return (
             Window(table, depth=depth, batches=batches)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from bunkbed.core.types import Json
 from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.layer import TableLayer
 from bunkbed.torch.pending import Pending, anchors, distinct
@@ -22,7 +23,7 @@ class _TableGroup:
         self.pending = pending
         definition = pending.table.optimizer
         fields = {field.name: getattr(definition, field.name) for field in dataclasses.fields(definition)}
-        self.group: dict[str, Any] = {
+        self.group: Json = {
             "params": [pending.anchor],
             "table": pending.name,
             "optimizer": type(definition).__name__,
@@ -55,12 +56,13 @@ class _TableGroup:
         if "initial_accumulator" in changed:
             raise ValueError(
                 f"table {table.name!r}: initial_accumulator is the start value of stored slots and cannot change "
-                f"from {table.optimizer.initial_accumulator} to {changed['initial_accumulator']}; make a new table"
+                f"from {self._applied[self._names.index('initial_accumulator')]} to "
+                f"{changed['initial_accumulator']}; make a new table"
             )
         table.optimizer = dataclasses.replace(table.optimizer, **changed)
         self._applied = values
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: Json) -> None:
         """Set the hyperparameters of a saved group."""
         self.group.update({key: value for key, value in saved.items() if key not in ("params", "table")})
         if "betas" in self.group:
@@ -95,7 +97,9 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         ReadOnlyError: a trainable layer's table is open with ``mode="r"``.
     """
 
-    def __init__(self, model: Any, dense: Any = None, *, replace: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, dense: torch.optim.Optimizer | None = None, *, replace: bool = False
+    ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Optimizer: model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(dense, Optimizer):
@@ -148,7 +152,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         if dense is not None:
             self._watch(dense)
 
-    def _watch(self, dense: Any) -> None:
+    def _watch(self, dense: torch.optim.Optimizer) -> None:
         """Register hooks on the dense optimizer that follow its changes; they refer to `self` weakly."""
         this = weakref.ref(self)
 
@@ -252,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 anchor.grad.zero_()
             table.pending.drop()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Json) -> None:
         """Add dense parameters (to `dense`), or layers' anchors (one group per table), or both."""
         if not self._started:
             super().add_param_group(param_group)
@@ -285,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             pending.attach(self)
         self._refresh()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Json) -> None:
         """Load dense state and all hyperparameters; the layers' ``load_state_dict`` loads rows and their
         slots.
 
@@ -322,14 +326,14 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "bunkbed.torch.Optimizer cannot be copied or pickled: it steps tables, which have one writer; save its "
             "state_dict()"
         )
 
 
-def _take_anchors(group: dict[str, Any], known: dict[int, Pending]) -> list[Pending]:
+def _take_anchors(group: Json, known: dict[int, Pending]) -> list[Pending]:
     """Remove anchors, and their names if present, from a parameter group; return the `Pending` of each."""
     params: Iterable[Any] = group["params"]
     # add_param_group also accepts the (name, parameter) pairs of Module.named_parameters.

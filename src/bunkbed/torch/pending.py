@@ -28,14 +28,18 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
+from torch import Tensor
 
+from bunkbed.adapters.bag_gradients import BagGradients
 from bunkbed.adapters.references import References
+from bunkbed.core.budget import Budget
 from bunkbed.errors import ReadOnlyError
+from bunkbed.table.table import Table
 from bunkbed.torch.base.checkpoint import PREFIX
 from bunkbed.torch.base.gradients import HostRows, IntArray, Part, Rows
+from bunkbed.torch.base.types import Device, RowsBatch
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
 
@@ -49,7 +53,7 @@ class Pending:
     Owns only these gradients. Not thread-safe, like a module. It is deleted with the last layer and optimizer.
     """
 
-    def __init__(self, table: Any, device: Any = None, device_cache: Any = None) -> None:
+    def __init__(self, table: Table, device: Device = None, device_cache: int | str | Budget | None = None) -> None:
         self.table = table
         self.name: str = table.name
         self.references = References(table, PREFIX, "state_dict")
@@ -59,14 +63,14 @@ class Pending:
         #: The cache of hot rows on the anchor's device, or None.
         self.tier: Tier | None = None
         self.rows: Rows = HostRows(table)
-        self.batch: Any = None  # the rows, each once
-        self.sums: Any = None  # their summed gradients, which `update` applies
+        self.batch: RowsBatch = None  # the rows, each once
+        self.sums: Tensor = None  # their summed gradients, which `update` applies
         self._is_finite = True  # whether every sum is finite
         self._norm = 0.0  # the value written to anchor.grad
-        self._written: Any = None  # the tensor that `_norm` was written to
+        self._written: Tensor = None  # the tensor that `_norm` was written to
         self._parts: list[Part] = []
         self._arrived: list[Part] = []
-        self._optimizer: weakref.ref[Any] | None = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
         # torch's default dtype, as in any layer: outputs must match the layers that use them.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
@@ -74,7 +78,7 @@ class Pending:
         if device_cache is not None:
             this = self.ref  # weak: `self` owns the cache
 
-            def anchor() -> Any:
+            def anchor() -> Tensor:
                 pending = this()
                 return None if pending is None else pending.anchor
 
@@ -87,13 +91,13 @@ class Pending:
 
     # ---- the anchor
 
-    def _new_anchor(self, value: Any, *, requires_grad: bool) -> Any:
+    def _new_anchor(self, value: Tensor, *, requires_grad: bool) -> Tensor:
         anchor = torch.nn.Parameter(value)  # torch registers hooks only on tensors that require gradients
         # The gradient does not have the anchor's dtype: model.half() may cast the anchor, not the norm.
         anchor.grad_dtype = _grad_dtype(anchor.device)
         this = self.ref  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
 
-        def accept(anchor: Any) -> None:
+        def accept(anchor: Tensor) -> None:
             pending = this()
             if pending is not None:
                 pending.accept(anchor)
@@ -102,7 +106,7 @@ class Pending:
         anchor.requires_grad = requires_grad
         return anchor
 
-    def move_anchor(self, moved: Any) -> None:
+    def move_anchor(self, moved: Tensor) -> None:
         """Give the anchor the device and dtype of `moved`; its gradient moves to the device and keeps its precision."""
         anchor = self.anchor
         if moved.device == anchor.device and moved.dtype == anchor.dtype:
@@ -128,7 +132,7 @@ class Pending:
                 self._written = anchor.grad
                 self._norm = _rounded(self._norm, dtype)
 
-    def require_anchor(self, anchor: Any) -> None:
+    def require_anchor(self, anchor: Tensor) -> None:
         """Raise RuntimeError if the module's anchor was replaced by another tensor."""
         if anchor is not self.anchor:
             raise RuntimeError(
@@ -139,7 +143,7 @@ class Pending:
     # ---- the optimizer that steps this table
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> torch.optim.Optimizer | None:
         """The attached `Optimizer`; None if there is none or it was deleted."""
         return None if self._optimizer is None else self._optimizer()
 
@@ -156,7 +160,7 @@ class Pending:
                 "first, release it with `first.detach()`, or make this one with replace=True"
             )
 
-    def attach(self, optimizer: Any) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
 
     def detach(self) -> None:
@@ -176,11 +180,11 @@ class Pending:
         self,
         order: int,
         ids: IntArray,
-        grads: Any,
+        grads: Tensor,
         padding: int | None = None,
         *,
-        batch: Any = None,
-        bags: Any = None,
+        batch: RowsBatch = None,
+        bags: BagGradients | None = None,
     ) -> None:
         """Add the gradients of one lookup: int64[N], float32[N, dim]; ids equal to `padding` get none.
 
@@ -208,11 +212,11 @@ class Pending:
                 ids, grads, batch = ids[kept], self.rows.select(grads, kept), None
         self._arrived.append(Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch, bags=bags))
 
-    def no_change(self) -> Any:
+    def no_change(self) -> Tensor:
         """Return the anchor's gradient of a lookup, -0.0, in a new tensor: autograd may keep it as ``.grad``."""
         return self._no_change.clone()
 
-    def accept(self, anchor: Any) -> None:
+    def accept(self, anchor: Tensor) -> None:
         """Add the gradients of a backward call that has reached all its lookups (hook of ``anchor.grad``)."""
         self.reconcile()
         task = torch._C._current_graph_task_id()
@@ -325,12 +329,12 @@ class Pending:
         self._arrived.clear()
 
 
-def _grad_dtype(device: Any) -> Any:
+def _grad_dtype(device: torch.device) -> torch.dtype:
     """Return float64, or float32 for a device without float64."""
     return torch.float64 if device.type == "meta" or capabilities.of(device).has_float64 else torch.float32
 
 
-def _rounded(norm: float, dtype: Any) -> float:
+def _rounded(norm: float, dtype: torch.dtype) -> float:
     """Return the norm as ``anchor.grad`` stores it, so that the value read back is equal."""
     return norm if dtype is torch.float64 else float(torch.tensor(norm, dtype=dtype))
 
@@ -338,7 +342,7 @@ def _rounded(norm: float, dtype: Any) -> float:
 _pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
 
 
-def pending_of(table: Any, device: Any = None, device_cache: Any = None) -> Pending:
+def pending_of(table: Table, device: Device = None, device_cache: int | str | Budget | None = None) -> Pending:
     """Return the one `Pending` of `table`; the first call makes it.
 
     The key is ``id(table)``: a `Pending` refers to its table, so the id is not reused while the entry exists.

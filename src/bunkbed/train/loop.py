@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import bunkbed as bb
+from bunkbed.core.types import Json
 from bunkbed.machine.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.data.interactions import Dataset
@@ -74,7 +75,7 @@ class _Counters:
     moved_bytes: int
 
     @classmethod
-    def of(cls, tables: dict[str, Any]) -> _Counters:
+    def of(cls, tables: Json) -> _Counters:
         every = [table.stats() for table in tables.values()]
         moved = sum(
             memory_bytes(stats["ids"], stats["unique_rows"], table.dim, table.record_bytes)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
+from bunkbed.core.types import Json
 from bunkbed.train.settings.run_config import read_config
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _is_comparable(runs: Sequence[RunSummary]) -> bool:
     return len({run.judged_by for run in runs}) == 1
 
 
-def _plain(run: RunSummary) -> dict[str, Any]:
+def _plain(run: RunSummary) -> Json:
     users, items, pairs = run.data
     return {
         **asdict(run),

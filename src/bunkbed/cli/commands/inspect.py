@@ -22,6 +22,8 @@ from bunkbed.cli.shared.console import (
 )
 from bunkbed.cli.shared.run_folder import kind_of
 from bunkbed.core.budget import format_bytes
+from bunkbed.core.types import Json
+from bunkbed.table.table import Table
 from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
@@ -175,7 +177,7 @@ def snapshots(
     console.print(grid)
 
 
-def _about(table: Any) -> dict[str, Any]:
+def _about(table: Table) -> Json:
     stats = table.stats()
     return {
         "num_rows": table.num_rows,
@@ -198,14 +200,14 @@ def _about(table: Any) -> dict[str, Any]:
     }
 
 
-def _shards(table: Any) -> list[dict[str, Any]]:
+def _shards(table: Any) -> list[Json]:
     names = ("stored_rows", "disk_bytes", "live_bytes")
     return [
         {"path": shard.path, **{name: int(shard.stats()[name]) for name in names}} for shard in table._native.tables()
     ]
 
 
-def _print_table(console: Console, about: dict[str, Any]) -> None:
+def _print_table(console: Console, about: Json) -> None:
     console.print(f"{about['kind']} [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
     grid = _grid()
     grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
@@ -226,7 +228,7 @@ def _print_table(console: Console, about: dict[str, Any]) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _print_run(console: Console, about: dict[str, Any]) -> None:
+def _print_run(console: Console, about: Json) -> None:
     console.print(f"run [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
     grid = _grid()
     training = about["training"]
@@ -261,7 +263,7 @@ def _print_run(console: Console, about: dict[str, Any]) -> None:
     console.print(tables)
 
 
-def _model(train: dict[str, Any]) -> str:
+def _model(train: Json) -> str:
     return f"{train.get('model')}, {train.get('loss')}, dim {train.get('dim')}, {train.get('optimizer')}"
 
 
@@ -282,18 +284,18 @@ def _grid() -> Grid:
     return grid
 
 
-def _rows(about: dict[str, Any]) -> str:
+def _rows(about: Json) -> str:
     return f"{about['num_rows']:,}" if about["num_rows"] is not None else "any id"
 
 
-def _disk(about: dict[str, Any]) -> str:
+def _disk(about: Json) -> str:
     return (
         f"{format_bytes(about['disk_bytes'])} in {about['segments']} segments, "
         f"{format_bytes(about['live_bytes'])} of it live"
     )
 
 
-def _meta(meta: dict[str, Any]) -> str:
+def _meta(meta: Json) -> str:
     return ", ".join(f"{key} {value}" for key, value in meta.items() if not isinstance(value, (dict, list)))
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
@@ -16,6 +16,7 @@ from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, e
 from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, option
 from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.optim import OPTIMIZERS
+from bunkbed.core.types import Json
 from bunkbed.machine.rates import Machine, measure
 from bunkbed.machine.text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
 from bunkbed.planning import DEFAULT_LOOKAHEAD, Plan
@@ -235,7 +236,7 @@ def _duration(days: float) -> str:
 # ---- As JSON
 
 
-def _as_json(base: Plan, others: list[tuple[str, Plan]], life: float) -> dict[str, Any]:
+def _as_json(base: Plan, others: list[tuple[str, Plan]], life: float) -> Json:
     return {
         "machine": asdict(base.machine),
         **_facts_json(base, life),
@@ -243,7 +244,7 @@ def _as_json(base: Plan, others: list[tuple[str, Plan]], life: float) -> dict[st
     }
 
 
-def _facts_json(plan: Plan, life: float) -> dict[str, Any]:
+def _facts_json(plan: Plan, life: float) -> Json:
     asked = plan.question
     days = plan.days_to_write(life)
     return {

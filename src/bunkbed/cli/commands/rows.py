@@ -28,6 +28,7 @@ from bunkbed.cli.shared.console import (
 )
 from bunkbed.cli.shared.opened_table import OpenedTable, open_rows
 from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName
+from bunkbed.core.types import Json
 from bunkbed.io.common.naming import write_vocabulary
 from bunkbed.io.common.source import naming_file
 from bunkbed.io.formats import FORMATS, format_of
@@ -127,7 +128,7 @@ def import_table(
     return 0
 
 
-def _require_same(table: Table, path: Path, asked: dict[str, Any]) -> None:
+def _require_same(table: Table, path: Path, asked: Json) -> None:
     """Raise if an option has another value than the table."""
     names = {kind: name for name, kind in OPTIMIZERS.items()}
     for option, value in asked.items():
@@ -258,7 +259,7 @@ def _row_bars(*labels: str) -> Iterator[tuple[Callable[[int, int], None], ...]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bars:
-        tasks: dict[str, Any] = {}
+        tasks: Json = {}
 
         def bar(label: str) -> Callable[[int, int], None]:
             def show(done: int, total: int) -> None:

@@ -52,6 +52,7 @@ from bunkbed.cli.shared.train_options import (
     option,
 )
 from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.types import Json
 from bunkbed.train.output.events import EpochReport, Event, Outcome
 from bunkbed.train.output.progress import FREE_TO_CHANGE
 from bunkbed.train.settings.config import TrainConfig
@@ -225,7 +226,7 @@ def train(
 
 def _start(
     file: Path,
-    reading: dict[str, Any],
+    reading: Json,
     out: Path | None,
     config: TrainConfig,
     console: Console,
@@ -282,7 +283,7 @@ def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Pat
         raise UsageProblem("--stream with --test needs to know how many users to ask: give --eval-users, such as 10000")
 
 
-def _prepare(folder: Path, file: Path, reading: dict[str, Any], config: TrainConfig, console: Console) -> Dataset:
+def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, console: Console) -> Dataset:
     """Prepare the interactions in the run's folder; after a failure or an interrupt remove them."""
     from bunkbed.train.data.prepare import prepare_dataset
 
@@ -431,7 +432,7 @@ def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> TrainConfig:
+def _resumed_config(folder: Path, options: Json, given: set[str]) -> TrainConfig:
     """Return the configuration of a run, with the given options that may change on resuming.
 
     Raises:
@@ -452,7 +453,7 @@ def _resumed_config(folder: Path, options: dict[str, Any], given: set[str]) -> T
     return _checked(stored)
 
 
-def _checked(options: dict[str, Any]) -> TrainConfig:
+def _checked(options: Json) -> TrainConfig:
     try:
         return TrainConfig.from_dict(options)
     except (ValueError, TypeError) as error:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import rich.markup
 import typer
@@ -19,6 +19,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from bunkbed.core.budget import format_bytes
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 
 
@@ -139,7 +140,7 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(values, dict):
         raise UsageProblem(f"{path}: expected options as 'key: value' lines, found {type(values).__name__}")
     known = {name: name for name in _option_names(context)}
-    defaults: dict[str, Any] = {}
+    defaults: Json = {}
     for key, value in values.items():
         name = known.get(str(key).replace("-", "_"))
         if name is None:

@@ -6,7 +6,7 @@ With a vocabulary there is also a column ``word``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from bunkbed.core.arguments import Ids
 from bunkbed.io.common.naming import words_of
 from bunkbed.io.common.source import FLOATS, Chunk, Reading, Source, check_claim, check_rows, need, widened
 from bunkbed.io.common.writing import Writing
+
+#: A table, column, type or module of pyarrow, which is untyped.
+Arrow: TypeAlias = Any
 
 _INSTALL = '"bunkbed[train]"'
 _STEP = b"bunkbed.step"
@@ -60,7 +63,7 @@ def read(reading: Reading) -> Source:
     return Source(rows, tuple(columns), chunks, None if step is None else int(step))
 
 
-def _open_parquet(reading: Reading) -> tuple[Any, int, Any]:
+def _open_parquet(reading: Reading) -> tuple[Arrow, int, Arrow]:
     import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(reading.path)
@@ -70,13 +73,13 @@ def _open_parquet(reading: Reading) -> tuple[Any, int, Any]:
             where = f"{reading.path}: column {column.path_in_schema!r}"
             check_claim(where, column.num_values, 4, reading.path.stat().st_size)
 
-    def batches(columns: list[str]) -> Iterator[Any]:
+    def batches(columns: list[str]) -> Iterator[Arrow]:
         yield from file.iter_batches(batch_size=reading.rows_of(), columns=columns)
 
     return file.schema_arrow, file.metadata.num_rows, batches
 
 
-def _open_arrow(reading: Reading) -> tuple[Any, int, Any]:
+def _open_arrow(reading: Reading) -> tuple[Arrow, int, Arrow]:
     import pyarrow as pa
 
     file = pa.ipc.open_file(pa.memory_map(str(reading.path)))
@@ -86,7 +89,7 @@ def _open_arrow(reading: Reading) -> tuple[Any, int, Any]:
         batch.validate(full=True)  # otherwise pyarrow follows offsets outside the file
         rows += batch.num_rows
 
-    def batches(columns: list[str]) -> Iterator[Any]:
+    def batches(columns: list[str]) -> Iterator[Arrow]:
         for at in range(file.num_record_batches):
             batch = file.get_batch(at).select(columns)
             for begin in range(0, len(batch), reading.rows_of()):
@@ -95,7 +98,7 @@ def _open_arrow(reading: Reading) -> tuple[Any, int, Any]:
     return file.schema, rows, batches
 
 
-def _float_of(pa: Any, kind: Any) -> str:
+def _float_of(pa: Arrow, kind: Arrow) -> str:
     """Return the dtype of a column's lists, or for another column a text that is not in `FLOATS`."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     inner = kind.value_type if is_list else kind
@@ -103,7 +106,7 @@ def _float_of(pa: Any, kind: Any) -> str:
     return name if is_list else f"{name}, no list"
 
 
-def _lists(column: Any, length: int, dtype: str, what: str, begin: int) -> Any:
+def _lists(column: Arrow, length: int, dtype: str, what: str, begin: int) -> Arrow:
     """Return float32[n, length] of a column of lists."""
     assert dtype in FLOATS
     if column.null_count:
@@ -126,7 +129,7 @@ def _lists(column: Any, length: int, dtype: str, what: str, begin: int) -> Any:
     return widened(flat.to_numpy(zero_copy_only=False), dtype).reshape(len(column), length)
 
 
-def _keys(pa: Any, column: Any, what: str, begin: int) -> Any:
+def _keys(pa: Arrow, column: Arrow, what: str, begin: int) -> Arrow:
     if column.null_count:
         at = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise ValueError(f"{what} is null at position {begin + at}; nothing was changed")
@@ -161,7 +164,7 @@ def write(writing: Writing) -> int:
     return done
 
 
-def _words(pa: Any, writing: Writing, ids: Ids) -> Any:
+def _words(pa: Arrow, writing: Writing, ids: Ids) -> Arrow:
     words = list(words_of(writing.vocab, ids, writing.words))
     try:
         return pa.array(words, pa.string())
@@ -177,7 +180,7 @@ def _has_surrogates(word: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
-def _writer(pa: Any, writing: Writing, schema: Any) -> Any:
+def _writer(pa: Arrow, writing: Writing, schema: Arrow) -> Arrow:
     if writing.format == "parquet":
         import pyarrow.parquet as parquet
 

@@ -12,11 +12,12 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from bunkbed.core.arguments import Floats
+from bunkbed.core.types import Json
 from bunkbed.io.common.source import (
     Chunk,
     Reading,
@@ -31,6 +32,9 @@ from bunkbed.io.common.source import (
 from bunkbed.io.common.writing import Writing
 from bunkbed.io.formats.dense import FileRows, fill
 from bunkbed.io.formats.zip_members import offset_of
+
+#: A file, dataset or link of h5py, which is untyped.
+Hdf5: TypeAlias = Any
 
 _INSTALL = "h5py"
 _WEIGHTS = "model.weights.h5"
@@ -82,7 +86,7 @@ def read(reading: Reading) -> Source:
     return Source(rows, tuple(found), chunks, step)
 
 
-def _place(dataset: Any) -> int | None:
+def _place(dataset: Hdf5) -> int | None:
     """Return the offset in the HDF5 file of a dataset's consecutive rows; None if only h5py can read the rows.
 
     h5py makes an additional copy, and reads through Python calls if the file is in an archive.
@@ -94,13 +98,13 @@ def _place(dataset: Any) -> int | None:
     return place
 
 
-def _rows_of(dataset: Any, chunk: int) -> Iterator[Floats]:
+def _rows_of(dataset: Hdf5, chunk: int) -> Iterator[Floats]:
     for begin in range(0, len(dataset), chunk):
         yield widened(dataset[begin : begin + chunk], "float32")
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, int]]:
+def _opened(path: Path) -> Iterator[tuple[Hdf5, int]]:
     """Open the HDF5 file, which may be inside an archive; yield it and its offset in `path`."""
     import h5py
 
@@ -129,7 +133,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, int]]:
 class _Part(io.RawIOBase):
     """A range of a file's bytes, as a file. An archive's own file object reads all bytes up to a place to seek it."""
 
-    def __init__(self, file: Any, start: int, size: int) -> None:
+    def __init__(self, file: Hdf5, start: int, size: int) -> None:
         self._file, self._start, self._size, self._at = file, start, size, 0
 
     def readable(self) -> bool:
@@ -145,7 +149,7 @@ class _Part(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: Hdf5) -> int:
         self._file.seek(self._start + self._at)
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
         count: int = self._file.readinto(view)
@@ -153,7 +157,7 @@ class _Part(io.RawIOBase):
         return count
 
 
-def _check_sizes(path: Path, dataset: Any) -> None:
+def _check_sizes(path: Path, dataset: Hdf5) -> None:
     """Raise ValueError if an array, or one of its chunks, is larger than the file can hold."""
     rows, length = dataset.shape
     where, size, itemsize = f"{path}: {dataset.name}", path.stat().st_size, dataset.dtype.itemsize
@@ -162,7 +166,7 @@ def _check_sizes(path: Path, dataset: Any) -> None:
         check_claim(f"{where}, a chunk,", dataset.chunks[0], dataset.chunks[1] * itemsize, size)
 
 
-def _datasets(path: Path, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def _datasets(path: Path, file: Hdf5) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and dtype of every array in the file, by name.
 
     Raises:
@@ -173,10 +177,10 @@ def _datasets(path: Path, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
     found = {}
 
-    def external(name: bytes, link: Any) -> bytes | None:
+    def external(name: bytes, link: Hdf5) -> bytes | None:
         return name if link.type == h5py.h5l.TYPE_EXTERNAL else None  # a result ends the visit
 
-    def visit(name: str, item: Any) -> None:
+    def visit(name: str, item: Hdf5) -> None:
         if hasattr(item, "is_virtual"):  # checked before the shape, which may open other files
             if item.is_virtual or item.external:
                 kind = "made of other arrays (virtual storage)" if item.is_virtual else "stored in another file"
@@ -191,7 +195,7 @@ def _datasets(path: Path, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     return found
 
 
-def _named(reading: Reading, shapes: dict[str, Any]) -> str:
+def _named(reading: Reading, shapes: Json) -> str:
     """Return the name of the array to read."""
     tables = [
         name
@@ -216,7 +220,7 @@ def _optimizer_of(path: Path) -> str | None:
     return optimizer.get("class_name") if isinstance(optimizer, dict) else None
 
 
-def _state_of(reading: Reading, name: str, shapes: dict[str, Any], slots: tuple[str, ...]) -> dict[str, str]:
+def _state_of(reading: Reading, name: str, shapes: Json, slots: tuple[str, ...]) -> dict[str, str]:
     """Return the weight's arrays of optimizer state. Keras numbers them, so only one weight may have its shape."""
     shape = shapes[name][0]
     numbered = [key for key in shapes if key.startswith("optimizer/vars/")]

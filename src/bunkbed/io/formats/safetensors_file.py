@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from bunkbed.core.arguments import Ids
+from bunkbed.core.types import Json
 from bunkbed.io.common.source import Chunk, Reading, Source, check_rows, read_fully, rows_of_file
 from bunkbed.io.common.writing import Writing
 
@@ -73,7 +74,7 @@ def read(reading: Reading) -> Source:
     return Source(rows, tuple(names), chunks, int(metadata[_STEP]) if _STEP in metadata else None)
 
 
-def _header(reading: Reading) -> tuple[dict[str, Any], int]:
+def _header(reading: Reading) -> tuple[Json, int]:
     """Return the file's header, after a check that all tensors are inside the file, and the offset of their bytes."""
     path = reading.path
     size = path.stat().st_size
@@ -86,7 +87,7 @@ def _header(reading: Reading) -> tuple[dict[str, Any], int]:
                 f"{_MAX_HEADER} at most"
             )
         try:
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: Json = json.loads(file.read(length))
             for name, tensor in header.items():
                 if name == "__metadata__":
                     continue
@@ -115,7 +116,7 @@ def _ids(reading: Reading, offset: int, rows: int, chunk: int) -> Iterator[Ids]:
 def write(writing: Writing) -> int:
     """Write stored rows, in log order."""
     total = len(writing.table)
-    header: dict[str, Any] = {}
+    header: Json = {}
     if writing.state:
         header["__metadata__"] = {_STEP: str(writing.table.step)}
     header["id"] = {"dtype": "I64", "shape": [total], "data_offsets": [0, total * 8]}

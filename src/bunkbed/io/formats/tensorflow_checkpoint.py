@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bunkbed.core.arguments import Floats
+from bunkbed.core.types import Json
 from bunkbed.io.common.source import Chunk, Reading, Source, check_claim, check_rows, need, widened
 from bunkbed.io.common.writing import Writing
 from bunkbed.io.formats.dense import gather
@@ -66,7 +67,7 @@ def read(reading: Reading) -> Source:
     return Source(rows, ("weight",), chunks)
 
 
-def _named(reading: Reading, shapes: dict[str, Any], dtypes: dict[str, str]) -> str:
+def _named(reading: Reading, shapes: Json, dtypes: dict[str, str]) -> str:
     """Return the name of the variable to read."""
     tables = [
         name

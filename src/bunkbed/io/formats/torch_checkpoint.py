@@ -11,13 +11,17 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bunkbed.core.optim import Adagrad, Adam
+from bunkbed.core.types import Json
 from bunkbed.io.common.source import Chunk, Reading, Source, check_claim, check_rows, need, the_array_meant
 from bunkbed.io.common.writing import Writing
 from bunkbed.io.formats.dense import fill
 from bunkbed.io.formats.zip_members import MemberRows, offset_of, set_checksums
+
+#: A tensor, the content of a checkpoint, or the module torch, which is untyped here.
+Torch: TypeAlias = Any
 
 _INSTALL = '"bunkbed[torch]"'
 #: Limits of the containers in a checkpoint.
@@ -63,10 +67,10 @@ def read(reading: Reading) -> Source:
     return Source(len(weight), tuple(found), chunks, None if step is None else int(step))
 
 
-def _load(torch: Any, path: str) -> Any:
+def _load(torch: Torch, path: str) -> Torch:
     _refuse_compressed(path)
 
-    def load() -> Any:
+    def load() -> Torch:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     try:
@@ -89,18 +93,18 @@ def _refuse_compressed(path: str) -> None:
                     raise ValueError(f"its {member.filename!r} is compressed, and torch compresses nothing")
 
 
-def _dtype(tensor: Any) -> str:
+def _dtype(tensor: Torch) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _walk(torch: Any, content: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _walk(torch: Torch, content: Torch, path: Path) -> tuple[Json, Json]:
     """Return tensors outside optimizers, and optimizers' state_dicts, by name.
 
     Raises:
         ValueError: the file has too many parts, or they are nested too deep, as in a container that has itself.
     """
-    tensors: dict[str, Any] = {}
-    optimizers: dict[str, Any] = {}
+    tensors: Json = {}
+    optimizers: Json = {}
     rest, count = [("", 0, content)], 0
     while rest:
         name, depth, value = rest.pop()
@@ -111,7 +115,7 @@ def _walk(torch: Any, content: Any, path: Path) -> tuple[dict[str, Any], dict[st
             if {"state", "param_groups"} <= set(value):
                 optimizers[name] = value
                 continue
-            parts: Iterable[tuple[Any, Any]] = value.items()
+            parts: Iterable[tuple[Torch, Torch]] = value.items()
         elif isinstance(value, (list, tuple)):
             parts = enumerate(value)
         else:
@@ -127,23 +131,21 @@ def _walk(torch: Any, content: Any, path: Path) -> tuple[dict[str, Any], dict[st
     return tensors, optimizers
 
 
-def _named(reading: Reading, tensors: dict[str, Any]) -> str:
+def _named(reading: Reading, tensors: Json) -> str:
     """Return the name of the tensor to read."""
     matrices = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 2 and tensor.is_floating_point()}
     listed = ", ".join(f"{name} [{tensor.shape[0]}, {tensor.shape[1]}]" for name, tensor in matrices.items()) or "none"
     return the_array_meant(reading, tensors, matrices, listed, separator=".", what="tensor")
 
 
-def _state_of(
-    reading: Reading, name: str, tensors: dict[str, Any], optimizers: dict[str, Any], content: Any
-) -> tuple[dict[str, Any], str]:
+def _state_of(reading: Reading, name: str, tensors: Json, optimizers: Json, content: Torch) -> tuple[Json, str]:
     """Return the optimizer's entry for a tensor, and its name; empty if there is none.
 
     A state_dict numbers its parameters. The entry is used if the caller names it, if the optimizer has named
     parameters, or if only one tensor has its shape: the state of another tensor would be used without an error.
     """
     if reading.state is not None:
-        value: Any = content
+        value: Torch = content
         for key in reading.state.split("."):
             if isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
                 value = value[int(key)]
@@ -161,9 +163,9 @@ def _state_of(
         return {}, ""
     shape = tensors[name].shape
     alike = sum(tensor.shape == shape for tensor in tensors.values())
-    entries: dict[str, Any] = {}
+    entries: Json = {}
     for optimizer, value in optimizers.items():
-        names: dict[Any, str] = {}
+        names: dict[Torch, str] = {}
         for group in value["param_groups"]:
             names.update(zip(group["params"], group.get("param_names", ()), strict=False))
         for index, entry in value["state"].items():
@@ -199,7 +201,7 @@ def write(writing: Writing) -> int:
     group = _group(torch, writing, name) if writing.state else None
     slots = ("weight", *writing.state)  # the order in which torch writes them
     tensors = {slot: _room(torch, writing, slot, rows) for slot in slots}
-    content: dict[str, Any] = {name: tensors["weight"]}
+    content: Json = {name: tensors["weight"]}
     if group is not None:
         state = {"step": table.step, **{slot: tensors[slot] for slot in writing.state}}
         content = {"model": content, "optimizer": {"state": {0: state}, "param_groups": [group]}}
@@ -223,7 +225,7 @@ def write(writing: Writing) -> int:
     return rows
 
 
-def _room(torch: Any, writing: Writing, slot: str, rows: int) -> Any:
+def _room(torch: Torch, writing: Writing, slot: str, rows: int) -> Torch:
     """Return a tensor that takes no memory and no disk: a mapped sparse file."""
     file = writing.scratch / f"{slot}.room"
     length = writing.lengths[slot]
@@ -234,7 +236,7 @@ def _room(torch: Any, writing: Writing, slot: str, rows: int) -> Any:
     return tensor
 
 
-def _group(torch: Any, writing: Writing, name: str) -> dict[str, Any]:
+def _group(torch: Torch, writing: Writing, name: str) -> Json:
     """Return the param_group of the torch optimizer that can continue with this state."""
     optimizer = writing.table.optimizer
     if set(writing.state) != set(optimizer.slots):
@@ -258,5 +260,5 @@ def _group(torch: Any, writing: Writing, name: str) -> dict[str, Any]:
             f"{writing.target}: torch has no optimizer with the state of {type(optimizer).__name__}; export it to "
             ".parquet, or weights alone"
         )
-    group: dict[str, Any] = made.state_dict()["param_groups"][0]
+    group: Json = made.state_dict()["param_groups"][0]
     return group

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.table.table import Table
 
 
 class Bags:
@@ -30,7 +29,7 @@ class Bags:
         """int64[B], the start of each bag."""
         return np.ascontiguousarray(self._splits[:-1])
 
-    def lookup(self, table: Any, *, touch: bool) -> FloatArray:
+    def lookup(self, table: Table, *, touch: bool) -> FloatArray:
         """Return float32[B, dim] pooled rows."""
         pooled: FloatArray = table.lookup_bags(
             self.ids, self._splits[:-1], pooling=self._combiner, weights=self.weights, touch=touch

@@ -14,36 +14,37 @@ EMA, a norm over all variables) are an error; they are never ignored.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import keras
 
 import bunkbed as bb
 from bunkbed.core.optim import Optimizer
+from bunkbed.core.types import Json
 from bunkbed.keras.base.pending import StepRule
+from bunkbed.keras.base.types import KerasOptimizer, Tensor
 
 OURS = "bunkbed.SGD, bunkbed.Adagrad, bunkbed.RowwiseAdagrad or bunkbed.Adam"
 
 
-def _inner(optimizer: Any) -> Any:
+def _inner(optimizer: KerasOptimizer) -> KerasOptimizer:
     """Return the optimizer that steps: the one inside a LossScaleOptimizer, or itself."""
     return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
-def _kind(optimizer: Any) -> Any:
+def _kind(optimizer: KerasOptimizer) -> type:
     """Return its public Keras class: on torch, ``keras.optimizers.Adam(...)`` makes an object of a subclass."""
     kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend.")]
     return kinds[0]
 
 
-def _refuse(optimizer: Any, what: str, *, own: bool = False) -> ValueError:
+def _refuse(optimizer: KerasOptimizer, what: str, *, own: bool = False) -> ValueError:
     remedy = "" if own else f", or give the layer its own: Embedding(..., optimizer=...) with {OURS}"
     return ValueError(
         f"Embedding: the optimizer {type(optimizer).__name__} {what}, which a table does not do; use another{remedy}"
     )
 
 
-def rule_of(optimizer: Any, token: Any, lr: float) -> Optimizer:
+def rule_of(optimizer: KerasOptimizer, token: Tensor, lr: float) -> Optimizer:
     """Return the update rule that follows a Keras optimizer.
 
     Args:
@@ -62,7 +63,7 @@ def rule_of(optimizer: Any, token: Any, lr: float) -> Optimizer:
     decay = inner.weight_decay
     if decay is not None and not inner._use_weight_decay(token):
         decay = None
-    shared: dict[str, Any] = {"lr": lr, "weight_decay": float(decay or 0.0), "decoupled": bool(decay)}
+    shared: Json = {"lr": lr, "weight_decay": float(decay or 0.0), "decoupled": bool(decay)}
     if kind is keras.optimizers.SGD:
         if inner.momentum:
             raise _refuse(inner, f"has momentum={inner.momentum:g}")
@@ -79,7 +80,7 @@ def rule_of(optimizer: Any, token: Any, lr: float) -> Optimizer:
     )
 
 
-def learning_rate_now(optimizer: Any) -> float:
+def learning_rate_now(optimizer: KerasOptimizer) -> float:
     """Return the learning rate as a number; 0.0 if it is unknown outside a step."""
     rate = _inner(optimizer)._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) or not hasattr(rate, "numpy"):
@@ -91,7 +92,7 @@ def learning_rate_now(optimizer: Any) -> float:
     return value if math.isfinite(value) and value >= 0 else 0.0
 
 
-def step_rule(optimizer: Any, *, follows: bool) -> StepRule:
+def step_rule(optimizer: KerasOptimizer, *, follows: bool) -> StepRule:
     """Return accumulation and clipping of an optimizer's steps; None is a caller that is not a Keras optimizer.
 
     Raises:
@@ -104,7 +105,7 @@ def step_rule(optimizer: Any, *, follows: bool) -> StepRule:
     return StepRule(optimizer.gradient_accumulation_steps or 1, optimizer.clipnorm or None, optimizer.clipvalue or None)
 
 
-def is_update(optimizer: Any) -> Any:
+def is_update(optimizer: KerasOptimizer) -> Tensor:
     """Return bool[]: whether the current step ends an accumulation, as Keras computes it."""
     steps = None if optimizer is None else optimizer.gradient_accumulation_steps
     if not steps:
@@ -112,7 +113,7 @@ def is_update(optimizer: Any) -> Any:
     return keras.ops.equal((keras.ops.convert_to_tensor(optimizer._iterations) + 1) % steps, 0)
 
 
-def loss_scale(optimizer: Any, scaling: Any) -> Any:
+def loss_scale(optimizer: KerasOptimizer, scaling: KerasOptimizer) -> Tensor:
     """Return the factor of the current step's loss; None if the loss is not scaled."""
     if scaling is not None:
         return scaling.dynamic_scale

@@ -28,6 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bunkbed import _native
+from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.table.core import Batch
+from bunkbed.table.table import Table
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -49,10 +52,10 @@ class _Push:
     order: tuple[int, int]
     ids: IntArray
     grads: FloatArray
-    batch: Any
+    batch: Batch
     sums: FloatArray
     norm: float
-    bags: Any
+    bags: BagGradients | None
     unscale: float = 1.0
 
     def rows(self) -> FloatArray:
@@ -87,7 +90,7 @@ class Pending:
     Owns only these gradients. Thread-safe: TensorFlow's threads call it.
     """
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Table) -> None:
         self.table = table
         self.steps_settled = 0
         self._lock = threading.RLock()
@@ -108,7 +111,7 @@ class Pending:
 
     # ---- forward
 
-    def began(self, batch: Any, replica: int, *, is_certain: bool) -> int:
+    def began(self, batch: Batch, replica: int, *, is_certain: bool) -> int:
         """Register a lookup of a replica; return the handle by which its backward finds `batch`.
 
         Raises:
@@ -141,7 +144,7 @@ class Pending:
         ids: IntArray,
         grads: FloatArray,
         *,
-        bags: Any = None,
+        bags: BagGradients | None = None,
     ) -> float:
         """Add the gradients of one lookup; return the number that identifies them in the token's gradient.
 
@@ -304,7 +307,9 @@ class Pending:
             return batch, *batch.sum(np.concatenate([push.rows() for push in pushes])), 1.0
         return table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32), 0.0, 1.0
 
-    def _step(self, batch: Any, sums: FloatArray, norm: float, factor: float, rule: StepRule, lr: float | None) -> None:
+    def _step(
+        self, batch: Batch, sums: FloatArray, norm: float, factor: float, rule: StepRule, lr: float | None
+    ) -> None:
         """Update the table by `sums` times `factor`, clipped."""
         norm *= factor
         if rule.clip_norm is not None and norm > rule.clip_norm:
@@ -320,5 +325,5 @@ class Pending:
             )
         self._write(batch, sums, lr)
 
-    def _write(self, batch: Any, sums: FloatArray, lr: float | None) -> None:
+    def _write(self, batch: Batch, sums: FloatArray, lr: float | None) -> None:
         self.table.update_batch(batch, sums, lr=lr)

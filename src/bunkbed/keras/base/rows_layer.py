@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
+
+from bunkbed.keras.base.types import Layer, Shape, Tensor
 
 COMBINERS = ("sum", "mean", "sqrtn")
 
@@ -25,7 +25,7 @@ class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
     mask_zero: bool
     combiner: str | None
 
-    def _ids_are_float(self, dtype: str, entry: Any) -> bool:
+    def _ids_are_float(self, dtype: str, entry: Layer) -> bool:
         """Return whether ids of this dtype are floats, which must be checked for whole numbers.
 
         Raises:
@@ -49,21 +49,21 @@ class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
             "keras.Input(shape, dtype='int64')"
         )
 
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+    def compute_mask(self, inputs: Tensor, previous_mask: Tensor = None) -> Tensor:
         """Return bool[...], whether an id is not 0, if `mask_zero` and without combiner; else None."""
         if not self.mask_zero or self.combiner is not None:
             return None
         return keras.ops.not_equal(inputs, 0)
 
-    def _output(self, shape: Any) -> tuple[int | None, ...]:
+    def _output(self, shape: Shape) -> tuple[int | None, ...]:
         shape = tuple(shape)
         return (*(shape if self.combiner is None else shape[:-1]), self.output_dim)
 
-    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
+    def compute_output_shape(self, input_shape: Shape, weights_shape: Shape = None) -> tuple[int | None, ...]:
         """Return [..., output_dim]; with a combiner without the last axis of the ids."""
         return self._output(input_shape)
 
-    def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+    def compute_output_spec(self, inputs: Tensor, weights: Tensor = None, training: bool | None = None) -> Tensor:
         """Return shape and dtype of the output, without a lookup."""
         is_ragged = getattr(inputs, "ragged", False) and self.combiner is None
         return keras.KerasTensor(self._output(inputs.shape), dtype=self.compute_dtype, ragged=is_ragged)

@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from bunkbed.keras.base.types import KerasOptimizer, Tensor
+
 
 class By(NamedTuple):
     """The optimizer that assigns to a variable, and the gradient that it assigns."""
 
     #: The `keras.optimizers.Optimizer` that steps; None for another caller, such as ``set_weights``.
-    optimizer: Any
+    optimizer: KerasOptimizer
     #: The `keras.optimizers.LossScaleOptimizer` around it, or None.
-    scaling: Any
+    scaling: KerasOptimizer
     #: float64[]; under accumulation the assigned value differs from it.
-    gradient: Any
+    gradient: Tensor
 
 
 def unknown_keras(what: str) -> RuntimeError:
@@ -74,7 +76,7 @@ class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped
     def trainable(self, value: bool) -> None:
         pass
 
-    def assigned_by(self, value: Any, caller: Mapping[str, Any]) -> By:
+    def assigned_by(self, value: Tensor, caller: Mapping[str, Any]) -> By:
         """Return the optimizer that assigns `value`.
 
         Args:
@@ -83,7 +85,7 @@ class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped
         Raises:
             RuntimeError: an optimizer assigns it in an unexpected way.
         """
-        optimizer: Any = caller.get("self")
+        optimizer: KerasOptimizer = caller.get("self")
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             optimizer, gradient = None, value
         elif "g" not in caller:
@@ -103,7 +105,7 @@ class _Probe(SteppedVariable):
         super().__init__("probe")
         self.seen: list[By] = []
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         self.seen.append(self.assigned_by(value, sys._getframe(1).f_locals))
         return value
 

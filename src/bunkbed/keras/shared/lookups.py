@@ -15,11 +15,12 @@ import tensorflow as tf
 
 from bunkbed.adapters.bag_gradients import FloatArray, IntArray
 from bunkbed.keras.base.bags import Bags
+from bunkbed.keras.base.types import Tensor
 from bunkbed.keras.shared.table import SharedTable, alive
 from bunkbed.keras.tensorflow.callbacks import call
 
 
-def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
+def rows_of(shared: SharedTable, ids: Tensor, *, train: bool, touch: bool, is_certain: bool) -> Tensor:
     """Return float32[..., dim] rows of an int64[...] tensor of ids.
 
     Args:
@@ -33,7 +34,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         rows: FloatArray = alive(this).for_lookup().lookup(ids, touch=touch)
         return rows
 
-    def trained(ids: IntArray, place: Any, token: Any) -> tuple[FloatArray, np.int64]:
+    def trained(ids: IntArray, place: Tensor, token: Tensor) -> tuple[FloatArray, np.int64]:
         found = alive(this)
         require_zero(found, token)
         table, pending = found.table, found.pending
@@ -41,7 +42,7 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
         rows = table.lookup_batch(batch, ids.size, touch=touch)
         return rows.reshape(*ids.shape, table.dim), np.int64(pending.began(batch, int(place[0]), is_certain=is_certain))
 
-    def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any) -> np.float64:
+    def push(handle: Tensor, ids: IntArray, grads: FloatArray, place: Tensor) -> np.float64:
         found = alive(this)
         grads = grads.reshape(-1, found.dim)
         return np.float64(found.pending.push(int(handle), tuple(place.tolist()), ids.reshape(-1), grads))
@@ -61,16 +62,16 @@ def rows_of(shared: SharedTable, ids: Any, *, train: bool, touch: bool, is_certa
 
 def bags_of(
     shared: SharedTable,
-    ids: Any,
-    splits: Any,
-    weights: Any,
+    ids: Tensor,
+    splits: Tensor,
+    weights: Tensor,
     combiner: str,
     *,
     skip_zero: bool,
     train: bool,
     touch: bool,
     is_certain: bool,
-) -> Any:
+) -> Tensor:
     """Return float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None.
 
     Args:
@@ -89,7 +90,7 @@ def bags_of(
         return bags(*arrays).lookup(alive(this).for_lookup(), touch=touch)
 
     def trained(
-        ids: IntArray, splits: IntArray, weights: FloatArray, place: Any, token: Any
+        ids: IntArray, splits: IntArray, weights: FloatArray, place: Tensor, token: Tensor
     ) -> tuple[FloatArray, np.int64]:
         found, made = alive(this), bags(ids, splits, weights)
         require_zero(found, token)
@@ -98,7 +99,7 @@ def bags_of(
         return pooled, np.int64(found.pending.began(batch, int(place[0]), is_certain=is_certain))
 
     def push(
-        handle: Any, ids: IntArray, splits: IntArray, weights: FloatArray, grads: FloatArray, place: Any
+        handle: Tensor, ids: IntArray, splits: IntArray, weights: FloatArray, grads: FloatArray, place: Tensor
     ) -> np.float64:
         made = bags(ids, splits, weights)
         order = tuple(place.tolist())
@@ -117,8 +118,8 @@ def bags_of(
 
 
 def answered(
-    shared: SharedTable, rows: Any, handle: Any, inputs: list[Any], place: Any, push: Callable[..., Any]
-) -> Any:
+    shared: SharedTable, rows: Tensor, handle: Tensor, inputs: list[Any], place: Tensor, push: Callable[..., Tensor]
+) -> Tensor:
     """Return `rows` whose gradient goes to `push`; the result of `push` becomes the token's gradient."""
     if "loop_body" in tf.get_current_name_scope():
         raise ValueError(
@@ -128,8 +129,8 @@ def answered(
     name = shared.name
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def attach(rows: Any, _: Any) -> Any:
-        def backward(grads: Any) -> Any:
+    def attach(rows: Tensor, _: Tensor) -> Tensor:
+        def backward(grads: Tensor) -> Tensor:
             grads = tf.convert_to_tensor(grads)  # from IndexedSlices, if the model gathered from `rows`
             value = call("gradients", name, push, [handle, *inputs, grads, place], tf.float64)
             if not tf.executing_eagerly():
@@ -141,7 +142,7 @@ def answered(
     return attach(rows, tf.convert_to_tensor(shared.token.value))
 
 
-def require_zero(shared: SharedTable, token: Any) -> None:
+def require_zero(shared: SharedTable, token: Tensor) -> None:
     """Raise RuntimeError if a caller other than a step changed the token's value, which every lookup gets."""
     if token != 0.0:
         raise RuntimeError(
@@ -150,7 +151,7 @@ def require_zero(shared: SharedTable, token: Any) -> None:
         )
 
 
-def place_of(shared: SharedTable) -> Any:
+def place_of(shared: SharedTable) -> Tensor:
     """Return int64[2]: replica and place in the forward order, the order in which gradients are summed."""
     replica = tf.distribute.get_replica_context()
     number = 0 if replica is None else tf.get_static_value(replica.replica_id_in_sync_group)

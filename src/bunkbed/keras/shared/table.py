@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import keras
 import numpy as np
@@ -27,11 +27,14 @@ from bunkbed.adapters.tables import open_or_create, open_stored
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer, check_same_slots
+from bunkbed.core.types import Json
 from bunkbed.keras.base.backend import IS_TORCH
 from bunkbed.keras.base.optimizers import is_update, learning_rate_now, loss_scale, rule_of, step_rule
 from bunkbed.keras.base.pending import Pending, StepRule
 from bunkbed.keras.base.stepping import require_known_keras
+from bunkbed.keras.base.types import KerasOptimizer, Tensor, WorkersOf
 from bunkbed.keras.shared.variables import KeptEpoch
+from bunkbed.table.table import Table
 
 if IS_TORCH:
     from bunkbed.keras.torch.backend import Token, as_scalar, call, outside_graph
@@ -64,12 +67,12 @@ class TableArguments:
     disk: int | str | None
     durability: Literal["durable", "scratch"] | None
     #: Required values of a stored table, by the layer's argument names; see `bunkbed.adapters.tables.require_same`.
-    same: dict[str, Any]
+    same: Json
     #: Whether the table is sharded, and the directories of a new one's shards.
     is_sharded: bool = False
     directories: tuple[Path, ...] | None = None
 
-    def opened(self, optimizer: Optimizer | None) -> Any:
+    def opened(self, optimizer: Optimizer | None) -> Table | None:
         """Open the table at `path`; return None if there is none."""
         if self.path is None:
             return None
@@ -85,7 +88,7 @@ class TableArguments:
             )
         return found
 
-    def created(self, optimizer: Optimizer) -> Any:
+    def created(self, optimizer: Optimizer) -> Table:
         """Open the table at `path`, or make it there or in RAM."""
         if self.is_sharded:
             assert self.path is not None
@@ -100,7 +103,7 @@ class TableArguments:
             dtype=self.dtype, ram=self.ram, durability=self.durability, disk=self.disk, same=self.same,
         )  # fmt: skip
 
-    def stand_in(self) -> Any:
+    def stand_in(self) -> Table:
         """Make a table in RAM with the same untouched rows, and no state."""
         return bb.create(
             None, dim=self.output_dim, num_rows=self.input_dim, optimizer=bb.SGD(0.0), init=self.init, seed=self.seed,
@@ -121,18 +124,18 @@ class SharedTable:
     """
 
     #: The `bunkbed.keras.workers.group.Workers` that train the table; None without workers.
-    workers: Any = None
+    workers: WorkersOf = None
 
-    def __init__(self, arguments: TableArguments | None, table: Any, *, is_explicit: bool) -> None:
+    def __init__(self, arguments: TableArguments | None, table: Table, *, is_explicit: bool) -> None:
         assert arguments is not None or table is not None
         self._arguments = arguments
         self._lock = threading.Lock()
-        self._stand_in: Any = None
+        self._stand_in: Table | None = None
         self._initial: NDArray[np.float32] | None = None
         self._told = False
         self.is_explicit = is_explicit
         self._places = itertools.count()
-        self._table: Any = None
+        self._table: Table | None = None
         self._pending: Pending | None = None
         self._references: References | None = None
         self._keep: int | None = 0
@@ -156,7 +159,7 @@ class SharedTable:
     @property
     def dim(self) -> int:
         """The number of weights of a row."""
-        return int(self._table.dim) if self._arguments is None else self._arguments.output_dim
+        return self.table.dim if self._arguments is None else self._arguments.output_dim
 
     @property
     def seed(self) -> int:
@@ -190,7 +193,7 @@ class SharedTable:
         return self._table is not None
 
     @property
-    def table(self) -> Any:
+    def table(self) -> Table:
         """The `bunkbed.Table`.
 
         Raises:
@@ -209,7 +212,7 @@ class SharedTable:
         assert self._pending is not None
         return self._pending
 
-    def adopt(self, table: Any) -> None:
+    def adopt(self, table: Table) -> None:
         """Use this table, which was not known before."""
         self._start(table)
 
@@ -224,7 +227,7 @@ class SharedTable:
                     f"has {getattr(ours, name)!r}; give what it has, or another path for a new table"
                 )
 
-    def _start(self, table: Any) -> None:
+    def _start(self, table: Table) -> None:
         _by_table[id(table)] = self
         self._table = table
         self._pending = self._new_pending(table)
@@ -234,7 +237,7 @@ class SharedTable:
             self._import(table, self._initial)
         self._initial = self._stand_in = None
 
-    def _new_pending(self, table: Any) -> Pending:
+    def _new_pending(self, table: Table) -> Pending:
         return Pending(table)
 
     def keep_at_least(self, keep: int | None) -> None:
@@ -251,15 +254,15 @@ class SharedTable:
         self._initial = weights
         self._stand_in = None
 
-    def _import(self, table: Any, weights: NDArray[np.float32]) -> None:
+    def _import(self, table: Table, weights: NDArray[np.float32]) -> None:
         for start in range(0, len(weights), _CHUNK):
             chunk = weights[start : start + _CHUNK]
             self._set_rows(table, np.arange(start, start + len(chunk), dtype=np.int64), chunk)
 
-    def _set_rows(self, table: Any, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+    def _set_rows(self, table: Table, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
         table.set(ids, rows)
 
-    def for_lookup(self) -> Any:
+    def for_lookup(self) -> Table:
         """Return the table, or its substitute until it is made."""
         if self._table is not None:
             return self._table
@@ -273,7 +276,7 @@ class SharedTable:
 
     # ---- training
 
-    def follow(self, optimizer: Any) -> None:
+    def follow(self, optimizer: KerasOptimizer) -> None:
         """Make the table that follows a Keras optimizer, unless it is made already.
 
         Raises:
@@ -292,7 +295,7 @@ class SharedTable:
             assert self._arguments is not None
             self._start(self._arguments.created(rule))
 
-    def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
+    def settle(self, gradients: Tensor, optimizer: KerasOptimizer, scaling: KerasOptimizer) -> Tensor:
         """Make the op of an optimizer's step.
 
         Each table has its own op. A common op of several tables would have to guess the end of a step, because Keras
@@ -313,7 +316,7 @@ class SharedTable:
         rule, definition, rate, unscale, follows = self._what_steps(optimizer, scaling)
         this, whose = weakref.ref(self), 0 if optimizer is None else id(optimizer)
 
-        def step(gradients: Any, rate: Any, unscale: Any, is_update: Any) -> Any:
+        def step(gradients: Tensor, rate: Tensor, unscale: Tensor, is_update: Tensor) -> Tensor:
             shared = alive(this)
             if definition is not None and definition != shared.table.optimizer:
                 shared.table.optimizer = definition  # two models may follow different ones
@@ -330,7 +333,9 @@ class SharedTable:
         inputs = [gradients, rate, unscale, is_update(optimizer)]
         return as_scalar(call("update", self.name, step, inputs, np.float64))
 
-    def _what_steps(self, optimizer: Any, scaling: Any) -> tuple[StepRule, Optimizer | None, Any, Any, bool]:
+    def _what_steps(
+        self, optimizer: KerasOptimizer, scaling: KerasOptimizer
+    ) -> tuple[StepRule, Optimizer | None, Tensor, Tensor, bool]:
         """Return the parameters of an optimizer's step of the table.
 
         Returns:
@@ -352,7 +357,7 @@ class SharedTable:
         unscale = 1.0 / keras.ops.cast(1.0 if scale is None else scale, "float64")
         return rule, definition, rate, unscale, follows
 
-    def _tell(self, optimizer: Any) -> None:
+    def _tell(self, optimizer: KerasOptimizer) -> None:
         """Log, at the first call, that the table does not follow the optimizer that steps it."""
         if optimizer is None or self._told:
             return
@@ -414,7 +419,7 @@ class SharedTable:
         if table.epoch != before:
             self.pending.drop()
 
-    def load(self, fields: dict[str, Any] | None) -> None:
+    def load(self, fields: Json | None) -> None:
         """Rewind the table to the epoch of a reference's fields, and forget pending gradients.
 
         Raises:
@@ -445,7 +450,7 @@ class SharedTable:
         )
 
 
-def reference_of(fields: dict[str, Any], uuid: str) -> Reference:
+def reference_of(fields: Json, uuid: str) -> Reference:
     """Return the saved reference; if several workers saved together, the reference to the table of `uuid`."""
     own = {name: value for name, value in fields.items() if name != "workers"}
     epochs = dict(fields.get("workers") or [])
@@ -470,7 +475,7 @@ _by_table: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDict
 _by_path: weakref.WeakValueDictionary[str, SharedTable] = weakref.WeakValueDictionary()
 
 
-def shared_of_table(table: Any) -> SharedTable:
+def shared_of_table(table: Table) -> SharedTable:
     """Return the shared object of an open table."""
     with _lock:
         found = _by_table.get(id(table))
@@ -494,7 +499,7 @@ def shared_of(
         if waiting is not None and waiting.has_table:
             waiting = None  # its table is open, and found by id, or was closed since
         found = waiting if table is None else _by_table.get(id(table))
-        if found is None and waiting is not None:
+        if found is None and waiting is not None and table is not None:
             waiting.adopt(table)  # an earlier layer has no optimizer=, this one has
             found = waiting
         if found is None:

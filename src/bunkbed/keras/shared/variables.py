@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from typing import Any
 
 import keras
 import numpy as np
 
+from bunkbed.core.types import Json
 from bunkbed.keras.base.backend import IS_TORCH
 from bunkbed.keras.base.stepping import SteppedVariable
+from bunkbed.keras.base.types import DType, KerasOptimizer, Shared, Strategy, Tensor
 
 if IS_TORCH:
     from bunkbed.keras.torch.backend import EpochParameter
@@ -30,12 +31,12 @@ class Token(SteppedVariable):
     `bunkbed.keras.torch.backend`.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Shared, name: str) -> None:
         self._owner = weakref.ref(owner)
         self.strategy = tf.distribute.get_strategy()
         super().__init__(name, aggregation="mean")
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         """Take the optimizer's step: update the table with the row gradients that the token's gradient encodes."""
         owner = self._owner()
         if owner is None:
@@ -61,13 +62,20 @@ class Token(SteppedVariable):
         return value
 
 
-def _settle_once(strategy: Any, token: Token, owner: Any, gradients: Any, stepping: Any, scaling: Any) -> None:
+def _settle_once(
+    strategy: Strategy,
+    token: Token,
+    owner: Shared,
+    gradients: Tensor,
+    stepping: KerasOptimizer,
+    scaling: KerasOptimizer,
+) -> None:
     stepping, scaling = (strategy.experimental_local_results(each)[0] for each in (stepping, scaling))
     zero = owner.settle(tf.stack(strategy.experimental_local_results(gradients)), stepping, scaling)
     _set(strategy, token, zero)
 
 
-def _set(strategy: Any, token: Token, value: Any) -> None:
+def _set(strategy: Strategy, token: Token, value: Tensor) -> None:
     strategy.extended.update(token.value, lambda variable, value: variable.assign(value), args=(value,))
 
 
@@ -79,7 +87,7 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
     the low 40 bits, and above it 23 bits of the table's uuid, so that another table's number is detected.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Shared, name: str) -> None:
         self._owner = weakref.ref(owner)
         super().__init__(
             initializer=keras.initializers.Zeros(), shape=(), dtype="int64", trainable=False, autocast=False, name=name
@@ -87,13 +95,13 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
         if IS_TORCH:
             self._value = EpochParameter.of(self)
 
-    def _alive(self) -> Any:
+    def _alive(self) -> Shared:
         owner = self._owner()
         if owner is None:
             raise RuntimeError("the table of this variable is closed")
         return owner
 
-    def numpy(self) -> Any:
+    def numpy(self) -> Tensor:
         """Commit the table, keep the epoch, and return int64[]: 0 for a table that was not made yet."""
         return np.asarray(self.saved(in_process=True), np.int64)
 
@@ -102,10 +110,10 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
         reference = self._alive().save(in_process=in_process)
         return 0 if reference is None else _number(reference.uuid, reference.epoch)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype: DType = None, copy: bool | None = None) -> Tensor:
         return np.asarray(self.numpy(), dtype)
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         """Rewind the table to the kept epoch.
 
         Raises:
@@ -120,11 +128,11 @@ class KeptEpoch(keras.Variable):  # type: ignore[misc]  # keras is untyped here
 
     # ---- tf.train.Checkpoint
 
-    def _serialize_to_tensors(self) -> dict[str, Any]:
+    def _serialize_to_tensors(self) -> Json:
         reference = self._alive().save()
         return {"REFERENCE": tf.constant(json.dumps(None if reference is None else reference.fields()))}
 
-    def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: Json) -> Tensor:
         fields = json.loads(restored_tensors["REFERENCE"].numpy())
         self._alive().load(fields)
         return self.value

@@ -9,9 +9,10 @@ import tensorflow as tf
 from tensorflow.python.profiler.trace import enabled as is_profiling  # 20 ns; has no public name
 
 from bunkbed import _native
+from bunkbed.keras.base.types import DType, Shared, Tensor
 
 
-def ranged(what: str, table: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def ranged(what: str, table: str, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Return ``function(*arguments)``; run it in a range named `what` while TensorFlow's profiler runs.
 
     Ranges are ``bunkbed lookup NAME``, ``bags``, ``gradients`` (a backward's sums), ``update`` and ``stage`` (planning
@@ -34,19 +35,19 @@ def is_eager() -> bool:
     return bool(tf.executing_eagerly())
 
 
-def answer_with_error(shared: Any, rows: Any) -> Any:
+def answer_with_error(shared: Shared, rows: Tensor) -> Tensor:
     """Return `rows`: a graph does not show yet whether it needs gradients, and outside a graph no tape needs them."""
     return rows
 
 
-def as_scalar(value: Any) -> Any:
+def as_scalar(value: Tensor) -> Tensor:
     """Return `value` with its shape set to []."""
     if not tf.executing_eagerly():
         value.set_shape([])
     return value
 
 
-def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
+def call(what: str, table: str, function: Callable[..., Tensor], inputs: Sequence[Any], dtypes: DType) -> Tensor:
     """Return ``function(*inputs)``, called with NumPy arrays, as tensors.
 
     The op is stateful: TensorFlow does not prune, merge or hoist it, which would lose an update or apply it twice. It
@@ -62,7 +63,7 @@ def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[A
         arrays = [tensor.numpy() for tensor in inputs]
         return tf.nest.map_structure(tf.convert_to_tensor, ranged(what, table, function, *arrays))
 
-    def in_graph(*arrays: Any) -> Any:
+    def in_graph(*arrays: Any) -> Tensor:
         try:
             return ranged(what, table, function, *arrays)
         except IndexError as error:  # TensorFlow makes it OutOfRange, which means the end of the data to Keras

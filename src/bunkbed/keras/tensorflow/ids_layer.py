@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import record  # has no public name
 
 from bunkbed.keras.base.rows_layer import RowsLayer
+from bunkbed.keras.base.types import Layer, LookupOptions, Tensor
 
 
-def is_recorded(value: Any) -> bool:
+def is_recorded(value: Tensor) -> bool:
     """Return whether an active tape watches a variable or tensor, or would watch a read of it."""
     value = getattr(value, "value", value) if isinstance(value, keras.Variable) else value
     return bool(record.should_record_backprop([tf.convert_to_tensor(value)]))
@@ -23,15 +22,15 @@ class IdsLayer(RowsLayer):
     A subclass sets the attributes of `RowsLayer`, and defines `_rows` and `_bags`.
     """
 
-    def _rows(self, ids: Any, options: Any) -> Any:
+    def _rows(self, ids: Tensor, options: LookupOptions) -> Tensor:
         """Return float32[..., output_dim] rows of int64[...] ids."""
         raise NotImplementedError
 
-    def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
+    def _bags(self, ids: Tensor, splits: Tensor, weights: Tensor, options: LookupOptions) -> Tensor:
         """Return float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] splits, float32[N] weights/None."""
         raise NotImplementedError
 
-    def _look_up(self, inputs: Any, weights: Any, options: Any) -> Any:
+    def _look_up(self, inputs: Tensor, weights: Tensor, options: LookupOptions) -> Tensor:
         """Return rows of ids of any kind, in the layer's compute dtype; `_rows` and `_bags` get `options`."""
         entry = self._get_call_context().entry_layer
         if self.combiner is not None:
@@ -47,13 +46,13 @@ class IdsLayer(RowsLayer):
             rows = self._rows(self._as_ids(inputs, entry), options)
         return tf.cast(rows, self.compute_dtype)
 
-    def _as_ids(self, ids: Any, entry: Any) -> Any:
+    def _as_ids(self, ids: Tensor, entry: Layer) -> Tensor:
         """Return int64 ids; raise TypeError if their dtype may have changed the caller's ids."""
         ids = tf.convert_to_tensor(ids)
         is_float = self._ids_are_float(ids.dtype.name, entry)
         return tf.cast(_whole(ids) if is_float else ids, tf.int64)
 
-    def _pooled(self, inputs: Any, weights: Any, entry: Any, options: Any) -> Any:
+    def _pooled(self, inputs: Tensor, weights: Tensor, entry: Layer, options: LookupOptions) -> Tensor:
         assert self.combiner is not None
         shape = None
         if isinstance(inputs, tf.SparseTensor):
@@ -97,7 +96,7 @@ class IdsLayer(RowsLayer):
         return pooled if shape is None else tf.ensure_shape(tf.reshape(pooled, shape), self._output(inputs.shape))
 
 
-def _whole(ids: Any) -> Any:
+def _whole(ids: Tensor) -> Tensor:
     """Return the float ids after asserting that they are whole numbers."""
     checked = tf.debugging.assert_equal(ids, tf.floor(ids), "Embedding: ids must be whole numbers")
     with tf.control_dependencies([] if checked is None else [checked]):

@@ -23,8 +23,11 @@ from bunkbed.errors import ReadOnlyError
 from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.base.rows_layer import RowsLayer
 from bunkbed.keras.base.stepping import SteppedVariable
+from bunkbed.keras.base.types import DType, Layer, LookupOptions, Shared, Tensor
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import ranged
+from bunkbed.torch.base.types import Context
 from bunkbed.torch.layer import id_array
 from bunkbed.torch.pending import require_one_process
 
@@ -51,18 +54,18 @@ def is_eager() -> bool:
     return True
 
 
-def as_scalar(value: Any) -> Any:
+def as_scalar(value: Tensor) -> Tensor:
     """Return `value`, whose shape is known already."""
     return value
 
 
-def is_recorded(value: Any) -> bool:
+def is_recorded(value: Tensor) -> bool:
     """Return whether autograd would compute a gradient of a variable or tensor."""
     value = value.value if isinstance(value, keras.Variable) else value
     return bool(torch.is_grad_enabled() and value.requires_grad)
 
 
-def call(what: str, table: str, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
+def call(what: str, table: str, function: Callable[..., Tensor], inputs: Sequence[Any], dtypes: DType) -> Tensor:
     """Return ``function(*inputs)``, called with NumPy arrays, as a tensor; `dtypes` is not used."""
     arrays = [keras.ops.convert_to_numpy(each) for each in inputs]
     return torch.as_tensor(ranged(what, table, function, *arrays))
@@ -76,11 +79,11 @@ class Token(SteppedVariable):
 
     strategy = None
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Shared, name: str) -> None:
         self._owner = weakref.ref(owner)
         super().__init__(name)
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Tensor) -> Tensor:
         """Take the optimizer's step: update the table with the row gradients that the token's gradient encodes."""
         owner = self._owner()
         if owner is None:
@@ -97,24 +100,24 @@ class EpochParameter(torch.nn.Parameter):  # type: ignore[misc]  # torch is unty
     They read a parameter by ``detach``, which commits the table, and set it by ``copy_``, which rewinds the table.
     """
 
-    _variable: weakref.ref[Any] | None = None
+    _variable: weakref.ref[keras.Variable] | None = None
 
     @classmethod
-    def of(cls, variable: Any) -> EpochParameter:
+    def of(cls, variable: keras.Variable) -> EpochParameter:
         """Return the parameter of a `KeptEpoch`."""
         made = cls(torch.zeros((), dtype=torch.int64, device="cpu"), requires_grad=False)
         made._variable = weakref.ref(variable)
         return made
 
-    def _alive(self) -> Any:
+    def _alive(self) -> keras.Variable:
         return None if self._variable is None else self._variable()
 
-    def detach(self) -> Any:
+    def detach(self) -> Tensor:
         """Commit the table, keep the epoch, and return its number, int64[]."""
         variable = self._alive()
         return torch.tensor(int(variable.saved())) if variable is not None else super().detach()
 
-    def copy_(self, src: Any, non_blocking: bool = False) -> Any:
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         """Rewind the table to the epoch whose number is `src`."""
         variable = self._alive()
         if variable is not None:
@@ -125,7 +128,7 @@ class EpochParameter(torch.nn.Parameter):  # type: ignore[misc]  # torch is unty
 # ---- Lookups
 
 
-def rows_of(shared: Any, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
+def rows_of(shared: Shared, ids: Tensor, *, train: bool, touch: bool, is_certain: bool) -> Tensor:
     """Return float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
     _require_eager(shared.name)
     table = shared.for_lookup()
@@ -136,14 +139,14 @@ def rows_of(shared: Any, ids: Any, *, train: bool, touch: bool, is_certain: bool
     return rows.to(shared.token.value.device)
 
 
-def _plain(table: Any, ids: IntArray, touch: bool) -> FloatArray:
+def _plain(table: Table, ids: IntArray, touch: bool) -> FloatArray:
     rows: FloatArray = table.lookup(ids, touch=touch)
     return rows
 
 
 class _Rows(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     @staticmethod
-    def forward(ctx: Any, token: Any, ids: Any, shared: Any, touch: bool, is_certain: bool) -> Any:
+    def forward(ctx: Context, token: Tensor, ids: Tensor, shared: Shared, touch: bool, is_certain: bool) -> Tensor:
         ctx.save_for_backward(ids)  # may be the caller's memory: torch detects a change before backward
         array, table = id_array(ids), shared.table
         batch = table.batch(array)
@@ -154,7 +157,7 @@ class _Rows(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped 
         return torch.from_numpy(rows.reshape(*array.shape, table.dim)).to(token.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         shared = _of_backward(ctx.shared)
         ids = id_array(ctx.saved_tensors[0]).reshape(-1)
         value = shared.pending.push(ctx.handle, ctx.order, ids, grad_array(grad, shared.dim))
@@ -162,17 +165,17 @@ class _Rows(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped 
 
 
 def bags_of(
-    shared: Any,
-    ids: Any,
-    splits: Any,
-    weights: Any,
+    shared: Shared,
+    ids: Tensor,
+    splits: Tensor,
+    weights: Tensor,
     combiner: str,
     *,
     skip_zero: bool,
     train: bool,
     touch: bool,
     is_certain: bool,
-) -> Any:
+) -> Tensor:
     """Return float32[B, dim] pooled rows of int64[N] ids, int64[B + 1] row splits and float32[N] weights or None."""
     _require_eager(shared.name)
     table = shared.for_lookup()
@@ -188,7 +191,7 @@ def bags_of(
 
 class _Bags(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     @staticmethod
-    def forward(ctx: Any, token: Any, bags: Bags, shared: Any, touch: bool, is_certain: bool) -> Any:
+    def forward(ctx: Context, token: Tensor, bags: Bags, shared: Shared, touch: bool, is_certain: bool) -> Tensor:
         pooled = bags.lookup(shared.table, touch=touch)
         ctx.bags, ctx.shared, ctx.order = bags, weakref.ref(shared), (0, shared.next_place())
         ctx.handle = shared.pending.began(shared.table.batch(bags.ids), 0, is_certain=is_certain)
@@ -196,26 +199,26 @@ class _Bags(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped 
         return torch.from_numpy(pooled).to(token.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         shared, bags = _of_backward(ctx.shared), ctx.bags
         grads = grad_array(grad, shared.dim)
         value = shared.pending.push(ctx.handle, ctx.order, bags.ids, grads, bags=bags.gradients())
         return torch.tensor(value, dtype=torch.float64, device=ctx.device), None, None, None, None
 
 
-def answer_with_error(shared: Any, rows: Any) -> Any:
+def answer_with_error(shared: Shared, rows: Tensor) -> Tensor:
     """Return `rows` that cannot be trained, although gradients are enabled: a backward through them raises an error."""
     return _Unanswerable.apply(shared.token.value, rows, shared)
 
 
 class _Unanswerable(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     @staticmethod
-    def forward(ctx: Any, token: Any, rows: Any, shared: Any) -> Any:
+    def forward(ctx: Context, token: Tensor, rows: Tensor, shared: Shared) -> Tensor:
         ctx.shared = weakref.ref(shared)
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         shared = _of_backward(ctx.shared)
         if shared.has_table and shared.table.mode == "r":
             raise ReadOnlyError(
@@ -229,7 +232,7 @@ class _Unanswerable(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         )
 
 
-def _of_backward(shared: weakref.ref[Any]) -> Any:
+def _of_backward(shared: weakref.ref[Shared]) -> Shared:
     found = shared()
     if found is None:
         raise RuntimeError("a backward reached a table whose layers are gone; keep the model until after backward")
@@ -241,7 +244,7 @@ def _of_backward(shared: weakref.ref[Any]) -> Any:
     return found
 
 
-def _require_zero(shared: Any) -> None:
+def _require_zero(shared: Shared) -> None:
     value = shared.token.value.item()
     if value != 0.0:
         raise RuntimeError(
@@ -265,17 +268,17 @@ def _require_eager(name: str) -> None:
 class IdsLayer(RowsLayer):
     """A layer from ids to rows, or to pooled rows with a combiner, of torch's tensors."""
 
-    _shared: Any
+    _shared: Shared
 
-    def _rows(self, ids: Any, options: Any) -> Any:
+    def _rows(self, ids: Tensor, options: LookupOptions) -> Tensor:
         """Return float32[..., output_dim] rows of int64[...] ids."""
         raise NotImplementedError
 
-    def _bags(self, ids: Any, splits: Any, weights: Any, options: Any) -> Any:
+    def _bags(self, ids: Tensor, splits: Tensor, weights: Tensor, options: LookupOptions) -> Tensor:
         """Return float32[B, output_dim] pooled rows of int64[N] ids, int64[B + 1] splits, float32[N] weights/None."""
         raise NotImplementedError
 
-    def _look_up(self, inputs: Any, weights: Any, options: Any) -> Any:
+    def _look_up(self, inputs: Tensor, weights: Tensor, options: LookupOptions) -> Tensor:
         """Return rows of ids, in the layer's compute dtype; `_rows` and `_bags` get `options`."""
         entry = self._get_call_context().entry_layer
         if weights is not None and self.combiner is None:
@@ -305,7 +308,7 @@ class IdsLayer(RowsLayer):
         pooled = self._bags(ids.reshape(-1), splits, weights, options)
         return keras.ops.cast(pooled.reshape(self._output(ids.shape)), self.compute_dtype)
 
-    def _as_ids(self, ids: Any, entry: Any) -> Any:
+    def _as_ids(self, ids: Tensor, entry: Layer) -> Tensor:
         """Return int64 ids; raise TypeError if their dtype may have changed the caller's ids."""
         if self._ids_are_float(str(ids.dtype).removeprefix("torch."), entry):
             bad = torch.nonzero(ids != torch.floor(ids))
@@ -316,7 +319,7 @@ class IdsLayer(RowsLayer):
 
     # ---- torch.nn.Module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor:
         if name == "embeddings":  # torch.nn.Module would hide the property's message
             return type(self).embeddings.fget(self)
         return super().__getattr__(name)

@@ -17,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from bunkbed.core.types import Json
 from bunkbed.files.run_files import is_sharded
+from bunkbed.keras.base.types import Strategy, Tensor
 from bunkbed.keras.workers.folders import folders_of_workers
 from bunkbed.keras.workers.messages import error_message, message, split_messages
 from bunkbed.table.opening import is_table
@@ -41,12 +43,12 @@ class Workers:
         strategy: the strategy of the workers.
     """
 
-    def __init__(self, strategy: Any, index: int, count: int, placement: Placement) -> None:
+    def __init__(self, strategy: Strategy, index: int, count: int, placement: Placement) -> None:
         self.strategy = strategy
         self.index = index
         self.count = count
         self.placement = placement
-        self._gather: Any = None
+        self._gather: Callable[[Tensor], Tensor] | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -72,7 +74,7 @@ class Workers:
                 "strategy.run(...), as model.predict does by itself, and on every worker as often"
             )
 
-    def all_gather(self, said: Any) -> Any:
+    def all_gather(self, said: Tensor) -> Tensor:
         """Send this worker's message; return int64[...] messages of all workers, one after another."""
         replica = tf.distribute.get_replica_context()
         said.set_shape([None])
@@ -122,13 +124,13 @@ class Workers:
             json.loads(each.ids.tobytes()) for each in split_messages(gathered, self.index, f"Embedding: {what}", 1)
         ]
 
-    def _gathered(self, mine: Any) -> Any:
+    def _gathered(self, mine: Tensor) -> Tensor:
         if self._gather is None:
             strategy = self.strategy
 
             @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])  # type: ignore[untyped-decorator]
-            def gather(said: Any) -> Any:
-                def each(said: Any) -> Any:
+            def gather(said: Tensor) -> Tensor:
+                def each(said: Tensor) -> Tensor:
                     return tf.distribute.get_replica_context().all_gather(tf.identity(said), 0)
 
                 return strategy.run(each, args=(said,))
@@ -144,7 +146,7 @@ class Workers:
         """Return the directory of this worker's part of the table at `path`."""
         return path / self.folder()
 
-    def parts(self, path: Path) -> dict[str, Any]:
+    def parts(self, path: Path) -> Json:
         """Return facts about the files at `path`, for `agree_on_parts`."""
         return {
             "has": self.place(path).is_dir(),
@@ -152,7 +154,7 @@ class Workers:
             "here": is_table(path) or is_sharded(path),
         }
 
-    def agree_on_parts(self, path: Path, said: list[dict[str, Any]]) -> None:
+    def agree_on_parts(self, path: Path, said: list[Json]) -> None:
         """Raise ValueError if the files at `path` are not a table of these workers, or lack a worker's part."""
         mine = [self.folder(index) for index in range(self.count)]
         for index, each in enumerate(said):
@@ -184,8 +186,8 @@ def workers_of(placement: str) -> Workers | None:
         ValueError: under this strategy each process would train a separate table.
     """
     strategy = tf.distribute.get_strategy()
-    resolver: Any = getattr(strategy, "cluster_resolver", None)
-    cluster: Any = None if resolver is None else resolver.cluster_spec()
+    resolver: Strategy = getattr(strategy, "cluster_resolver", None)
+    cluster: Strategy = None if resolver is None else resolver.cluster_spec()
     tasks = 1 if not cluster else max(1, sum(cluster.num_tasks(job) for job in cluster.jobs if job != "evaluator"))
     kind = type(strategy).__name__
     if tasks == 1 and not isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.ParameterServerStrategy)):

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.bags import Bags
+from bunkbed.keras.base.types import Tensor
 from bunkbed.keras.shared.lookups import answered, place_of, require_zero
 from bunkbed.keras.shared.table import alive
 from bunkbed.keras.tensorflow.callbacks import call
@@ -26,11 +27,11 @@ from bunkbed.keras.workers.table import WorkersTable
 from bunkbed.table.table import POOLINGS
 
 
-def rows_of_workers(shared: WorkersTable, ids: Any, *, train: bool, touch: bool, is_certain: bool) -> Any:
+def rows_of_workers(shared: WorkersTable, ids: Tensor, *, train: bool, touch: bool, is_certain: bool) -> Tensor:
     """Return float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
     this, dim = weakref.ref(shared), shared.dim
 
-    def push(handle: Any, ids: IntArray, grads: FloatArray, place: Any) -> np.float64:
+    def push(handle: Tensor, ids: IntArray, grads: FloatArray, place: Tensor) -> np.float64:
         found = alive(this)
         return np.float64(
             found.pending.push(int(handle), tuple(place.tolist()), ids.reshape(-1), grads.reshape(-1, dim))
@@ -52,16 +53,16 @@ def rows_of_workers(shared: WorkersTable, ids: Any, *, train: bool, touch: bool,
 
 def bags_of_workers(
     shared: WorkersTable,
-    ids: Any,
-    splits: Any,
-    weights: Any,
+    ids: Tensor,
+    splits: Tensor,
+    weights: Tensor,
     combiner: str,
     *,
     skip_zero: bool,
     train: bool,
     touch: bool,
     is_certain: bool,
-) -> Any:
+) -> Tensor:
     """Return float32[B, dim] pooled rows; see `bunkbed.keras.shared.lookups.bags_of`."""
     this, dim = weakref.ref(shared), shared.dim
     has_weights = weights is not None
@@ -80,7 +81,7 @@ def bags_of_workers(
         return pooled
 
     def push(
-        handle: Any, ids: IntArray, splits: IntArray, weights: FloatArray, grads: FloatArray, place: Any
+        handle: Tensor, ids: IntArray, splits: IntArray, weights: FloatArray, grads: FloatArray, place: Tensor
     ) -> np.float64:
         made = bags(ids, splits, weights)
         order = tuple(place.tolist())
@@ -98,7 +99,7 @@ def bags_of_workers(
 
 
 def _exchanged(
-    shared: WorkersTable, ids: Any, place: Any, *, train: bool, touch: bool, is_certain: bool
+    shared: WorkersTable, ids: Tensor, place: Tensor, *, train: bool, touch: bool, is_certain: bool
 ) -> tuple[Any, Any]:
     """Return float32[N, dim] rows of int64[N] ids, from all workers, and the lookup's handle (0 without `train`)."""
     workers = shared.workers
@@ -106,7 +107,7 @@ def _exchanged(
     this, index, dim = weakref.ref(shared), workers.index, shared.dim
     token = tf.stop_gradient(shared.token.value) if train else tf.zeros([], tf.float64)
 
-    def ask(ids: IntArray, place: Any, token: Any) -> tuple[IntArray, np.int64]:
+    def ask(ids: IntArray, place: Tensor, token: Tensor) -> tuple[IntArray, np.int64]:
         try:
             found = alive(this)
             require_zero(found, token)

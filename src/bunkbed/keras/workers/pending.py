@@ -12,6 +12,8 @@ from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.pending import Pending, StepRule
 from bunkbed.keras.workers.group import Workers
 from bunkbed.keras.workers.messages import Body, FloatArray, IntArray
+from bunkbed.table.core import Batch
+from bunkbed.table.table import Table
 
 
 class WorkersPending(Pending):
@@ -22,7 +24,7 @@ class WorkersPending(Pending):
     With shards, each worker then writes only its own rows, and also counts the step.
     """
 
-    def __init__(self, table: Any, workers: Workers) -> None:
+    def __init__(self, table: Table, workers: Workers) -> None:
         super().__init__(table)
         self._workers = workers
         self._offered: tuple[list[Any], int] = ([], 0)
@@ -69,7 +71,7 @@ class WorkersPending(Pending):
             super().drop()
             self._offered = ([], 0)
 
-    def _write(self, batch: Any, sums: FloatArray, lr: float | None) -> None:
+    def _write(self, batch: Batch, sums: FloatArray, lr: float | None) -> None:
         if not self._workers.is_sharded:
             super()._write(batch, sums, lr)
             return

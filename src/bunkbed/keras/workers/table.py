@@ -49,12 +49,15 @@ from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bunkbed.adapters.references import Reference
+from bunkbed.core.arguments import Floats
 from bunkbed.core.optim import Optimizer
+from bunkbed.core.types import Json
 from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.optimizers import is_update
+from bunkbed.keras.base.types import KerasOptimizer, Tensor
 from bunkbed.keras.shared.table import SharedTable, TableArguments, alive, shared_of
 from bunkbed.keras.tensorflow.callbacks import call
 from bunkbed.keras.workers.group import Workers
@@ -76,7 +79,7 @@ class WorkersTable(SharedTable):
 
     workers: Workers
 
-    def __init__(self, arguments: TableArguments, table: Any, *, is_explicit: bool, workers: Workers) -> None:
+    def __init__(self, arguments: TableArguments, table: Table, *, is_explicit: bool, workers: Workers) -> None:
         self.workers = workers
         self.pooling = BagPooling("table")
         super().__init__(arguments, table, is_explicit=is_explicit)
@@ -99,16 +102,16 @@ class WorkersTable(SharedTable):
         assert isinstance(found, WorkersPending)
         return found
 
-    def _start(self, table: Any) -> None:
+    def _start(self, table: Table) -> None:
         if self.is_divided and type(table) is Table:
             table.__class__ = _Shard
             cast("_Shard", table)._workers = self.workers
         super()._start(table)
 
-    def _new_pending(self, table: Any) -> WorkersPending:
+    def _new_pending(self, table: Table) -> WorkersPending:
         return WorkersPending(table, self.workers)
 
-    def _set_rows(self, table: Any, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+    def _set_rows(self, table: Table, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
         if self.is_divided and table is self._table:
             own = shards_of(ids, self.workers.count) == self.workers.index
             ids, rows = ids[own], rows[own]
@@ -125,9 +128,9 @@ class WorkersTable(SharedTable):
     @property
     def step_now(self) -> int:
         """The table's step; 0 while the table is not made."""
-        return int(self._table.step) if self.has_table else 0
+        return self.table.step if self.has_table else 0
 
-    def settle(self, gradients: Any, optimizer: Any, scaling: Any) -> Any:
+    def settle(self, gradients: Tensor, optimizer: KerasOptimizer, scaling: KerasOptimizer) -> Tensor:
         """Make the ops of an optimizer's step, in which every worker takes part; see `SharedTable.settle`."""
         self.workers.require_replica("a step")
         if scaling is not None:
@@ -139,7 +142,7 @@ class WorkersTable(SharedTable):
         rule, definition, rate, unscale, follows = self._what_steps(optimizer, scaling)
         this, whose = weakref.ref(self), 0 if optimizer is None else id(optimizer)
 
-        def offer(gradients: Any, rate: Any, unscale: Any, is_update: Any) -> Any:
+        def offer(gradients: Tensor, rate: Tensor, unscale: Tensor, is_update: Tensor) -> Tensor:
             try:
                 shared = alive(this)
                 table = shared.table
@@ -153,7 +156,7 @@ class WorkersTable(SharedTable):
             except Exception as error:  # the other workers wait for this worker's message
                 return error_message(error)
 
-        def conclude(gathered: Any, rate: Any, is_update: Any) -> Any:
+        def conclude(gathered: Tensor, rate: Tensor, is_update: Tensor) -> Tensor:
             shared = alive(this)
             table = shared.table
             offered = split_messages(gathered, shared.workers.index, shared.label, table.dim)
@@ -182,7 +185,7 @@ class WorkersTable(SharedTable):
         if in_process:
             return super().save(in_process=True)
 
-        def commit() -> Any:
+        def commit() -> Json | None:
             reference = self._keep_epoch(None, drop=False)
             return None if reference is None else reference.fields()
 
@@ -208,7 +211,7 @@ class _Shard(Table):
 
     _workers: Workers
 
-    def _require_own(self, ids: Any) -> None:
+    def _require_own(self, ids: ArrayLike) -> None:
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.size == 0:
             return  # the call itself checks them
@@ -223,27 +226,27 @@ class _Shard(Table):
                 "inside strategy.run(...)"
             )
 
-    def lookup(self, ids: Any, **arguments: Any) -> Any:
+    def lookup(self, ids: ArrayLike, **arguments: Any) -> Floats:
         """See `bunkbed.Table.lookup`. ValueError: another worker's id."""
         self._require_own(ids)
         return super().lookup(ids, **arguments)
 
-    def lookup_bags(self, ids: Any, offsets: Any, **arguments: Any) -> Any:
+    def lookup_bags(self, ids: ArrayLike, offsets: ArrayLike, **arguments: Any) -> Floats:
         """See `bunkbed.Table.lookup_bags`. ValueError: another worker's id."""
         self._require_own(ids)
         return super().lookup_bags(ids, offsets, **arguments)
 
-    def get(self, ids: Any, slot: str = "weight") -> Any:
+    def get(self, ids: ArrayLike, slot: str = "weight") -> Floats:
         """See `bunkbed.Table.get`. ValueError: another worker's id."""
         self._require_own(ids)
         return super().get(ids, slot)
 
-    def set(self, ids: Any, values: Any, slot: str = "weight") -> None:
+    def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
         """See `bunkbed.Table.set`. ValueError: another worker's id."""
         self._require_own(ids)
         super().set(ids, values, slot)
 
-    def update(self, ids: Any, grads: Any, **arguments: Any) -> None:
+    def update(self, ids: ArrayLike, grads: ArrayLike, **arguments: Any) -> None:
         """See `bunkbed.Table.update`. ValueError: another worker's id."""
         self._require_own(ids)
         super().update(ids, grads, **arguments)

@@ -7,9 +7,9 @@ a multiple of 256 bytes, so that its shape stays the same.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from bunkbed.adapters.references import Reference, References
 
@@ -19,13 +19,13 @@ KEY = "table"
 PREFIX = "state_dict-"
 
 
-def save(references: References) -> Any:
+def save(references: References) -> Tensor:
     """Commit the table if it changed, and return the reference, uint8[n]."""
     text = json.dumps(references.save().fields()).encode()
     return torch.tensor(list(text.ljust(-len(text) // 256 * -256)), dtype=torch.uint8, device="cpu")
 
 
-def load(references: References, stored: Any) -> str | None:
+def load(references: References, stored: Tensor) -> str | None:
     """Rewind the table to the epoch of the reference; return the reason if that is impossible, else None."""
     try:
         fields = json.loads(bytes(stored.to("cpu", torch.uint8).tolist()))

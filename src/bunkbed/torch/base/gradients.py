@@ -7,13 +7,17 @@ keeps gradients in RAM, where the core sums and steps them; a device cache has i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bunkbed import _native
+from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.table.table import Table
+from bunkbed.torch.base.types import RowsBatch
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -26,12 +30,12 @@ class Part:
     order: int
     task: int  # the backward call that made it
     ids: IntArray  # int64[N]
-    grads: Any  # float32[N, dim] of a `Rows`; may be autograd's own buffer, so never written to
+    grads: Tensor  # float32[N, dim] of a `Rows`; may be autograd's own buffer, so never written to
     scale: float = 1.0  # a factor that `grads` do not contain yet
-    batch: Any = None  # the deduplicated ids, if the lookup made them
-    bags: Any = None  # if `grads` are those of bags, float32[B, dim]: converts them to gradients of ids
+    batch: RowsBatch = None  # the deduplicated ids, if the lookup made them
+    bags: BagGradients | None = None  # if `grads` are those of bags, float32[B, dim]: converts them to gradients of ids
 
-    def scaled(self) -> Any:
+    def scaled(self) -> Tensor:
         """Return the gradients with `scale` applied, float32[N, dim]."""
         grads = self.grads if self.bags is None else self.bags.spread(self.grads)
         return grads if self.scale == 1.0 else grads * np.float32(self.scale)
@@ -40,35 +44,35 @@ class Part:
 class Rows(Protocol):
     """Storage of gradients for `Pending`. A batch is deduplicated ids; sums are float32[U, dim] in its order."""
 
-    def grads(self, grad: Any) -> Any:
+    def grads(self, grad: Tensor) -> Tensor:
         """Return a gradient of any dtype, device and shape as float32[N, dim] in C order; a view if possible."""
 
-    def select(self, grads: Any, kept: NDArray[np.bool_]) -> Any:
+    def select(self, grads: Tensor, kept: NDArray[np.bool_]) -> Tensor:
         """Return the rows of float32[N, dim] `grads` where bool[N] `kept` is true."""
 
-    def unique(self, batch: Any) -> IntArray:
+    def unique(self, batch: RowsBatch) -> IntArray:
         """Return int64[U], each id of the batch once."""
 
-    def sum(self, parts: list[Part]) -> tuple[Any, Any, float]:
+    def sum(self, parts: list[Part]) -> tuple[RowsBatch, Tensor, float]:
         """Return the batch of all parts, the sums of equal ids, added in order, and the norm of the sums."""
 
-    def scale(self, sums: Any, ratio: float) -> bool:
+    def scale(self, sums: Tensor, ratio: float) -> bool:
         """Multiply the sums in place; return whether all are finite afterwards."""
 
-    def first_bad(self, sums: Any) -> tuple[int, int, float]:
+    def first_bad(self, sums: Tensor) -> tuple[int, int, float]:
         """Return row, column and value of the first element that is not finite."""
 
-    def step(self, batch: Any, sums: Any, *, lr: float, step: int | None) -> None:
+    def step(self, batch: RowsBatch, sums: Tensor, *, lr: float, step: int | None) -> None:
         """Take one step of the table, with finite sums."""
 
 
 class HostRows:
     """Gradients in RAM, summed and stepped by the core. Owns nothing."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Table) -> None:
         self._table = table
 
-    def grads(self, grad: Any) -> FloatArray:
+    def grads(self, grad: Tensor) -> FloatArray:
         """See `Rows`."""
         return grad_array(grad, self._table.dim)
 
@@ -76,12 +80,12 @@ class HostRows:
         """See `Rows`."""
         return grads[kept]
 
-    def unique(self, batch: Any) -> IntArray:
+    def unique(self, batch: RowsBatch) -> IntArray:
         """See `Rows`."""
         ids: IntArray = batch.unique()
         return ids
 
-    def sum(self, parts: list[Part]) -> tuple[Any, FloatArray, float]:
+    def sum(self, parts: list[Part]) -> tuple[RowsBatch, FloatArray, float]:
         """See `Rows`."""
         if len(parts) == 1:
             part = parts[0]
@@ -104,12 +108,12 @@ class HostRows:
         row, column = np.argwhere(~np.isfinite(sums))[0].tolist()
         return row, column, float(sums[row, column])
 
-    def step(self, batch: Any, sums: FloatArray, *, lr: float, step: int | None) -> None:
+    def step(self, batch: RowsBatch, sums: FloatArray, *, lr: float, step: int | None) -> None:
         """See `Rows`."""
         self._table.update_batch(batch, sums, lr=lr, step=step)
 
 
-def grad_array(grad: Any, dim: int) -> FloatArray:
+def grad_array(grad: Tensor, dim: int) -> FloatArray:
     """Return a gradient of any dtype, device and leading shape as float32[N, dim] in C order; a view if possible."""
     grad = grad.reshape(-1, dim)
     if grad.dtype is not torch.float32 or not grad.is_cpu:

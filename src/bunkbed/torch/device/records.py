@@ -6,9 +6,8 @@ knows which row is in which frame (`_native.DeviceMap`); methods take frames as 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from bunkbed.core import optim
 from bunkbed.torch.device.base import capabilities
@@ -61,15 +60,15 @@ class DeviceRecords:
         """Bytes of device memory."""
         return int(self._raw.nbytes)
 
-    def read(self, frames: Any) -> Any:
+    def read(self, frames: Tensor) -> Tensor:
         """Return whole records, int32[n, words]."""
         return chooser.run(Gather(self.words, self.words, torch.int32), self._raw, frames)
 
-    def write(self, frames: Any, records: Any) -> None:
+    def write(self, frames: Tensor, records: Tensor) -> None:
         """Write whole records, int32[n, words], into distinct frames."""
         chooser.run(Scatter(self.words), self._raw, frames, records)
 
-    def weights(self, frames: Any) -> Any:
+    def weights(self, frames: Tensor) -> Tensor:
         """Return float32[n, dim] weights, widened exactly; frames may repeat."""
         view = self._views[0]
         if self._dtypes[0] == "float32":
@@ -80,13 +79,13 @@ class DeviceRecords:
         self,
         optimizer: optim.Optimizer,
         constants: StepConstants,
-        frames: Any,
-        grads: Any,
+        frames: Tensor,
+        grads: Tensor,
         *,
         seed: int,
-        ids: Any,
+        ids: Tensor,
         number: int,
-    ) -> Any:
+    ) -> Tensor:
         """Return the records of distinct frames after one optimizer step, for `store`; this changes no frame.
 
         Args:
@@ -111,7 +110,7 @@ class DeviceRecords:
             new.append(values)
         return new
 
-    def store(self, frames: Any, new: Any) -> None:
+    def store(self, frames: Tensor, new: Tensor) -> None:
         """Write the result of `stepped` into the same frames: whole records, or field by field."""
         if isinstance(new, torch.Tensor):
             self.write(frames, new)

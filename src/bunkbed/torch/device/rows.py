@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import IntArray, Part
 from bunkbed.torch.device.base.batches import DeviceBatch
 from bunkbed.torch.device.base.link import Link
@@ -23,13 +25,13 @@ class DeviceRows:
         anchor: returns the tensor whose device the cache uses; called at every lookup, as ``model.to()`` may move it.
     """
 
-    def __init__(self, table: Any, anchor: Any) -> None:
+    def __init__(self, table: Table, anchor: Callable[[], Tensor]) -> None:
         self.table = table
         self.link = Link(torch.device("cpu"))
         #: What `lookahead` prefetched for the current batch: (ids, batch) of each lookup, oldest first.
         self.present: list[tuple[IntArray, DeviceBatch]] = []
         self.stall_s = 0.0  # time the loop waited for plans of coming batches and for their placement
-        self.delay: Any = None  # of the link; for tests
+        self.delay: Callable[[str], None] | None = None  # of the link; for tests
         self._anchor = anchor
 
     def deduped(self, ids: IntArray) -> DeviceBatch:
@@ -45,7 +47,7 @@ class DeviceRows:
                 return batch
         return self.deduped(ids)
 
-    def pooled(self, batch: DeviceBatch, rows: Any, bags: BagGradients) -> Any:
+    def pooled(self, batch: DeviceBatch, rows: Tensor, bags: BagGradients) -> Tensor:
         """Pool float32[U, dim] rows of a batch in batch order; return float32[B, dim]."""
         weights = None if bags.weights is None else self.link.up(bags.weights)
         bounds = np.append(bags.offsets, bags.ids.size)
@@ -57,11 +59,11 @@ class DeviceRows:
 
     # ---- `Rows`
 
-    def grads(self, grad: Any) -> Any:
+    def grads(self, grad: Tensor) -> Tensor:
         """See `Rows`."""
         return grad.reshape(-1, self.table.dim).to(self.link.device, torch.float32).contiguous()
 
-    def select(self, grads: Any, kept: Any) -> Any:
+    def select(self, grads: Tensor, kept: Tensor) -> Tensor:
         """See `Rows`."""
         return grads.index_select(0, self.link.up(np.flatnonzero(kept)))
 
@@ -69,7 +71,7 @@ class DeviceRows:
         """See `Rows`."""
         return batch.unique()
 
-    def sum(self, parts: list[Part]) -> tuple[DeviceBatch, Any, float]:
+    def sum(self, parts: list[Part]) -> tuple[DeviceBatch, Tensor, float]:
         """See `Rows`."""
         for part in parts:
             part.grads = part.grads.to(self.link.device)  # the model may have moved since
@@ -85,16 +87,16 @@ class DeviceRows:
             sums = sum_rows(batch, torch.cat([self._spread(part) for part in parts]))
         return batch, sums, norm(sums)
 
-    def _spread(self, part: Part) -> Any:
+    def _spread(self, part: Part) -> Tensor:
         grads = part.grads if part.bags is None else spread_bags(part.bags, part.grads, self.link)
         return grads if part.scale == 1.0 else grads * float(np.float32(part.scale))
 
-    def scale(self, sums: Any, ratio: float) -> bool:
+    def scale(self, sums: Tensor, ratio: float) -> bool:
         """See `Rows`."""
         sums *= float(np.float32(ratio))
         return bool(torch.isfinite(sums).all())
 
-    def first_bad(self, sums: Any) -> tuple[int, int, float]:
+    def first_bad(self, sums: Tensor) -> tuple[int, int, float]:
         """See `Rows`."""
         row, column = (~torch.isfinite(sums)).nonzero()[0].tolist()
         return row, column, float(sums[row, column])

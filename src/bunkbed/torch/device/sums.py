@@ -7,10 +7,9 @@ between runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed.adapters.bag_gradients import BagGradients
 from bunkbed.torch.base.gradients import IntArray
@@ -21,13 +20,13 @@ from bunkbed.torch.device.kernels.choice import chooser
 from bunkbed.torch.device.kernels.operations import SumPieces
 
 
-def sum_rows(batch: DeviceBatch, grads: Any) -> Any:
+def sum_rows(batch: DeviceBatch, grads: Tensor) -> Tensor:
     """Sum float32[N, dim] gradients of the ids of a batch to float32[U, dim] of its rows."""
     order, starts = batch.segments()
     return _sum_segments(order, starts, grads, batch, None)
 
 
-def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Any, link: Link) -> Any:
+def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Tensor, link: Link) -> Tensor:
     """Sum float32[B, dim] gradients of bags to float32[U, dim] of their rows, without a gradient for every id."""
     lengths = np.diff(bags.offsets, append=bags.ids.size)
     order = batch.batch.order()
@@ -40,7 +39,7 @@ def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Any, link: Link) -> 
     return _sum_segments(link.up(bag_of), starts, grads, batch, weights)
 
 
-def spread_bags(bags: BagGradients, grads: Any, link: Link) -> Any:
+def spread_bags(bags: BagGradients, grads: Tensor, link: Link) -> Tensor:
     """Convert float32[B, dim] gradients of bags to float32[N, dim] of their ids."""
     lengths = np.diff(bags.offsets, append=bags.ids.size)
     if bags.is_mean:
@@ -50,7 +49,7 @@ def spread_bags(bags: BagGradients, grads: Any, link: Link) -> Any:
     return rows if bags.weights is None else rows * link.up(bags.weights)[:, None]
 
 
-def norm(sums: Any) -> float:
+def norm(sums: Tensor) -> float:
     """Return the 2-norm of float32[U, dim] to 1e-6 or better; it is not finite if an element is not finite."""
     if capabilities.of(sums.device).has_float64:
         return float(torch.linalg.vector_norm(sums, dtype=torch.float64))
@@ -71,7 +70,7 @@ def norm(sums: Any) -> float:
     return float(np.sqrt(np.sum(rows * scale * scale)))
 
 
-def add_segments(places: Any, rows: Any, starts: Any, bounds: IntArray, weights: Any, link: Link) -> Any:
+def add_segments(places: Tensor, rows: Tensor, starts: Tensor, bounds: IntArray, weights: Tensor, link: Link) -> Tensor:
     """Sum segments of rows, each in an order that depends only on the segment.
 
     Args:
@@ -93,7 +92,7 @@ def add_segments(places: Any, rows: Any, starts: Any, bounds: IntArray, weights:
     return _add_pairs(values, bounds, link)
 
 
-def _add_pairs(values: Any, bounds: IntArray, link: Link) -> Any:
+def _add_pairs(values: Tensor, bounds: IntArray, link: Link) -> Tensor:
     """`add_segments` of consecutive float32[N, dim], overwritten: adds neighbours, then pairs, then pairs of pairs.
 
     Each round gathers both sides and copies the sums to distinct places.
@@ -118,7 +117,7 @@ def _add_pairs(values: Any, bounds: IntArray, link: Link) -> Any:
     return sums.index_copy_(0, link.up(full), found)
 
 
-def _sum_segments(places: Any, starts: Any, grads: Any, batch: DeviceBatch, weights: Any) -> Any:
+def _sum_segments(places: Tensor, starts: Tensor, grads: Tensor, batch: DeviceBatch, weights: Tensor) -> Tensor:
     if not len(batch):
         return grads.new_empty((0, grads.shape[1]))
     device = capabilities.of(grads.device)

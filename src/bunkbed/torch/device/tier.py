@@ -30,14 +30,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed import _native
 from bunkbed.core.budget import Budget, format_bytes, parse_bytes
 from bunkbed.errors import BunkbedError
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.base.batches import FramedBatch
@@ -52,7 +54,7 @@ _CHUNK_BYTES = 64 << 20
 _MAP_BYTES = 72
 
 
-def _size(table: Any, size: int | str) -> int:
+def _size(table: Table, size: int | str) -> int:
     """Return ``parse_bytes(size)``; its errors name the table."""
     try:
         return parse_bytes(size)
@@ -76,14 +78,14 @@ class DeviceTier(DeviceRows):
         MemoryError: not one record fits. TypeError, ValueError: `size` is not a size.
     """
 
-    def __init__(self, table: Any, size: int | str | Budget, anchor: Any) -> None:
+    def __init__(self, table: Table, size: int | str | Budget, anchor: Callable[[], Tensor]) -> None:
         self._records: DeviceRecords | None = None  # first: `__del__` reads it even if `__init__` fails
         super().__init__(table, anchor)
         self._budget = size if isinstance(size, Budget) else None
         self._bytes = 0 if isinstance(size, Budget) else _size(table, size)
         self._lock = threading.RLock()
         self._frames_lock = threading.RLock()
-        self._map: Any = None
+        self._map: _native.DeviceMap | None = None
         self._placed: weakref.WeakSet[FramedBatch] = weakref.WeakSet()
         self._reserved = 0  # bytes of the table's RAM that the map takes
         self._lost = ""  # why rows on the device are lost; empty if none is
@@ -125,7 +127,7 @@ class DeviceTier(DeviceRows):
 
     # ---- lookups
 
-    def lookup(self, ids: IntArray) -> tuple[Any, FramedBatch]:
+    def lookup(self, ids: IntArray) -> tuple[Tensor, FramedBatch]:
         """Return float32[N, dim] rows of int64[N] ids on the device, and their batch, in frames.
 
         Raises:
@@ -135,7 +137,7 @@ class DeviceTier(DeviceRows):
         batch = self._framed(ids)
         return self._read(batch, lambda records: records.weights(batch.positions)), batch
 
-    def lookup_rows(self, ids: IntArray) -> tuple[Any, FramedBatch]:
+    def lookup_rows(self, ids: IntArray) -> tuple[Tensor, FramedBatch]:
         """Look each row up once: float32[U, dim] in the order of the batch."""
         batch = self._framed(ids)
         return self._read(batch, lambda records: records.weights(batch.frames)), batch
@@ -145,7 +147,7 @@ class DeviceTier(DeviceRows):
         assert isinstance(batch, FramedBatch)
         return batch
 
-    def _read(self, batch: FramedBatch, gather: Callable[[DeviceRecords], Any]) -> Any:
+    def _read(self, batch: FramedBatch, gather: Callable[[DeviceRecords], Tensor]) -> Tensor:
         """Return ``gather(records)``, called while the rows of `batch` have their frames."""
         while True:
             if not batch.is_here:
@@ -159,18 +161,22 @@ class DeviceTier(DeviceRows):
                     self.link.used()
                     return values
 
+    def _require_map(self) -> _native.DeviceMap:
+        assert self._map is not None, "`_start` makes it"
+        return self._map
+
     def _require_records(self) -> DeviceRecords:
         assert self._records is not None
         return self._records
 
-    def evaluate(self, batch: FramedBatch) -> Any:
+    def evaluate(self, batch: FramedBatch) -> Tensor:
         """Return float32[U, dim] rows of a batch on the device, without loading any into the cache."""
         unique = batch.unique()
         with self._lock:
             self._start()
             records = self._require_records()
             self.link.wait_for_all()  # also for rows that are prefetched
-            frames = self._map.find(unique)
+            frames = self._require_map().find(unique)
             is_here = frames >= 0
             elsewhere = unique[~is_here]
             rows = _native.empty_rows(elsewhere.size, self.table.dim)
@@ -185,7 +191,7 @@ class DeviceTier(DeviceRows):
 
     def deduped(self, ids: IntArray) -> FramedBatch:
         """Return the batch of int64[N] ids, checked and deduplicated, without frames."""
-        return FramedBatch(self.table.batch(ids), ids.size, self)
+        return FramedBatch(cast("_native.Batch", self.table.batch(ids)), ids.size, self)
 
     # ---- frames
 
@@ -288,7 +294,7 @@ class DeviceTier(DeviceRows):
 
     def _try_place(self, batch: FramedBatch, number: int) -> bool:
         # A plan that is deleted before `done` is undone, also if an interrupt comes before the next line.
-        plan = self._map.plan(batch.batch, number)
+        plan = self._require_map().plan(batch.batch, number)
         try:
             if plan is None:
                 return False
@@ -301,13 +307,14 @@ class DeviceTier(DeviceRows):
                 batch.ready = self.link.ready()
             plan.done()
         except BaseException:
-            plan.undo()  # at once, as the traceback keeps the plan alive
+            if plan is not None:
+                plan.undo()  # at once, as the traceback keeps the plan alive
             raise
         batch.plan = plan
         self._placed.add(batch)
         return True
 
-    def _carry_out(self, plan: Any) -> None:
+    def _carry_out(self, plan: _native.DevicePlan) -> None:
         records, link, native = self._require_records(), self.link, self.table._native
         loads = plan.load_ids
         if loads.size:
@@ -324,7 +331,7 @@ class DeviceTier(DeviceRows):
 
     # ---- steps
 
-    def step(self, batch: FramedBatch, sums: Any, *, lr: float, step: int | None) -> None:
+    def step(self, batch: FramedBatch, sums: Tensor, *, lr: float, step: int | None) -> None:
         """See `Rows`. Place a batch that lost its frames; step a batch with more rows than frames in pieces."""
         number = self.table.step + 1 if step is None else step
         while True:
@@ -341,7 +348,7 @@ class DeviceTier(DeviceRows):
                     break
         batch.let_go()  # a second step with the same gradients is rare, and places the batch again
 
-    def _step_in_pieces(self, batch: FramedBatch, sums: Any, lr: float, number: int) -> None:
+    def _step_in_pieces(self, batch: FramedBatch, sums: Tensor, lr: float, number: int) -> None:
         unique, frames = batch.unique(), self._require_records().frames
         is_counted = False
         try:
@@ -361,7 +368,7 @@ class DeviceTier(DeviceRows):
                 self._lost = f"a step larger than its device cache failed half-way ({error})"
             raise
 
-    def _stepped(self, batch: FramedBatch, sums: Any, lr: float, number: int) -> Any:
+    def _stepped(self, batch: FramedBatch, sums: Tensor, lr: float, number: int) -> Tensor:
         records, optimizer = self._require_records(), self.table.optimizer
         self.link.wait(batch.ready, batch.frames)
         ids = self.link.up(batch.unique()) if records.is_narrow else None
@@ -375,7 +382,7 @@ class DeviceTier(DeviceRows):
             number=number,
         )
 
-    def _take_step(self, batch: FramedBatch, new: Any, lr: float, number: int) -> None:
+    def _take_step(self, batch: FramedBatch, new: Tensor, lr: float, number: int) -> None:
         """Count the step and store its result; an interrupt in between does not prevent the store."""
         native, nothing = self.table._native, np.empty((0, self.table.dim), np.float32)
         steps = native.stats()["updates"]
@@ -390,7 +397,8 @@ class DeviceTier(DeviceRows):
                     self._lost = f"a step was interrupted half-way ({error!r})"
             raise
 
-    def _store(self, batch: FramedBatch, new: Any) -> None:
+    def _store(self, batch: FramedBatch, new: Tensor) -> None:
+        assert batch.plan is not None
         batch.plan.mark_dirty()
         self._require_records().store(batch.frames, new)
         self.link.used()
@@ -422,7 +430,7 @@ class DeviceTier(DeviceRows):
             if self._records is None:
                 return
             self._require_usable()
-            ids, frames = self._map.dirty()
+            ids, frames = self._require_map().dirty()
             chunk, begin = max(1, _CHUNK_BYTES // (self._records.words * 4)), 0
             while begin < ids.size:
                 part = frames[begin : begin + chunk]
@@ -446,7 +454,7 @@ class DeviceTier(DeviceRows):
                     )
                     self._require_usable()
                 self.table._native.scatter_records(ids[begin : begin + chunk], records.numpy().view(np.uint8))
-                self._map.mark_clean(part)
+                self._require_map().mark_clean(part)
                 begin += part.size
 
     def _leave_frames(self) -> None:
@@ -454,7 +462,7 @@ class DeviceTier(DeviceRows):
         if self._records is not None:
             self.write_back()
             self._let_all_go()
-            self._map.forget_all()
+            self._require_map().forget_all()
 
     def _let_all_go(self) -> None:
         for batch in list(self._placed):

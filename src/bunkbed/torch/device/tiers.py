@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+
+from torch import Tensor
 
 from bunkbed import _native
 from bunkbed.core.budget import Budget
+from bunkbed.table.table import Table
 from bunkbed.torch.device.tier import DeviceTier
 from bunkbed.torch.device.transfer import TransferTier
 
 Tier = DeviceTier | TransferTier
 
 
-def make_tier(table: Any, size: int | str | Budget, anchor: Any) -> Tier:
+def make_tier(table: Table, size: int | str | Budget, anchor: Callable[[], Tensor]) -> Tier:
     """Return a device cache of `size` bytes; for 0, rows stay in RAM and each batch copies its rows to the device.
 
     Raises:

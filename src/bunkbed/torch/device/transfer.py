@@ -14,13 +14,15 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed import _native
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.base.batches import SentBatch
 from bunkbed.torch.device.base.link import Link
@@ -40,22 +42,22 @@ class TransferTier(DeviceRows):
         table, anchor: see `DeviceRows`.
     """
 
-    def __init__(self, table: Any, anchor: Any) -> None:
+    def __init__(self, table: Table, anchor: Callable[[], Tensor]) -> None:
         super().__init__(table, anchor)
         self._lock = threading.RLock()  # guards the three below
         self._steps = 0
-        self._changed: deque[tuple[int, Any]] = deque(maxlen=_REMEMBERED)  # (number of the step, its batch)
+        self._changed: deque[tuple[int, _native.Batch]] = deque(maxlen=_REMEMBERED)  # (number of the step, its batch)
         self._forgotten = 0  # copies as of a step up to this one are invalid
         table._above = weakref.ref(self)
 
     # ---- lookups
 
-    def lookup(self, ids: IntArray) -> tuple[Any, SentBatch]:
+    def lookup(self, ids: IntArray) -> tuple[Tensor, SentBatch]:
         """Return float32[N, dim] rows of int64[N] ids on the device, and their batch."""
         rows, batch = self.lookup_rows(ids)
         return rows.index_select(0, batch.inverse()), batch
 
-    def lookup_rows(self, ids: IntArray) -> tuple[Any, SentBatch]:
+    def lookup_rows(self, ids: IntArray) -> tuple[Tensor, SentBatch]:
         """Look each row up once: float32[U, dim] in the order of the batch."""
         batch = self._batch(ids)
         assert isinstance(batch, SentBatch)
@@ -65,19 +67,19 @@ class TransferTier(DeviceRows):
         batch.let_go()
         return rows, batch
 
-    def evaluate(self, batch: SentBatch) -> Any:
+    def evaluate(self, batch: SentBatch) -> Tensor:
         """Return float32[U, dim] rows of a batch on the device; the cache in RAM stays as it is."""
         return self._send(batch.unique(), touch=False)
 
     def deduped(self, ids: IntArray) -> SentBatch:
         """See `DeviceRows`."""
-        batch = self.table.batch(ids)
+        batch = cast("_native.Batch", self.table.batch(ids))
         device = self._anchor().device
         if self.link.device != device:
             self.link = Link(device, self.delay)
         return SentBatch(batch, ids.size, self)
 
-    def _send(self, ids: IntArray, *, touch: bool) -> Any:
+    def _send(self, ids: IntArray, *, touch: bool) -> Tensor:
         native, dtype, shape = self.table._native, self.table.dtype, (ids.size, self.table.dim)
         rows = _native.empty_rows(*shape)
         native.lookup(ids, touch, rows)
@@ -137,7 +139,7 @@ class TransferTier(DeviceRows):
 
     # ---- steps
 
-    def step(self, batch: SentBatch, sums: Any, *, lr: float, step: int | None) -> None:
+    def step(self, batch: SentBatch, sums: Tensor, *, lr: float, step: int | None) -> None:
         """See `bunkbed.torch.base.gradients.Rows`."""
         values = np.ascontiguousarray(self.link.down(sums).numpy())
         with self._lock:

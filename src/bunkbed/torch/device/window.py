@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from bunkbed import _native
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.base.types import RowsBatch
 from bunkbed.torch.device.tiers import Tier
 from bunkbed.window import MAX_BATCHES, Window
 
@@ -26,7 +27,7 @@ class _Lookup:
     """One lookup of a coming batch."""
 
     ids: IntArray  # int64[N], a copy
-    batch: Any  # of the device cache
+    batch: RowsBatch  # of the device cache
     number: int | None = None  # in the map's window, once it has room
 
 
@@ -72,7 +73,7 @@ class DeviceWindow:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bunkbed-device")
 
     @property
-    def table(self) -> Any:
+    def table(self) -> Table:
         """The table."""
         return self._tier.table
 

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file, put_in_place, require_real
 from bunkbed.train.data.columns import HeaderChoice, LayoutChoice
 from bunkbed.train.data.encode import MISSING_WORDS
@@ -121,13 +122,13 @@ class _Preparation:
         self._parts = parts
         self._tell = tell
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Json:
         """Write all files but the description, and return the description."""
         self._read()
         cold_users = self._number("user")
         cold_items = self._number("item")
         self._join()
-        about: dict[str, Any] = {"version": 1, "cold_users": cold_users, "cold_items": cold_items}
+        about: Json = {"version": 1, "cold_users": cold_users, "cold_items": cold_items}
         for at, part in enumerate(self._parts):
             kept = self._write_pairs(at, part)
             about[part.name] = {

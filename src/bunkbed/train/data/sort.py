@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bunkbed.core.budget import format_bytes
+from bunkbed.core.types import Json
 from bunkbed.train.data.vocab import DataError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Sorter:
         self._duckdb = duckdb
         self._failure: BaseException | None = None
         threads = max(1, min(os.cpu_count() or 1, self._ram_bytes // _BYTES_A_THREAD))
-        settings: dict[str, Any] = {
+        settings: Json = {
             "memory_limit": f"{self._ram_bytes // 1000}KB",
             "temp_directory": str(folder / "spill"),
             "threads": threads,

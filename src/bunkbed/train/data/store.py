@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
 from bunkbed.train.data.stored import StoredInteractions, StoredVocab, opened
@@ -34,7 +35,7 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
     train = dataset.train
     _write(root / "users.parquet", {"label": train.user_vocab.array})
     _write(root / "items.parquet", {"label": train.item_vocab.array})
-    about: dict[str, Any] = {"version": 1, "cold_users": dataset.cold_users, "cold_items": dataset.cold_items}
+    about: Json = {"version": 1, "cold_users": dataset.cold_users, "cold_items": dataset.cold_items}
     for name, pairs in (("train", train), ("test", dataset.test)):
         if pairs is not None:
             _write(root / f"{name}.parquet", {"user": pa.array(pairs.users), "item": pa.array(pairs.items)})
@@ -56,7 +57,7 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
     write_description(root, about)
 
 
-def write_description(root: Path, about: dict[str, Any]) -> None:
+def write_description(root: Path, about: Json) -> None:
     """Write the description, which makes the files in a folder a dataset: last, durably and atomically."""
     replace_file(root / "dataset.json", (json.dumps(about, indent=2) + "\n").encode())
 

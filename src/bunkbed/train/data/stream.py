@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
+from bunkbed.core.types import Array, Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
 from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.sampling import STREAM_EVAL, STREAM_ORDER, STREAM_SPLIT, SeenPairs, first_of_order, order_keys
@@ -72,7 +73,7 @@ class StreamedSplit:
         folder: the folder of the files.
     """
 
-    def __init__(self, pairs: Interactions, folder: Path, about: dict[str, Any]) -> None:
+    def __init__(self, pairs: Interactions, folder: Path, about: Json) -> None:
         self.folder = folder
         self._num_users, self._num_items = pairs.num_users, pairs.num_items
         kinds = _kind(pairs.num_users), _kind(pairs.num_items)
@@ -425,7 +426,7 @@ class _Scattered:
             self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
 
-def _mapped(path: Path, kind: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+def _mapped(path: Path, kind: np.dtype[Any], count: int) -> Array:
     """Return ``kind[count]`` of a file, read-only; raises as `_map` does."""
     return np.frombuffer(_map(path, kind, count) or b"", kind)
 
@@ -467,7 +468,7 @@ def _sum_of(path: Path, length: int | None = None) -> int:
     return found
 
 
-def _description(folder: Path) -> dict[str, Any] | None:
+def _description(folder: Path) -> Json | None:
     try:
         about = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import bunkbed as bb
+from bunkbed.core.types import Json
 from bunkbed.train.evaluate.evaluator import EvalResult
 from bunkbed.train.evaluate.results import load_test
 from bunkbed.train.output.plots import read_metrics
@@ -98,7 +99,7 @@ def summarize_run(folder: Path) -> RunSummary:
     )
 
 
-def _finished_epochs(folder: Path, count: int) -> list[dict[str, Any]]:
+def _finished_epochs(folder: Path, count: int) -> list[Json]:
     """Return the log's lines of the first `count` epochs; lines that power loss removed are missing."""
     try:
         metrics = read_metrics(folder / "metrics.jsonl")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from bunkbed import _native
+from bunkbed.core.types import Json
 from bunkbed.files.durable import replace_file
 from bunkbed.train.evaluate.evaluator import EvalResult
 
@@ -29,7 +29,7 @@ def load_test(folder: Path, *, step: int) -> EvalResult | None:
     """
     path = folder / _NAME
     try:
-        values: dict[str, Any] = json.loads(_native.read_file(str(path)))
+        values: Json = json.loads(_native.read_file(str(path)))
         of_step = values.pop("step")
         result = EvalResult(**values)
     except FileNotFoundError:

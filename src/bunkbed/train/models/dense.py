@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import torch
 
+from bunkbed.core.types import Json
 from bunkbed.train.models.heads import Head
 
 __all__ = ["DENSE_FILE", "dense_bytes", "dense_state"]
@@ -23,7 +23,7 @@ def dense_bytes(head: Head, optimizer: torch.optim.Optimizer | None) -> bytes:
     return buffer.getvalue()
 
 
-def dense_state(data: bytes) -> dict[str, Any]:
+def dense_state(data: bytes) -> Json:
     """Return the content that `dense_bytes` saved: ``{"weights": {name: tensor}, "optimizer": its state or None}``."""
-    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+    state: Json = torch.load(io.BytesIO(data), weights_only=True)
     return state

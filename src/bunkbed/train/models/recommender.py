@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Normal, Zeros
+from bunkbed.core.types import Json
 from bunkbed.torch import Embedding
 from bunkbed.train.models.heads import make_head
 from bunkbed.train.models.scorer import Scorer
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Recommender", "create_tables"]
 
 
-def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int) -> dict[str, Any]:
+def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int) -> Json:
     """Create or open the tables of a run: ``user``, ``item`` and, with a bias, ``item_bias``.
 
     Raises:
@@ -99,7 +100,7 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.item = layer("item")
         self.item_bias = layer("item_bias") if config.bias else None
         self.head = make_head(config).to(device)
-        self._options: dict[str, Any] = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
+        self._options: Json = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
 
     def forward(self, users: Tensor, items: Tensor, seen: Tensor | None = None, log_q: Tensor | None = None) -> Tensor:
         """Return the loss of a batch, whose parts are as in `bunkbed.train.data.sampling.Batch`."""

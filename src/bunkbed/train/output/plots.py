@@ -8,8 +8,9 @@ import os
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file
 from bunkbed.train.output.display import main_metrics
 
@@ -30,8 +31,8 @@ _MIB = 2**20
 class Metrics:
     """Lines of a ``metrics.jsonl``, by kind, in file order."""
 
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    epochs: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Json] = field(default_factory=list)
+    epochs: list[Json] = field(default_factory=list)
 
 
 def read_metrics(path: PathLike) -> Metrics:
@@ -118,7 +119,7 @@ def style_axes(panel: Axes, title: str) -> None:
     panel.tick_params(colors=MUTED, labelsize=8.5, length=0)
 
 
-def _draw_loss(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
+def _draw_loss(panel: Axes, steps: list[Json], epochs: list[Json]) -> None:
     style_axes(panel, "loss")
     x, y = _series(steps, "loss")
     panel.plot(x, y, color=BLUE, linewidth=0.8, alpha=0.45)
@@ -130,7 +131,7 @@ def _draw_loss(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, 
         _label_last(panel, middles, y, f"{y[-1]:.4f}", BLUE)
 
 
-def _draw_quality(panel: Axes, epochs: list[dict[str, Any]], metric: str) -> None:
+def _draw_quality(panel: Axes, epochs: list[Json], metric: str) -> None:
     evaluated = [entry for entry in epochs if entry["metrics"]]
     names = main_metrics(evaluated[-1]["metrics"], metric) if evaluated else []
     ranking = evaluated[-1].get("ranking", "") if evaluated else ""
@@ -171,7 +172,7 @@ def _short(ranking: str) -> str:
     return ranking.partition(",  less")[0].partition(", less")[0].removeprefix("sampled ranking: ")
 
 
-def _draw_hits(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
+def _draw_hits(panel: Axes, steps: list[Json], epochs: list[Json]) -> None:
     style_axes(panel, "unique rows found in RAM")
     x, y = _series(steps or epochs, "unique_hit_rate")
     panel.fill_between(x, y, color=GREEN, alpha=0.12, linewidth=0)
@@ -184,7 +185,7 @@ def _draw_hits(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, 
         _label_last(panel, x, [last], f"{last:.1%}", GREEN)
 
 
-def _draw_memory(panel: Axes, steps: list[dict[str, Any]], epochs: list[dict[str, Any]]) -> None:
+def _draw_memory(panel: Axes, steps: list[Json], epochs: list[Json]) -> None:
     style_axes(panel, "RAM of all tables, MiB")
     entries = steps or epochs
     x, used = _series(entries, "ram_bytes")
@@ -219,7 +220,7 @@ def _label_ends(panel: Axes, ends: list[tuple[float, str, str]]) -> None:
         )
 
 
-def _series(entries: list[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+def _series(entries: list[Json], key: str) -> tuple[list[float], list[float]]:
     points = [
         (float(entry["global_step"]), float(entry[key]))
         for entry in entries

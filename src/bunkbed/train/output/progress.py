@@ -6,9 +6,9 @@ import io
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bunkbed import _native
+from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file
 from bunkbed.train.output.events import EpochReport, StepReport
 from bunkbed.train.settings.config import TrainConfig
@@ -58,12 +58,12 @@ class Progress:
         """Return whether training is complete."""
         return self.epoch >= config.epochs or self.stopped_early
 
-    def to_meta(self, config: TrainConfig) -> dict[str, Any]:
+    def to_meta(self, config: TrainConfig) -> Json:
         """Return the meta for `Run.commit(meta=...)`."""
         return {"progress": asdict(self), "config": config.to_dict()}
 
     @classmethod
-    def from_meta(cls, meta: dict[str, Any], config: TrainConfig) -> Progress:
+    def from_meta(cls, meta: Json, config: TrainConfig) -> Progress:
         """Return the progress from the result of `to_meta`.
 
         Raises:

@@ -14,8 +14,9 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bunkbed.core.types import Json
 from bunkbed.train.output.display import main_metrics
 from bunkbed.train.output.plots import Metrics
 from bunkbed.train.report.hot_rows import Curve
@@ -151,7 +152,7 @@ def hot_rows(curves: Sequence[Curve]) -> Chart:
     return Chart(_svg(draw), lines)
 
 
-def series(entries: Sequence[dict[str, Any]], key: str) -> Points:
+def series(entries: Sequence[Json], key: str) -> Points:
     """Return steps and values of a field of reports, without values that are not finite."""
     points = [(float(entry["global_step"]), float(entry[key])) for entry in entries if _is_number(entry.get(key))]
     return [x for x, _ in points], [y for _, y in points]

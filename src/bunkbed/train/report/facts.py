@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import bunkbed as bb
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.files.run_files import RunFiles, is_sharded
 from bunkbed.machine.limits import StepTimes, step_times
 from bunkbed.machine.rates import Machine, remembered
+from bunkbed.table.table import Table
 from bunkbed.train.output.plots import Metrics, read_metrics
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
 from bunkbed.train.settings.config import TrainConfig
@@ -102,7 +104,7 @@ class Facts:
     path: Path
     epoch: int
     committed: datetime | None
-    meta: dict[str, Any]
+    meta: Json
     tables: list[AboutTable]
     snapshots: list[bb.Snapshot]
     disk: dict[str, int]
@@ -115,7 +117,7 @@ class Facts:
     why: dict[str, str] = field(default_factory=dict)
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> Json:
         """Progress in the meta of the reported commit; empty if `bunkbed train` did not make the commit."""
         found = self.meta.get("progress")
         if not isinstance(found, dict) or not isinstance(found.get("best"), dict):
@@ -232,7 +234,7 @@ def _of_run(place: Path, ram: int | str) -> Facts:
     )
 
 
-def _about(name: str, table: Any) -> AboutTable:
+def _about(name: str, table: Table) -> AboutTable:
     stats = table.stats()
     shown = [
         f"{one.name}={getattr(table.optimizer, one.name)}"
@@ -310,7 +312,7 @@ def _disk(
     }
 
 
-def _options(values: dict[str, Any]) -> list[Option]:
+def _options(values: Json) -> list[Option]:
     """Return options in the order of `TrainConfig`, then unknown options of another release."""
     if not values:
         return []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.types import Json
 from bunkbed.machine.text import milliseconds, rates
 from bunkbed.train.output.plots import Metrics
 from bunkbed.train.report import charts
@@ -203,10 +203,10 @@ def _rows(metrics: Metrics) -> list[Figure]:
     ]
 
 
-def _epochs(metrics: Metrics) -> list[dict[str, Any]]:
+def _epochs(metrics: Metrics) -> list[Json]:
     """Return the rows of the table of epochs: each figure as text, empty if unknown."""
 
-    def shown(entry: dict[str, Any], key: str, form: str) -> str:
+    def shown(entry: Json, key: str, form: str) -> str:
         return format(entry[key], form) if _has(entry, key) else ""
 
     return [
@@ -256,7 +256,7 @@ def _tiers(facts: Facts) -> list[Bar]:
     ]
 
 
-def _limit(limit: Limit) -> dict[str, Any]:
+def _limit(limit: Limit) -> Json:
     times = limit.times
     rows = [
         ("disk, reads", times.disk_reads, "at least"),
@@ -356,5 +356,5 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _has(entry: dict[str, Any], key: str) -> bool:
+def _has(entry: Json, key: str) -> bool:
     return _is_number(entry.get(key))

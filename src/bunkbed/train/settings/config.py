@@ -10,6 +10,7 @@ from typing import Any
 
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
+from bunkbed.core.types import Json
 
 __all__ = ["OPTIMIZERS", "TrainConfig"]
 
@@ -312,7 +313,7 @@ class TrainConfig:
         """Return the learning rate of an epoch, counted from 1: a pure function, so that a resumed run agrees."""
         return self.lr * self.lr_decay ** (epoch - 1)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the options as plain values, for JSON and YAML."""
         return asdict(self)
 
@@ -328,5 +329,5 @@ class TrainConfig:
             if name not in known:
                 raise ValueError(f"unknown option {name!r}; the options are {', '.join(known)}")
         # YAML and JSON parse a fraction as a number.
-        fixed: dict[str, Any] = {name: str(v) if name in ("valid", "ks", "layers") else v for name, v in values.items()}
+        fixed: Json = {name: str(v) if name in ("valid", "ks", "layers") else v for name, v in values.items()}
         return cls(**fixed)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from bunkbed import _native
+from bunkbed.core.types import Json
 from bunkbed.errors import CorruptionError, FormatError
 from bunkbed.files.durable import replace_file
 
@@ -17,12 +17,12 @@ CONFIG_NAME = "config.json"
 DATA_NAME = "data"
 
 
-def write_config(folder: Path, values: dict[str, Any]) -> None:
+def write_config(folder: Path, values: Json) -> None:
     """Write a run's configuration, durably and atomically."""
     replace_file(folder / CONFIG_NAME, (json.dumps(values, indent=2) + "\n").encode())
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Json:
     """Return the configuration with which a run was started.
 
     Raises:

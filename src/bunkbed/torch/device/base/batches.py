@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from bunkbed import _native
 from bunkbed.torch.base.gradients import IntArray
+from bunkbed.torch.base.types import DeviceHandle
 from bunkbed.torch.device.base.link import Link
 
 #: Most gradients of one row that a device adds one after another. It adds more in pieces of this size and then adds the
@@ -26,14 +29,14 @@ class DeviceBatch:
 
     __slots__ = ("__weakref__", "_inverse", "_offsets", "_order", "_tier", "batch", "ready", "size")
 
-    def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
+    def __init__(self, batch: _native.Batch, size: int, tier: HasLink) -> None:
         self.batch = batch  # of the core
         self.size = size  # number of ids, with repetitions
-        self.ready: Any = None  # see `Link.wait`
+        self.ready: DeviceHandle = None  # see `Link.wait`
         self._tier = tier
-        self._inverse: Any = None
-        self._order: Any = None
-        self._offsets: Any = None
+        self._inverse: Tensor = None
+        self._order: Tensor = None
+        self._offsets: Tensor = None
 
     @property
     def link(self) -> Link:
@@ -57,14 +60,14 @@ class DeviceBatch:
         ids: IntArray = self.batch.unique()
         return ids
 
-    def inverse(self) -> Any:
+    def inverse(self) -> Tensor:
         """Return int64[N] on the device: the row of each id."""
         link = self._tier.link
         if self._inverse is None or self._inverse.device != link.device:
             self._inverse = link.up(self.batch.inverse())
         return self._inverse
 
-    def segments(self) -> tuple[Any, Any]:
+    def segments(self) -> tuple[Tensor, Tensor]:
         """Return places in the batch grouped by row, int64[N], and each row's start, int64[U], on the device."""
         link = self._tier.link
         if self._order is None or self._order.device != link.device:
@@ -72,7 +75,7 @@ class DeviceBatch:
             self._offsets = link.up(self.batch.offsets()[:-1])
         return self._order, self._offsets
 
-    def pieces(self, most: int) -> tuple[Any, Any]:
+    def pieces(self, most: int) -> tuple[Tensor, Tensor]:
         """Cut `segments` into pieces of at most `most` places, on the device.
 
         Returns:
@@ -111,11 +114,11 @@ class FramedBatch(DeviceBatch):
 
     __slots__ = ("frames", "plan", "positions")
 
-    def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
+    def __init__(self, batch: _native.Batch, size: int, tier: HasLink) -> None:
         super().__init__(batch, size, tier)
-        self.plan: Any = None
-        self.frames: Any = None  # int64[U] on the device: the frame of each row
-        self.positions: Any = None  # int64[N] on the device: the frame of each id
+        self.plan: _native.DevicePlan | None = None
+        self.frames: Tensor = None  # int64[U] on the device: the frame of each row
+        self.positions: Tensor = None  # int64[N] on the device: the frame of each id
 
     @property
     def is_here(self) -> bool:
@@ -135,9 +138,9 @@ class SentBatch(DeviceBatch):
 
     __slots__ = ("as_of", "rows")
 
-    def __init__(self, batch: Any, size: int, tier: HasLink) -> None:
+    def __init__(self, batch: _native.Batch, size: int, tier: HasLink) -> None:
         super().__init__(batch, size, tier)
-        self.rows: Any = None  # float32[U, dim] on the device
+        self.rows: Tensor = None  # float32[U, dim] on the device
         self.as_of = 0  # number of steps before they were read
 
     @property

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from bunkbed.torch.base.types import DeviceHandle
 from bunkbed.torch.device.base import capabilities
 
 
@@ -33,10 +34,10 @@ class Link:
         self.bytes_up = 0
         self.bytes_down = 0
         self.delay = delay
-        self._module: Any = torch.get_device_module(device) if capabilities.of(device).has_streams else None
-        self._stream: Any = None if self._module is None else self._module.Stream(device)
-        self._used: dict[Any, Any] = {}  # last use by stream: each thread may use a stream of its own
-        self._copied: Any = None
+        self._module: DeviceHandle = torch.get_device_module(device) if capabilities.of(device).has_streams else None
+        self._stream: DeviceHandle = None if self._module is None else self._module.Stream(device)
+        self._used: dict[DeviceHandle, DeviceHandle] = {}  # last use by stream: each thread may use a stream of its own
+        self._copied: DeviceHandle = None
 
     def used(self) -> None:
         """Make later copies wait for the work issued so far on the current stream, which uses frames."""
@@ -56,11 +57,11 @@ class Link:
             yield
             self._copied = self._stream.record_event()
 
-    def ready(self) -> Any:
+    def ready(self) -> DeviceHandle:
         """Return an event after the copies so far, for `wait`; None without streams."""
         return None if self._stream is None else self._stream.record_event()
 
-    def wait(self, ready: Any, *made: Any) -> None:
+    def wait(self, ready: DeviceHandle, *made: Tensor) -> None:
         """Make the current stream wait for the copies up to `ready`, and record that it uses the tensors `made`."""
         if self._module is None:
             return
@@ -79,11 +80,11 @@ class Link:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def host_memory(self, shape: Any, dtype: torch.dtype) -> Any:
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a host tensor, pinned if the device has streams, so that its copies run concurrently."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
 
-    def up(self, values: Any) -> Any:
+    def up(self, values: Tensor) -> Tensor:
         """Return a host tensor or array on the device, made on the current stream. On a CPU it may share the memory."""
         tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
         if self.delay is not None:
@@ -95,7 +96,7 @@ class Link:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def down(self, values: Any) -> Any:
+    def down(self, values: Tensor) -> Tensor:
         """Return a device tensor in host memory, after the copy is complete."""
         if self.delay is not None:
             self.delay("down")

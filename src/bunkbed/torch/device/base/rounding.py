@@ -6,9 +6,8 @@ int64 where a product needs 64 bits, and for float16's subnormals on float32 val
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _ROUNDING_STREAM = 0x80000000
@@ -16,13 +15,13 @@ _FIELD_STREAM = 0x01000000
 _ROUNDS = 10
 
 
-def round_rows(kind: str, values: Any, *, seed: int, ids: Any, number: int, field: int) -> Any:
+def round_rows(kind: str, values: Tensor, *, seed: int, ids: Tensor, number: int, field: int) -> Tensor:
     """Round float32[U, n] of rows `ids`, int64[U], at step `number` to 16 bits of `kind`, as int16[U, n]."""
     random = random_halves(seed, ids, number, field, values.shape[1])
     return round_to_bfloat16(values, random) if kind == "bfloat16" else round_to_float16(values, random)
 
 
-def random_halves(seed: int, ids: Any, step: int, field: int, count: int) -> Any:
+def random_halves(seed: int, ids: Tensor, step: int, field: int, count: int) -> Tensor:
     """Return int32[U, count] numbers below 2**16 for the elements of a field of rows `ids`, int64[U].
 
     Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (id, block, step).
@@ -50,7 +49,7 @@ def random_halves(seed: int, ids: Any, step: int, field: int, count: int) -> Any
     return halves.reshape(len(ids), -1)[:, :count].to(torch.int32)
 
 
-def round_to_bfloat16(values: Any, random: Any) -> Any:
+def round_to_bfloat16(values: Tensor, random: Tensor) -> Tensor:
     """Round float32[U, n] to bfloat16 as int16[U, n], up or down by int32[U, n] `random` below 2**16."""
     bits = values.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -59,7 +58,7 @@ def round_to_bfloat16(values: Any, random: Any) -> Any:
     return ((raised >> 16) | torch.where(magnitude > 0x7F800000, 0x40, 0)).to(torch.int16)
 
 
-def round_to_float16(values: Any, random: Any) -> Any:
+def round_to_float16(values: Tensor, random: Tensor) -> Tensor:
     """Round float32[U, n] to float16 as int16[U, n], up or down by int32[U, n] `random` below 2**16."""
     bits = values.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed.core import optim
 
@@ -51,8 +51,8 @@ def step_constants(optimizer: optim.Optimizer, lr: float, step: int) -> StepCons
 
 
 def update_rows(
-    optimizer: optim.Optimizer, constants: StepConstants, grad: Any, weight: Any, slots: list[Any]
-) -> tuple[Any, list[Any]]:
+    optimizer: optim.Optimizer, constants: StepConstants, grad: Tensor, weight: Tensor, slots: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Take one step of rows; return new weights and slots.
 
     Args:
@@ -102,7 +102,7 @@ def _integer_power(base: float, exponent: int) -> float:
     return result
 
 
-def _sqrt(values: Any) -> Any:
+def _sqrt(values: Tensor) -> Tensor:
     """Return correctly rounded roots; on a CPU by NumPy, as torch may call a library that rounds otherwise."""
     if not values.is_cpu:
         return values.sqrt()
@@ -110,7 +110,7 @@ def _sqrt(values: Any) -> Any:
         return torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def _lane_sum(values: Any) -> Any:
+def _lane_sum(values: Tensor) -> Tensor:
     """Return float32[U] sums of float32[U, dim] over 16 virtual lanes, folded 8, 4, 2, 1."""
     rows, dim = values.shape
     lanes = values.new_zeros((rows, _LANES))

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed.torch.device.kernels.operations import Operation
 
@@ -211,7 +212,7 @@ def _sample(operation: Operation, device: torch.device) -> tuple[Any, ...]:
     return tuple(_like(value, device) if isinstance(value, torch.Tensor) else value for value in made)
 
 
-def _like(value: Any, device: torch.device) -> Any:
+def _like(value: Tensor, device: torch.device) -> Any:
     """Return `value` on the device, with its strides: a view of long rows stays a view."""
     if value.is_contiguous():
         return value.to(device)

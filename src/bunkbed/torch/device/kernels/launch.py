@@ -6,9 +6,11 @@ The first launch imports Triton. Results are new tensors from torch's allocator,
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from contextlib import AbstractContextManager
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from bunkbed.torch.device.base.update_rules import StepConstants
 
@@ -24,7 +26,7 @@ def tile(width: int) -> tuple[int, int]:
     return min(128, _TILE // cols), cols
 
 
-def gather(source: Any, index: Any) -> Any:
+def gather(source: Tensor, index: Tensor) -> Tensor:
     """Return ``source.index_select(0, index)`` of (frames, width) rows, which are ``source.stride(0)`` apart."""
     code = _code()
     count, width = len(index), source.shape[1]
@@ -37,7 +39,7 @@ def gather(source: Any, index: Any) -> Any:
     return out
 
 
-def scatter(target: Any, index: Any, rows: Any) -> Any:
+def scatter(target: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """Run ``target.index_copy_(0, index, rows)`` with an index without repetitions; return `target`."""
     code = _code()
     count, width = len(index), target.shape[1]
@@ -50,7 +52,7 @@ def scatter(target: Any, index: Any, rows: Any) -> Any:
     return target
 
 
-def sum_pieces(grads: Any, places: Any, starts: Any, end: int) -> Any:
+def sum_pieces(grads: Tensor, places: Tensor, starts: Tensor, end: int) -> Tensor:
     """Return float32[count, width], the sum of the rows of `grads` in each piece.
 
     Args:
@@ -74,14 +76,14 @@ def sum_pieces(grads: Any, places: Any, starts: Any, end: int) -> Any:
 
 def update(
     rule: str,
-    records: Any,
-    frames: Any,
-    grads: Any,
+    records: Tensor,
+    frames: Tensor,
+    grads: Tensor,
     constants: StepConstants,
     *,
     has_decay: bool,
     has_keep: bool,
-) -> Any:
+) -> Tensor:
     """Return int32[U, words]: the records of distinct frames after one step.
 
     Args:
@@ -112,7 +114,7 @@ def update(
     return new.view(torch.int32)
 
 
-def _code() -> Any:
+def _code() -> ModuleType:
     from bunkbed.torch.device.kernels import code
 
     return code
@@ -122,12 +124,12 @@ def _grid(count: int, rows: int, width: int, cols: int) -> tuple[int, int]:
     return -(-count // rows), -(-width // cols)
 
 
-def _dense_rows(rows: Any) -> Any:
+def _dense_rows(rows: Tensor) -> Tensor:
     if rows.stride(1) != 1 and rows.shape[1] > 1:
         raise ValueError(f"elements of a row must lie side by side, got strides {rows.stride()}")
     return rows
 
 
-def _on(device: torch.device) -> Any:
+def _on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that makes `device` current, as Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

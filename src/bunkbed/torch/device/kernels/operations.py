@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bunkbed.core import optim
+from bunkbed.core.optim import Optimizer
 from bunkbed.torch.device.base.batches import PIECE, cut
 from bunkbed.torch.device.base.update_rules import StepConstants, step_constants, update_rows
 from bunkbed.torch.device.kernels import launch
@@ -35,16 +37,16 @@ class Operation(Protocol):
     def name(self) -> str:
         """A name for messages."""
 
-    def plain(self, *args: Any) -> Any:
+    def plain(self, *args: Any) -> Tensor:
         """Run plain torch operations, on any device."""
 
-    def kernel(self, *args: Any) -> Any:
+    def kernel(self, *args: Any) -> Tensor:
         """Run a kernel, with the same bits."""
 
-    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+    def sample(self, rng: np.random.Generator) -> tuple[Tensor, ...]:
         """Return arguments on the CPU."""
 
-    def finish(self, made: Any, *args: Any) -> Any:
+    def finish(self, made: Tensor, *args: Any) -> Tensor:
         """Apply the result as its user does; return the tensor that must be equal."""
 
 
@@ -54,28 +56,28 @@ class Gather:
 
     stride: int
     width: int
-    dtype: Any
+    dtype: torch.dtype
 
     @property
     def name(self) -> str:
         """See `Operation`."""
         return f"gather {self.width} of {self.stride} words"
 
-    def plain(self, source: Any, index: Any) -> Any:
+    def plain(self, source: Tensor, index: Tensor) -> Tensor:
         """See `Operation`."""
         return source.index_select(0, index)
 
-    def kernel(self, source: Any, index: Any) -> Any:
+    def kernel(self, source: Tensor, index: Tensor) -> Tensor:
         """See `Operation`."""
         return launch.gather(source, index) if len(index) else self.plain(source, index)
 
-    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+    def sample(self, rng: np.random.Generator) -> tuple[Tensor, ...]:
         """See `Operation`."""
         rows = _rows(self.stride)
         source = torch.from_numpy(_bits(rng, (rows, self.stride))).view(self.dtype)[:, : self.width]
         return source, torch.from_numpy(_skewed(rng, rows, rows))
 
-    def finish(self, made: Any, *args: Any) -> Any:
+    def finish(self, made: Tensor, *args: Any) -> Tensor:
         """See `Operation`."""
         return made
 
@@ -91,22 +93,22 @@ class Scatter:
         """See `Operation`."""
         return f"scatter {self.words} words"
 
-    def plain(self, records: Any, frames: Any, rows: Any) -> Any:
+    def plain(self, records: Tensor, frames: Tensor, rows: Tensor) -> Tensor:
         """See `Operation`."""
         return records.index_copy_(0, frames, rows)
 
-    def kernel(self, records: Any, frames: Any, rows: Any) -> Any:
+    def kernel(self, records: Tensor, frames: Tensor, rows: Tensor) -> Tensor:
         """See `Operation`."""
         return launch.scatter(records, frames, rows) if len(frames) else records
 
-    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+    def sample(self, rng: np.random.Generator) -> tuple[Tensor, ...]:
         """See `Operation`."""
         rows = _rows(self.words)
         frames = torch.from_numpy(rng.permutation(rows)[: rows // 2])
         values = [torch.from_numpy(_bits(rng, (count, self.words))) for count in (rows, len(frames))]
         return values[0], frames, values[1]
 
-    def finish(self, made: Any, *args: Any) -> Any:
+    def finish(self, made: Tensor, *args: Any) -> Tensor:
         """See `Operation`."""
         return made
 
@@ -125,7 +127,7 @@ class SumPieces:
         """See `Operation`."""
         return f"sum of {self.width}"
 
-    def plain(self, grads: Any, places: Any, first: Any, again: Any) -> Any:
+    def plain(self, grads: Tensor, places: Tensor, first: Tensor, again: Tensor) -> Tensor:
         """See `Operation`."""
         pool = torch.nn.functional.embedding_bag
         pieces = pool(places, grads, first, mode="sum")
@@ -133,12 +135,12 @@ class SumPieces:
             return pieces
         return pool(torch.arange(len(pieces), device=grads.device), pieces, again, mode="sum")
 
-    def kernel(self, grads: Any, places: Any, first: Any, again: Any) -> Any:
+    def kernel(self, grads: Tensor, places: Tensor, first: Tensor, again: Tensor) -> Tensor:
         """See `Operation`."""
         pieces = launch.sum_pieces(grads, places, first, len(places))
         return pieces if again is None else launch.sum_pieces(pieces, None, again, len(pieces))
 
-    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+    def sample(self, rng: np.random.Generator) -> tuple[Tensor, ...]:
         """See `Operation`."""
         rows = _rows(self.width)
         ids = np.sort(_skewed(rng, rows, rows))
@@ -152,7 +154,7 @@ class SumPieces:
             None if again is None else torch.from_numpy(again),
         )
 
-    def finish(self, made: Any, *args: Any) -> Any:
+    def finish(self, made: Tensor, *args: Any) -> Tensor:
         """See `Operation`."""
         return made
 
@@ -168,7 +170,7 @@ class Update:
     rule: str
     has_decay: bool
     has_keep: bool
-    optimizer: Any = field(compare=False)
+    optimizer: Optimizer = field(compare=False)
 
     @property
     def name(self) -> str:
@@ -176,19 +178,19 @@ class Update:
         decay = ", decay" if self.has_decay else ", decoupled decay" if self.has_keep else ""
         return f"step of {self.dim}, {self.rule}{decay}"
 
-    def fields(self, records: Any) -> list[Any]:
+    def fields(self, records: Tensor) -> list[Tensor]:
         """Return views of the weights and of each slot, float32."""
         wide = records.view(torch.float32)
         lengths = {"sgd": [], "adagrad": [self.dim], "rowwise": [1], "adam": [self.dim, self.dim]}[self.rule]
         return list(wide.split([self.dim, *lengths], dim=1))
 
-    def plain(self, records: Any, frames: Any, grads: Any, constants: StepConstants) -> Any:
+    def plain(self, records: Tensor, frames: Tensor, grads: Tensor, constants: StepConstants) -> Tensor:
         """See `Operation`."""
         fields = [view.index_select(0, frames) for view in self.fields(records)]
         weight, slots = update_rows(self.optimizer, constants, grads, fields[0], fields[1:])
         return [weight, *slots]
 
-    def kernel(self, records: Any, frames: Any, grads: Any, constants: StepConstants) -> Any:
+    def kernel(self, records: Tensor, frames: Tensor, grads: Tensor, constants: StepConstants) -> Tensor:
         """See `Operation`."""
         if not len(frames):
             return self.plain(records, frames, grads, constants)
@@ -196,7 +198,7 @@ class Update:
             self.rule, records, frames, grads, constants, has_decay=self.has_decay, has_keep=self.has_keep
         )
 
-    def sample(self, rng: np.random.Generator) -> tuple[Any, ...]:
+    def sample(self, rng: np.random.Generator) -> tuple[Tensor, ...]:
         """See `Operation`."""
         words = self.dim + {"sgd": 0, "adagrad": self.dim, "rowwise": 1, "adam": 2 * self.dim}[self.rule]
         rows = _rows(words)
@@ -204,10 +206,10 @@ class Update:
         values[:, self.dim :] = abs(values[:, self.dim :])  # sums of squares are not negative; Adam's exp_avg could be
         frames = torch.from_numpy(rng.permutation(rows))
         grads = torch.from_numpy(_floats(rng, (rows, self.dim)))
-        constants = step_constants(self.optimizer, self.optimizer.lr, 7)
+        constants = step_constants(self.optimizer, 0.01, 7)
         return torch.from_numpy(values).view(torch.int32), frames, grads, constants
 
-    def finish(self, made: Any, *args: Any) -> Any:
+    def finish(self, made: Tensor, *args: Any) -> Tensor:
         """See `Operation`; this stores the records."""
         records, frames = args[:2]
         if isinstance(made, torch.Tensor):
@@ -235,12 +237,12 @@ def _rows(words: int) -> int:
     return int(max(256, min(_TRIAL_ROWS, _TRIAL_BYTES // (12 * 4 * words))))
 
 
-def _bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+def _bits(rng: np.random.Generator, shape: tuple[int, int]) -> Tensor:
     """Return any int32 values: a move must not change them, also if they are not valid floats."""
     return rng.integers(-(2**31), 2**31, shape, dtype=np.int32)
 
 
-def _floats(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+def _floats(rng: np.random.Generator, shape: tuple[int, int]) -> Tensor:
     """Return float32 of both signs and many orders of magnitude, with zeros and subnormals; their sums are finite."""
     values = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 3, shape)
     values[rng.random(shape) < 0.01] *= 1e-36
@@ -248,6 +250,6 @@ def _floats(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
     return values.astype(np.float32)
 
 
-def _skewed(rng: np.random.Generator, count: int, rows: int) -> Any:
+def _skewed(rng: np.random.Generator, count: int, rows: int) -> Tensor:
     """Return int64[count] numbers below `rows`, a few of which are very frequent."""
     return np.minimum(rng.zipf(1.2, count) - 1, rows - 1)
