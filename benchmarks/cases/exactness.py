@@ -185,7 +185,7 @@ def train(
                 raise Mismatch(f"step {step}: the lookup differs from the reference")
             table.update(ids, gradient(rows, noise))
             if step % 7 == 3:
-                table._native.write_dirty()  # as imports do
+                table.core.write_dirty()  # as imports do
         compare(table, expected.table)
         leave(table)
     finally:

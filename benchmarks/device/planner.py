@@ -44,7 +44,7 @@ def device_planner(settings: Settings) -> list[Figure]:
 def of_size(num_rows: int, num_ids: int, steps: int, seed: int) -> list[Figure]:
     sample, rng = common.zipf(num_rows), np.random.default_rng(seed)
     place = common.scatter(num_rows)
-    table = bb.create(None, dim=1, num_rows=num_rows)._native
+    table = bb.create(None, dim=1, num_rows=num_rows).core
     batches = [sample(rng, num_ids) for _ in range(2 * steps)]
     figures = []
     for share in (0.05, 0.2):

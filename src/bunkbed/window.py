@@ -82,7 +82,7 @@ class Window:
             ids, number = self._outside[0], 0
             if ids is not None:
                 try:
-                    number = self.table._native.expect(ids, self._batches)
+                    number = self.table.core.expect(ids, self._batches)
                 except Exception:
                     self._outside[0] = None
                     raise
@@ -102,7 +102,7 @@ class Window:
             if self._outside:
                 self._outside.popleft()
         if over or self._present or any(self._coming):
-            self.table._native.advance(over, self._present, self._depth)
+            self.table.core.advance(over, self._present, self._depth)
         if self._outside:
             self._enter()
         if not self._coming and self._outside and self._outside[0] is not None:
@@ -113,7 +113,7 @@ class Window:
         """Remove every batch. Closing twice is no error."""
         for number in (self._present, *self._coming):
             if number and not self.table.closed:
-                self.table._native.forget(number)
+                self.table.core.forget(number)
         self._coming.clear()
         self._outside.clear()
         self._present = 0

@@ -276,7 +276,7 @@ def test_an_interrupted_import_or_export_leaves_things_as_they_were(
     assert not (tmp_path / "t").exists()
     with bb.open(table, mode="r", ram="4MiB") as reader:
         assert reader.epoch == 2
-    monkeypatch.setattr(bb.Table, "_scan_slots", interrupted)
+    monkeypatch.setattr(bb.Table, "scan_slots", interrupted)
     assert cli("export", str(table), "out.npy") == (130, "", message.format("out.npy", "is as it was"))
     assert not list(tmp_path.glob("*out*"))
 

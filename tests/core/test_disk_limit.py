@@ -372,9 +372,9 @@ def test_more_ram_needs_no_more_disk(tmp_path: Path) -> None:
     path = tmp_path / "t"
     limit = filled(path)
     table = bb.open(path, ram=RAM, disk=limit)
-    table._native.set_ram(64 << 20)
+    table.core.set_ram(64 << 20)
     churn(table, 100, 0, limit)
-    table._native.set_ram(2 << 20)
+    table.core.set_ram(2 << 20)
     churn(table, 100, 1, limit)
     table.close()
 

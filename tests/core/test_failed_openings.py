@@ -21,7 +21,7 @@ from bunkbed import _native
 TABLE: dict[str, Any] = {"dim": 2, "num_rows": 10, "init": bb.Zeros(), "optimizer": bb.SGD(lr=1.0)}
 SOURCES = str(Path(bb.__file__).parent)
 #: These, and what they call, are not made to fail: nothing else could do their work.
-GIVING_BACK = {"unlock", "_unlock", "close", "_close", "__enter__", "__exit__", "__del__"}
+GIVING_BACK = {"unlock", "_unlock", "close", "_close", "release", "__enter__", "__exit__", "__del__"}
 
 
 class InjectedError(Exception):

@@ -124,7 +124,7 @@ def test_the_core_misses_and_writes_what_is_predicted(exponent: float, batches: 
             step(table, window, coming)
         counts = {key: value - before[key] for key, value in table.stats().items()}
         frames = table.stats()["frame_capacity"]
-        spec = table._spec
+        spec = table.spec
     policy = "planner" if batches else "gclock"
     predicted = limits.cache(limits.zipf(rows, exponent), ids, frames, policy=policy, window=batches)
     assert counts["unique_rows"] / 400 == pytest.approx(predicted.popularity.unique_rows(ids), rel=0.02)
@@ -150,7 +150,7 @@ def test_a_budget_becomes_the_frames_that_were_said(ram: str, num_rows: int | No
         (tmp_path / "block").write_bytes(bytes(4096))
         unit = max(512, random_reads([tmp_path / "block"], seconds=0.0)[1])
         stats = table.stats()
-        use = table._spec.memory_use(0, table.ram_bytes, unit, True)
+        use = table.spec.memory_use(0, table.ram_bytes, unit, True)
     if num_rows is not None and use["directory_bytes"] == stats["directory_bytes"]:  # flat: known in advance
         assert use["frames"] == stats["frame_capacity"]
     else:  # the estimate of a hashed one is on the safe side

@@ -78,7 +78,7 @@ def test_a_path_opens_again_only_after_its_last_close(
     opened: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "user"
-    close_core = Table._close
+    close_core = Table.release
     second: list[Any] = []
     other = threading.Thread(target=lambda: second.append(opened(path)))
 
@@ -90,7 +90,7 @@ def test_a_path_opens_again_only_after_its_last_close(
 
     with opened(path) as table:
         count(table, 3)
-        monkeypatch.setattr(Table, "_close", close_slowly)
+        monkeypatch.setattr(Table, "release", close_slowly)
     other.join(60)
     count(second[0], 3)
     second[0].close()
@@ -207,7 +207,7 @@ def test_a_table_that_is_closing_is_not_asked_for_its_share(tmp_path: Path, monk
 def test_a_table_waits_for_the_bytes_of_one_that_is_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dict(FACTS, num_rows=None)  # takes all that there is
     with bb.create(tmp_path / "probe", ram="64MiB", **facts) as probe:
-        budget = bb.Budget(probe._spec.minimum_ram(0, True) * 3 // 2)
+        budget = bb.Budget(probe.spec.minimum_ram(0, True) * 3 // 2)
     closing = bb.create(tmp_path / "closing", ram=budget, **facts)
     with pytest.raises(MemoryError, match="too small for 2 tables"):
         bb.create(tmp_path / "refused", ram=budget, **facts)

@@ -239,13 +239,13 @@ def test_a_table_that_cannot_give_or_take_rows_leaves_the_device_as_it_was(call:
     layer, plain = make_layer(device_cache=cache_of(BATCH)), make_layer()
     stream = batches(12)
     opt = train(layer, stream[:6])
-    native = layer.table._native
-    layer.table._native = failing = Failing(native, call, OSError("no space left"))
+    native = layer.table.core
+    layer.table.core = failing = Failing(native, call, OSError("no space left"))
     everything = torch.arange(BATCH)
     with pytest.raises(OSError, match="no space left"):
         layer(everything)
     assert failing.times == 1
-    layer.table._native = native
+    layer.table.core = native
     opt.zero_grad()
     train(layer, stream[6:], opt)
     train(plain, stream)
@@ -332,7 +332,7 @@ def test_a_staged_record_is_counted_once_and_a_written_one_not_at_all(tmp_path: 
     with bb.create(tmp_path / "t", dim=DIM, num_rows=NUM_ROWS, ram="1MiB") as table:
         table.set(ids, np.ones((20, DIM), np.float32))
     table = bb.open(tmp_path / "t", ram="1MiB")
-    core = table._native
+    core = table.core
     records = np.empty((20, core.payload_bytes()), np.uint8)
 
     def counts() -> tuple[int, int, int]:

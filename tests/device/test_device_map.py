@@ -27,7 +27,7 @@ class Device:
     """A device cache in NumPy: frames of whole records, moved as the plans say, in order and at once."""
 
     def __init__(self, table: bb.Table, frames: int) -> None:
-        self.core = table._native
+        self.core = table.core
         self.map = _native.DeviceMap(self.core, frames)
         self.records = np.zeros((frames, self.core.payload_bytes()), np.uint8)
         self.core.set_holder(self.map, self.write_back)
@@ -54,7 +54,7 @@ class Device:
 def test_a_batch_shows_how_it_was_deduped() -> None:
     table = make()
     ids = int64(7, 3, 7, 9, 3, 7)
-    batch = table._native.batch(ids)
+    batch = table.core.batch(ids)
     assert batch.num_ids() == 6
     assert batch.unique().tolist() == [7, 3, 9]
     np.testing.assert_array_equal(batch.unique()[batch.inverse()], ids)
@@ -65,8 +65,8 @@ def test_a_batch_shows_how_it_was_deduped() -> None:
 
 def test_arrays_outlive_the_plan_and_keep_no_pins() -> None:
     table = make()
-    device = _native.DeviceMap(table._native, 4)
-    plan = device.plan(table._native.batch(int64(5, 6, 5)))
+    device = _native.DeviceMap(table.core, 4)
+    plan = device.plan(table.core.batch(int64(5, 6, 5)))
     out = np.empty(3, np.int64)
     plan.positions(out)
     frames, load_ids = plan.frames, plan.load_ids
@@ -82,9 +82,9 @@ def test_arrays_outlive_the_plan_and_keep_no_pins() -> None:
 
 def test_what_does_not_fit_now_is_told_from_what_never_does() -> None:
     table = make()
-    device = _native.DeviceMap(table._native, 4)
-    first = device.plan(table._native.batch(int64(1, 2, 3)))
-    batch = table._native.batch(int64(3, 4, 5))
+    device = _native.DeviceMap(table.core, 4)
+    first = device.plan(table.core.batch(int64(1, 2, 3)))
+    batch = table.core.batch(int64(3, 4, 5))
     number = device.expect(batch)
     assert device.plan(batch, number) is None
     assert device.stats()["misses"] == 3 and device.stats()["window_batches"] == 1
@@ -92,15 +92,15 @@ def test_what_does_not_fit_now_is_told_from_what_never_does() -> None:
     assert device.plan(batch, number) is not None
     assert device.stats()["window_batches"] == 0
     with pytest.raises(ValueError, match="table 'table': a batch of 5 rows does not fit its device cache of 4 frames"):
-        device.plan(table._native.batch(np.arange(5)))
+        device.plan(table.core.batch(np.arange(5)))
     with pytest.raises(ValueError, match="a plan of 3 ids cannot fill an array of 2"):
         device.plan(batch).positions(np.empty(2, np.int64))
 
 
 def test_the_window_is_full_after_32_batches() -> None:
     table = make()
-    device = _native.DeviceMap(table._native, 4)
-    batch = table._native.batch(int64(1))
+    device = _native.DeviceMap(table.core, 4)
+    batch = table.core.batch(int64(1))
     numbers = [device.expect(batch) for _ in range(32)]
     assert len(set(numbers)) == 32
     assert device.expect(batch) == device.WINDOW_FULL
@@ -119,7 +119,7 @@ def test_trained_above_is_trained(stored: bool, lookahead: int, tmp_path: Path) 
     rng = np.random.default_rng(3)
     coming = [rng.integers(0, ROWS, 60) // rng.integers(1, 12) for _ in range(160)]
     numbers: dict[int, int] = {}
-    batches = [table._native.batch(ids) for ids in coming]
+    batches = [table.core.batch(ids) for ids in coming]
     for step, ids in enumerate(coming):
         for ahead in range(step + 1, min(step + 1 + lookahead, len(coming))):
             if ahead not in numbers:
@@ -154,24 +154,24 @@ def test_trained_above_is_trained(stored: bool, lookahead: int, tmp_path: Path) 
 def test_a_row_on_its_way_down_is_nobody_elses() -> None:
     table = make()
     device = Device(table, 2)
-    plan = device.plan(table._native.batch(int64(1, 2)))
+    plan = device.plan(table.core.batch(int64(1, 2)))
     plan.mark_dirty()
     plan.release()
-    later = device.map.plan(table._native.batch(int64(3, 4)))  # whose write-backs are not carried out yet
+    later = device.map.plan(table.core.batch(int64(3, 4)))  # whose write-backs are not carried out yet
     record = np.empty((1, device.records.shape[1]), np.uint8)
     assert sorted(later.evict_ids.tolist()) == [1, 2]
     for use in (
         lambda: table.get([2]),
         lambda: table.lookup([2]),
         lambda: table.set([2], np.zeros((1, DIM), np.float32)),
-        lambda: table._native.gather_records(int64(2), record),
+        lambda: table.core.gather_records(int64(2), record),
     ):
         with pytest.raises(bb.BunkbedError, match="id 2 at position 0 is held by a device cache"):
             use()
     assert table.contains([2, 3]).tolist() == [True, False]
     with pytest.raises(bb.BunkbedError, match="2 rows are still held by a device cache"):
         table.commit()
-    table._native.scatter_records(later.evict_ids, device.records[later.evict_frames])
+    table.core.scatter_records(later.evict_ids, device.records[later.evict_frames])
     table.get([2])
     table.commit()
 
@@ -179,25 +179,25 @@ def test_a_row_on_its_way_down_is_nobody_elses() -> None:
 def test_rows_in_use_above_are_not_changed_below() -> None:
     table = make()
     device = Device(table, 4)
-    plan = device.plan(table._native.batch(int64(1, 2)))
+    plan = device.plan(table.core.batch(int64(1, 2)))
     grads = np.ones((1, DIM), np.float32)
     for change in (lambda: table.update([2], grads), lambda: table.set([2], grads)):
         with pytest.raises(bb.BunkbedError, match="id 2 at position 0 is in use by a device cache"):
             change()
     with pytest.raises(bb.BunkbedError, match="is in use by a device cache"):
-        table._native.scatter_records(int64(2), device.records[:1])
+        table.core.scatter_records(int64(2), device.records[:1])
     before = table.get([2]).copy()
     table.update([3], grads)
     plan.release()
     table.update([2], grads)
     assert device.map.find(int64(1, 2)).tolist() == [plan.frames[0], -1]
-    np.testing.assert_array_equal(device.weights(device.plan(table._native.batch(int64(2))).frames), before - 1)
+    np.testing.assert_array_equal(device.weights(device.plan(table.core.batch(int64(2))).frames), before - 1)
 
 
 def test_going_back_empties_the_cache(tmp_path: Path) -> None:
     table = make(tmp_path / "user", ram="1MiB")
     device = Device(table, 4)
-    plan = device.plan(table._native.batch(int64(1, 2)))
+    plan = device.plan(table.core.batch(int64(1, 2)))
     plan.mark_dirty()
     table.commit(keep="first")
     with pytest.raises(bb.BunkbedError, match="2 rows are in use by a device cache; end the step under way first"):
@@ -213,7 +213,7 @@ def test_one_cache_at_a_time() -> None:
     Device(table, 4)
     with pytest.raises(ValueError, match="table 'table' has a device cache already"):
         Device(table, 4)
-    table._native.set_holder(None, None)
+    table.core.set_holder(None, None)
     Device(table, 4)
 
 
@@ -226,7 +226,7 @@ def test_a_limit_of_the_files_has_room_for_the_cache(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it needs at least disk=") as error:
         limited(1)
     table = limited(int(str(error.value).rpartition("disk=")[2]) + (3 << 20))
-    core = table._native
+    core = table.core
     with pytest.raises(OSError, match="no room for the 100000 rows of a device cache within disk="):
         core.set_holder(_native.DeviceMap(core, 1 << 30), None)
     core.set_holder(_native.DeviceMap(core, 1000), None)
@@ -255,7 +255,7 @@ def test_no_rows_at_all_advance_the_step() -> None:
     before = table.get(np.arange(ROWS)).copy()
     table.update(int64(), np.empty((0, DIM), np.float32))
     assert table.step == 1
-    table._native.update(int64(), np.empty((0, DIM), np.float32), None, 70)
+    table.core.update(int64(), np.empty((0, DIM), np.float32), None, 70)
     assert table.step == 70
     np.testing.assert_array_equal(table.get(np.arange(ROWS)), before)
     assert table.stats()["stored_rows"] == 0
@@ -267,7 +267,7 @@ def test_records_move_beside_other_threads(tmp_path: Path) -> None:
     ids = np.arange(6000)
     table.set(ids, np.repeat(ids[:, None], 16, 1).astype(np.float32))
     table.commit()
-    core, failures = table._native, []
+    core, failures = table.core, []
 
     def move(seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -304,13 +304,13 @@ def test_records_move_beside_other_threads(tmp_path: Path) -> None:
 
 def test_a_plan_that_was_not_carried_out_is_undone() -> None:
     table = make()
-    device = _native.DeviceMap(table._native, 3)
-    first = device.plan(table._native.batch(int64(1, 2, 3)))
+    device = _native.DeviceMap(table.core, 3)
+    first = device.plan(table.core.batch(int64(1, 2, 3)))
     first.done()
     first.mark_dirty()
     first.release()
     for end in ("undo", "gone"):
-        second = device.plan(table._native.batch(int64(2, 7, 8)))
+        second = device.plan(table.core.batch(int64(2, 7, 8)))
         assert sorted(second.evict_ids.tolist()) == [1, 3]
         assert device.stats()["leaving"] == 2
         if end == "undo":
@@ -322,7 +322,7 @@ def test_a_plan_that_was_not_carried_out_is_undone() -> None:
         assert frames[:3] == first.frames.tolist(), "each in the frame that has its record"
         stats = device.stats()
         assert (stats["dirty"], stats["leaving"], stats["pinned"]) == (3, 0, 0)
-    third = device.plan(table._native.batch(int64(2, 7, 8)))
+    third = device.plan(table.core.batch(int64(2, 7, 8)))
     device.arrived(third.evict_ids)  # the table got them; then something else failed
     third.undo()
     assert device.find(int64(1, 2, 3, 7, 8)).tolist()[3:] == [-1, -1]

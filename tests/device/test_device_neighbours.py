@@ -124,7 +124,7 @@ def test_copies_sent_while_another_thread_writes_are_sent_again() -> None:
     batch = tier.deduped(np.array([1, 2, 3]))
     with layer.table._writing():
         tier.place(batch)  # by the window's thread, before the write below
-        layer.table._native.set(np.array([2]), 0, np.full((1, DIM), 9, np.float32))
+        layer.table.core.set(np.array([2]), 0, np.full((1, DIM), 9, np.float32))
     tier.present = [(np.array([1, 2, 3]), batch)]
     assert (layer(torch.tensor([1, 2, 3]))[1] == 9).all()
     layer.table.close()

@@ -50,7 +50,7 @@ def test_all_slots_come_with_one_scan(
     kind: str, order: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scans: list[Any] = []
-    scan = bb.Table._scan_slots
+    scan = bb.Table.scan_slots
 
     def spy(table: bb.Table, slots: Any, chunk: int) -> Any:
         scans.append(slots)
@@ -70,7 +70,7 @@ def test_all_slots_come_with_one_scan(
             found = {slot: np.full_like(rows, np.nan) for slot, rows in wanted.items()}
             (tmp_path / "scratch").mkdir()
             seen: list[tuple[int, int]] = []
-            monkeypatch.setattr(bb.Table, "_scan_slots", spy)
+            monkeypatch.setattr(bb.Table, "scan_slots", spy)
             dense.fill(table, found, tmp_path / "scratch", lambda *at: seen.append(at))
             assert scans == [slots]
             assert seen[-1] == (ROWS, ROWS) and len(seen) > 5

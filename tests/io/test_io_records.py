@@ -30,7 +30,7 @@ IDS = {
 
 
 def random(rng: np.random.Generator, table: bb.Table, slot: str, count: int) -> Any:
-    return rng.random((count, table._field(slot)[1]), np.float32)
+    return rng.random((count, table.field(slot)[1]), np.float32)
 
 
 @pytest.mark.parametrize("order", IDS)
@@ -48,7 +48,7 @@ def test_rows_are_set_as_table_set_does(tmp_path: Path, name: str, brings: str, 
     rng = np.random.default_rng(1)
     kwargs: dict[str, Any] = {"dim": 3, "num_rows": 400, "optimizer": OPTIMIZERS[name], "ram": "256KiB"}
     with bb.create(tmp_path / "a", **kwargs) as ours, bb.create(tmp_path / "b", **kwargs) as theirs:
-        every = tuple(ours._fields)
+        every = tuple(ours.fields)
         brought = {"weight": every[:1], "state": every[1:], "all": every}[brings]
         for round_index in range(3):
             setting = Setting(ours, brought)
@@ -74,7 +74,7 @@ def test_whole_records_are_taken_where_they_can_be(tmp_path: Path, monkeypatch: 
     with bb.create(tmp_path / "a", dim=3, num_rows=20, ram="1MiB") as table:
         monkeypatch.setattr(bb.Table, "set", lambda *args, **kwargs: pytest.fail("set row by row"))
         Setting(table, ("weight",)).set(np.arange(10), {"weight": rows})
-        Setting(table, tuple(table._fields)).set(np.arange(10)[::-1], dict.fromkeys(table._fields, rows))
+        Setting(table, tuple(table.fields)).set(np.arange(10)[::-1], dict.fromkeys(table.fields, rows))
         np.testing.assert_array_equal(table.get(np.arange(10), "exp_avg"), rows)
 
 
@@ -135,7 +135,7 @@ def test_a_large_table_goes_out_and_in(tmp_path: Path, suffix: str) -> None:
             ids = rng.integers(0, 20_000, 6000)
             table.update(ids, rng.standard_normal((6000, 16)).astype(np.float32))
         every = np.arange(20_000)
-        slots = tuple(table._fields)
+        slots = tuple(table.fields)
         values = {slot: table.get(every, slot) for slot in slots}
         bb.export_rows(table, tmp_path / f"rows{suffix}", slots=slots, chunk=999)
         stored = table.contains(every)

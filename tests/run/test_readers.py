@@ -67,7 +67,7 @@ def test_a_collected_commit_is_not_called_damaged(tmp_path: Path) -> None:
 def test_an_export_whose_rows_changed_after_they_were_counted_is_refused(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scan = bb.Table._scan_slots
+    scan = bb.Table.scan_slots
     with bb.create(None, **FACTS) as table:
         table.set(np.array([1, 3]), np.ones((2, 2), np.float32))
 
@@ -76,7 +76,7 @@ def test_an_export_whose_rows_changed_after_they_were_counted_is_refused(
             return scan(table, *arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(bb.Table, "_scan_slots", change_and_scan)
+            patch.setattr(bb.Table, "scan_slots", change_and_scan)
             with pytest.raises(bb.BunkbedError, match=r"was changed while it was exported: .* says 2 rows and got 3"):
                 bb.export_rows(table, tmp_path / f"rows{suffix}")
         assert list(tmp_path.iterdir()) == []

@@ -97,7 +97,7 @@ def test_a_commit_in_the_background_that_fails_is_told_once(tmp_path: Path, monk
     trial.run.commit()
     trial.train(2)
     with monkeypatch.context() as patched:
-        patched.setattr(trial.run._files, "publish", lambda manifest: (_ for _ in ()).throw(OSError("disk full")))
+        patched.setattr(trial.run.folder, "publish", lambda manifest: (_ for _ in ()).throw(OSError("disk full")))
         pending = trial.run.begin_commit()
         with pytest.raises(OSError, match="disk full"):
             pending.wait()

@@ -96,7 +96,7 @@ def test_rows_are_those_of_one_table(tmp_path: Path, shards: int, optimizer: Any
     queries = np.random.default_rng(2).standard_normal((3, table.dim)).astype(np.float32)
     for ours, expected in zip(table.topk(queries, 7), one.topk(queries, 7), strict=True):
         assert ours.tolist() == expected.tolist()
-    assert {core.step() for core in table._native._cores} == {41}
+    assert {core.step() for core in table.core._cores} == {41}
     table.close()
 
 
@@ -363,9 +363,9 @@ def test_check_finds_a_row_in_another_shards_directory(tmp_path: Path) -> None:
         train(table)
         owners = table.shards_of(EVERY)
         table.commit(keep="sound")
-        first, stranger = table._native.tables()[0], int(EVERY[owners == 2][0])
+        first, stranger = table.core.tables()[0], int(EVERY[owners == 2][0])
         # What somebody would do who opens a shard's core by itself.
-        first._native.set(np.array([stranger]), 0, np.zeros((1, FACTS["dim"]), np.float32))
+        first.core.set(np.array([stranger]), 0, np.zeros((1, FACTS["dim"]), np.float32))
         table.commit()
     for repair in (False, True):
         (problem,) = [each for each in bb.check(path, repair=repair) if each.kind == "misplaced"]

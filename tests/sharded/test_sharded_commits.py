@@ -37,7 +37,7 @@ def test_every_shard_opens_at_the_commit_before_one_that_failed_half_way(tmp_pat
         table.close(commit=False)
         with bb.open(path) as again:
             assert (again.epoch, again.meta) == (1, {"at": 5})
-            assert {core.step() for core in again._native._cores} == {5}
+            assert {core.step() for core in again.core._cores} == {5}
             assert_same_tables(again, one)
             train(again, seed=1)
             assert again.commit() == 2
@@ -109,7 +109,7 @@ def test_a_reader_moves_all_shards_together(tmp_path: Path) -> None:
     assert (table.commit(), reader.refresh(), reader.epoch) == (1, 1, 1)
     assert_same_bits(reader.lookup(EVERY), one.lookup(EVERY))
     assert reader.stats()["indexed_records"] > 0
-    cores = list(reader._native._cores)
+    cores = list(reader.core._cores)
     train(table, one, seed=1)
     table.commit(keep="ten")
     frozen = bb.open(tmp_path / "user", snapshot="ten", ram="8MiB")
@@ -120,7 +120,7 @@ def test_a_reader_moves_all_shards_together(tmp_path: Path) -> None:
         table.commit()
     _native.disarm_failpoints()
     assert reader.refresh() == 2
-    assert all(now is not before for now, before in zip(reader._native._cores, cores, strict=True))
+    assert all(now is not before for now, before in zip(reader.core._cores, cores, strict=True))
     assert reader.step == 10
     assert_same_bits(reader.lookup(EVERY), one.lookup(EVERY))
     train(one, seed=2)
@@ -232,7 +232,7 @@ def test_a_child_after_a_fork_is_refused(tmp_path: Path) -> None:
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with table._native._lock:
+        with table.core._lock:
             held.set()
             over.wait()
 

@@ -61,7 +61,7 @@ class Trial:
 
     def check(self) -> None:
         assert_same_rows(self.table, self.oracle, EVERY)
-        assert {core.step() for core in self.table._native._cores} == {self.oracle.step}
+        assert {core.step() for core in self.table.core._cores} == {self.oracle.step}
 
 
 class Failing:
@@ -157,7 +157,7 @@ def test_a_read_that_fails_in_one_shard_stops_the_table_until_it_is_at_a_commit(
 @pytest.mark.parametrize("method", ["update_batch", "set", "set_optimizer"])
 def test_a_change_that_fails_in_one_shard_is_never_looked_up_or_committed(method: str, tmp_path: Path) -> None:
     trial = Trial(tmp_path / "user")
-    table, cores = trial.table, trial.table._native._cores
+    table, cores = trial.table, trial.table.core._cores
     sound = cores[1]
     cores[1] = Failing(sound, method, OSError(errno.ENOSPC, "no space"))
     what = {"update_batch": "step 2", "set": r"set\(\)", "set_optimizer": "new hyperparameters"}[method]
@@ -186,11 +186,11 @@ def test_a_change_that_fails_in_one_shard_is_never_looked_up_or_committed(method
 
 def test_an_update_that_fails_in_every_shard_changed_nothing(tmp_path: Path) -> None:
     trial = Trial(tmp_path / "user")
-    cores = list(trial.table._native._cores)
-    trial.table._native._cores[:] = [Failing(core, "update_batch", OSError(errno.EIO, "gone")) for core in cores]
+    cores = list(trial.table.core._cores)
+    trial.table.core._cores[:] = [Failing(core, "update_batch", OSError(errno.EIO, "gone")) for core in cores]
     with pytest.raises(OSError, match="gone"):
         trial.train(2, oracle=False)
-    trial.table._native._cores[:] = cores
+    trial.table.core._cores[:] = cores
     trial.check()
     trial.train(3)
     trial.check()
@@ -201,12 +201,12 @@ def test_a_shard_that_cannot_be_written_is_found_before_another_changes(tmp_path
     trial = Trial(tmp_path / "user")
     ones = np.ones((ROWS, 16), np.float32)
     with bb.open(trial.path, mode="r", ram="8MiB") as reader:
-        core = reader._native._cores[2]  # as after a failed sync: the shard itself refuses
-        trial.table._native._cores[2], own = core, trial.table._native._cores[2]
+        core = reader.core._cores[2]  # as after a failed sync: the shard itself refuses
+        trial.table.core._cores[2], own = core, trial.table.core._cores[2]
         for call in (lambda: trial.train(2, oracle=False), lambda: trial.table.set(EVERY, ones)):
             with pytest.raises(bb.ReadOnlyError, match="table 'user/shard-0002' is open for reading"):
                 call()
-        trial.table._native._cores[2] = own
+        trial.table.core._cores[2] = own
     trial.check()
     trial.train(2)
     trial.check()
@@ -226,7 +226,7 @@ def test_rows_beyond_a_disk_limit_change_no_shard(tmp_path: Path) -> None:
             table.update(part, np.ones((part.size, 16), np.float32))
         except OSError as error:
             assert error.errno == errno.ENOSPC and "table 'user/shard-" in str(error)
-            assert {core.step() for core in table._native._cores} == {before}
+            assert {core.step() for core in table.core._cores} == {before}
             assert not table.contains(part).any()
             break
         stored += part.size
@@ -240,7 +240,7 @@ def test_rows_beyond_a_disk_limit_change_no_shard(tmp_path: Path) -> None:
 
 def test_ctrl_c_within_an_update_leaves_the_shards_agreed(tmp_path: Path) -> None:
     trial = Trial(tmp_path / "user")
-    cores = trial.table._native._cores
+    cores = trial.table.core._cores
     sound = list(cores)
     for index in range(3):
         cores[index] = Failing(sound[index], "update_batch", first=_thread.interrupt_main)

@@ -25,14 +25,14 @@ def make(path: Path | None) -> bb.Table:
 
 def test_records_move_bit_for_bit(tmp_path: Path) -> None:
     table, other = make(tmp_path / "user"), make(None)
-    records = np.empty((3, table._native.payload_bytes()), np.uint8)
-    table._native.gather_records(IDS, records)
+    records = np.empty((3, table.core.payload_bytes()), np.uint8)
+    table.core.gather_records(IDS, records)
     np.testing.assert_array_equal(records[:, :32].view(np.float32), table.get(IDS))
-    other._native.scatter_records(IDS, records)
+    other.core.scatter_records(IDS, records)
     for slot in ("weight", *table.slots):
         np.testing.assert_array_equal(other.get(IDS, slot), table.get(IDS, slot))
     with pytest.raises(ValueError, match="records to scatter name an id twice"):
-        other._native.scatter_records(np.array([1, 1]), records[:2])
+        other.core.scatter_records(np.array([1, 1]), records[:2])
     table.close(commit=False)
 
 
@@ -41,11 +41,11 @@ def test_16_bit_records_move_as_they_are(tmp_path: Path) -> None:
     table, other = bb.create(tmp_path / "user", **kwargs), bb.create(None, **kwargs)
     table.update([3, 4], np.full((2, 5), 0.3, np.float32))
     records = np.full((2, table.record_bytes), 0xEE, np.uint8)
-    table._native.gather_records(np.array([3, 9]), records)
+    table.core.gather_records(np.array([3, 9]), records)
     assert records.shape == (2, 3 * 12)
     words = (table.get([3], slot="exp_avg_sq").view(np.uint32) >> 16).astype(np.uint16)
     assert records[0, 24:34].tobytes() == words.tobytes() and not records[:, [10, 11, 22, 23, 34, 35]].any()
-    other._native.scatter_records(np.array([3, 9]), records)
+    other.core.scatter_records(np.array([3, 9]), records)
     for slot in ("weight", *table.slots):
         np.testing.assert_array_equal(other.get([3, 9], slot), table.get([3, 9], slot))
     table.close(commit=False)
@@ -53,21 +53,21 @@ def test_16_bit_records_move_as_they_are(tmp_path: Path) -> None:
 
 def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
     table = make(tmp_path / "user")
-    records = np.empty((3, table._native.payload_bytes()), np.uint8)
-    device = _native.DeviceMap(table._native, frames=4)
+    records = np.empty((3, table.core.payload_bytes()), np.uint8)
+    device = _native.DeviceMap(table.core, frames=4)
     written_back = False
 
     def write_back() -> None:
         if written_back:
             ids, frames = device.dirty()
             assert ids.tolist() == IDS.tolist()
-            table._native.scatter_records(ids, records)
+            table.core.scatter_records(ids, records)
             device.mark_clean(frames)
 
-    table._native.set_holder(device, write_back)
-    plan = device.plan(table._native.batch(IDS))
+    table.core.set_holder(device, write_back)
+    plan = device.plan(table.core.batch(IDS))
     assert plan is not None
-    table._native.gather_records(plan.load_ids, records)
+    table.core.gather_records(plan.load_ids, records)
     plan.mark_dirty()
     plan.release()
     for use in (table.lookup, table.get):
@@ -87,8 +87,8 @@ def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
 def test_a_closed_table_lets_go_of_its_holder() -> None:
     table = make(None)
     gone = weakref.ref(table)
-    device = _native.DeviceMap(table._native, frames=4)
-    table._native.set_holder(device, lambda table=table: table.step)  # refers to the table, as a device cache does
+    device = _native.DeviceMap(table.core, frames=4)
+    table.core.set_holder(device, lambda table=table: table.step)  # refers to the table, as a device cache does
     table.close()
     del table
     gc.collect()

@@ -194,7 +194,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def write_dirty(self) -> None:
         """What an import does after each chunk."""
-        self.table._native.write_dirty()
+        self.table.core.write_dirty()
 
     @rule()
     def compact(self) -> None:

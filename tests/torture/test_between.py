@@ -44,13 +44,13 @@ def test_rows_that_come_after_the_scan_of_an_export_are_not_in_it(write: str, tm
     monkeypatch.setattr(dense, "_REGION_BYTES", 256 * 8)
     table = bb.create(None, dim=2, num_rows=1000, optimizer=bb.SGD(lr=1.0), init=bb.Zeros())
     table.update([1], np.ones((1, 2), np.float32))
-    scan, out = table._scan_slots, np.full((1000, 2), 9, np.float32)
+    scan, out = table.scan_slots, np.full((1000, 2), 9, np.float32)
 
     def scanned(slots: Any, chunk: int) -> Any:
         yield from scan(slots, chunk)
         table.update([1, 700], np.ones((2, 2), np.float32))
 
-    monkeypatch.setattr(table, "_scan_slots", scanned)
+    monkeypatch.setattr(table, "scan_slots", scanned)
     with contextlib.suppress(bb.BunkbedError):
         if write == "fill":
             dense.fill(table, {"weight": out}, tmp_path, lambda done, total: None)

@@ -93,7 +93,7 @@ class Stumbler:
             return at + 1
         if action == "i":
             for name, table in self.tables.items():
-                for part in (lambda name=name: set_rows({name: self.tables[name]}, at), table._native.write_dirty):
+                for part in (lambda name=name: set_rows({name: self.tables[name]}, at), table.core.write_dirty):
                     went_back = self._try(part, at, name)
                     if went_back is not None:
                         return went_back
@@ -105,7 +105,7 @@ class Stumbler:
                     return went_back
             return at + 1
         if action == "o":
-            went_back = self._try(lambda: self.run._native.collect(1), at, None)
+            went_back = self._try(lambda: self.run.core.collect(1), at, None)
             return at + 1 if went_back is None else went_back
         if action == "x":
             self._close()
@@ -239,7 +239,7 @@ class Stumbler:
             if self.is_run and self.run is not None:
                 self.run._require_open(write=True)
             for table in self.tables.values():
-                table._native.collect()
+                table.core.collect()
         except OSError:
             return True
         except REFUSALS:

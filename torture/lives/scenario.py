@@ -79,7 +79,7 @@ def bring_in(tables: dict[str, Any], step: int) -> None:
     """Set rows as in an import."""
     set_rows(tables, step)
     for table in tables.values():
-        table._native.write_dirty()
+        table.core.write_dirty()
 
 
 def train_on(tables: dict[str, Any]) -> None:

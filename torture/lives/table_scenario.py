@@ -95,7 +95,7 @@ def drive(
             elif action == "m":
                 table.compact()
             elif action == "o":
-                table._native.collect(1)
+                table.core.collect(1)
             elif action == "x":
                 table.close(commit=False)
                 table = bb.open(path, ram=ram([NAME]))

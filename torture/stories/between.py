@@ -158,7 +158,7 @@ def _called_within(table: Any, name: str, between: Callable[[], None]) -> Iterat
 
 def _exported(s: Story, table: Any, between: Callable[[], None], end: str, slots: tuple[str, ...]) -> Rows:
     path = s.file(end)
-    with _called_within(table, "_scan_slots", between):
+    with _called_within(table, "scan_slots", between):
         bb.export_rows(table, path, slots=slots)
     with bb.create(None, **s.facts) as other:
         bb.import_rows(other, path, slots=slots)

@@ -113,6 +113,10 @@ class Budget:
         with self._lock:
             return sum(self._shares.values())
 
+    # Internal: the present members.
+    def members(self) -> list[Member]:
+        return list(self._members)
+
     def reserve(self, newcomer: Member) -> int:
         """Return a share for a member that is about to open; present members shrink first. Call `join` or `leave` next.
 

@@ -29,7 +29,7 @@ class Setting:
         self._table = table
         self._columns: dict[str, slice] = {}
         end = 0
-        for slot, (_, length) in table._fields.items():  # in the order of the record
+        for slot, (_, length) in table.fields.items():  # in the order of the record
             self._columns[slot] = slice(end, end + length)
             end += length
         self._absent = [slot for slot in self._columns if slot not in slots]
@@ -37,9 +37,9 @@ class Setting:
         self._is_plain = (
             "weight" in slots
             and table.dtype == state_dtype == "float32"
-            and table._above is None  # rows may be in a device cache
-            and isinstance(table._native, _native.Table)  # not sharded
-            and table._native.payload_bytes() == 4 * end
+            and not table.has_cache  # rows may be in a device cache
+            and isinstance(table.core, _native.Table)  # not sharded
+            and table.core.payload_bytes() == 4 * end
         )
         self._records: Floats = np.empty((0, end), np.float32)
 
@@ -56,7 +56,7 @@ class Setting:
         else:
             for slot, rows in values.items():
                 self._table.set(ids, rows, slot=slot)
-        self._table._native.write_dirty()
+        self._table.core.write_dirty()
 
     def _set_whole(self, ids: Ids, values: dict[str, Floats]) -> None:
         if len(self._columns) == 1:
@@ -70,7 +70,7 @@ class Setting:
             for slot, rows in values.items():
                 records[:, self._columns[slot]] = rows
         payload: npt.NDArray[np.uint8] = np.ascontiguousarray(records, np.float32).view(np.uint8)
-        self._table._native.scatter_records(np.ascontiguousarray(ids), payload)
+        self._table.plain_core.scatter_records(np.ascontiguousarray(ids), payload)
 
 
 def _are_distinct(ids: Ids) -> bool:

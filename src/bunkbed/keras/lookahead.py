@@ -206,16 +206,16 @@ class _Plan:
         self._window = window
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._iterations: OrderedDict[int, dict[int, Window]] = OrderedDict()
+        self._by_iteration: OrderedDict[int, dict[int, Window]] = OrderedDict()
         self._entered: dict[int, int] = {}  # batches that entered and have not left, by iteration
 
     def begin(self) -> Tensor:
         with _calls.one(), self._lock:
             number = next(self._numbers)
-            self._iterations[number] = {}
+            self._by_iteration[number] = {}
             self._entered[number] = 0
-            while len(self._iterations) > _ITERATIONS:
-                old, windows = self._iterations.popitem(last=False)
+            while len(self._by_iteration) > _ITERATIONS:
+                old, windows = self._by_iteration.popitem(last=False)
                 del self._entered[old]
                 for window in windows.values():
                     window.close()
@@ -235,7 +235,7 @@ class _Plan:
             if layer._shared.has_table and not layer._shared.is_divided:
                 wanted.setdefault(id(layer.table), (layer.table, []))[1].append(array)
         with self._lock:
-            windows = self._iterations.get(iteration)
+            windows = self._by_iteration.get(iteration)
             if windows is None:
                 return
             for key, (table, _) in wanted.items():
@@ -251,7 +251,7 @@ class _Plan:
 
     def advance(self, iteration: Tensor) -> Tensor:
         with _calls.one(), self._lock:
-            windows = self._iterations.get(int(iteration))
+            windows = self._by_iteration.get(int(iteration))
             if windows is not None:
                 self._entered[int(iteration)] -= 1
                 for window in windows.values():

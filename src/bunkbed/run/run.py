@@ -75,7 +75,8 @@ class Run:
         self.mode: Literal["w", "r"] = "r" if snapshot is not None else mode
         self.budget = ram if isinstance(ram, Budget) else Budget(DEFAULT_RAM if ram is None else ram)
         self._shards_of = _shards_of  # the name of the sharded table whose shards are the run's tables, or None
-        self._files = RunFiles(self.path, "run" if _shards_of is None else "sharded table")
+        # Internal, for `bunkbed.sharded`: the files, and `manifest`, the present commit.
+        self.folder = RunFiles(self.path, "run" if _shards_of is None else "sharded table")
         self._tables: dict[str, Table] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -86,7 +87,7 @@ class Run:
         self._read_only_reason = ""
         if self.path.exists() and not self.path.is_dir():
             raise FormatError(f"{self.path} is not a run: it is not a directory")
-        if self.mode == "r" and not self._files.epochs():
+        if self.mode == "r" and not self.folder.epochs():
             raise FileNotFoundError(f"no run with a commit at {self.path}")
         if self.mode == "w":
             self._prepare_directory()
@@ -94,15 +95,15 @@ class Run:
             # By table: the epochs that the run's commits name, and the epochs that its snapshots name.
             self._named: dict[str, set[int]] = {}
             self._kept: dict[str, set[int]] = {}
-            self._manifest = self._files.load_newest() if snapshot is None else self._files.find(snapshot)
-            if self.mode == "w" and self._manifest.sharding is not None and _shards_of is None:
+            self.manifest = self.folder.load_newest() if snapshot is None else self.folder.find(snapshot)
+            if self.mode == "w" and self.manifest.sharding is not None and _shards_of is None:
                 raise FormatError(
                     f"{self.path} is one sharded table, whose shards must not be written one by one; open it with "
                     "bb.ShardedTable.open"
                 )
-            if self.mode == "w" and self._files.epochs():
-                self._named, self._kept = self._files.collect()
-                forget_marks(self._files, set(self._manifest.tables))
+            if self.mode == "w" and self.folder.epochs():
+                self._named, self._kept = self.folder.collect()
+                forget_marks(self.folder, set(self.manifest.tables))
         except BaseException:
             self._unlock()
             raise
@@ -110,7 +111,7 @@ class Run:
     def _prepare_directory(self) -> None:
         if self.path.is_dir() and any(entry.name.startswith("manifest-") for entry in self.path.iterdir()):
             raise FormatError(f"{self.path} is a table, not a run; open it with bb.open")
-        if self.path.is_dir() and not self._files.epochs() and not (self.path / "lock").exists():
+        if self.path.is_dir() and not self.folder.epochs() and not (self.path / "lock").exists():
             # Power loss may leave these names before the lock's name or the first manifest's name is durable.
             ours = {"files", "tables", "lock"}
             strangers = sorted(e.name for e in self.path.iterdir() if e.name not in ours and e.name[:8] != "new-run-")
@@ -119,13 +120,13 @@ class Run:
                     f"{self.path} is not a run and not empty (it holds {strangers[0]!r}); "
                     "give the run a folder of its own"
                 )
-        _native.make_directories(str(self._files.files))
+        _native.make_directories(str(self.folder.files))
         _native.make_directories(str(self.path / "tables"))
-        self._lock = self._files.lock()
+        self._lock = self.folder.lock()
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            self._files.unlock(self._lock)
+            self.folder.unlock(self._lock)
             self._lock = None
 
     def __del__(self) -> None:
@@ -137,12 +138,12 @@ class Run:
     @property
     def epoch(self) -> int:
         """Number of the present commit, the one that is open or was made last; 0 before the first."""
-        return self._manifest.epoch
+        return self.manifest.epoch
 
     @property
     def meta(self) -> Json:
         """The `meta` of the present commit."""
-        value: Json = json.loads(json.dumps(self._manifest.meta))
+        value: Json = json.loads(json.dumps(self.manifest.meta))
         return value
 
     @property
@@ -153,21 +154,21 @@ class Run:
     @property
     def table_names(self) -> list[str]:
         """Names of the tables of the present commit, and of tables that were made later."""
-        return sorted({*self._manifest.tables, *self._tables})
+        return sorted({*self.manifest.tables, *self._tables})
 
     @property
     def files(self) -> list[str]:
         """Names of the dense files of the present commit."""
-        return sorted(self._manifest.files)
+        return sorted(self.manifest.files)
 
     @property
     def sharding(self) -> Sharding | None:
         """The record of a `bunkbed.ShardedTable`; None for other runs."""
-        return self._manifest.sharding
+        return self.manifest.sharding
 
     def become_sharded(self, names: list[str]) -> None:
         """Make the open tables the shards of one table, in the order of `names`, from the next commit on."""
-        self._manifest = replace(self._manifest, sharding=Sharding.new([self._tables[name].uuid for name in names]))
+        self.manifest = replace(self.manifest, sharding=Sharding.new([self._tables[name].uuid for name in names]))
 
     @property
     def closed(self) -> bool:
@@ -176,8 +177,8 @@ class Run:
 
     def snapshots(self) -> dict[str, int]:
         """Return the kept commits: name -> epoch, oldest first."""
-        self._settle(report=False)
-        return self._files.snapshots()
+        self.settle(report=False)
+        return self.folder.snapshots()
 
     def _require_open(self, *, write: bool = False) -> None:
         if self._closed:
@@ -210,14 +211,14 @@ class Run:
             ValueError: a bad name, or a mismatch with `create`. FileNotFoundError: no such table, and no `create`.
         """
         self._require_open()
-        self._settle(report=False)
+        self.settle(report=False)
         _require_name("table", name)
         if name in self._tables:
             opening.compare_with(self._tables[name], create, None)
             return self._tables[name]
-        path = self._files.own_table(name)
+        path = self.folder.own_table(name)
         label = name if self._shards_of is None else f"{self._shards_of}/{name}"
-        if name in self._manifest.tables:
+        if name in self.manifest.tables:
             if not opening.is_table(path):  # with `create`, open_table would make an empty table there
                 raise FileNotFoundError(
                     f"run {self.path}: commit {self.epoch} names table {name!r}, but {path} holds no table; put its "
@@ -227,16 +228,16 @@ class Run:
                 path,
                 opening.Wanted.of(self.mode, ram=self.budget, create=create),
                 run=self if self.mode == "w" else None,
-                epoch=self._manifest.tables[name],
+                epoch=self.manifest.tables[name],
                 name=label,
             )
         elif create is None or self.mode == "r":
-            known = ", ".join(sorted(self._manifest.tables)) or "none"
+            known = ", ".join(sorted(self.manifest.tables)) or "none"
             hint = "" if self.mode == "r" else "; give create=dict(dim=...) to make it"
             raise FileNotFoundError(f"run {self.path} has no table {name!r} (it has: {known}){hint}")
         else:
             if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
-                remove_leftover(self._files, name, path)
+                remove_leftover(self.folder, name, path)
             opened = opening.create(path, ram=self.budget, _run=self, _name=label, **create)
         self._tables[name] = opened  # from here on `close` closes it
         if self.mode == "w":
@@ -245,13 +246,13 @@ class Run:
 
     def _pin(self, name: str, table: Table) -> None:
         """Set the epochs of a table that must not be collected."""
-        table._native.set_pinned_epochs(self._named.get(name, set()), self._kept.get(name, set()))
+        table.plain_core.set_pinned_epochs(self._named.get(name, set()), self._kept.get(name, set()))
 
     def reopen(self, name: str, epoch: int) -> Table:
         """Open a reader's table again, at another of its commits. The old object is closed, also on an error."""
         label = self._tables[name].name
-        self._tables[name]._close()  # before the other opens, because the budget may be too small for both
-        path = self._files.own_table(name)
+        self._tables[name].release()  # before the other opens, because the budget may be too small for both
+        path = self.folder.own_table(name)
         wanted = opening.Wanted.of("r", ram=self.budget)
         self._tables[name] = opening.open_table(path, wanted, epoch=epoch, name=label)
         return self._tables[name]
@@ -264,8 +265,8 @@ class Run:
             FileNotFoundError: no such file; lists the files. CorruptionError: the file is missing or damaged.
         """
         self._require_open()
-        self._settle(report=False)
-        return self._files.read_file(name, self._manifest)
+        self.settle(report=False)
+        return self.folder.read_file(name, self.manifest)
 
     # ---- Durability
 
@@ -290,7 +291,7 @@ class Run:
             ReadOnlyError: a reader. OSError: the disk is full or failing; the last commit stays valid, no row is lost.
         """
         contents, facts = self._begin(files, meta, keep)
-        tables = {name: table._commit(None, None) for name, table in self._tables.items()}
+        tables = {name: table.commit_in_run() for name, table in self._tables.items()}
         return self._finish(tables, contents, facts, keep or "")
 
     @typed
@@ -313,7 +314,7 @@ class Run:
             ReadOnlyError: a reader. OSError: an earlier commit failed.
         """
         contents, facts = self._begin(files, meta, keep)
-        started = {name: table._begin_commit(None, None) for name, table in self._tables.items()}
+        started = {name: table.begin_commit_in_run() for name, table in self._tables.items()}
 
         def finish() -> int:
             epochs, errors = {}, []
@@ -329,8 +330,8 @@ class Run:
         self._background = BackgroundCommit(finish)
         return PendingCommit(self._background.result, self._background.done)
 
-    def _settle(self, *, report: bool) -> None:
-        """Wait for the commit in the background; with `report`, raise its error unless it was raised before."""
+    # Internal: wait for the commit in the background; with `report`, raise its error unless it was raised before.
+    def settle(self, *, report: bool) -> None:
         if self._background is not None:
             self._background.settle(report=report)
 
@@ -344,62 +345,63 @@ class Run:
             _require_name("file", name)
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
-        self._settle(report=True)
+        self.settle(report=True)
         if keep is not None:
             for table in self._tables.values():
-                table._native.require_disk_to_keep(keep)
-        contents, facts = self._owed or ({}, self._manifest.meta)
+                table.plain_core.require_disk_to_keep(keep)
+        contents, facts = self._owed or ({}, self.manifest.meta)
         if meta is not None:
             facts = json.loads(meta_text(meta, f"run {self.path}"))
         contents = {**contents, **{name: bytes(data) for name, data in (files or {}).items()}}
         self._owed = contents, facts
         mark_new(
-            self._files, {name: one.uuid for name, one in self._tables.items() if name not in self._manifest.tables}
+            self.folder, {name: one.uuid for name, one in self._tables.items() if name not in self.manifest.tables}
         )
         return contents, facts
 
     def _finish(self, tables: dict[str, int], contents: dict[str, bytes], meta: Json, keep: str) -> int:
         _native.failpoint("run.tables")
-        entries = dict(self._manifest.files)
-        number = self._manifest.next_file
+        entries = dict(self.manifest.files)
+        number = self.manifest.next_file
         for name, data in contents.items():
-            entries[name] = self._files.write_file(number, data)
+            entries[name] = self.folder.write_file(number, data)
             number += 1
         if contents:
-            sync_directory(self._files.files)
+            sync_directory(self.folder.files)
         _native.failpoint("run.files")
-        epoch = self._manifest.epoch + 1
-        self._publish(
+        epoch = self.manifest.epoch + 1
+        self.publish(
             RunManifest(
                 epoch=epoch,
                 meta=meta,
                 keep=keep,
-                tables={**self._manifest.tables, **tables},
+                tables={**self.manifest.tables, **tables},
                 files=entries,
                 next_file=number,
-                places=self._manifest.places,
-                sharding=self._manifest.sharding,
+                places=self.manifest.places,
+                sharding=self.manifest.sharding,
             )
         )
         self._owed = None
         return epoch
 
-    def _publish(self, manifest: RunManifest) -> None:
+    # Internal: make this manifest the present commit.
+    def publish(self, manifest: RunManifest) -> None:
         try:
-            self._files.publish(manifest)
+            self.folder.publish(manifest)
         except OSError as error:
-            if self._files.manifest_path(manifest.epoch).exists():
+            if self.folder.manifest_path(manifest.epoch).exists():
                 # The manifest is linked, but may not be durable. Only opening the run again shows the last commit.
                 self._read_only_reason = str(error)
             raise
-        self._manifest = manifest
+        self.manifest = manifest
         # The commit is durable, so errors from here on are ignored. The next commit tries the removals again.
         with contextlib.suppress(OSError, BunkbedError):
-            self._named, self._kept = self._files.collect()
-            forget_marks(self._files, set(manifest.tables))
+            self._named, self._kept = self.folder.collect()
+            forget_marks(self.folder, set(manifest.tables))
             for name, table in self._tables.items():
                 self._pin(name, table)
-                table._native.collect()
+                table.plain_core.collect()
 
     @typed
     def rewind(self, to: str | int) -> int:
@@ -415,9 +417,9 @@ class Run:
             ValueError: no such commit (lists the commits), or a commit older than a table of the run.
         """
         self._require_open(write=True)
-        self._settle(report=True)
-        target = self._files.find(to)
-        newer = sorted(set(self._manifest.tables) - set(target.tables))
+        self.settle(report=True)
+        target = self.folder.find(to)
+        newer = sorted(set(self.manifest.tables) - set(target.tables))
         if newer:
             raise ValueError(
                 f"run {self.path}: table {newer[0]!r} was made after {to!r}, the run cannot go back past it; "
@@ -432,17 +434,17 @@ class Run:
             )
         tables = {}
         for name, epoch in target.tables.items():
-            self._tables[name]._rewind(epoch)
+            self._tables[name].rewind_in_run(epoch)
             tables[name] = self._tables[name].epoch
-        self._publish(
+        self.publish(
             RunManifest(
-                epoch=self._manifest.epoch + 1,
+                epoch=self.manifest.epoch + 1,
                 meta=target.meta,
                 tables=tables,
                 files=target.files,
-                next_file=self._manifest.next_file,
-                places=self._manifest.places,
-                sharding=self._manifest.sharding,
+                next_file=self.manifest.next_file,
+                places=self.manifest.places,
+                sharding=self.manifest.sharding,
             )
         )
         self._owed = None
@@ -456,19 +458,19 @@ class Run:
             ValueError: no such snapshot; the message lists the snapshots. ReadOnlyError: a reader.
         """
         self._require_open(write=True)
-        self._files.find(name)
-        if self._manifest.keep == name:
+        self.folder.find(name)
+        if self.manifest.keep == name:
             # The newest commit has the name, so the same state is committed again without the name.
-            self._publish(replace(self._manifest, epoch=self._manifest.epoch + 1, keep="", copied=False))
-        self._named, self._kept = self._files.forget(name)
-        for table_name in self._manifest.tables:
+            self.publish(replace(self.manifest, epoch=self.manifest.epoch + 1, keep="", copied=False))
+        self._named, self._kept = self.folder.forget(name)
+        for table_name in self.manifest.tables:
             table = self._tables.get(table_name)
             pinned = self._named.get(table_name, set())
             if table is not None:
                 self._pin(table_name, table)
-                table._native.collect()
+                table.plain_core.collect()
             else:
-                _native.collect_commits(str(self._files.own_table(table_name)), pinned)
+                _native.collect_commits(str(self.folder.own_table(table_name)), pinned)
 
     @typed
     def close(self, commit: bool = True) -> None:
@@ -476,13 +478,13 @@ class Run:
         if self._closed:
             return
         self._require_own_process()  # in a forked child the lock and the tables are the parent's
-        self._settle(report=commit)
+        self.settle(report=commit)
         if commit and self.mode == "w" and self.is_behind():
             self.commit()
         with contextlib.ExitStack() as closing:  # closes every table also after an error, and unlocks last
             closing.callback(self._unlock)
             for table in self._tables.values():
-                closing.callback(table._close)
+                closing.callback(table.release)
             self._closed = True
 
     def is_behind(self) -> bool:
@@ -492,7 +494,7 @@ class Run:
     def _is_behind(self, name: str) -> bool:
         """Return whether a table has changes, or a commit, that the run's last commit does not name."""
         table = self._tables[name]
-        return table.is_dirty or table.epoch != self._manifest.tables.get(name, table.epoch)
+        return table.is_dirty or table.epoch != self.manifest.tables.get(name, table.epoch)
 
     def __enter__(self) -> Self:
         return self

@@ -50,7 +50,7 @@ class ShardedCore(ShardedRows):
 
     def __init__(self, name: str, run: Run, sharding: Sharding, disk_bytes: int, *, follows: bool) -> None:
         tables = shards_in(run, sharding)
-        super().__init__(name, tables[0]._spec, [table._native for table in tables], writable=run.mode == "w")
+        super().__init__(name, tables[0].spec, [table.plain_core for table in tables], writable=run.mode == "w")
         self._run = run
         self._sharding = sharding
         self._disk_bytes = disk_bytes
@@ -101,7 +101,7 @@ class ShardedCore(ShardedRows):
         self._require_own_process()
         with self._commits:
             # Wait for the commit under way without the lock of the rows, so that other calls can use rows.
-            self._run._settle(report=True)
+            self._run.settle(report=True)
             with self._alone(write=True):
                 facts = None if meta is None else json.loads(meta)
                 return PendingParent(self._run.begin_commit(meta=facts, keep=keep or None))
@@ -110,7 +110,7 @@ class ShardedCore(ShardedRows):
         """See `bunkbed.Table.commit`."""
         self._require_own_process()
         with self._commits:
-            self._run._settle(report=True)
+            self._run.settle(report=True)
             with self._alone(write=True):
                 if meta is None and not keep and not self._run.is_behind():
                     return self._run.epoch
@@ -120,7 +120,7 @@ class ShardedCore(ShardedRows):
         """See `bunkbed.Table.drop`."""
         self._require_own_process()
         with self._commits:
-            self._run._settle(report=True)
+            self._run.settle(report=True)
             with self._alone(write=True):
                 self._run.drop(name)
 
@@ -130,9 +130,9 @@ class ShardedCore(ShardedRows):
         with self._commits, self._lock:
             self._require_open()
             self._require_writer()
-            self._run._settle(report=True)
+            self._run.settle(report=True)
             to = name if epoch is None else epoch
-            self._run._files.find(to)
+            self._run.folder.find(to)
             before, was_torn = self._epochs(), self._torn
             self._torn = f"going back to commit {to!r} failed half-way"
             try:
@@ -167,7 +167,7 @@ class ShardedCore(ShardedRows):
             if not self._follows:
                 return self._run.epoch
             for attempt in range(_ATTEMPTS):
-                newest = self._run._files.load_newest()
+                newest = self._run.folder.load_newest()
                 if newest.epoch == self._run.epoch and not self._torn:
                     return newest.epoch
                 if newest.sharding != self._sharding:
@@ -177,7 +177,7 @@ class ShardedCore(ShardedRows):
                     self._move_to(newest)
                 except FileNotFoundError:
                     # The writer collected this commit after it was read: there is a newer commit.
-                    if attempt == _ATTEMPTS - 1 or self._run._files.manifest_path(newest.epoch).exists():
+                    if attempt == _ATTEMPTS - 1 or self._run.folder.manifest_path(newest.epoch).exists():
                         raise
                     continue
                 self._torn = ""
@@ -191,8 +191,8 @@ class ShardedCore(ShardedRows):
             if is_open and core.epoch() != wanted and newest_epoch(self._run, name) == wanted:
                 core.refresh()
             if not is_open or core.epoch() != wanted:
-                self._cores[index] = self._run.reopen(name, wanted)._native
-        self._run._manifest = manifest
+                self._cores[index] = self._run.reopen(name, wanted).plain_core
+        self._run.manifest = manifest
         self._require_one_step()
 
     # ---- Closing
@@ -216,6 +216,6 @@ def newest_epoch(run: Run, name: str) -> int:
     """Return the newest of a shard's own commits, also one that the parent does not name."""
     numbers = [
         int(entry.name.removeprefix("manifest-"))
-        for entry in run._files.table_path(name).glob("manifest-" + "[0-9]" * 16)
+        for entry in run.folder.table_path(name).glob("manifest-" + "[0-9]" * 16)
     ]
     return max(numbers, default=-1)

@@ -21,7 +21,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from functools import partial
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,10 +44,13 @@ _MOST = ("commits", "window_batches", "staging_depth")
 _ALWAYS_FITS = 65504.0  # the largest float16, which every dtype can represent
 
 
+_R = TypeVar("_R")
+
+
 class ShardedBatch:
     """The ids of a training step with their unique ids, over all shards: the result of `bunkbed.ShardedTable.batch`."""
 
-    def __init__(self, batch: Any, ids: Ids) -> None:
+    def __init__(self, batch: _native.Batch, ids: Ids) -> None:
         self._batch = batch
         self.ids = ids  # int64[N], a copy
         self.sum = batch.sum
@@ -74,7 +78,7 @@ class ShardedRows:
         writable: False for readers.
     """
 
-    def __init__(self, name: str, spec: _native.TableSpec, cores: Sequence[Any], *, writable: bool) -> None:
+    def __init__(self, name: str, spec: _native.TableSpec, cores: Sequence[_native.Table], *, writable: bool) -> None:
         self.name = name
         self._spec = spec
         self._cores = list(cores)
@@ -129,25 +133,26 @@ class ShardedRows:
 
     # ---- Work on several shards
 
-    def _each(self, work: Callable[[int, Any], Any], size: int, among: Sequence[int] | None = None) -> list[Any]:
+    def _each(
+        self, work: Callable[[int, _native.Table], _R], size: int, among: Sequence[int] | None = None
+    ) -> list[_R]:
         """Run ``work(index, core)`` for shards, for `size` ids in all. Raise the first error when all have ended."""
         results = self._outcomes(work, size, among)
-        for result in results:
-            if isinstance(result, _Failed):
-                raise result.error
-        return results
+        return [_result(result) for result in results]
 
-    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def _submit(self, work: Callable[[], _R]) -> Future[_R]:
         """Submit work to another thread. If a profiler records this thread's stalls, it records those too."""
         ranges = _native.stall_ranges()
         if ranges is None:
-            return self._threads.submit(work, *arguments)
-        return self._threads.submit(_native.with_stalls, ranges, work, *arguments)
+            return self._threads.submit(work)
+        return self._threads.submit(cast("Callable[..., _R]", _native.with_stalls), ranges, work)
 
-    def _outcomes(self, work: Callable[[int, Any], Any], size: int, among: Sequence[int] | None = None) -> list[Any]:
+    def _outcomes(
+        self, work: Callable[[int, _native.Table], _R], size: int, among: Sequence[int] | None = None
+    ) -> list[_R | _Failed]:
         """Run as `_each` does, but return a `_Failed` for each shard that raised."""
 
-        def one(index: int) -> Any:
+        def one(index: int) -> _R | _Failed:
             try:
                 return work(index, self._cores[index])
             except Exception as error:
@@ -156,17 +161,17 @@ class ShardedRows:
         indices = range(len(self._cores)) if among is None else among
         if len(indices) < 2 or size <= FEW_IDS or _native.get_num_threads() == 1:
             return [one(index) for index in indices]
-        others: list[Future[Any]] = [self._submit(one, index) for index in indices[1:]]
+        others: list[Future[_R | _Failed]] = [self._submit(partial(one, index)) for index in indices[1:]]
         try:
             first = one(indices[0])
         finally:
             wait(others)
         return [first, *(other.result() for other in others)]
 
-    def _change(self, what: str, work: Callable[[int, Any], Any], size: int) -> None:
+    def _change(self, what: str, work: Callable[[int, _native.Table], object], size: int) -> None:
         """Apply ``work(index, core)`` to every shard. If only some shards fail, mark the table torn and raise."""
 
-        def run() -> list[Any]:
+        def run() -> list[object]:
             results = self._outcomes(work, size)
             if not any(isinstance(result, _Failed) for result in results):
                 self._torn = ""
@@ -185,20 +190,20 @@ class ShardedRows:
                 raise
         self._judge(what, results)
 
-    def _judge(self, what: str, results: list[Any]) -> None:
-        failed = [index for index, result in enumerate(results) if isinstance(result, _Failed)]
+    def _judge(self, what: str, results: list[object]) -> None:
+        failed = [(index, one.error) for index, one in enumerate(results) if isinstance(one, _Failed)]
         if not failed:
             return
-        error = results[failed[0]].error
+        first, error = failed[0]
         if len(failed) == len(results) and not self._is_broken():
             self._torn = ""
             raise error  # every shard failed before it changed anything
         self._torn = (
-            f"{what} failed in shard {failed[0]} of {len(results)} after other shards had taken their part ({error})"
+            f"{what} failed in shard {first} of {len(results)} after other shards had taken their part ({error})"
         )
         raise BunkbedError(self._refusal()) from error
 
-    def _prepare(self, core: Any, ids: Ids) -> Any:
+    def _prepare(self, core: _native.Table, ids: Ids) -> _native.Batch:
         """Return the batch of a shard's part; raise where the shard could not apply it."""
         batch = core.batch(ids)
         try:
@@ -224,13 +229,13 @@ class ShardedRows:
     def _holders(split: Split) -> list[int]:
         return [index for index in range(len(split.bounds) - 1) if split.size(index)]
 
-    def _fill(self, ids: Ids, out: Array, read: Callable[[Any, Ids, Array], None]) -> None:
+    def _fill(self, ids: Ids, out: Array, read: Callable[[_native.Table, Ids, Array], None]) -> None:
         """Call ``read(core, ids, out)`` of every shard that has some of the ids; fill `out` in batch order."""
         split = self._split(ids)
         mine = split.take(ids)
         found = out if split.order is None else np.empty_like(out)
 
-        def work(index: int, core: Any) -> None:
+        def work(index: int, core: _native.Table) -> None:
             part = split.part(index)
             read(core, mine[part], found[part])
 
@@ -287,7 +292,7 @@ class ShardedRows:
             self._check_step(lr, step)
             mine, values = split.take(ids), split.take(grads)
 
-            def prepare(index: int, core: Any) -> tuple[Any, Any, float]:
+            def prepare(index: int, core: _native.Table) -> tuple[_native.Batch, Floats, float]:
                 part = split.part(index)
                 batch = self._prepare(core, mine[part])
                 return (batch, *batch.sum(values[part]))
@@ -305,7 +310,7 @@ class ShardedRows:
             split = Split(ids, len(self._cores))
             mine, values = split.take(ids), split.take(sums)
 
-            def prepare(index: int, core: Any) -> tuple[Any, Any]:
+            def prepare(index: int, core: _native.Table) -> tuple[_native.Batch, Floats]:
                 part = split.part(index)
                 shard = self._prepare(core, mine[part])
                 return shard, shard.sum(values[part])[0]  # brings the sums into the order of the shard's batch
@@ -316,10 +321,10 @@ class ShardedRows:
         if lr is not None or step is not None:
             self._checker.update(_NO_IDS, np.empty((0, self._spec.dim), np.float32), lr, step)
 
-    def _apply(self, parts: list[tuple[Any, Any]], lr: float | None, step: int | None, size: int) -> None:
+    def _apply(self, parts: list[tuple[_native.Batch, Floats]], lr: float | None, step: int | None, size: int) -> None:
         number = self._cores[0].step() + 1 if step is None else step  # the same in all shards, also without rows
 
-        def apply(index: int, core: Any) -> None:
+        def apply(index: int, core: _native.Table) -> None:
             core.update_batch(*parts[index], lr, number)
 
         self._change(f"step {number}", apply, size)
@@ -336,7 +341,7 @@ class ShardedRows:
             mine, rows = split.take(ids), split.take(values)
             self._each(lambda index, core: self._prepare(core, mine[split.part(index)]), len(ids))
 
-            def apply(index: int, core: Any) -> None:
+            def apply(index: int, core: _native.Table) -> None:
                 core.set(mine[split.part(index)], field, rows[split.part(index)])
 
             self._change("set()", apply, len(ids))
@@ -422,7 +427,7 @@ class ShardedRows:
         """Return the bytes of a row's record."""
         return int(self._cores[0].payload_bytes())
 
-    def fields(self) -> list[Any]:
+    def fields(self) -> list[tuple[str, int]]:
         """Return (name, length) of every field of a record."""
         return list(self._cores[0].fields())
 
@@ -455,7 +460,13 @@ class _Failed:
         self.error = error
 
 
-def _refuses_use(core: Any) -> bool:
+def _result(outcome: _R | _Failed) -> _R:
+    if isinstance(outcome, _Failed):
+        raise outcome.error
+    return outcome
+
+
+def _refuses_use(core: _native.Table) -> bool:
     try:
         core.expect(_NO_IDS, 1)
     except BunkbedError:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,7 +26,7 @@ from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name, shards_of
 from bunkbed.machine.rates import Machine, remembered
 from bunkbed.run.run import Run
-from bunkbed.sharded.core import ShardedCore, shards_in
+from bunkbed.sharded.core import ShardedCore
 from bunkbed.sharded.rows import ShardedBatch
 from bunkbed.table import opening
 from bunkbed.table.table import Table
@@ -67,7 +67,7 @@ class ShardedTable(Table):
     <bunkbed.ShardedTable 'user' at ...: 2 shards, 10 rows x 2 float32, Adam, step 1, epoch 1>
     """
 
-    _native: Any
+    core: ShardedCore
     _shards: tuple[Path, ...]
 
     # ---- Making and opening
@@ -130,7 +130,7 @@ class ShardedTable(Table):
             made: list[Path] = []
             try:
                 _require_free(place, places)  # again, because the run now has the writer's lock
-                run._files.places = _records_of(place, places)
+                run.folder.places = _records_of(place, places)
                 for index, shard in enumerate(places):
                     _native.make_directories(str(shard.parent))
                     run.table(shard_name(index), create=facts)
@@ -139,7 +139,7 @@ class ShardedTable(Table):
                 sharding = Sharding.new([table.uuid for table in tables.values()])
                 # The first parent manifest: from here on the table can be opened.
                 epochs = {name: table.epoch for name, table in tables.items()}
-                run._publish(RunManifest(tables=epochs, places=run._files.places, sharding=sharding))
+                run.publish(RunManifest(tables=epochs, places=run.folder.places, sharding=sharding))
                 return cls._of(run, sharding, disk_bytes, ram, follows=False)
             except BaseException:
                 run.close(commit=False)
@@ -208,8 +208,7 @@ class ShardedTable(Table):
             present = opening.open_writer(place) if writable else None
             if present is not None:
                 assert isinstance(present, cls)
-                opening.compare_with(present, {**wanted, "disk": disk}, optimizer)
-                present._opens += 1
+                opening.open_again(present, {**wanted, "disk": disk}, optimizer)
                 return present
             for attempt in range(_ATTEMPTS):
                 run = Run(place, ram, mode=mode, snapshot=snapshot, _shards_of=place.name)
@@ -226,7 +225,7 @@ class ShardedTable(Table):
             try:
                 opening.compare_with(table, wanted, optimizer)
             except BaseException:
-                table._close()
+                table.release()
                 raise
             return table
 
@@ -235,16 +234,20 @@ class ShardedTable(Table):
         cls, run: Run, sharding: Sharding, disk_bytes: int, ram: int | str | Budget | None, *, follows: bool
     ) -> Self:
         """Return the table of a run whose shards are open."""
-        shards = shards_in(run, sharding)
-        table = cls(shards[0]._spec, run.path, run.mode)
-        table._shards = tuple(shard.path for shard in shards if shard.path is not None)
-        for shard in shards:
-            shard._told_of_loss = True  # the sharded table warns instead
-        table._ram_bytes = 0 if isinstance(ram, Budget) else run.budget.total_bytes
-        table._start(ShardedCore(run.path.name, run, sharding, disk_bytes, follows=follows))  # type: ignore[arg-type]
-        if run.mode == "w":
-            opening.register_writer(table)
+        core = ShardedCore(run.path.name, run, sharding, disk_bytes, follows=follows)
+        table = cls(core.tables()[0].spec, run.path, run.mode)
+        table._begin(core, run, ram)
         return table
+
+    def _begin(self, core: ShardedCore, run: Run, ram: int | str | Budget | None) -> None:
+        shards = core.tables()
+        self._shards = tuple(shard.path for shard in shards if shard.path is not None)
+        for shard in shards:
+            shard.warns_of_loss = False  # the sharded table warns instead
+        self._ram_bytes = 0 if isinstance(ram, Budget) else run.budget.total_bytes
+        self._start(core)
+        if run.mode == "w":
+            opening.register_writer(self)
 
     _batch_class = ShardedBatch
 
@@ -263,7 +266,11 @@ class ShardedTable(Table):
     @property
     def ram_bytes(self) -> int:
         """The RAM budget in bytes; with a shared `Budget`, the present shares of the shards."""
-        return self._ram_bytes or sum(shard.ram_bytes for shard in self._native.tables())
+        return self._ram_bytes or sum(shard.ram_bytes for shard in self.core.tables())
+
+    # Internal: the counters of each shard, in the order of `directories`.
+    def shard_stats(self) -> list[dict[str, int | float]]:
+        return [shard.stats() for shard in self.core.tables()]
 
     def shards_of(self, ids: ArrayLike) -> Ids:
         """Return the number of the shard that has each row. ids: int64[...]; returns int64[...].
@@ -272,7 +279,7 @@ class ShardedTable(Table):
             IndexError, TypeError: see `lookup`.
         """
         array = as_ids(ids, table=f"table '{self._name}'")
-        self._native.check_ids(array.reshape(-1))
+        self.core.check_ids(array.reshape(-1))
         return shards_of(array, self.num_shards).astype(np.int64)
 
     def __repr__(self) -> str:
@@ -284,7 +291,7 @@ class ShardedTable(Table):
         )
 
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
-        for scan in self._native.scans([index for index, _ in fields]):
+        for scan in self.core.scans([index for index, _ in fields]):
             yield from self._rows_of(scan, fields, chunk)
 
     def _machine(self) -> Machine | None:
@@ -309,14 +316,14 @@ class ShardedTable(Table):
         )
 
     def __del__(self) -> None:
-        if sys.is_finalizing() or self._native is None:
+        if sys.is_finalizing() or self.core is None:
             return
         warn_when_it_goes(self)
         if (
             not self._closed
         ):  # run and tables are a reference cycle, so their files would stay locked until Python's garbage collection
             with contextlib.suppress(Exception):
-                self._native.close()
+                self.core.close()
 
 
 def _new_places(place: Path, shards: int | None, directories: Sequence[_Path] | None) -> list[Path]:
@@ -373,7 +380,7 @@ def _require_free(place: Path, shards: list[Path]) -> None:
 
 
 def _require_shard(run: Run, name: str) -> None:
-    place = run._files.table_path(name)
+    place = run.folder.table_path(name)
     if not place.is_dir():
         raise FileNotFoundError(
             f"table '{run.path.name}' at {run.path}: the directory of {name}, {place}, is missing; mount or move it "
@@ -383,14 +390,14 @@ def _require_shard(run: Run, name: str) -> None:
 
 def _open_shards(run: Run, directories: Sequence[_Path] | None, disk_bytes: int) -> None:
     """Open every shard at its path in the manifest, or in `directories`, which a writer stores in the manifest."""
-    sharding = run._manifest.sharding
+    sharding = run.manifest.sharding
     if sharding is None:
         raise CorruptionError(f"{run.path}: commit {run.epoch} does not say that it is a sharded table, newer ones do")
     if directories is not None:
-        run._files.places = _records_of(run.path, _new_places(run.path, len(sharding.shards), directories))
+        run.folder.places = _records_of(run.path, _new_places(run.path, len(sharding.shards), directories))
     for name in sharding.names():
         _require_shard(run, name)
         run.table(name, create=_limit_of_each(disk_bytes, len(sharding.shards)) or None)
-    places = run._files.places
-    if run.mode == "w" and places is not None and places != run._manifest.places:
-        run._publish(replace(run._manifest, epoch=run.epoch + 1, keep="", copied=False, places=places))
+    places = run.folder.places
+    if run.mode == "w" and places is not None and places != run.manifest.places:
+        run.publish(replace(run.manifest, epoch=run.epoch + 1, keep="", copied=False, places=places))

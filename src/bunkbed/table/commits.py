@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from bunkbed import _native
 from bunkbed.core.arguments import as_whole
 from bunkbed.core.typed import shortened, typed
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
+from bunkbed.table.core import Core
 
 
 class PendingCommit:
@@ -94,9 +94,9 @@ class TableCommits:
     """The part of `bunkbed.Table` that commits, keeps and rewinds."""
 
     _name: str
-    _native: _native.Table
+    core: Core
     _run: Any
-    _above: Any
+    _above: object
 
     @typed
     def commit(self, meta: Json | None = None, keep: str | None = None) -> int:
@@ -152,15 +152,26 @@ class TableCommits:
             )
         return self._begin_commit(meta, keep)
 
+    # Internal: the calls of the run that commits this table together with others.
+
+    def commit_in_run(self) -> int:
+        return self._commit(None, None)
+
+    def begin_commit_in_run(self) -> PendingCommit:
+        return self._begin_commit(None, None)
+
+    def rewind_in_run(self, epoch: int) -> None:
+        self._rewind(epoch)
+
     def _begin_commit(self, meta: Json | None, keep: str | None) -> PendingCommit:
         with self._reading():  # so that the commit holds all of a device cache's step, or nothing of it
-            pending = self._native.begin_commit(self._checked_meta(meta), self._checked_keep(keep))
+            pending = self.core.begin_commit(self._checked_meta(meta), self._checked_keep(keep))
         return PendingCommit(pending.wait, pending.is_over)
 
     def _commit(self, meta: Json | None, keep: str | None) -> int:
         if self._above is not None:
             return self._begin_commit(meta, keep).wait()  # the device cache may train while the commit is written
-        return int(self._native.commit(self._checked_meta(meta), self._checked_keep(keep)))
+        return int(self.core.commit(self._checked_meta(meta), self._checked_keep(keep)))
 
     def _checked_keep(self, keep: str | None) -> str:
         if keep is not None and (not isinstance(keep, str) or not keep):
@@ -172,7 +183,7 @@ class TableCommits:
 
     def snapshots(self) -> dict[str, int]:
         """Return the kept commits: name -> epoch, oldest first."""
-        return dict(self._native.snapshots())
+        return dict(self.core.snapshots())
 
     @typed
     def drop(self, name: str) -> None:
@@ -181,7 +192,7 @@ class TableCommits:
         Raises:
             ValueError: no such snapshot; the message lists the snapshots.
         """
-        self._native.drop(name)
+        self.core.drop(name)
 
     @typed
     def rewind(self, to: str | int) -> None:
@@ -208,9 +219,9 @@ class TableCommits:
     def _rewind(self, to: str | int) -> None:
         with self._writing():
             if isinstance(to, str):
-                self._native.rewind(to, None)
+                self.core.rewind(to, None)
             else:
-                self._native.rewind("", as_whole(to, what="to", table=f"table '{self._name}'", low=0, high=2**64 - 1))
+                self.core.rewind("", as_whole(to, what="to", table=f"table '{self._name}'", low=0, high=2**64 - 1))
 
     def refresh(self) -> int:
         """Move a reader to the newest commit and return its epoch. The cost depends on the number of changed rows.
@@ -218,8 +229,8 @@ class TableCommits:
         Rows with a new record leave the cache; the others stay. Where the writer went back to an earlier commit, the
         reader builds its directory again, like opening. ``stats()["indexed_records"]`` counts the records read for it.
         """
-        return int(self._native.refresh())
+        return int(self.core.refresh())
 
     def compact(self) -> int:
         """Compact the log in this call, not in small parts. Return how many records were moved."""
-        return int(self._native.compact())
+        return int(self.core.compact())

@@ -130,7 +130,7 @@ def explain(table: Table, since: Explanation | Mapping[str, int | float] | None 
     machine = table._machine()
     if machine is None:
         machine = remembered()  # rates of another directory; the memory rate is the same
-    record_bytes = int(table._native.payload_bytes())
+    record_bytes = int(table.core.payload_bytes())
     return Explanation(
         table=table.name,
         seconds=seconds,

@@ -10,6 +10,7 @@ from bunkbed import _native
 from bunkbed.core import init as _init
 from bunkbed.core import optim as _optim
 from bunkbed.core.types import Json
+from bunkbed.table.core import Core
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INIT_KINDS = ("zeros", "normal", "uniform")
@@ -18,15 +19,15 @@ _INIT_KINDS = ("zeros", "normal", "uniform")
 class TableFacts:
     """The properties of `bunkbed.Table` that read no row."""
 
-    _spec: _native.TableSpec
+    spec: _native.TableSpec
     _path: Path | None
     _mode: Literal["w", "r"]
     _name: str
-    _native: _native.Table
+    core: Core
     _run: Any
     _ram_bytes: int
     _closed: bool
-    _fields: dict[str, tuple[int, int]]
+    fields: dict[str, tuple[int, int]]
     _dim: int
 
     @property
@@ -52,28 +53,28 @@ class TableFacts:
     @property
     def num_rows(self) -> int | None:
         """Ids are in ``[0, num_rows)``; None: any non-negative int64."""
-        rows = int(self._spec.num_rows)
+        rows = int(self.spec.num_rows)
         return None if rows < 0 else rows
 
     @property
     def dtype(self) -> str:
         """Storage type of the weights: float32, bfloat16 or float16. The state has `optimizer.state_dtype`."""
-        return DTYPES[self._spec.dtype]
+        return DTYPES[self.spec.dtype]
 
     @property
     def init(self) -> _init.Initializer:
         """The initialiser of untouched rows."""
-        return _init.from_native(_INIT_KINDS[self._spec.init_kind], self._spec.init_a, self._spec.init_b)
+        return _init.from_native(_INIT_KINDS[self.spec.init_kind], self.spec.init_a, self.spec.init_b)
 
     @property
     def seed(self) -> int:
         """Seed of the initialiser and of stochastic rounding."""
-        return int(self._spec.seed)
+        return int(self.spec.seed)
 
     @property
     def durability(self) -> Literal["durable", "scratch"]:
         """``"scratch"``: a temporary table, of which nothing becomes durable; see `bunkbed.create`."""
-        return "scratch" if self._spec.is_scratch else "durable"
+        return "scratch" if self.spec.is_scratch else "durable"
 
     @property
     def optimizer(self) -> _optim.Optimizer:
@@ -82,38 +83,38 @@ class TableFacts:
         Raises:
             ValueError: on assignment, an optimizer with other slots or state dtype.
         """
-        return _optim.from_native(self._native.optimizer())
+        return _optim.from_native(self.core.optimizer())
 
     @optimizer.setter
     def optimizer(self, value: _optim.Optimizer) -> None:
         _optim.check_same_slots(self._name, self.optimizer, _optim.require_optimizer(value))
-        self._native.set_optimizer(value.native())
+        self.core.set_optimizer(value.native())
 
     @property
     def slots(self) -> tuple[str, ...]:
         """Names of the per-row optimizer arrays; ``"weight"`` is not among them."""
-        return tuple(name for name in self._fields if name != "weight")
+        return tuple(name for name in self.fields if name != "weight")
 
     @property
     def step(self) -> int:
         """Optimizer steps taken so far: one for each `update`, for any number of ids."""
-        return int(self._native.step())
+        return int(self.core.step())
 
     @property
     def epoch(self) -> int:
         """Number of the last commit; 0 when the table was just created."""
-        return int(self._native.epoch())
+        return int(self.core.epoch())
 
     @property
     def meta(self) -> Json:
         """The `meta` of the last commit."""
-        value: Json = json.loads(self._native.meta())
+        value: Json = json.loads(self.core.meta())
         return value
 
     @property
     def uuid(self) -> str:
         """Identity of the table as 32 hexadecimal digits; a copy of its directory has the same."""
-        return bytes(self._native.uuid()).hex()
+        return bytes(self.core.uuid()).hex()
 
     @property
     def run(self) -> Any:
@@ -128,7 +129,7 @@ class TableFacts:
     @property
     def is_dirty(self) -> bool:
         """True when rows were updated or set since the last commit."""
-        return bool(self._native.is_changed())
+        return bool(self.core.is_changed())
 
     @property
     def ram_bytes(self) -> int:
@@ -138,7 +139,7 @@ class TableFacts:
     @property
     def record_bytes(self) -> int:
         """Bytes of a row's weights and optimizer state, as they are stored."""
-        return int(self._native.payload_bytes())
+        return int(self.core.payload_bytes())
 
     def __repr__(self) -> str:
         where = "in RAM" if self._path is None else f"at {self._path}"

@@ -128,13 +128,13 @@ def _start(
     else:
         table._ram_bytes = parse_bytes(ram)
     try:
-        table._native = open_core(table._ram_bytes)
+        table.core = open_core(table._ram_bytes)
     except BaseException:
         if table._budget is not None:
             table._budget.leave(table)
         raise
     try:
-        table._start(table._native)
+        table._start(table.core)
         table._stored_hint = 0
         check()
         if table._budget is not None:
@@ -142,7 +142,7 @@ def _start(
         if table.mode == "w":
             register_writer(table)
     except BaseException:
-        table._close()
+        table.release()
         raise
 
 
@@ -301,8 +301,7 @@ def open_table(
         if wanted.writable:
             present = open_writer(place)
             if present is not None:
-                compare_with(present, {**(wanted.create or {}), "disk": wanted.disk}, wanted.optimizer)
-                present._opens += 1
+                open_again(present, {**(wanted.create or {}), "disk": wanted.disk}, wanted.optimizer)
                 return present
         if not place.exists():
             raise FileNotFoundError(
@@ -374,6 +373,12 @@ def compare_with(table: Table, create: Json | None, optimizer: _optim.Optimizer 
         if table.mode == "r":
             raise ReadOnlyError(f"table '{table.name}' is open for reading; its hyperparameters cannot change")
         table.optimizer = definition
+
+
+def open_again(present: Table, create: Json, optimizer: _optim.Optimizer | None) -> None:
+    """Count one more opening of a table that `open_writer` found; see `compare_with`."""
+    compare_with(present, create, optimizer)
+    present._opens += 1
 
 
 def open_writer(place: Path) -> Table | None:

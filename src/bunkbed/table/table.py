@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from bunkbed.core.typed import shortened, typed
 from bunkbed.core.types import Array
 from bunkbed.machine.rates import Machine, remembered
 from bunkbed.table.commits import TableCommits
-from bunkbed.table.core import Batch
+from bunkbed.table.core import Batch, Core
 from bunkbed.table.explain import Explanation, explain
 from bunkbed.table.facts import TableFacts
 from bunkbed.table.topk import topk
@@ -79,11 +79,13 @@ class Table(TableFacts, TableCommits):
     """
 
     def __init__(self, spec: _native.TableSpec, path: Path | None, mode: Literal["w", "r"]) -> None:
-        self._spec = spec
+        # Internal: definition, core and fields of a record. Other packages use the core where no method of the table
+        # does what they need.
+        self.spec = spec
         self._path = path
         self._mode: Literal["w", "r"] = mode
         self._name = "table" if path is None else path.name
-        self._native: _native.Table = None  # type: ignore[assignment]
+        self.core: Core = None  # type: ignore[assignment]  # until `_start`
         self._budget: Budget | None = None
         self._ram_bytes = 0
         self._ram_above = 0  # the part of `_ram_bytes` that the device cache takes for its id map
@@ -96,15 +98,15 @@ class Table(TableFacts, TableCommits):
         self.companion: object = None
         self._closed = False
         self._pid = os.getpid()
-        self._told_of_loss = False
+        self.warns_of_loss = True  # internal: False once it has warned, or another object warns
         self._opened_s = 0.0
-        self._fields: dict[str, tuple[int, int]] = {}
+        self.fields: dict[str, tuple[int, int]] = {}
         self._dim = int(spec.dim)
 
-    def _start(self, native: _native.Table) -> None:
-        self._native = native
+    def _start(self, core: Core) -> None:
+        self.core = core
         self._opened_s = time.monotonic()
-        self._fields = {name: (index, length) for index, (name, length) in enumerate(native.fields())}
+        self.fields = {name: (index, length) for index, (name, length) in enumerate(core.fields())}
 
     # ---- Size and statistics
 
@@ -117,7 +119,7 @@ class Table(TableFacts, TableCommits):
     def __len__(self) -> int:
         """Return the number of stored rows: those updated or set at least once."""
         with self._reading():
-            return int(self._native.stats()["stored_rows"])
+            return int(self.core.stats()["stored_rows"])
 
     def __bool__(self) -> bool:
         return True
@@ -131,7 +133,7 @@ class Table(TableFacts, TableCommits):
         time; rows that it writes back do not count. ``open_s``: seconds since the table was opened.
         ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`.
         """
-        values: dict[str, int | float] = self._native.stats()
+        values: dict[str, int | float] = self.core.stats()
         values["threads"] = _native.get_num_threads()
         above = self._cache_above()
         if above is not None:
@@ -158,11 +160,31 @@ class Table(TableFacts, TableCommits):
         """Return the measured rates of this machine and of the table's disk; None if there are none."""
         return None if self._path is None else remembered(self._path)
 
+    # Internal: the core, for what only the core of a plain table does: whole records, pinned epochs, a device cache.
+    # Requires: the table is not sharded.
+    @property
+    def plain_core(self) -> _native.Table:
+        return cast("_native.Table", self.core)
+
+    # Internal: whether this process opened the table; in a forked child locks may never be released.
+    @property
+    def is_own(self) -> bool:
+        return self._pid == os.getpid()
+
     # ---- The device cache
+
+    # Internal: make `above` (returns the cache, or None once it is gone) the device cache of the table.
+    def attach_cache(self, above: Callable[[], Above | None]) -> None:
+        self._above = above
+
+    # Internal: whether rows may be in a device cache.
+    @property
+    def has_cache(self) -> bool:
+        return self._above is not None
 
     def _cache_above(self) -> Above | None:
         # In a forked child the cache's locks may never be released. The core then reports the fork.
-        return None if self._above is None or self._pid != os.getpid() else self._above()
+        return self._above() if self._above is not None and self.is_own else None
 
     def _reading(self) -> AbstractContextManager[None]:
         above = self._cache_above()
@@ -205,18 +227,18 @@ class Table(TableFacts, TableCommits):
         if out is None:
             rows: Floats = _native.empty_rows(array.size, self._dim)
             if array.ndim == 1:  # without reshape: in a small batch each NumPy call costs noticeable time
-                self._native.lookup(array, touch, rows)
+                self.core.lookup(array, touch, rows)
                 return rows
-            self._native.lookup(array.reshape(-1), touch, rows)
+            self.core.lookup(array.reshape(-1), touch, rows)
             return rows.reshape(shape)
         narrow = {"float16": ("float16",), "bfloat16": ("bfloat16", "uint16")}.get(self.dtype, ())
         result = as_out(out, shape, *narrow, table=f"table '{self._name}'", read=(array,))
         if result.dtype == np.float32:
-            self._native.lookup(array.reshape(-1), touch, result.reshape(-1, self._dim))
+            self.core.lookup(array.reshape(-1), touch, result.reshape(-1, self._dim))
             return result
         wide = _native.empty_rows(array.size, self._dim)
-        self._native.lookup(array.reshape(-1), touch, wide)
-        _native.narrow(wide.reshape(-1), self._spec.dtype, result.view(np.uint16).reshape(-1))  # exact
+        self.core.lookup(array.reshape(-1), touch, wide)
+        _native.narrow(wide.reshape(-1), self.spec.dtype, result.view(np.uint16).reshape(-1))  # exact
         return result
 
     def lookup_bags(
@@ -265,9 +287,9 @@ class Table(TableFacts, TableCommits):
             result = as_out(out, shape, table=label, read=(array, starts, factors))
         with self._reading():
             if pooling == "none":
-                self._native.lookup(array, touch, result)
+                self.core.lookup(array, touch, result)
             else:
-                self._native.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, result)
+                self.core.lookup_bags(array, starts, POOLINGS.index(pooling), factors, touch, result)
         if pooling == "none" and factors is not None:
             result *= factors[:, None]
         return result
@@ -296,7 +318,7 @@ class Table(TableFacts, TableCommits):
         values = as_rows(grads, (*array.shape, self._dim), what="grads", table=label)
         lr, step = self._checked_step(lr, step)
         with self._writing():
-            self._native.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
+            self.core.update(array.reshape(-1), values.reshape(-1, self._dim), lr, step)
 
     def _checked_step(self, lr: float | None, step: int | None) -> tuple[float | None, int | None]:
         label = f"table '{self._name}'"
@@ -314,7 +336,7 @@ class Table(TableFacts, TableCommits):
         Raises:
             IndexError, TypeError: see `lookup`.
         """
-        return self._native.batch(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
+        return self.core.batch(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
 
     def lookup_batch(self, batch: Any, size: int, *, touch: bool = True) -> Floats:
         """Look up a `batch` of `size` ids; return float32[N, dim] in the order of the ids."""
@@ -322,7 +344,7 @@ class Table(TableFacts, TableCommits):
         if size != batch.num_ids():
             raise ValueError(f"table '{self._name}': the batch has {batch.num_ids()} ids, got size={size!r}")
         out: Floats = _native.empty_rows(batch.num_ids(), self._dim)
-        self._native.lookup_batch(batch, as_flag(touch, what="touch", table=f"table '{self._name}'"), out)
+        self.core.lookup_batch(batch, as_flag(touch, what="touch", table=f"table '{self._name}'"), out)
         return out
 
     #: The type that `batch` returns.
@@ -336,7 +358,7 @@ class Table(TableFacts, TableCommits):
         """Run one step with the sums of ``batch.sum``. The caller has checked that they are finite."""
         self._require_batch(batch)
         values = as_rows(sums, (len(batch), self._dim), what="sums", table=f"table '{self._name}'")
-        self._native.update_batch(batch, values, *self._checked_step(lr, step))
+        self.core.update_batch(batch, values, *self._checked_step(lr, step))
 
     def stage(self, ids: ArrayLike) -> None:
         """Start to prefetch rows for a later lookup; moves records, never values. ids: int64[...].
@@ -344,13 +366,14 @@ class Table(TableFacts, TableCommits):
         Returns while the reads are running. A call that needs one of the rows waits for it. At most half of the cache
         is used, for one batch at a time: a second call waits for the first.
         """
-        self._native.stage(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
+        self.core.stage(as_ids(ids, table=f"table '{self._name}'").reshape(-1))
 
-    def _field(self, slot: str) -> tuple[int, int]:
-        if not isinstance(slot, str) or slot not in self._fields:
-            known = ", ".join(self._fields)
+    # Internal: (index, length) of a slot.
+    def field(self, slot: str) -> tuple[int, int]:
+        if not isinstance(slot, str) or slot not in self.fields:
+            known = ", ".join(self.fields)
             raise ValueError(f"table '{self._name}' has no slot {shortened(slot)}; it has: {known}")
-        return self._fields[slot]
+        return self.fields[slot]
 
     def get(self, ids: ArrayLike, slot: str = "weight") -> Floats:
         """Return a raw slot of rows and leave the cache as it is; a row not stored has its initial value.
@@ -366,11 +389,11 @@ class Table(TableFacts, TableCommits):
             ValueError: no such slot; the message lists the slots.
             IndexError, TypeError, CorruptionError: see `lookup`.
         """
-        index, length = self._field(slot)
+        index, length = self.field(slot)
         array = as_ids(ids, table=f"table '{self._name}'")
         out = np.empty((*array.shape, length), np.float32)
         with self._reading():
-            self._native.get(array.reshape(-1), index, out.reshape(-1, length))
+            self.core.get(array.reshape(-1), index, out.reshape(-1, length))
         return out
 
     def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
@@ -387,19 +410,19 @@ class Table(TableFacts, TableCommits):
             ValueError: no such slot, another shape, a NaN or Inf, a value beyond the slot's dtype. IndexError,
             TypeError, ReadOnlyError, MemoryError, OSError: see `update`.
         """
-        index, length = self._field(slot)
+        index, length = self.field(slot)
         label = f"table '{self._name}'"
         array = as_ids(ids, table=label)
         rows = as_rows(values, (*array.shape, length), what="values", table=label)
         with self._writing():
-            self._native.set(array.reshape(-1), index, rows.reshape(-1, length))
+            self.core.set(array.reshape(-1), index, rows.reshape(-1, length))
 
     def contains(self, ids: ArrayLike) -> npt.NDArray[np.bool_]:
         """Return whether each row is stored (was updated or set). ids: int64[...]; returns bool[...]."""
         array = as_ids(ids, table=f"table '{self._name}'")
         out = np.empty(array.shape, np.bool_)
         with self._reading():
-            self._native.contains(array.reshape(-1), out.reshape(-1))
+            self.core.contains(array.reshape(-1), out.reshape(-1))
         return out
 
     @typed
@@ -416,18 +439,18 @@ class Table(TableFacts, TableCommits):
         Raises:
             BunkbedError: the table was changed during the scan. ValueError: no such slot.
         """
-        return ((ids, values) for ids, (values,) in self._scan_slots((slot,), chunk))
+        return ((ids, values) for ids, (values,) in self.scan_slots((slot,), chunk))
 
-    def _scan_slots(self, slots: Sequence[str], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
-        """Scan several slots in one pass over the log: yields (int64[n], [float32[n, length], ...])."""
-        fields = [self._field(slot) for slot in slots]
+    # Internal: scan several slots in one pass over the log; yields (int64[n], [float32[n, length], ...]).
+    def scan_slots(self, slots: Sequence[str], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
+        fields = [self.field(slot) for slot in slots]
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
         return self._scan(fields, chunk)
 
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
         with self._reading():
-            scan = _native.Scan(self._native, [index for index, _ in fields])
+            scan = _native.Scan(self.plain_core, [index for index, _ in fields])
         yield from self._rows_of(scan, fields, chunk)
 
     def _rows_of(
@@ -488,23 +511,24 @@ class Table(TableFacts, TableCommits):
             if self._opens > 1:
                 self._opens -= 1
             else:
-                self._close()
+                self.release()
 
     def _alone(self) -> AbstractContextManager[object]:
         """Return a context in which no other thread opens or closes the table."""
         # In a forked child the lock may never be released. The core then reports the fork.
-        return self._opening if self._pid == os.getpid() else nullcontext()
+        return self._opening if self.is_own else nullcontext()
 
-    def _close(self) -> None:
+    # Internal: close without a commit, however often the path was opened.
+    def release(self) -> None:
         with self._alone():
             self._closed = True
             above = self._cache_above()
-            budget = self._budget if self._pid == os.getpid() else None
+            budget = self._budget if self.is_own else None
             if budget is not None:
                 budget.start_leaving(self)
             try:
-                self._native.close()
-                self._native.set_holder(None, None)  # breaks the reference cycle between this table and its holder
+                self.core.close()
+                self.core.set_holder(None, None)  # breaks the reference cycle between this table and its holder
                 if above is not None:
                     above.table_closed()
             finally:
@@ -534,21 +558,21 @@ class Table(TableFacts, TableCommits):
 
     def wanted_bytes(self) -> int | None:
         """Return the bytes beyond which more RAM has no use; None when unknown."""
-        return int(self._spec.wanted_ram(self._path is not None)) or None
+        return int(self.spec.wanted_ram(self._path is not None)) or None
 
     def minimum_bytes(self) -> int:
         """Return the bytes below which the table cannot work now."""
-        stats = self._native.stats() if self._native is not None else {"stored_rows": 0, "directory_bytes": 0}
+        stats = self.core.stats() if self.core is not None else {"stored_rows": 0, "directory_bytes": 0}
         on_disk = self._path is not None
-        stored = max(self._spec.minimum_ram(stats["stored_rows"], on_disk), self._stored_hint)
-        return int(max(stored, self._spec.minimum_ram(0, on_disk) + stats["directory_bytes"])) + self._ram_above
+        stored = max(self.spec.minimum_ram(int(stats["stored_rows"]), on_disk), self._stored_hint)
+        return int(max(stored, self.spec.minimum_ram(0, on_disk) + stats["directory_bytes"])) + self._ram_above
 
     #: The bytes that a table needs while it is being opened and has no core yet.
     _stored_hint = 0
 
     def apply_share(self, num_bytes: int) -> None:
         """Set the RAM budget to `num_bytes`."""
-        self._native.set_ram(num_bytes and num_bytes - self._ram_above)
+        self.plain_core.set_ram(num_bytes and num_bytes - self._ram_above)
         self._ram_bytes = num_bytes
 
     def reserve_ram(self, num_bytes: int) -> None:
@@ -565,5 +589,5 @@ class Table(TableFacts, TableCommits):
                     f"table '{self._name}': its device cache's id map takes {num_bytes} of the {self._ram_bytes} bytes "
                     f"of its ram, which must be at least {needed}; make it more, or the device cache smaller"
                 )
-            self._native.set_ram(self._ram_bytes - above)
+            self.plain_core.set_ram(self._ram_bytes - above)
         self._ram_above = above

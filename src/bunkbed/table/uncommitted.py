@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bunkbed.errors import UncommittedWarning
 
+if TYPE_CHECKING:
+    from bunkbed.table.table import Table
 
-def warn_of_loss(table: Any) -> None:
+
+def warn_of_loss(table: Table) -> None:
     """Warn with the number of rows that are lost if `table` is dropped now.
 
     Does nothing for a table that is committed or closed, a reader, a table in RAM only, and in a child after a fork.
     ``close(commit=False)``, and a ``with`` block left by an exception, drop changes without a warning.
     """
-    if table._closed or table._native is None or table.mode != "w" or table.path is None:
+    if table.closed or table.core is None or table.mode != "w" or table.path is None:
         return
-    if table._told_of_loss or table._pid != os.getpid():
+    if not table.warns_of_loss or not table.is_own:
         return
-    rows, is_exact, steps = table._native.uncommitted()
+    rows, is_exact, steps = table.core.uncommitted()
     if rows == 0 and steps == 0:
         return
-    table._told_of_loss = True
+    table.warns_of_loss = False
     count = f"{'' if is_exact else 'up to '}{rows:,} changed row{'' if rows == 1 else 's'}"
     since = f" of {steps:,} step{'' if steps == 1 else 's'}" if steps else ""
     how = (
@@ -38,7 +40,7 @@ def warn_of_loss(table: Any) -> None:
     )
 
 
-def warn_when_it_goes(table: Any) -> None:
+def warn_when_it_goes(table: Table) -> None:
     """Call `warn_of_loss` from a finalizer, which cannot raise: show the warning even where warnings are errors."""
     try:
         warn_of_loss(table)

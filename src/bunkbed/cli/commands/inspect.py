@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +25,9 @@ from bunkbed.core.budget import format_bytes
 from bunkbed.core.types import Json
 from bunkbed.table.table import Table
 from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
+
+if TYPE_CHECKING:
+    import bunkbed
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of a table or of a run.", metavar="PATH")]
 RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")]
@@ -200,11 +203,10 @@ def _about(table: Table) -> Json:
     }
 
 
-def _shards(table: Any) -> list[Json]:
+def _shards(table: bunkbed.ShardedTable) -> list[Json]:
     names = ("stored_rows", "disk_bytes", "live_bytes")
-    return [
-        {"path": shard.path, **{name: int(shard.stats()[name]) for name in names}} for shard in table._native.tables()
-    ]
+    every = zip(table.directories, table.shard_stats(), strict=True)
+    return [{"path": path, **{name: int(stats[name]) for name in names}} for path, stats in every]
 
 
 def _print_table(console: Console, about: Json) -> None:

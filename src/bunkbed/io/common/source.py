@@ -88,7 +88,7 @@ def slot_length(table: Table, slot: str) -> int:
     Raises:
         ValueError: no such slot; lists the slots.
     """
-    return table._field(slot)[1]
+    return table.field(slot)[1]
 
 
 def the_array_meant(

@@ -79,7 +79,7 @@ class Writing:
         """Yield stored rows in log order with all slots; the next rows are read while these are written."""
         total, done, flushed = len(self.table), 0, 0
         each = max(1, _DISK_BYTES // (4 * sum(self.lengths.values())))
-        with closing(ahead(self.table._scan_slots(tuple(self.lengths), self.rows_of()))) as parts:
+        with closing(ahead(self.table.scan_slots(tuple(self.lengths), self.rows_of()))) as parts:
             for ids, values in parts:
                 yield ids, dict(zip(self.lengths, values, strict=True))
                 done += len(ids)

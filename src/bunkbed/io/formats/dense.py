@@ -103,7 +103,7 @@ def gather(table: Table, slot: str, out: Floats, report: Callable[[int, int], No
     """
     row_bytes = 4 * out.shape[1]
     present, count = np.zeros(len(out), np.bool_), 0
-    with closing(ahead(table._scan_slots((slot,), max(_LEAST_ROWS, _SCAN_BYTES // row_bytes)))) as parts:
+    with closing(ahead(table.scan_slots((slot,), max(_LEAST_ROWS, _SCAN_BYTES // row_bytes)))) as parts:
         for ids, (rows,) in parts:
             where = _places(ids)
             out[where] = rows
@@ -176,7 +176,7 @@ class _Filling:
 
     def run(self, chunk: int) -> None:
         """Run the four steps of the module's docstring."""
-        with closing(ahead(self._table._scan_slots(self._slots, chunk))) as parts:
+        with closing(ahead(self._table.scan_slots(self._slots, chunk))) as parts:
             for ids, values in parts:
                 regions = ids // self._rows
                 steps = np.diff(regions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -40,7 +39,7 @@ class DeviceRows:
 
     def _batch(self, ids: IntArray) -> DeviceBatch:
         """Return the prefetched batch of exactly these ids if its rows are still on the device, else a new one."""
-        is_own = os.getpid() == self.table._pid  # in a forked child `deduped` raises
+        is_own = self.table.is_own  # in a forked child `deduped` raises
         for index, (wanted, batch) in enumerate(self.present if is_own else []):
             if batch.is_here and wanted.size == ids.size and np.array_equal(wanted, ids):
                 del self.present[index]

@@ -25,7 +25,6 @@ without `lookahead`; on a CPU device these are the bits of the table's own updat
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import weakref
@@ -92,7 +91,7 @@ class DeviceTier(DeviceRows):
         if self._budget is not None:
             self._budget.join(self)
         self._require_room()
-        table._above = weakref.ref(self)
+        table.attach_cache(weakref.ref(self))
 
     # ---- as a member of a shared budget (see Budget)
 
@@ -180,7 +179,7 @@ class DeviceTier(DeviceRows):
             is_here = frames >= 0
             elsewhere = unique[~is_here]
             rows = _native.empty_rows(elsewhere.size, self.table.dim)
-            self.table._native.lookup(elsewhere, False, rows)
+            self.table.core.lookup(elsewhere, False, rows)
             if elsewhere.size == unique.size:
                 return self.link.up(rows)
             values = torch.empty((unique.size, self.table.dim), dtype=torch.float32, device=self.link.device)
@@ -208,7 +207,7 @@ class DeviceTier(DeviceRows):
         self._require_one_device(device)
         spec = table.optimizer
         frames = self._frames()
-        fields = [(name, int(length)) for name, length in table._native.fields()]
+        fields = [(name, int(length)) for name, length in table.core.fields()]
         reserved = frames * _MAP_BYTES
         table.reserve_ram(reserved)
         try:
@@ -224,7 +223,7 @@ class DeviceTier(DeviceRows):
                 raise BunkbedError(
                     f"table {table.name!r}: records of {table.record_bytes} bytes are not laid out as known"
                 )
-            known, link = _native.DeviceMap(table._native, frames), Link(device, self.delay)
+            known, link = _native.DeviceMap(table.plain_core, frames), Link(device, self.delay)
         except BaseException:
             table.reserve_ram(-reserved)
             raise
@@ -235,17 +234,19 @@ class DeviceTier(DeviceRows):
             if tier is not None:
                 tier.write_back()
 
-        table._native.set_holder(known, write_back)
+        table.plain_core.set_holder(known, write_back)
         self._map, self._records, self._reserved, self.link = known, records, reserved, link
         self.link.used()  # queued work may still read a tensor that had this memory before
 
     def _require_one_device(self, device: torch.device) -> None:
         """Raise ValueError if the budget has a cache on another device. (``model.to()`` moves all anchors.)"""
-        for other in [] if self._budget is None else list(self._budget._members):
-            anchor = other._anchor() if isinstance(other, DeviceTier) and not other.table.closed else None
+        for other in [] if self._budget is None else self._budget.members():
+            if not isinstance(other, DeviceTier) or other.table.closed:
+                continue
+            anchor = other._anchor()
             if anchor is not None and anchor.device != device:
                 raise ValueError(
-                    f"tables {self.table.name!r} and {other.table.name!r} share a budget of device memory, but the "  # type: ignore[attr-defined]
+                    f"tables {self.table.name!r} and {other.table.name!r} share a budget of device memory, but the "
                     f"first is on {device} and the second on {anchor.device}, whose memories are two: move both to "
                     "one device, or give the tables of each device a Budget of its own"
                 )
@@ -315,7 +316,7 @@ class DeviceTier(DeviceRows):
         return True
 
     def _carry_out(self, plan: _native.DevicePlan) -> None:
-        records, link, native = self._require_records(), self.link, self.table._native
+        records, link, native = self._require_records(), self.link, self.table.plain_core
         loads = plan.load_ids
         if loads.size:
             coming = link.host_memory((loads.size, records.words), torch.int32)
@@ -384,7 +385,7 @@ class DeviceTier(DeviceRows):
 
     def _take_step(self, batch: FramedBatch, new: Tensor, lr: float, number: int) -> None:
         """Count the step and store its result; an interrupt in between does not prevent the store."""
-        native, nothing = self.table._native, np.empty((0, self.table.dim), np.float32)
+        native, nothing = self.table.plain_core, np.empty((0, self.table.dim), np.float32)
         steps = native.stats()["updates"]
         try:
             native.update(np.empty(0, np.int64), nothing, lr, number)
@@ -453,7 +454,7 @@ class DeviceTier(DeviceRows):
                         f"last commit ({error})"
                     )
                     self._require_usable()
-                self.table._native.scatter_records(ids[begin : begin + chunk], records.numpy().view(np.uint8))
+                self.table.plain_core.scatter_records(ids[begin : begin + chunk], records.numpy().view(np.uint8))
                 self._require_map().mark_clean(part)
                 begin += part.size
 
@@ -480,7 +481,7 @@ class DeviceTier(DeviceRows):
         self._detach()
 
     def _detach(self) -> None:
-        self.table._native.set_holder(None, None)
+        self.table.core.set_holder(None, None)
         self.link.finish()
         self._map = self._records = None
         self.table.reserve_ram(-self._reserved)
@@ -498,7 +499,7 @@ class DeviceTier(DeviceRows):
 
     def __del__(self) -> None:
         # The table may outlive its layers and then needs the rows. A table that is deleted with them warns of the loss.
-        if sys.is_finalizing() or self._records is None or self.table.closed or os.getpid() != self.table._pid:
+        if sys.is_finalizing() or self._records is None or self.table.closed or not self.table.is_own:
             return
         self.write_back()
         self._detach()

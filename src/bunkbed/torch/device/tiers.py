@@ -24,7 +24,7 @@ def make_tier(table: Table, size: int | str | Budget, anchor: Callable[[], Tenso
     label = f"table {table.name!r}"
     if table.mode == "r":
         raise ValueError(f"{label}: device_cache is for training; a table open with mode='r' has no use for it")
-    if type(table._native) is not _native.Table:
+    if type(table.core) is not _native.Table:
         raise ValueError(f"{label} is sharded: a device cache lies above one table; leave device_cache out")
     if size == 0 and not isinstance(size, bool):
         return TransferTier(table, anchor)

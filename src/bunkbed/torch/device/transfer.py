@@ -48,7 +48,7 @@ class TransferTier(DeviceRows):
         self._steps = 0
         self._changed: deque[tuple[int, _native.Batch]] = deque(maxlen=_REMEMBERED)  # (number of the step, its batch)
         self._forgotten = 0  # copies as of a step up to this one are invalid
-        table._above = weakref.ref(self)
+        table.attach_cache(weakref.ref(self))
 
     # ---- lookups
 
@@ -80,13 +80,13 @@ class TransferTier(DeviceRows):
         return SentBatch(batch, ids.size, self)
 
     def _send(self, ids: IntArray, *, touch: bool) -> Tensor:
-        native, dtype, shape = self.table._native, self.table.dtype, (ids.size, self.table.dim)
+        native, dtype, shape = self.table.core, self.table.dtype, (ids.size, self.table.dim)
         rows = _native.empty_rows(*shape)
         native.lookup(ids, touch, rows)
         if dtype not in _WIDE:
             return self.link.up(rows)
         halves = np.empty(shape, np.uint16)
-        _native.narrow(rows.reshape(-1), self.table._spec.dtype, halves.reshape(-1))  # exact
+        _native.narrow(rows.reshape(-1), self.table.spec.dtype, halves.reshape(-1))  # exact
         return self.link.up(halves.view(np.int16)).view(_WIDE[dtype]).float()
 
     def _send_what_changed(self, batch: SentBatch) -> None:

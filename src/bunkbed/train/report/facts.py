@@ -261,10 +261,10 @@ def _about(name: str, table: Table) -> AboutTable:
     )
 
 
-def _folders(table: Any) -> list[Path]:
+def _folders(table: Table) -> list[Path]:
     if isinstance(table, bb.ShardedTable):
-        return [Path(shard.path) for shard in table._native.tables()]
-    return [Path(table.path)]
+        return list(table.directories)
+    return [] if table.path is None else [table.path]
 
 
 def _bytes_below(folder: Path) -> int:
