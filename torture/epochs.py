@@ -52,12 +52,9 @@ def _write(path: Path, send: Callable[[Any], None]) -> None:
 
 
 def _smallest(options: dict[str, Any]) -> int:
-    from bunkbed.table.opening import make_spec
+    from bunkbed.table.definition import Definition
 
-    return (
-        int(make_spec(**{"seed": 0, "dtype": "float32", "belongs_to_run": False, **options}).minimum_ram(ROWS, True))
-        + 4096
-    )
+    return int(Definition(**options).spec().minimum_ram(ROWS, True)) + 4096
 
 
 def _read(path: Path, batches: int, seed: int, seconds: float) -> tuple[Result, int, int]:

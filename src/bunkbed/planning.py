@@ -15,7 +15,7 @@ from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.optim import Adam, Optimizer, RowwiseAdagrad
 from bunkbed.machine import limits
 from bunkbed.machine.rates import Machine
-from bunkbed.table.opening import make_spec
+from bunkbed.table.definition import Definition
 from bunkbed.window import MAX_BATCHES
 
 DEFAULT_LOOKAHEAD = 32
@@ -160,7 +160,7 @@ def plan(
 def answer(question: Question, machine: Machine) -> Plan:
     """Return the plan for the arguments in `question`."""
     _check(question)
-    spec = make_spec(question.dim, question.rows, question.optimizer, None, 0, question.dtype, False)
+    spec = Definition(question.dim, question.rows, question.optimizer, dtype=question.dtype).spec()
     needed = int(spec.minimum_ram(question.rows, True))
     if question.ram < needed:
         raise ValueError(
@@ -216,7 +216,7 @@ def answer(question: Question, machine: Machine) -> Plan:
 def changes(base: Plan) -> Iterator[tuple[str, Plan]]:
     """Yield (name, plan) for each possible change of the question, one at a time."""
     question = base.question
-    spec = make_spec(question.dim, question.rows, question.optimizer, None, 0, question.dtype, False)
+    spec = Definition(question.dim, question.rows, question.optimizer, dtype=question.dtype).spec()
     wanted = int(spec.wanted_ram(True))
     other = {}
     if question.ram < wanted:

@@ -16,7 +16,7 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed import _native
-from bunkbed.table import opening
+from bunkbed.table.definition import Definition
 from bunkbed.testing import ReferenceTable
 
 #: Arguments of the tables; small, so that a hundred thousand disks can be checked. The last table is made late.
@@ -97,8 +97,7 @@ def content(table: Any) -> bytes:
 
 def ram(names: Any) -> int:
     """Return about the smallest budget for such a run, so that every batch evicts."""
-    missing: dict[str, Any] = {"optimizer": None, "init": None, "dtype": "float32"}
-    specs = [opening.make_spec(**{**missing, **TABLES[name]}, belongs_to_run=True) for name in names]
+    specs = [Definition(**TABLES[name]).spec(belongs_to_run=True) for name in names]
     return sum(spec.minimum_ram(64, True) + 2048 for spec in specs)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed import _native
-from bunkbed.table import opening
+from bunkbed.table.definition import Definition
 from bunkbed.testing import ReferenceTable
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows
 
@@ -128,7 +128,7 @@ class Story:
         return self.path is not None and "scratch" not in self.options
 
     def ram(self) -> Any:
-        spec = opening.make_spec(**self.facts, belongs_to_run="run" in self.options)
+        spec = Definition(**self.facts).spec(belongs_to_run="run" in self.options)
         least = spec.minimum_ram(self.rows, self.path is not None) + (4 << 10)
         least += 32 << 10 if self.facts["num_rows"] is None else 0  # the directory grows
         least = least * 2 if "sharded" in self.options else least

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import bunkbed as bb
-from bunkbed.table import opening
+from bunkbed.table.definition import Definition
 from torture.stress.oracle import Counts, Gate, Wrong
 
 ROWS = 3000
@@ -79,7 +79,7 @@ def rows_of(kind: Kind, ids: Any) -> Any:
 def facts_of(kind: Kind) -> dict[str, Any]:
     facts = {**FACTS, "num_rows": ROWS, **kind.made}
     if "ram" not in facts:
-        spec = opening.make_spec(DIM, facts["num_rows"], FACTS["optimizer"], FACTS["init"], 0, "float32", False)
+        spec = Definition(DIM, facts["num_rows"], FACTS["optimizer"], FACTS["init"]).spec()
         least = int(spec.minimum_ram(ROWS, True))
         facts["ram"] = 2 * least if kind.is_open else least + 4096
     return facts

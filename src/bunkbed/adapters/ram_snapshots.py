@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bunkbed.table.definition import Definition
 from bunkbed.table.opening import create
 from bunkbed.table.table import Table
 
@@ -66,15 +67,7 @@ class RamSnapshots:
         if copy is None:
             raise ValueError(f"table '{table.name}' keeps no epoch {epoch}; it keeps: {self.snapshots()}")
         later = [ids[~np.isin(ids, copy.ids)] for ids, _ in table.scan()]
-        fresh = create(
-            None,
-            dim=table.dim,
-            num_rows=table.num_rows,
-            optimizer=table.optimizer,
-            init=table.init,
-            seed=table.seed,
-            dtype=table.dtype,
-        )
+        fresh = create(None, **Definition.of(table).arguments())
         for ids in later:  # rows that were not stored at the epoch get their initial values
             for slot in ("weight", *table.slots):
                 table.set(ids, fresh.get(ids, slot), slot)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Literal
@@ -10,9 +11,11 @@ from typing import Literal
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Adam, Optimizer
+from bunkbed.core.types import Json
 from bunkbed.errors import FormatError
 from bunkbed.sharded.opening import open
-from bunkbed.table.opening import create, path_lock
+from bunkbed.table.definition import Definition
+from bunkbed.table.opening import Wanted, create, open_table, path_lock, resolve
 from bunkbed.table.table import Table
 
 
@@ -42,78 +45,104 @@ def require_same(kind: str, table: Table, **given: object) -> None:
             )
 
 
-def require_alone(kind: str, **given: object) -> None:
-    """Raise ValueError if an argument is given together with ``table=``, whose table already has a value for it."""
-    extra = [name for name, value in given.items() if value is not None]
-    if extra:
-        raise ValueError(f"{kind}: {extra[0]}= cannot be given together with table=; the table brings its own")
+@dataclass(frozen=True)
+class TableOptions:
+    """The options about a table that every layer takes; None where the caller gave none."""
+
+    path: str | PathLike[str] | None = None
+    ram: int | str | Budget | None = None
+    disk: int | str | None = None
+    optimizer: Optimizer | None = None
+    init: Initializer | None = None
+    seed: int | None = None
+    dtype: str | None = None
+    durability: Literal["durable", "scratch"] | None = None
+
+    def require_none(self, kind: str) -> None:
+        """Raise ValueError if an option is given together with ``table=``, whose table already has a value for it."""
+        for name, value in vars(self).items():
+            if value is not None:
+                raise ValueError(f"{kind}: {name}= cannot be given together with table=; the table brings its own")
+
+    def arguments(
+        self, kind: str, dims: Json, init_name: str, *, num_rows: int | None, dim: int, init: Initializer, seed: int
+    ) -> TableArguments:
+        """Return the arguments for `bunkbed.open` and `bunkbed.create`.
+
+        Args:
+            kind: the layer's class, for messages.
+            dims: number of rows and dim by the layer's argument names.
+            init_name: the layer's name of `init`.
+            num_rows, dim, init, seed: of a new table; `init` and `seed` where no option gives them.
+        """
+        given = {"dtype": self.dtype, init_name: self.init, "seed": self.seed, "durability": self.durability}
+        return TableArguments(
+            kind,
+            Definition(
+                dim,
+                num_rows,
+                init=init if self.init is None else self.init,
+                seed=seed if self.seed is None else self.seed,
+                dtype=self.dtype or "float32",
+                durability=self.durability or "durable",
+            ),
+            {**dims, **{name: value for name, value in given.items() if value is not None}},
+            None if self.path is None else Path(self.path),
+            self.ram,
+            self.disk,
+        )
 
 
-def open_stored(
-    kind: str,
-    path: Path,
-    *,
-    ram: int | str | Budget | None,
-    disk: int | str | None,
-    optimizer: Optimizer | None,
-    durability: Literal["durable", "scratch"] | None,
-    same: Mapping[str, object],
-) -> Table | None:
-    """Open the table at `path` and check it against `same` (see `require_same`); return None if there is no table."""
-    try:
-        table = open(path, ram=ram, disk=disk)
-    except FileNotFoundError:
-        return None
-    except FormatError:
-        # A new scratch table replaces the files of an old one. create() raises if they are not of a scratch table.
-        if durability != "scratch":
-            raise
-        return None
-    try:
-        require_same(kind, table, **same)
-        if optimizer is not None and optimizer != table.optimizer:
-            table.optimizer = optimizer  # raises for other slots
-    except BaseException:
-        table.close(commit=False)  # ends only this opening; a table that another layer has open stays open
-        raise
-    return table
+@dataclass(frozen=True)
+class TableArguments:
+    """How a layer opens or makes its table.
 
-
-def open_or_create(
-    kind: str,
-    path: str | PathLike[str] | None,
-    *,
-    dim: int,
-    num_rows: int | None,
-    optimizer: Optimizer | None,
-    init: Initializer,
-    seed: int,
-    dtype: str | None,
-    ram: int | str | Budget | None,
-    durability: Literal["durable", "scratch"] | None,
-    disk: int | str | None,
-    same: Mapping[str, object],
-) -> Table:
-    """Open the table at `path`, or create one there; only a new table uses `init`, `seed` and `dtype`.
-
-    Args:
-        same: the values that a stored table must have; see `require_same`.
+    Attributes:
+        kind: the layer's class, for messages.
+        definition: of a new table; `created` is given its optimizer.
+        same: what a stored table must have, by the layer's argument names; see `require_same`.
+        path, ram, disk: see `bunkbed.create`.
+        make: see `bunkbed.table.opening.open_table`.
     """
-    with path_lock(None if path is None else Path(path).expanduser()):
-        if path is not None:
-            path = Path(path)
-            table = open_stored(kind, path, ram=ram, disk=disk, optimizer=optimizer, durability=durability, same=same)
+
+    kind: str
+    definition: Definition
+    same: Json
+    path: Path | None
+    ram: int | str | Budget | None
+    disk: int | str | None
+    make: Callable[..., Table] = Table
+
+    def opened(self, optimizer: Optimizer | None) -> Table | None:
+        """Open the table at `path` and compare it with `same`; return None if there is none."""
+        if self.path is None:
+            return None
+        try:
+            if self.make is Table:
+                table = open(self.path, ram=self.ram, disk=self.disk)
+            else:
+                table = open_table(resolve(self.path), Wanted.of("w", ram=self.ram, disk=self.disk), make=self.make)
+        except FileNotFoundError:
+            return None
+        except FormatError:
+            # A new scratch table replaces the files of an old one. create() raises if they are not of a scratch table.
+            if self.definition.durability != "scratch":
+                raise
+            return None
+        try:
+            require_same(self.kind, table, **self.same)
+            if optimizer is not None and optimizer != table.optimizer:
+                table.optimizer = optimizer  # raises for other slots
+        except BaseException:
+            table.close(commit=False)  # ends only this opening; a table that another layer has open stays open
+            raise
+        return table
+
+    def created(self, optimizer: Optimizer | None) -> Table:
+        """Open the table at `path`, or make it there or in RAM; only a new table has `definition`."""
+        with path_lock(None if self.path is None else self.path.expanduser()):
+            table = self.opened(optimizer)
             if table is not None:
                 return table
-        return create(
-            path,
-            dim=dim,
-            num_rows=num_rows,
-            optimizer=Adam(lr=1e-3) if optimizer is None else optimizer,
-            init=init,
-            seed=seed,
-            dtype="float32" if dtype is None else dtype,
-            ram=ram,
-            durability="durable" if durability is None else durability,
-            disk=disk,
-        )
+            definition = replace(self.definition, optimizer=Adam(lr=1e-3) if optimizer is None else optimizer)
+            return create(self.path, ram=self.ram, disk=self.disk, _make=self.make, **definition.arguments())

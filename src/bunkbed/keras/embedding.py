@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import bunkbed as bb
-from bunkbed.adapters.tables import require_alone, require_same
+from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core import optim
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import from_native as initializer_from_native
@@ -22,7 +22,7 @@ from bunkbed.keras.base.initializers import initializer_of
 from bunkbed.keras.base.places import current_path
 from bunkbed.keras.base.rows_layer import COMBINERS
 from bunkbed.keras.base.types import DType, Initializer, KerasOptimizer, LookupOptions, Shape, Store, Tensor
-from bunkbed.keras.shared.table import SharedTable, TableArguments, shared_of, shared_of_table
+from bunkbed.keras.shared.table import LayerArguments, SharedTable, shared_of, shared_of_table
 from bunkbed.keras.workers.folders import require_whole
 from bunkbed.table.facts import DTYPES
 from bunkbed.table.table import Table
@@ -172,37 +172,26 @@ class Embedding(IdsLayer):
         self._ram, self._disk, self._durability = ram, disk, durability
         self._path = None if path is None else str(path)
         self._directories = None if directories is None else [str(each) for each in directories]
+        dims = {"input_dim": input_dim, "output_dim": output_dim}
         if table is not None:
-            require_alone(
-                "Embedding", path=path, ram=ram, optimizer=optimizer, seed=seed, durability=durability, disk=disk
-            )
-            require_same("Embedding", table, input_dim=input_dim, output_dim=output_dim)
+            TableOptions(path, ram, disk, optimizer, seed=seed, durability=durability).require_none("Embedding")
+            require_same("Embedding", table, **dims)
             self._shared = shared_of_table(table)
             if workers is not None:
                 require_shared_by(workers, self._shared)
         else:
             is_default = isinstance(embeddings_initializer, str) and embeddings_initializer == "uniform"
             init, drawn = initializer_of(embeddings_initializer, input_dim, output_dim)
-            same: Json = {"input_dim": input_dim, "output_dim": output_dim}
-            if not is_default:
-                same["embeddings_initializer"] = init
-            for name, value in (("dtype", stored_dtype), ("seed", seed), ("durability", durability)):
-                if value is not None:
-                    same[name] = value
-            arguments = TableArguments(
-                "Embedding",
-                input_dim,
-                output_dim,
-                init,
-                drawn if seed is None else seed,
-                stored_dtype,
-                None if path is None else current_path(Path(path)),
-                ram,
-                disk,
-                durability,
-                same,
-                placement == "sharded" and workers is None,
-                None if directories is None else tuple(Path(each) for each in directories),
+            given = None if is_default else init
+            place = None if path is None else current_path(Path(path))
+            options = TableOptions(place, ram, disk, optimizer, given, seed, stored_dtype, durability)
+            plain = options.arguments(
+                "Embedding", dims, "embeddings_initializer", num_rows=input_dim, dim=output_dim, init=init, seed=drawn
+            )
+            arguments = LayerArguments(
+                **vars(plain),
+                is_sharded=placement == "sharded" and workers is None,
+                directories=None if directories is None else tuple(Path(each) for each in directories),
             )
             if workers is not None:
                 self._shared = workers_table_of(arguments, optimizer, workers)

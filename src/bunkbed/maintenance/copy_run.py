@@ -11,11 +11,10 @@ from pathlib import Path
 
 from bunkbed import _native
 from bunkbed.core import optim as _optim
-from bunkbed.core.types import Json
 from bunkbed.errors import TableLockedError
 from bunkbed.files.durable import make_file, require_real, sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
-from bunkbed.maintenance.rewriting import Rewritten, rewrite_rows, rewritten_spec
+from bunkbed.maintenance.rewriting import Rewritten, rewrite_rows, rewritten_definition
 from bunkbed.run.run import Run
 
 Progress = Callable[[int, int], None]
@@ -170,10 +169,10 @@ def rewrite_run(
         Run(part, ram_bytes - half) as copied,
     ):
         tables = {name: run.table(name) for name in run.table_names}
-        specs: dict[str, Json] = {name: rewritten_spec(table, dtype, optimizer) for name, table in tables.items()}
+        definitions = {name: rewritten_definition(table, dtype, optimizer) for name, table in tables.items()}
         rows = 0
         for name, table in tables.items():
-            rows += rewrite_rows(table, copied.table(name, create=specs[name]), progress)
+            rows += rewrite_rows(table, copied.table(name, create=definitions[name].arguments()), progress)
         if run.sharding is not None:
             copied.become_sharded(run.sharding.names())
         copied.commit(files={name: run.read(name) for name in run.files}, meta=run.meta, keep=snapshot)

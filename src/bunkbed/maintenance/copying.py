@@ -15,7 +15,7 @@ from bunkbed.core.typed import typed
 from bunkbed.files.durable import require_real, sync_directory
 from bunkbed.files.run_files import RunFiles
 from bunkbed.maintenance.copy_run import copy_run, rewrite_run
-from bunkbed.maintenance.rewriting import Rewritten, rewrite_rows, rewritten_spec
+from bunkbed.maintenance.rewriting import Rewritten, rewrite_rows, rewritten_definition
 from bunkbed.sharded.opening import open
 from bunkbed.table.facts import DTYPES
 from bunkbed.table.opening import create
@@ -169,8 +169,8 @@ def _rewrite_table(
     progress: Progress | None,
 ) -> Rewritten:
     with open(source, mode="r", snapshot=snapshot, ram=ram_bytes // 2) as table:
-        spec = rewritten_spec(table, dtype, optimizer)
-        with create(part, ram=ram_bytes - ram_bytes // 2, **spec) as copied:
+        definition = rewritten_definition(table, dtype, optimizer)
+        with create(part, ram=ram_bytes - ram_bytes // 2, **definition.arguments()) as copied:
             rows = rewrite_rows(table, copied, progress)
             copied.commit(meta=table.meta, keep=snapshot)
         return Rewritten(table.epoch, rows)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bunkbed.core import optim as _optim
-from bunkbed.core.types import Json
+from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 
 _CHUNK_BYTES = 8 << 20
@@ -22,8 +22,8 @@ class Rewritten:
     rows: int
 
 
-def rewritten_spec(table: Table, dtype: str | None, optimizer: _optim.Optimizer | None) -> Json:
-    """Return the arguments of `bunkbed.create` for the copy of `table`.
+def rewritten_definition(table: Table, dtype: str | None, optimizer: _optim.Optimizer | None) -> Definition:
+    """Return the definition of the copy of `table`.
 
     Raises:
         ValueError: dtype and optimizer state would stay the same.
@@ -37,14 +37,7 @@ def rewritten_spec(table: Table, dtype: str | None, optimizer: _optim.Optimizer 
             f"table '{table.name}' has {table.dtype} rows and {type(definition).__name__} already; leave dtype= and "
             "optimizer= out to copy it as it is (its hyperparameters can change when it is opened)"
         )
-    return {
-        "dim": table.dim,
-        "num_rows": table.num_rows,
-        "optimizer": definition,
-        "init": table.init,
-        "seed": table.seed,
-        "dtype": table.dtype if dtype is None else dtype,
-    }
+    return replace(Definition.of(table), optimizer=definition, dtype=table.dtype if dtype is None else dtype)
 
 
 def rewrite_rows(table: Table, copied: Table, progress: Callable[[int, int], None] | None) -> int:

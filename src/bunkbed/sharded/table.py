@@ -29,6 +29,7 @@ from bunkbed.run.run import Run
 from bunkbed.sharded.core import ShardedCore
 from bunkbed.sharded.rows import ShardedBatch
 from bunkbed.table import opening
+from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
 
@@ -112,16 +113,9 @@ class ShardedTable(Table):
         with opening.path_lock(place):
             places = _new_places(place, shards, directories)
             disk_bytes = 0 if disk is None else parse_bytes(disk)
-            facts: Json = {
-                "dim": dim,
-                "num_rows": num_rows,
-                "optimizer": optimizer,
-                "init": init,
-                "seed": seed,
-                "dtype": dtype,
-                **_limit_of_each(disk_bytes, len(places)),
-            }
-            spec = opening.make_spec(dim, num_rows, optimizer, init, seed, dtype, True)
+            definition = Definition(dim, num_rows, optimizer, init, seed, dtype)
+            spec = definition.spec(belongs_to_run=True)
+            facts = {**definition.arguments(), **_limit_of_each(disk_bytes, len(places))}
             budget = ram if isinstance(ram, Budget) else Budget(opening.DEFAULT_RAM if ram is None else ram)
             _require_room(place.name, budget, spec, len(places))
             _require_free(place, places)

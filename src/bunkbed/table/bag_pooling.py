@@ -7,7 +7,7 @@ import numpy as np
 from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.optim import SGD
-from bunkbed.table.opening import make_spec
+from bunkbed.table.definition import Definition
 
 #: The core's numbers of the poolings.
 SUM, MEAN, SQRTN = 0, 1, 2
@@ -21,7 +21,7 @@ class BagPooling:
     """
 
     def __init__(self, name: str) -> None:
-        any_id = make_spec(1, None, SGD(lr=1.0), None, 0, "float32", False)
+        any_id = Definition(1, optimizer=SGD(lr=1.0)).spec()
         self._core = _native.create("", name, any_id, 0, 0)
 
     def pool(self, rows: Floats, offsets: Ids, pooling: int, weights: Floats | None, out: Floats) -> None:

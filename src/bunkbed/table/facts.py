@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from bunkbed import _native
 from bunkbed.core import init as _init
@@ -29,6 +30,8 @@ class TableFacts:
     _closed: bool
     fields: dict[str, tuple[int, int]]
     _dim: int
+    _pid: int
+    _above: object
 
     @property
     def name(self) -> str:
@@ -140,6 +143,22 @@ class TableFacts:
     def record_bytes(self) -> int:
         """Bytes of a row's weights and optimizer state, as they are stored."""
         return int(self.core.payload_bytes())
+
+    # Internal: the core, for what only the core of a plain table does: whole records, pinned epochs, a device cache.
+    # Requires: the table is not sharded.
+    @property
+    def plain_core(self) -> _native.Table:
+        return cast("_native.Table", self.core)
+
+    # Internal: whether this process opened the table; in a forked child locks may never be released.
+    @property
+    def is_own(self) -> bool:
+        return self._pid == os.getpid()
+
+    # Internal: whether rows may be in a device cache.
+    @property
+    def has_cache(self) -> bool:
+        return self._above is not None
 
     def __repr__(self) -> str:
         where = "in RAM" if self._path is None else f"at {self._path}"

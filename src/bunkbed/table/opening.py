@@ -17,19 +17,16 @@ from typing import Any, Literal, Self
 from bunkbed import _native
 from bunkbed.core import init as _init
 from bunkbed.core import optim as _optim
-from bunkbed.core.arguments import as_whole
 from bunkbed.core.budget import Budget, parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
 from bunkbed.files.run_files import is_sharded
-from bunkbed.table.facts import DTYPES
+from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
 
 DEFAULT_RAM = "1GiB"
-_MAX_DIM = 1 << 24
-_LARGEST = {"float32": 3.4028e38, "bfloat16": 3.3895e38, "float16": 65504.0}
 
 #: The tables that this process writes, by resolved path: opening a path again returns the same object.
 _writers: weakref.WeakValueDictionary[tuple[int, str], Table] = weakref.WeakValueDictionary()
@@ -47,41 +44,6 @@ def _shut_down() -> None:
         time.sleep(0.001)
     for table in list(_writers.values()):
         warn_when_it_goes(table)
-
-
-def make_spec(
-    dim: int,
-    num_rows: int | None,
-    optimizer: _optim.Optimizer | None,
-    init: _init.Initializer | None,
-    seed: int,
-    dtype: str,
-    belongs_to_run: bool,
-    is_scratch: bool = False,
-) -> _native.TableSpec:
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    definition = _optim.require_optimizer(_optim.Adam() if optimizer is None else optimizer)
-    initializer = _init.require_initializer(_init.Normal(std=0.01) if init is None else init)
-    kind, a, b = initializer.native()
-    # The largest magnitude that the initialiser gives; Normal gives at most 5.77 std.
-    largest = 5.77 * a if kind == "normal" else max(abs(a), abs(b))
-    if largest >= _LARGEST[dtype]:
-        raise ValueError(
-            f"init={initializer!r} gives values up to {largest:.6g}, beyond the largest {dtype}, {_LARGEST[dtype]:.6g}"
-        )
-    return _native.TableSpec(
-        num_rows=-1 if num_rows is None else as_whole(num_rows, what="num_rows", low=1, high=2**63 - 1),
-        dim=as_whole(dim, what="dim", low=1, high=_MAX_DIM),
-        dtype=DTYPES.index(dtype),
-        init_kind=kind,
-        init_a=a,
-        init_b=b,
-        seed=as_whole(seed, what="seed", low=0, high=2**64 - 1),
-        optimizer=definition.native(),
-        belongs_to_run=belongs_to_run,
-        is_scratch=is_scratch,
-    )
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -161,6 +123,7 @@ def create(
     disk: int | str | None = None,
     _run: Any = None,
     _name: str | None = None,
+    _make: Callable[..., Table] = Table,
 ) -> Table:
     """Create a table.
 
@@ -196,20 +159,18 @@ def create(
     disk_bytes = parse_disk(disk, None if path is None else "w")
     if durability not in ("durable", "scratch"):
         raise ValueError(f'durability must be "durable" or "scratch", got {durability!r}')
-    is_scratch = durability == "scratch"
-    if is_scratch and path is None:
+    if durability == "scratch" and path is None:
         raise ValueError('durability="scratch" needs a path to overflow to: a table in RAM only has nothing on disk')
-    if is_scratch and _run is not None:
+    if durability == "scratch" and _run is not None:
         raise ValueError('a run\'s tables are committed together, and durability="scratch" keeps nothing: bb.create it')
-    spec = make_spec(dim, num_rows, optimizer, init, seed, dtype, _run is not None, is_scratch)
+    definition = Definition(dim, num_rows, optimizer, init, seed, dtype, durability)
+    spec = definition.spec(belongs_to_run=_run is not None)
     place = None if path is None else resolve(path)
     if place is not None and _has_sharded(place):
         raise FileExistsError(
             errno.EEXIST, "there is a sharded table; open it with bunkbed.open, or give another path", str(place)
         )
-    table = Table(spec, place, "w")
-    table._name = _name or table._name
-    table._run = _run
+    table = _make(spec, place, "w", name=_name, run=_run)
     path = "" if place is None else str(place)
     with path_lock(place):
         _start(table, ram, lambda ram_bytes: _native.create(path, table.name, spec, ram_bytes, disk_bytes))
@@ -282,7 +243,13 @@ class Wanted:
 
 
 def open_table(
-    place: Path, wanted: Wanted, *, run: Any = None, epoch: int | None = None, name: str | None = None
+    place: Path,
+    wanted: Wanted,
+    *,
+    run: Any = None,
+    epoch: int | None = None,
+    name: str | None = None,
+    make: Callable[..., Table] = Table,
 ) -> Table:
     """Open the plain table at `place`; see `bunkbed.open`, which opens sharded ones too.
 
@@ -292,6 +259,7 @@ def open_table(
         run: the `bunkbed.Run` that commits the table.
         epoch: the commit to open; default: the last one, or the snapshot's.
         name: the table's name in messages; default: the last part of its path.
+        make: makes the object, with the arguments of `Table`; not called for a table that is open already.
     """
     with path_lock(place if wanted.writable else None):
         if wanted.create is not None and not is_table(place):
@@ -315,9 +283,7 @@ def open_table(
             return create(
                 place, ram=wanted.ram, disk=wanted.disk, _run=run, _name=name, **wanted.create
             )  # raises while another process has the scratch table open
-        table = Table(spec, place, "w" if wanted.writable else "r")
-        table._name = name or table._name
-        table._run = run
+        table = make(spec, place, "w" if wanted.writable else "r", name=name, run=run)
         table._stored_hint = spec.minimum_ram(stored_rows, True)
         _start(
             table,

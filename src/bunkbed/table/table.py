@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -78,18 +78,26 @@ class Table(TableFacts, TableCommits):
            [ 0.,  0.]], dtype=float32)
     """
 
-    def __init__(self, spec: _native.TableSpec, path: Path | None, mode: Literal["w", "r"]) -> None:
+    def __init__(
+        self,
+        spec: _native.TableSpec,
+        path: Path | None,
+        mode: Literal["w", "r"],
+        *,
+        name: str | None = None,
+        run: Any = None,
+    ) -> None:
         # Internal: definition, core and fields of a record. Other packages use the core where no method of the table
         # does what they need.
         self.spec = spec
         self._path = path
         self._mode: Literal["w", "r"] = mode
-        self._name = "table" if path is None else path.name
+        self._name = name or ("table" if path is None else path.name)
         self.core: Core = None  # type: ignore[assignment]  # until `_start`
         self._budget: Budget | None = None
         self._ram_bytes = 0
         self._ram_above = 0  # the part of `_ram_bytes` that the device cache takes for its id map
-        self._run: Any = None  # the bunkbed.Run that the table belongs to; Any, because this module must not import it
+        self._run = run  # the bunkbed.Run that the table belongs to; Any, because this module must not import it
         self._above: Callable[[], Above | None] | None = None  # the device cache, if there is one; it has newer rows
         #: Guards `_opens` and closing. For a writer this is `path_lock`, which is also locked while the path is opened.
         self._opening: AbstractContextManager[object] = threading.RLock()
@@ -160,27 +168,11 @@ class Table(TableFacts, TableCommits):
         """Return the measured rates of this machine and of the table's disk; None if there are none."""
         return None if self._path is None else remembered(self._path)
 
-    # Internal: the core, for what only the core of a plain table does: whole records, pinned epochs, a device cache.
-    # Requires: the table is not sharded.
-    @property
-    def plain_core(self) -> _native.Table:
-        return cast("_native.Table", self.core)
-
-    # Internal: whether this process opened the table; in a forked child locks may never be released.
-    @property
-    def is_own(self) -> bool:
-        return self._pid == os.getpid()
-
     # ---- The device cache
 
     # Internal: make `above` (returns the cache, or None once it is gone) the device cache of the table.
     def attach_cache(self, above: Callable[[], Above | None]) -> None:
         self._above = above
-
-    # Internal: whether rows may be in a device cache.
-    @property
-    def has_cache(self) -> bool:
-        return self._above is not None
 
     def _cache_above(self) -> Above | None:
         # In a forked child the cache's locks may never be released. The core then reports the fork.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bunkbed import _native
 from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.adapters.tables import TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
@@ -167,14 +168,8 @@ class EmbeddingBag(TableLayer):
             padding_idx,
             max_norm,
             scale_grad_by_freq,
-            path=path,
-            ram=ram,
-            optimizer=optimizer,
-            init=init,
-            seed=seed,
+            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability),
             dtype=dtype,
-            durability=durability,
-            disk=disk,
             table=table,
             device=device,
             device_cache=device_cache,

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from bunkbed.adapters.tables import TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
@@ -141,14 +142,8 @@ class Embedding(TableLayer):
             padding_idx,
             max_norm,
             scale_grad_by_freq,
-            path=path,
-            ram=ram,
-            optimizer=optimizer,
-            init=init,
-            seed=seed,
+            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability),
             dtype=dtype,
-            durability=durability,
-            disk=disk,
             table=table,
             device=device,
             device_cache=device_cache,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from os import PathLike
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import bunkbed as bb
-from bunkbed.adapters.tables import open_or_create, require_alone, require_same
+from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core.budget import Budget
-from bunkbed.core.init import Initializer
-from bunkbed.core.optim import Optimizer as UpdateRule
 from bunkbed.core.types import Json
 from bunkbed.table.table import Table
 from bunkbed.torch.base import checkpoint
@@ -69,14 +67,8 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         max_norm: float | None,
         scale_grad_by_freq: bool,
         *,
-        path: str | PathLike[str] | None,
-        ram: int | str | Budget | None,
-        optimizer: UpdateRule | None,
-        init: Initializer | None,
-        seed: int | None,
+        options: TableOptions,
         dtype: str | torch.dtype | None,
-        durability: Literal["durable", "scratch"] | None,
-        disk: int | str | None,
         table: Table | None,
         device: Device,
         device_cache: int | str | Budget | None,
@@ -102,28 +94,17 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             _require_size(kind, "num_embeddings", num_embeddings)
         if table is None or table.mode != "r":
             # Checked before the table is opened: if another rank has locked the table, that error would come first.
+            path = options.path
             require_one_process(table.name if table is not None else "table" if path is None else Path(path).name)
+        dims = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         if table is None:
-            table = _open_table(
-                kind,
-                num_embeddings,
-                embedding_dim,
-                path=path,
-                ram=ram,
-                optimizer=optimizer,
-                init=init,
-                seed=seed,
-                drawn_seed=drawn,
-                dtype=dtype,
-                durability=durability,
-                disk=disk,
-            )
+            options = replace(options, dtype=_dtype_name(kind, dtype))
+            table = options.arguments(
+                kind, dims, "init", num_rows=num_embeddings, dim=embedding_dim, init=bb.Normal(std=1.0), seed=drawn
+            ).created(options.optimizer)
         else:
-            require_alone(
-                kind, path=path, ram=ram, optimizer=optimizer, init=init, seed=seed, dtype=dtype, durability=durability,
-                disk=disk,
-            )  # fmt: skip
-            require_same(kind, table, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+            replace(options, dtype=dtype).require_none(kind)
+            require_same(kind, table, **dims)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding_row(kind, padding_idx, num_embeddings)
@@ -306,45 +287,12 @@ def _padding_row(kind: str, padding_idx: int | None, num_embeddings: int | None)
     return padding_idx + num_embeddings if padding_idx < 0 else padding_idx
 
 
-def _open_table(
-    kind: str,
-    num_embeddings: int | None,
-    embedding_dim: int,
-    *,
-    path: str | PathLike[str] | None,
-    ram: int | str | Budget | None,
-    optimizer: UpdateRule | None,
-    init: Initializer | None,
-    seed: int | None,
-    drawn_seed: int,
-    dtype: str | torch.dtype | None,
-    durability: Literal["durable", "scratch"] | None,
-    disk: int | str | None,
-) -> Tensor:
-    """Open the table at `path`, or create it; an argument that is None accepts the value of a stored table."""
+def _dtype_name(kind: str, dtype: str | torch.dtype | None) -> str | None:
     if isinstance(dtype, torch.dtype):
         if dtype not in _DTYPES:
             raise ValueError(f"{kind}: dtype must be float32, bfloat16 or float16, got {dtype}")
-        dtype = _DTYPES[dtype]
-    given = {"dtype": dtype, "init": init, "seed": seed, "durability": durability}
-    return open_or_create(
-        kind,
-        path,
-        dim=embedding_dim,
-        num_rows=num_embeddings,
-        optimizer=optimizer,
-        init=bb.Normal(std=1.0) if init is None else init,
-        seed=drawn_seed if seed is None else seed,
-        dtype=dtype,
-        ram=ram,
-        durability=durability,
-        disk=disk,
-        same={
-            "num_embeddings": num_embeddings,
-            "embedding_dim": embedding_dim,
-            **{name: value for name, value in given.items() if value is not None},
-        },
-    )
+        return _DTYPES[dtype]
+    return dtype
 
 
 def pretrained_shape(kind: str, embeddings: Tensor, ours: Json) -> tuple[int, int]:

@@ -13,9 +13,9 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 import bunkbed as bb
 from bunkbed.adapters.references import Reference, References
-from bunkbed.adapters.tables import open_or_create, open_stored
-from bunkbed.core.budget import Budget
+from bunkbed.adapters.tables import TableArguments
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer, check_same_slots
 from bunkbed.core.types import Json
@@ -53,33 +52,15 @@ _PREFIX_IN_PROCESS = "get_weights-"
 
 
 @dataclass(frozen=True)
-class TableArguments:
-    """A layer's arguments about its table."""
+class LayerArguments(TableArguments):
+    """The arguments about a table that may be sharded, with the directories of a new one's shards."""
 
-    kind: str
-    input_dim: int | None
-    output_dim: int
-    init: Initializer
-    seed: int
-    dtype: str | None
-    path: Path | None
-    ram: int | str | Budget | None
-    disk: int | str | None
-    durability: Literal["durable", "scratch"] | None
-    #: Required values of a stored table, by the layer's argument names; see `bunkbed.adapters.tables.require_same`.
-    same: Json
-    #: Whether the table is sharded, and the directories of a new one's shards.
     is_sharded: bool = False
     directories: tuple[Path, ...] | None = None
 
     def opened(self, optimizer: Optimizer | None) -> Table | None:
-        """Open the table at `path`; return None if there is none."""
-        if self.path is None:
-            return None
-        found = open_stored(
-            self.kind, self.path,
-            ram=self.ram, disk=self.disk, optimizer=optimizer, durability=self.durability, same=self.same,
-        )  # fmt: skip
+        """See `TableArguments`."""
+        found = super().opened(optimizer)
         if self.is_sharded and found is not None and not isinstance(found, bb.ShardedTable):
             found.close(commit=False)
             raise ValueError(
@@ -88,27 +69,20 @@ class TableArguments:
             )
         return found
 
-    def created(self, optimizer: Optimizer) -> Table:
-        """Open the table at `path`, or make it there or in RAM."""
-        if self.is_sharded:
-            assert self.path is not None
-            return self.opened(optimizer) or bb.ShardedTable.create(
-                self.path, directories=self.directories, dim=self.output_dim, num_rows=self.input_dim,
-                optimizer=optimizer, init=self.init, seed=self.seed, dtype=self.dtype or "float32", ram=self.ram,
-                disk=self.disk,
-            )  # fmt: skip
-        return open_or_create(
-            self.kind, self.path,
-            dim=self.output_dim, num_rows=self.input_dim, optimizer=optimizer, init=self.init, seed=self.seed,
-            dtype=self.dtype, ram=self.ram, durability=self.durability, disk=self.disk, same=self.same,
-        )  # fmt: skip
+    def created(self, optimizer: Optimizer | None) -> Table:
+        """See `TableArguments`."""
+        if not self.is_sharded:
+            return super().created(optimizer)
+        assert self.path is not None
+        definition = replace(self.definition, optimizer=optimizer).arguments()
+        del definition["durability"]
+        return self.opened(optimizer) or bb.ShardedTable.create(
+            self.path, directories=self.directories, ram=self.ram, disk=self.disk, **definition
+        )
 
     def stand_in(self) -> Table:
         """Make a table in RAM with the same untouched rows, and no state."""
-        return bb.create(
-            None, dim=self.output_dim, num_rows=self.input_dim, optimizer=bb.SGD(0.0), init=self.init, seed=self.seed,
-            dtype=self.dtype or "float32",
-        )  # fmt: skip
+        return bb.create(None, **replace(self.definition, optimizer=bb.SGD(0.0), durability="durable").arguments())
 
 
 class SharedTable:
@@ -126,7 +100,7 @@ class SharedTable:
     #: The `bunkbed.keras.workers.group.Workers` that train the table; None without workers.
     workers: WorkersOf = None
 
-    def __init__(self, arguments: TableArguments | None, table: Table, *, is_explicit: bool) -> None:
+    def __init__(self, arguments: LayerArguments | None, table: Table, *, is_explicit: bool) -> None:
         assert arguments is not None or table is not None
         self._arguments = arguments
         self._lock = threading.Lock()
@@ -159,7 +133,7 @@ class SharedTable:
     @property
     def dim(self) -> int:
         """The number of weights of a row."""
-        return self.table.dim if self._arguments is None else self._arguments.output_dim
+        return self.table.dim if self._arguments is None else self._arguments.definition.dim
 
     @property
     def seed(self) -> int:
@@ -167,7 +141,7 @@ class SharedTable:
         if self._table is not None:
             return int(self._table.seed)
         assert self._arguments is not None
-        return self._arguments.seed
+        return self._arguments.definition.seed
 
     @property
     def init(self) -> Initializer:
@@ -175,8 +149,8 @@ class SharedTable:
         if self._table is not None:
             found: Initializer = self._table.init
             return found
-        assert self._arguments is not None
-        return self._arguments.init
+        assert self._arguments is not None and self._arguments.definition.init is not None
+        return self._arguments.definition.init
 
     @property
     def is_divided(self) -> bool:
@@ -216,15 +190,15 @@ class SharedTable:
         """Use this table, which was not known before."""
         self._start(table)
 
-    def require_same(self, arguments: TableArguments) -> None:
+    def require_same(self, arguments: LayerArguments) -> None:
         """Raise ValueError if another layer on the same table, which is not made yet, has different arguments."""
         assert self._arguments is not None
         ours, theirs = self._arguments, arguments
         for name in ("input_dim", "output_dim", "dtype"):
-            if getattr(ours, name) != getattr(theirs, name):
+            if ours.same.get(name) != theirs.same.get(name):
                 raise ValueError(
-                    f"{theirs.kind}: {name}={getattr(theirs, name)!r} was given, but another layer on {theirs.path} "
-                    f"has {getattr(ours, name)!r}; give what it has, or another path for a new table"
+                    f"{theirs.kind}: {name}={theirs.same.get(name)!r} was given, but another layer on {theirs.path} "
+                    f"has {ours.same.get(name)!r}; give what it has, or another path for a new table"
                 )
 
     def _start(self, table: Table) -> None:
@@ -483,7 +457,7 @@ def shared_of_table(table: Table) -> SharedTable:
 
 
 def shared_of(
-    arguments: TableArguments, optimizer: Optimizer | None, make: Callable[..., SharedTable] = SharedTable
+    arguments: LayerArguments, optimizer: Optimizer | None, make: Callable[..., SharedTable] = SharedTable
 ) -> SharedTable:
     """Return the shared object of the table that these arguments describe; call `make` if there is none yet.
 

@@ -45,12 +45,15 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike, NDArray
 
+from bunkbed import _native
 from bunkbed.adapters.references import Reference
 from bunkbed.core.arguments import Floats
 from bunkbed.core.optim import Optimizer
@@ -58,7 +61,7 @@ from bunkbed.core.types import Json
 from bunkbed.files.sharding import shards_of
 from bunkbed.keras.base.optimizers import is_update
 from bunkbed.keras.base.types import KerasOptimizer, Tensor
-from bunkbed.keras.shared.table import SharedTable, TableArguments, alive, shared_of
+from bunkbed.keras.shared.table import LayerArguments, SharedTable, alive, shared_of
 from bunkbed.keras.tensorflow.callbacks import call
 from bunkbed.keras.workers.group import Workers
 from bunkbed.keras.workers.messages import error_message, message, sign_of, split_messages
@@ -79,7 +82,7 @@ class WorkersTable(SharedTable):
 
     workers: Workers
 
-    def __init__(self, arguments: TableArguments, table: Table, *, is_explicit: bool, workers: Workers) -> None:
+    def __init__(self, arguments: LayerArguments, table: Table, *, is_explicit: bool, workers: Workers) -> None:
         self.workers = workers
         self.pooling = BagPooling("table")
         super().__init__(arguments, table, is_explicit=is_explicit)
@@ -101,12 +104,6 @@ class WorkersTable(SharedTable):
         found = super().pending
         assert isinstance(found, WorkersPending)
         return found
-
-    def _start(self, table: Table) -> None:
-        if self.is_divided and type(table) is Table:
-            table.__class__ = _Shard
-            cast("_Shard", table)._workers = self.workers
-        super()._start(table)
 
     def _new_pending(self, table: Table) -> WorkersPending:
         return WorkersPending(table, self.workers)
@@ -209,7 +206,11 @@ class WorkersTable(SharedTable):
 class _Shard(Table):
     """One worker's part of a sharded table. It raises an error for ids of other workers."""
 
-    _workers: Workers
+    def __init__(
+        self, spec: _native.TableSpec, path: Path | None, mode: Literal["w", "r"], *, workers: Workers, **named: Any
+    ) -> None:
+        super().__init__(spec, path, mode, **named)
+        self._workers = workers
 
     def _require_own(self, ids: ArrayLike) -> None:
         array = np.asarray(ids)
@@ -252,7 +253,7 @@ class _Shard(Table):
         super().update(ids, grads, **arguments)
 
 
-def workers_table_of(arguments: TableArguments, optimizer: Optimizer | None, workers: Workers) -> SharedTable:
+def workers_table_of(arguments: LayerArguments, optimizer: Optimizer | None, workers: Workers) -> SharedTable:
     """Return the shared object of the table that these arguments describe, on every worker; see `shared_of`.
 
     Args:
@@ -262,16 +263,16 @@ def workers_table_of(arguments: TableArguments, optimizer: Optimizer | None, wor
     Raises:
         ValueError: the workers have different arguments, or the files at the path are not theirs.
     """
-    path = arguments.path
+    path, definition = arguments.path, arguments.definition
     told_of = [
-        arguments.input_dim,
-        arguments.output_dim,
-        list(arguments.init.native()),
-        arguments.dtype,
+        definition.num_rows,
+        definition.dim,
+        None if definition.init is None else list(definition.init.native()),
+        arguments.same.get("dtype"),
         workers.placement,
     ]
     told_of += [None if optimizer is None else repr(optimizer.native()), path is None, "seed" in arguments.same]
-    facts = {"facts": repr(told_of), "seed": arguments.seed, "same": arguments.same.get("seed")}
+    facts = {"facts": repr(told_of), "seed": definition.seed, "same": arguments.same.get("seed")}
     said = workers.meet("making a layer", lambda: {**facts, **({} if path is None else {"parts": workers.parts(path)})})
     for index, each in enumerate(said):
         if each["facts"] != said[0]["facts"] or each["same"] != said[0]["same"]:
@@ -283,7 +284,11 @@ def workers_table_of(arguments: TableArguments, optimizer: Optimizer | None, wor
         workers.agree_on_parts(path, [each["parts"] for each in said])
     if path is not None:
         arguments = replace(arguments, path=workers.place(path))
-    arguments = replace(arguments, seed=said[0]["seed"])
+    arguments = replace(
+        arguments,
+        definition=replace(definition, seed=said[0]["seed"]),
+        make=partial(_Shard, workers=workers) if workers.is_sharded else Table,
+    )
     has_met = False
 
     def meet(failure: Exception | None = None) -> None:
