@@ -14,6 +14,7 @@ epoch, with optimizer state. Each framework's adapter decides how to store the f
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,15 +44,17 @@ class References:
         table: the `bunkbed.Table`.
         prefix: prefix of the names under which epochs are kept.
         saved: name of the framework's checkpoint in errors: ``"state_dict"``.
+        rewound: called after the table was rewound.
 
     Owns the copies of rows of a table in RAM only. Not thread-safe.
     """
 
-    def __init__(self, table: Table, prefix: str, saved: str) -> None:
+    def __init__(self, table: Table, prefix: str, saved: str, rewound: Callable[[], None] = lambda: None) -> None:
         self.table = table
         self.keep: int | None = 0
         self._prefix = prefix
         self._saved = saved
+        self._rewound = rewound
         self._ram: RamSnapshots | None = None
         # Epochs with the same contents: a rewind, or a commit only for a name, gives old contents a new epoch.
         self._same: set[int] = set()
@@ -142,6 +145,7 @@ class References:
             )
         self._kept().rewind(epoch)
         self._same = {table.epoch, epoch}
+        self._rewound()
         return None
 
     def _equal_epochs(self) -> set[int]:

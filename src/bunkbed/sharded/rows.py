@@ -289,7 +289,6 @@ class ShardedRows:
         with self._alone(write=True):
             ids = ids.copy()  # another thread may write to the caller's array, and a row would get into a wrong shard
             split = self._split(ids)
-            self._check_step(lr, step)
             mine, values = split.take(ids), split.take(grads)
 
             def prepare(index: int, core: _native.Table) -> tuple[_native.Batch, Floats, float]:
@@ -305,7 +304,6 @@ class ShardedRows:
     def update_batch(self, batch: ShardedBatch, sums: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update_batch`."""
         with self._alone(write=True):
-            self._check_step(lr, step)
             ids = batch.unique()
             split = Split(ids, len(self._cores))
             mine, values = split.take(ids), split.take(sums)
@@ -316,10 +314,6 @@ class ShardedRows:
                 return shard, shard.sum(values[part])[0]  # brings the sums into the order of the shard's batch
 
             self._apply(self._each(prepare, len(ids)), lr, step, len(ids))
-
-    def _check_step(self, lr: float | None, step: int | None) -> None:
-        if lr is not None or step is not None:
-            self._checker.update(_NO_IDS, np.empty((0, self._spec.dim), np.float32), lr, step)
 
     def _apply(self, parts: list[tuple[_native.Batch, Floats]], lr: float | None, step: int | None, size: int) -> None:
         number = self._cores[0].step() + 1 if step is None else step  # the same in all shards, also without rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -316,6 +317,8 @@ class Table(TableFacts, TableCommits):
         label = f"table '{self._name}'"
         if lr is not None:
             lr = as_number(lr, what="lr", table=label)
+            if not (math.isfinite(lr) and lr >= 0):
+                raise ValueError(f"{label}: lr must be finite and at least 0, got {lr:f}")
         if step is not None:
             step = as_whole(step, what="step", table=label, low=1, high=2**63 - 2)
         return lr, step

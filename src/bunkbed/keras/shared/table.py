@@ -205,7 +205,7 @@ class SharedTable:
         _by_table[id(table)] = self
         self._table = table
         self._pending = self._new_pending(table)
-        self._references = References(table, _PREFIX, "saved model")
+        self._references = References(table, _PREFIX, "saved model", self._pending.drop)
         self._references.keep_at_least(self._keep)
         if self._initial is not None:
             self._import(table, self._initial)
@@ -386,12 +386,9 @@ class SharedTable:
                 f"table {table.name!r}: these weights refer to another table's epoch; weights of a layer hold a "
                 "reference, not rows, so they fit only layers on the same table (table=layer.table, or the same path=)"
             )
-        before = table.epoch
         error = None if table.run is not None else self._references.go_back(epoch)
         if error is not None:
             raise ValueError(error)
-        if table.epoch != before:
-            self.pending.drop()
 
     def load(self, fields: Json | None) -> None:
         """Rewind the table to the epoch of a reference's fields, and forget pending gradients.
@@ -403,13 +400,9 @@ class SharedTable:
             return
         if self._references is None:
             raise ValueError(self._not_there())
-        reference = reference_of(fields, self.table.uuid)
-        before = self.table.epoch
-        error = self._references.load(reference)
+        error = self._references.load(reference_of(fields, self.table.uuid))
         if error is not None:
             raise ValueError(error)
-        if self.table.epoch != before:
-            self.pending.drop()
 
     def _not_there(self) -> str:
         assert self._arguments is not None
