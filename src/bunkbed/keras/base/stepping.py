@@ -2,14 +2,14 @@
 
 A table needs the optimizer that steps it: its learning rate, clipping, gradient accumulation and the scale of the loss.
 An optimizer reads a variable's ``overwrite_with_gradient`` and then assigns to the variable, so `SteppedVariable` reads
-the caller's local variables. These are internals of Keras and may change. So `require_known_keras` lets optimizers step
-a test variable, and raises an error before any training if they do not work as expected.
+the caller's local variables (`bunkbed.keras.base.caller`). These are internals of Keras and may change. So
+`require_known_keras` lets optimizers step a test variable, and raises an error before any training if they do not work
+as expected.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from bunkbed.keras.base.caller import caller_locals
 from bunkbed.keras.base.types import KerasOptimizer, Tensor
 
 
@@ -58,7 +59,7 @@ class SteppedVariable(keras.Variable):  # type: ignore[misc]  # keras is untyped
     @property
     def overwrite_with_gradient(self) -> bool:
         """True: optimizers assign the gradient, without clipping, decay or slots."""
-        caller = sys._getframe(1).f_locals.get("self")
+        caller = caller_locals().get("self")
         if isinstance(caller, keras.optimizers.LossScaleOptimizer):
             self._scaling.optimizer = caller  # it will now step its inner optimizer
         return True
@@ -106,7 +107,7 @@ class _Probe(SteppedVariable):
         self.seen: list[By] = []
 
     def assign(self, value: Tensor) -> Tensor:
-        self.seen.append(self.assigned_by(value, sys._getframe(1).f_locals))
+        self.seen.append(self.assigned_by(value, caller_locals()))
         return value
 
 

@@ -7,7 +7,6 @@ kept epoch represents them where weights are saved and loaded. Both are one numb
 from __future__ import annotations
 
 import json
-import sys
 import weakref
 
 import keras
@@ -15,6 +14,7 @@ import numpy as np
 
 from bunkbed.core.types import Json
 from bunkbed.keras.base.backend import IS_TORCH
+from bunkbed.keras.base.caller import caller_locals
 from bunkbed.keras.base.stepping import SteppedVariable
 from bunkbed.keras.base.types import DType, KerasOptimizer, Shared, Strategy, Tensor
 
@@ -41,7 +41,7 @@ class Token(SteppedVariable):
         owner = self._owner()
         if owner is None:
             raise RuntimeError("the table of this token is closed")
-        stepping, scaling, gradient = self.assigned_by(value, sys._getframe(1).f_locals)
+        stepping, scaling, gradient = self.assigned_by(value, caller_locals())
         value = gradient if stepping is None else value
         replica = tf.distribute.get_replica_context()
         # Assigned outside a step, as by set_weights(). A table that was not made yet has no pending gradients.

@@ -9,7 +9,6 @@ adds these numbers exactly. Gradients that ``zero_grad`` drops, or that no optim
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from bunkbed.adapters.bag_gradients import FloatArray, IntArray
 from bunkbed.errors import ReadOnlyError
 from bunkbed.keras.base.bags import Bags
+from bunkbed.keras.base.caller import caller_locals
 from bunkbed.keras.base.rows_layer import RowsLayer
 from bunkbed.keras.base.stepping import SteppedVariable
 from bunkbed.keras.base.types import DType, Layer, LookupOptions, Shared, Tensor
@@ -88,7 +88,7 @@ class Token(SteppedVariable):
         owner = self._owner()
         if owner is None:
             raise RuntimeError("the table of this token is closed")
-        by = self.assigned_by(value, sys._getframe(1).f_locals)
+        by = self.assigned_by(value, caller_locals())
         if by.optimizer is not None or owner.has_table:  # set_weights() assigns it too
             owner.settle(by.gradient.detach().reshape(1), by.optimizer, by.scaling)
         return value
