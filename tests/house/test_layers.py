@@ -39,7 +39,7 @@ PYTHON = {
     "bunkbed": "core errors io maintenance run sharded table",
     "testing": "bunkbed core errors table window",
     "torch/base": "adapters table",
-    "torch/device/base": "core errors torch/base",
+    "torch/device/base": "adapters core errors torch/base",
     "torch/device/kernels": "core torch/device/base",
     "torch/device": "adapters core errors table torch/base torch/device/base torch/device/kernels window",
     "torch": "adapters bunkbed core errors table torch/base torch/device torch/device/base window",

@@ -16,56 +16,19 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
 from bunkbed.table.table import Table
-from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import ranged
-from bunkbed.torch.base.types import Context, Device
-from bunkbed.torch.device_lookups import look_up_bags
+from bunkbed.torch.base.types import Device
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
-from bunkbed.torch.pending import alive
-
-
-class _BagLookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Lookup of pooled rows; row gradients go to `Pending`, those of per_sample_weights to autograd."""
-
-    @staticmethod
-    def forward(ctx: Context, anchor: Tensor, weights: Tensor, ids: Tensor, bags: _Bags, layer: EmbeddingBag) -> Tensor:
-        pending = layer._pending
-        pending.require_anchor(anchor)
-        ctx.pending, ctx.bags = pending.ref, bags
-        ctx.order = next(pending.order)
-        if bags.borrows(ids):
-            ctx.save_for_backward(ids)  # the caller's memory: torch detects a change before backward
-        else:
-            bags.own_ids()
-        if weights is not None:
-            ctx.like = weights  # shape, dtype and device only
-            if weights.requires_grad:
-                # Their gradient needs the present rows; at backward a step may have changed them.
-                ctx.rows = pending.table.lookup(bags.ids, touch=False)
-        return bags.lookup(layer, touch=layer.training)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        pending, bags = alive(ctx.pending), ctx.bags
-        pending.require_first_order()
-        _ = ctx.saved_tensors  # raises if the ids were changed
-        pooled = grad_array(grad, pending.table.dim)
-        weights_grad = None
-        if ctx.needs_input_grad[1]:
-            dots = np.empty(bags.ids.size, np.float32)
-            _native.bag_dots(ctx.rows, bags.offsets, pooled, dots)
-            weights_grad = torch.from_numpy(bags.unfiltered(dots)).reshape(ctx.like.shape)
-            weights_grad = weights_grad.to(ctx.like.device, ctx.like.dtype)
-        if not ctx.needs_input_grad[0]:
-            return None, weights_grad, None, None, None
-        pending.hold(ctx.order, bags.ids, pooled, bags=bags)
-        return pending.no_change(), weights_grad, None, None, None
+from bunkbed.torch.lookups import DeviceRequest, Lookup, look_up_on_device
+from bunkbed.torch.pending import Pending
 
 
 class _Bags(BagGradients):
     """One batch of bags as the table expects it, without the padding ids. Owns `offsets` and `weights`."""
 
     __slots__ = ("kept",)
+
+    padding = None  # `ids` has no padding ids
 
     def __init__(
         self, ids: IntArray, offsets: IntArray, weights: FloatArray | None, kept: Tensor, is_mean: bool
@@ -77,6 +40,11 @@ class _Bags(BagGradients):
             weights = None if weights is None else weights[kept]
         super().__init__(ids, offsets, weights, is_mean)
 
+    @property
+    def bags(self) -> _Bags:
+        """The bags of the lookup: this object."""
+        return self
+
     def borrows(self, ids: Tensor) -> bool:
         """Return whether `self.ids` shares memory with the tensor `ids` of the caller."""
         return self.kept is None and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous()
@@ -86,14 +54,19 @@ class _Bags(BagGradients):
         if self.kept is None:
             self.ids = self.ids.copy()
 
-    def lookup(self, layer: EmbeddingBag, *, touch: bool) -> Tensor:
-        """Return pooled rows as the layer outputs them, [B, dim]."""
-        pooled = torch.from_numpy(
-            layer._pending.table.lookup_bags(
-                self.ids, self.offsets, pooling=layer.mode, weights=self.weights, touch=touch
-            )
-        )
-        return layer._output(pooled)
+    def look_up(self, layer: TableLayer, *, keep_rows: bool, touch: bool | None = None) -> tuple[Tensor, None, Tensor]:
+        """See `bunkbed.torch.lookups.Request`; `touch` is for a lookup without gradients."""
+        table, mode = layer._pending.table, "mean" if self.is_mean else "sum"
+        rows = table.lookup(self.ids, touch=False) if keep_rows else None
+        touch = layer.training if touch is None else touch
+        pooled = table.lookup_bags(self.ids, self.offsets, pooling=mode, weights=self.weights, touch=touch)
+        return layer._output(torch.from_numpy(pooled)), None, rows
+
+    def weights_grad(self, pending: Pending, rows: FloatArray, grads: FloatArray) -> Tensor:
+        """See `bunkbed.torch.lookups.Request`."""
+        dots = np.empty(self.ids.size, np.float32)
+        _native.bag_dots(rows, self.offsets, grads, dots)
+        return torch.from_numpy(dots)
 
     def wanted_weights(self, weights: Tensor) -> Tensor:
         """Return per_sample_weights, one for each of `ids`, connected to autograd; None if they need no gradient."""
@@ -101,14 +74,6 @@ class _Bags(BagGradients):
             return None
         flat = weights.reshape(-1)
         return flat if self.kept is None else flat[torch.from_numpy(self.kept).to(flat.device)]
-
-    def unfiltered(self, values: FloatArray) -> FloatArray:
-        """Return float32 per id of the input from float32 per kept id; zero for the other ids."""
-        if self.kept is None:
-            return values
-        out = np.zeros(self.kept.size, np.float32)
-        out[self.kept] = values
-        return out
 
 
 class EmbeddingBag(TableLayer):
@@ -240,15 +205,19 @@ class EmbeddingBag(TableLayer):
         bags = self._bags(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()
-        pending = self._pending
-        if pending.tier is not None:
-            pending.require_anchor(anchor)
+        touch = grad and self.training
+        weights = bags.wanted_weights(per_sample_weights) if grad else None
+        if self._pending.tier is not None:
+            self._pending.require_anchor(anchor)
             bags.own_ids()
-            weights = bags.wanted_weights(per_sample_weights)
-            return self._output(look_up_bags(pending, bags, weights, touch=grad and self.training))
-        if grad and (anchor.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)):
-            return _BagLookup.apply(anchor, per_sample_weights, input, bags, self)
-        return bags.lookup(self, touch=grad and self.training)
+            return look_up_on_device(self, DeviceRequest(bags.ids, bags=bags), weights, touch=touch)
+        if not grad or not (anchor.requires_grad or weights is not None):
+            return bags.look_up(self, keep_rows=False, touch=touch)[0]
+        self._pending.require_anchor(anchor)
+        is_borrowed = bags.borrows(input)
+        if not is_borrowed:
+            bags.own_ids()
+        return Lookup.apply(anchor, weights, input if is_borrowed else None, self, bags)
 
     def _bags(self, input: Tensor, offsets: Tensor, weights: Tensor) -> _Bags:
         ids = id_array(input)

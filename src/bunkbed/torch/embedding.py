@@ -16,8 +16,8 @@ from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import is_profiling, ranged
 from bunkbed.torch.base.types import Context, Device
-from bunkbed.torch.device_lookups import look_up
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
+from bunkbed.torch.lookups import DeviceRequest, look_up_on_device
 from bunkbed.torch.pending import alive
 
 #: Up to this many ids, copying repeated rows is cheaper than deduplicating the ids in forward.
@@ -201,7 +201,10 @@ class Embedding(TableLayer):
         if pending.tier is not None:
             pending.require_anchor(anchor)
             touch = grad and self.training
-            return self._output(look_up(pending, id_array(input), self.padding_idx, touch=touch))
+            ids = id_array(input)
+            request = DeviceRequest(ids.reshape(-1).copy(), self.padding_idx)  # the caller may change its ids
+            values = look_up_on_device(self, request, None, touch=touch)
+            return values.reshape(*ids.shape, self.embedding_dim)
         if grad and anchor.requires_grad:
             apply = _Lookup.apply if torch._C._are_functorch_transforms_active() else _apply
             return apply(anchor, input, self)

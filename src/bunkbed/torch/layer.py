@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import bunkbed as bb
+from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core.budget import Budget
 from bunkbed.core.types import Json
 from bunkbed.table.table import Table
 from bunkbed.torch.base import checkpoint
-from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.base.types import Device
 from bunkbed.torch.pending import pending_of, require_one_process
 

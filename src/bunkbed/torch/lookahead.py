@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.table.table import Table
-from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.device.window import DeviceWindow
 from bunkbed.torch.layer import TableLayer, id_array

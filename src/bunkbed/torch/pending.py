@@ -32,13 +32,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.adapters.bag_gradients import BagGradients, IntArray
+from bunkbed.adapters.gradient_parts import not_finite
 from bunkbed.adapters.references import References
 from bunkbed.core.budget import Budget
 from bunkbed.errors import ReadOnlyError
 from bunkbed.table.table import Table
 from bunkbed.torch.base.checkpoint import PREFIX
-from bunkbed.torch.base.gradients import HostRows, IntArray, Part, Rows
+from bunkbed.torch.base.gradients import HostRows, Part, Rows
 from bunkbed.torch.base.types import Device, RowsBatch
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
@@ -210,7 +211,8 @@ class Pending:
             kept = ids != padding
             if not kept.all():
                 ids, grads, batch = ids[kept], self.rows.select(grads, kept), None
-        self._arrived.append(Part(order, torch._C._current_graph_task_id(), ids, grads, batch=batch, bags=bags))
+        task = torch._C._current_graph_task_id()
+        self._arrived.append(Part(order=order, ids=ids, grads=grads, batch=batch, bags=bags, task=task))
 
     def no_change(self) -> Tensor:
         """Return the anchor's gradient of a lookup, -0.0, in a new tensor: autograd may keep it as ``.grad``."""
@@ -228,7 +230,8 @@ class Pending:
         if self._parts and new and new[0].order > self._parts[-1].order:
             # New parts are later in the forward order, as in accumulation: add them to the sums so far.
             # That is bit-identical and frees the earlier gradients.
-            self._parts = [Part(self._parts[-1].order, -1, self.rows.unique(self.batch), self.sums), *new]
+            ids = self.rows.unique(self.batch)
+            self._parts = [Part(order=self._parts[-1].order, ids=ids, grads=self.sums), *new]
         else:
             self._parts = sorted([*self._parts, *new], key=lambda part: part.order)
         if not self._parts:
@@ -296,11 +299,8 @@ class Pending:
         if self._is_finite:
             return
         row, column, value = self.rows.first_bad(self.sums)
-        raise ValueError(
-            f"table {self.name!r}: the gradient of id {self.rows.unique(self.batch)[row]} is {value} at column "
-            f"{column}; nothing was changed; find where the loss stops being finite, or let torch.amp.GradScaler "
-            "skip such steps"
-        )
+        row_id = int(self.rows.unique(self.batch)[row])
+        raise ValueError(not_finite(self.name, row_id, value, column, "torch.amp.GradScaler"))
 
     @property
     def step(self) -> int:

@@ -28,12 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bunkbed import _native
-from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.adapters.gradient_parts import GradientPart, not_finite, sum_parts
 from bunkbed.table.core import Batch
 from bunkbed.table.table import Table
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float32]
 
 #: Pushes that one token value can identify; its low `COUNT_BITS` bits count them.
 BITS = 46
@@ -45,23 +43,12 @@ BATCHES = 64
 MOST_UNSETTLED, MOST_UNANSWERED = 1000, 20_000
 
 
-@dataclass(slots=True, eq=False)
-class _Push:
-    """Gradients of one lookup: int64[N], float32[N, dim]; with `spread`, of its bags, float32[B, dim]."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Push(GradientPart):
+    """Gradients of one lookup, with their sums float32[U, dim] and norm; `order` is (replica, place)."""
 
-    order: tuple[int, int]
-    ids: IntArray
-    grads: FloatArray
-    batch: Batch
     sums: FloatArray
     norm: float
-    bags: BagGradients | None
-    unscale: float = 1.0
-
-    def rows(self) -> FloatArray:
-        """Return float32[N, dim] unscaled gradients of the ids."""
-        grads = self.grads if self.bags is None else self.bags.spread(self.grads)
-        return grads if self.unscale == 1.0 else grads * np.float32(self.unscale)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +151,7 @@ class Pending:
             batch = self.table.batch(ids)
         # Outside the lock: replicas push at the same time.
         sums, norm = batch.sum(grads) if bags is None else bags.sum_in(batch, grads)
-        push = _Push(order, ids, grads, batch, sums, float(norm), bags)
+        push = _Push(order=order, ids=ids, grads=grads, batch=batch, bags=bags, sums=sums, norm=float(norm))
         with self._lock:
             self._unanswered = 0
             group = self._open.get(order[0])
@@ -231,7 +218,7 @@ class Pending:
                 self._accepted.clear()
                 self._accumulates_for = optimizer
             for push in pushes:
-                push.unscale = unscale
+                push.scale = unscale
             self._accepted += pushes
             if not is_update:
                 return False
@@ -281,11 +268,9 @@ class Pending:
                 found = np.argwhere(~np.isfinite(push.sums))
                 if len(found):
                     row, column = found[0].tolist()
-                    return (
-                        f"table {self.table.name!r}: the gradient of id {push.batch.unique()[row]} is "
-                        f"{push.sums[row, column]} at column {column}; nothing was changed; find where the loss stops "
-                        "being finite, or let keras.optimizers.LossScaleOptimizer skip such steps"
-                    )
+                    row_id, value = int(push.batch.unique()[row]), float(push.sums[row, column])
+                    skips = "keras.optimizers.LossScaleOptimizer"
+                    return not_finite(self.table.name, row_id, value, column, skips)
         return f"table {self.table.name!r}: its token's gradient is NaN; nothing was changed"
 
     def _update(self, pushes: list[_Push], rule: StepRule, lr: float | None) -> None:
@@ -300,11 +285,10 @@ class Pending:
         table = self.table
         if len(pushes) == 1:
             # The sums of scaled gradients: a loss scale is a power of two in practice, so the factor is exact.
-            return pushes[0].batch, pushes[0].sums, pushes[0].norm, pushes[0].unscale
+            return pushes[0].batch, pushes[0].sums, pushes[0].norm, pushes[0].scale
         if pushes:
             pushes.sort(key=lambda push: push.order)
-            batch = table.batch(np.concatenate([push.ids for push in pushes]))
-            return batch, *batch.sum(np.concatenate([push.rows() for push in pushes])), 1.0
+            return *sum_parts(table, pushes), 1.0
         return table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32), 0.0, 1.0
 
     def _step(

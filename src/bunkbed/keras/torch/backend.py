@@ -134,7 +134,7 @@ def rows_of(shared: Shared, ids: Tensor, *, train: bool, touch: bool, is_certain
     table = shared.for_lookup()
     if train:
         _require_zero(shared)
-        return ranged("lookup", shared.name, _Rows.apply, shared.token.value, ids, shared, touch, is_certain)
+        return ranged("lookup", shared.name, _Lookup.apply, shared.token.value, ids, None, shared, touch, is_certain)
     rows = torch.from_numpy(ranged("lookup", shared.name, _plain, table, id_array(ids), touch))
     return rows.to(shared.token.value.device)
 
@@ -144,24 +144,34 @@ def _plain(table: Table, ids: IntArray, touch: bool) -> FloatArray:
     return rows
 
 
-class _Rows(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """A lookup of ids, or of bags; backward gives its gradients to `Pending`, and their number to the token."""
+
     @staticmethod
-    def forward(ctx: Context, token: Tensor, ids: Tensor, shared: Shared, touch: bool, is_certain: bool) -> Tensor:
-        ctx.save_for_backward(ids)  # may be the caller's memory: torch detects a change before backward
-        array, table = id_array(ids), shared.table
-        batch = table.batch(array)
-        rows = table.lookup_batch(batch, array.size, touch=touch)
-        ctx.shared, ctx.order = weakref.ref(shared), (0, shared.next_place())
+    def forward(
+        ctx: Context, token: Tensor, ids: Tensor, bags: Bags | None, shared: Shared, touch: bool, is_certain: bool
+    ) -> Tensor:
+        table = shared.table
+        if bags is None:
+            ctx.save_for_backward(ids)  # may be the caller's memory: torch detects a change before backward
+            array = id_array(ids)
+            batch = table.batch(array)
+            values = table.lookup_batch(batch, array.size, touch=touch).reshape(*array.shape, table.dim)
+        else:
+            values, batch = bags.lookup(table, touch=touch), table.batch(bags.ids)
+        ctx.bags, ctx.shared, ctx.order = bags, weakref.ref(shared), (0, shared.next_place())
         ctx.handle = shared.pending.began(batch, 0, is_certain=is_certain)
         ctx.device = token.device
-        return torch.from_numpy(rows.reshape(*array.shape, table.dim)).to(token.device)
+        return torch.from_numpy(values).to(token.device)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        shared = _of_backward(ctx.shared)
-        ids = id_array(ctx.saved_tensors[0]).reshape(-1)
-        value = shared.pending.push(ctx.handle, ctx.order, ids, grad_array(grad, shared.dim))
-        return torch.tensor(value, dtype=torch.float64, device=ctx.device), None, None, None, None
+        shared, bags = _of_backward(ctx.shared), ctx.bags
+        ids, gradients = id_array(ctx.saved_tensors[0]).reshape(-1) if bags is None else bags.ids, None
+        if bags is not None:
+            gradients = bags.gradients()
+        value = shared.pending.push(ctx.handle, ctx.order, ids, grad_array(grad, shared.dim), bags=gradients)
+        return torch.tensor(value, dtype=torch.float64, device=ctx.device), None, None, None, None, None
 
 
 def bags_of(
@@ -184,26 +194,9 @@ def bags_of(
     bags = Bags(id_array(ids).copy(), splits.numpy(), factors, combiner, skip_zero)
     if train:
         _require_zero(shared)
-        return ranged("bags", shared.name, _Bags.apply, shared.token.value, bags, shared, touch, is_certain)
+        return ranged("bags", shared.name, _Lookup.apply, shared.token.value, None, bags, shared, touch, is_certain)
     pooled = torch.from_numpy(ranged("bags", shared.name, lambda: bags.lookup(table, touch=touch)))
     return pooled.to(shared.token.value.device)
-
-
-class _Bags(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    @staticmethod
-    def forward(ctx: Context, token: Tensor, bags: Bags, shared: Shared, touch: bool, is_certain: bool) -> Tensor:
-        pooled = bags.lookup(shared.table, touch=touch)
-        ctx.bags, ctx.shared, ctx.order = bags, weakref.ref(shared), (0, shared.next_place())
-        ctx.handle = shared.pending.began(shared.table.batch(bags.ids), 0, is_certain=is_certain)
-        ctx.device = token.device
-        return torch.from_numpy(pooled).to(token.device)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        shared, bags = _of_backward(ctx.shared), ctx.bags
-        grads = grad_array(grad, shared.dim)
-        value = shared.pending.push(ctx.handle, ctx.order, bags.ids, grads, bags=bags.gradients())
-        return torch.tensor(value, dtype=torch.float64, device=ctx.device), None, None, None, None
 
 
 def answer_with_error(shared: Shared, rows: Tensor) -> Tensor:

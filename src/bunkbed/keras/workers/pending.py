@@ -42,7 +42,7 @@ class WorkersPending(Pending):
                 raise ValueError(self._not_finite())
             pushes = self._take(gradients)
             for push in pushes:
-                push.unscale = unscale
+                push.scale = unscale
             accumulated = self._accepted if self._accumulates_for == optimizer else []
             self._offered = ([*accumulated, *pushes], optimizer)
             if not is_update:

@@ -15,30 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bunkbed import _native
-from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.adapters.bag_gradients import FloatArray, IntArray
+from bunkbed.adapters.gradient_parts import GradientPart, sum_parts
 from bunkbed.table.table import Table
 from bunkbed.torch.base.types import RowsBatch
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float32]
 
-
-@dataclass(slots=True)
-class Part:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Part(GradientPart):
     """Gradients of one lookup, or the sum of earlier ones; `order` is its place in the forward order."""
 
-    order: int
-    task: int  # the backward call that made it
-    ids: IntArray  # int64[N]
-    grads: Tensor  # float32[N, dim] of a `Rows`; may be autograd's own buffer, so never written to
-    scale: float = 1.0  # a factor that `grads` do not contain yet
-    batch: RowsBatch = None  # the deduplicated ids, if the lookup made them
-    bags: BagGradients | None = None  # if `grads` are those of bags, float32[B, dim]: converts them to gradients of ids
-
-    def scaled(self) -> Tensor:
-        """Return the gradients with `scale` applied, float32[N, dim]."""
-        grads = self.grads if self.bags is None else self.bags.spread(self.grads)
-        return grads if self.scale == 1.0 else grads * np.float32(self.scale)
+    task: int = -1  # the backward call that made it
 
 
 class Rows(Protocol):
@@ -95,8 +82,7 @@ class HostRows:
             else:
                 sums, norm = batch.sum(part.scaled())
         else:
-            batch = self._table.batch(np.concatenate([part.ids for part in parts]))
-            sums, norm = batch.sum(np.concatenate([part.scaled() for part in parts]))
+            batch, sums, norm = sum_parts(self._table, parts)
         return batch, sums, norm
 
     def scale(self, sums: FloatArray, ratio: float) -> bool:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bunkbed.adapters.bag_gradients import BagGradients
+from bunkbed.adapters.bag_gradients import BagGradients, IntArray
 from bunkbed.table.table import Table
-from bunkbed.torch.base.gradients import IntArray, Part
+from bunkbed.torch.base.gradients import Part
 from bunkbed.torch.device.base.batches import DeviceBatch
 from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.sums import add_segments, norm, spread_bags, sum_bags, sum_rows

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bunkbed.adapters.bag_gradients import BagGradients
-from bunkbed.torch.base.gradients import IntArray
+from bunkbed.adapters.bag_gradients import BagGradients, IntArray
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.base.batches import PIECE, DeviceBatch
 from bunkbed.torch.device.base.link import Link

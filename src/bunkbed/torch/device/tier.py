@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from bunkbed import _native
+from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.core.budget import Budget, format_bytes, parse_bytes
 from bunkbed.errors import BunkbedError
 from bunkbed.table.table import Table
-from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.base.batches import FramedBatch
 from bunkbed.torch.device.base.link import Link, is_out_of_memory

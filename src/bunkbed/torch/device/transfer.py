@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from bunkbed import _native
+from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.table.table import Table
-from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.device.base.batches import SentBatch
 from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.rows import DeviceRows

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bunkbed import _native
+from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.table.table import Table
-from bunkbed.torch.base.gradients import IntArray
 from bunkbed.torch.base.types import RowsBatch
 from bunkbed.torch.device.tiers import Tier
 from bunkbed.window import MAX_BATCHES, Window

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from bunkbed import _native
-from bunkbed.torch.base.gradients import IntArray
+from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.torch.base.types import DeviceHandle
 from bunkbed.torch.device.base.link import Link
 
