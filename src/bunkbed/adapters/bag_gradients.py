@@ -11,6 +11,14 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
 
+def only_kept(
+    kept: NDArray[np.bool_], ids: IntArray, bounds: IntArray, weights: FloatArray | None
+) -> tuple[IntArray, IntArray, FloatArray | None]:
+    """Return ids, bounds of bags and weights without the ids where bool[N] `kept` is False."""
+    before = np.concatenate([[0], np.cumsum(kept)])  # number of kept ids before each position
+    return ids[kept], before[bounds], None if weights is None else weights[kept]
+
+
 class BagGradients:
     """The bags of a pooled lookup; turns the gradient of a bag into gradients of its ids.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bunkbed import _native
-from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray, only_kept
 from bunkbed.adapters.tables import TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
@@ -35,9 +35,7 @@ class _Bags(BagGradients):
     ) -> None:
         self.kept = kept  # bool[ids of the input]: whether `ids` has the id; None if it has all
         if kept is not None:
-            before = np.concatenate([[0], np.cumsum(kept)])  # number of kept ids before each position
-            ids, offsets = ids[kept], before[offsets]
-            weights = None if weights is None else weights[kept]
+            ids, offsets, weights = only_kept(kept, ids, offsets, weights)
         super().__init__(ids, offsets, weights, is_mean)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
+from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray, only_kept
 from bunkbed.table.table import Table
 
 
@@ -15,10 +15,7 @@ class Bags:
         self, ids: IntArray, splits: IntArray, weights: FloatArray | None, combiner: str, skip_zero: bool
     ) -> None:
         if skip_zero:
-            kept = ids != 0
-            before = np.concatenate([[0], np.cumsum(kept)])
-            ids, splits = ids[kept], before[splits]
-            weights = None if weights is None else weights[kept]
+            ids, splits, weights = only_kept(ids != 0, ids, splits, weights)
         self.ids = ids
         self.weights = weights
         self._combiner = combiner
