@@ -18,6 +18,8 @@ from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.base.types import Tensor
 from bunkbed.keras.shared.table import SharedTable, alive
 from bunkbed.keras.tensorflow.callbacks import call
+from bunkbed.table.core import Batch
+from bunkbed.table.table import Table
 
 
 def rows_of(shared: SharedTable, ids: Tensor, *, train: bool, touch: bool, is_certain: bool) -> Tensor:
@@ -28,33 +30,15 @@ def rows_of(shared: SharedTable, ids: Tensor, *, train: bool, touch: bool, is_ce
         touch: see `bunkbed.Table.lookup`.
         is_certain: whether the rows will get gradients for certain.
     """
-    name, this = shared.name, weakref.ref(shared)
 
-    def plain(ids: IntArray) -> FloatArray:
-        rows: FloatArray = alive(this).for_lookup().lookup(ids, touch=touch)
-        return rows
+    def look_up(table: Table, ids: IntArray) -> FloatArray:
+        return table.lookup(ids, touch=touch)
 
-    def trained(ids: IntArray, place: Tensor, token: Tensor) -> tuple[FloatArray, np.int64]:
-        found = alive(this)
-        require_zero(found, token)
-        table, pending = found.table, found.pending
+    def look_up_batch(table: Table, ids: IntArray) -> tuple[FloatArray, Batch]:
         batch = table.batch(ids)
-        rows = table.lookup_batch(batch, ids.size, touch=touch)
-        return rows.reshape(*ids.shape, table.dim), np.int64(pending.began(batch, int(place[0]), is_certain=is_certain))
+        return table.lookup_batch(batch, ids.size, touch=touch).reshape(*ids.shape, table.dim), batch
 
-    def push(handle: Tensor, ids: IntArray, grads: FloatArray, place: Tensor) -> np.float64:
-        found = alive(this)
-        grads = grads.reshape(-1, found.dim)
-        return np.float64(found.pending.push(int(handle), tuple(place.tolist()), ids.reshape(-1), grads))
-
-    if not train:
-        rows = call("lookup", name, plain, [ids], tf.float32)
-    else:
-        place = place_of(shared)
-        rows, handle = call(
-            "lookup", name, trained, [ids, place, tf.stop_gradient(shared.token.value)], [tf.float32, tf.int64]
-        )
-        rows = answered(shared, rows, handle, [ids], place, push)
+    rows = _looked_up("lookup", shared, [ids], look_up, look_up_batch, None, train=train, is_certain=is_certain)
     if not tf.executing_eagerly():
         rows.set_shape([*ids.shape, shared.dim])
     return rows
@@ -79,54 +63,95 @@ def bags_of(
         skip_zero: whether to skip id 0.
         train, touch, is_certain: see `rows_of`.
     """
-    name, this = shared.name, weakref.ref(shared)
-    has_weights = weights is not None
-    inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
+    inputs, bags = bag_inputs(ids, splits, weights, combiner, skip_zero)
 
-    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> Bags:
-        return Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
+    def look_up(table: Table, *arrays: Any) -> FloatArray:
+        return bags(*arrays).lookup(table, touch=touch)
 
-    def plain(*arrays: Any) -> FloatArray:
-        return bags(*arrays).lookup(alive(this).for_lookup(), touch=touch)
+    def look_up_batch(table: Table, *arrays: Any) -> tuple[FloatArray, Batch]:
+        made = bags(*arrays)
+        return made.lookup(table, touch=touch), table.batch(made.ids)
 
-    def trained(
-        ids: IntArray, splits: IntArray, weights: FloatArray, place: Tensor, token: Tensor
-    ) -> tuple[FloatArray, np.int64]:
-        found, made = alive(this), bags(ids, splits, weights)
-        require_zero(found, token)
-        pooled = made.lookup(found.table, touch=touch)
-        batch = found.table.batch(made.ids)
-        return pooled, np.int64(found.pending.began(batch, int(place[0]), is_certain=is_certain))
-
-    def push(
-        handle: Tensor, ids: IntArray, splits: IntArray, weights: FloatArray, grads: FloatArray, place: Tensor
-    ) -> np.float64:
-        made = bags(ids, splits, weights)
-        order = tuple(place.tolist())
-        return np.float64(alive(this).pending.push(int(handle), order, made.ids, grads, bags=made.gradients()))
-
-    if not train:
-        pooled = call("bags", name, plain, inputs, tf.float32)
-    else:
-        place = place_of(shared)
-        token = tf.stop_gradient(shared.token.value)
-        pooled, handle = call("bags", name, trained, [*inputs, place, token], [tf.float32, tf.int64])
-        pooled = answered(shared, pooled, handle, inputs, place, push)
+    pooled = _looked_up("bags", shared, inputs, look_up, look_up_batch, bags, train=train, is_certain=is_certain)
     if not tf.executing_eagerly():
         pooled.set_shape([None, shared.dim])
     return pooled
 
 
-def answered(
-    shared: SharedTable, rows: Tensor, handle: Tensor, inputs: list[Any], place: Tensor, push: Callable[..., Tensor]
+def bag_inputs(
+    ids: Tensor, splits: Tensor, weights: Tensor, combiner: str, skip_zero: bool
+) -> tuple[list[Tensor], Callable[..., Bags]]:
+    """Return the inputs of ops on bags, and what makes `Bags` of their arrays."""
+    has_weights = weights is not None
+
+    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> Bags:
+        return Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
+
+    return [ids, splits, weights if has_weights else tf.zeros([0], tf.float32)], bags
+
+
+def _looked_up(
+    what: str,
+    shared: SharedTable,
+    inputs: list[Tensor],
+    look_up: Callable[..., FloatArray],
+    look_up_batch: Callable[..., tuple[FloatArray, Batch]],
+    bags: Callable[..., Bags] | None,
+    *,
+    train: bool,
+    is_certain: bool,
 ) -> Tensor:
-    """Return `rows` whose gradient goes to `push`; the result of `push` becomes the token's gradient."""
+    """Return what `look_up` gives of the table and the arrays of `inputs`; with `train`, `look_up_batch`.
+
+    Args:
+        what: for the profiler.
+        bags: makes the bags of `inputs`; None if these are ids.
+    """
+    name, this = shared.name, weakref.ref(shared)
+
+    def plain(*arrays: Any) -> FloatArray:
+        return look_up(alive(this).for_lookup(), *arrays)
+
+    def trained(*arrays: Any) -> tuple[FloatArray, np.int64]:
+        *given, place, token = arrays
+        found = alive(this)
+        require_zero(found, token)
+        rows, batch = look_up_batch(found.table, *given)
+        return rows, np.int64(found.pending.began(batch, int(place[0]), is_certain=is_certain))
+
+    if not train:
+        return call(what, name, plain, inputs, tf.float32)
+    place = place_of(shared)
+    token = tf.stop_gradient(shared.token.value)
+    rows, handle = call(what, name, trained, [*inputs, place, token], [tf.float32, tf.int64])
+    return answered(shared, rows, handle, inputs, place, bags)
+
+
+def answered(
+    shared: SharedTable,
+    rows: Tensor,
+    handle: Tensor,
+    inputs: list[Tensor],
+    place: Tensor,
+    bags: Callable[..., Bags] | None,
+) -> Tensor:
+    """Return `rows` whose gradients go to `Pending.push`; the result of that becomes the token's gradient."""
     if "loop_body" in tf.get_current_name_scope():
         raise ValueError(
             f"table {shared.name!r}: a lookup inside tf.vectorized_map loses its gradient; look all ids up at once, "
             "outside of it"
         )
-    name = shared.name
+    name, this = shared.name, weakref.ref(shared)
+
+    def push(handle: Tensor, *arrays: Any) -> np.float64:
+        *given, grads, place = arrays
+        found, order = alive(this), tuple(place.tolist())
+        if bags is None:
+            number = found.pending.push(int(handle), order, given[0].reshape(-1), grads.reshape(-1, found.dim))
+        else:
+            made = bags(*given)
+            number = found.pending.push(int(handle), order, made.ids, grads, bags=made.gradients())
+        return np.float64(number)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def attach(rows: Tensor, _: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from bunkbed.files.sharding import shards_of
-from bunkbed.keras.base.bags import Bags
 from bunkbed.keras.base.types import Tensor
-from bunkbed.keras.shared.lookups import answered, place_of, require_zero
+from bunkbed.keras.shared.lookups import answered, bag_inputs, place_of, require_zero
 from bunkbed.keras.shared.table import alive
 from bunkbed.keras.tensorflow.callbacks import call
 from bunkbed.keras.workers.messages import Body, FloatArray, IntArray, error_message, message, split_messages
@@ -29,23 +28,13 @@ from bunkbed.table.table import POOLINGS
 
 def rows_of_workers(shared: WorkersTable, ids: Tensor, *, train: bool, touch: bool, is_certain: bool) -> Tensor:
     """Return float32[..., dim] rows of an int64[...] tensor of ids; see `bunkbed.keras.shared.lookups.rows_of`."""
-    this, dim = weakref.ref(shared), shared.dim
-
-    def push(handle: Tensor, ids: IntArray, grads: FloatArray, place: Tensor) -> np.float64:
-        found = alive(this)
-        return np.float64(
-            found.pending.push(int(handle), tuple(place.tolist()), ids.reshape(-1), grads.reshape(-1, dim))
-        )
-
-    def finish(rows: FloatArray, ids: IntArray) -> FloatArray:
-        return rows.reshape(*ids.shape, dim)
-
+    dim = shared.dim
     place = place_of(shared)
     flat = tf.reshape(ids, [-1])
     rows, handle = _exchanged(shared, flat, place, train=train, touch=touch, is_certain=is_certain)
     rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], 0))
     if train:
-        rows = answered(shared, rows, handle, [ids], place, push)
+        rows = answered(shared, rows, handle, [ids], place, None)
     if not tf.executing_eagerly():
         rows.set_shape([*ids.shape, dim])
     return rows
@@ -65,11 +54,7 @@ def bags_of_workers(
 ) -> Tensor:
     """Return float32[B, dim] pooled rows; see `bunkbed.keras.shared.lookups.bags_of`."""
     this, dim = weakref.ref(shared), shared.dim
-    has_weights = weights is not None
-    inputs = [ids, splits, tf.zeros([0], tf.float32) if weights is None else weights]
-
-    def bags(ids: IntArray, splits: IntArray, weights: FloatArray) -> Bags:
-        return Bags(ids, splits, weights if has_weights else None, combiner, skip_zero)
+    inputs, bags = bag_inputs(ids, splits, weights, combiner, skip_zero)
 
     def kept(*arrays: Any) -> IntArray:
         return bags(*arrays).ids
@@ -80,19 +65,12 @@ def bags_of_workers(
         alive(this).pooling.pool(rows.copy(), made.offsets, POOLINGS.index(combiner), made.weights, pooled)
         return pooled
 
-    def push(
-        handle: Tensor, ids: IntArray, splits: IntArray, weights: FloatArray, grads: FloatArray, place: Tensor
-    ) -> np.float64:
-        made = bags(ids, splits, weights)
-        order = tuple(place.tolist())
-        return np.float64(alive(this).pending.push(int(handle), order, made.ids, grads, bags=made.gradients()))
-
     place = place_of(shared)
     flat = call("bags", shared.name, kept, inputs, tf.int64) if skip_zero else ids
     rows, handle = _exchanged(shared, flat, place, train=train, touch=touch, is_certain=is_certain)
     pooled = call("pooling", shared.name, pool, [rows, *inputs], tf.float32)
     if train:
-        pooled = answered(shared, pooled, handle, inputs, place, push)
+        pooled = answered(shared, pooled, handle, inputs, place, bags)
     if not tf.executing_eagerly():
         pooled.set_shape([None, dim])
     return pooled
