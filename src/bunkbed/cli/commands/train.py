@@ -201,7 +201,7 @@ def train(
     given = given_options(context)
     new_config = _checked(options) if resume is None else None
     resumed = _resumed_config(resume, options, given) if resume is not None else None
-    need("torch", "pyarrow", "matplotlib", command="train")
+    need("torch", "pyarrow", "duckdb", "matplotlib", command="train")
     if tensorboard:
         need("tensorboard", command="train --tensorboard", extra="tensorboard")
     console = stderr() if json else stdout()
@@ -210,7 +210,6 @@ def train(
         return _go_on(resume, resumed, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None
     if new_config.stream:
-        need("duckdb", command="train --stream")
         _check_streaming(new_config, test, test_negatives)
     reading = {
         "user_col": user_col,
@@ -312,8 +311,6 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
 
-    if config.stream:
-        need("duckdb", command="train --stream")
     reading = read_config(folder).get("reading")
     run = Run(folder, ram=config.table_ram_bytes)
     try:

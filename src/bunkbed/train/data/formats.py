@@ -1,15 +1,15 @@
-"""Files of interactions of any form, read as batches of (user labels, item labels).
+"""Files of interactions of any form, read into a table of user and item labels.
 
 1. Detect by the first bytes: gzip is unpacked, Parquet has its own reader, other binary files are refused.
 2. Detect by the first lines: the separator of fields, columns (equal numbers of fields) or adjacency (different
    numbers), and a header.
-3. Stream: Arrow's CSV reader for one-character separators, a plain line reader for blanks and adjacency.
-4. If Arrow refuses a line, read again with the plain reader to find the line and its content, because Arrow's messages
-   count rows of a block, not lines of the file.
-5. Not strict: rows with another number of columns, or without a user or an item, are left out and counted. If there are
-   such rows, the file is read again up to the first one, to find its line.
-6. An unclosed quote takes the lines below into its field without an error of Arrow. If a file with quotes has more
-   lines than rows, the plain reader checks it, to distinguish an unclosed quote from a text of several lines.
+3. DuckDB reads Parquet, and text in which every row is sound and has one meaning (`TextPairs._is_plain`), in one
+   statement that inserts all rows or none.
+4. `TextPairs._rows` reads all other text: runs of blanks, adjacency, quotes, malformed rows, text that is not UTF-8. It
+   splits fields as Python's `csv` and `str.split` do, and knows the line of each row. It takes four times as long.
+
+DuckDB's table of rejected rows is not used: with ``ignore_errors``, DuckDB 2.0 drops the rows below a quote that is not
+closed without an entry in that table, and without ``strict_mode`` it joins them into one field.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections import Counter, deque
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING
 
 from bunkbed.train.data.columns import HeaderChoice, LayoutChoice, find_columns, looks_like_header, shown
-from bunkbed.train.data.pairs import Pairs
-from bunkbed.train.data.text import CountedLines, TextFile, check_utf8, text_of
+from bunkbed.train.data.sort import Sorter, path_literal
+from bunkbed.train.data.text import TextFile, check_utf8
 from bunkbed.train.data.vocab import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _BLOCK_BYTES = 4 * 1024 * 1024
+_BATCH_ROWS = 1 << 17
 # Only files with these separators quote fields; a single quote in a TSV title is an ordinary character.
 _QUOTING = {",", ";"}
 _SEPARATOR_NAMES = {
@@ -42,6 +42,67 @@ _SEPARATOR_NAMES = {
     "|": "bar-separated",
     "::": "'::'-separated",
 }
+_SIDES = ("user", "item")
+#: What `str.strip` removes, as text in SQL.
+_BLANKS = "".join(filter(str.isspace, map(chr, range(0x3001))))
+
+
+class Pairs(ABC):
+    """Reader of one file of interactions.
+
+    Attributes:
+        path: the given path, for messages.
+        form: how the file is read, as text.
+        emptiness: description of the file if it has no pairs.
+        is_strict: a malformed row is an error; otherwise it is left out and counted.
+        malformed: number of rows that were left out.
+        first_malformed: the problem of the first malformed row.
+        remedy: advice for a file with mostly malformed rows.
+        empty_users: number of adjacency lines of a user without items, which are not malformed.
+    """
+
+    path: str
+    form: str
+    emptiness: str = "a header line"
+    is_strict: bool = True
+    malformed: int = 0
+    first_malformed: str = ""
+    remedy: str = ""
+    empty_users: int = 0
+
+    @property
+    def types(self) -> tuple[str, str]:
+        """SQL types of the labels of users and items."""
+        return "VARCHAR", "VARCHAR"
+
+    @abstractmethod
+    def insert(self, sorter: Sorter, table: str) -> None:
+        """Append user and item of each sound row to a table, in the order of the file, without blanks around text.
+
+        Raises:
+            DataError: a row is malformed and the reader is strict; text is not UTF-8; a quote is not closed.
+        """
+
+    @abstractmethod
+    def raise_missing(self, what: str, words: set[str]) -> None:
+        """Raise a `DataError` naming the first row whose `what` ("user" or "item") is one of `words`."""
+
+    def check_read(self, num_rows: int) -> None:
+        """Check a file after all of it was read, with `num_rows` pairs.
+
+        Raises:
+            DataError: no pairs; or more rows are malformed than not, because then the form of the file was not
+                recognized, and a model of the few other rows would be useless.
+        """
+        if self.malformed > num_rows:
+            total = self.malformed + num_rows
+            count = f"{self.malformed:,} of {total:,}" if num_rows else f"all {total:,}"
+            raise DataError(
+                f"{self.path}: {count} rows are malformed, read as {self.form}; "
+                f"the first: {self.first_malformed}; {self.remedy}"
+            )
+        if not num_rows:
+            raise DataError(f"{self.path}: holds no pairs of user and item, only {self.emptiness}")
 
 
 def open_pairs(
@@ -81,10 +142,10 @@ def _open_pairs(
         can_be_adjacency = separator in (None, "\t") and not asked_for_columns
         layout = "adjacency" if can_be_adjacency and _is_ragged(rows, separator) else "columns"
     if layout == "adjacency":
-        return AdjacencyPairs(text)
+        return TextPairs(text, None)
     has_header = looks_like_header(rows, user_col, item_col) if header == "auto" else header
     names = [field.strip() for field in rows[0]] if has_header else None
-    columns = find_columns(
+    user, item = find_columns(
         name,
         names,
         len(rows[0]),
@@ -93,12 +154,92 @@ def _open_pairs(
         first_line=lines[0],
         first_line_number=text.blank_lines_above + 1,
     )
-    where = Layout(separator, len(rows[0]), columns[0], columns[1], names)
-    return BlankSeparatedPairs(text, where) if separator is None else DelimitedPairs(text, where)
+    return TextPairs(text, Columns(separator, len(rows[0]), user, item, names))
+
+
+class ParquetPairs(Pairs):
+    """Reader of two columns of a Parquet file, with DuckDB."""
+
+    emptiness = "a schema"
+    remedy = "choose other columns with --user-col and --item-col, or drop such rows"
+
+    def __init__(self, path: str, user_col: int | str | None, item_col: int | str | None) -> None:
+        import duckdb
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        self._source = f"read_parquet({path_literal(path)}, file_row_number = true)"
+        try:
+            # Several columns may have one name, which DuckDB changes: columns are found by their position.
+            names = list(pq.read_schema(path).names)
+            with duckdb.connect() as connection:
+                described = connection.execute(f"DESCRIBE SELECT * FROM {self._source}").fetchall()
+        except (pa.ArrowException, duckdb.Error) as error:
+            raise self._damaged(error) from error
+        at = find_columns(path, names, len(names), user_col, item_col)
+        self._names = [names[place] for place in at]
+        self._columns = ['"' + described[place][0].replace('"', '""') + '"' for place in at]
+        self._types = (described[at[0]][1], described[at[1]][1])
+        for name, kind in zip(self._names, self._types, strict=True):
+            if kind != "VARCHAR" and not re.fullmatch(r"U?(TINY|SMALL|BIG)?INT(EGER)?", kind):
+                raise DataError(
+                    f"{path}: column {name!r} holds {kind.lower()}, users and items must be integers or strings; "
+                    "cast it and write the file again"
+                )
+        self.form = f"Parquet, users from column {self._names[0]!r}, items from column {self._names[1]!r}"
+
+    @property
+    def types(self) -> tuple[str, str]:
+        """As `Pairs.types`; text for UBIGINT, because its upper half does not fit BIGINT."""
+        user, item = ("VARCHAR" if kind in ("VARCHAR", "UBIGINT") else "BIGINT" for kind in self._types)
+        return user, item
+
+    def insert(self, sorter: Sorter, table: str) -> None:
+        """As `Pairs.insert`."""
+        is_text = [kind == "VARCHAR" for kind in self._types]
+        values = [_trimmed(name) if text else name for name, text in zip(self._columns, is_text, strict=True)]
+        sound = [f"{name} <> ''" if text else f"{name} IS NOT NULL" for name, text in zip(values, is_text, strict=True)]
+        is_sound = " AND ".join(sound)
+        with sorter.reading(self._damaged):
+            (total,) = sorter.row(f"SELECT count(*) FROM {self._source}")
+            kept = sorter.insert(f"INSERT INTO {table} SELECT {', '.join(values)} FROM {self._source} WHERE {is_sound}")
+            self.malformed = total - kept
+            if not self.malformed:
+                return
+            row, user_is_sound = sorter.row(
+                f"SELECT file_row_number, ({sound[0]}) IS TRUE FROM {self._source} WHERE ({is_sound}) IS NOT TRUE "
+                "ORDER BY file_row_number LIMIT 1"
+            )
+        side = int(user_is_sound)
+        self.first_malformed = f"the {_SIDES[side]} of row {row} (from 0) is missing"
+        if self.is_strict:
+            self._raise_row(sorter, row, side)
+
+    def _raise_row(self, sorter: Sorter, row: int, side: int) -> None:
+        value = sorter.row(f"SELECT {self._columns[side]} FROM {self._source} WHERE file_row_number = {row}")[0]
+        if value is None:
+            raise DataError(f"{self.path} row {row}: column {self._names[side]!r} is missing (null); drop such rows")
+        raise DataError(f"{self.path} row {row}: the {_SIDES[side]} is missing ({shown(value)}); drop such rows")
+
+    def raise_missing(self, what: str, words: set[str]) -> None:
+        """As `Pairs.raise_missing`."""
+        side = _SIDES.index(what)
+        column = f"CAST({self._columns[side]} AS VARCHAR)"
+        listed = ", ".join("'" + word.replace("'", "''") + "'" for word in sorted(words))
+        with Sorter(None) as sorter, sorter.reading(self._damaged):
+            (row,) = sorter.row(
+                f"SELECT min(file_row_number) FROM {self._source} WHERE {_trimmed(column)} IN ({listed})"
+            )
+            if row is not None:
+                self._raise_row(sorter, row, side)
+
+    def _damaged(self, error: BaseException) -> DataError:
+        return DataError(f"{self.path}: is damaged Parquet ({str(error).splitlines()[0]})")
 
 
 @dataclass(frozen=True)
-class Layout:
+class Columns:
     """Positions of users and items in a text file with columns."""
 
     separator: str | None  # None: any run of blanks
@@ -108,326 +249,157 @@ class Layout:
     names: list[str] | None
 
     def describe(self) -> str:
+        """Return the form as text."""
         kind = "blank-separated" if self.separator is None else _SEPARATOR_NAMES[self.separator]
         where = [repr(self.names[at]) if self.names else str(at) for at in (self.user, self.item)]
         return f"{kind}, users from column {where[0]}, items from column {where[1]}"
 
 
-class ParquetPairs(Pairs):
-    """Reader of two columns of a Parquet file."""
+class TextPairs(Pairs):
+    """Reader of a text file with columns, or of ``user item item ...`` lines (`columns` is None)."""
 
-    emptiness = "a schema"
-    remedy = "choose other columns with --user-col and --item-col, or drop such rows"
-
-    def __init__(self, path: str, user_col: int | str | None, item_col: int | str | None) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self.path = path
-        try:
-            self._schema = pq.read_schema(path)
-        except pa.ArrowException as error:
-            raise DataError(f"{path}: is damaged Parquet ({_first_line(error)})") from error
-        names = list(self._schema.names)
-        user, item = find_columns(path, names, len(names), user_col, item_col)
-        self._columns = [names[user], names[item]]
-        # Several columns may have one name: all these columns are read, and the rank selects one.
-        self._ranks = [names[:at].count(names[at]) for at in (user, item)]
-        for at in (user, item):
-            self._check_type(names[at], self._schema.field(at).type)
-        self.form = f"Parquet, users from column {self._columns[0]!r}, items from column {self._columns[1]!r}"
-
-    def _check_type(self, name: str, kind: pa.DataType) -> None:
-        import pyarrow as pa
-
-        if pa.types.is_dictionary(kind):
-            kind = kind.value_type
-        if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(
-                f"{self.path}: column {name!r} holds {kind}, users and items must be integers or strings; "
-                "cast it and write the file again"
-            )
-
-    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        done = 0
-        try:
-            with pq.ParquetFile(self.path) as file:
-                # One group at a time: given all groups, Arrow keeps the bytes of finished groups.
-                groups = (
-                    file.iter_batches(row_groups=[at], columns=self._columns) for at in range(file.num_row_groups)
-                )
-                for batch in chain.from_iterable(groups):
-                    columns = [
-                        batch.column(sorted(batch.schema.get_all_field_indices(name))[rank])
-                        for name, rank in zip(self._columns, self._ranks, strict=True)
-                    ]
-                    for name, column in zip(self._columns, columns, strict=True):
-                        if column.null_count and self.is_strict:
-                            at = done + column.is_null().to_pylist().index(True)
-                            raise DataError(f"{self.path} row {at}: column {name!r} is missing (null); drop such rows")
-                    # A dictionary may have labels in another order, and labels that no row has.
-                    plain = [
-                        column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
-                        for column in columns
-                    ]
-                    yield plain[0], plain[1]
-                    done += len(batch)
-        except pa.ArrowException as error:
-            raise DataError(f"{self.path}: is damaged Parquet ({_first_line(error)})") from error
-
-    def raise_missing(self, what: str, words: set[str]) -> None:
-        import pyarrow as pa
-
-        done = 0
-        for columns in self.batches():
-            labels = columns[0 if what == "user" else 1].cast(pa.string()).to_pylist()
-            for at, label in enumerate(labels):
-                if label is not None and label.strip() in words:
-                    raise DataError(
-                        f"{self.path} row {done + at}: the {what} is missing ({shown(label)}); drop such rows"
-                    )
-            done += len(labels)
-
-
-class DelimitedPairs(Pairs):
-    """Reader of columns separated by one character (or ``::``), with Arrow."""
-
-    def __init__(self, text: TextFile, layout: Layout) -> None:
+    def __init__(self, text: TextFile, columns: Columns | None) -> None:
         self.path = text.path
         self._text = text
-        self._layout = layout
-        self.form = layout.describe()
-        self.remedy = _layout_remedy(text)
-        self._num_ragged = 0
-        self._quoted = layout.separator in _QUOTING
+        self._columns = columns
+        self._separator = None if columns is None else columns.separator
+        if columns is None:
+            self.form = "adjacency lines (user item item ...)"
+            self.emptiness = "users without items"
+        else:
+            self.form = columns.describe()
+            self.remedy = (
+                f"line {text.blank_lines_above + 1} says how many columns there are: correct it, or the rows below; "
+                "other columns are chosen with --user-col and --item-col"
+            )
 
-    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+    def insert(self, sorter: Sorter, table: str) -> None:
+        """As `Pairs.insert`."""
         import pyarrow as pa
-        import pyarrow.csv as arrow_csv
 
-        layout = self._layout
-        assert layout.separator is not None
-        # Arrow separates by one character; an unused empty column is between the two ':'.
-        stride = len(layout.separator)
-        names = [f"f{at}" for at in range((layout.width - 1) * stride + 1)]
-        columns = [f"f{layout.user * stride}", f"f{layout.item * stride}"]
-        try:
-            with self._text.guarded() as file:
-                counted = CountedLines(file) if self._quoted else None
-                reader = arrow_csv.open_csv(
-                    counted or file,
-                    read_options=arrow_csv.ReadOptions(
-                        use_threads=False,
-                        column_names=names,
-                        # Counts lines; the next option counts rows: a header of several lines, or a blank line, is one.
-                        skip_rows=self._text.blank_lines_above,
-                        skip_rows_after_names=1 if layout.names is not None else 0,
-                        block_size=_BLOCK_BYTES,
-                    ),
-                    parse_options=arrow_csv.ParseOptions(
-                        delimiter=layout.separator[0],
-                        quote_char='"' if self._quoted else False,
-                        newlines_in_values=self._quoted,
-                        invalid_row_handler=self._take_row,
-                    ),
-                    convert_options=arrow_csv.ConvertOptions(
-                        include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
-                    ),
-                )
-                num_rows = 0
-                for batch in reader:
-                    num_rows += len(batch)
-                    yield batch.column(0), batch.column(1)
-            if counted is not None and counted.has_quotes:
-                num_rows += self._num_ragged + (layout.names is not None) + self._text.blank_lines_above
-                if counted.num_lines > num_rows:
-                    self._check_quotes()
-        except pa.ArrowInvalid as error:
-            self._raise_first_bad_line(set())
-            message = f"{self.path}: cannot be read as {layout.describe()} ({_first_line(error)})"
-            raise DataError(message) from error
-
-    def raise_missing(self, what: str, words: set[str]) -> None:
-        self._raise_first_bad_line(words, only=what)
-
-    def _take_row(self, row: Any) -> Literal["skip", "error"]:
-        if not row.text.strip():
-            return "skip"  # blank, like an empty line
-        if self.is_strict:
-            return "error"
-        # Arrow sees a column between the two ':' of a separator.
-        stride = len(self._layout.separator or ",")
-        found = (row.actual_columns - 1) // stride + 1
-        self._num_ragged += 1
-        self._leave_out(1, f"expected {self._layout.width} columns, found {found}: {shown(row.text)}", self._done)
-        return "skip"
-
-    def _rows(self, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
-        """Yield line number and fields of each row below the header that is not blank, with Python's reader.
-
-        Args:
-            skip: number of rows to skip, including blank ones.
-        """
-        above = self._text.blank_lines_above
-        has_header = self._layout.names is not None
-        if not self._quoted:
-            separator = self._layout.separator or ","
-            for number, content in self._text.lines(above + has_header + skip):
-                if content.strip() or separator in content:
-                    yield number, content.split(separator)
+        if self._insert_plain(sorter, table):
             return
-        line = above + 1
-        try:
-            with self._text.guarded() as file:
-                text = text_of(file)
-                deque(islice(text, above), maxlen=0)
-                reader = csv.reader(text, delimiter=self._layout.separator or ",")
-                deque(islice(reader, has_header + skip), maxlen=0)
-                line = above + reader.line_num + 1
-                for row in reader:
-                    if len(row) > 1 or (row and row[0].strip()):
-                        yield line, row
-                    line = above + reader.line_num + 1
-        except csv.Error as error:
-            self._raise_open_quote(line, error)
+        schema = pa.schema([(name, pa.string()) for name in _SIDES])
+        labels = self._lines_of_items() if self._columns is None else self._sound_rows(self._columns)
+        sorter.stream("source", schema, _batches(labels, schema))
+        sorter.insert(f'INSERT INTO {table} SELECT "user", "item" FROM source')
 
-    def _check_quotes(self) -> None:
-        """Raise a `DataError` for a quoted field of several lines that is not closed.
+    def _insert_plain(self, sorter: Sorter, table: str) -> bool:
+        """Insert all rows with DuckDB and return True, or none."""
+        columns, separator = self._columns, self._separator
+        if columns is None or separator is None or self._text.blank_lines_above or not self._is_plain():
+            return False
+        labels = [_trimmed(f"f{at}") for at in (columns.user, columns.item)]
+        values = (f"CASE WHEN {label} <> '' THEN {label} ELSE error('missing') END" for label in labels)
+        names = ", ".join(f"'f{at}': 'VARCHAR'" for at in range(columns.width))
+        return sorter.attempt(
+            f"INSERT INTO {table} SELECT {', '.join(values)} FROM read_csv({path_literal(self.path)}, "
+            f"columns = {{{names}}}, auto_detect = false, header = false, skip = {int(columns.names is not None)}, "
+            f"delim = '{separator}', quote = '', escape = '', strict_mode = true, "
+            f"compression = '{'gzip' if self._text.is_gzip else 'none'}')"
+        )
+
+    def _is_plain(self) -> bool:
+        """Return whether DuckDB would see the rows of `_rows`, if it accepts the text.
+
+        It drops blanks around a quoted field, misses a quote that is not closed in a column that is not selected, and
+        keeps a lone carriage return in its field. It does not verify the checksums of gzip: they are verified here.
+        """
+        is_plain = True
+        last = b""
+        with self._text.guarded() as file:
+            while (part := file.read(_BLOCK_BYTES)) and (is_plain or self._text.is_gzip):
+                block = last + part
+                is_plain = is_plain and not (self._separator in _QUOTING and b'"' in block)
+                if is_plain and b"\r" in block:
+                    is_plain = block.count(b"\r") - block.endswith(b"\r") == block.count(b"\r\n")
+                last = block[-1:]
+        return is_plain and last != b"\r"
+
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield line number and fields of each row that is not blank, without the header."""
+        separator = self._separator
+        if separator in _QUOTING:
+            rows = self._quoted_rows(separator or "")
+        else:
+            rows = ((number, line.split(separator)) for number, line in self._text.lines())
+        is_header = self._columns is not None and self._columns.names is not None
+        for number, row in rows:
+            if number > self._text.blank_lines_above and (len(row) > 1 or (row and row[0].strip())):
+                if is_header:
+                    is_header = False
+                else:
+                    yield number, row
+
+    def _quoted_rows(self, separator: str) -> Iterator[tuple[int, list[str]]]:
+        """Yield rows whose fields may be quoted, and then have several lines.
 
         A field of several lines and more than 131,072 characters, Python's limit, counts as not closed: no label or
         title is that long, and the lines in the field would be lost without an error.
         """
-        with self._text.guarded() as file:
-            reader = csv.reader(text_of(file), delimiter=self._layout.separator or ",", strict=True)
-            line = 1
+        kept = [""]
+        with self._text.text() as text:
+            reader = csv.reader(_kept_lines(text, kept), delimiter=separator, strict=True)
             while True:
+                number = reader.line_num + 1
                 try:
-                    for _ in reader:
-                        line = reader.line_num + 1
+                    yield number, next(reader)
+                except StopIteration:
                     return
                 except csv.Error as error:
-                    # Within one line, odd quotes do not affect other rows; Arrow reads them as text.
-                    if reader.line_num > line:
-                        self._raise_open_quote(line, error)
-                    line = reader.line_num + 1
+                    if reader.line_num > number:
+                        place = f"{self.path} line {number}"
+                        first = next(line for at, line in self._text.lines() if at == number)
+                        raise _open_quote(place, first, error) from error
+                    # Within one line, odd quotes do not affect other rows: they are text.
+                    yield number, _split(f"{self.path} line {number}", kept[0], separator)
 
-    def _raise_open_quote(self, number: int, error: csv.Error) -> NoReturn:
-        _, line = next(self._text.lines(number - 1), (number, ""))
-        raise _open_quote(f"{self.path} line {number}", line, error) from error
-
-    def _first_problem(self, skip: int) -> str:
-        layout = self._layout
-        with suppress(DataError):  # a field too long for Python's reader, but not for Arrow
-            for number, row in self._rows(skip):
-                if len(row) != layout.width:
-                    return _ragged(number, layout.width, row)
-                for what, column in (("user", layout.user), ("item", layout.item)):
-                    if not row[column].strip():
-                        return f"line {number}: the {what} is missing (found {row[column]!r})"
-        return ""
-
-    def _raise_first_bad_line(self, words: set[str], *, only: str | None = None) -> None:
-        layout = self._layout
-        wanted = [("user", layout.user), ("item", layout.item)]
+    def _sound_rows(self, columns: Columns) -> Iterator[tuple[str, list[str]]]:
+        """Yield user and item of each row with both; leave out and count the others."""
+        wanted = (("user", columns.user), ("item", columns.item))
         for number, row in self._rows():
-            if len(row) != layout.width:
-                if self.is_strict:
-                    raise DataError(f"{self.path} {_ragged(number, layout.width, row)}")
-                continue
-            for what, column in wanted:
-                field = row[column]
-                if only in (None, what) and words and field.strip() in words:
-                    raise DataError(f"{self.path} line {number}: the {what} is missing (found {field!r})")
-                check_utf8(self.path, number, what, field)
+            problem = ""
+            if len(row) != columns.width:
+                if not (self._separator or "").join(row).strip():  # tabs, but fewer than columns: blank
+                    continue
+                found = shown(", ".join(row))
+                problem = f"line {number}: expected {columns.width} columns, found {len(row)}: {found}"
+            else:
+                user, item = row[columns.user].strip(), row[columns.item].strip()
+                if user and item:
+                    if not (user.isascii() and item.isascii()):
+                        for what, at in wanted:
+                            check_utf8(self.path, number, what, row[at])
+                    yield user, [item]
+                    continue
+                what, at = wanted[bool(user)]
+                problem = f"line {number}: the {what} is missing (found {row[at]!r})"
+            if self.is_strict and self._separator not in _QUOTING:
+                raise DataError(f"{self.path} {problem}")
+            self.malformed += 1
+            self.first_malformed = self.first_malformed or problem
+        if self.is_strict and self.malformed:  # only now, because a quote that is not closed is the worse mistake
+            raise DataError(f"{self.path} {self.first_malformed}")
 
-
-class BlankSeparatedPairs(Pairs):
-    """Reader of columns separated by runs of blanks."""
-
-    def __init__(self, text: TextFile, layout: Layout) -> None:
-        self.path = text.path
-        self._text = text
-        self._layout = layout
-        self.form = layout.describe()
-        self.remedy = _layout_remedy(text)
-
-    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        import pyarrow as pa
-
-        layout = self._layout
-        users: list[str] = []
-        items: list[str] = []
+    def _lines_of_items(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield user and items of each adjacency line."""
         for number, row in self._rows():
-            if len(row) != layout.width:
-                problem = _ragged(number, layout.width, row)
-                if self.is_strict:
-                    raise DataError(f"{self.path} {problem}")
-                self._leave_out(1, problem, self._done)
-                continue
-            for what, at in (("user", layout.user), ("item", layout.item)):
-                check_utf8(self.path, number, what, row[at])
-            users.append(row[layout.user])
-            items.append(row[layout.item])
-            if len(users) >= 1 << 18:
-                yield pa.array(users, pa.string()), pa.array(items, pa.string())
-                users, items = [], []
-        yield pa.array(users, pa.string()), pa.array(items, pa.string())
-
-    def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        is_header = self._layout.names is not None
-        for number, line in self._text.lines():
-            row = line.split()
-            if row and is_header:
-                is_header = False
-            elif row:
-                yield number, row
-
-    def raise_missing(self, what: str, words: set[str]) -> None:
-        at = self._layout.user if what == "user" else self._layout.item
-        for number, row in self._rows():
-            if len(row) == self._layout.width and row[at] in words:
-                raise DataError(f"{self.path} line {number}: the {what} is missing (found {row[at]!r})")
-
-
-class AdjacencyPairs(Pairs):
-    """Reader of ``user item item ...`` lines, separated by blanks; a user without items is left out and counted."""
-
-    emptiness = "users without items"
-
-    def __init__(self, text: TextFile) -> None:
-        self.path = text.path
-        self._text = text
-        self.form = "adjacency lines (user item item ...)"
-
-    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        import pyarrow as pa
-
-        users: list[str] = []
-        items: list[str] = []
-        for number, line in self._text.lines():
-            row = line.split()
-            if not row:
-                continue
-            if not line.isascii():
-                for field in row:
-                    check_utf8(self.path, number, "line", field)
+            for field in row:
+                check_utf8(self.path, number, "line", field)
             self.empty_users += len(row) == 1
-            users += [row[0]] * (len(row) - 1)
-            items += row[1:]
-            if len(items) >= 1 << 18:
-                yield pa.array(users, pa.string()), pa.array(items, pa.string())
-                users, items = [], []
-        yield pa.array(users, pa.string()), pa.array(items, pa.string())
+            yield row[0], row[1:]
 
     def raise_missing(self, what: str, words: set[str]) -> None:
-        for number, line in self._text.lines():
-            row = line.split()
-            fields = row[:1] if what == "user" else row[1:]
+        """As `Pairs.raise_missing`."""
+        columns = self._columns
+        for number, row in self._rows():
+            if columns is None:
+                fields = row[:1] if what == "user" else row[1:]
+            else:
+                at = columns.user if what == "user" else columns.item
+                fields = [row[at]] if len(row) == columns.width else []
             for field in fields:
-                if field in words:
+                if field.strip() in words:
                     raise DataError(f"{self.path} line {number}: the {what} is missing (found {field!r})")
 
 
@@ -470,6 +442,26 @@ def read_candidate_lines(path: str | os.PathLike[str]) -> tuple[pa.Array, pa.Arr
     return pa.array(users, pa.string()), pa.array(items, pa.string()), width
 
 
+def _batches(labels: Iterator[tuple[str, list[str]]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    users: list[str] = []
+    items: list[str] = []
+    for user, of_user in labels:
+        users += [user] * len(of_user)
+        items += of_user
+        if len(items) >= _BATCH_ROWS:
+            yield pa.record_batch([pa.array(users, pa.string()), pa.array(items, pa.string())], schema=schema)
+            users, items = [], []
+    yield pa.record_batch([pa.array(users, pa.string()), pa.array(items, pa.string())], schema=schema)
+
+
+def _trimmed(column: str) -> str:
+    """Return SQL for a text without the blanks around it. All ASCII blanks sort up to the space."""
+    is_trimmed = f"strlen({column}) = length({column}) AND left({column}, 1) > ' ' AND right({column}, 1) > ' '"
+    return f"CASE WHEN {is_trimmed} THEN {column} ELSE trim({column}, '{_BLANKS}') END"
+
+
 def _find_separator(lines: list[str]) -> str | None:
     for line in lines[:20]:
         for separator in ("\t", "::", ",", ";", "|"):
@@ -478,6 +470,13 @@ def _find_separator(lines: list[str]) -> str | None:
         if len(line.split()) > 1:
             return None
     return None
+
+
+def _kept_lines(lines: Iterator[str], kept: list[str]) -> Iterator[str]:
+    """Yield lines; the last one is in ``kept[0]``."""
+    for line in lines:
+        kept[0] = line
+        yield line
 
 
 def _split(path: str, line: str, separator: str | None) -> list[str]:
@@ -501,18 +500,3 @@ def _is_ragged(rows: list[list[str]], separator: str | None) -> bool:
     share = Counter(map(len, rows)).most_common(1)[0][1] / len(rows)
     # Blanks mostly separate adjacency, tabs mostly columns, so tabs need more evidence.
     return share < (0.75 if separator is None else 0.5)
-
-
-def _ragged(number: int, width: int, row: list[str]) -> str:
-    return f"line {number}: expected {width} columns, found {len(row)}: {shown(', '.join(row))}"
-
-
-def _layout_remedy(text: TextFile) -> str:
-    return (
-        f"line {text.blank_lines_above + 1} says how many columns there are: correct it, or the rows below; "
-        "other columns are chosen with --user-col and --item-col"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

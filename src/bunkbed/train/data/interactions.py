@@ -11,15 +11,20 @@ the pairs are a set, and a repeated pair would be a hidden weight.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bunkbed.train.data.columns import HeaderChoice, LayoutChoice
-from bunkbed.train.data.encode import LabelEncoder
-from bunkbed.train.data.formats import open_pairs, read_candidate_lines
+from bunkbed.train.data.formats import Pairs, open_pairs, read_candidate_lines
+from bunkbed.train.data.reading import Reading
+from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = [
     "Candidates",
@@ -139,67 +144,34 @@ class Dataset:
         return self.train.num_items
 
 
-def read_interactions(
-    path: PathLike,
-    *,
-    user_col: Column = None,
-    item_col: Column = None,
-    header: HeaderChoice = "auto",
-    layout: LayoutChoice = "auto",
-    vocabs: tuple[Vocab, Vocab] | None = None,
-    strict: bool = True,
-) -> Interactions:
-    """Read one file of interactions.
+def open_sources(path: PathLike, test: PathLike | None, **options: Any) -> dict[str, Pairs]:
+    """Return the readers of the training file and of the test file, if there is one; raises as `open_pairs`."""
+    return {
+        name: open_pairs(source, **options) for name, source in (("train", path), ("test", test)) if source is not None
+    }
 
-    Args:
-        path: CSV, TSV, Parquet, adjacency lines, or gzip of a text form.
-        user_col: name or 0-based position of the users' column; default: a well-known name, else column 0.
-        item_col: the same for the items; default: a well-known name, else column 1.
-        header: whether the first line names the columns; ``"auto"`` detects this.
-        layout: ``"columns"``, ``"adjacency"``, or ``"auto"``: adjacency if blanks (or tabs) separate fields
-            and lines mostly differ in length. For adjacency lines of equal length, give ``"adjacency"``.
-        vocabs: users and items already known; new labels are appended after them.
-        strict: a ragged line or an empty label is an error; otherwise such rows are left out and counted (`malformed`).
 
-    Raises:
-        DataError: the file is empty, not text, has no such column or several of that name, a ragged line, a missing
-            value, or an unclosed quote; or, if not strict, more than half of its rows are malformed. The message
-            names the file, the line and its content.
-        FileNotFoundError, IsADirectoryError, PermissionError: the system's error.
-    """
-    known = vocabs or (None, None)
-    users, items = LabelEncoder(known[0]), LabelEncoder(known[1])
-    pairs = open_pairs(path, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict)
-    user_parts: list[Int64Array] = []
-    item_parts: list[Int64Array] = []
-    for user_labels, item_labels in pairs.whole_rows():
-        user_parts.append(users.add(user_labels))
-        item_parts.append(items.add(item_labels))
-    user_index = _join(user_parts)
-    item_index = _join(item_parts)
-    pairs.check_read(len(user_index))
-    for encoder, what in ((users, "user"), (items, "item")):
-        missing = encoder.missing_labels()
-        if missing:
-            pairs.raise_missing(what, missing)
-    user_vocab, item_vocab = users.vocab(), items.vocab()
-    kept = _first_of_each(user_index, item_index, len(item_vocab))
-    duplicates = len(user_index) - len(kept)
-    if duplicates:
-        user_index, item_index = user_index[kept], item_index[kept]
-    source = os.fspath(path)
-    return Interactions(
-        user_index,
-        item_index,
-        user_vocab,
-        item_vocab,
-        source,
-        duplicates,
-        pairs.form,
-        pairs.malformed,
-        pairs.first_malformed,
-        pairs.empty_users,
-    )
+def dataset_of(about: dict[str, Any], table: Callable[[str], pa.Table]) -> Dataset:
+    """Return the dataset in memory of a description and its tables."""
+    users, items = (Vocab(table(name)["label"].combine_chunks()) for name in ("users", "items"))
+    pairs: dict[str, Interactions] = {}
+    for name in ("train", "test"):
+        if name in about:
+            columns = table(name)
+            pairs[name] = Interactions(_array(columns["user"]), _array(columns["item"]), users, items, **about[name])
+    candidates = None
+    if "candidates" in about:
+        columns = table("candidates")
+        negatives = _array(columns["negatives"].combine_chunks().flatten()).reshape(len(columns), -1)
+        candidates = Candidates(
+            _array(columns["user"]), _array(columns["positive"]), negatives, about["candidates"]["source"]
+        )
+    return Dataset(pairs["train"], pairs.get("test"), candidates, about["cold_users"], about["cold_items"])
+
+
+def read_interactions(path: PathLike, **options: Any) -> Interactions:
+    """Read one file of interactions; the options are those of `read_dataset`, and it raises the same errors."""
+    return read_dataset(path, **options).train
 
 
 def read_candidates(path: PathLike, vocabs: tuple[Vocab, Vocab]) -> tuple[Candidates, tuple[Vocab, Vocab]]:
@@ -211,14 +183,14 @@ def read_candidates(path: PathLike, vocabs: tuple[Vocab, Vocab]) -> tuple[Candid
     Raises:
         DataError: a line is not of this form, or has another number of negatives than the lines above it.
     """
-    users, items = LabelEncoder(vocabs[0]), LabelEncoder(vocabs[1])
     user_labels, rows, width = read_candidate_lines(path)
-    user_index = users.add(user_labels)
-    item_index = items.add(rows).reshape(-1, width + 1)
+    users, user_index = vocabs[0].extended(user_labels)
+    items, item_index = vocabs[1].extended(rows)
+    item_index = item_index.reshape(-1, width + 1)
     candidates = Candidates(
         user_index, item_index[:, 0].copy(), np.ascontiguousarray(item_index[:, 1:]), os.fspath(path)
     )
-    return candidates, (users.vocab(), items.vocab())
+    return candidates, (users, items)
 
 
 def read_dataset(
@@ -235,43 +207,49 @@ def read_dataset(
     """Read a training file and, if given, test files, with one numbering.
 
     Args:
-        path: the training interactions, see `read_interactions`.
+        path: CSV, TSV, Parquet, adjacency lines, or gzip of a text form.
         test: held-out interactions; same columns, but form and header are detected separately.
         test_negatives: candidates for sampled ranking, see `read_candidates`.
-        user_col: as in `read_interactions`.
-        item_col: as in `read_interactions`.
-        header: as in `read_interactions`.
-        layout: as in `read_interactions`.
-        strict: as in `read_interactions`.
+        user_col: name or 0-based position of the users' column; default: a well-known name, else column 0.
+        item_col: the same for the items; default: a well-known name, else column 1.
+        header: whether the first line names the columns; ``"auto"`` detects this.
+        layout: ``"columns"``, ``"adjacency"``, or ``"auto"``: adjacency if blanks (or tabs) separate fields
+            and lines mostly differ in length. For adjacency lines of equal length, give ``"adjacency"``.
+        strict: a ragged line or an empty label is an error; otherwise such rows are left out and counted (`malformed`).
 
     Raises:
-        DataError: as `read_interactions`; or the held-out pairs of the candidates differ from `test`.
+        DataError: a file is empty, not text, has no such column or several of that name, a ragged line, a missing
+            value, or an unclosed quote; or, if not strict, more than half of its rows are malformed. The message
+            names the file, the line and its content. Or the held-out pairs of the candidates differ from `test`.
+        FileNotFoundError, IsADirectoryError, PermissionError: the system's error.
     """
-    train = read_interactions(path, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict)
-    vocabs = (train.user_vocab, train.item_vocab)
-    held_out: Interactions | None = None
-    candidates: Candidates | None = None
-    if test is not None:
-        held_out = read_interactions(
-            test,
-            user_col=user_col,
-            item_col=item_col,
-            header=header,
-            layout=layout,
-            vocabs=vocabs,
-            strict=strict,
-        )
-        vocabs = (held_out.user_vocab, held_out.item_vocab)
-    if test_negatives is not None:
-        candidates, vocabs = read_candidates(test_negatives, vocabs)
-        if held_out is not None:
-            _check_same_pairs(held_out, candidates, vocabs)
-    cold_users = len(vocabs[0]) - train.num_users
-    cold_items = len(vocabs[1]) - train.num_items
-    train = replace(train, user_vocab=vocabs[0], item_vocab=vocabs[1])
+    sources = open_sources(
+        path, test, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict
+    )
+    tables: dict[str, pa.Table] = {}
+
+    def keep(name: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+        import pyarrow as pa
+
+        tables[name] = pa.Table.from_batches(batches, schema)
+
+    with Sorter(None) as sorter:
+        about = Reading(sorter, sources, keep, lambda text, rows: None).run()
+    data = dataset_of(about, tables.pop)
+    if test_negatives is None:
+        return data
+    train, held_out = data.train, data.test
+    candidates, vocabs = read_candidates(test_negatives, (train.user_vocab, train.item_vocab))
     if held_out is not None:
+        _check_same_pairs(held_out, candidates, vocabs)
         held_out = replace(held_out, user_vocab=vocabs[0], item_vocab=vocabs[1])
-    return Dataset(train, held_out, candidates, cold_users, cold_items)
+    return Dataset(
+        replace(train, user_vocab=vocabs[0], item_vocab=vocabs[1]),
+        held_out,
+        candidates,
+        data.cold_users + len(vocabs[0]) - train.num_users,
+        data.cold_items + len(vocabs[1]) - train.num_items,
+    )
 
 
 def _check_same_pairs(test: Interactions, candidates: Candidates, vocabs: tuple[Vocab, Vocab]) -> None:
@@ -285,12 +263,6 @@ def _check_same_pairs(test: Interactions, candidates: Candidates, vocabs: tuple[
             )
 
 
-def _join(parts: list[Int64Array]) -> Int64Array:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def _first_of_each(users: Int64Array, items: Int64Array, num_items: int) -> Int64Array:
-    """Return positions ``int64[M]``, ascending, of the first appearance of each pair."""
-    _, first = np.unique(users * np.int64(num_items) + items, return_index=True)
-    positions: Int64Array = np.sort(first).astype(np.int64)
-    return positions
+def _array(column: pa.Array | pa.ChunkedArray) -> Int64Array:
+    """Return the numbers of a column as an array that owns its memory."""
+    return np.array(column, dtype=np.int64)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +18,12 @@ from bunkbed.train.data.vocab import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["LEAST_BYTES", "Sorter"]
+__all__ = ["LEAST_BYTES", "Sorter", "path_literal"]
 
 #: DuckDB cannot work in less memory.
 LEAST_BYTES = 64 << 20
+#: Where the results stay in memory, and no budget for DuckDB is given. More is spilled.
+_DEFAULT_BYTES = 1 << 30
 _BYTES_A_THREAD = 64 << 20
 # A multiple of DuckDB's vectors, so that batches are full; also the rows of a row group on disk.
 _BATCH_ROWS = 1 << 17
@@ -31,33 +36,35 @@ class Sorter:
     few MiB each in addition.
 
     Args:
-        folder: created, emptied first if it exists, removed at the end.
+        folder: created, emptied first if it exists, removed at the end; None: a new one for temporary files.
+        ram_bytes: DuckDB spills what needs more.
         is_stored: store tables in a file, instead of in memory with spilling.
     """
 
-    def __init__(self, folder: Path, ram_bytes: int, *, is_stored: bool = False) -> None:
+    def __init__(self, folder: Path | None, ram_bytes: int = _DEFAULT_BYTES, *, is_stored: bool = False) -> None:
         import duckdb
 
-        self._folder = folder
+        self._folder = Path(tempfile.mkdtemp(prefix="bunkbed-")) if folder is None else folder
         self._ram_bytes = max(ram_bytes, LEAST_BYTES)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
         self._duckdb = duckdb
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []  # of the stream that a statement reads
+        self._describe: Callable[[BaseException], DataError] = self._failed
         threads = max(1, min(os.cpu_count() or 1, self._ram_bytes // _BYTES_A_THREAD))
         settings: Json = {
             "memory_limit": f"{self._ram_bytes // 1000}KB",
-            "temp_directory": str(folder / "spill"),
+            "temp_directory": str(self._folder / "spill"),
             "threads": threads,
-            "preserve_insertion_order": False,  # queries that need an order use ORDER BY
+            "preserve_insertion_order": False,  # queries that need an order use ORDER BY; `insert` sets it
             "enable_external_access": True,
         }
         try:
             self._connection = duckdb.connect(
-                str(folder / "tables.duckdb") if is_stored else ":memory:", config=settings
+                str(self._folder / "tables.duckdb") if is_stored else ":memory:", config=settings
             )
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     def __enter__(self) -> Sorter:
@@ -83,6 +90,33 @@ class Sorter:
         with self._errors():
             self._connection.execute(sql)
 
+    def insert(self, sql: str) -> int:
+        """Run a statement that adds rows to a table in their order, and return their number; raises as `run` does.
+
+        The column ``rowid`` of the table then ascends in that order.
+        """
+        with self._errors():
+            return self._insert(sql)
+
+    def attempt(self, sql: str) -> bool:
+        """Run `insert`, and return whether DuckDB accepted its input; it inserts all rows or none."""
+        with self._errors():
+            try:
+                self._insert(sql)
+            except self._duckdb.OutOfMemoryException:
+                raise
+            except self._duckdb.Error:
+                return False
+            return True
+
+    def _insert(self, sql: str) -> int:
+        self._connection.execute("SET preserve_insertion_order = true")
+        try:
+            (count,) = self._connection.execute(sql).fetchall()[0]
+        finally:
+            self._connection.execute("SET preserve_insertion_order = false")
+        return int(count)
+
     def row(self, sql: str) -> tuple[Any, ...]:
         """Return the only row of a result; raises as `run` does."""
         with self._errors():
@@ -100,44 +134,53 @@ class Sorter:
             # `execute` would hold the whole result in memory; `sql` streams it.
             yield from self._connection.sql(sql).to_arrow_reader(_BATCH_ROWS)
 
+    @contextmanager
+    def reading(self, describe: Callable[[BaseException], DataError]) -> Iterator[None]:
+        """Raise `describe` of an error of DuckDB, for statements that read a file from outside."""
+        self._describe = describe
+        try:
+            yield
+        finally:
+            self._describe = self._failed
+
     def _guarded(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield batches and keep the error of a stream: DuckDB would pass on only its text."""
         try:
             yield from batches
         except BaseException as error:
-            self._failure = error
+            self._failures.append(error)
             raise
 
-    def _errors(self) -> _Errors:
-        return _Errors(self)
-
-
-class _Errors:
-    """Context manager that converts DuckDB's errors to `DataError`, and raises the original error of a stream."""
-
-    def __init__(self, sorter: Sorter) -> None:
-        self._sorter = sorter
-
-    def __enter__(self) -> None:
-        self._sorter._failure = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Convert DuckDB's errors to `DataError`, and raise the original error of a stream."""
         import pyarrow as pa
 
-        sorter = self._sorter
-        if error is None or isinstance(error, GeneratorExit):
-            return
-        if sorter._failure is not None and error is not sorter._failure:
-            raise sorter._failure from None
-        if isinstance(error, RuntimeError) and str(error) == "Query interrupted":  # DuckDB's error for Ctrl-C
-            raise KeyboardInterrupt from None
-        if isinstance(error, sorter._duckdb.OutOfMemoryException):
-            raise DataError(
-                f"{sorter._folder.parent}: DuckDB cannot sort the interactions within "
-                f"{format_bytes(sorter._ram_bytes)}; give a larger --ram ({_first_line(error)})"
-            ) from error
-        if isinstance(error, (sorter._duckdb.Error, pa.ArrowException)):
-            raise DataError(f"{sorter._folder.parent}: DuckDB failed ({_first_line(error)})") from error
+        self._failures.clear()
+        try:
+            yield
+        except Exception as error:
+            if self._failures and error is not self._failures[-1]:
+                raise self._failures[-1] from None
+            if isinstance(error, RuntimeError) and str(error) == "Query interrupted":  # DuckDB's error for Ctrl-C
+                raise KeyboardInterrupt from None
+            if isinstance(error, self._duckdb.OutOfMemoryException):
+                raise DataError(
+                    f"{self._folder.parent}: DuckDB cannot sort the interactions within "
+                    f"{format_bytes(self._ram_bytes)}; give a larger --ram ({_first_line(error)})"
+                ) from error
+            if isinstance(error, (self._duckdb.Error, pa.ArrowException)):
+                raise self._describe(error) from error
+            raise
+
+    def _failed(self, error: BaseException) -> DataError:
+        return DataError(f"{self._folder.parent}: DuckDB failed ({_first_line(error)})")
+
+
+def path_literal(path: str) -> str:
+    """Return SQL for the path of one file: DuckDB would take some characters as a pattern of several files."""
+    escaped = re.sub(r"([*?\[])", r"[\1]", path.replace("\\", "\\\\"))
+    return "'" + escaped.replace("'", "''") + "'"
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real
-from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
+from bunkbed.train.data.interactions import Dataset, dataset_of
 from bunkbed.train.data.stored import StoredInteractions, StoredVocab, opened
 from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PathLike = str | os.PathLike[str]
+
+# Small row groups: `seen_items` skips groups whose bounds exclude the user.
+_ROW_GROUP = 1 << 17
 
 
 def save_dataset(folder: PathLike, dataset: Dataset) -> None:
@@ -73,27 +77,7 @@ def load_dataset(folder: PathLike) -> Dataset:
     root = Path(folder)
     try:
         about = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
-        users = Vocab(_read(root / "users.parquet")["label"].combine_chunks())
-        items = Vocab(_read(root / "items.parquet")["label"].combine_chunks())
-        pairs: dict[str, Interactions] = {}
-        for name in ("train", "test"):
-            if name in about:
-                table = _read(root / f"{name}.parquet")
-                pairs[name] = Interactions(
-                    table["user"].to_numpy(), table["item"].to_numpy(), users, items, **about[name]
-                )
-        candidates = None
-        if "candidates" in about:
-            table = _read(root / "candidates.parquet")
-            negatives = table["negatives"].combine_chunks()
-            candidates = Candidates(
-                table["user"].to_numpy(),
-                table["positive"].to_numpy(),
-                negatives.flatten().to_numpy().reshape(len(table), -1),
-                about["candidates"]["source"],
-            )
-        cold = (about["cold_users"], about["cold_items"])
-        return Dataset(pairs["train"], pairs.get("test"), candidates, *cold)
+        return dataset_of(about, lambda name: _read(root / f"{name}.parquet"))
     except FileNotFoundError as error:
         raise _absent(root, error) from error
     except (KeyError, json.JSONDecodeError, pa.ArrowException) as error:
@@ -158,12 +142,24 @@ def _absent(root: Path, error: FileNotFoundError) -> DataError:
 
 def _write(path: Path, columns: dict[str, pa.Array]) -> None:
     import pyarrow as pa
+
+    table = pa.table(columns)
+    write_rows(path, table.schema, table.to_batches())
+
+
+def write_rows(
+    path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], *, row_group: int = _ROW_GROUP
+) -> None:
+    """Write a table as Parquet, durably."""
     import pyarrow.parquet as pq
 
     temporary = path.with_suffix(".tmp")
-    # Small row groups: `seen_items` skips groups whose bounds exclude the user.
-    with make_file(temporary) as file:
-        pq.write_table(pa.table(columns), file, compression="zstd", row_group_size=1 << 17, write_page_checksum=True)
+    with (
+        make_file(temporary) as file,
+        pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        for batch in batches:
+            writer.write_batch(batch, row_group_size=row_group)
     put_in_place(temporary, path)
 
 

@@ -8,11 +8,9 @@ import io
 import re
 import zlib
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
-
-import numpy as np
+from typing import IO, TextIO, cast
 
 from bunkbed.train.data.vocab import DataError
 
@@ -57,16 +55,29 @@ class TextFile:
         opener = gzip.open if self.is_gzip else open
         return cast(IO[bytes], opener(self.path, "rb"))
 
-    def lines(self, skip: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield number (from 1) and text of lines after the first `skip`; invalid UTF-8 is decoded as surrogates."""
-        with self.guarded() as file:
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
-            for number, line in islice(enumerate(text, start=1), skip, None):
-                yield number, line.rstrip("\n")
-
-    def guarded(self) -> _Guarded:
+    @contextmanager
+    def guarded(self) -> Iterator[IO[bytes]]:
         """As `open`, but damage in the gzip stream raises `DataError`."""
-        return _Guarded(self)
+        with self.open() as file:
+            try:
+                yield file
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise DataError(f"{self.path}: the gzip stream is damaged or cut short ({error})") from error
+
+    @contextmanager
+    def text(self, *, newline: str | None = "") -> Iterator[TextIO]:
+        """Open the text; invalid UTF-8 is decoded as surrogates. Ends of lines are unchanged, as `csv` needs them."""
+        with (
+            self.guarded() as file,
+            io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline) as text,
+        ):
+            yield text
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield number (from 1) and text of each line."""
+        with self.text(newline=None) as text:
+            for number, line in enumerate(text, start=1):
+                yield number, line.rstrip("\n")
 
     def sample_lines(self) -> list[str]:
         """Return the first lines that are not blank; of a long file without the last one, which may be incomplete.
@@ -99,54 +110,6 @@ class TextFile:
                 f"{self.path}: is not text (byte 0x{sample[at]:02x} at offset {at}); "
                 "expected CSV, TSV, Parquet, adjacency lines, or gzip of a text form"
             )
-
-
-class _Guarded:
-    """Context manager of an open `TextFile`."""
-
-    def __init__(self, text: TextFile) -> None:
-        self._text = text
-
-    def __enter__(self) -> IO[bytes]:
-        self._file = self._text.open()
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)):
-            message = f"{self._text.path}: the gzip stream is damaged or cut short ({error})"
-            raise DataError(message) from error
-
-
-class CountedLines(io.BufferedIOBase):
-    """File for Arrow that counts the lines that are read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._ends = {b"\n": 0, b"\r": 0}
-        self._last = b"\n"
-        self.has_quotes = False
-
-    @property
-    def num_lines(self) -> int:
-        return max(self._ends.values()) + (self._last not in self._ends)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        part = self._file.read(-1 if size is None else size)
-        codes = np.frombuffer(part, np.uint8)
-        for end in self._ends:  # bytes.count takes several times as long for many lines
-            self._ends[end] += int(np.count_nonzero(codes == ord(end)))
-        self._last = part[-1:] or self._last
-        self.has_quotes = self.has_quotes or b'"' in part
-        return part
-
-    def readable(self) -> bool:
-        return True
-
-
-def text_of(file: IO[bytes]) -> io.TextIOWrapper:
-    """Return text for `csv.reader`, which finds the ends of lines itself."""
-    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def check_utf8(path: str, number: int, what: str, field: str) -> None:

@@ -23,6 +23,8 @@ Label = int | str
 # Difflib compares with every label; with more labels, only neighbours in sorted order are compared.
 _MAX_COMPARED_LABELS = 20_000
 _BATCH_LABELS = 1 << 17
+# 18 digits always fit int64.
+_PLAIN_INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 
 
 class DataError(BunkbedError, ValueError):
@@ -91,6 +93,18 @@ class Vocab:
         found = pc.index_in(labels.cast(self.array.type), value_set=self.array, skip_nulls=True)
         result: Int64Array = found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
         return result
+
+    def extended(self, labels: pa.Array) -> tuple[Vocab, Int64Array]:
+        """Return the vocabulary with new ``string[N]`` labels after the known ones, and the indices of `labels`."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        known = self.array.cast(pa.large_string())
+        encoded = pa.concat_arrays([known, labels.cast(pa.large_string())]).dictionary_encode()  # by first appearance
+        all_labels = encoded.dictionary
+        if self.kind == "int" and pc.all(pc.match_substring_regex(all_labels, _PLAIN_INTEGER)).as_py():
+            all_labels = all_labels.cast(pa.int64())
+        return Vocab(all_labels), encoded.indices[len(known) :].to_numpy().astype(np.int64)
 
     def index(self, label: Label, *, what: str = "label") -> int:
         """Return the dense index of one label; ``"42"`` finds the integer label 42.

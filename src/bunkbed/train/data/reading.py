@@ -1,0 +1,160 @@
+"""Interactions from files of any size to numbered labels and distinct pairs, within a memory budget.
+
+The same statements serve results in memory (`bunkbed.train.data.interactions.read_dataset`) and on disk
+(`bunkbed.train.data.prepare.prepare_dataset`), so that labels, numbers and pairs are equal:
+
+1. Labels are numbered by first appearance, in the training file first, and compared as text: ``7`` in one file and
+   ``"7"`` in another are one user, and ``007`` is another. The table of labels is sorted by the place of the first
+   appearance, so a label's number is its row.
+2. Whether labels are integers, or mean a missing value, is known only after all labels are read: it is decided from
+   the distinct labels, before the other steps. Labels that are all plain integers become integers.
+3. Of equal pairs the first is kept, and pairs keep the order of the file: joins and grouping lose the order, so each
+   pair carries its place, and the last step sorts by it.
+
+`bunkbed.train.data.formats` reads files and reports errors; DuckDB joins, groups and sorts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from bunkbed.train.data.formats import Pairs
+from bunkbed.train.data.sort import Sorter
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["OnProgress", "Reading"]
+
+# Called with a description of the current work, and the number of finished rows if known.
+OnProgress = Callable[[str, int | None], object]
+#: Takes the name of a table of the result ("users", "items", "train", "test"), its schema and its rows.
+Keep = Callable[[str, "pa.Schema", "Iterator[pa.RecordBatch]"], object]
+
+# Written by other tools for a missing number. Among integers these are missing values, among strings labels.
+MISSING_WORDS = ("na", "n/a", "nan", "null", "none", "nil", "\\n", "?")
+# 18 digits always fit int64.
+_INTEGER = "(0|-?[1-9][0-9]{0,17})"
+_TOO_LONG = 10**18
+
+
+class Reading:
+    """Conversion of files to tables of labels and pairs.
+
+    Args:
+        sorter: has no tables yet.
+        sources: readers by the name of their table of pairs, "train" first.
+        keep: stores the rows of one table.
+    """
+
+    def __init__(self, sorter: Sorter, sources: Mapping[str, Pairs], keep: Keep, tell: OnProgress) -> None:
+        self._sorter = sorter
+        self._sources = sources
+        self._keep = keep
+        self._tell = tell
+        self._rows: list[int] = []
+
+    def run(self) -> dict[str, Any]:
+        """Store all tables; return the description of the dataset.
+
+        Raises:
+            DataError: a file is malformed, or memory or disk are too small for DuckDB.
+        """
+        self._read()
+        about: dict[str, Any] = {"version": 1}
+        about["cold_users"], about["cold_items"] = self._number("user"), self._number("item")
+        self._join()
+        for at, (name, source) in enumerate(self._sources.items()):
+            kept = self._keep_pairs(at, name)
+            about[name] = {
+                "source": source.path,
+                "duplicates": self._rows[at] - kept,
+                "form": source.form,
+                "malformed": source.malformed,
+                "first_malformed": source.first_malformed,
+                "empty_users": source.empty_users,
+            }
+        return about
+
+    def _read(self) -> None:
+        """Make one table of the rows of all files, in order."""
+        # Labels of two files are compared as text if one file has text.
+        kinds = [set(kinds) for kinds in zip(*(source.types for source in self._sources.values()), strict=True)]
+        user, item = ("BIGINT" if kind == {"BIGINT"} else "VARCHAR" for kind in kinds)
+        self._sorter.run(f'CREATE TABLE raw ("user" {user}, "item" {item})')
+        for source in self._sources.values():
+            self._tell(f"reading {source.path}", None)
+            source.insert(self._sorter, "raw")
+            (total,) = self._sorter.row("SELECT count(*) FROM raw")
+            self._rows.append(total - sum(self._rows))
+            source.check_read(self._rows[-1])
+
+    def _number(self, what: str) -> int:
+        """Store the labels of one side in the order of their numbers; return how many are not in the first file."""
+        import pyarrow as pa
+
+        sorter = self._sorter
+        self._tell(f"numbering the {what}s", None)
+        sorter.insert(
+            f'CREATE TABLE {what}s AS SELECT "{what}" AS label, min(rowid) AS place FROM raw '
+            "GROUP BY label ORDER BY place"
+        )
+        (is_text,) = sorter.row(f"SELECT coalesce(any_value(typeof(label)) = 'VARCHAR', false) FROM {what}s")
+        is_integer = f"regexp_full_match(label, '{_INTEGER}')"
+        if is_text:
+            self._check_missing(what, is_integer)
+        else:
+            is_integer = f"label < {_TOO_LONG} AND label > -{_TOO_LONG}"
+        (others,) = sorter.row(f"SELECT count(*) FROM {what}s WHERE NOT ({is_integer})")
+        kind = pa.large_string() if others else pa.int64()
+        schema = pa.schema([("label", kind)])
+        labels = (batch.cast(schema) for batch in sorter.batches(f"SELECT label FROM {what}s ORDER BY rowid"))
+        self._keep(f"{what}s", schema, labels)
+        (cold,) = sorter.row(f"SELECT count(*) FROM {what}s WHERE place >= {self._rows[0]}")
+        return int(cold)
+
+    def _check_missing(self, what: str, is_integer: str) -> None:
+        known = ", ".join("'" + word + "'" for word in MISSING_WORDS)
+        integers, others, unknown = self._sorter.row(
+            f"SELECT count(*) FILTER (WHERE {is_integer}), count(*) FILTER (WHERE NOT {is_integer}), "
+            f"count(*) FILTER (WHERE NOT {is_integer} AND lower(label) NOT IN ({known})) FROM {what}s"
+        )
+        if integers and others and not unknown:
+            words = set(self._sorter.column(f"SELECT label FROM {what}s WHERE NOT {is_integer}"))
+            for source in self._sources.values():
+                source.raise_missing(what, words)
+
+    def _join(self) -> None:
+        """Make a table of distinct pairs, as numbers, with the place of the first of each."""
+        self._tell("looking for repeated pairs", None)
+        numbers = []
+        for what in ("user", "item"):
+            (count,) = self._sorter.row(f"SELECT count(*) FROM {what}s")
+            numbers.append(f"CAST({what}s.rowid AS {'INTEGER' if count <= 2**31 else 'BIGINT'})")
+        first = self._rows[0]
+        self._sorter.run(
+            f'CREATE TABLE pairs AS SELECT raw.rowid >= {first} AS is_test, {numbers[0]} AS "user", '
+            f'{numbers[1]} AS "item", min(raw.rowid) AS place FROM raw JOIN users ON raw."user" = users.label '
+            'JOIN items ON raw."item" = items.label GROUP BY ALL'
+        )
+        self._sorter.run("DROP TABLE raw")
+
+    def _keep_pairs(self, at: int, name: str) -> int:
+        """Store the pairs of a file in its order; return their number."""
+        import pyarrow as pa
+
+        kept = 0
+        schema = pa.schema([("user", pa.int64()), ("item", pa.int64())])
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            nonlocal kept
+            self._tell("sorting the pairs", None)
+            is_test = "is_test" if at else "NOT is_test"
+            for batch in self._sorter.batches(f'SELECT "user", "item" FROM pairs WHERE {is_test} ORDER BY place'):
+                kept += len(batch)
+                yield batch.cast(schema)
+                self._tell("writing the pairs", kept)
+
+        self._keep(name, schema, batches())
+        return kept
