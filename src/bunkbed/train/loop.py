@@ -28,9 +28,9 @@ from bunkbed.core.types import Json
 from bunkbed.machine.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.data.interactions import Dataset
-from bunkbed.train.data.sampling import BatchesAhead, BatchSource, SeenPairs
+from bunkbed.train.data.sampling import BatchesAhead, BatchSource
 from bunkbed.train.data.splits import split
-from bunkbed.train.data.stream import STREAM_FOLDER, StoredOrder, open_split, pairs_of, pairs_of_some
+from bunkbed.train.data.stream import STREAM_FOLDER, open_split, pairs_of, pairs_of_some
 from bunkbed.train.evaluate.evaluator import Evaluator
 from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.models.recommender import Recommender, create_tables
@@ -128,22 +128,12 @@ class Trainer:
     def __init__(self, config: TrainConfig, data: Dataset, run: Run) -> None:
         self.config = config
         self.run = run
-        seen: SeenPairs | None = None
-        self._order: StoredOrder | None = None
-        if config.stream:
-            stored = open_split(data.train, config, run.path / STREAM_FOLDER)
-            train, valid, known = stored.train, stored.valid, stored.train
-            self._order = stored.order(config)
-            if config.reject_seen:
-                seen = stored.seen()
-            if valid is not None:
-                valid, asked = pairs_of_some(valid, config.eval_users, config.seed)
-                known = pairs_of(train, asked)
-        else:
-            parts = split(data.train, config)
-            train, valid, known = parts.train, parts.valid, parts.train
-            if config.reject_seen:
-                seen = SeenPairs(train.users, train.items, data.num_items)
+        parts = open_split(data.train, config, run.path / STREAM_FOLDER) if config.stream else split(data.train, config)
+        train, valid, known = parts.train, parts.valid, parts.train
+        self._order = parts.order(config)
+        if config.stream and valid is not None:
+            valid, asked = pairs_of_some(valid, config.eval_users, config.seed)
+            known = pairs_of(train, asked)
         self._num_pairs = len(train)
         self._num_users, self._num_items = data.num_users, data.num_items
         self._source = BatchSource(
@@ -154,7 +144,7 @@ class Trainer:
             popular=config.sampling == "popularity",
             log_q=config.loss == "softmax",
             seed=config.seed,
-            seen=seen,
+            seen=parts.seen() if config.reject_seen else None,
             order=self._order,
         )
         self._evaluator = None
@@ -242,7 +232,7 @@ class Trainer:
             return _Session(self, log, batches, on_event).fit()
         finally:
             batches.close()
-            if self._order is not None and self._progress.is_done(self.config):
+            if self._progress.is_done(self.config):
                 self._order.close()
             self._stop_requested = False
             log.close()

@@ -25,6 +25,7 @@ __all__ = [
     "Batch",
     "BatchSource",
     "BatchesAhead",
+    "OrderInMemory",
     "PairOrder",
     "SeenPairs",
     "first_of_order",
@@ -182,9 +183,15 @@ class PairOrder(Protocol):
     def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
         """Return ``int64`` users and items of places ``[first, last)`` of the epoch, fewer at its end."""
 
+    def close(self) -> None:
+        """Release the current epoch; `pairs` makes it again."""
 
-class _OrderInMemory:
-    """`PairOrder` with the order of one epoch in memory: 8 bytes a pair. Not thread-safe."""
+
+class OrderInMemory:
+    """`PairOrder` with the order of one epoch in memory: 8 bytes a pair. Not thread-safe.
+
+    NumPy sorts, not DuckDB, which needs up to three times as long at the start of each epoch.
+    """
 
     def __init__(self, pairs: Interactions, seed: int) -> None:
         self._pairs = pairs
@@ -196,6 +203,9 @@ class _OrderInMemory:
             self._order = (epoch, random_order(self._seed, STREAM_ORDER, epoch, len(self._pairs)))
         chosen = self._order[1][first:last]
         return self._pairs.users[chosen], self._pairs.items[chosen]
+
+    def close(self) -> None:
+        self._order = None
 
 
 class BatchSource:
@@ -249,7 +259,7 @@ class BatchSource:
         self._seen = seen
         self._popular = popular
         self._log_q = _log_popularity(pairs) if popular and log_q else None
-        self._order = _OrderInMemory(pairs, seed) if order is None else order
+        self._order = OrderInMemory(pairs, seed) if order is None else order
 
     @property
     def steps_per_epoch(self) -> int:

@@ -1,19 +1,33 @@
-"""Holding pairs out of training: leave one out, or a fraction of every user's pairs."""
+"""Holding pairs out of training: leave one out, or a fraction of every user's pairs.
+
+One sort by (user, key, place) serves splits in memory (`split`) and on disk (`bunkbed.train.data.stream.open_split`).
+`key` is the sort key of `random_order`, or zero where the last pairs of the file are held out: a user's pairs are then
+adjacent, with the pairs to hold out last.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bunkbed.train.data.interactions import Interactions
-from bunkbed.train.data.sampling import STREAM_SPLIT, random_order
+from bunkbed.train.data.sampling import STREAM_SPLIT, OrderInMemory, SeenPairs, order_keys
+from bunkbed.train.data.sort import Sorter
+from bunkbed.train.data.vocab import Int64Array
 from bunkbed.train.settings.config import TrainConfig
 
-__all__ = ["Split", "split"]
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-Int64Array = npt.NDArray[np.int64]
+__all__ = ["Split", "UserPairs", "keyed", "number_type", "pairs_by_user", "refuse_nothing_held", "split"]
+
+BoolArray = npt.NDArray[np.bool_]
+#: Users, items, places in the file, and whether a pair is held out.
+UserPairs = tuple[Int64Array, Int64Array, Int64Array, BoolArray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +36,14 @@ class Split:
 
     train: Interactions
     valid: Interactions | None
+
+    def seen(self) -> SeenPairs:
+        """Return the training pairs as a set."""
+        return SeenPairs(self.train.users, self.train.items, self.train.num_items)
+
+    def order(self, config: TrainConfig) -> OrderInMemory:
+        """Return the training pairs in each epoch's order."""
+        return OrderInMemory(self.train, config.seed)
 
 
 def split(interactions: Interactions, config: TrainConfig) -> Split:
@@ -35,30 +57,87 @@ def split(interactions: Interactions, config: TrainConfig) -> Split:
     """
     if config.valid == "none":
         return Split(interactions, None)
-    users = interactions.users
-    if config.valid == "last":
-        place = np.arange(len(users), dtype=np.int64)
-    else:
-        place = np.empty(len(users), dtype=np.int64)
-        place[random_order(config.seed, STREAM_SPLIT, 0, len(users))] = np.arange(len(users))
-    order = np.lexsort((place, users))  # by user, with the pairs to hold out last
-    counts = np.bincount(users, minlength=interactions.num_users)
-    ends = np.cumsum(counts)
-    if config.valid_fraction is None:
-        held = np.minimum(1, np.maximum(counts - 1, 0))
-    else:
-        wanted = np.rint(counts * config.valid_fraction).astype(np.int64)
-        held = np.minimum(wanted, np.maximum(counts - 1, 0))
-    is_held = np.zeros(len(users), dtype=bool)
-    sorted_users = users[order]
-    is_held[order] = np.arange(len(users)) >= (ends - held)[sorted_users]
-    if not is_held.any():
+    is_held = np.zeros(len(interactions), dtype=np.bool_)
+    with Sorter(None) as sorter:
+        for _, _, places, held in pairs_by_user(interactions, config, sorter):
+            is_held[places[held]] = True
+    refuse_nothing_held(interactions, config, int(np.count_nonzero(is_held)))
+    users, items, keep = interactions.users, interactions.items, ~is_held
+    return Split(
+        interactions.replace(users[keep], items[keep]),
+        interactions.replace(users[is_held], items[is_held]),
+    )
+
+
+def refuse_nothing_held(pairs: Interactions, config: TrainConfig, num_held: int) -> None:
+    """Raise `ValueError` if pairs should be held out and none are."""
+    if config.valid != "none" and not num_held:
         raise ValueError(
             f"option valid={config.valid!r} holds nothing out: no user of "
-            f"{interactions.source or 'the data'} has enough pairs; use --valid none"
+            f"{pairs.source or 'the data'} has enough pairs; use --valid none"
         )
-    keep = ~is_held
-    return Split(
-        interactions.replace(users[keep], interactions.items[keep]),
-        interactions.replace(users[is_held], interactions.items[is_held]),
+
+
+def pairs_by_user(pairs: Interactions, config: TrainConfig, sorter: Sorter) -> Iterator[UserPairs]:
+    """Yield the pairs of some users at a time, users ascending."""
+    is_random = config.valid not in ("none", "last")
+    schema = pair_schema(pairs)
+    sorter.stream(
+        "pairs", schema, keyed(pairs, schema, order_keys(config.seed, STREAM_SPLIT, 0) if is_random else None)
     )
+    answer = sorter.batches('SELECT "user", "item", place FROM pairs ORDER BY "user", key, place')
+    for users, items, places in _whole_users(answer):
+        yield users, items, places, _held(users, config)
+
+
+def _held(users: Int64Array, config: TrainConfig) -> BoolArray:
+    """Return which pairs are held out: ``bool[n]`` for ascending ``users int64[n]``."""
+    _, at, counts = np.unique(users, return_inverse=True, return_counts=True)
+    if config.valid == "none":
+        return np.zeros(len(users), dtype=np.bool_)
+    wanted = 1 if config.valid_fraction is None else np.rint(counts * config.valid_fraction).astype(np.int64)
+    held = np.minimum(wanted, np.maximum(counts - 1, 0))
+    is_held: BoolArray = np.arange(len(users)) >= (np.cumsum(counts) - held)[at]
+    return is_held
+
+
+def number_type(count: int) -> np.dtype[Any]:
+    """Return the integer type for numbers below `count`."""
+    return np.dtype(np.int32 if count <= 2**31 else np.int64)
+
+
+def pair_schema(pairs: Interactions) -> pa.Schema:
+    """Return the columns of `keyed`."""
+    import pyarrow as pa
+
+    users, items = (pa.from_numpy_dtype(number_type(count)) for count in (pairs.num_users, pairs.num_items))
+    return pa.schema([("user", users), ("item", items), ("key", pa.uint64()), ("place", pa.int64())])
+
+
+def keyed(
+    pairs: Interactions, schema: pa.Schema, draw: Callable[[int], npt.NDArray[np.uint64]] | None
+) -> Iterator[pa.RecordBatch]:
+    """Yield pairs with their random keys (without `draw`: zeros) and places."""
+    import pyarrow as pa
+
+    place = 0
+    for users, items in pairs.batches():
+        count = len(users)
+        keys = np.zeros(count, np.uint64) if draw is None else draw(count)
+        places = np.arange(place, place + count, dtype=np.int64)
+        columns = [pa.array(column).cast(kind) for column, kind in zip((users, items), schema.types[:2], strict=True)]
+        yield pa.record_batch([*columns, pa.array(keys), pa.array(places)], schema=schema)
+        place += count
+
+
+def _whole_users(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Int64Array, Int64Array, Int64Array]]:
+    """Yield columns of batches, sorted by the first column, cut between users."""
+    kept: list[Int64Array] = [np.empty(0, np.int64)] * 3
+    for batch in batches:
+        joined = [np.concatenate([old, column.to_numpy()]) for old, column in zip(kept, batch.columns, strict=True)]
+        last = int(np.searchsorted(joined[0], joined[0][-1]))  # pairs of the last user may continue in the next batch
+        if last:
+            yield joined[0][:last], joined[1][:last], joined[2][:last]
+        kept = [column[last:] for column in joined]
+    if len(kept[0]):
+        yield kept[0], kept[1], kept[2]

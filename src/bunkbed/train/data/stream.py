@@ -2,9 +2,7 @@
 
 For N pairs of U users, these replace the structures in memory as follows:
 
-1. *The split* needs every user's pairs together, in the order of `random_order` over all pairs (in memory 8 N bytes,
-   and four times as much while sorting). Here one sort by (user, key, place) is used, where `key` is the sort key of
-   `random_order`: a user's pairs are then adjacent, with the pairs to hold out last.
+1. *The split* is the sort of `bunkbed.train.data.splits.pairs_by_user`; its sides are files.
 2. *Seen items* are a hash of all pairs in memory (12 N bytes). Here the same sort writes one file of items, user by
    user, and one file with the start of each user. A batch reads the items of its users into the same native set.
 3. *The order of an epoch* (in memory 8 N bytes, and random access to 16 N bytes of pairs) is here a sort by
@@ -25,9 +23,8 @@ import json
 import mmap
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +33,11 @@ from bunkbed import _native
 from bunkbed.core.types import Array, Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
 from bunkbed.train.data.interactions import Interactions
-from bunkbed.train.data.sampling import STREAM_EVAL, STREAM_ORDER, STREAM_SPLIT, SeenPairs, first_of_order, order_keys
+from bunkbed.train.data.sampling import STREAM_EVAL, STREAM_ORDER, SeenPairs, first_of_order, order_keys
 from bunkbed.train.data.sort import Sorter
+from bunkbed.train.data.splits import keyed, number_type, pair_schema, pairs_by_user, refuse_nothing_held
 from bunkbed.train.data.vocab import DataError, Int64Array
 from bunkbed.train.settings.config import TrainConfig
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 __all__ = [
     "STREAM_FOLDER",
@@ -76,7 +71,7 @@ class StreamedSplit:
     def __init__(self, pairs: Interactions, folder: Path, about: Json) -> None:
         self.folder = folder
         self._num_users, self._num_items = pairs.num_users, pairs.num_items
-        kinds = _kind(pairs.num_users), _kind(pairs.num_items)
+        kinds = number_type(pairs.num_users), number_type(pairs.num_items)
 
         def part(name: str) -> Interactions:
             users = _mapped(folder / f"{name}.users", kinds[0], about[name])
@@ -148,37 +143,26 @@ class _Making:
         self._pairs = pairs
         self._config = config
         self._folder = folder
-        self._kinds = _kind(pairs.num_users), _kind(pairs.num_items)
+        self._kinds = number_type(pairs.num_users), number_type(pairs.num_items)
 
     def run(self) -> dict[str, int]:
         is_held = self._sort()
         counts = self._part(is_held)
-        if self._config.valid != "none" and not counts["valid"]:
-            raise ValueError(
-                f"option valid={self._config.valid!r} holds nothing out: no user of "
-                f"{self._pairs.source or 'the data'} has enough pairs; use --valid none"
-            )
+        refuse_nothing_held(self._pairs, self._config, counts["valid"])
         del is_held
         (self._folder / "held").unlink()
         return counts
 
     def _sort(self) -> npt.NDArray[np.bool_]:
         """Write the seen items of every user; return which pairs are held out, mapped from a file."""
-        pairs, config = self._pairs, self._config
-        # A user's last pairs are held out, by place in the file or in a random order of all pairs.
-        is_random = config.valid not in ("none", "last")
-        draw = order_keys(config.seed, STREAM_SPLIT, 0) if is_random else None
-        schema = _schema(self._kinds)
+        pairs = self._pairs
         is_held = np.memmap(self._folder / "held", np.bool_, "w+", shape=(max(len(pairs), 1),))
         starts = np.memmap(self._folder / "seen.starts", np.int64, "w+", shape=(pairs.num_users + 1,))
         with (
-            Sorter(self._folder / "sorting", config.data_ram_bytes) as sorter,
+            Sorter(self._folder / "sorting", self._config.data_ram_bytes) as sorter,
             (self._folder / "seen.items").open("wb") as file,
         ):
-            sorter.stream("pairs", schema, _keyed(pairs, schema, draw))
-            answer = sorter.batches('SELECT "user", "item", place FROM pairs ORDER BY "user", key, place')
-            for users, items, places in _whole_users(answer):
-                held = self._held(users)
+            for users, items, places, held in pairs_by_user(pairs, self._config, sorter):
                 is_held[places[held]] = True
                 users, items = users[~held], items[~held]
                 items[np.lexsort((items, users))].astype(self._kinds[1]).tofile(file)
@@ -191,17 +175,6 @@ class _Making:
             part += total
             total = int(part[-1])
         starts.flush()
-        return is_held
-
-    def _held(self, users: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return which pairs are held out: ``bool[n]`` for ascending ``users int64[n]``."""
-        config = self._config
-        _, at, counts = np.unique(users, return_inverse=True, return_counts=True)
-        if config.valid == "none":
-            return np.zeros(len(users), dtype=np.bool_)
-        wanted = 1 if config.valid_fraction is None else np.rint(counts * config.valid_fraction).astype(np.int64)
-        held = np.minimum(wanted, np.maximum(counts - 1, 0))
-        is_held: npt.NDArray[np.bool_] = np.arange(len(users)) >= (np.cumsum(counts) - held)[at]
         return is_held
 
     def _part(self, is_held: npt.NDArray[np.bool_]) -> dict[str, int]:
@@ -233,7 +206,7 @@ class StoredSeenPairs(SeenPairs):
     def __init__(self, folder: Path, num_users: int, num_items: int, num_pairs: int) -> None:
         self._num_items = num_items
         self._starts = _Scattered(folder / "seen.starts", np.dtype(np.int64), num_users + 1)
-        self._items = _Scattered(folder / "seen.items", _kind(num_items), num_pairs)
+        self._items = _Scattered(folder / "seen.items", number_type(num_items), num_pairs)
 
     def _of(self, users: Int64Array) -> tuple[_native.SeenPairs, Int64Array]:
         """Return the pairs of some users with new user numbers, and these numbers: ``int64[N]``."""
@@ -276,7 +249,7 @@ class StoredOrder:
         self._folder = folder
         self._seed = config.seed
         self._ram_bytes = config.data_ram_bytes
-        self._record = np.dtype([("user", _kind(pairs.num_users)), ("item", _kind(pairs.num_items))])
+        self._record = np.dtype([("user", number_type(pairs.num_users)), ("item", number_type(pairs.num_items))])
         self._epoch: int | None = None
 
     def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
@@ -299,11 +272,11 @@ class StoredOrder:
         if path.exists() and self._is_whole(path):
             return
         pairs = self._pairs
-        schema = _schema((self._record["user"], self._record["item"]))
+        schema = pair_schema(pairs)
         making = path.with_name(f"epoch-{epoch}.making")
         sum_of_records = 0
         with Sorter(self._folder / "sorting", self._ram_bytes) as sorter, make_file(making) as file:
-            sorter.stream("pairs", schema, _keyed(pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)))
+            sorter.stream("pairs", schema, keyed(pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)))
             for batch in sorter.batches('SELECT "user", "item" FROM pairs ORDER BY key, place'):
                 records = np.empty(len(batch), self._record)
                 records["user"] = batch.column(0).to_numpy()
@@ -358,47 +331,6 @@ def pairs_of(pairs: Interactions, users: npt.NDArray[np.bool_]) -> Interactions:
         parts.append((some_users[mine].astype(np.int64), some_items[mine].astype(np.int64)))
     found_users, found_items = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     return pairs.replace(found_users, found_items)
-
-
-def _schema(kinds: tuple[np.dtype[Any], np.dtype[Any]]) -> pa.Schema:
-    import pyarrow as pa
-
-    users, items = map(pa.from_numpy_dtype, kinds)
-    return pa.schema([("user", users), ("item", items), ("key", pa.uint64()), ("place", pa.int64())])
-
-
-def _keyed(
-    pairs: Interactions, schema: pa.Schema, draw: Callable[[int], npt.NDArray[np.uint64]] | None
-) -> Iterator[pa.RecordBatch]:
-    """Pairs with their random keys (without `draw`: zeros) and places."""
-    import pyarrow as pa
-
-    place = 0
-    for users, items in pairs.batches():
-        count = len(users)
-        keys = np.zeros(count, np.uint64) if draw is None else draw(count)
-        places = np.arange(place, place + count, dtype=np.int64)
-        columns = [pa.array(column).cast(kind) for column, kind in zip((users, items), schema.types[:2], strict=True)]
-        yield pa.record_batch([*columns, pa.array(keys), pa.array(places)], schema=schema)
-        place += count
-
-
-def _whole_users(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Int64Array, Int64Array, Int64Array]]:
-    """Yield columns of batches, sorted by the first column, cut between users."""
-    kept: list[Int64Array] = [np.empty(0, np.int64)] * 3
-    for batch in batches:
-        joined = [np.concatenate([old, column.to_numpy()]) for old, column in zip(kept, batch.columns, strict=True)]
-        last = int(np.searchsorted(joined[0], joined[0][-1]))  # pairs of the last user may continue in the next batch
-        if last:
-            yield joined[0][:last], joined[1][:last], joined[2][:last]
-        kept = [column[last:] for column in joined]
-    if len(kept[0]):
-        yield kept[0], kept[1], kept[2]
-
-
-def _kind(count: int) -> np.dtype[Any]:
-    """Return the integer type for numbers below `count`."""
-    return np.dtype(np.int32 if count <= 2**31 else np.int64)
 
 
 class _Scattered:
