@@ -41,6 +41,8 @@ PathLike = str | os.PathLike[str]
 Column = int | str | None
 
 _BATCH_PAIRS = 1 << 20
+#: Fields of `Interactions` that say how a file was read; a saved dataset keeps them.
+ABOUT = ("source", "duplicates", "form", "malformed", "first_malformed", "empty_users")
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real
-from bunkbed.train.data.interactions import Dataset, dataset_of
+from bunkbed.train.data.interactions import ABOUT, Dataset, dataset_of
 from bunkbed.train.data.stored import StoredInteractions, StoredVocab, opened
 from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
 
@@ -43,14 +44,7 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
     for name, pairs in (("train", train), ("test", dataset.test)):
         if pairs is not None:
             _write(root / f"{name}.parquet", {"user": pa.array(pairs.users), "item": pa.array(pairs.items)})
-            about[name] = {
-                "source": pairs.source,
-                "duplicates": pairs.duplicates,
-                "form": pairs.form,
-                "malformed": pairs.malformed,
-                "first_malformed": pairs.first_malformed,
-                "empty_users": pairs.empty_users,
-            }
+            about[name] = {field: getattr(pairs, field) for field in ABOUT}
     if dataset.candidates is not None:
         rows = dataset.candidates
         width = rows.negatives.shape[1]
@@ -72,16 +66,9 @@ def load_dataset(folder: PathLike) -> Dataset:
     Raises:
         DataError: no dataset, or it is incomplete.
     """
-    import pyarrow as pa
-
     root = Path(folder)
-    try:
-        about = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+    with _description(root) as about:
         return dataset_of(about, lambda name: _read(root / f"{name}.parquet"))
-    except FileNotFoundError as error:
-        raise _absent(root, error) from error
-    except (KeyError, json.JSONDecodeError, pa.ArrowException) as error:
-        raise DataError(f"{root}: the saved interactions are damaged ({error})") from error
 
 
 def open_dataset(folder: PathLike) -> Dataset:
@@ -90,11 +77,8 @@ def open_dataset(folder: PathLike) -> Dataset:
     Raises:
         DataError: no dataset, it is incomplete, or it has candidates, which `load_dataset` reads into memory.
     """
-    import pyarrow as pa
-
     root = Path(folder)
-    try:
-        about = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+    with _description(root) as about:
         if "candidates" in about:
             raise DataError(f"{root}: has given candidates, which option stream cannot keep on disk; leave it off")
         users, items = StoredVocab(root / "users.parquet"), StoredVocab(root / "items.parquet")
@@ -104,6 +88,15 @@ def open_dataset(folder: PathLike) -> Dataset:
             if name in about
         }
         return Dataset(pairs["train"], pairs.get("test"), None, about["cold_users"], about["cold_items"])
+
+
+@contextmanager
+def _description(root: Path) -> Iterator[dict[str, Any]]:
+    """Read the description of a dataset; convert errors of reading it and the other files."""
+    import pyarrow as pa
+
+    try:
+        yield json.loads((root / "dataset.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise _absent(root, error) from error
     except (KeyError, json.JSONDecodeError, pa.ArrowException) as error:

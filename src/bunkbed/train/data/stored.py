@@ -5,7 +5,7 @@ The classes can be used as `Interactions` and `Vocab`; properties of whole array
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bunkbed.train.data.interactions import Interactions
-from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
+from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -68,80 +68,22 @@ class StoredVocab(Vocab):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def _parts(self) -> Iterator[tuple[int, Vocab]]:
+    def _parts(self, wanted: Int64Array | None = None) -> Iterator[tuple[int, pa.Array]]:
+        groups = np.arange(len(self._starts) - 1)
+        if wanted is not None:
+            groups = np.unique(np.searchsorted(self._starts, wanted, side="right") - 1)
         with opened(self._path) as file:
-            for at, start in enumerate(self._starts[:-1].tolist()):
-                yield start, Vocab(file.read_row_group(at)["label"].combine_chunks())
-
-    def batches(self) -> Iterator[list[Label]]:
-        """As `Vocab.batches`."""
-        for _, part in self._parts():
-            yield part.array.to_pylist()
-
-    def encode(self, labels: Sequence[Label] | pa.Array) -> Int64Array:
-        """As `Vocab.encode`."""
-        result = np.full(len(labels), -1, dtype=np.int64)
-        for start, part in self._parts():
-            found = part.encode(labels)
-            known = found >= 0
-            result[known] = found[known] + start
-        return result
-
-    def decode(self, indices: Int64Array | Sequence[int]) -> list[Label]:
-        """As `Vocab.decode`."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        outside = np.flatnonzero((wanted < 0) | (wanted >= len(self)))
-        if outside.size:
-            at = int(outside[0])
-            raise IndexError(f"index {wanted[at]} at position {at} is outside [0, {len(self)})")
-        groups = np.searchsorted(self._starts, wanted, side="right") - 1
-        labels: list[Label] = [0] * len(wanted)
-        with opened(self._path) as file:
-            for group in np.unique(groups).tolist():
-                places = np.flatnonzero(groups == group)
-                part = Vocab(file.read_row_group(group)["label"].combine_chunks())
-                for place, label in zip(
-                    places.tolist(), part.decode(wanted[places] - self._starts[group]), strict=True
-                ):
-                    labels[place] = label
-        return labels
-
-    def nearest(self, label: Label, *, count: int = 3) -> list[Label]:
-        """As `Vocab.nearest`, from the nearest labels of each part."""
-        near = [found for _, part in self._parts() for found in part.nearest(label, count=count)]
-        return Vocab.of(near).nearest(label, count=count) if near else []
+            for group in groups.tolist():
+                yield int(self._starts[group]), Vocab(file.read_row_group(group)["label"].combine_chunks()).array
 
 
 class StoredInteractions(Interactions):
     """`Interactions` in a Parquet file of columns ``user`` and ``item``; `batches` reads one row group at a time."""
 
-    def __init__(
-        self,
-        path: Path,
-        user_vocab: Vocab,
-        item_vocab: Vocab,
-        *,
-        source: str = "",
-        duplicates: int = 0,
-        form: str = "",
-        malformed: int = 0,
-        first_malformed: str = "",
-        empty_users: int = 0,
-    ) -> None:
+    def __init__(self, path: Path, user_vocab: Vocab, item_vocab: Vocab, **about: str | int) -> None:
         with opened(path) as file:
             length = file.metadata.num_rows
-        fields = {
-            "_path": path,
-            "_length": length,
-            "user_vocab": user_vocab,
-            "item_vocab": item_vocab,
-            "source": source,
-            "duplicates": duplicates,
-            "form": form,
-            "malformed": malformed,
-            "first_malformed": first_malformed,
-            "empty_users": empty_users,
-        }
+        fields = {"_path": path, "_length": length, "user_vocab": user_vocab, "item_vocab": item_vocab, **about}
         for name, value in fields.items():  # a frozen dataclass allows no other way to set fields
             object.__setattr__(self, name, value)
 

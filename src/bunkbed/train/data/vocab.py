@@ -6,7 +6,6 @@ import difflib
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -74,10 +73,15 @@ class Vocab:
         result: npt.NDArray[np.generic] = self.array.to_numpy(zero_copy_only=False)
         return result
 
+    def _parts(self, wanted: Int64Array | None = None) -> Iterator[tuple[int, pa.Array]]:
+        """Yield first index and labels of each part; with `wanted` at least of the parts that have these indices."""
+        yield 0, self.array
+
     def batches(self) -> Iterator[list[Label]]:
         """Yield all labels in index order, in parts."""
-        for start in range(0, len(self), _BATCH_LABELS):
-            yield self.array.slice(start, _BATCH_LABELS).to_pylist()
+        for _, labels in self._parts():
+            for start in range(0, len(labels), _BATCH_LABELS):
+                yield labels.slice(start, _BATCH_LABELS).to_pylist()
 
     def encode(self, labels: Sequence[Label] | pa.Array) -> Int64Array:
         """Return dense indices ``int64[N]`` of `labels`, -1 where a label is unknown. Duplicates are allowed."""
@@ -90,8 +94,10 @@ class Vocab:
                 labels = pa.array(numbers, pa.int64())
             else:
                 labels = pa.array([str(label) for label in labels], pa.large_string())
-        found = pc.index_in(labels.cast(self.array.type), value_set=self.array, skip_nulls=True)
-        result: Int64Array = found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        result = np.full(len(labels), -1, dtype=np.int64)
+        for start, known in self._parts():
+            found = pc.index_in(labels.cast(known.type), value_set=known, skip_nulls=True).fill_null(-1).to_numpy()
+            result[found >= 0] = found[found >= 0] + start
         return result
 
     def extended(self, labels: pa.Array) -> tuple[Vocab, Int64Array]:
@@ -131,33 +137,40 @@ class Vocab:
         if outside.size:
             at = int(outside[0])
             raise IndexError(f"index {wanted[at]} at position {at} is outside [0, {len(self)})")
-        result: list[Label] = self.array.take(pa.array(wanted)).to_pylist()
-        return result
+        labels: list[Label] = [0] * len(wanted)
+        for start, part in self._parts(wanted):
+            places = np.flatnonzero((wanted >= start) & (wanted < start + len(part)))
+            found = part.take(pa.array(wanted[places] - start)).to_pylist()
+            for place, label in zip(places.tolist(), found, strict=True):
+                labels[place] = label
+        return labels
 
     def nearest(self, label: Label, *, count: int = 3) -> list[Label]:
         """Return the most similar labels, best first: by difference for integers, by spelling for strings."""
-        if not len(self):
-            return []
-        number = _as_int(label)
-        if self.kind == "int":
-            values = self.labels.astype(np.int64)
-            if number is None:
-                return [int(value) for value in values[:count]]
-            # As float64: the difference of two int64 may not fit int64.
-            order = np.argsort(np.abs(values.astype(np.float64) - float(number)), kind="stable")
-            return [int(value) for value in values[order[:count]]]
-        text = str(label)
-        known = self._sorted_labels
-        if len(known) > _MAX_COMPARED_LABELS:
-            at = bisect_left(known, text)
-            known = known[max(0, at - 50) : at + 50]
-        lowered = {item.lower(): item for item in reversed(known)}
-        close = difflib.get_close_matches(text.lower(), list(lowered), n=count, cutoff=0.5)
-        return [lowered[item] for item in close] or list(self.array.slice(0, count).to_pylist())
+        near = [found for _, part in self._parts() for found in _nearest(part, label, count)]
+        # The nearest of each part are compared again.
+        return _nearest(Vocab.of(near).array, label, count) if len(near) > count else near
 
-    @cached_property
-    def _sorted_labels(self) -> list[str]:
-        return sorted(self.array.to_pylist())
+
+def _nearest(labels: pa.Array, label: Label, count: int) -> list[Label]:
+    import pyarrow as pa
+
+    if pa.types.is_integer(labels.type):
+        number = _as_int(label)
+        values = labels.to_numpy()
+        if number is None:
+            return [int(value) for value in values[:count]]
+        # As float64: the difference of two int64 may not fit int64.
+        order = np.argsort(np.abs(values.astype(np.float64) - float(number)), kind="stable")
+        return [int(value) for value in values[order[:count]]]
+    text = str(label)
+    known = sorted(labels.to_pylist())
+    if len(known) > _MAX_COMPARED_LABELS:
+        at = bisect_left(known, text)
+        known = known[max(0, at - 50) : at + 50]
+    lowered = {item.lower(): item for item in reversed(known)}
+    close = difflib.get_close_matches(text.lower(), list(lowered), n=count, cutoff=0.5)
+    return [lowered[item] for item in close] or list(labels.slice(0, count).to_pylist())
 
 
 def _as_int(label: Label) -> int | None:
