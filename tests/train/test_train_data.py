@@ -399,6 +399,38 @@ def test_damaged_gzip(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"a.csv.gz: the gzip stream is damaged or cut short"):
         read_interactions(path)
+    path.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])  # the checksum, which DuckDB ignores
+    with pytest.raises(DataError, match=r"a.csv.gz: the gzip stream is damaged or cut short \(CRC check failed"):
+        read_interactions(path)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_duckdb_reads_plain_text_as_our_reader(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / name, FORMS[name]().replace("30", "\u3000é\u00a030"))
+    found = read_interactions(path, strict=False)
+    monkeypatch.setattr(data_formats.TextPairs, "_insert_plain", lambda *_: False)
+    expected = read_interactions(path, strict=False)
+    assert labelled(found) == labelled(expected)
+    assert (found.malformed, found.first_malformed) == (expected.malformed, expected.first_malformed)
+
+
+@pytest.mark.parametrize("name", ["g[1]", "a*b", "a?b", "a\\b", "it's"])
+def test_a_path_is_no_pattern(name: str, tmp_path: Path) -> None:
+    for other in ("g1", "aXb"):
+        (tmp_path / other).mkdir()
+        write(tmp_path / other / "a.csv", "8,8\n")
+        pq.write_table(pa.table({"user": [8], "item": [8]}), tmp_path / other / "a.parquet")
+    (tmp_path / name).mkdir()
+    assert labelled(read_interactions(write(tmp_path / name / "a.csv", "1,2\n"))) == [(1, 2)]
+    pq.write_table(pa.table({"user": [1], "item": [2]}), tmp_path / name / "a.parquet")
+    assert labelled(read_interactions(tmp_path / name / "a.parquet")) == [(1, 2)]
+
+
+def test_reading_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import train_data
+
+    train_data.main(["--tiny", "--dir", str(tmp_path)])
+    assert "quoted.csv, streamed: " in capfd.readouterr().out
 
 
 def test_directories_and_missing_files(tmp_path: Path) -> None:

@@ -123,38 +123,36 @@ def open_pairs(
         DataError: empty, not text, or its columns are not recognized.
         OSError: the file cannot be opened.
     """
-    pairs = _open_pairs(os.fspath(path), user_col, item_col, header, layout)
+    text = TextFile(os.fspath(path))
+    pairs: Pairs
+    if text.magic.startswith(b"PAR1"):
+        pairs = ParquetPairs(text.path, user_col, item_col)
+    else:
+        pairs = TextPairs(text, _find_layout(text, user_col, item_col, header, layout))
     pairs.is_strict = strict
     return pairs
 
 
-def _open_pairs(
-    name: str, user_col: int | str | None, item_col: int | str | None, header: HeaderChoice, layout: LayoutChoice
-) -> Pairs:
-    text = TextFile(name)
-    if text.magic.startswith(b"PAR1"):
-        return ParquetPairs(name, user_col, item_col)
+def _find_layout(
+    text: TextFile, user_col: int | str | None, item_col: int | str | None, header: HeaderChoice, layout: LayoutChoice
+) -> Columns | None:
+    """Return the columns of a text file, or None for adjacency lines."""
     lines = text.sample_lines()
     separator = _find_separator(lines)
-    rows = [_split(name, line, separator) for line in lines]
+    rows = [_split(text.path, line, separator) for line in lines]
     if layout == "auto":
         asked_for_columns = user_col is not None or item_col is not None or header is True
         can_be_adjacency = separator in (None, "\t") and not asked_for_columns
         layout = "adjacency" if can_be_adjacency and _is_ragged(rows, separator) else "columns"
     if layout == "adjacency":
-        return TextPairs(text, None)
+        return None
     has_header = looks_like_header(rows, user_col, item_col) if header == "auto" else header
     names = [field.strip() for field in rows[0]] if has_header else None
+    number = text.blank_lines_above + 1
     user, item = find_columns(
-        name,
-        names,
-        len(rows[0]),
-        user_col,
-        item_col,
-        first_line=lines[0],
-        first_line_number=text.blank_lines_above + 1,
+        text.path, names, len(rows[0]), user_col, item_col, first_line=lines[0], first_line_number=number
     )
-    return TextPairs(text, Columns(separator, len(rows[0]), user, item, names))
+    return Columns(separator, len(rows[0]), user, item, names)
 
 
 class ParquetPairs(Pairs):

@@ -22,8 +22,6 @@ __all__ = ["LEAST_BYTES", "Sorter", "path_literal"]
 
 #: DuckDB cannot work in less memory.
 LEAST_BYTES = 64 << 20
-#: Where the results stay in memory, and no budget for DuckDB is given. More is spilled.
-_DEFAULT_BYTES = 1 << 30
 _BYTES_A_THREAD = 64 << 20
 # A multiple of DuckDB's vectors, so that batches are full; also the rows of a row group on disk.
 _BATCH_ROWS = 1 << 17
@@ -37,17 +35,24 @@ class Sorter:
 
     Args:
         folder: created, emptied first if it exists, removed at the end; None: a new one for temporary files.
-        ram_bytes: DuckDB spills what needs more.
+        ram_bytes: DuckDB spills what needs more; None: half of the machine's memory.
         is_stored: store tables in a file, instead of in memory with spilling.
     """
 
-    def __init__(self, folder: Path | None, ram_bytes: int = _DEFAULT_BYTES, *, is_stored: bool = False) -> None:
+    def __init__(self, folder: Path | None, ram_bytes: int | None = None, *, is_stored: bool = False) -> None:
         import duckdb
 
-        self._folder = Path(tempfile.mkdtemp(prefix="bunkbed-")) if folder is None else folder
+        self._advice = "give a larger --ram"
+        if ram_bytes is None:
+            ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+            self._advice = "use --stream"
         self._ram_bytes = max(ram_bytes, LEAST_BYTES)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="bunkbed-"))
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        self._folder = folder
         self._duckdb = duckdb
         self._failures: list[BaseException] = []  # of the stream that a statement reads
         self._describe: Callable[[BaseException], DataError] = self._failed
@@ -167,7 +172,7 @@ class Sorter:
             if isinstance(error, self._duckdb.OutOfMemoryException):
                 raise DataError(
                     f"{self._folder.parent}: DuckDB cannot sort the interactions within "
-                    f"{format_bytes(self._ram_bytes)}; give a larger --ram ({_first_line(error)})"
+                    f"{format_bytes(self._ram_bytes)}; {self._advice} ({_first_line(error)})"
                 ) from error
             if isinstance(error, (self._duckdb.Error, pa.ArrowException)):
                 raise self._describe(error) from error
@@ -179,8 +184,7 @@ class Sorter:
 
 def path_literal(path: str) -> str:
     """Return SQL for the path of one file: DuckDB would take some characters as a pattern of several files."""
-    escaped = re.sub(r"([*?\[])", r"[\1]", path.replace("\\", "\\\\"))
-    return "'" + escaped.replace("'", "''") + "'"
+    return "'" + re.sub(r"([*?[])", r"[\1]", path).replace("'", "''") + "'"
 
 
 def _first_line(error: BaseException) -> str:
