@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("pyarrow")
+pytest.importorskip("duckdb")
 pytest.importorskip("matplotlib")
 
 import bunkbed as bb

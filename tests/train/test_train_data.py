@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow")
+pytest.importorskip("duckdb")
 import pyarrow.parquet as pq  # noqa: E402
 
 from bunkbed.train.data import formats as data_formats  # noqa: E402

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("duckdb")
 
 import bunkbed as bb
 from bunkbed.files.run_files import RunFiles

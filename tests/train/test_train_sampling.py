@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("duckdb")
+
 from bunkbed.train.data.interactions import Interactions, Vocab
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource, SeenPairs, _stable_order, random_order
 from bunkbed.train.data.splits import split

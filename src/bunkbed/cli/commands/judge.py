@@ -38,7 +38,7 @@ def evaluate(
 ) -> None:
     """Rank held-out items again and print HR, NDCG, recall and MRR."""
     stored = read_config(run)
-    need("torch", "pyarrow", command="eval")
+    need("torch", "pyarrow", "duckdb", command="eval")
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.settings.config import TrainConfig
 

@@ -54,6 +54,7 @@ class Reading:
         self._keep = keep
         self._tell = tell
         self._rows: list[int] = []
+        self._end_of_train = 0  # all rows of the first file are before this one
 
     def run(self) -> dict[str, Any]:
         """Store all tables; return the description of the dataset.
@@ -86,7 +87,8 @@ class Reading:
         for source in self._sources.values():
             self._tell(f"reading {source.path}", None)
             source.insert(self._sorter, "raw")
-            (total,) = self._sorter.row("SELECT count(*) FROM raw")
+            total, end = self._sorter.row("SELECT count(*), coalesce(max(rowid), -1) + 1 FROM raw")
+            self._end_of_train = self._end_of_train if self._rows else end
             self._rows.append(total - sum(self._rows))
             source.check_read(self._rows[-1])
 
@@ -111,7 +113,7 @@ class Reading:
         schema = pa.schema([("label", kind)])
         labels = (batch.cast(schema) for batch in sorter.batches(f"SELECT label FROM {what}s ORDER BY rowid"))
         self._keep(f"{what}s", schema, labels)
-        (cold,) = sorter.row(f"SELECT count(*) FROM {what}s WHERE place >= {self._rows[0]}")
+        (cold,) = sorter.row(f"SELECT count(*) FROM {what}s WHERE place >= {self._end_of_train}")
         return int(cold)
 
     def _check_missing(self, what: str, is_integer: str) -> None:
@@ -121,20 +123,20 @@ class Reading:
             f"count(*) FILTER (WHERE NOT {is_integer} AND lower(label) NOT IN ({known})) FROM {what}s"
         )
         if integers and others and not unknown:
-            words = set(self._sorter.column(f"SELECT label FROM {what}s WHERE NOT {is_integer}"))
+            (words,) = self._sorter.row(f"SELECT list(label) FROM {what}s WHERE NOT {is_integer}")
             for source in self._sources.values():
-                source.raise_missing(what, words)
+                source.raise_missing(what, set(words))
 
     def _join(self) -> None:
         """Make a table of distinct pairs, as numbers, with the place of the first of each."""
         self._tell("looking for repeated pairs", None)
         numbers = []
         for what in ("user", "item"):
-            (count,) = self._sorter.row(f"SELECT count(*) FROM {what}s")
+            count, end = self._sorter.row(f"SELECT count(*), max(rowid) + 1 FROM {what}s")
+            assert count == end, "rowid is not the place of the row"
             numbers.append(f"CAST({what}s.rowid AS {'INTEGER' if count <= 2**31 else 'BIGINT'})")
-        first = self._rows[0]
         self._sorter.run(
-            f'CREATE TABLE pairs AS SELECT raw.rowid >= {first} AS is_test, {numbers[0]} AS "user", '
+            f'CREATE TABLE pairs AS SELECT raw.rowid >= {self._end_of_train} AS is_test, {numbers[0]} AS "user", '
             f'{numbers[1]} AS "item", min(raw.rowid) AS place FROM raw JOIN users ON raw."user" = users.label '
             'JOIN items ON raw."item" = items.label GROUP BY ALL'
         )

@@ -104,12 +104,10 @@ class Sorter:
             return self._insert(sql)
 
     def attempt(self, sql: str) -> bool:
-        """Run `insert`, and return whether DuckDB accepted its input; it inserts all rows or none."""
+        """Run `insert` and return whether it succeeded; it inserts all rows or none."""
         with self._errors():
             try:
                 self._insert(sql)
-            except self._duckdb.OutOfMemoryException:
-                raise
             except self._duckdb.Error:
                 return False
             return True
@@ -127,11 +125,6 @@ class Sorter:
         with self._errors():
             (answer,) = self._connection.execute(sql).fetchall()
             return tuple(answer)
-
-    def column(self, sql: str) -> list[Any]:
-        """Return the first column of a short result; raises as `run` does."""
-        with self._errors():
-            return [answer[0] for answer in self._connection.execute(sql).fetchall()]
 
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
         """Yield a long result, about 131,072 rows at a time; raises as `run` does."""
