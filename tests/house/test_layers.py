@@ -104,7 +104,7 @@ CORE = {
     "tests/probe": "base probe tests",
     "tests/recsys": "base kernels recsys tests",
     "tests/state": "state tests",
-    "tests/store": "base cache directory format state store table tests",
+    "tests/store": "base cache directory format log state store table tests",
     "tests/stress": "stress tests",
     "tests/table": "base format tests vfs",
     "tests/text": "base tests text",
