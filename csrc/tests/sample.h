@@ -1,4 +1,4 @@
-// Deterministic inputs and bitwise comparison for the kernel tests.
+// Deterministic inputs, and bitwise comparison for the kernel tests.
 #pragma once
 
 #include <bit>
@@ -10,6 +10,13 @@
 #include "tests/check.h"
 
 namespace bunkbed::test {
+
+// from, from + 1, ..., to - 1
+inline std::vector<int64_t> range(int64_t from, int64_t to) {
+  std::vector<int64_t> numbers;
+  for (int64_t number = from; number < to; ++number) numbers.push_back(number);
+  return numbers;
+}
 
 // SplitMix64 (Steele et al., 2014): the same inputs with every standard library.
 class Sampler {

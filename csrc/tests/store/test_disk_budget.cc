@@ -72,12 +72,6 @@ struct Files : LogParts {
   std::set<uint64_t> committed;  // segments
 };
 
-std::vector<int64_t> range(int64_t from, int64_t to) {
-  std::vector<int64_t> rows;
-  for (int64_t row = from; row < to; ++row) rows.push_back(row);
-  return rows;
-}
-
 // Steps on random rows, each of which may leave RAM at once, with commits in between. The files stay within a limit
 // that is just enough for the rows, and no step is refused.
 void trains(size_t commits, int64_t num_rows, uint64_t seed) {
