@@ -103,7 +103,7 @@ CORE = {
     "tests/maintenance": "format maintenance tests vfs",
     "tests/probe": "base probe tests",
     "tests/recsys": "base kernels recsys tests",
-    "tests/state": "state tests",
+    "tests/state": "format state tests",
     "tests/store": "base cache directory format log state store table tests",
     "tests/stress": "stress tests",
     "tests/table": "base format tests vfs",
