@@ -1,0 +1,323 @@
+// A store without a table: where it finds the rows of a batch, how often it looks for them, and stagings that overlap.
+#include "store/store.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "tests/check.h"
+#include "tests/counting_directory.h"
+#include "tests/sample.h"
+#include "tests/sandbox.h"
+
+using namespace bunkbed;
+using namespace bunkbed::test;
+
+namespace {
+
+constexpr size_t kPayload = 64;
+
+// The record of a row that was written begins with the row's number.
+struct StoreParts {
+  explicit StoreParts(size_t frames) {
+    auto counting = std::make_unique<CountingDirectory>();
+    directory = counting.get();
+    const MemoryPlan plan = plan_memory(0, kPayload, 4096, vfs::kBlockBytes, true);
+    vfs.make_directories(sandbox / "t");
+    auto made = std::make_unique<Log>(vfs, sandbox / "t", Uuid{}, kPayload, 4096, plan.log);
+    made->begin_epoch(1, 1, 1);
+    log = made.get();
+    store = std::make_unique<Store>("t", kPayload, frames, std::move(counting), std::move(made), plan);
+    store->set_initial_record(
+        [](int64_t, size_t bytes, std::byte* record) { std::fill_n(record, bytes, std::byte{0xff}); });
+  }
+  // Rows that are stored from now on, and perhaps in RAM.
+  void write(const std::vector<int64_t>& rows) {
+    for (const int64_t row : rows) {
+      uint32_t frame;
+      store->reserve_rows(&row, 1);
+      store->pin(&row, 1, true, &frame);
+      reinterpret_cast<int64_t*>(store->cache().record(frame))[0] = row;
+      store->mark_dirty(frame);
+      store->unpin(&frame, 1);
+    }
+  }
+  int64_t value(uint32_t frame) const { return reinterpret_cast<const int64_t*>(store->cache().record(frame))[0]; }
+  // The same, looked for again.
+  void check_placement(const Batch& batch) const {
+    const Batch::Placement& placement = batch.placement();
+    CHECK_EQ(placement.frames.size(), batch.num_unique());
+    size_t missing = 0;
+    for (size_t u = 0; u < batch.num_unique(); ++u) {
+      const Entry entry = directory->find(batch.unique()[u]);
+      CHECK_EQ(placement.frames[u], is_frame(entry) ? frame_of(entry) : kNoFrame);
+      if (is_frame(entry)) {
+        CHECK_EQ(value(placement.frames[u]), batch.unique()[u]);
+      } else {
+        CHECK_EQ(placement.entries[u], entry);
+        ++missing;
+      }
+    }
+    CHECK_EQ(placement.missing, missing);
+  }
+
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  CountingDirectory* directory;
+  Log* log;
+  std::unique_ptr<Store> store;
+};
+
+Batch batch_of(const std::vector<int64_t>& ids) {
+  Batch batch;
+  batch.assign(ids.data(), ids.size());
+  return batch;
+}
+
+}  // namespace
+
+// Rows in frames, in the log and nowhere. After place() it is known where they all are.
+TEST(store_locates_a_row_of_a_batch_once) {
+  StoreParts parts(32);
+  Store& store = *parts.store;
+  parts.write(range(0, 100));
+  std::vector<int64_t> ids;
+  for (int64_t row = 0; row < 100; ++row) {
+    if (row >= 95 || row % 10 == 0) ids.push_back(row);
+  }
+  ids.push_back(1000);
+  ids.insert(ids.end(), ids.begin(), ids.end());
+  const Batch batch = batch_of(ids);
+  (void)parts.directory->take_located();
+  CHECK(!store.place(batch, true));
+  CHECK_EQ(parts.directory->take_located(), batch.num_unique());
+  parts.check_placement(batch);
+  CHECK(!store.place(batch, true) && !store.place(batch, false));
+  store.locate(batch);
+  CHECK(!store.place_for_update(batch) && !store.is_placed(batch));
+  CHECK_EQ(parts.directory->take_located(), size_t{0});
+
+  // Those in the log are read by what the placement says of them.
+  std::vector<int64_t> rows;
+  std::vector<Entry> entries;
+  for (size_t u = 0; u < batch.num_unique(); ++u) {
+    if (batch.placement().frames[u] != kNoFrame || batch.placement().entries[u] == kAbsent) continue;
+    rows.push_back(batch.unique()[u]);
+    entries.push_back(batch.placement().entries[u]);
+  }
+  CHECK(rows.size() > 3 && rows.size() + 1 < batch.num_unique());
+  std::vector<uint32_t> frames(rows.size());
+  const uint64_t misses = store.stats().misses;
+  store.pin_stored(rows.data(), entries.data(), rows.size(), frames.data());
+  CHECK_EQ(parts.directory->take_located(), size_t{0});
+  CHECK_EQ(store.stats().misses, misses + rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    CHECK_EQ(parts.value(frames[i]), rows[i]);
+    CHECK_EQ(int{store.cache().info(frames[i]).pinned}, 1);
+  }
+  store.unpin(frames.data(), frames.size());
+  for (const uint32_t frame : frames) CHECK_EQ(int{store.cache().info(frame).pinned}, 0);
+}
+
+TEST(store_locates_nothing_for_an_update_of_a_placed_batch) {
+  StoreParts parts(32);
+  Store& store = *parts.store;
+  parts.write(range(0, 20));
+  store.begin_step();
+  const Batch batch = batch_of({3, 4, 5, 3});
+  CHECK(store.place(batch, true));
+  (void)parts.directory->take_located();
+  CHECK(store.is_placed(batch) && store.place_for_update(batch));
+  store.mark_dirty(batch.placement().frames.data(), batch.num_unique());
+  store.begin_step();
+  CHECK(store.place(batch, true) && store.place_for_update(batch));
+  CHECK_EQ(parts.directory->take_located(), size_t{0});
+  // Frozen records are appended before the update changes them.
+  store.freeze();
+  const uint64_t written = store.stats().written_back;
+  CHECK(store.place_for_update(batch));
+  CHECK_EQ(store.stats().written_back, written + 3);
+  CHECK_EQ(parts.directory->take_located(), size_t{0});
+  store.thaw();
+}
+
+TEST(store_looks_for_a_batch_again_when_a_row_has_moved) {
+  StoreParts parts(32);
+  Store& store = *parts.store;
+  parts.write(range(0, 20));
+  const Batch batch = batch_of({3, 4, 5});
+  CHECK(store.place(batch, true));
+  CHECK(store.is_placed(batch));
+  parts.write({1000});  // any row
+  CHECK(!store.is_placed(batch) && !store.place_for_update(batch));
+  (void)parts.directory->take_located();
+  CHECK(store.place(batch, true) && store.is_placed(batch));
+  CHECK_EQ(parts.directory->take_located(), size_t{3});
+  // What another store found is no good here.
+  StoreParts other(32);
+  other.write(range(0, 20));
+  CHECK(!other.store->is_placed(batch));
+  (void)other.directory->take_located();
+  CHECK(other.store->place(batch, true));
+  CHECK_EQ(other.directory->take_located(), size_t{3});
+  other.check_placement(batch);
+  // So with a batch of other rows in the same memory.
+  Batch reused = batch_of({3, 4, 5});
+  CHECK(store.place(reused, true));
+  const int64_t ids[] = {6, 7};
+  reused.assign(ids, 2);
+  CHECK(!store.is_placed(reused));
+  CHECK(store.place(reused, true));
+  parts.check_placement(reused);
+}
+
+// A row counts as wanted once in a step, however often its batch is placed; without `touch` not at all.
+TEST(store_counts_the_rows_of_a_batch_once_a_step) {
+  StoreParts parts(32);
+  Store& store = *parts.store;
+  parts.write(range(0, 20));
+  store.begin_step();
+  const Batch batch = batch_of({3, 4, 5});
+  uint64_t hits = store.stats().hits;
+  store.locate(batch);
+  (void)store.place(batch, false);
+  CHECK_EQ(store.stats().hits, hits);
+  for (int step = 0; step < 3; ++step) {
+    for (int time = 0; time < 3; ++time) {
+      (void)store.place(batch, true);
+      (void)store.place(batch, false);
+      CHECK_EQ(store.stats().hits, hits + 3);
+    }
+    CHECK(store.place_for_update(batch));
+    CHECK_EQ(store.stats().hits, hits + 3);
+    hits = store.stats().hits;
+    store.begin_step();
+  }
+}
+
+// Whatever moves rows: a placement that is believed is right.
+TEST(store_never_believes_an_old_placement) {
+  StoreParts parts(24);
+  Store& store = *parts.store;
+  parts.write(range(0, 60));
+  Sampler sampler(1);
+  std::vector<Batch> batches(6);
+  const auto make = [&](Batch* batch) {
+    std::vector<int64_t> ids(1 + sampler.bits() % 12);
+    for (int64_t& id : ids) id = static_cast<int64_t>(sampler.bits() % 80);  // some are never stored
+    batch->assign(ids.data(), ids.size());
+  };
+  for (Batch& batch : batches) make(&batch);
+  size_t known = 0, placed = 0;
+  for (int round = 0; round < 4000; ++round) {
+    Batch& batch = batches[sampler.bits() % batches.size()];
+    const auto row = static_cast<int64_t>(sampler.bits() % 60);
+    uint32_t frame;
+    switch (sampler.bits() % 16) {
+      case 0:
+        make(&batch);
+        break;
+      case 1:
+        store.begin_step();
+        break;
+      case 2:
+        parts.write({row});
+        break;
+      case 3:
+        store.pin(&row, 1, false, &frame);
+        CHECK_EQ(parts.value(frame), row);
+        store.unpin(&frame, 1);
+        break;
+      case 4:
+        store.flush();
+        break;
+      case 5: {
+        const Store::Staging staging = store.begin_staging(&row, 1);
+        parts.log->execute(staging.plan, kPayload, parts.log->staging_lane(), nullptr);
+        store.end_staging(staging, sampler.bits() % 4 == 0);
+        break;
+      }
+      default: {
+        (void)parts.directory->take_located();
+        const bool has_all = store.place(batch, sampler.bits() % 2 == 0);
+        const size_t located = parts.directory->take_located();
+        CHECK(located == 0 || located == batch.num_unique());
+        known += located == 0;
+        parts.check_placement(batch);
+        CHECK_EQ(has_all, batch.placement().missing == 0);
+        CHECK_EQ(store.place_for_update(batch), has_all);
+        placed += has_all;
+      }
+    }
+    const StoreStats& stats = store.stats();
+    CHECK_EQ(stats.hits + stats.misses + stats.first_touches, stats.unique_rows);
+  }
+  CHECK(known > 100 && placed > 100);
+}
+
+// Two stagings under way: the end of the first must not free the second's frames. The first finds a row in the log's
+// buffers. That row may be evicted at once, and its frame is loading for the second before the first ends.
+TEST(staging_that_ends_leaves_the_frames_of_others_alone) {
+  constexpr size_t kFrames = 32;
+  StoreParts parts(kFrames);
+  Store& store = *parts.store;
+  Log& log = *parts.log;
+  const auto touch = [&](int64_t row) {
+    uint32_t frame;
+    store.pin(&row, 1, false, &frame);
+    CHECK_EQ(parts.value(frame), row);
+    store.unpin(&frame, 1);
+  };
+  constexpr int64_t kFirst = 100, kOnDisk = 200, kRow = 1;
+  const auto push_out = [&](int64_t row) {
+    for (int64_t i = 0; is_frame(store.directory().find(row)); ++i) {
+      CHECK(i < 100 * kOnDisk);
+      touch(kFirst + i % kOnDisk);
+    }
+  };
+  parts.write(range(kFirst, kFirst + kOnDisk));
+  store.flush();
+  log.drain();
+  parts.write({kRow});
+  push_out(kRow);
+  const uint64_t position = position_of(store.directory().find(kRow));
+  CHECK(log.pending(position) != nullptr);
+
+  const Store::Staging first = store.begin_staging(&kRow, 1);
+  CHECK_EQ(first.copied, size_t{1});
+  const uint32_t frame = frame_of(store.directory().find(kRow));
+  // With one that must be read, so that both are pinned until it is.
+  int64_t both[] = {kRow, kFirst};
+  while (is_frame(store.directory().find(both[1]))) ++both[1];
+  uint32_t frames[2];
+  store.pin(both, 2, false, frames);
+  CHECK_EQ(parts.value(frames[0]), kRow);
+  store.unpin(frames, 2);
+  push_out(kRow);
+  std::vector<int64_t> wanted;
+  std::vector<Store::Staging> others;
+  const auto end_others = [&] {
+    for (size_t i = 0; i < others.size(); ++i) {
+      log.execute(others[i].plan, kPayload, log.staging_lane(), nullptr);
+      store.end_staging(others[i], false);
+      CHECK_EQ(parts.value(others[i].frames[0]), wanted[i]);
+    }
+    others.clear();
+    wanted.clear();
+  };
+  for (int64_t i = 0; others.empty() || others.back().frames[0] != frame; ++i) {
+    CHECK(i < 100 * kOnDisk);
+    const int64_t row = kFirst + i % kOnDisk;
+    if (!is_position(store.directory().find(row))) continue;
+    if (others.size() == kFrames / 2 - 1) end_others();
+    others.push_back(store.begin_staging(&row, 1));
+    CHECK_EQ(others.back().frames.size(), size_t{1});
+    wanted.push_back(row);
+  }
+  store.end_staging(first, false);
+  for (const Store::Staging& one : others) {
+    CHECK(store.is_loading(one.frames[0]));
+    CHECK_EQ(int{store.cache().info(one.frames[0]).pinned}, 1);
+  }
+  end_others();
+}
