@@ -107,7 +107,7 @@ CORE = {
     "tests/state": "format state tests",
     "tests/store": "cache directory format log state store tests",
     "tests/stress": "stress tests",
-    "tests/table": "base format tests vfs",
+    "tests/table": "base format table tests vfs",
     "tests/text": "base tests text",
     "tests/vfs": "base maintenance tests vfs",
 }

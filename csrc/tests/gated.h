@@ -1,0 +1,111 @@
+// A filesystem whose reads, writes or syncs wait while they are held, so that a test says how long work is under way.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "tests/check.h"
+#include "tests/sandbox.h"
+
+namespace bunkbed::test {
+
+class GatedVfs final : public FaultVfs {
+ public:
+  // Operations of this kind on files wait from now on. Release them before their table ends.
+  void hold(Op op) { gate_->hold(op); }
+  void release() { gate_->release(); }
+  // Returns when so many operations wait.
+  void wait_until_waiting(size_t operations = 1) { gate_->wait_until_waiting(operations); }
+
+  // Releases the operations at the end, also of a test that fails.
+  class Release {
+   public:
+    explicit Release(GatedVfs& vfs) : vfs_(vfs) {}
+    ~Release() { vfs_.release(); }
+    Release(const Release&) = delete;
+    Release& operator=(const Release&) = delete;
+
+   private:
+    GatedVfs& vfs_;
+  };
+
+  std::shared_ptr<vfs::File> create(const std::string& path) override { return gated(FaultVfs::create(path)); }
+  std::shared_ptr<vfs::File> create_small(const std::string& path) override {
+    return gated(FaultVfs::create_small(path));
+  }
+  std::shared_ptr<vfs::File> open(const std::string& path, bool direct) override {
+    return gated(FaultVfs::open(path, direct));
+  }
+
+ private:
+  class Gate {
+   public:
+    void hold(Op op) {
+      const std::lock_guard guard(mutex_);
+      held_ = op;
+      is_held_ = true;
+    }
+    void release() {
+      const std::lock_guard guard(mutex_);
+      is_held_ = false;
+      changed_.notify_all();
+    }
+    void pass(Op op) {
+      std::unique_lock lock(mutex_);
+      if (!is_held_ || held_ != op) return;
+      ++waiting_;
+      changed_.notify_all();
+      changed_.wait(lock, [this] { return !is_held_; });
+      --waiting_;
+    }
+    void wait_until_waiting(size_t operations) {
+      std::unique_lock lock(mutex_);
+      if (changed_.wait_for(lock, std::chrono::minutes(2), [&] { return waiting_ >= operations; })) return;
+      fail(__FILE__, __LINE__, "no operation came to the gate");
+    }
+
+   private:
+    std::mutex mutex_;  // guards the members below
+    std::condition_variable changed_;
+    Op held_ = Op::kRead;
+    bool is_held_ = false;
+    size_t waiting_ = 0;
+  };
+  class File final : public vfs::File {
+   public:
+    File(std::shared_ptr<vfs::File> below, std::shared_ptr<Gate> gate)
+        : below_(std::move(below)), gate_(std::move(gate)) {}
+    void read(void* data, size_t n, uint64_t offset) override {
+      gate_->pass(Op::kRead);
+      below_->read(data, n, offset);
+    }
+    void write(const void* data, size_t n, uint64_t offset) override {
+      gate_->pass(Op::kWrite);
+      below_->write(data, n, offset);
+    }
+    void sync() override {
+      gate_->pass(Op::kSync);
+      below_->sync();
+    }
+    uint64_t size() override { return below_->size(); }
+    uint32_t read_alignment() const override { return below_->read_alignment(); }
+    const std::string& path() const override { return below_->path(); }
+    bool is_at(const std::string& path) override { return below_->is_at(path); }
+    Identity identity() override { return below_->identity(); }
+
+   private:
+    const std::shared_ptr<vfs::File> below_;
+    const std::shared_ptr<Gate> gate_;
+  };
+  std::shared_ptr<vfs::File> gated(std::shared_ptr<vfs::File> file) {
+    return std::make_shared<File>(std::move(file), gate_);
+  }
+
+  const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
+};
+
+}  // namespace bunkbed::test

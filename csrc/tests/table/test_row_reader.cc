@@ -1,0 +1,161 @@
+// How often lookups and updates look for a row: once for all that a step does with a batch.
+#include "table/row_reader.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "tests/check.h"
+#include "tests/counting_directory.h"
+#include "tests/gated.h"
+#include "tests/model.h"
+#include "tests/parts.h"
+#include "tests/sample.h"
+#include "tests/sandbox.h"
+
+using namespace bunkbed;
+using namespace bunkbed::test;
+
+namespace {
+
+constexpr size_t kFrames = 400;
+constexpr int64_t kStored = 2000;
+
+// A table on disk of which a fifth is in RAM, in a store whose directory counts. A row's value is its number.
+struct CountedTable {
+  CountedTable() {
+    TableState& state = parts->state;
+    const MemoryPlan plan = state.store->plan();
+    const uint64_t slots = state.committed.slots_per_segment;
+    parts->loader.drop_store();
+    auto log = std::make_unique<Log>(vfs, state.path, state.uuid, state.payload_bytes, slots, plan.log);
+    log->begin_epoch(1, 1, 1);
+    auto counting = std::make_unique<CountingDirectory>();
+    directory = counting.get();
+    state.store = std::make_unique<Store>("t", state.payload_bytes, kFrames, std::move(counting), std::move(log), plan);
+    state.store->set_initial_record(
+        [&state](int64_t row, size_t bytes, std::byte* record) { state.initial_record(row, bytes, record); });
+    const std::vector<int64_t> ids = range(0, kStored);
+    std::vector<float> grads;
+    for (const int64_t id : ids) grads.insert(grads.end(), state.spec.dim, -static_cast<float>(id));
+    parts->writer.update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
+    state.store->flush();
+    state.store->log()->drain();
+    (void)directory->take_located();
+  }
+  Batch batch_of(const std::vector<int64_t>& ids) const {
+    Batch batch;
+    parts->state.assign_checked(&batch, ids.data(), ids.size());
+    return batch;
+  }
+  // The rows that were located for it.
+  size_t lookup(const Batch& batch, const std::vector<int64_t>& ids, bool touch = true) {
+    std::vector<float> values(ids.size() * 4);
+    parts->reader.lookup(batch, touch, values.data());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const auto expected = static_cast<float>(ids[i] < kStored ? ids[i] : 0);
+      for (size_t d = 0; d < 4; ++d) CHECK_EQ(values[i * 4 + d], expected);
+    }
+    return directory->take_located();
+  }
+  size_t update(const Batch& batch) {
+    const std::vector<float> sums(batch.num_unique() * 4, 0.0f);
+    parts->writer.update(batch, sums.data(), std::nullopt, std::nullopt);
+    return directory->take_located();
+  }
+
+  const Sandbox sandbox;
+  GatedVfs vfs;
+  const std::unique_ptr<TableParts> parts =
+      new_parts(vfs, sandbox / "t", whole_numbers(-1, 4), TableParts::with_ram(size_t{64} << 20));
+  const GatedVfs::Release release{vfs};  // before the parts end
+  CountingDirectory* directory;
+};
+
+// Ids that repeat, from `from` on, some of which were never stored.
+std::vector<int64_t> some_ids(int64_t from, size_t n) {
+  std::vector<int64_t> ids;
+  for (size_t i = 0; i < n; ++i) {
+    const auto place = static_cast<int64_t>(i);
+    ids.push_back(i % 20 == 7 ? 1'000'000 + place : from + place * 3 / 2 % 250);
+  }
+  return ids;
+}
+
+}  // namespace
+
+TEST(lookup_of_a_batch_locates_each_row_once) {
+  CountedTable table;
+  for (const int64_t from : {int64_t{0}, int64_t{700}, int64_t{1700}}) {
+    const std::vector<int64_t> ids = some_ids(from, 300);
+    const Batch batch = table.batch_of(ids);
+    const uint64_t misses = table.parts->state.store->stats().misses;
+    CHECK_EQ(table.lookup(batch, ids), batch.num_unique());
+    CHECK(table.parts->state.store->stats().misses > misses + 20 || from == 1700);
+  }
+}
+
+TEST(update_of_a_placed_batch_locates_no_row) {
+  CountedTable table;
+  std::vector<int64_t> ids = some_ids(700, 300);
+  ids.erase(std::remove_if(ids.begin(), ids.end(), [](int64_t id) { return id >= kStored; }), ids.end());
+  const Batch batch = table.batch_of(ids);
+  CHECK_EQ(table.lookup(batch, ids), batch.num_unique());
+  // The misses moved rows, so that they are looked for once more, and then no more.
+  CHECK_EQ(table.lookup(batch, ids), batch.num_unique());
+  CHECK_EQ(table.lookup(batch, ids, false), size_t{0});
+  for (int step = 0; step < 3; ++step) {
+    CHECK_EQ(table.update(batch), size_t{0});
+    CHECK_EQ(table.lookup(batch, ids), size_t{0});
+  }
+  // So does an update that makes the rows resident by itself.
+  const std::vector<int64_t> others = range(0, 100);
+  const Batch other = table.batch_of(others);
+  CHECK(table.update(other) > 0);
+  CHECK_EQ(table.lookup(other, others), other.num_unique());
+  CHECK_EQ(table.update(other), size_t{0});
+}
+
+// A larger batch than the cache holds is read in pieces: compaction may move rows between them.
+TEST(lookup_of_a_batch_larger_than_the_cache_locates_later_pieces_again) {
+  CountedTable table;
+  const std::vector<int64_t> ids = range(0, kStored);
+  const Batch batch = table.batch_of(ids);
+  const size_t located = table.lookup(batch, ids);
+  CHECK(located > batch.num_unique() && located < 2 * batch.num_unique());
+}
+
+// Rows that are being read are waited for, and the look that found that out is the lookup's, too.
+TEST(lookup_of_a_batch_that_is_being_read_locates_each_row_once) {
+  CountedTable table;
+  const std::vector<int64_t> ids = range(0, 150);
+  const Batch batch = table.batch_of(ids);
+  table.vfs.hold(Op::kRead);
+  table.parts->prefetcher.stage(ids.data(), ids.size());
+  (void)table.directory->take_located();
+  CHECK(table.parts->state.lock.is_staging());
+  table.vfs.wait_until_waiting();
+  std::atomic<bool> is_over{false};
+  std::thread releases([&] {  // when the lookup waits for the rows
+    for (bool is_waited_for = false; !is_waited_for && !is_over;) {
+      const auto guard = table.parts->state.lock.work();
+      is_waited_for = table.parts->state.lock.is_waited_for();
+    }
+    table.vfs.release();
+  });
+  const uint64_t misses = table.parts->state.store->stats().misses;
+  size_t located = 0;
+  try {
+    located = table.lookup(batch, ids);
+  } catch (...) {
+    is_over = true;
+    releases.join();
+    throw;
+  }
+  is_over = true;
+  releases.join();
+  CHECK_EQ(located, batch.num_unique());
+  CHECK(table.parts->state.store->stats().misses > misses + 50);  // counted when the batch was read
+}
