@@ -1,13 +1,16 @@
 // A filesystem whose reads, writes or syncs wait while they are held, so that a test says how long work is under way.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
+#include "state/table_lock.h"
 #include "tests/check.h"
 #include "tests/sandbox.h"
 
@@ -106,6 +109,29 @@ class GatedVfs final : public FaultVfs {
   }
 
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
+};
+
+// Releases the operations when a call waits for rows that are being read, or at the end of this.
+class ReleaseWhenWaitedFor {
+ public:
+  ReleaseWhenWaitedFor(GatedVfs& vfs, TableLock& lock)
+      : thread_([this, &vfs, &lock] {
+          for (bool is_waited_for = false; !is_waited_for && !is_over_;) {
+            const auto guard = lock.work();
+            is_waited_for = lock.is_waited_for();
+          }
+          vfs.release();
+        }) {}
+  ~ReleaseWhenWaitedFor() {
+    is_over_ = true;
+    thread_.join();
+  }
+  ReleaseWhenWaitedFor(const ReleaseWhenWaitedFor&) = delete;
+  ReleaseWhenWaitedFor& operator=(const ReleaseWhenWaitedFor&) = delete;
+
+ private:
+  std::atomic<bool> is_over_{false};
+  std::thread thread_;  // uses the above
 };
 
 }  // namespace bunkbed::test

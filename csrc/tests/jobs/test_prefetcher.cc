@@ -6,7 +6,10 @@
 #include "base/workers.h"
 #include "table/table.h"
 #include "tests/check.h"
+#include "tests/gated.h"
 #include "tests/model.h"
+#include "tests/parts.h"
+#include "tests/sample.h"
 #include "tests/sandbox.h"
 
 namespace bunkbed {
@@ -214,6 +217,256 @@ TEST(table_staging_from_another_thread) {
     stager.join();
   }
   std::system(("rm -rf " + path).c_str());
+}
+
+// ---- The prefetcher by itself
+
+namespace {
+
+using namespace test;
+
+constexpr int64_t kStored = 2000;
+
+// A table whose rows are all in the log, and none in RAM. Each has the value 1.
+struct OnDisk {
+  explicit OnDisk(size_t more_ram = 200u << 10) {
+    const TableSpec spec = spec_of(kStored);
+    const OpenOptions options = TableParts::with_ram(minimum_ram(spec, kStored, true) + more_ram);
+    table = new_parts(vfs, sandbox / "t", spec, options);
+    table->add_one(range(0, kStored));
+    table->committer.commit(std::nullopt, "");
+    table.reset();
+    table = std::make_unique<TableParts>(vfs, sandbox / "t", spec, options);
+  }
+  Prefetcher& prefetcher() { return table->prefetcher; }
+  uint32_t expect(const std::vector<int64_t>& ids, uint32_t most = 8) {
+    return prefetcher().expect(ids.data(), ids.size(), most);
+  }
+  void stage(const std::vector<int64_t>& ids) { prefetcher().stage(ids.data(), ids.size()); }
+  // How many of these rows are being read, and how many have frames.
+  size_t num_loading(const std::vector<int64_t>& ids) { return count(ids, true); }
+  size_t num_resident(const std::vector<int64_t>& ids) { return count(ids, false); }
+  // Waits until everything is read.
+  void settle() {
+    auto guard = table->state.lock.work();
+    table->state.lock.settle(guard);
+  }
+
+  const Sandbox sandbox;
+  GatedVfs vfs;
+  std::unique_ptr<TableParts> table;
+  const GatedVfs::Release release{vfs};  // before the table ends
+
+ private:
+  size_t count(const std::vector<int64_t>& ids, bool is_loading) {
+    const auto guard = table->state.lock.work();
+    const Store& store = *table->state.store;
+    return static_cast<size_t>(std::count_if(ids.begin(), ids.end(), [&](int64_t id) {
+      const Entry entry = table->state.store->directory().find(id);
+      return is_frame(entry) && (!is_loading || store.is_loading(frame_of(entry)));
+    }));
+  }
+};
+
+}  // namespace
+
+TEST(prefetcher_plans_nothing_where_every_row_is_in_ram) {
+  const std::vector<int64_t> ids = range(0, 10);
+  TableParts in_ram(spec_of(kStored));
+  in_ram.add_one(ids);
+  CHECK_EQ(in_ram.prefetcher.expect(ids.data(), ids.size(), 8), kNoUse);
+  in_ram.prefetcher.stage(ids.data(), ids.size());
+  in_ram.prefetcher.advance(kNoUse, kNoUse, 2);
+  CHECK_EQ(in_ram.state.counts.staged_rows, uint64_t{0});
+  OnDisk rows(8u << 20);
+  CHECK(rows.expect(ids) != kNoUse);
+  std::vector<float> values(kStored * 16);
+  const std::vector<int64_t> all = range(0, kStored);
+  rows.table->reader.lookup(all.data(), all.size(), true, values.data());
+  CHECK_EQ(rows.expect(ids), kNoUse);
+}
+
+TEST(prefetcher_refuses_bad_ids_and_a_closed_table) {
+  OnDisk rows;
+  CHECK_THROWS(rows.stage({1, kStored}), ErrorKind::kIndex, "id 2000 at position 1");
+  CHECK_THROWS(rows.expect({0, 1, -7}), ErrorKind::kIndex, "id -7 at position 2");
+  // Also behind the ids that fit the scratch, which alone are looked at.
+  std::vector<int64_t> many(rows.table->state.piece_ids() + 10, 3);
+  many.back() = -1;
+  CHECK_THROWS(rows.stage(many), ErrorKind::kIndex, "id -1 at position " + std::to_string(many.size() - 1));
+  CHECK_THROWS(rows.expect(many), ErrorKind::kIndex, "id -1 at position " + std::to_string(many.size() - 1));
+  CHECK_EQ(rows.table->state.store->window().next_batch(), 1u);
+  rows.table->state.is_closed = true;
+  CHECK_THROWS(rows.expect({1}), ErrorKind::kClosed, "is closed");
+  CHECK_THROWS(rows.stage({1}), ErrorKind::kClosed, "is closed");
+  CHECK_THROWS(rows.prefetcher().advance(kNoUse, kNoUse, 1), ErrorKind::kClosed, "is closed");
+  rows.prefetcher().forget(1);  // no harm, also without a store
+  rows.table->state.is_closed = false;
+}
+
+TEST(prefetcher_window_takes_so_many_batches) {
+  OnDisk rows;
+  CHECK_EQ(rows.expect(range(0, 50), 3), 1u);
+  CHECK_EQ(rows.expect(range(50, 100), 3), 2u);
+  CHECK_EQ(rows.expect(range(100, 150), 3), 3u);
+  CHECK_EQ(rows.expect(range(150, 200), 3), Prefetcher::kWindowFull);
+  CHECK_EQ(rows.expect(range(150, 200), 4), 4u);
+  rows.prefetcher().advance(1, 2, 1);  // the first is over
+  CHECK_EQ(rows.expect(range(200, 250), 4), 5u);
+  CHECK_EQ(rows.expect(range(250, 300), 4), Prefetcher::kWindowFull);
+  rows.prefetcher().forget(2);
+  CHECK_EQ(rows.expect(range(250, 300), 4), 6u);
+  rows.settle();
+}
+
+// `depth` batches behind the one that begins, and no other.
+TEST(prefetcher_stages_the_batches_ahead) {
+  for (const uint32_t depth : {1u, 2u, 3u}) {
+    OnDisk rows;
+    for (int64_t batch = 0; batch < 5; ++batch) (void)rows.expect(range(100 * batch, 100 * batch + 50));
+    rows.vfs.hold(Op::kRead);
+    rows.prefetcher().advance(kNoUse, 1, depth);
+    CHECK_EQ(rows.prefetcher().depth(), depth);
+    for (int64_t batch = 0; batch < 5; ++batch) {
+      const bool is_ahead = batch >= 1 && batch <= int64_t{depth};
+      CHECK_EQ(rows.num_loading(range(100 * batch, 100 * batch + 50)), is_ahead ? size_t{50} : size_t{0});
+    }
+    CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{50} * depth);
+    rows.prefetcher().advance(kNoUse, 1, depth);  // they are on their way
+    CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{50} * depth);
+    rows.vfs.release();
+    rows.settle();
+    CHECK_EQ(rows.num_loading(range(0, 500)), size_t{0});
+    CHECK_EQ(rows.num_resident(range(0, 500)), size_t{50} * depth);
+    for (const int64_t row : {int64_t{100}, int64_t{149}, int64_t{0}}) CHECK_EQ(rows.table->value(row), 1.0f);
+  }
+}
+
+// Without a depth it follows from measured times, of which a first step has none.
+TEST(prefetcher_chooses_a_depth_of_two_to_four) {
+  OnDisk rows;
+  for (int64_t batch = 0; batch < 8; ++batch) (void)rows.expect(range(100 * batch, 100 * batch + 50), 16);
+  rows.prefetcher().advance(kNoUse, 1, 0);
+  CHECK_EQ(rows.prefetcher().depth(), 2u);
+  for (uint32_t batch = 2; batch < 8; ++batch) {
+    rows.settle();
+    rows.prefetcher().advance(batch - 1, batch, 0);
+    CHECK(rows.prefetcher().depth() >= 2 && rows.prefetcher().depth() <= 4);
+  }
+  rows.settle();
+}
+
+// A call that waits for rows comes first: the next advance() goes on with what was left.
+TEST(prefetcher_stages_no_more_while_a_call_waits_for_rows) {
+  OnDisk rows;
+  for (int64_t batch = 0; batch < 3; ++batch) (void)rows.expect(range(100 * batch, 100 * batch + 50));
+  {
+    std::unique_ptr<TableLock::WaitsForRows> waits;
+    {
+      const auto guard = rows.table->state.lock.work();
+      waits = std::make_unique<TableLock::WaitsForRows>(&rows.table->state.lock);
+    }
+    rows.prefetcher().advance(kNoUse, 1, 2);
+    CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{0});
+    const auto guard = rows.table->state.lock.work();
+    waits.reset();
+  }
+  rows.prefetcher().advance(kNoUse, 1, 2);
+  CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{100});
+  rows.settle();
+}
+
+TEST(prefetcher_waits_for_rows_that_are_being_read_and_for_no_others) {
+  for (const bool as_batch : {false, true}) {
+    OnDisk rows;
+    TableState& state = rows.table->state;
+    const std::vector<int64_t> ids = range(0, 100), others = range(500, 600);
+    Batch batch, other;
+    state.assign_checked(&batch, ids.data(), ids.size());
+    state.assign_checked(&other, others.data(), others.size());
+    auto guard = state.lock.work();
+    const auto waits = [&](const std::vector<int64_t>& rows_of, const Batch& batch_of) {
+      return as_batch ? rows.prefetcher().wait_for_rows(guard, batch_of)
+                      : rows.prefetcher().wait_for_rows(guard, rows_of.data(), rows_of.size());
+    };
+    CHECK(!waits(ids, batch));
+    CHECK(batch.placement().frames.empty());  // nothing is being read: nothing was looked for
+    guard.unlock();
+    rows.vfs.hold(Op::kRead);
+    rows.stage(range(1000, 1100));  // a batch that ends before
+    rows.stage(ids);
+    rows.vfs.wait_until_waiting();
+    guard = state.lock.work();
+    CHECK(!waits(others, other));
+    CHECK(state.lock.is_staging());
+    CHECK_EQ(other.placement().frames.size(), as_batch ? others.size() : size_t{0});
+    CHECK(state.counts.stall_s == 0.0);
+    const ReleaseWhenWaitedFor releases(rows.vfs, state.lock);
+    CHECK(waits(ids, batch));
+    CHECK(!state.lock.is_waited_for() && state.counts.stall_s > 0.0);
+    for (const int64_t id : ids) {
+      const Entry entry = state.store->directory().find(id);
+      CHECK(is_frame(entry) && !state.store->is_loading(frame_of(entry)));
+    }
+    CHECK(!as_batch || state.store->is_placed(batch));
+    CHECK(!waits(ids, batch));
+    guard.unlock();
+    rows.settle();
+  }
+}
+
+TEST(prefetcher_waits_no_longer_than_until_the_table_closes) {
+  OnDisk rows;
+  TableState& state = rows.table->state;
+  const std::vector<int64_t> ids = range(0, 100);
+  rows.vfs.hold(Op::kRead);
+  rows.stage(ids);
+  {
+    auto guard = state.lock.work();
+    const ReleaseWhenWaitedFor releases(rows.vfs, state.lock);
+    state.is_closed = true;
+    CHECK_THROWS(rows.prefetcher().wait_for_rows(guard, ids.data(), ids.size()), ErrorKind::kClosed, "is closed");
+    guard.unlock();
+  }
+  state.is_closed = false;
+  rows.settle();
+}
+
+// A failed read leaves the rows where they were. The lookup that wants one reads it again, and has the error.
+TEST(prefetcher_whose_reads_fail_changes_nothing) {
+  OnDisk rows;
+  rows.vfs.fail_all(Op::kRead, EIO);
+  rows.stage(range(0, 100));
+  rows.settle();
+  CHECK_EQ(rows.num_resident(range(0, 100)), size_t{0});
+  CHECK_THROWS((void)rows.table->value(5), ErrorKind::kSystem, "injected");
+  rows.vfs.heal();
+  CHECK_EQ(rows.table->value(5), 1.0f);
+  rows.stage(range(0, 100));
+  rows.settle();
+  CHECK_EQ(rows.num_resident(range(0, 100)), size_t{100});
+}
+
+// Both forget the queue, which lays out its memory again. reset() forgets how far the window was staged, too.
+TEST(prefetcher_goes_on_after_a_reset) {
+  OnDisk rows;
+  for (int64_t batch = 0; batch < 4; ++batch) (void)rows.expect(range(100 * batch, 100 * batch + 50));
+  rows.prefetcher().advance(kNoUse, 1, 1);
+  CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{50});
+  const auto reset = [&](void (Prefetcher::*way)()) {
+    const auto guard = rows.table->state.lock.exclusive();
+    (rows.prefetcher().*way)();
+  };
+  reset(&Prefetcher::reset_queue);
+  CHECK_EQ(rows.prefetcher().depth(), 1u);
+  rows.prefetcher().advance(1, 2, 1);
+  CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{100});
+  reset(&Prefetcher::reset);
+  CHECK_EQ(rows.prefetcher().depth(), 0u);
+  rows.prefetcher().advance(2, 3, 1);
+  CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{150});
+  rows.settle();
+  CHECK_EQ(rows.num_resident(range(0, 400)), size_t{150});
 }
 
 }  // namespace bunkbed

@@ -2,9 +2,7 @@
 #include "table/row_reader.h"
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "tests/check.h"
@@ -137,25 +135,8 @@ TEST(lookup_of_a_batch_that_is_being_read_locates_each_row_once) {
   (void)table.directory->take_located();
   CHECK(table.parts->state.lock.is_staging());
   table.vfs.wait_until_waiting();
-  std::atomic<bool> is_over{false};
-  std::thread releases([&] {  // when the lookup waits for the rows
-    for (bool is_waited_for = false; !is_waited_for && !is_over;) {
-      const auto guard = table.parts->state.lock.work();
-      is_waited_for = table.parts->state.lock.is_waited_for();
-    }
-    table.vfs.release();
-  });
   const uint64_t misses = table.parts->state.store->stats().misses;
-  size_t located = 0;
-  try {
-    located = table.lookup(batch, ids);
-  } catch (...) {
-    is_over = true;
-    releases.join();
-    throw;
-  }
-  is_over = true;
-  releases.join();
-  CHECK_EQ(located, batch.num_unique());
+  const ReleaseWhenWaitedFor releases(table.vfs, table.parts->state.lock);
+  CHECK_EQ(table.lookup(batch, ids), batch.num_unique());
   CHECK(table.parts->state.store->stats().misses > misses + 50);  // counted when the batch was read
 }
