@@ -67,7 +67,7 @@ class GatedVfs final : public FaultVfs {
     }
     void wait_until_waiting(size_t operations) {
       std::unique_lock lock(mutex_);
-      if (changed_.wait_for(lock, std::chrono::minutes(2), [&] { return waiting_ >= operations; })) return;
+      if (changed_.wait_for(lock, std::chrono::minutes(1), [&] { return waiting_ >= operations; })) return;
       fail(__FILE__, __LINE__, "no operation came to the gate");
     }
 

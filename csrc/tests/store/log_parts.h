@@ -22,13 +22,6 @@
 
 namespace bunkbed::test {
 
-// The compactor leaves no dead bytes alone while this lives.
-struct NoCompactionSlack {
-  NoCompactionSlack() { compaction_slack_bytes = 0; }
-  ~NoCompactionSlack() { compaction_slack_bytes = before; }
-  const uint64_t before = compaction_slack_bytes;
-};
-
 class LogParts {
  public:
   static constexpr size_t kPayload = 56;    // records of 64 bytes on disk

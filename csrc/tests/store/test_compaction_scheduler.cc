@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tests/check.h"
+#include "tests/no_compaction_slack.h"
 #include "tests/store/log_parts.h"
 
 using namespace bunkbed;
