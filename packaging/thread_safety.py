@@ -33,7 +33,8 @@ def headers_of_the_compiler() -> str:
 # Without the group "precise": each part of a table names its lock through a reference of its own.
 def violations(path: Path, headers: str, stubs: Path) -> list[str]:
     """What the analysis, or the parser, says of one file."""
-    arguments = ["-x", "c++", "-std=c++20", f"-I{ROOT / 'csrc'}", "-Wthread-safety-analysis", "-Wthread-safety-attributes"]
+    arguments = ["-x", "c++", "-std=c++20", f"-I{ROOT / 'csrc'}"]
+    arguments += ["-Wthread-safety-analysis", "-Wthread-safety-attributes"]
     arguments += ["-isystem", str(stubs), "-isystem", headers]
     unit = clang.cindex.Index.create().parse(str(path), args=arguments)
     return [str(found) for found in unit.diagnostics if found.severity >= clang.cindex.Diagnostic.Warning]

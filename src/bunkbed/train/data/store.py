@@ -91,7 +91,7 @@ def open_dataset(folder: PathLike) -> Dataset:
 
 
 @contextmanager
-def _description(root: Path) -> Iterator[dict[str, Any]]:
+def _description(root: Path) -> Iterator[Json]:
     """Read the description of a dataset; convert errors of reading it and the other files."""
     import pyarrow as pa
 

@@ -1,6 +1,6 @@
 """Reading and splitting interactions, in memory and streamed: seconds, processor seconds and peak memory.
 
-    python -m benchmarks.train_data
+    python -m benchmarks.cases.training.train_data
 
 Reads MovieLens-1M (gzip, from `--data`) and a generated CSV file of 5M rows of 500,000 users and 100,000 items, plain
 and with every id quoted. Each measurement is a process of its own; the modules are imported before it starts. The
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import common
+from benchmarks.harness import common
 from bunkbed.core.budget import parse_bytes
 
 MOVIELENS = "ncf-ml1m/train.tsv.gz"
@@ -96,7 +96,15 @@ def main(arguments: list[str] | None = None) -> None:
         for _ in range(rounds):
             for file in files:
                 for path in ("memory", "streamed"):
-                    argv = ["-m", "benchmarks.train_data", "--ram", settings.ram, "--child", str(file), path]
+                    argv = [
+                        "-m",
+                        "benchmarks.cases.training.train_data",
+                        "--ram",
+                        settings.ram,
+                        "--child",
+                        str(file),
+                        path,
+                    ]
                     done = subprocess.run([sys.executable, *argv], check=True, capture_output=True, text=True)
                     measured.setdefault((file, path), []).append(json.loads(done.stdout))
     for (file, path), turns in measured.items():

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "bunkbed"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "bunkbed"
 MOST_ANY = 400
 
 
