@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import bunkbed
 from bunkbed import _native
 from bunkbed.cli import main
 from bunkbed.cli.commands import train as train_command
+from bunkbed.cli.shared.train_options import OptimizerName, Ranking
 from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.option import option_of
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -142,8 +145,15 @@ def test_missing_packages_say_how_to_install(cli: Run, monkeypatch: pytest.Monke
 
 
 def test_every_field_is_an_option() -> None:
-    known = set(train_command.train.__annotations__)
-    assert {field.name for field in fields(TrainConfig)} <= known
+    known = inspect.signature(train_command.train).parameters
+    for field in fields(TrainConfig):
+        assert known[field.name].default == field.default
+
+
+def test_shared_choices_are_those_of_the_configuration() -> None:
+    choices = {field.name: option_of(field).choices for field in fields(TrainConfig)}
+    assert tuple(OptimizerName) == choices["optimizer"]
+    assert tuple(Ranking) == choices["ranking"]
 
 
 def test_defaults_are_those_of_the_configuration(cli: Run, started: list[dict[str, Any]]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from enum import StrEnum
+from inspect import Signature, signature
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,34 +29,13 @@ from bunkbed.cli.shared.console import (
     stdout,
 )
 from bunkbed.cli.shared.run_folder import choose_folder
-from bunkbed.cli.shared.train_options import (
-    DATA,
-    DEFAULTS,
-    DTYPE_DEFAULT,
-    JUDGING,
-    LEARNING,
-    LOSS_DEFAULT,
-    MEMORY,
-    MODEL,
-    MODEL_DEFAULT,
-    OPTIMIZER_DEFAULT,
-    RANKING_DEFAULT,
-    RUN,
-    SAMPLING_DEFAULT,
-    FileLayout,
-    Loss,
-    Model,
-    OptimizerName,
-    Ranking,
-    RowType,
-    Sampling,
-    option,
-)
+from bunkbed.cli.shared.train_options import DATA, FileLayout, option, parameters
 from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.train.output.events import EpochReport, Event, Outcome
 from bunkbed.train.output.progress import FREE_TO_CHANGE
 from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.option import RUN
 from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
 
 if TYPE_CHECKING:
@@ -93,107 +73,21 @@ def train(
         Path | None,
         option(DATA, "Rank each held-out item among these: lines of '(user,item) item ...'.", metavar="FILE"),
     ] = None,
-    model: Annotated[
-        Model,
-        option(
-            MODEL,
-            "Dot product (mf), weighted (gmf), gmf and a perceptron (neumf), or a perceptron per side (two-tower).",
-        ),
-    ] = MODEL_DEFAULT,
-    layers: Annotated[
-        str, option(MODEL, "Widths of the hidden layers of a perceptron; default: chosen by --dim.", metavar="N,N")
-    ] = DEFAULTS.layers,
-    dim: Annotated[int, option(MODEL, "Numbers per row.")] = DEFAULTS.dim,
-    bias: Annotated[bool, option(MODEL, "Learn an item bias.", "--bias/--no-bias")] = DEFAULTS.bias,
-    init_std: Annotated[float, option(MODEL, "Standard deviation of the initial rows.")] = DEFAULTS.init_std,
-    loss: Annotated[
-        Loss, option(LEARNING, "Minimise a pairwise (bpr), pointwise (bce) or sampled softmax loss.")
-    ] = LOSS_DEFAULT,
-    optimizer: Annotated[OptimizerName, option(LEARNING, "Optimizer of the tables.")] = OPTIMIZER_DEFAULT,
-    dtype: Annotated[
-        RowType, option(MODEL, "Store weights in this type; 16 bits: with stochastic rounding and float32 sums.")
-    ] = DTYPE_DEFAULT,
-    lr: Annotated[float, option(LEARNING, "Learning rate.")] = DEFAULTS.lr,
-    lr_decay: Annotated[
-        float, option(LEARNING, "Multiply the learning rate by this after each epoch.")
-    ] = DEFAULTS.lr_decay,
-    l2: Annotated[float, option(LEARNING, "Weight of the L2 penalty on the rows of a batch.")] = DEFAULTS.l2,
-    epochs: Annotated[int, option(LEARNING, "Number of passes over the pairs.")] = DEFAULTS.epochs,
-    batch_size: Annotated[int, option(LEARNING, "Number of positive pairs per step.")] = DEFAULTS.batch_size,
-    negatives: Annotated[int, option(LEARNING, "Number of sampled negatives per pair.")] = DEFAULTS.negatives,
-    sampling: Annotated[
-        Sampling, option(LEARNING, "Sample negatives uniformly, or in proportion to their popularity.")
-    ] = SAMPLING_DEFAULT,
-    share_negatives: Annotated[
-        bool,
-        option(
-            LEARNING,
-            "Use the same negatives for all pairs of a step, which needs fewer rows.",
-            "--share-negatives/--no-share-negatives",
-        ),
-    ] = DEFAULTS.share_negatives,
-    hardness: Annotated[
-        float, option(LEARNING, "bpr: weight the negatives by softmax(hardness * score).")
-    ] = DEFAULTS.hardness,
-    reject_seen: Annotated[
-        bool, option(LEARNING, "Never sample items of the user as negatives.", "--reject-seen/--no-reject-seen")
-    ] = DEFAULTS.reject_seen,
-    seed: Annotated[int, option(LEARNING, "Seed of initial rows, order and negatives.")] = DEFAULTS.seed,
-    ram: Annotated[str, option(MEMORY, "RAM budget of all tables together.", metavar="BYTES")] = str(DEFAULTS.ram),
-    stream: Annotated[
-        bool,
-        option(
-            MEMORY,
-            "Keep the interactions on disk, if RAM is too small for them; uses a quarter of --ram to sort them.",
-            "--stream/--no-stream",
-        ),
-    ] = DEFAULTS.stream,
-    device: Annotated[str, option(MEMORY, "Compute the model on this device: cpu, cuda, cuda:1.")] = DEFAULTS.device,
-    device_cache: Annotated[
-        str | None,
-        option(MEMORY, "Keep hot rows of all tables in so much device memory; 0: none.", metavar="BYTES"),
-    ] = None,
-    lookahead: Annotated[
-        int | None, option(MEMORY, "Prefetch this many batches from disk; 0: none; default: chosen by measured times.")
-    ] = DEFAULTS.lookahead,
-    window: Annotated[
-        int | None, option(MEMORY, "Rank eviction by the ids of this many coming batches; default: up to 32.")
-    ] = DEFAULTS.window,
-    threads: Annotated[int, option(MEMORY, "Number of compute threads; 0: one per core.")] = DEFAULTS.threads,
-    valid: Annotated[
-        str,
-        option(JUDGING, "Hold out for validation: a 'random' or the 'last' pair of each user, a share, or 'none'."),
-    ] = DEFAULTS.valid,
-    ranking: Annotated[Ranking, option(JUDGING, "Rank all items, or sampled ones.")] = RANKING_DEFAULT,
-    eval_negatives: Annotated[
-        int, option(JUDGING, "Number of items sampled for each held-out one.")
-    ] = DEFAULTS.eval_negatives,
-    eval_every: Annotated[int, option(JUDGING, "Evaluate after every this many epochs.")] = DEFAULTS.eval_every,
-    eval_users: Annotated[int, option(JUDGING, "Evaluate this many users; 0: all.")] = DEFAULTS.eval_users,
-    ks: Annotated[str, option(JUDGING, "Cut-offs of the metrics.", metavar="K,K")] = DEFAULTS.ks,
-    metric: Annotated[
-        str, option(JUDGING, "Choose the best epoch by hr@k, ndcg@k, recall@k or mrr.")
-    ] = DEFAULTS.metric,
-    patience: Annotated[
-        int, option(JUDGING, "Stop after this many evaluations without improvement; 0: never.")
-    ] = DEFAULTS.patience,
     out: Annotated[Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")] = None,
     resume: Annotated[Path | None, option(RUN, "Continue a run from its last commit.", metavar="RUN")] = None,
-    commit_every: Annotated[int, option(RUN, "Commit after every this many epochs.")] = DEFAULTS.commit_every,
     tensorboard: Annotated[
         bool, option(RUN, "Also write scalars for TensorBoard to the run's folder.", "--tensorboard")
     ] = False,
     config: ConfigOption = None,
     json: JsonOption = False,
+    **configured: object,
 ) -> int:
     """Train a recommender on interactions, on tables larger than RAM.
 
     Ctrl-C, and SIGTERM, finishes the step and commits (exit code 130); --resume goes on, and ends with the bits of a
     run never stopped.
     """
-    # The parameters of this function have the names of the configuration's fields.
-    values = {name: _plain(value) for name, value in context.params.items()}
-    options = {field.name: values[field.name] for field in fields(TrainConfig) if field.name in values}
+    options = {name: _plain(value) for name, value in configured.items()}
     if (file is None) == (resume is None):
         raise UsageProblem(
             "give either FILE or --resume RUN, not both" if file else "give a FILE of interactions, or --resume RUN"
@@ -221,6 +115,16 @@ def train(
         "test_negatives": test_negatives,
     }
     return _start(file, reading, out, new_config, console, as_json=json, tensorboard=tensorboard)
+
+
+def _with_configured(command: Callable[..., int]) -> None:
+    """Put an option for each field of `TrainConfig` between the options of the data and those of the run."""
+    own = [each for each in signature(command, eval_str=True).parameters.values() if each.name != "configured"]
+    at = next(index for index, each in enumerate(own) if each.name == "out")
+    command.__signature__ = Signature([*own[:at], *parameters(), *own[at:]])  # type: ignore[attr-defined]
+
+
+_with_configured(train)
 
 
 def _start(

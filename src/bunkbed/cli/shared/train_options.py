@@ -1,26 +1,20 @@
-"""Helpers and choices for the options of ``bunkbed train``.
-
-Every field of `TrainConfig` has an option; a test compares the fields with the options.
-"""
+"""The options of ``bunkbed train``, made from the fields of `TrainConfig`; and what other commands share with them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import Field, fields
 from enum import StrEnum
-from typing import Any
+from inspect import Parameter
+from typing import Annotated, Any, cast
 
 import typer
 
 from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.option import option_of
 
 DEFAULTS = TrainConfig()
-DATA, MODEL, LEARNING, MEMORY, JUDGING, RUN = (
-    "Data",
-    "Model",
-    "Learning",
-    "Memory and speed",
-    "Evaluation",
-    "Run",
-)
+DATA = "Data"
 
 
 def option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -28,28 +22,25 @@ def option(panel: str, text: str, *names: str, metavar: str | None = None) -> An
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
 
 
-class Model(StrEnum):
-    """Recommender models."""
-
-    mf = "mf"
-    gmf = "gmf"
-    neumf = "neumf"
-    two_tower = "two-tower"
+def chosen(made: Field[Any]) -> type[StrEnum]:
+    """Return the choices of a field of the configuration, as Typer wants them."""
+    name = "".join(word.capitalize() for word in made.name.split("_"))
+    words = [(word.replace("-", "_"), word) for word in option_of(made).choices]
+    return cast(type[StrEnum], StrEnum(name, words))
 
 
-class Loss(StrEnum):
-    """Losses on sampled negatives."""
-
-    bpr = "bpr"
-    bce = "bce"
-    softmax = "softmax"
-
-
-class Sampling(StrEnum):
-    """Distributions of sampled negatives."""
-
-    uniform = "uniform"
-    popularity = "popularity"
+def parameters() -> Iterator[Parameter]:
+    """Yield the option of each field of `TrainConfig` as a keyword parameter."""
+    for made in fields(TrainConfig):
+        offered = option_of(made)
+        kind: Any = chosen(made) if offered.choices else str if isinstance(made.default, str) else type(made.default)
+        if made.default is None:
+            kind = (int if offered.least is not None else str) | None
+        dashed = made.name.replace("_", "-")
+        names = (f"--{dashed}/--no-{dashed}",) if kind is bool else ()
+        default = kind(made.default) if offered.choices else made.default
+        shown = option(offered.panel, offered.help, *names, metavar=offered.metavar)
+        yield Parameter(made.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
 
 
 class OptimizerName(StrEnum):
@@ -59,14 +50,6 @@ class OptimizerName(StrEnum):
     adagrad = "adagrad"
     rowwise_adagrad = "rowwise_adagrad"
     sgd = "sgd"
-
-
-class RowType(StrEnum):
-    """Types of stored weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 class Ranking(StrEnum):
@@ -84,9 +67,4 @@ class FileLayout(StrEnum):
     adjacency = "adjacency"
 
 
-MODEL_DEFAULT = Model(DEFAULTS.model)
-LOSS_DEFAULT = Loss(DEFAULTS.loss)
-SAMPLING_DEFAULT = Sampling(DEFAULTS.sampling)
 OPTIMIZER_DEFAULT = OptimizerName(DEFAULTS.optimizer)
-DTYPE_DEFAULT = RowType(DEFAULTS.dtype)
-RANKING_DEFAULT = Ranking(DEFAULTS.ranking)

@@ -11,6 +11,7 @@ from typing import Any
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
 from bunkbed.core.types import Json
+from bunkbed.train.settings.option import EVALUATION, LEARNING, MEMORY, MODEL, RUN, Option, option, option_of
 
 __all__ = ["OPTIMIZERS", "TrainConfig"]
 
@@ -21,40 +22,6 @@ OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
     "sgd": SGD,
 }
 
-# Option -> its valid words.
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "model": ("mf", "gmf", "neumf", "two-tower"),
-    "loss": ("bpr", "bce", "softmax"),
-    "sampling": ("uniform", "popularity"),
-    "optimizer": tuple(OPTIMIZERS),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "ranking": ("full", "sampled"),
-}
-# Option -> its smallest whole number.
-_AT_LEAST: dict[str, int] = {
-    "dim": 1,
-    "epochs": 1,
-    "batch_size": 1,
-    "negatives": 1,
-    "patience": 0,
-    "eval_negatives": 1,
-    "eval_every": 1,
-    "eval_users": 0,
-    "commit_every": 1,
-    "seed": 0,
-    "threads": 0,
-}
-# Option -> (smallest, largest) whole number; with None the trainer chooses.
-_MAY_CHOOSE: dict[str, tuple[int, int]] = {"lookahead": (0, 64), "window": (1, 64)}
-# Option -> (lower bound, is the bound itself valid).
-_NUMBERS: dict[str, tuple[float, bool]] = {
-    "lr": (0.0, False),
-    "lr_decay": (0.0, False),
-    "l2": (0.0, True),
-    "hardness": (0.0, True),
-    "init_std": (0.0, False),
-}
-_FLAGS = ("bias", "reject_seen", "share_negatives", "stream")
 # With streaming, 1 / _DATA_SHARE of the budget is for sorting, the rest for the tables.
 _DATA_SHARE = 4
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
@@ -146,64 +113,93 @@ class TrainConfig:
     64
     """
 
-    model: str = "mf"
-    layers: str = ""
-    loss: str = "bpr"
-    dim: int = 64
-    ram: str | int = "1GiB"
-    stream: bool = False
-    optimizer: str = "adam"
-    dtype: str = "float32"
-    lr: float = 1e-3
-    lr_decay: float = 1.0
-    l2: float = 0.0
-    bias: bool = False
-    epochs: int = 20
-    batch_size: int = 4096
-    negatives: int = 4
-    sampling: str = "uniform"
-    share_negatives: bool = False
-    hardness: float = 0.0
-    reject_seen: bool = True
-    valid: str = "random"
-    patience: int = 0
-    metric: str = "ndcg@10"
-    ks: str = "10,20"
-    ranking: str = "full"
-    eval_negatives: int = 99
-    eval_every: int = 1
-    eval_users: int = 0
-    commit_every: int = 1
-    init_std: float = 0.05
-    seed: int = 0
-    device: str = "cpu"
-    device_cache: str | int | None = None
-    lookahead: int | None = None
-    window: int | None = None
-    threads: int = 0
+    model: str = option(
+        "mf",
+        MODEL,
+        "Dot product (mf), weighted (gmf), gmf and a perceptron (neumf), or a perceptron per side (two-tower).",
+        choices=("mf", "gmf", "neumf", "two-tower"),
+    )
+    layers: str = option(
+        "", MODEL, "Widths of the hidden layers of a perceptron; default: chosen by --dim.", metavar="N,N"
+    )
+    loss: str = option(
+        "bpr",
+        LEARNING,
+        "Minimise a pairwise (bpr), pointwise (bce) or sampled softmax loss.",
+        choices=("bpr", "bce", "softmax"),
+    )
+    dim: int = option(64, MODEL, "Numbers per row.", least=1)
+    ram: str | int = option("1GiB", MEMORY, "RAM budget of all tables together.", metavar="BYTES")
+    stream: bool = option(
+        False,
+        MEMORY,
+        "Keep the interactions on disk, if RAM is too small for them; uses a quarter of --ram to sort them.",
+    )
+    optimizer: str = option("adam", LEARNING, "Optimizer of the tables.", choices=tuple(OPTIMIZERS))
+    dtype: str = option(
+        "float32",
+        MODEL,
+        "Store weights in this type; 16 bits: with stochastic rounding and float32 sums.",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    lr: float = option(1e-3, LEARNING, "Learning rate.", above=0.0)
+    lr_decay: float = option(1.0, LEARNING, "Multiply the learning rate by this after each epoch.", above=0.0)
+    l2: float = option(0.0, LEARNING, "Weight of the L2 penalty on the rows of a batch.", above=0.0, least=0)
+    bias: bool = option(False, MODEL, "Learn an item bias.")
+    epochs: int = option(20, LEARNING, "Number of passes over the pairs.", least=1)
+    batch_size: int = option(4096, LEARNING, "Number of positive pairs per step.", least=1)
+    negatives: int = option(4, LEARNING, "Number of sampled negatives per pair.", least=1)
+    sampling: str = option(
+        "uniform",
+        LEARNING,
+        "Sample negatives uniformly, or in proportion to their popularity.",
+        choices=("uniform", "popularity"),
+    )
+    share_negatives: bool = option(
+        False, LEARNING, "Use the same negatives for all pairs of a step, which needs fewer rows."
+    )
+    hardness: float = option(
+        0.0, LEARNING, "bpr: weight the negatives by softmax(hardness * score).", above=0.0, least=0
+    )
+    reject_seen: bool = option(True, LEARNING, "Never sample items of the user as negatives.")
+    valid: str = option(
+        "random",
+        EVALUATION,
+        "Hold out for validation: a 'random' or the 'last' pair of each user, a share, or 'none'.",
+    )
+    patience: int = option(0, EVALUATION, "Stop after this many evaluations without improvement; 0: never.", least=0)
+    metric: str = option("ndcg@10", EVALUATION, "Choose the best epoch by hr@k, ndcg@k, recall@k or mrr.")
+    ks: str = option("10,20", EVALUATION, "Cut-offs of the metrics.", metavar="K,K")
+    ranking: str = option("full", EVALUATION, "Rank all items, or sampled ones.", choices=("full", "sampled"))
+    eval_negatives: int = option(99, EVALUATION, "Number of items sampled for each held-out one.", least=1)
+    eval_every: int = option(1, EVALUATION, "Evaluate after every this many epochs.", least=1)
+    eval_users: int = option(0, EVALUATION, "Evaluate this many users; 0: all.", least=0)
+    commit_every: int = option(1, RUN, "Commit after every this many epochs.", least=1)
+    init_std: float = option(0.05, MODEL, "Standard deviation of the initial rows.", above=0.0)
+    seed: int = option(0, LEARNING, "Seed of initial rows, order and negatives.", least=0)
+    device: str = option("cpu", MEMORY, "Compute the model on this device: cpu, cuda, cuda:1.")
+    device_cache: str | int | None = option(
+        None, MEMORY, "Keep hot rows of all tables in so much device memory; 0: none.", metavar="BYTES"
+    )
+    lookahead: int | None = option(
+        None,
+        MEMORY,
+        "Prefetch this many batches from disk; 0: none; default: chosen by measured times.",
+        least=0,
+        most=64,
+    )
+    window: int | None = option(
+        None,
+        MEMORY,
+        "Rank eviction by the ids of this many coming batches; default: up to 32.",
+        least=1,
+        most=64,
+    )
+    threads: int = option(0, MEMORY, "Number of compute threads; 0: one per core.", least=0)
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"option {name} must be one of {', '.join(allowed)}, got {value!r}")
-        for name, low in _AT_LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"option {name} must be a whole number, got {value!r}")
-            if value < low:
-                raise ValueError(f"option {name} must be at least {low}, got {value}")
-        for name, (lowest, highest) in _MAY_CHOOSE.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"option {name} must be a whole number, got {value!r}")
-            if value is not None and not lowest <= value <= highest:
-                raise ValueError(f"option {name} must be {lowest} to {highest}, got {value}")
-        for name, (low_number, inclusive) in _NUMBERS.items():
-            self._check_number(name, low_number, inclusive)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"option {name} must be true or false, got {getattr(self, name)!r}")
+        for each in fields(self):
+            self._check(each.name, each.default, option_of(each))
         if self.lr_decay > 1:
             raise ValueError(f"option lr_decay must be above 0 and at most 1, got {self.lr_decay}")
         if self.hardness and self.loss != "bpr":
@@ -229,6 +225,23 @@ class TrainConfig:
                 "option stream needs to know how many users an evaluation asks: "
                 "give eval_users, such as 10000, or valid none"
             )
+
+    def _check(self, name: str, default: object, offered: Option) -> None:
+        """Check the value of one option by itself."""
+        value = getattr(self, name)
+        if offered.choices and value not in offered.choices:
+            raise ValueError(f"option {name} must be one of {', '.join(offered.choices)}, got {value!r}")
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise TypeError(f"option {name} must be true or false, got {value!r}")
+        if offered.above is not None:
+            self._check_number(name, offered.above, offered.least is not None)
+        elif offered.least is not None and (value is not None or default is not None):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"option {name} must be a whole number, got {value!r}")
+            if offered.most is not None and not offered.least <= value <= offered.most:
+                raise ValueError(f"option {name} must be {offered.least} to {offered.most}, got {value}")
+            if value < offered.least:
+                raise ValueError(f"option {name} must be at least {offered.least}, got {value}")
 
     def _check_number(self, name: str, lowest: float, inclusive: bool) -> None:
         value = getattr(self, name)
