@@ -1,17 +1,26 @@
-// Index snapshots: a table opened with one equals the table that its segments alone give.
+// Directory checkpoints: a table that is opened with one is the table that its segments alone would give.
+#include "jobs/index_snapshots.h"
+
+#include <cerrno>
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
 #include <thread>
 
 #include "base/failpoints.h"
 #include "base/fault.h"
 #include "directory/checkpoint.h"
-#include "jobs/index_snapshots.h"
 #include "maintenance/check.h"
 #include "maintenance/repair.h"
 #include "tests/check.h"
+#include "tests/gated.h"
 #include "tests/model.h"
+#include "tests/parts.h"
 #include "tests/sample.h"
 #include "tests/sandbox.h"
+#include "tests/some_rows.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;
@@ -108,7 +117,10 @@ void reopens(const TableSpec& spec, int64_t range, uint64_t seed, bool in_line, 
       check_table_is(reader.get(), committed, when + ", a reader");
     }
   }
-  if (with_one <= 3 || spared <= 1000) fail(__FILE__, __LINE__, std::to_string(with_one) + " opened with one, " + std::to_string(spared) + " records spared");
+  if (with_one <= 3 || spared <= 1000) {
+    const std::string counts = std::to_string(with_one) + " opened with one, " + std::to_string(spared) + " records";
+    fail(__FILE__, __LINE__, counts + " spared");
+  }
 }
 
 std::string checkpoint_of(vfs::Vfs& vfs, const std::string& path) {
@@ -182,8 +194,8 @@ TEST(checkpoint_that_is_damaged) {
     vfs.remove(file);
     vfs.create_small(file)->write(bytes.data(), bytes.size(), 0);
   };
-  for (const size_t at : {size_t{0}, size_t{13}, size_t{40}, size_t{50}, size_t{4096}, size_t{4100}, size_t{4200}, good.size() - 1,
-                          good.size(), good.size() + 1}) {
+  for (const size_t at : {size_t{0}, size_t{13}, size_t{40}, size_t{50}, size_t{4096}, size_t{4100}, size_t{4200},
+                          good.size() - 1, good.size(), good.size() + 1}) {
     std::vector<std::byte> bad = good;
     if (at < good.size()) {
       bad[at] ^= std::byte{1};
@@ -193,7 +205,8 @@ TEST(checkpoint_that_is_damaged) {
     put(bad);
     const std::string what = "byte " + std::to_string(at);
     if (at == good.size() + 1) vfs.remove(file);
-    CHECK_THROWS(open_table(vfs, path, 4u << 20), ErrorKind::kCorruption, at == good.size() + 1 ? "is missing" : "check --repair");
+    CHECK_THROWS(open_table(vfs, path, 4u << 20), ErrorKind::kCorruption,
+                 at == good.size() + 1 ? "is missing" : "check --repair");
     const CheckedTable found = inspect_table(vfs, path);
     CHECK_EQ(found.problems.size(), size_t{1});
     CHECK_EQ(found.problems.at(0).kind, std::string("directory"));
@@ -231,4 +244,216 @@ TEST(checkpoint_newer_than_its_log) {
   }
   table.reset();
   CHECK_THROWS(open_table(vfs, path, 4u << 20), ErrorKind::kCorruption, "");
+}
+
+// ---- Index snapshots without commits
+
+namespace {
+
+constexpr int64_t kRows = 1000;
+
+// A table whose rows are all in the log, and committed by no index snapshot.
+struct Indexed {
+  explicit Indexed(bool belongs_to_run = false) {
+    TableSpec spec = whole_numbers(kRows, 8);
+    spec.belongs_to_run = belongs_to_run;
+    OpenOptions options = TableParts::with_ram(4u << 20);
+    options.through_run = belongs_to_run;
+    table = new_parts(vfs, sandbox / "t", spec, options);
+    table->add_one(range(0, kRows));
+    checkpoint_rows = kRows + 1;  // none yet
+    table->committer.commit(std::nullopt, "");
+    checkpoint_rows = 1;
+    CHECK(!table->index.ready().has_value());
+  }
+  IndexSnapshots& index() { return table->index; }
+  // Numbers of index files on disk.
+  std::set<uint64_t> files() {
+    std::set<uint64_t> numbers;
+    for (const std::string& name : vfs.list(sandbox / "t")) {
+      uint64_t number;
+      if (parse_name(name, "directory-", &number)) numbers.insert(number);
+    }
+    return numbers;
+  }
+  void collect() {
+    const auto guard = table->state.lock.exclusive();
+    table->collector.collect();
+  }
+
+  const SmallOnes small{true};
+  const Sandbox sandbox;
+  GatedVfs vfs;
+  std::unique_ptr<TableParts> table;
+  const GatedVfs::Release release{vfs};  // before the table ends
+};
+
+using Numbers = std::set<uint64_t>;
+
+}  // namespace
+
+TEST(index_snapshot_is_taken_when_due_and_named_by_the_next_commit) {
+  Indexed rows;
+  const uint64_t used = rows.table->state.store->disk().used_bytes();
+  checkpoint_rows = kRows + 1;
+  rows.index().consider();  // a table of few rows takes none
+  CHECK(!rows.index().ready().has_value() && rows.files().empty());
+  checkpoint_rows = kRows;
+  rows.index().consider();
+  CHECK(rows.index().ready().has_value());
+  const CheckpointEntry ready = *rows.index().ready();
+  CHECK(rows.files() == Numbers{ready.file});
+  CHECK(rows.index().numbers_in_use() == Numbers{ready.file});
+  CHECK_EQ(rows.index().next_number(), ready.file + 1);
+  CHECK_EQ(rows.table->state.store->disk().used_bytes(), used + ready.bytes);
+  rows.index().consider();  // one is ready
+  CHECK(rows.files() == Numbers{ready.file});
+  rows.collect();  // leaves it alone
+  CHECK(rows.files() == Numbers{ready.file});
+  rows.table->add_one({1});
+  rows.table->committer.commit(std::nullopt, "");
+  CHECK_EQ(rows.table->state.committed.checkpoints.at(0).file, ready.file);
+  CHECK(!rows.index().ready().has_value());
+  CHECK(rows.index().numbers_in_use() == Numbers{ready.file});
+  // Few records came since: no other is due.
+  rows.index().consider();
+  CHECK(!rows.index().ready().has_value());
+  rows.table->add_one(range(0, kRows));
+  rows.table->committer.commit(std::nullopt, "");  // takes another
+  CHECK(rows.index().ready().has_value());
+  CHECK(rows.index().numbers_in_use() == Numbers({ready.file, rows.index().ready()->file}));
+}
+
+// As many records as an eighth of the rows, where records are large.
+TEST(index_snapshot_is_due_by_the_records_to_replay) {
+  const SmallOnes small(true);
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const TableSpec spec = whole_numbers(kRows, 250);
+  const auto table = new_parts(vfs, sandbox / "t", spec, TableParts::with_ram(16u << 20));
+  table->add_one(range(0, kRows));
+  table->committer.commit(std::nullopt, "");
+  table->committer.commit("{\"names\":1}", "");
+  CHECK_EQ(table->state.committed.checkpoints.size(), size_t{1});
+  table->add_one(range(0, kRows / 8 - 1));
+  table->committer.commit(std::nullopt, "");
+  CHECK(!table->index.ready().has_value());
+  table->add_one({kRows - 1});
+  table->committer.commit(std::nullopt, "");
+  CHECK(table->index.ready().has_value());
+}
+
+TEST(index_snapshot_of_a_store_that_is_replaced_is_not_used) {
+  Indexed rows;
+  rows.index().consider();
+  CHECK(rows.index().ready().has_value());
+  {
+    const auto guard = rows.table->state.lock.exclusive();
+    rows.index().forget_store();
+  }
+  CHECK(!rows.index().ready().has_value());
+}
+
+// Also when it is being written, or has been written but for the last sync.
+TEST(index_snapshot_under_way_is_not_used_when_the_store_is_replaced) {
+  for (const Op op : {Op::kWrite, Op::kSync}) {
+    Indexed rows;
+    checkpoints_in_line = false;
+    rows.vfs.hold(op);
+    rows.index().consider();
+    rows.vfs.wait_until_waiting();
+    {
+      const auto guard = rows.table->state.lock.work();
+      CHECK(rows.index().numbers_in_use() == Numbers{1});
+      CHECK(rows.table->state.store->disk().used_bytes() > DiskBudget::index_snapshot_estimate(kRows));
+      rows.index().forget_store();
+    }
+    const uint64_t next = rows.index().next_number();
+    rows.index().consider();  // there is one at a time
+    CHECK_EQ(rows.index().next_number(), next);
+    rows.vfs.release();
+    rows.index().prepare_to_close(false);
+    CHECK(!rows.index().ready().has_value() && rows.index().numbers_in_use().empty());
+  }
+}
+
+TEST(index_snapshot_that_fails_costs_nothing_else) {
+  for (const Op op : {Op::kCreate, Op::kWrite, Op::kSync}) {
+    Indexed rows;
+    rows.vfs.fail_all(op, EIO);
+    rows.index().consider();
+    rows.vfs.heal();
+    CHECK(!rows.index().ready().has_value());
+    CHECK(rows.index().numbers_in_use().empty());
+    rows.table->add_one({1});
+    rows.index().consider();  // tries again
+    CHECK(rows.index().ready().has_value());
+    CHECK_EQ(rows.index().ready()->file, uint64_t{2});
+    rows.collect();
+    CHECK(rows.files() == Numbers{2});
+    CHECK_EQ(rows.table->value(1), 2.0f);
+  }
+}
+
+// Where the limit of the files has no room for it, none is taken.
+TEST(index_snapshot_is_not_taken_without_room_on_disk) {
+  Indexed rows;
+  DiskBudget& disk = rows.table->state.store->disk();
+  uint64_t limit = disk.used_bytes();
+  const auto has_room = [&] {
+    disk.set_limit(limit, 1, kRows);
+    return disk.has_bytes(DiskBudget::index_snapshot_estimate(kRows));
+  };
+  while (!has_room()) ++limit;
+  disk.set_limit(limit - 1, 1, kRows);
+  rows.index().consider();
+  CHECK(!rows.index().ready().has_value());
+  disk.set_limit(limit, 1, kRows);
+  rows.index().consider();
+  CHECK(rows.index().ready().has_value());
+}
+
+TEST(index_snapshot_is_taken_by_close_where_an_opening_would_be_slow) {
+  for (const bool may_take : {true, false}) {
+    Indexed rows;
+    checkpoint_rows = kRows / 20;  // ten times as many records are worth it
+    CHECK_EQ(rows.index().prepare_to_close(may_take), may_take);
+    CHECK_EQ(rows.index().ready().has_value(), may_take);
+    {
+      const auto guard = rows.table->state.lock.exclusive();
+      rows.index().forget_store();
+    }
+    const uint64_t next = rows.index().next_number();
+    rows.index().consider();  // the table is closing
+    CHECK_EQ(rows.index().next_number(), next);
+  }
+}
+
+TEST(index_snapshot_is_not_taken_by_close_where_it_is_not_worth_it) {
+  const auto check = [](const std::string& when, const std::function<void(Indexed*)>& change, bool of_run = false) {
+    Indexed rows(of_run);
+    checkpoint_rows = kRows / 20;
+    change(&rows);
+    if (rows.index().prepare_to_close(true)) fail(__FILE__, __LINE__, when);
+    CHECK(!rows.index().ready().has_value());
+  };
+  const auto state = [](const std::function<void(TableState*)>& change) {
+    return [change](Indexed* rows) { change(&rows->table->state); };
+  };
+  check("few records", [](Indexed*) { checkpoint_rows = kRows; });
+  check("changed rows", [](Indexed* rows) { rows->table->add_one({1}); });
+  check("another optimizer", state([](TableState* table) { table->spec.optimizer.lr = 0.5; }));
+  check("a snapshot is the newest commit", state([](TableState* table) { table->committed.keep = "kept"; }));
+  check("a copy", state([](TableState* table) { table->committed.writer_flags |= kWriterFlagCopy; }));
+  check("a reader", state([](TableState* table) { table->options.writable = false; }));
+  check("a broken table", state([](TableState* table) { table->broken = "half a step"; }));
+  check("a read-only table", state([](TableState* table) { table->read_only_reason = "a sync failed"; }));
+  check("rows on a device", [](Indexed* rows) {
+    const auto cache = std::make_shared<SomeRows>();
+    cache->held = {1};
+    rows->table->device.attach(cache, nullptr);
+  });
+  check("a commit under way", state([](TableState* table) { table->is_durable = false; }));
+  check("a closed table", state([](TableState* table) { table->is_closed = true; }));
+  check("a table of a run", [](Indexed*) {}, true);
 }
