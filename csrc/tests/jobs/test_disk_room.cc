@@ -1,10 +1,18 @@
-// The limit of a table's files (store/disk_budget.cc): it is never exceeded, and a table that fits is never refused.
+// The limit of what a table's files take (store/disk_budget.cc): never exceeded, and no table that fits is refused.
+#include "jobs/disk_room.h"
+
+#include <algorithm>
 #include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "tests/check.h"
 #include "tests/model.h"
+#include "tests/parts.h"
 #include "tests/sample.h"
 #include "tests/sandbox.h"
+#include "tests/some_rows.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;
@@ -293,4 +301,204 @@ TEST(disk_limit_holds_for_scratch_tables) {
   }
   CHECK(table->stats().compactions > 0);
   check_table_is(table.get(), trained.rows, "trained");
+}
+
+// ---- Room on disk without calls of a table
+
+namespace {
+
+OpenOptions limited(const TableSpec& spec, uint64_t disk_bytes, size_t more_ram = 0) {
+  OpenOptions options = TableParts::with_ram(little_ram(spec) + more_ram);
+  options.disk_bytes = disk_bytes;
+  return options;
+}
+
+// Bytes that the files may still take.
+uint64_t bytes_left(DiskBudget* disk) {
+  uint64_t left = disk->limit();
+  while (left > 0 && !disk->has_bytes(left)) --left;
+  return left;
+}
+
+}  // namespace
+
+TEST(disk_room_of_a_table_without_a_limit_is_always_there) {
+  TableParts table(spec_of());
+  const std::vector<int64_t> ids = range(0, kRows);
+  CHECK(table.disk.has_room_for(ids.data(), ids.size()));
+  CHECK(static_cast<bool>(table.disk.lock_for(ids.data(), ids.size())));
+  CHECK(static_cast<bool>(table.disk.lock_for_device_cache(size_t{1} << 40)));
+  table.disk.require_limit();
+  const MemoryPlan plan = table.state.store->plan();
+  CHECK_EQ(table.disk.within_limit(plan).fixed_bytes, plan.fixed_bytes);
+}
+
+// The lock comes with the checks of the call that it is for.
+TEST(disk_room_checks_the_call_that_asks_for_it) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const auto table = new_parts(vfs, sandbox / "t", spec_of(), limited(spec_of(), 16u << 20));
+  const std::vector<int64_t> ids{5, 6, kRows};
+  CHECK_THROWS((void)table->disk.lock_for(ids.data(), 3), ErrorKind::kIndex, "id 20000 at position 2");
+  CHECK_THROWS(table->disk.make_room(ids.data(), 3), ErrorKind::kIndex, "id 20000 at position 2");
+  table->state.read_only_reason = "a sync failed";
+  CHECK_THROWS((void)table->disk.lock_for(ids.data(), 2), ErrorKind::kReadOnly, "a sync failed");
+  CHECK_THROWS(table->disk.make_room(ids.data(), 2), ErrorKind::kReadOnly, "a sync failed");
+  CHECK_THROWS((void)table->disk.lock_for_device_cache(1), ErrorKind::kReadOnly, "a sync failed");
+  table->state.read_only_reason.clear();
+  CHECK(static_cast<bool>(table->disk.lock_for(ids.data(), 2)));
+}
+
+// A device cache may write back all its rows at once, but no more than the table can have.
+TEST(disk_room_for_a_device_cache_is_there_or_named) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const auto table = new_parts(vfs, sandbox / "t", spec_of(), limited(spec_of(), 10u << 20));
+  DiskBudget& disk = table->state.store->disk();
+  const uint64_t before = bytes_left(&disk);
+  {
+    const auto guard = table->disk.lock_for_device_cache(1000);
+  }
+  CHECK(bytes_left(&disk) < before - 1000 * kDim * sizeof(float));  // they count as admitted
+  disk.forget_admitted();
+  {
+    const auto guard = table->disk.lock_for_device_cache(size_t{1} << 40);  // of 20,000 rows
+  }
+  disk.forget_admitted();
+  disk.set_limit(5u << 20, 1, kRows);
+  CHECK_THROWS((void)table->disk.lock_for_device_cache(kRows), ErrorKind::kSystem,
+               "no room for the 20000 rows of a device cache within disk=5242880; make the cache smaller");
+  CHECK_EQ(bytes_left(&disk), before - (5u << 20));  // nothing is admitted
+  const auto guard = table->state.lock.exclusive();  // and the lock is free
+}
+
+// Rows of the device cache have room reserved: a change of other rows must leave it.
+TEST(disk_room_leaves_what_is_reserved_for_the_device_cache) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const auto table = new_parts(vfs, sandbox / "t", spec_of(), limited(spec_of(), 10u << 20));
+  const std::vector<int64_t> ids = range(0, 8000);
+  CHECK(table->disk.has_room_for(ids.data(), ids.size()));
+  table->state.store->disk().forget_admitted();
+  const auto cache = std::make_shared<SomeRows>();
+  cache->most = 15'000;
+  table->device.attach(cache, nullptr);
+  const std::string stored = "those of its device cache included, are more than its limit of disk=10485760 bytes";
+  CHECK_THROWS((void)table->disk.has_room_for(ids.data(), ids.size()), ErrorKind::kSystem, stored);
+  CHECK_THROWS((void)table->disk.lock_for(ids.data(), ids.size()), ErrorKind::kSystem, stored);
+  const auto guard = table->state.lock.exclusive();
+}
+
+// The slack that the limit needs grows with the chunks, and the chunks with RAM: no reason to refuse a row.
+TEST(disk_room_comes_from_smaller_chunks_first) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const TableSpec spec = spec_of();
+  const auto table = new_parts(vfs, sandbox / "t", spec, limited(spec, 32u << 20, 64u << 20));
+  DiskBudget& disk = table->state.store->disk();
+  const size_t stride = table->state.store->log()->stride();
+  const MemoryPlan large = table->state.store->plan();
+  CHECK(large.log.chunk_bytes > 8 * smallest_chunk_bytes(stride));
+  LogMemory small = large.log;
+  small.chunk_bytes = smallest_chunk_bytes(stride);
+  table->add_one(range(0, 1000));
+  const std::vector<int64_t> ids = range(1000, 2000);
+  disk.set_limit(disk.needed_with(small, 2000) + 100'000, 1, kRows);
+  CHECK(disk.rows_beyond(ids.data(), ids.size()) > 0);
+  table->disk.make_room(ids.data(), ids.size());
+  CHECK_EQ(disk.rows_beyond(ids.data(), ids.size()), uint64_t{0});
+  const MemoryPlan& now = table->state.store->plan();
+  CHECK(now.log.chunk_bytes < large.log.chunk_bytes);
+  CHECK_EQ(now.total_bytes, large.total_bytes);
+  CHECK_EQ(large.fixed_bytes - now.fixed_bytes, large.log.total(stride) - now.log.total(stride));
+  CHECK_EQ(table->state.store->log()->memory().chunk_bytes, now.log.chunk_bytes);
+  table->add_one(ids);
+  CHECK_EQ(table->value(1500), 1.0f);
+  CHECK_EQ(table->value(500), 1.0f);
+  // With more RAM it keeps its chunks.
+  const MemoryPlan kept = table->disk.within_limit(large);
+  CHECK_EQ(kept.log.chunk_bytes, now.log.chunk_bytes);
+  CHECK_EQ(kept.fixed_bytes, now.fixed_bytes);
+  table->state.store->apply(kept);
+  disk.set_limit(1u << 30, 1, kRows);
+  CHECK_EQ(table->disk.within_limit(large).log.chunk_bytes, large.log.chunk_bytes);
+}
+
+// With less RAM, chunks are smaller and records pack less tightly in them. A plan that would need more disk than the
+// limit is refused.
+TEST(disk_room_refuses_a_plan_that_needs_more_disk) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  TableSpec spec = whole_numbers(kRows, 1500);  // two or three records in a small chunk
+  const OpenOptions options = limited(spec, 600u << 20, 64u << 20);
+  const auto table = new_parts(vfs, sandbox / "t", spec, options);
+  DiskBudget& disk = table->state.store->disk();
+  MemoryPlan small = table->state.store->plan();
+  small.log.chunk_bytes = smallest_chunk_bytes(table->state.store->log()->stride());
+  std::vector<int64_t> rows = range(0, 4000);
+  table->add_one(rows);
+  const uint64_t with_large = disk.needed(4000), with_small = disk.needed_with(small.log, 4000);
+  CHECK(with_large + 1 < with_small);
+  disk.set_limit(with_small - 1, 1, kRows);
+  CHECK_THROWS((void)table->disk.within_limit(small), ErrorKind::kInvalid,
+               "its writes are so small that its limit of disk=" + std::to_string(with_small - 1) +
+                   " bytes is too small; it would need disk=" + std::to_string(with_small));
+  disk.set_limit(with_small, 1, kRows);
+  CHECK_EQ(table->disk.within_limit(small).log.chunk_bytes, small.log.chunk_bytes);
+}
+
+// Large `meta=` takes its part of the limit for as long as a commit has it.
+TEST(disk_room_of_a_commit_counts_its_meta) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const auto table = new_parts(vfs, sandbox / "t", spec_of(), limited(spec_of(), 16u << 20));
+  DiskBudget& disk = table->state.store->disk();
+  table->add_one(range(0, 1000));
+  const uint64_t before = disk.needed(1000);
+  const std::string little(16u << 10, 'm'), much(200u << 10, 'm');
+  table->disk.make_commit_fit(little, "");
+  CHECK_EQ(disk.needed(1000), before);
+  table->disk.make_commit_fit(much, "");
+  CHECK_EQ(disk.needed(1000), before + 2 * (much.size() - little.size()));  // of this commit and the one before
+  table->disk.make_commit_fit(little, "");
+  CHECK_EQ(disk.needed(1000), before);
+  disk.set_limit(before, 1, kRows);
+  CHECK_THROWS(table->disk.make_commit_fit(much, ""), ErrorKind::kSystem,
+               "204800 bytes of meta= leave too little of disk=" + std::to_string(before) + " bytes");
+  CHECK_EQ(disk.needed(1000), before);  // the commit that was refused takes nothing
+  table->state.committed.meta = much;   // the last commit has it: it is there, and may be again
+  table->disk.make_commit_fit(much, "");
+}
+
+TEST(disk_room_to_keep_a_commit_is_there_or_named) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const auto table = new_parts(vfs, sandbox / "t", spec_of(), limited(spec_of(), 16u << 20));
+  DiskBudget& disk = table->state.store->disk();
+  table->add_one(range(0, 3000));
+  const uint64_t to_keep = disk.needed_to_keep();
+  disk.set_limit(to_keep, 1, kRows);
+  table->disk.make_commit_fit("{}", "kept");
+  disk.set_limit(to_keep - 20'000, 1, kRows);
+  CHECK_THROWS(table->disk.make_commit_fit("{}", "kept"), ErrorKind::kSystem,
+               "keeping 'kept' would leave too little of disk=");
+  table->disk.make_commit_fit("{}", "");
+}
+
+TEST(disk_room_of_an_opening_is_required) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const auto table = new_parts(vfs, sandbox / "t", spec_of(), limited(spec_of(), 16u << 20));
+  DiskBudget& disk = table->state.store->disk();
+  table->add_one(range(0, 3000));
+  table->state.store->flush();
+  const uint64_t needed_now = disk.needed_now();
+  disk.set_limit(needed_now, 1, kRows);
+  table->disk.require_limit();
+  disk.set_limit(needed_now - 1, 1, kRows);
+  const std::string text = "disk=" + std::to_string(needed_now - 1) + " bytes is too small for 3000 stored rows in " +
+                           std::to_string(disk.log_bytes()) + " bytes of files";
+  CHECK_THROWS(table->disk.require_limit(), ErrorKind::kInvalid, text);
+  CHECK_THROWS(table->disk.require_limit(), ErrorKind::kInvalid,
+               "it needs at least disk=" + std::to_string(needed_now));
 }
