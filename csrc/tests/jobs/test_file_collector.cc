@@ -48,7 +48,7 @@ struct Collected {
     while (store.write_frozen(1u << 20)) {
     }
     store.log()->finish_ending();
-    while (!store.log()->is_written(store.log()->epoch())) store.log()->drain();
+    while (!store.log()->buffers().is_written(store.log()->epoch())) store.log()->drain();
     Manifest manifest = table->state.committed;
     ++manifest.epoch;
     manifest.keep = keep;

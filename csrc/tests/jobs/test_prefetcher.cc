@@ -408,7 +408,7 @@ TEST(prefetcher_waits_for_rows_that_are_being_read_and_for_no_others) {
       const Entry entry = state.store->directory().find(id);
       CHECK(is_frame(entry) && !state.store->is_loading(frame_of(entry)));
     }
-    CHECK(!as_batch || state.store->is_placed(batch));
+    CHECK(!as_batch || state.store->rows().is_placed(batch));
     CHECK(!waits(ids, batch));
     guard.unlock();
     rows.settle();

@@ -281,9 +281,6 @@ TEST(table_state_says_why_it_refuses_use) {
 
 TEST(table_state_makes_errors_with_its_name_and_path) {
   Bare table(100);
-  const Error invalid = table.state.invalid(" has no such field");
-  CHECK(invalid.kind() == ErrorKind::kInvalid);
-  CHECK_EQ(std::string(invalid.what()), std::string("table 't' has no such field"));
   const Error disk = table.state.out_of_disk("7 rows are too many", 12345);
   CHECK(disk.kind() == ErrorKind::kSystem);
   CHECK_EQ(disk.error_number(), ENOSPC);

@@ -89,12 +89,12 @@ TEST(store_locates_a_row_of_a_batch_once) {
   ids.insert(ids.end(), ids.begin(), ids.end());
   const Batch batch = batch_of(ids);
   (void)parts.directory->take_located();
-  CHECK(!store.place(batch, true));
+  CHECK(!store.rows().place(batch, true));
   CHECK_EQ(parts.directory->take_located(), batch.num_unique());
   parts.check_placement(batch);
-  CHECK(!store.place(batch, true) && !store.place(batch, false));
-  store.locate(batch);
-  CHECK(!store.place_for_update(batch) && !store.is_placed(batch));
+  CHECK(!store.rows().place(batch, true) && !store.rows().place(batch, false));
+  store.rows().locate(batch);
+  CHECK(!store.place_for_update(batch) && !store.rows().is_placed(batch));
   CHECK_EQ(parts.directory->take_located(), size_t{0});
 
   // Those in the log are read by what the placement says of them.
@@ -123,14 +123,14 @@ TEST(store_locates_nothing_for_an_update_of_a_placed_batch) {
   StoreParts parts(32);
   Store& store = *parts.store;
   parts.write(range(0, 20));
-  store.begin_step();
+  store.rows().begin_step();
   const Batch batch = batch_of({3, 4, 5, 3});
-  CHECK(store.place(batch, true));
+  CHECK(store.rows().place(batch, true));
   (void)parts.directory->take_located();
-  CHECK(store.is_placed(batch) && store.place_for_update(batch));
+  CHECK(store.rows().is_placed(batch) && store.place_for_update(batch));
   store.mark_dirty(batch.placement().frames.data(), batch.num_unique());
-  store.begin_step();
-  CHECK(store.place(batch, true) && store.place_for_update(batch));
+  store.rows().begin_step();
+  CHECK(store.rows().place(batch, true) && store.place_for_update(batch));
   CHECK_EQ(parts.directory->take_located(), size_t{0});
   // Frozen records are appended before the update changes them.
   store.freeze();
@@ -146,28 +146,28 @@ TEST(store_looks_for_a_batch_again_when_a_row_has_moved) {
   Store& store = *parts.store;
   parts.write(range(0, 20));
   const Batch batch = batch_of({3, 4, 5});
-  CHECK(store.place(batch, true));
-  CHECK(store.is_placed(batch));
+  CHECK(store.rows().place(batch, true));
+  CHECK(store.rows().is_placed(batch));
   parts.write({1000});  // any row
-  CHECK(!store.is_placed(batch) && !store.place_for_update(batch));
+  CHECK(!store.rows().is_placed(batch) && !store.place_for_update(batch));
   (void)parts.directory->take_located();
-  CHECK(store.place(batch, true) && store.is_placed(batch));
+  CHECK(store.rows().place(batch, true) && store.rows().is_placed(batch));
   CHECK_EQ(parts.directory->take_located(), size_t{3});
   // What another store found is no good here.
   StoreParts other(32);
   other.write(range(0, 20));
-  CHECK(!other.store->is_placed(batch));
+  CHECK(!other.store->rows().is_placed(batch));
   (void)other.directory->take_located();
-  CHECK(other.store->place(batch, true));
+  CHECK(other.store->rows().place(batch, true));
   CHECK_EQ(other.directory->take_located(), size_t{3});
   other.check_placement(batch);
   // So with a batch of other rows in the same memory.
   Batch reused = batch_of({3, 4, 5});
-  CHECK(store.place(reused, true));
+  CHECK(store.rows().place(reused, true));
   const int64_t ids[] = {6, 7};
   reused.assign(ids, 2);
-  CHECK(!store.is_placed(reused));
-  CHECK(store.place(reused, true));
+  CHECK(!store.rows().is_placed(reused));
+  CHECK(store.rows().place(reused, true));
   parts.check_placement(reused);
 }
 
@@ -176,22 +176,22 @@ TEST(store_counts_the_rows_of_a_batch_once_a_step) {
   StoreParts parts(32);
   Store& store = *parts.store;
   parts.write(range(0, 20));
-  store.begin_step();
+  store.rows().begin_step();
   const Batch batch = batch_of({3, 4, 5});
   uint64_t hits = store.stats().hits;
-  store.locate(batch);
-  (void)store.place(batch, false);
+  store.rows().locate(batch);
+  (void)store.rows().place(batch, false);
   CHECK_EQ(store.stats().hits, hits);
   for (int step = 0; step < 3; ++step) {
     for (int time = 0; time < 3; ++time) {
-      (void)store.place(batch, true);
-      (void)store.place(batch, false);
+      (void)store.rows().place(batch, true);
+      (void)store.rows().place(batch, false);
       CHECK_EQ(store.stats().hits, hits + 3);
     }
     CHECK(store.place_for_update(batch));
     CHECK_EQ(store.stats().hits, hits + 3);
     hits = store.stats().hits;
-    store.begin_step();
+    store.rows().begin_step();
   }
 }
 
@@ -218,7 +218,7 @@ TEST(store_never_believes_an_old_placement) {
         make(&batch);
         break;
       case 1:
-        store.begin_step();
+        store.rows().begin_step();
         break;
       case 2:
         parts.write({row});
@@ -233,13 +233,13 @@ TEST(store_never_believes_an_old_placement) {
         break;
       case 5: {
         const Store::Staging staging = store.begin_staging(&row, 1);
-        parts.log->execute(staging.plan, kPayload, parts.log->staging_lane(), nullptr);
+        parts.log->reads().execute(staging.plan, kPayload, parts.log->reads().staging_lane(), nullptr);
         store.end_staging(staging, sampler.bits() % 4 == 0);
         break;
       }
       default: {
         (void)parts.directory->take_located();
-        const bool has_all = store.place(batch, sampler.bits() % 2 == 0);
+        const bool has_all = store.rows().place(batch, sampler.bits() % 2 == 0);
         const size_t located = parts.directory->take_located();
         CHECK(located == 0 || located == batch.num_unique());
         known += located == 0;
@@ -298,7 +298,7 @@ TEST(staging_that_ends_leaves_the_frames_of_others_alone) {
   std::vector<Store::Staging> others;
   const auto end_others = [&] {
     for (size_t i = 0; i < others.size(); ++i) {
-      log.execute(others[i].plan, kPayload, log.staging_lane(), nullptr);
+      log.reads().execute(others[i].plan, kPayload, log.reads().staging_lane(), nullptr);
       store.end_staging(others[i], false);
       CHECK_EQ(parts.value(others[i].frames[0]), wanted[i]);
     }
