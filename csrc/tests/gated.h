@@ -1,4 +1,5 @@
 // A filesystem whose reads, writes or syncs wait while they are held, so that a test says how long work is under way.
+// In addition each write and sync may take a given time, so that other threads come in between.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,7 @@ namespace bunkbed::test {
 
 class GatedVfs final : public FaultVfs {
  public:
+  explicit GatedVfs(std::chrono::microseconds delay = {}) : delay_(delay) {}
   // Operations of this kind on files wait from now on. Release them before their table ends.
   void hold(Op op) { gate_->hold(op); }
   void release() { gate_->release(); }
@@ -80,18 +82,20 @@ class GatedVfs final : public FaultVfs {
   };
   class File final : public vfs::File {
    public:
-    File(std::shared_ptr<vfs::File> below, std::shared_ptr<Gate> gate)
-        : below_(std::move(below)), gate_(std::move(gate)) {}
+    File(std::shared_ptr<vfs::File> below, std::shared_ptr<Gate> gate, std::chrono::microseconds delay)
+        : below_(std::move(below)), gate_(std::move(gate)), delay_(delay) {}
     void read(void* data, size_t n, uint64_t offset) override {
       gate_->pass(Op::kRead);
       below_->read(data, n, offset);
     }
     void write(const void* data, size_t n, uint64_t offset) override {
       gate_->pass(Op::kWrite);
+      wait();
       below_->write(data, n, offset);
     }
     void sync() override {
       gate_->pass(Op::kSync);
+      wait();
       below_->sync();
     }
     uint64_t size() override { return below_->size(); }
@@ -101,13 +105,19 @@ class GatedVfs final : public FaultVfs {
     Identity identity() override { return below_->identity(); }
 
    private:
+    void wait() const {
+      if (delay_.count() > 0) std::this_thread::sleep_for(delay_);
+    }
+
     const std::shared_ptr<vfs::File> below_;
     const std::shared_ptr<Gate> gate_;
+    const std::chrono::microseconds delay_;
   };
   std::shared_ptr<vfs::File> gated(std::shared_ptr<vfs::File> file) {
-    return std::make_shared<File>(std::move(file), gate_);
+    return std::make_shared<File>(std::move(file), gate_, delay_);
   }
 
+  const std::chrono::microseconds delay_;
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
 

@@ -1,13 +1,22 @@
 // Commits while updates go on: a commit has the values of the moment when it began, although rows change, are evicted
 // and are moved while it is written.
+#include "jobs/committer.h"
+
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "base/workers.h"
 #include "maintenance/check.h"
 #include "tests/check.h"
+#include "tests/gated.h"
 #include "tests/model.h"
+#include "tests/parts.h"
 #include "tests/sample.h"
 #include "tests/sandbox.h"
 #include "vfs/fault.h"
@@ -16,62 +25,6 @@ using namespace bunkbed;
 using namespace bunkbed::test;
 
 namespace {
-
-// Delays writes to segments, so that commits write while updates go on. Holds back syncs, so that a test decides how
-// long a commit is under way.
-class SlowVfs final : public vfs::Vfs {
- public:
-  explicit SlowVfs(std::chrono::microseconds delay) : delay_(delay) {}
-  void hold_syncs() { gate_->is_open = false; }
-  void release_syncs() {
-    gate_->is_open = true;
-    gate_->is_open.notify_all();
-  }
-
-  std::shared_ptr<vfs::File> create(const std::string& path) override {
-    return std::make_shared<File>(below_.create(path), delay_, gate_);
-  }
-  std::shared_ptr<vfs::File> create_small(const std::string& path) override { return below_.create_small(path); }
-  std::shared_ptr<vfs::File> open(const std::string& path, bool direct) override { return below_.open(path, direct); }
-  void link(const std::string& from, const std::string& to) override { below_.link(from, to); }
-  void remove(const std::string& path) override { below_.remove(path); }
-  void truncate(const std::string& path, uint64_t bytes) override { below_.truncate(path, bytes); }
-  void sync_directory(const std::string& path) override { below_.sync_directory(path); }
-  void make_directories(const std::string& path) override { below_.make_directories(path); }
-  std::vector<std::string> list(const std::string& path) override { return below_.list(path); }
-  bool exists(const std::string& path) override { return below_.exists(path); }
-  std::unique_ptr<vfs::Lock> lock(const std::string& path) override { return below_.lock(path); }
-
- private:
-  struct Gate {
-    std::atomic<bool> is_open{true};
-  };
-  class File final : public vfs::File {
-   public:
-    File(std::shared_ptr<vfs::File> below, std::chrono::microseconds delay, std::shared_ptr<Gate> gate)
-        : below_(std::move(below)), delay_(delay), gate_(std::move(gate)) {}
-    void read(void* data, size_t n, uint64_t offset) override { below_->read(data, n, offset); }
-    void write(const void* data, size_t n, uint64_t offset) override {
-      std::this_thread::sleep_for(delay_);
-      below_->write(data, n, offset);
-    }
-    void sync() override {
-      std::this_thread::sleep_for(delay_);
-      gate_->is_open.wait(false);
-    }
-    uint64_t size() override { return below_->size(); }
-    uint32_t read_alignment() const override { return below_->read_alignment(); }
-    const std::string& path() const override { return below_->path(); }
-
-   private:
-    std::shared_ptr<vfs::File> below_;
-    std::chrono::microseconds delay_;
-    std::shared_ptr<Gate> gate_;
-  };
-  FaultVfs below_;  // makes no syncs
-  std::chrono::microseconds delay_;
-  std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
-};
 
 void check_snapshot(vfs::Vfs& vfs, const std::string& path, const std::string& name, const Rows& rows, size_t ram) {
   OpenOptions options;
@@ -85,13 +38,10 @@ void check_snapshot(vfs::Vfs& vfs, const std::string& path, const std::string& n
 void commits_beside_updates(const TableSpec& spec, uint64_t seed, size_t ram_factor, std::chrono::microseconds delay) {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
-  SlowVfs vfs(delay);
+  GatedVfs vfs(delay);
   const size_t ram = minimum_ram(spec, 0, true);
   auto table = Table::create(vfs, path, "t", spec, ram * ram_factor);
-  const struct Release {  // before the table is destroyed, which waits for its commit
-    SlowVfs& vfs;
-    ~Release() { vfs.release_syncs(); }
-  } release{vfs};
+  const GatedVfs::Release release(vfs);  // before the table is destroyed, which waits for its commit
   const auto range = static_cast<uint64_t>(spec.num_rows);
   Sampler sampler(seed);
   Rows rows;
@@ -107,7 +57,7 @@ void commits_beside_updates(const TableSpec& spec, uint64_t seed, size_t ram_fac
         table->drop(kept.begin()->first);
         kept.erase(kept.begin());
       }
-      vfs.hold_syncs();
+      vfs.hold(Op::kSync);
       pending = table->begin_commit("{\"round\":" + std::to_string(round) + "}", name);
     }
     const bool is_under_way = pending != nullptr && !pending->is_over();
@@ -134,7 +84,7 @@ void commits_beside_updates(const TableSpec& spec, uint64_t seed, size_t ram_fac
     const TableStats stats = table->stats();
     CHECK(stats.ram_bytes <= stats.ram_budget_bytes);
     if (round % 10 == 9) {
-      vfs.release_syncs();
+      vfs.release();
       pending->wait();
       for (const auto& [name, state] : kept) check_snapshot(vfs, path, name, state, ram);
     }
@@ -170,7 +120,7 @@ TEST(commit_of_rows_that_stay_in_ram) {
 TEST(commit_beside_threads) {
   const TableSpec spec = whole_numbers(500, 60);
   const Sandbox sandbox;
-  SlowVfs vfs(std::chrono::microseconds(300));
+  GatedVfs vfs(std::chrono::microseconds(300));
   const size_t ram = minimum_ram(spec, 0, true);
   const auto table = Table::create(vfs, sandbox / "t", "t", spec, ram * 2);
   std::vector<int64_t> all;
@@ -359,7 +309,7 @@ TEST(commit_in_the_background_that_fails) {
 TEST(commit_whose_rows_all_change_meanwhile_leaves_compaction_its_segments_once) {
   const TableSpec spec = whole_numbers(16000, 60);
   const Sandbox sandbox;
-  SlowVfs vfs(std::chrono::milliseconds(5));
+  GatedVfs vfs(std::chrono::milliseconds(5));
   const auto table = Table::create(vfs, sandbox / "t", "t", spec, 64u << 20);
   std::vector<int64_t> all, changing;
   for (int64_t id = 0; id < spec.num_rows; ++id) {
@@ -380,4 +330,252 @@ TEST(commit_whose_rows_all_change_meanwhile_leaves_compaction_its_segments_once)
   }
   CHECK(table->stats().compactions > 0);
   CHECK(table->stats().compactions <= segments);
+}
+
+// ---- The committer by itself
+
+namespace {
+
+constexpr int64_t kRows = 500;
+
+struct Committed {
+  Committed() { table = new_parts(vfs, path, spec, TableParts::with_ram(size_t{4} << 20)); }
+  Committer& committer() { return table->committer; }
+  TableState& state() { return table->state; }
+  uint64_t commit(const std::optional<std::string>& meta = std::nullopt, const std::string& keep = "") {
+    return committer().commit(meta, keep);
+  }
+  Manifest newest() { return Manifests(vfs::posix(), path).load_newest(); }
+
+  const TableSpec spec = whole_numbers(kRows, 4);
+  const Sandbox sandbox;
+  const std::string path = sandbox / "t";
+  GatedVfs vfs;
+  std::unique_ptr<TableParts> table;
+  const GatedVfs::Release release{vfs};  // before the table ends
+};
+
+}  // namespace
+
+TEST(committer_of_an_unchanged_table_makes_no_commit) {
+  Committed rows;
+  rows.table->add_one({1});
+  CHECK_EQ(rows.commit("{\"a\":1}"), uint64_t{1});
+  CHECK_EQ(rows.commit(), uint64_t{1});
+  CHECK_EQ(rows.commit("{\"a\":1}"), uint64_t{1});
+  CHECK_EQ(rows.committer().begin_commit(std::nullopt, "")->wait(), uint64_t{1});
+  CHECK_EQ(rows.newest().epoch, uint64_t{1});
+  CHECK_EQ(rows.commit("{\"a\":2}"), uint64_t{2});           // another meta is a change,
+  CHECK_EQ(rows.commit(std::nullopt, "kept"), uint64_t{3});  // and so is a name
+  CHECK_EQ(rows.commit(), uint64_t{3});
+  {
+    const auto guard = rows.state().lock.exclusive();
+    rows.state().spec.optimizer.lr = 0.5;
+  }
+  CHECK_EQ(rows.commit(), uint64_t{4});
+  CHECK_EQ(rows.newest().optimizer.lr, 0.5);
+  CHECK_EQ(rows.newest().meta, std::string("{\"a\":2}"));
+  CHECK_EQ(rows.newest().keep, std::string());
+  CHECK_EQ(rows.state().counts.commits, uint64_t{4});
+}
+
+TEST(committer_names_the_facts_of_the_moment_it_begins) {
+  Committed rows;
+  rows.table->add_one({1, 2, 3});
+  rows.vfs.hold(Op::kSync);
+  const auto pending = rows.committer().begin_commit("{\"a\":1}", "kept");
+  rows.vfs.wait_until_waiting();
+  {
+    const auto guard = rows.state().lock.work();
+    CHECK(rows.state().lock.is_committing() && !rows.state().is_durable && !rows.state().is_changed);
+    CHECK_EQ(rows.state().committed.epoch, uint64_t{0});
+    CHECK_EQ(rows.state().meta, std::string("{}"));
+  }
+  CHECK(!pending->is_over());
+  rows.table->add_one({4});
+  rows.vfs.release();
+  CHECK_EQ(pending->wait(), uint64_t{1});
+  const Manifest newest = rows.newest();
+  CHECK_EQ(newest.step, int64_t{1});
+  CHECK_EQ(newest.stored_rows, uint64_t{3});
+  CHECK_EQ(newest.keep, std::string("kept"));
+  CHECK_EQ(newest.parent_epoch, uint64_t{0});
+  const auto guard = rows.state().lock.exclusive();
+  CHECK(rows.state().is_durable && rows.state().is_changed);
+  CHECK_EQ(rows.state().meta, std::string("{\"a\":1}"));
+  CHECK_EQ(rows.state().committed.epoch, uint64_t{1});
+}
+
+// Compaction may drop a segment meanwhile whose records are dead by now. The commit names it all the same.
+TEST(committer_keeps_the_segments_that_a_commit_under_way_names) {
+  Committed rows;
+  rows.table->add_one(range(0, kRows));
+  Store& store = *rows.state().store;
+  store.flush();
+  store.log()->rotate();
+  rows.vfs.hold(Op::kSync);
+  const auto pending = rows.committer().begin_commit(std::nullopt, "");
+  rows.vfs.wait_until_waiting();
+  rows.table->add_one(range(0, kRows));
+  {
+    const auto guard = rows.state().lock.work();
+    const size_t before = store.log()->segments().size();
+    store.compactor().drop_dead_segments();
+    CHECK(store.log()->segments().size() < before);
+  }
+  rows.vfs.release();
+  pending->wait();
+  OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  options.writable = false;
+  TableParts reader(rows.vfs, rows.path, rows.spec, options);
+  for (const int64_t row : {int64_t{0}, kRows - 1}) CHECK_EQ(reader.value(row), 1.0f);
+}
+
+TEST(committer_makes_one_commit_after_the_other) {
+  Committed rows;
+  rows.table->add_one({1});
+  rows.vfs.hold(Op::kSync);
+  const auto first = rows.committer().begin_commit(std::nullopt, "");
+  rows.vfs.wait_until_waiting();
+  rows.table->add_one({2});
+  std::atomic<uint64_t> second{0};
+  std::thread call([&] { second = rows.commit(); });
+  CHECK_EQ(second.load(), uint64_t{0});
+  rows.vfs.release();
+  call.join();
+  CHECK_EQ(first->wait(), uint64_t{1});
+  CHECK_EQ(second.load(), uint64_t{2});
+}
+
+TEST(committer_of_a_table_in_ram_counts_epochs_and_keeps_copies) {
+  TableParts table(whole_numbers(kRows, 4));
+  table.add_one({1});
+  CHECK_EQ(table.committer.commit("{\"a\":1}", "kept"), uint64_t{1});
+  CHECK_EQ(table.committer.commit(std::nullopt, ""), uint64_t{1});
+  CHECK_EQ(table.state.meta, std::string("{\"a\":1}"));
+  CHECK_EQ(table.ram.find("kept", std::nullopt).epoch, uint64_t{1});
+  table.add_one({1});
+  CHECK_EQ(table.committer.begin_commit(std::nullopt, "")->wait(), uint64_t{2});
+  CHECK_EQ(table.state.counts.commits, uint64_t{2});
+  CHECK_EQ(table.ram.list().size(), size_t{1});
+  table.committer.write_dirty();  // there is nothing to write,
+  table.committer.collect(2);     // and nothing to remove
+}
+
+TEST(committer_refuses_what_the_table_refuses) {
+  Committed rows;
+  rows.table->add_one({1});
+  rows.state().options.writable = false;
+  CHECK_THROWS(rows.commit(), ErrorKind::kReadOnly, "open for reading");
+  CHECK_THROWS((void)rows.committer().begin_commit(std::nullopt, ""), ErrorKind::kReadOnly, "open for reading");
+  CHECK_THROWS(rows.committer().write_dirty(), ErrorKind::kReadOnly, "open for reading");
+  CHECK_THROWS(rows.committer().collect(2), ErrorKind::kReadOnly, "open for reading");
+  rows.state().options.writable = true;
+  rows.state().spec.is_scratch = true;
+  CHECK_THROWS(rows.commit(std::nullopt, "kept"), ErrorKind::kInvalid, "is a scratch table");
+  CHECK(!rows.state().lock.is_committing());
+  rows.state().spec.is_scratch = false;
+  CHECK_EQ(rows.commit(), uint64_t{1});
+}
+
+// A manifest that may be on disk or not must find its segments, whatever is collected from then on.
+TEST(committer_that_cannot_sync_a_manifest_leaves_the_table_read_only) {
+  Committed rows;
+  rows.table->add_one({1});
+  rows.commit();
+  Manifest manifest = rows.state().committed;
+  ++manifest.epoch;
+  manifest.writer_flags |= kWriterFlagCopy;
+  const auto publish = [&] {
+    const auto guard = rows.state().lock.exclusive();
+    rows.committer().publish(manifest);
+  };
+  rows.vfs.fail_all(Op::kLink, EIO);
+  CHECK_THROWS(publish(), ErrorKind::kSystem, "injected");
+  CHECK(rows.state().read_only_reason.empty());
+  CHECK_EQ(rows.state().committed.epoch, uint64_t{1});
+  rows.vfs.fail_all(Op::kSyncDirectory, EIO);
+  CHECK_THROWS(publish(), ErrorKind::kSync, "injected");
+  CHECK(!rows.state().read_only_reason.empty());
+  CHECK_EQ(rows.state().committed.epoch, uint64_t{1});
+  rows.vfs.heal();
+  ++manifest.epoch;
+  publish();
+  CHECK_EQ(rows.newest().epoch, uint64_t{3});
+  CHECK_EQ(rows.state().committed.epoch, uint64_t{3});
+  CHECK_EQ(rows.newest().writer_flags & kWriterFlagCopy, uint64_t{0});  // from here on it goes its own way
+}
+
+// The failure belongs to the commit, and to the one after it only where none waited for the first.
+TEST(committer_reports_a_failure_once) {
+  Committed rows;
+  rows.table->add_one({1});
+  rows.commit();
+  for (const bool is_waited_for : {true, false}) {
+    rows.table->add_one({2});
+    rows.vfs.fail_all(Op::kCreate, EIO);
+    const auto pending = rows.committer().begin_commit(std::nullopt, "");
+    if (is_waited_for) CHECK_THROWS(pending->wait(), ErrorKind::kSystem, "injected");
+    for (bool is_committing = true; is_committing;) {
+      const auto guard = rows.state().lock.work();
+      is_committing = rows.state().lock.is_committing();
+    }
+    rows.vfs.heal();
+    CHECK_EQ(pending->is_unreported_failure(), !is_waited_for);
+    if (!is_waited_for) CHECK_THROWS(rows.commit(), ErrorKind::kSystem, "injected");
+    CHECK(rows.state().is_changed && rows.state().is_durable);
+    const uint64_t before = rows.newest().epoch;
+    CHECK(rows.commit() > before);
+    CHECK_EQ(rows.newest().step, rows.state().step);
+  }
+}
+
+// A commit of the same state, for the index snapshot alone. Its failure is no loss.
+TEST(committer_names_an_index_snapshot_when_the_table_closes) {
+  Committed rows;
+  rows.table->add_one(range(0, kRows));
+  rows.commit();
+  const uint64_t rows_before = checkpoint_rows;
+  checkpoint_rows = 1;
+  checkpoints_in_line = true;
+  rows.table->index.consider();
+  checkpoint_rows = rows_before;
+  checkpoints_in_line = false;
+  CHECK(rows.table->index.ready().has_value());
+  rows.vfs.fail_all(Op::kLink, EIO);
+  rows.committer().commit_index_snapshot();
+  rows.vfs.heal();
+  CHECK_EQ(rows.newest().epoch, uint64_t{1});
+  CHECK(rows.table->index.ready().has_value());
+  rows.committer().commit_index_snapshot();
+  CHECK(rows.newest().epoch > 1);
+  CHECK_EQ(rows.newest().checkpoints.size(), size_t{1});
+  CHECK_EQ(rows.newest().step, int64_t{1});
+  CHECK(!rows.table->index.ready().has_value());
+}
+
+// Neither a commit nor another collection runs meanwhile.
+TEST(committer_collects_when_the_commit_is_over) {
+  Committed rows;
+  for (int time = 0; time < 4; ++time) {
+    rows.table->add_one({1});
+    rows.commit(std::nullopt, time == 0 ? "kept" : "");
+  }
+  CHECK(Manifests(vfs::posix(), rows.path).epochs() == std::vector<uint64_t>({1, 3, 4}));
+  rows.vfs.hold(Op::kSync);
+  rows.table->add_one({1});
+  const auto pending = rows.committer().begin_commit(std::nullopt, "");
+  rows.vfs.wait_until_waiting();
+  std::thread call([&] { rows.committer().collect(1); });
+  CHECK(!pending->is_over());
+  rows.vfs.release();
+  call.join();
+  CHECK(pending->is_over());
+  CHECK(Manifests(vfs::posix(), rows.path).epochs() == std::vector<uint64_t>({1, 5}));
+  rows.table->add_one({1});
+  rows.commit();
+  rows.vfs.fail_all(Op::kRemove, EIO);
+  CHECK_THROWS(rows.committer().collect(1), ErrorKind::kSystem, "injected");
+  rows.vfs.heal();
+  CHECK(!rows.state().lock.is_committing());
 }
