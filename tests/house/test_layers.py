@@ -98,7 +98,7 @@ CORE = {
     "tests/directory": "directory tests",
     "tests/format": "format kernels tests",
     "tests/fuzz": "directory format fuzz jobs table tests",
-    "tests/jobs": "base directory jobs maintenance table tests vfs",
+    "tests/jobs": "base directory format jobs maintenance table tests vfs",
     "tests/kernels": "format kernels kernels/impl tests",
     "tests/log": "base directory log tests",
     "tests/maintenance": "format maintenance tests vfs",
