@@ -2,6 +2,7 @@
 #include "store/store.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <memory>
 #include <vector>
 
@@ -114,6 +115,48 @@ TEST(store_locates_a_row_of_a_batch_once) {
   for (size_t i = 0; i < rows.size(); ++i) {
     CHECK_EQ(parts.value(frames[i]), rows[i]);
     CHECK_EQ(int{store.cache().info(frames[i]).pinned}, 1);
+  }
+  store.unpin(frames.data(), frames.size());
+  for (const uint32_t frame : frames) CHECK_EQ(int{store.cache().info(frame).pinned}, 0);
+}
+
+// A caller's ids may change between two looks, so that some of the rows to read are in RAM: they stay there.
+TEST(store_pins_located_rows_in_ram_or_not) {
+  StoreParts parts(32);
+  Store& store = *parts.store;
+  parts.write(range(0, 100));
+  store.flush();
+  parts.log->drain();
+  std::vector<int64_t> rows;
+  for (const bool in_ram : {true, false}) {
+    for (int64_t row = 0; row < 100 && rows.size() < (in_ram ? 12 : 24); ++row) {
+      if (is_frame(parts.directory->find(row)) == in_ram) rows.push_back(row);
+    }
+  }
+  CHECK_EQ(rows.size(), size_t{24});
+  std::rotate(rows.begin(), rows.begin() + 6, rows.end());
+  std::vector<Entry> entries(rows.size()), after(rows.size());
+  const auto locate = [&](std::vector<Entry>* found) {
+    parts.directory->locate(rows.data(), rows.size(), found->data());
+  };
+  std::vector<uint32_t> frames(rows.size());
+  locate(&entries);
+  // A failed read leaves every row where it was, and pins none.
+  parts.vfs.fail_all(Op::kRead, EIO);
+  CHECK_THROWS(store.pin_stored(rows.data(), entries.data(), rows.size(), frames.data()), ErrorKind::kSystem,
+               "injected");
+  parts.vfs.heal();
+  locate(&after);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    CHECK(after[i] == entries[i]);
+    if (is_frame(entries[i])) CHECK_EQ(int{store.cache().info(frame_of(entries[i])).pinned}, 0);
+  }
+  store.pin_stored(rows.data(), entries.data(), rows.size(), frames.data());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    CHECK(!is_frame(entries[i]) || frame_of(entries[i]) == frames[i]);
+    CHECK_EQ(parts.value(frames[i]), rows[i]);
+    CHECK_EQ(int{store.cache().info(frames[i]).pinned}, 1);
+    CHECK(parts.directory->find(rows[i]) == entry_of_frame(frames[i]));
   }
   store.unpin(frames.data(), frames.size());
   for (const uint32_t frame : frames) CHECK_EQ(int{store.cache().info(frame).pinned}, 0);
