@@ -308,8 +308,8 @@ def test_workers_that_do_not_agree_end_with_errors(tmp_path: Path) -> None:
     _, said = found_in(tmp_path)
     for name, text in {
         "other arguments": "worker 1 makes a layer with other arguments than worker 0",
-        "of three": "shard-0000-of-0003, and 2 workers with placement='sharded' would begin another table",
-        "another": "replica-0000-of-0002, and 2 workers with placement='sharded' would begin another table",
+        "of three": "shard-0000-of-0003, and 2 workers with placement='sharded' would create another table",
+        "another": "replica-0000-of-0002, and 2 workers with placement='sharded' would create another table",
         "lost": r"worker 1 has no .*shard-0001-of-0002, and others have their parts of the table; put it back",
         "whole": "worker 0 has a whole table at .*whole, which is no part of one",
     }.items():

@@ -428,7 +428,7 @@ def test_a_path_is_no_pattern(name: str, tmp_path: Path) -> None:
 
 
 def test_reading_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import train_data
+    from benchmarks.cases.training import train_data
 
     train_data.main(["--tiny", "--dir", str(tmp_path)])
     assert "quoted.csv, streamed: " in capfd.readouterr().out
