@@ -27,6 +27,8 @@ FEATURES = (*OPTIONS, *CALLS)
 SMALL = ("update", "update", "update", "lookup", "lookup touch", "set", "commit", "evict everything", "stage")
 #: Public names and arguments that no story uses, each with the reason.
 UNUSED = {
+    "Budget.members": "of the device tier only: test_device_memory.py",
+    "ShardedTable.shard_stats": "of `bunkbed inspect` only: test_cli_tables.py",
     "Run.become_sharded": "of layers' checkpoints: test_sharded_commits.py",
     "Run.reopen": "of readers of sharded tables, where their writer is just committing: test_sharded_commits.py",
     "ShardedTable.open.directories": "of shards that were moved: test_sharded.py",
