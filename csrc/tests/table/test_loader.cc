@@ -1,4 +1,6 @@
 // refresh() of readers: it gives the same rows as opening again, and costs as much as the changes.
+#include "table/loader.h"
+
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -8,6 +10,7 @@
 #include "format/format.h"
 #include "tests/check.h"
 #include "tests/model.h"
+#include "tests/parts.h"
 #include "tests/sample.h"
 #include "tests/sandbox.h"
 
@@ -356,7 +359,8 @@ TEST(refresh_that_fails) {
   vfs::posix().create_small(last)->write(bytes.data(), size, 0);
   CHECK_THROWS(reader->refresh(), ErrorKind::kCorruption, "fails its checksum");
   std::vector<float> values(all.size() * spec.dim);
-  CHECK_THROWS(reader->lookup(all.data(), all.size(), true, values.data()), ErrorKind::kBroken, "moving to a newer commit");
+  CHECK_THROWS(reader->lookup(all.data(), all.size(), true, values.data()), ErrorKind::kBroken,
+               "moving to a newer commit");
 }
 
 // A reader lists the directory, and the writer then collects a commit before the reader opens it.
@@ -386,4 +390,117 @@ TEST(refresh_and_opening_look_again_where_a_listed_commit_is_gone) {
   vfs.stale = before;
   CHECK_EQ(manifests.snapshots().size(), size_t{1});
   CHECK_EQ(vfs.stale.size(), size_t{0});
+}
+
+// ---- The loader by itself
+
+TEST(loader_starts_a_table_in_ram_without_rows) {
+  TableSpec spec = whole_numbers(100, 4);
+  spec.optimizer.kind = OptimizerKind::kAdagrad;
+  const TableParts table(spec);
+  CHECK_EQ(table.state.committed.epoch, uint64_t{0});
+  CHECK(table.state.committed.optimizer == spec.optimizer);
+  CHECK(table.state.fields == fields_of(spec));
+  CHECK_EQ(table.state.payload_bytes, size_t{32});
+  CHECK_EQ(table.state.weight_bytes, size_t{16});
+  CHECK(table.state.store->log() == nullptr);
+  CHECK_EQ(table.state.store->directory().stored_rows(), size_t{0});
+}
+
+TEST(loader_makes_another_store_in_place_of_one_that_it_dropped) {
+  TableParts table(whole_numbers(100, 4));
+  table.add_one({1, 2});
+  {
+    const auto guard = table.state.lock.exclusive();
+    table.loader.drop_store();
+    CHECK(table.state.store == nullptr);
+    table.loader.make_store_in_ram();
+  }
+  CHECK_EQ(table.state.store->directory().stored_rows(), size_t{0});
+  CHECK_EQ(table.value(1), 0.0f);
+  table.add_one({1});
+  CHECK_EQ(table.value(1), 1.0f);
+}
+
+// A reader keeps weights in RAM and no slots.
+TEST(loader_gives_readers_frames_of_weights) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  TableSpec spec = whole_numbers(-1, 4);
+  spec.optimizer.kind = OptimizerKind::kAdagrad;
+  OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  auto table = new_parts(vfs, sandbox / "t", spec, options);
+  CHECK_EQ(table->state.store->frame_bytes(), table->state.payload_bytes);
+  CHECK(table->state.store->directory().grows());
+  options.writable = false;
+  const TableParts reader(vfs, sandbox / "t", spec, options);
+  CHECK_EQ(reader.state.store->frame_bytes(), reader.state.weight_bytes);
+}
+
+// The limit of the files counts the commits that exist at once: the last one, three of a run, none of a scratch table.
+TEST(loader_tells_the_limit_how_many_commits_there_are) {
+  std::vector<uint64_t> for_rows;
+  for (const bool of_run : {false, true}) {
+    const Sandbox sandbox;
+    FaultVfs vfs;
+    TableSpec spec = whole_numbers(1000, 4);
+    spec.belongs_to_run = of_run;
+    OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+    options.through_run = of_run;
+    options.disk_bytes = 64u << 20;
+    const auto table = new_parts(vfs, sandbox / "t", spec, options);
+    const DiskBudget& disk = table->state.store->disk();
+    CHECK_EQ(disk.limit(), uint64_t{64u << 20});
+    const uint64_t snapshots = 2 * (DiskBudget::index_snapshot_estimate(1000) - DiskBudget::index_snapshot_estimate(0));
+    for_rows.push_back(disk.needed(1000) - disk.needed(0) - snapshots);
+  }
+  CHECK_EQ(2 * for_rows[0], for_rows[1]);  // the same rows (1 + 1) times, and (3 + 1) times
+}
+
+TEST(loader_refuses_records_of_another_layout) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  TableSpec spec = whole_numbers(100, 4);
+  const OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  new_parts(vfs, sandbox / "t", spec, options).reset();
+  spec.optimizer.kind = OptimizerKind::kAdam;
+  CHECK_THROWS(TableParts(vfs, sandbox / "t", spec, options), ErrorKind::kFormat,
+               "its record holds fields this release does not know");
+}
+
+TEST(loader_refuses_a_commit_that_names_other_rows) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const TableSpec spec = whole_numbers(100, 4);
+  const OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  auto table = new_parts(vfs, sandbox / "t", spec, options);
+  table->add_one({1, 2, 3});
+  table->committer.commit(std::nullopt, "");
+  Manifest manifest = table->state.committed;
+  const auto guard = table->state.lock.exclusive();
+  ++manifest.stored_rows;
+  CHECK_THROWS(table->loader.load(manifest), ErrorKind::kCorruption, "its segments hold 3 rows, the commit names 4");
+  --manifest.stored_rows;
+  table->loader.load(manifest);
+  CHECK_EQ(table->state.store->directory().stored_rows(), size_t{3});
+  CHECK_EQ(table->state.store->log()->epoch(), manifest.epoch + 1);
+}
+
+// A session that died left segments. A limited table removes them first: their numbers are not used again.
+TEST(loader_of_a_limited_table_removes_leftovers_and_spares_their_numbers) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const TableSpec spec = whole_numbers(100, 4);
+  OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  options.disk_bytes = 64u << 20;
+  auto table = new_parts(vfs, sandbox / "t", spec, options);
+  table->add_one({1});
+  table->committer.commit(std::nullopt, "");
+  table.reset();
+  const std::string left = sandbox / ("t/" + segment_name(50));
+  vfs.create_small(left);
+  table = std::make_unique<TableParts>(vfs, sandbox / "t", spec, options);
+  CHECK(!vfs.exists(left));
+  CHECK_EQ(table->state.store->log()->next_segment(), uint64_t{51});
+  CHECK_EQ(table->value(1), 1.0f);
 }
