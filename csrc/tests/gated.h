@@ -1,5 +1,5 @@
-// A filesystem whose reads, writes or syncs wait while they are held, so that a test says how long work is under way.
-// In addition each write and sync may take a given time, so that other threads come in between.
+// A filesystem that can hold back reads, writes or syncs, so that a test decides how long work is under way. It can
+// also delay each write and sync, so that other threads run in between.
 #pragma once
 
 #include <atomic>
@@ -20,13 +20,13 @@ namespace bunkbed::test {
 class GatedVfs final : public FaultVfs {
  public:
   explicit GatedVfs(std::chrono::microseconds delay = {}) : delay_(delay) {}
-  // Operations of this kind on files wait from now on. Release them before their table ends.
+  // Holds back operations of this kind on files until release(). A table waits for them when it is destroyed.
   void hold(Op op) { gate_->hold(op); }
   void release() { gate_->release(); }
-  // Returns when so many operations wait.
+  // Returns when so many operations are held back.
   void wait_until_waiting(size_t operations = 1) { gate_->wait_until_waiting(operations); }
 
-  // Releases the operations at the end, also of a test that fails.
+  // Calls release() in its destructor, so also when a test fails.
   class Release {
    public:
     explicit Release(GatedVfs& vfs) : vfs_(vfs) {}
@@ -121,7 +121,7 @@ class GatedVfs final : public FaultVfs {
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
 
-// Releases the operations when a call waits for rows that are being read, or at the end of this.
+// Calls release() when a call waits for rows that are being read, at the latest in its destructor.
 class ReleaseWhenWaitedFor {
  public:
   ReleaseWhenWaitedFor(GatedVfs& vfs, TableLock& lock)

@@ -58,12 +58,12 @@ struct TableParts {
   TableParts(const TableParts&) = delete;
   TableParts& operator=(const TableParts&) = delete;
 
-  // Adds 1 to each element of these rows, as often as a row is named (Zeros, SGD with a rate of 1: see model.h).
+  // Adds 1 to each element of a row for each time that `ids` names it (for the spec of model.h: SGD with lr 1).
   void add_one(const std::vector<int64_t>& ids) {
     const std::vector<float> grads(ids.size() * state.spec.dim, -1.0f);
     writer.update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
   }
-  // The value of a row, which all its elements have.
+  // The value of a row, whose elements are all equal.
   float value(int64_t id) {
     std::vector<float> row(state.spec.dim);
     reader.lookup(&id, 1, false, row.data());

@@ -409,7 +409,7 @@ TEST(committer_names_the_facts_of_the_moment_it_begins) {
   CHECK_EQ(rows.state().committed.epoch, uint64_t{1});
 }
 
-// Compaction may drop a segment meanwhile whose records are dead by now. The commit names it all the same.
+// Compaction drops a segment whose records have died since the commit began. The commit still names the segment.
 TEST(committer_keeps_the_segments_that_a_commit_under_way_names) {
   Committed rows;
   rows.table->add_one(range(0, kRows));
@@ -481,7 +481,7 @@ TEST(committer_refuses_what_the_table_refuses) {
   CHECK_EQ(rows.commit(), uint64_t{1});
 }
 
-// A manifest that may be on disk or not must find its segments, whatever is collected from then on.
+// After a failed sync the manifest may be on disk. Its segments must stay.
 TEST(committer_that_cannot_sync_a_manifest_leaves_the_table_read_only) {
   Committed rows;
   rows.table->add_one({1});
@@ -509,7 +509,7 @@ TEST(committer_that_cannot_sync_a_manifest_leaves_the_table_read_only) {
   CHECK_EQ(rows.newest().writer_flags & kWriterFlagCopy, uint64_t{0});  // from here on it goes its own way
 }
 
-// The failure belongs to the commit, and to the one after it only where none waited for the first.
+// The next commit throws the error of a failed commit only when no caller has waited for that.
 TEST(committer_reports_a_failure_once) {
   Committed rows;
   rows.table->add_one({1});
@@ -533,7 +533,7 @@ TEST(committer_reports_a_failure_once) {
   }
 }
 
-// A commit of the same state, for the index snapshot alone. Its failure is no loss.
+// Commits the same state again to name the index snapshot. A failure changes nothing.
 TEST(committer_names_an_index_snapshot_when_the_table_closes) {
   Committed rows;
   rows.table->add_one(range(0, kRows));

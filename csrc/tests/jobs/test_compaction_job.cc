@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kRows = 16'000;  // four segments of 1 MiB
 
-// A table with all rows in RAM. Of each four records in the first segments of its log one is live.
+// A table with all rows in RAM. In the first segments of its log one record of four is live.
 struct Written {
   Written() {
     table->add_one(ids);
@@ -36,7 +36,7 @@ struct Written {
   Store& store() { return *table->state.store; }
   TableLock& lock() { return table->state.lock; }
   uint64_t moved() { return store().compactor().records_moved(); }
-  // Appends the records of so many rows once more, as if these had changed. Requires the lock.
+  // Appends the records of `rows` rows again, as if the rows had changed. Requires the lock.
   void append(int64_t rows) {
     std::vector<uint32_t> frames;
     for (int64_t id = 0; rows > 0; ++id) {
@@ -127,7 +127,7 @@ TEST(compaction_job_reads_without_the_lock) {
   log.check_rows();
 }
 
-// Otherwise the log would grow faster than compaction shrinks it.
+// Without this wait the log would grow faster than compaction shrinks it.
 TEST(compaction_job_that_is_behind_is_waited_for) {
   Written log;
   log.vfs.hold(Op::kRead);
@@ -157,7 +157,7 @@ TEST(compaction_job_that_is_behind_is_waited_for) {
   log.check_rows();
 }
 
-// An exclusive call ends the job at its next slice, and leaves the rest of the debt to the next one.
+// An exclusive call ends the job at its next slice. The next job pays the rest of the debt.
 TEST(compaction_job_ends_early_for_an_exclusive_call_unless_it_is_behind) {
   for (const bool is_behind : {false, true}) {
     Written log;
@@ -218,7 +218,7 @@ TEST(compaction_job_after_a_commit_pays_for_what_the_commit_appended) {
   log.check_rows();
 }
 
-// A job that runs takes the work over, and the commit's thread goes on.
+// A running job takes over the commit's debt. The commit's thread does not wait for it.
 TEST(compaction_job_after_a_commit_leaves_the_work_to_one_that_runs) {
   Written log;
   log.vfs.hold(Op::kRead);
@@ -241,7 +241,7 @@ TEST(compaction_job_after_a_commit_leaves_the_work_to_one_that_runs) {
   CHECK(!log.store().compaction().begin());  // the debt of the commit was counted, and is paid
 }
 
-// A segment that cannot be read is left alone. A failed append is for the next call to report.
+// The job skips a segment that it cannot read. The next call reports a failed append.
 TEST(compaction_job_that_fails_loses_nothing) {
   for (const Op op : {Op::kRead, Op::kWrite}) {
     Written log;

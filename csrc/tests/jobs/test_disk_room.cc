@@ -313,7 +313,7 @@ OpenOptions limited(const TableSpec& spec, uint64_t disk_bytes, size_t more_ram 
   return options;
 }
 
-// Bytes that the files may still take.
+// How many bytes has_bytes() allows.
 uint64_t bytes_left(DiskBudget* disk) {
   uint64_t left = disk->limit();
   while (left > 0 && !disk->has_bytes(left)) --left;
@@ -333,7 +333,7 @@ TEST(disk_room_of_a_table_without_a_limit_is_always_there) {
   CHECK_EQ(table.disk.within_limit(plan).fixed_bytes, plan.fixed_bytes);
 }
 
-// The lock comes with the checks of the call that it is for.
+// lock_for() and make_room() check the ids and whether the table can be written.
 TEST(disk_room_checks_the_call_that_asks_for_it) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -349,7 +349,7 @@ TEST(disk_room_checks_the_call_that_asks_for_it) {
   CHECK(static_cast<bool>(table->disk.lock_for(ids.data(), 2)));
 }
 
-// A device cache may write back all its rows at once, but no more than the table can have.
+// A device cache may write back all its rows at once, at most all rows of the table.
 TEST(disk_room_for_a_device_cache_is_there_or_named) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -372,7 +372,7 @@ TEST(disk_room_for_a_device_cache_is_there_or_named) {
   const auto guard = table->state.lock.exclusive();  // and the lock is free
 }
 
-// Rows of the device cache have room reserved: a change of other rows must leave it.
+// A change of other rows must leave the disk that is reserved for the rows of a device cache.
 TEST(disk_room_leaves_what_is_reserved_for_the_device_cache) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -389,7 +389,7 @@ TEST(disk_room_leaves_what_is_reserved_for_the_device_cache) {
   const auto guard = table->state.lock.exclusive();
 }
 
-// The slack that the limit needs grows with the chunks, and the chunks with RAM: no reason to refuse a row.
+// The slack grows with the chunks, and the chunks grow with RAM. Rows are refused only when smaller chunks do not help.
 TEST(disk_room_comes_from_smaller_chunks_first) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -415,7 +415,7 @@ TEST(disk_room_comes_from_smaller_chunks_first) {
   table->add_one(ids);
   CHECK_EQ(table->value(1500), 1.0f);
   CHECK_EQ(table->value(500), 1.0f);
-  // With more RAM it keeps its chunks.
+  // A plan for more RAM keeps the small chunks.
   const MemoryPlan kept = table->disk.within_limit(large);
   CHECK_EQ(kept.log.chunk_bytes, now.log.chunk_bytes);
   CHECK_EQ(kept.fixed_bytes, now.fixed_bytes);
@@ -447,7 +447,7 @@ TEST(disk_room_refuses_a_plan_that_needs_more_disk) {
   CHECK_EQ(table->disk.within_limit(small).log.chunk_bytes, small.log.chunk_bytes);
 }
 
-// Large `meta=` takes its part of the limit for as long as a commit has it.
+// Large `meta=` counts against the limit while a commit has it.
 TEST(disk_room_of_a_commit_counts_its_meta) {
   const Sandbox sandbox;
   FaultVfs vfs;

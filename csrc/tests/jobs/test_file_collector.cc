@@ -1,4 +1,4 @@
-// Which commits and files a collection leaves, whatever goes on meanwhile.
+// Which commits and files a collection leaves, also while other calls change the log.
 #include "jobs/file_collector.h"
 
 #include <cerrno>
@@ -22,7 +22,7 @@ namespace {
 
 using Epochs = std::vector<uint64_t>;
 
-// Runs something when a manifest is removed: in the middle of a collection, which then has no lock.
+// Calls a function when a manifest is removed: in the middle of a collection.
 class AtRemoval final : public FaultVfs {
  public:
   std::function<void()> call;
@@ -39,7 +39,7 @@ struct Collected {
     options.through_run = belongs_to_run;
     table = new_parts(vfs, sandbox / "t", spec, options);
   }
-  // Makes a commit, and nothing that follows one.
+  // Makes a commit without the compaction and the collection that follow one.
   void commit(const std::string& keep = "") {
     table->add_one(range(0, 50));
     const auto guard = table->state.lock.exclusive();
@@ -70,7 +70,7 @@ struct Collected {
     table->collector.collect(newest);
   }
   Epochs epochs() const { return Manifests(vfs::posix(), sandbox / "t").epochs(); }
-  // Segments that there are files of.
+  // Numbers of the segment files.
   std::set<uint64_t> files() const {
     std::set<uint64_t> numbers;
     for (const std::string& name : vfs::posix().list(sandbox / "t")) {
@@ -79,7 +79,7 @@ struct Collected {
     }
     return numbers;
   }
-  // Of a commit, or in the log.
+  // Numbers of the segments that a commit names or the log has.
   std::set<uint64_t> needed() const {
     std::set<uint64_t> numbers;
     for (const uint64_t epoch : epochs()) {
@@ -122,7 +122,7 @@ TEST(collector_leaves_the_newest_the_kept_and_the_pinned_commits) {
   CHECK(rows.epochs() == Epochs({4, 8}));
 }
 
-// A run collects when its own manifest is durable. Until it has said what it names, every commit stays.
+// A run collects after its own manifest is durable. Before it has pinned its commits, every commit stays.
 TEST(collector_of_a_run_waits_for_the_runs_pins) {
   Collected rows(true);
   for (int commit = 1; commit <= 5; ++commit) rows.commit();
@@ -133,7 +133,7 @@ TEST(collector_of_a_run_waits_for_the_runs_pins) {
   CHECK(rows.epochs() == Epochs({2, 4, 5}));
 }
 
-// A later manifest may be there whose making failed, and which the disk may not have.
+// A manifest with a later epoch may exist although writing it failed. Power loss may remove it.
 TEST(collector_leaves_the_commit_that_the_table_is_at) {
   Collected rows;
   for (int commit = 1; commit <= 3; ++commit) rows.commit();
@@ -145,7 +145,7 @@ TEST(collector_leaves_the_commit_that_the_table_is_at) {
   CHECK(rows.epochs() == Epochs({3, 5}));
 }
 
-// The limit of the files counts what is left.
+// The disk budget counts the files that are left.
 TEST(collector_tells_the_disk_budget_what_is_left) {
   for (const bool in_slices : {false, true}) {
     Collected rows;
@@ -163,7 +163,7 @@ TEST(collector_tells_the_disk_budget_what_is_left) {
   }
 }
 
-// Pinned commits that stay until they are dropped take their part of the limit as snapshots do.
+// The disk budget counts kept pins as it counts snapshots.
 TEST(collector_counts_kept_pins_as_snapshots) {
   for (const bool is_kept : {false, true}) {
     Collected rows(true);
@@ -176,8 +176,8 @@ TEST(collector_counts_kept_pins_as_snapshots) {
   }
 }
 
-// Without the lock other calls may drop a dead segment, and leave its file to a commit that goes with this collection.
-// They may also empty a segment that stays with the last commit, and add one that no commit names.
+// The collection does not hold the lock meanwhile. Another call drops a dead segment whose file belongs to a commit
+// that this collection removes. It also empties a segment that the last commit names. No commit names a third one.
 TEST(collector_in_slices_removes_segments_that_were_dropped_meanwhile) {
   Collected rows;
   rows.table->add_one(range(500, 600));
@@ -227,7 +227,7 @@ TEST(collector_that_fails_is_tried_again) {
   CHECK(rows.files() == rows.needed());
 }
 
-// For closing: what no commit came to name goes, but not what a run may still name.
+// For closing: removes segments that no commit names, except those of a run that has not pinned its commits.
 TEST(collector_removes_leftovers_of_a_table_that_closes) {
   for (const bool belongs_to_run : {false, true}) {
     for (const bool has_pins : {false, true}) {

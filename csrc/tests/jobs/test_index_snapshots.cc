@@ -252,7 +252,7 @@ namespace {
 
 constexpr int64_t kRows = 1000;
 
-// A table whose rows are all in the log, and committed by no index snapshot.
+// A table whose rows are all in the log, without an index snapshot.
 struct Indexed {
   explicit Indexed(bool belongs_to_run = false) {
     TableSpec spec = whole_numbers(kRows, 8);
@@ -315,7 +315,7 @@ TEST(index_snapshot_is_taken_when_due_and_named_by_the_next_commit) {
   CHECK_EQ(rows.table->state.committed.checkpoints.at(0).file, ready.file);
   CHECK(!rows.index().ready().has_value());
   CHECK(rows.index().numbers_in_use() == Numbers{ready.file});
-  // Few records came since: no other is due.
+  // Few records were appended since then: none is due.
   rows.index().consider();
   CHECK(!rows.index().ready().has_value());
   rows.table->add_one(range(0, kRows));
@@ -324,7 +324,7 @@ TEST(index_snapshot_is_taken_when_due_and_named_by_the_next_commit) {
   CHECK(rows.index().numbers_in_use() == Numbers({ready.file, rows.index().ready()->file}));
 }
 
-// As many records as an eighth of the rows, where records are large.
+// Large records: due when an eighth of the rows must be replayed.
 TEST(index_snapshot_is_due_by_the_records_to_replay) {
   const SmallOnes small(true);
   const Sandbox sandbox;
@@ -354,7 +354,7 @@ TEST(index_snapshot_of_a_store_that_is_replaced_is_not_used) {
   CHECK(!rows.index().ready().has_value());
 }
 
-// Also when it is being written, or has been written but for the last sync.
+// The store is replaced while the file is written, or during its last sync.
 TEST(index_snapshot_under_way_is_not_used_when_the_store_is_replaced) {
   for (const Op op : {Op::kWrite, Op::kSync}) {
     Indexed rows;
@@ -395,7 +395,7 @@ TEST(index_snapshot_that_fails_costs_nothing_else) {
   }
 }
 
-// Where the limit of the files has no room for it, none is taken.
+// None is taken when it does not fit the disk limit.
 TEST(index_snapshot_is_not_taken_without_room_on_disk) {
   Indexed rows;
   DiskBudget& disk = rows.table->state.store->disk();

@@ -290,7 +290,7 @@ TEST(prefetcher_refuses_bad_ids_and_a_closed_table) {
   OnDisk rows;
   CHECK_THROWS(rows.stage({1, kStored}), ErrorKind::kIndex, "id 2000 at position 1");
   CHECK_THROWS(rows.expect({0, 1, -7}), ErrorKind::kIndex, "id -7 at position 2");
-  // Also behind the ids that fit the scratch, which alone are looked at.
+  // All ids are checked, also those after the ones that fit the scratch.
   std::vector<int64_t> many(rows.table->state.piece_ids() + 10, 3);
   many.back() = -1;
   CHECK_THROWS(rows.stage(many), ErrorKind::kIndex, "id -1 at position " + std::to_string(many.size() - 1));
@@ -319,7 +319,7 @@ TEST(prefetcher_window_takes_so_many_batches) {
   rows.settle();
 }
 
-// `depth` batches behind the one that begins, and no other.
+// Stages the `depth` batches after the one that begins, and no other.
 TEST(prefetcher_stages_the_batches_ahead) {
   for (const uint32_t depth : {1u, 2u, 3u}) {
     OnDisk rows;
@@ -342,7 +342,7 @@ TEST(prefetcher_stages_the_batches_ahead) {
   }
 }
 
-// Without a depth it follows from measured times, of which a first step has none.
+// Depth 0: the prefetcher chooses the depth by measured times. There are none before the first step.
 TEST(prefetcher_chooses_a_depth_of_two_to_four) {
   OnDisk rows;
   for (int64_t batch = 0; batch < 8; ++batch) (void)rows.expect(range(100 * batch, 100 * batch + 50), 16);
@@ -356,7 +356,7 @@ TEST(prefetcher_chooses_a_depth_of_two_to_four) {
   rows.settle();
 }
 
-// A call that waits for rows comes first: the next advance() goes on with what was left.
+// Staging stops while a call waits for rows. The next advance() goes on with it.
 TEST(prefetcher_stages_no_more_while_a_call_waits_for_rows) {
   OnDisk rows;
   for (int64_t batch = 0; batch < 3; ++batch) (void)rows.expect(range(100 * batch, 100 * batch + 50));
@@ -432,7 +432,7 @@ TEST(prefetcher_waits_no_longer_than_until_the_table_closes) {
   rows.settle();
 }
 
-// A failed read leaves the rows where they were. The lookup that wants one reads it again, and has the error.
+// After a failed read the rows are in the log as before. A lookup reads them again and throws the error.
 TEST(prefetcher_whose_reads_fail_changes_nothing) {
   OnDisk rows;
   rows.vfs.fail_all(Op::kRead, EIO);
@@ -447,7 +447,7 @@ TEST(prefetcher_whose_reads_fail_changes_nothing) {
   CHECK_EQ(rows.num_resident(range(0, 100)), size_t{100});
 }
 
-// Both forget the queue, which lays out its memory again. reset() forgets how far the window was staged, too.
+// reset_queue() destroys the queue. reset() also forgets how far the window was staged.
 TEST(prefetcher_goes_on_after_a_reset) {
   OnDisk rows;
   for (int64_t batch = 0; batch < 4; ++batch) (void)rows.expect(range(100 * batch, 100 * batch + 50));

@@ -1,4 +1,4 @@
-// The device cache as the table sees it: what is refused while it holds rows, and what is reserved for it.
+// The device cache as the table sees it: which calls fail while it holds rows, and what is reserved for it.
 #include "state/device_link.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ OpenOptions limited(const TableSpec& spec, uint64_t disk_bytes) {
   return options;
 }
 
-// The value that a message names behind `label`, for example "ram=".
+// The number after `label`, for example "ram=", in a message.
 uint64_t named(const std::string& message, const std::string& label) {
   const size_t at = message.rfind(label);
   if (at == std::string::npos) fail(__FILE__, __LINE__, "no " + label + " in: " + message);
@@ -47,7 +47,7 @@ TEST(device_link_without_a_cache_holds_nothing) {
   CHECK_EQ(link.num_held(), size_t{0});
   CHECK_EQ(link.max_rows(), size_t{0});
   CHECK(!link.is_held(1));
-  // Of no row at all, too: nothing is on its way from a cache that is not there.
+  // Also for n = 0: without a cache no row is on its way.
   for (const size_t n : {size_t{0}, ids.size()}) {
     CHECK(!link.is_write_back(ids.data(), n));
     CHECK(!link.are_reserved(ids.data(), n));
@@ -95,7 +95,7 @@ TEST(device_link_takes_one_cache_at_a_time_and_gives_it_back) {
   CHECK(cache != second && write_back == nullptr);
 }
 
-// An attached cache has room on disk reserved for its rows. A detached one has none, also of a table without a store.
+// Attaching a cache reserves disk for its rows, detaching it frees that, also when the table has no store.
 TEST(device_link_reserves_disk_for_the_rows_of_the_cache) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -148,7 +148,7 @@ TEST(device_link_drops_copies_of_rows_that_change_unless_they_are_in_use) {
   CHECK_THROWS(table.device.release_for_change(ids.data(), 4), ErrorKind::kBroken,
                "table 't': id 5 at position 2 is in use by a device cache");
   CHECK_EQ(cache->dropped.size(), size_t{2});
-  table.device.check_not_held(ids.data(), 4);  // reading it does no harm
+  table.device.check_not_held(ids.data(), 4);  // a row in use may be read
   table.device.arrived(ids.data() + 1, 2);
   CHECK(cache->written == std::vector<int64_t>({9, 5}));
 }
@@ -171,7 +171,7 @@ TEST(device_link_gives_up_all_copies_or_refuses) {
   CHECK_EQ(cache->all_dropped, 1);
 }
 
-// Only where all of these rows are held, and all held rows fit the frames that room was reserved for.
+// True when all of these rows are held and the held rows are no more than the frames that disk is reserved for.
 TEST(device_link_knows_which_rows_have_room_reserved) {
   TableParts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
@@ -197,7 +197,7 @@ TEST(device_link_counts_no_more_rows_than_the_table_can_have) {
   }
 }
 
-// The write-back runs without the lock, because it calls the table. The returned lock was taken before the last look.
+// The write-back runs without the lock, because it calls the table.
 TEST(device_link_asks_for_write_backs_without_the_lock_until_no_row_is_held) {
   TableParts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
@@ -241,7 +241,7 @@ TEST(device_link_gives_up_after_a_hundred_write_backs_and_holds_no_lock_then) {
   CHECK_THROWS((void)table.device.lock_written_back(take), ErrorKind::kBroken, "after it was asked 100 times");
 }
 
-// Rows that are stored nowhere are refused before they are trained in the cache: all its rows may be such.
+// Rows that are not stored are refused before they are trained in the cache: all rows of the cache may be such rows.
 TEST(device_link_requires_disk_for_every_row_of_the_cache) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -274,7 +274,7 @@ TEST(device_link_requires_disk_for_every_row_of_the_cache) {
   table->device.require_disk(fresh.data(), fresh.size());
   disk.set_limit(enough - 1, 1, kManyRows);
   CHECK_THROWS(table->device.require_disk(fresh.data(), fresh.size()), ErrorKind::kSystem, "would do");
-  // Rows that are updated in the table itself are another call's to refuse.
+  // Without a cache the update itself checks the limit.
   std::shared_ptr<Holder> taken;
   std::function<void()> write_back;
   table->device.detach(&taken, &write_back);
@@ -282,7 +282,7 @@ TEST(device_link_requires_disk_for_every_row_of_the_cache) {
   table->device.require_disk(fresh.data(), fresh.size());
 }
 
-// So with the memory of a directory that grows with the rows: the error names a budget that is enough.
+// The same for the memory of a directory that grows with the rows. The error names a sufficient budget.
 TEST(device_link_requires_directory_memory_for_every_row_of_the_cache) {
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -312,7 +312,7 @@ TEST(device_link_requires_directory_memory_for_every_row_of_the_cache) {
   CHECK_THROWS(table->device.require_directory(fresh.data(), fresh.size()), ErrorKind::kMemory, "nothing was changed");
   with_ram(enough);
   table->device.require_directory(fresh.data(), fresh.size());
-  // A row far behind in the list counts like the first.
+  // One new row after 1000 stored ones is enough.
   with_ram(enough - 1);
   std::vector<int64_t> many;
   for (int i = 0; i < 1000; ++i) many.push_back(i % 50);
@@ -321,7 +321,7 @@ TEST(device_link_requires_directory_memory_for_every_row_of_the_cache) {
   CHECK_THROWS(table->device.require_directory(many.data(), many.size()), ErrorKind::kMemory, "device cache");
 }
 
-// A flat directory does not grow, and without a budget it may.
+// A flat directory does not grow. Without a budget a hashed one may grow.
 TEST(device_link_requires_no_directory_memory_where_none_is_taken) {
   const std::vector<int64_t> fresh = range(0, 20);
   const auto cache = std::make_shared<SomeRows>();

@@ -1,4 +1,4 @@
-// The checks that calls make first: each error names the first bad value and its place, and nothing passes that is bad.
+// The checks that calls make first. Each error names the first bad value and its position.
 #include "state/table_state.h"
 
 #include <bit>
@@ -103,7 +103,7 @@ TEST(table_state_checks_the_members_of_a_batch_alone) {
   CHECK_THROWS(table.assign(ids, {1}), ErrorKind::kIndex, refusal(-1, 1, "100"));
 }
 
-// A batch remembers for which size its rows were checked: one of a larger table is no good for a smaller one.
+// A batch remembers the number of rows that it was checked for. A table of another size checks it again.
 TEST(table_state_checks_a_batch_of_another_table_again) {
   Bare large(1000), small(50), other(1000), open(-1);
   large.assign({7, 700, 3});
@@ -116,7 +116,7 @@ TEST(table_state_checks_a_batch_of_another_table_again) {
   large.assign({7, 3});
   small.state.check_batch(batch);
   CHECK_EQ(batch.checked_end(), uint64_t{1000});
-  // The ids of an unchecked batch may be any.
+  // Batch::assign() alone checks nothing.
   Batch unchecked;
   const int64_t ids[] = {5, -9};
   unchecked.assign(ids, 2);
@@ -124,7 +124,7 @@ TEST(table_state_checks_a_batch_of_another_table_again) {
     CHECK_THROWS(table->state.check_batch(unchecked), ErrorKind::kIndex, "id -9 at position 1");
   }
   CHECK_THROWS(open.state.check_batch(unchecked), ErrorKind::kIndex, refusal(-9, 1, "2**63"));
-  // A checked one is not looked at a second time.
+  // A checked batch is not checked a second time.
   unchecked.set_checked(1000);
   large.state.check_batch(unchecked);
   CHECK_THROWS(small.state.check_batch(unchecked), ErrorKind::kIndex, "id -9 at position 1");
@@ -204,7 +204,7 @@ TEST(table_state_refuses_values_that_are_not_finite) {
   table.state.check_finite(ids.data(), 0, nullptr, 3, "gradient");
 }
 
-// The least float32 that rounds to infinity in 16 bits, and the largest that does not.
+// The least float32 that rounds to infinity in 16 bits, and the value before it.
 TEST(table_state_refuses_values_that_their_type_cannot_hold) {
   struct Limit {
     DType dtype;
@@ -231,7 +231,7 @@ TEST(table_state_refuses_values_that_their_type_cannot_hold) {
       CHECK_THROWS(check(), ErrorKind::kInvalid, "table 't': value at position 1 (id 9), element 2, is ");
       CHECK_THROWS(check(), ErrorKind::kInvalid, bad == exceeds ? shown : "; nothing was changed");
     }
-    // What is refused is what would be stored as infinity.
+    // write_field() would store the refused value as infinity.
     std::vector<std::byte> record(field_bytes(field));
     for (const float value : {fits, exceeds}) {
       const std::vector<float> wide(4, value);
@@ -295,7 +295,7 @@ TEST(table_state_knows_how_many_rows_it_may_have) {
   CHECK_EQ(Bare(-1).state.max_rows(), ~uint64_t{0});
 }
 
-// A piece of a call fits the scratch, and no call is without one.
+// A piece of a call fits the scratch. Each call has at least one piece.
 TEST(table_state_cuts_calls_into_pieces_that_fit_the_scratch) {
   const TableSpec spec = whole_numbers(-1, 4);
   size_t before = 0;
@@ -341,7 +341,7 @@ TEST(table_state_counts_changes) {
   CHECK_EQ(table.state.changes, uint64_t{2});
 }
 
-// Weights, padding, then the slots; of a lookup the weights alone.
+// Weights, padding, then the slots. For a lookup, the weights alone.
 TEST(table_state_writes_the_record_of_a_row_that_was_never_stored) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     TableSpec spec = whole_numbers(100, 3, dtype);
@@ -368,7 +368,7 @@ TEST(table_state_writes_the_record_of_a_row_that_was_never_stored) {
       std::vector<float> slots(3), values(3), expected(3);
       read_field(state.fields.at(1), whole.data(), slots.data());
       for (const float slot : slots) CHECK_EQ(slot, 0.5f);
-      // Rounded to the type from the float32 values, which row, seed and place alone decide.
+      // The values of the float32 table, rounded to the type.
       std::vector<std::byte> record(wide.state.payload_bytes), rounded(bytes);
       wide.state.initial_record(row, wide.state.weight_bytes, record.data());
       read_field(wide.state.fields.at(0), record.data(), expected.data());

@@ -1,4 +1,4 @@
-// When compaction works and how much: in proportion to what is appended, and never because of its own appends.
+// When compaction works and how much: in proportion to the appends of others, not to its own.
 #include "store/compaction_scheduler.h"
 
 #include <utility>
@@ -16,8 +16,8 @@ constexpr uint64_t kPace = 4;      // records looked at for an appended one
 constexpr uint64_t kSlice = 512;   // records that one take() looks at
 constexpr int64_t kRows = 24'000;  // fifteen segments
 
-// Of each four records in the first segments one is live, so that compaction is due: a fourth of what is looked at
-// moves.
+// In the first segments one record of four is live, so compaction is needed, and it moves a fourth of the records that
+// it looks at.
 struct MostlyDead : LogParts {
   explicit MostlyDead(uint64_t slots = kSlots, size_t ram_bytes = 1) : LogParts(slots, ram_bytes) {
     append(0, kRows);
@@ -31,7 +31,7 @@ struct MostlyDead : LogParts {
   }
 
   uint64_t moved() const { return compactor.records_moved(); }
-  // Records that are new to the log, so that no more of it is dead afterwards.
+  // Appends records of new rows: no record dies.
   void append_new(int64_t n) {
     append(next_new, next_new + n);
     next_new += n;
@@ -91,7 +91,7 @@ TEST(compaction_debt_adds_up) {
   check_about(log.moved(), kPace * 100, "five times 20 records");
 }
 
-// What the compactor appends creates no debt: otherwise it would go on until the log is as small as can be.
+// The compactor's own appends create no debt. Otherwise compaction would go on while it is needed.
 TEST(compaction_of_its_own_appends_ends) {
   MostlyDead log;
   log.append_new(100);
@@ -126,7 +126,7 @@ TEST(compaction_takes_slices_while_other_calls_run) {
   check_about(before, kPace * 1000, "all slices");
 }
 
-// What is appended while a job runs is the job's too.
+// A job also pays for records that are appended while it runs.
 TEST(compaction_job_pays_for_appends_that_come_meanwhile) {
   MostlyDead log;
   log.append_new(300);
@@ -221,7 +221,7 @@ TEST(compaction_job_does_not_begin_where_nothing_is_worth_it) {
   CHECK(!scheduler.begin());
   scheduler.compact_some();
   CHECK_EQ(parts.compactor.records_moved(), uint64_t{0});
-  // That debt is gone: rows that die later are moved for later appends only.
+  // begin() dropped that debt: only later appends count.
   parts.log.rotate();
   const uint64_t before = parts.log.stats().written_records;
   for (int64_t row = 0; row < 3000; row += 2) parts.append(row);

@@ -1,4 +1,5 @@
-// The limit of a log's files, without a table: what it admits can be written, and is no more than the rule allows.
+// The limit of a log's files, without a table: admitted rows can be written, and no more are admitted than the rule
+// says.
 #include "store/disk_budget.h"
 
 #include <cerrno>
@@ -49,7 +50,7 @@ struct Files : LogParts {
     return budget.rows_beyond(rows.data(), rows.size(), above, most);
   }
 
-  // What a commit leaves: it names every segment that holds a live record, and files that nothing names are removed.
+  // Names every segment that has a live record, as a commit does, and removes files that no commit names.
   void commit(std::set<uint64_t> kept = {}) {
     budget.forget_admitted();
     (void)budget.shrink_for_commit(
@@ -72,8 +73,8 @@ struct Files : LogParts {
   std::set<uint64_t> committed;  // segments
 };
 
-// Steps on random rows, each of which may leave RAM at once, with commits in between. The files stay within a limit
-// that is just enough for the rows, and no step is refused.
+// Random steps and evictions, with commits in between. The files stay within a limit that is just enough for the rows,
+// and no step is refused.
 void trains(size_t commits, int64_t num_rows, uint64_t seed) {
   Files files;
   DiskBudget& budget = files.budget;
@@ -126,7 +127,7 @@ TEST(disk_budget_without_a_limit_admits_everything) {
   }
 }
 
-// A table in RAM only has no files, whatever limit it is given.
+// A table in RAM only has no files: it ignores the limit.
 TEST(disk_budget_without_a_log_has_no_limit) {
   const auto directory = make_hashed_directory();
   Cache cache(8, 16);
@@ -283,7 +284,7 @@ TEST(disk_budget_a_change_borrows_a_segment_once_when_compaction_gives_nothing) 
     CHECK(packed.has_room_for(range(0, most + 1)));
     CHECK(!packed.has_room_for(range(0, most + 1)));
   }
-  // A segment's bytes, and no more.
+  // No more than a segment's bytes are borrowed.
   const auto segment = static_cast<int64_t>(packed.log.segment_bytes() / packed.log.record_disk_bytes());
   CHECK(!packed.has_room_for(range(0, most + segment + 10)));
   CHECK(!packed.budget.make_room());
@@ -311,7 +312,7 @@ TEST(disk_budget_makes_room_by_compaction_of_what_no_commit_names) {
   files.check_rows();
 }
 
-// To empty a segment that a commit names gives nothing back before the next commit.
+// Emptying a segment that a commit names frees nothing before the next commit.
 TEST(disk_budget_makes_room_without_moving_records_of_a_commit) {
   Files files;
   files.append(0, 8000);
@@ -339,7 +340,7 @@ TEST(disk_budget_makes_room_without_moving_records_of_a_commit) {
   }
 }
 
-// The records of a segment are written a second time before its file goes.
+// The records of a segment are written a second time before its file is removed.
 TEST(disk_budget_empties_no_segment_that_has_no_room_for_its_copies) {
   Files files;
   files.append(0, 8000);
@@ -413,7 +414,7 @@ TEST(disk_budget_needed_grows_with_the_rows_and_shrinks_with_the_chunks) {
   CHECK_EQ(files.budget.needed_for(1u << 20), files.budget.needed(4000) + bytes);
 }
 
-// What opening asks for is enough to go on from where the last commit was, however full of dead records.
+// The limit that opening requires is enough for training, also when the last commit has many dead records.
 TEST(disk_budget_needed_now_is_enough_to_go_on) {
   Files files;
   DiskBudget& budget = files.budget;
@@ -485,13 +486,13 @@ TEST(disk_budget_of_kept_commits) {
   CHECK_EQ(budget.log_bytes(), uint64_t{0});
   CHECK_EQ(budget.needed(4000), needed + log_bytes);
   CHECK(budget.needed(4000) <= to_keep);
-  // The rows move on: their old records are in the snapshot's segments alone.
+  // All rows are written again: the records in the snapshot's segments are dead.
   files.append(0, 4000);
   files.compactor.drop_dead_segments();
   CHECK_EQ(budget.snapshot_bytes(), log_bytes);
   for (const uint64_t id : all) CHECK(files.vfs.exists(files.path + "/" + segment_name(id)));
   CHECK_EQ(budget.used_bytes(), files.bytes_of_files() + files.log.open_bytes() + 4096);
-  // No commit names them any more: their files are the collector's to remove.
+  // No commit names the segments any more. FileCollector removes their files.
   budget.set_held({});
   CHECK_EQ(budget.snapshot_bytes(), uint64_t{0});
   CHECK_EQ(budget.needed(4000), needed);
@@ -516,7 +517,7 @@ TEST(disk_budget_set_held_drops_dead_segments_and_spares_named_files) {
   CHECK_EQ(budget.used_bytes(), files.bytes_of_files());
 }
 
-// A caller that does not ask makes an append fail. The files stay within the limit.
+// When a caller does not ask for room, an append fails. The files stay within the limit.
 TEST(disk_budget_the_log_refuses_what_exceeds_the_limit) {
   Files files;
   files.budget.set_limit(400u << 10, 1, kNoRows);

@@ -1,4 +1,4 @@
-// A store without a table: where it finds the rows of a batch, how often it looks for them, and stagings that overlap.
+// A store without a table: where it finds the rows of a batch, how often it locates them, and stagings that overlap.
 #include "store/store.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct StoreParts {
     store->set_initial_record(
         [](int64_t, size_t bytes, std::byte* record) { std::fill_n(record, bytes, std::byte{0xff}); });
   }
-  // Rows that are stored from now on, and perhaps in RAM.
+  // Stores rows. Some of the rows are then in RAM.
   void write(const std::vector<int64_t>& rows) {
     for (const int64_t row : rows) {
       uint32_t frame;
@@ -44,7 +44,7 @@ struct StoreParts {
     }
   }
   int64_t value(uint32_t frame) const { return reinterpret_cast<const int64_t*>(store->cache().record(frame))[0]; }
-  // The same, looked for again.
+  // Compares the placement with the directory.
   void check_placement(const Batch& batch) const {
     const Batch::Placement& placement = batch.placement();
     CHECK_EQ(placement.frames.size(), batch.num_unique());
@@ -77,7 +77,7 @@ Batch batch_of(const std::vector<int64_t>& ids) {
 
 }  // namespace
 
-// Rows in frames, in the log and nowhere. After place() it is known where they all are.
+// Rows in frames, rows in the log and rows that are not stored.
 TEST(store_locates_a_row_of_a_batch_once) {
   StoreParts parts(32);
   Store& store = *parts.store;
@@ -98,7 +98,7 @@ TEST(store_locates_a_row_of_a_batch_once) {
   CHECK(!store.place_for_update(batch) && !store.rows().is_placed(batch));
   CHECK_EQ(parts.directory->take_located(), size_t{0});
 
-  // Those in the log are read by what the placement says of them.
+  // Rows in the log are read from the positions in the placement.
   std::vector<int64_t> rows;
   std::vector<Entry> entries;
   for (size_t u = 0; u < batch.num_unique(); ++u) {
@@ -120,7 +120,7 @@ TEST(store_locates_a_row_of_a_batch_once) {
   for (const uint32_t frame : frames) CHECK_EQ(int{store.cache().info(frame).pinned}, 0);
 }
 
-// A caller's ids may change between two looks, so that some of the rows to read are in RAM: they stay there.
+// Another thread may change the caller's ids between two calls of locate(), so some rows to read may be in RAM.
 TEST(store_pins_located_rows_in_ram_or_not) {
   StoreParts parts(32);
   Store& store = *parts.store;
@@ -196,7 +196,7 @@ TEST(store_looks_for_a_batch_again_when_a_row_has_moved) {
   (void)parts.directory->take_located();
   CHECK(store.rows().place(batch, true) && store.rows().is_placed(batch));
   CHECK_EQ(parts.directory->take_located(), size_t{3});
-  // What another store found is no good here.
+  // Another store locates the batch again.
   StoreParts other(32);
   other.write(range(0, 20));
   CHECK(!other.store->rows().is_placed(batch));
@@ -204,7 +204,7 @@ TEST(store_looks_for_a_batch_again_when_a_row_has_moved) {
   CHECK(other.store->rows().place(batch, true));
   CHECK_EQ(other.directory->take_located(), size_t{3});
   other.check_placement(batch);
-  // So with a batch of other rows in the same memory.
+  // A batch that is assigned other rows is located again.
   Batch reused = batch_of({3, 4, 5});
   CHECK(store.rows().place(reused, true));
   const int64_t ids[] = {6, 7};
@@ -214,7 +214,7 @@ TEST(store_looks_for_a_batch_again_when_a_row_has_moved) {
   parts.check_placement(reused);
 }
 
-// A row counts as wanted once in a step, however often its batch is placed; without `touch` not at all.
+// A row counts once in a step, however often its batch is placed. Without `touch` it does not count.
 TEST(store_counts_the_rows_of_a_batch_once_a_step) {
   StoreParts parts(32);
   Store& store = *parts.store;
@@ -238,7 +238,7 @@ TEST(store_counts_the_rows_of_a_batch_once_a_step) {
   }
 }
 
-// Whatever moves rows: a placement that is believed is right.
+// A placement that the store uses again is the one that the directory gives, whatever has moved rows.
 TEST(store_never_believes_an_old_placement) {
   StoreParts parts(24);
   Store& store = *parts.store;

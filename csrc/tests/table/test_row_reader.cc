@@ -1,4 +1,4 @@
-// How often lookups and updates look for a row: once for all that a step does with a batch.
+// How often a step locates the rows of a batch: once for its lookup and its update.
 #include "table/row_reader.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 constexpr size_t kFrames = 400;
 constexpr int64_t kStored = 2000;
 
-// A table on disk of which a fifth is in RAM, in a store whose directory counts. A row's value is its number.
+// A table on disk with a fifth of its rows in RAM, and a directory that counts. A row's value is its number.
 struct CountedTable {
   CountedTable() {
     TableState& state = parts->state;
@@ -48,7 +48,7 @@ struct CountedTable {
     parts->state.assign_checked(&batch, ids.data(), ids.size());
     return batch;
   }
-  // The rows that were located for it.
+  // Returns how many rows were located.
   size_t lookup(const Batch& batch, const std::vector<int64_t>& ids, bool touch = true) {
     std::vector<float> values(ids.size() * 4);
     parts->reader.lookup(batch, touch, values.data());
@@ -101,14 +101,14 @@ TEST(update_of_a_placed_batch_locates_no_row) {
   ids.erase(std::remove_if(ids.begin(), ids.end(), [](int64_t id) { return id >= kStored; }), ids.end());
   const Batch batch = table.batch_of(ids);
   CHECK_EQ(table.lookup(batch, ids), batch.num_unique());
-  // The misses moved rows, so that they are looked for once more, and then no more.
+  // The misses changed the directory: the rows are located once more, and then not again.
   CHECK_EQ(table.lookup(batch, ids), batch.num_unique());
   CHECK_EQ(table.lookup(batch, ids, false), size_t{0});
   for (int step = 0; step < 3; ++step) {
     CHECK_EQ(table.update(batch), size_t{0});
     CHECK_EQ(table.lookup(batch, ids), size_t{0});
   }
-  // So does an update that makes the rows resident by itself.
+  // An update that has to load rows changes the directory, too.
   const std::vector<int64_t> others = range(0, 100);
   const Batch other = table.batch_of(others);
   CHECK(table.update(other) > 0);
@@ -116,7 +116,7 @@ TEST(update_of_a_placed_batch_locates_no_row) {
   CHECK_EQ(table.update(other), size_t{0});
 }
 
-// A larger batch than the cache holds is read in pieces: compaction may move rows between them.
+// A batch larger than the cache is read in pieces. Compaction may move rows between two pieces.
 TEST(lookup_of_a_batch_larger_than_the_cache_locates_later_pieces_again) {
   CountedTable table;
   const std::vector<int64_t> ids = range(0, kStored);
@@ -125,7 +125,7 @@ TEST(lookup_of_a_batch_larger_than_the_cache_locates_later_pieces_again) {
   CHECK(located > batch.num_unique() && located < 2 * batch.num_unique());
 }
 
-// Rows that are being read are waited for, and the look that found that out is the lookup's, too.
+// The lookup waits for rows that are being read. It uses the placement that the wait has made.
 TEST(lookup_of_a_batch_that_is_being_read_locates_each_row_once) {
   CountedTable table;
   const std::vector<int64_t> ids = range(0, 150);
