@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def steps_of(case: str, folder: Path) -> Callable[[int], float]:
+def steps_of(case: str, folder: Path, stack: ExitStack) -> Callable[[int], float]:
     """A function of the number of a step; it takes the step and returns its seconds."""
     if case == "train":
         return training(folder)
@@ -59,8 +60,10 @@ def steps_of(case: str, folder: Path) -> Callable[[int], float]:
 
         return load
     table = bb.create(folder / case, **made)
+    stack.callback(table.close, commit=False)
     rng = np.random.default_rng(1)
-    batches = [np.minimum(rng.zipf(1.05, BATCH) - 1, rows - 1).astype(np.int64) for _ in range(64)]
+    share = np.cumsum(1 / np.arange(1, rows + 1) ** 1.05)
+    batches = [np.searchsorted(share, rng.random(BATCH) * share[-1]).astype(np.int64) for _ in range(64)]
     grads = np.full((BATCH, DIM), 1e-3, np.float32)
     for ids in np.array_split(np.arange(rows), 32):
         table.set(ids, np.zeros((len(ids), DIM), np.float32))
@@ -106,8 +109,8 @@ def training(folder: Path) -> Callable[[int], float]:
 
 def serve(case: str) -> None:
     """Reads a number of steps a line, and answers with their seconds."""
-    with tempfile.TemporaryDirectory(dir=os.environ["WHEELS_DIR"]) as folder:
-        step, number = steps_of(case, Path(folder)), 0
+    with tempfile.TemporaryDirectory(dir=os.environ["WHEELS_DIR"]) as folder, ExitStack() as stack:
+        step, number = steps_of(case, Path(folder), stack), 0
         for line in sys.stdin:
             print(json.dumps([step(number + i) for i in range(int(line))]), flush=True)
             number += int(line)
