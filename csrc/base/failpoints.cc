@@ -22,7 +22,7 @@ constexpr const char* kNames[] = {
     "log.synced",       "log.names",            "evict",             "compact.chosen",     "compact.read",
     "compact.moved",    "compact.dropped",      "open.adopted",      "open.rebuilt",       "rewind.loaded",
     "run.tables",       "run.files",            "run.published",        "reads.finished",
-    "open.checkpoint",  "checkpoint.begun", "checkpoint.part", "checkpoint.written", "checkpoint.synced",
+    "open.checkpoint",  "checkpoint.started", "checkpoint.part", "checkpoint.written", "checkpoint.synced",
     "checkpoint.linked", "checkpoint.durable",
 };
 

@@ -207,15 +207,7 @@ void bind_table(nb::module_& m) {
         const Manifest manifest = !snapshot.empty()   ? manifests.load_snapshot(snapshot)
                                   : epoch.has_value() ? manifests.load(*epoch)
                                                       : manifests.load_newest();
-        TableSpec spec;
-        spec.num_rows = manifest.num_rows;
-        spec.dim = manifest.dim;
-        spec.dtype = manifest.dtype();
-        spec.init = manifest.init;
-        spec.optimizer = manifest.optimizer;
-        spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
-        spec.is_scratch = (manifest.reader_flags & kReaderFlagScratch) != 0;
-        return std::make_pair(spec, manifest.stored_rows);
+        return std::make_pair(spec_of(manifest), manifest.stored_rows);
       },
       "path"_a, "snapshot"_a, "epoch"_a.none(), "Return (TableSpec, stored rows) of a commit; default: the newest.");
 

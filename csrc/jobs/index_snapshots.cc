@@ -159,7 +159,7 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
       segments.push_back({id, static_cast<uint32_t>(segment->records), static_cast<uint32_t>(segment->tombstones)});
     }
   }
-  failpoint("checkpoint.begun");
+  failpoint("checkpoint.started");
   CheckpointFile file(table_.vfs, table_.path, header, segments);
   std::vector<int64_t> rows;
   std::vector<Entry> entries;

@@ -69,13 +69,17 @@ TableLock::Guard DeviceLink::lock_written_back(const std::function<TableLock::Gu
   }
 }
 
+Error DeviceLink::refused(int64_t id, size_t position, const char* why) const {
+  return Error(ErrorKind::kBroken, "table '" + table_.name + "': id " + std::to_string(id) + " at position " +
+                                       std::to_string(position) + why);
+}
+
 void DeviceLink::check_not_held(const int64_t* ids, size_t n) const {
   const size_t i = cache_->first_held(ids, n);
   if (i == n) return;
-  throw Error(ErrorKind::kBroken, "table '" + table_.name + "': id " + std::to_string(ids[i]) + " at position " +
-                                      std::to_string(i) +
-                                      " is held by a device cache, which has its newest value; use the layer that "
-                                      "owns the cache, or let it write back first");
+  throw refused(ids[i], i,
+                " is held by a device cache, which has its newest value; use the layer that owns the cache, or let it "
+                "write back first");
 }
 
 void DeviceLink::require_not_in_use() const {
@@ -96,10 +100,8 @@ void DeviceLink::release_for_change(const int64_t* ids, size_t n) {
   check_not_held(ids, n);
   const size_t i = cache_->give_up(ids, n);
   if (i == n) return;
-  throw Error(ErrorKind::kBroken, "table '" + table_.name + "': id " + std::to_string(ids[i]) + " at position " +
-                                      std::to_string(i) +
-                                      " is in use by a device cache; use the layer that owns the cache, or end the step "
-                                      "under way first");
+  throw refused(ids[i], i,
+                " is in use by a device cache; use the layer that owns the cache, or end the step under way first");
 }
 
 void DeviceLink::require_disk(const int64_t* ids, size_t n) const {

@@ -56,6 +56,7 @@ class DeviceLink {
   void require_directory(const int64_t* ids, size_t n) const REQUIRES(table_.lock);
 
  private:
+  Error refused(int64_t id, size_t position, const char* why) const;
   Error rows_in_use(size_t rows) const;
 
   TableState& table_;

@@ -32,6 +32,18 @@ void check_record_size(uint32_t dim) {
   }
 }
 
+TableSpec spec_of(const Manifest& manifest) {
+  TableSpec spec;
+  spec.num_rows = manifest.num_rows;
+  spec.dim = manifest.dim;
+  spec.dtype = manifest.dtype();
+  spec.init = manifest.init;
+  spec.optimizer = manifest.optimizer;
+  spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
+  spec.is_scratch = (manifest.reader_flags & kReaderFlagScratch) != 0;
+  return spec;
+}
+
 std::vector<Field> fields_of(const TableSpec& spec) { return record_fields(spec.dim, spec.dtype, spec.optimizer); }
 
 uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes) {

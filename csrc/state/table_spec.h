@@ -34,6 +34,8 @@ struct OpenOptions {
 // The alignment that reads need, while there is no file that reports it.
 inline constexpr size_t kAssumedReadUnit = 4096;
 
+// Of the table that a commit describes.
+TableSpec spec_of(const Manifest& manifest);
 std::vector<Field> fields_of(const TableSpec& spec);
 // Throws Error(kInvalid) when some optimizer would make a record too large for 32-bit offsets.
 void check_record_size(uint32_t dim);

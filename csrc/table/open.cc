@@ -9,6 +9,7 @@
 #include "commit/scratch.h"
 #include "format/record.h"
 #include "table/parts.h"
+#include "table/table.h"
 
 namespace bunkbed {
 
@@ -44,7 +45,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
                                          std::to_string(needed));
   }
   if (path.empty()) {
-    auto parts = std::make_unique<Parts>(vfs, path, name, spec, options);
+    auto parts = std::make_unique<TableParts>(vfs, path, name, spec, options);
     {
       const auto guard = parts->state.lock.work();
       parts->loader.start_in_ram(new_uuid());
@@ -161,21 +162,14 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
         manifests.remove_temporaries();
       }
       check_record_size(manifest.dim);
-      TableSpec spec;
-      spec.num_rows = manifest.num_rows;
-      spec.dim = manifest.dim;
-      spec.dtype = manifest.dtype();
-      spec.init = manifest.init;
-      spec.optimizer = manifest.optimizer;
-      spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
-      spec.is_scratch = is_scratch;
+      const TableSpec spec = spec_of(manifest);
       const size_t needed = minimum_ram(spec, manifest.stored_rows, true);
       if (options.ram_bytes < needed) {
         throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(options.ram_bytes) +
                                              " bytes is too small for " + std::to_string(manifest.stored_rows) +
                                              " stored rows; it needs at least ram=" + std::to_string(needed));
       }
-      auto table = std::unique_ptr<Table>(new Table(std::make_unique<Parts>(vfs, path, name, spec, options)));
+      auto table = std::unique_ptr<Table>(new Table(std::make_unique<TableParts>(vfs, path, name, spec, options)));
       table->parts_->file_lock = std::move(lock);
       const auto guard = table->parts_->state.lock.work();
       table->parts_->loader.load(manifest);

@@ -16,11 +16,10 @@
 #include "table/row_reader.h"
 #include "table/row_writer.h"
 #include "table/snapshots.h"
-#include "table/table.h"
 
 namespace bunkbed {
 
-struct Table::Parts {
+struct TableParts {
   TableState state;
   std::unique_ptr<vfs::Lock> file_lock;  // null in a reader and in RAM
   DeviceLink device{state};
@@ -36,7 +35,8 @@ struct Table::Parts {
   RowReader reader{state, device, prefetcher};
   RowWriter writer{state, device, prefetcher, disk};
 
-  Parts(vfs::Vfs& vfs, const std::string& path, const std::string& name, const TableSpec& spec, const OpenOptions& options)
+  TableParts(vfs::Vfs& vfs, const std::string& path, const std::string& name, const TableSpec& spec,
+             const OpenOptions& options)
       : state(vfs, path, name, spec, options) {}
   // Closes without a commit. Takes the lock.
   void close_files();

@@ -41,7 +41,7 @@ class Scan {
   void take(const Segment& segment, const ChunkTrailer& chunk) REQUIRES(table_.lock);
   void copy(const std::byte* record, size_t row, std::span<float* const> values) const;
 
-  Table::Parts& parts_;
+  TableParts& parts_;
   TableState& table_;
   const std::vector<size_t> fields_;
   bool is_in_frames_ = false;

@@ -7,7 +7,7 @@
 
 namespace bunkbed {
 
-Table::Table(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
+Table::Table(std::unique_ptr<TableParts> parts) : parts_(std::move(parts)) {}
 
 Table::~Table() {
   if (!parts_->state.lock.is_own_process()) {
@@ -114,7 +114,7 @@ void Table::close() {
   parts_->close_files();
 }
 
-void Table::Parts::close_files() {
+void TableParts::close_files() {
   const auto guard = state.lock.exclusive();
   committer.join();
   if (state.is_closed) return;

@@ -42,6 +42,8 @@ struct TableStats {
   double stall_s = 0.0;  // time that lookups and updates waited for reads, staged or not
 };
 
+struct TableParts;
+
 class Table {
  public:
   // Makes a new table: in `path`, or in RAM only when `path` is empty.
@@ -138,14 +140,13 @@ class Table {
 
  private:
   friend class Scan;
-  struct Parts;
-  explicit Table(std::unique_ptr<Parts> parts);
+  explicit Table(std::unique_ptr<TableParts> parts);
   // `made`: the lock of a table that create() has just made, or null. Only a table just made may be a scratch table.
   static std::unique_ptr<Table> open_or_made(vfs::Vfs& vfs, const std::string& path, const std::string& name,
                                              const OpenOptions& options, std::unique_ptr<vfs::Lock> made);
   const TableState& state() const;
 
-  std::unique_ptr<Parts> parts_;
+  std::unique_ptr<TableParts> parts_;
 };
 
 }  // namespace bunkbed

@@ -89,7 +89,7 @@ CORE = {
     "bindings": "base batch commit device format jobs kernels maintenance probe recsys store table text vfs",
     "fuzz": "base directory format kernels maintenance table vfs",
     "stress": "base batch device jobs maintenance store table vfs",
-    "tests": "base batch device directory jobs kernels state store table vfs",
+    "tests": "base batch device directory kernels state store table vfs",
     "tests/base": "base tests",
     "tests/batch": "base batch kernels tests",
     "tests/cache": "cache tests",

@@ -342,7 +342,7 @@ namespace {
 constexpr int64_t kRows = 500;
 
 struct Committed {
-  Committed() { table = new_parts(vfs, path, spec, TableParts::with_ram(size_t{4} << 20)); }
+  Committed() { table = new_parts(vfs, path, spec, Parts::with_ram(size_t{4} << 20)); }
   Committer& committer() { return table->committer; }
   TableState& state() { return table->state; }
   uint64_t commit(const std::optional<std::string>& meta = std::nullopt, const std::string& keep = "") {
@@ -354,7 +354,7 @@ struct Committed {
   const Sandbox sandbox;
   const std::string path = sandbox / "t";
   GatedVfs vfs;
-  std::unique_ptr<TableParts> table;
+  std::unique_ptr<Parts> table;
   const GatedVfs::Release release{vfs};  // before the table ends
 };
 
@@ -428,9 +428,9 @@ TEST(committer_keeps_the_segments_that_a_commit_under_way_names) {
   }
   rows.vfs.release();
   pending->wait();
-  OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  OpenOptions options = Parts::with_ram(size_t{4} << 20);
   options.writable = false;
-  TableParts reader(rows.vfs, rows.path, rows.spec, options);
+  Parts reader(rows.vfs, rows.path, rows.spec, options);
   for (const int64_t row : {int64_t{0}, kRows - 1}) CHECK_EQ(reader.value(row), 1.0f);
 }
 
@@ -451,7 +451,7 @@ TEST(committer_makes_one_commit_after_the_other) {
 }
 
 TEST(committer_of_a_table_in_ram_counts_epochs_and_keeps_copies) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   table.add_one({1});
   CHECK_EQ(table.committer.commit("{\"a\":1}", "kept"), uint64_t{1});
   CHECK_EQ(table.committer.commit(std::nullopt, ""), uint64_t{1});

@@ -73,7 +73,7 @@ struct Written {
   const std::vector<int64_t> ids = range(0, kRows);
   const Sandbox sandbox;
   GatedVfs vfs;
-  const std::unique_ptr<TableParts> table = new_parts(vfs, sandbox / "t", spec, TableParts::with_ram(size_t{24} << 20));
+  const std::unique_ptr<Parts> table = new_parts(vfs, sandbox / "t", spec, Parts::with_ram(size_t{24} << 20));
   const GatedVfs::Release release{vfs};  // before the table ends
 };
 

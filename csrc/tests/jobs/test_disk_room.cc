@@ -308,7 +308,7 @@ TEST(disk_limit_holds_for_scratch_tables) {
 namespace {
 
 OpenOptions limited(const TableSpec& spec, uint64_t disk_bytes, size_t more_ram = 0) {
-  OpenOptions options = TableParts::with_ram(little_ram(spec) + more_ram);
+  OpenOptions options = Parts::with_ram(little_ram(spec) + more_ram);
   options.disk_bytes = disk_bytes;
   return options;
 }
@@ -323,7 +323,7 @@ uint64_t bytes_left(DiskBudget* disk) {
 }  // namespace
 
 TEST(disk_room_of_a_table_without_a_limit_is_always_there) {
-  TableParts table(spec_of());
+  Parts table(spec_of());
   const std::vector<int64_t> ids = range(0, kRows);
   CHECK(table.disk.has_room_for(ids.data(), ids.size()));
   CHECK(static_cast<bool>(table.disk.lock_for(ids.data(), ids.size())));

@@ -35,7 +35,7 @@ class AtRemoval final : public FaultVfs {
 struct Collected {
   explicit Collected(bool belongs_to_run = false) {
     spec.belongs_to_run = belongs_to_run;
-    OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+    OpenOptions options = Parts::with_ram(size_t{4} << 20);
     options.through_run = belongs_to_run;
     table = new_parts(vfs, sandbox / "t", spec, options);
   }
@@ -94,7 +94,7 @@ struct Collected {
   TableSpec spec = whole_numbers(1000, 4);
   const Sandbox sandbox;
   AtRemoval vfs;
-  std::unique_ptr<TableParts> table;
+  std::unique_ptr<Parts> table;
 };
 
 }  // namespace

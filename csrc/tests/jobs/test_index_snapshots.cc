@@ -257,7 +257,7 @@ struct Indexed {
   explicit Indexed(bool belongs_to_run = false) {
     TableSpec spec = whole_numbers(kRows, 8);
     spec.belongs_to_run = belongs_to_run;
-    OpenOptions options = TableParts::with_ram(4u << 20);
+    OpenOptions options = Parts::with_ram(4u << 20);
     options.through_run = belongs_to_run;
     table = new_parts(vfs, sandbox / "t", spec, options);
     table->add_one(range(0, kRows));
@@ -284,7 +284,7 @@ struct Indexed {
   const SmallOnes small{true};
   const Sandbox sandbox;
   GatedVfs vfs;
-  std::unique_ptr<TableParts> table;
+  std::unique_ptr<Parts> table;
   const GatedVfs::Release release{vfs};  // before the table ends
 };
 
@@ -330,7 +330,7 @@ TEST(index_snapshot_is_due_by_the_records_to_replay) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const TableSpec spec = whole_numbers(kRows, 250);
-  const auto table = new_parts(vfs, sandbox / "t", spec, TableParts::with_ram(16u << 20));
+  const auto table = new_parts(vfs, sandbox / "t", spec, Parts::with_ram(16u << 20));
   table->add_one(range(0, kRows));
   table->committer.commit(std::nullopt, "");
   table->committer.commit("{\"names\":1}", "");

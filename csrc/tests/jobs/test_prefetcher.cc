@@ -231,12 +231,12 @@ constexpr int64_t kStored = 2000;
 struct OnDisk {
   explicit OnDisk(size_t more_ram = 200u << 10) {
     const TableSpec spec = spec_of(kStored);
-    const OpenOptions options = TableParts::with_ram(minimum_ram(spec, kStored, true) + more_ram);
+    const OpenOptions options = Parts::with_ram(minimum_ram(spec, kStored, true) + more_ram);
     table = new_parts(vfs, sandbox / "t", spec, options);
     table->add_one(range(0, kStored));
     table->committer.commit(std::nullopt, "");
     table.reset();
-    table = std::make_unique<TableParts>(vfs, sandbox / "t", spec, options);
+    table = std::make_unique<Parts>(vfs, sandbox / "t", spec, options);
   }
   Prefetcher& prefetcher() { return table->prefetcher; }
   uint32_t expect(const std::vector<int64_t>& ids, uint32_t most = 8) {
@@ -254,7 +254,7 @@ struct OnDisk {
 
   const Sandbox sandbox;
   GatedVfs vfs;
-  std::unique_ptr<TableParts> table;
+  std::unique_ptr<Parts> table;
   const GatedVfs::Release release{vfs};  // before the table ends
 
  private:
@@ -272,7 +272,7 @@ struct OnDisk {
 
 TEST(prefetcher_plans_nothing_where_every_row_is_in_ram) {
   const std::vector<int64_t> ids = range(0, 10);
-  TableParts in_ram(spec_of(kStored));
+  Parts in_ram(spec_of(kStored));
   in_ram.add_one(ids);
   CHECK_EQ(in_ram.prefetcher.expect(ids.data(), ids.size(), 8), kNoUse);
   in_ram.prefetcher.stage(ids.data(), ids.size());

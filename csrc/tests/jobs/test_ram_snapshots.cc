@@ -31,7 +31,7 @@ std::map<int64_t, float> rows_of(const TableState& table, const RamSnapshot& sna
 }  // namespace
 
 TEST(ram_snapshots_are_copies_of_the_rows_and_facts) {
-  TableParts table(whole_numbers(-1, 4));
+  Parts table(whole_numbers(-1, 4));
   table.add_one({5, 1'000'000, 7, 5});
   table.committer.commit("{\"run\":1}", "");
   CHECK(table.ram.list().empty());
@@ -62,7 +62,7 @@ TEST(ram_snapshots_are_copies_of_the_rows_and_facts) {
 }
 
 TEST(ram_snapshots_move_a_name_that_is_used_again) {
-  TableParts table(whole_numbers(100, 4));
+  Parts table(whole_numbers(100, 4));
   for (int commit = 1; commit <= 3; ++commit) {
     table.add_one({1});
     table.committer.commit(std::nullopt, "");
@@ -76,7 +76,7 @@ TEST(ram_snapshots_move_a_name_that_is_used_again) {
 }
 
 TEST(ram_snapshots_that_are_dropped_are_gone) {
-  TableParts table(whole_numbers(100, 4));
+  Parts table(whole_numbers(100, 4));
   table.ram.keep("a");
   table.ram.keep("b");
   CHECK_THROWS(table.ram.drop("c"), ErrorKind::kInvalid, "table 't' has no snapshot 'c'");
@@ -88,7 +88,7 @@ TEST(ram_snapshots_that_are_dropped_are_gone) {
 }
 
 TEST(ram_snapshots_name_those_that_there_are) {
-  TableParts table(whole_numbers(100, 4));
+  Parts table(whole_numbers(100, 4));
   CHECK_THROWS((void)table.ram.find("a", std::nullopt), ErrorKind::kInvalid,
                "table 't' has no snapshot 'a'; it lives in RAM only, where none is kept");
   table.ram.keep("a");

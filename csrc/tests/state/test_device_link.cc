@@ -25,7 +25,7 @@ constexpr int64_t kManyRows = 100'000;
 size_t smallest_ram(const TableSpec& spec) { return minimum_ram(spec, kRows, true); }
 
 OpenOptions limited(const TableSpec& spec, uint64_t disk_bytes) {
-  OpenOptions options = TableParts::with_ram(smallest_ram(spec));
+  OpenOptions options = Parts::with_ram(smallest_ram(spec));
   options.disk_bytes = disk_bytes;
   return options;
 }
@@ -40,7 +40,7 @@ uint64_t named(const std::string& message, const std::string& label) {
 }  // namespace
 
 TEST(device_link_without_a_cache_holds_nothing) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const std::vector<int64_t> ids{1, 2, 3};
   DeviceLink& link = table.device;
   CHECK(!link.is_attached());
@@ -69,7 +69,7 @@ TEST(device_link_without_a_cache_holds_nothing) {
 }
 
 TEST(device_link_takes_one_cache_at_a_time_and_gives_it_back) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const auto first = std::make_shared<SomeRows>(), second = std::make_shared<SomeRows>();
   second->most = 20;
   int asked = 0;
@@ -122,7 +122,7 @@ TEST(device_link_reserves_disk_for_the_rows_of_the_cache) {
 }
 
 TEST(device_link_refuses_rows_that_are_held) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
   table.device.attach(cache, [] {});
   cache->held = {7, 9};
@@ -138,7 +138,7 @@ TEST(device_link_refuses_rows_that_are_held) {
 }
 
 TEST(device_link_drops_copies_of_rows_that_change_unless_they_are_in_use) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
   table.device.attach(cache, [] {});
   cache->in_use = {5};
@@ -154,7 +154,7 @@ TEST(device_link_drops_copies_of_rows_that_change_unless_they_are_in_use) {
 }
 
 TEST(device_link_gives_up_all_copies_or_refuses) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
   table.device.attach(cache, [] {});
   cache->in_use = {5, 6};
@@ -173,7 +173,7 @@ TEST(device_link_gives_up_all_copies_or_refuses) {
 
 // True when all of these rows are held and the held rows are no more than the frames that disk is reserved for.
 TEST(device_link_knows_which_rows_have_room_reserved) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
   table.device.attach(cache, [] {});
   cache->most = 3;
@@ -187,7 +187,7 @@ TEST(device_link_knows_which_rows_have_room_reserved) {
 
 TEST(device_link_counts_no_more_rows_than_the_table_can_have) {
   for (const int64_t num_rows : {kRows, int64_t{-1}}) {
-    TableParts table(whole_numbers(num_rows, 4));
+    Parts table(whole_numbers(num_rows, 4));
     const auto cache = std::make_shared<SomeRows>();
     table.device.attach(cache, [] {});
     for (const size_t most : {size_t{0}, size_t{99}, size_t{100}, size_t{101}, size_t{1} << 40}) {
@@ -199,7 +199,7 @@ TEST(device_link_counts_no_more_rows_than_the_table_can_have) {
 
 // The write-back runs without the lock, because it calls the table.
 TEST(device_link_asks_for_write_backs_without_the_lock_until_no_row_is_held) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
   cache->held = {1, 2, 3};
   int asked = 0, taken = 0;
@@ -222,7 +222,7 @@ TEST(device_link_asks_for_write_backs_without_the_lock_until_no_row_is_held) {
 }
 
 TEST(device_link_gives_up_after_a_hundred_write_backs_and_holds_no_lock_then) {
-  TableParts table(whole_numbers(kRows, 4));
+  Parts table(whole_numbers(kRows, 4));
   const auto cache = std::make_shared<SomeRows>();
   cache->held = {1, 2};
   int asked = 0;
@@ -287,7 +287,7 @@ TEST(device_link_requires_directory_memory_for_every_row_of_the_cache) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const TableSpec spec = whole_numbers(-1, 4);
-  const auto table = new_parts(vfs, sandbox / "t", spec, TableParts::with_ram(smallest_ram(spec)));
+  const auto table = new_parts(vfs, sandbox / "t", spec, Parts::with_ram(smallest_ram(spec)));
   table->add_one(range(0, 50));
   const std::vector<int64_t> stored = range(0, 50), fresh = range(40, 60);
   const auto cache = std::make_shared<SomeRows>();
@@ -326,11 +326,11 @@ TEST(device_link_requires_no_directory_memory_where_none_is_taken) {
   const std::vector<int64_t> fresh = range(0, 20);
   const auto cache = std::make_shared<SomeRows>();
   cache->most = 100'000;
-  TableParts flat(whole_numbers(kRows, 4), minimum_ram(whole_numbers(kRows, 4), kRows, false));
+  Parts flat(whole_numbers(kRows, 4), minimum_ram(whole_numbers(kRows, 4), kRows, false));
   CHECK(!flat.state.store->directory().grows());
   flat.device.attach(cache, [] {});
   flat.device.require_directory(fresh.data(), fresh.size());
-  TableParts unbounded(whole_numbers(-1, 4));
+  Parts unbounded(whole_numbers(-1, 4));
   CHECK(unbounded.state.store->directory().grows());
   unbounded.device.attach(cache, [] {});
   unbounded.device.require_directory(fresh.data(), fresh.size());

@@ -300,7 +300,7 @@ TEST(table_state_cuts_calls_into_pieces_that_fit_the_scratch) {
   const TableSpec spec = whole_numbers(-1, 4);
   size_t before = 0;
   for (const size_t ram : {minimum_ram(spec, 0, false), size_t{1} << 20, size_t{64} << 20, size_t{0}}) {
-    TableParts table(spec, ram);
+    Parts table(spec, ram);
     const size_t piece = table.state.piece_ids();
     CHECK(piece >= 64 && piece > before);
     CHECK(piece * 96 <= table.state.store->plan().scratch_bytes);
@@ -318,7 +318,7 @@ TEST(table_state_knows_whether_rows_may_leave_ram) {
   FaultVfs vfs;
   TableSpec spec = whole_numbers(20'000, 16);
   const auto check = [&](const std::string& name, size_t ram, bool may_evict, bool has_files) {
-    const auto table = new_parts(vfs, sandbox / name, spec, TableParts::with_ram(ram));
+    const auto table = new_parts(vfs, sandbox / name, spec, Parts::with_ram(ram));
     CHECK_EQ(table->state.may_evict(), may_evict);
     CHECK_EQ(table->state.has_files(), has_files);
   };
@@ -326,9 +326,9 @@ TEST(table_state_knows_whether_rows_may_leave_ram) {
   check("all", wanted_ram(spec, true), false, true);
   spec.num_rows = -1;
   check("open", size_t{256} << 20, true, true);
-  const TableParts in_ram(spec, size_t{1} << 20);
+  const Parts in_ram(spec, size_t{1} << 20);
   CHECK(!in_ram.state.may_evict() && !in_ram.state.has_files());
-  const TableParts unbounded(spec);
+  const Parts unbounded(spec);
   CHECK(!unbounded.state.may_evict());
 }
 
@@ -348,11 +348,11 @@ TEST(table_state_writes_the_record_of_a_row_that_was_never_stored) {
     spec.init = {InitKind::kUniform, -2.0, 2.0, 42};
     spec.optimizer.kind = OptimizerKind::kAdagrad;
     spec.optimizer.initial_accumulator = 0.5;
-    TableParts table(spec);
+    Parts table(spec);
     const TableState& state = table.state;
     const size_t bytes = state.payload_bytes;
     CHECK(bytes > state.weight_bytes);
-    TableParts wide([&] {
+    Parts wide([&] {
       TableSpec same = spec;
       same.dtype = DType::kFloat32;
       return same;

@@ -397,7 +397,7 @@ TEST(refresh_and_opening_look_again_where_a_listed_commit_is_gone) {
 TEST(loader_starts_a_table_in_ram_without_rows) {
   TableSpec spec = whole_numbers(100, 4);
   spec.optimizer.kind = OptimizerKind::kAdagrad;
-  const TableParts table(spec);
+  const Parts table(spec);
   CHECK_EQ(table.state.committed.epoch, uint64_t{0});
   CHECK(table.state.committed.optimizer == spec.optimizer);
   CHECK(table.state.fields == fields_of(spec));
@@ -408,7 +408,7 @@ TEST(loader_starts_a_table_in_ram_without_rows) {
 }
 
 TEST(loader_makes_another_store_in_place_of_one_that_it_dropped) {
-  TableParts table(whole_numbers(100, 4));
+  Parts table(whole_numbers(100, 4));
   table.add_one({1, 2});
   {
     const auto guard = table.state.lock.exclusive();
@@ -428,12 +428,12 @@ TEST(loader_gives_readers_frames_of_weights) {
   FaultVfs vfs;
   TableSpec spec = whole_numbers(-1, 4);
   spec.optimizer.kind = OptimizerKind::kAdagrad;
-  OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  OpenOptions options = Parts::with_ram(size_t{4} << 20);
   auto table = new_parts(vfs, sandbox / "t", spec, options);
   CHECK_EQ(table->state.store->frame_bytes(), table->state.payload_bytes);
   CHECK(table->state.store->directory().grows());
   options.writable = false;
-  const TableParts reader(vfs, sandbox / "t", spec, options);
+  const Parts reader(vfs, sandbox / "t", spec, options);
   CHECK_EQ(reader.state.store->frame_bytes(), reader.state.weight_bytes);
 }
 
@@ -445,7 +445,7 @@ TEST(loader_tells_the_limit_how_many_commits_there_are) {
     FaultVfs vfs;
     TableSpec spec = whole_numbers(1000, 4);
     spec.belongs_to_run = of_run;
-    OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+    OpenOptions options = Parts::with_ram(size_t{4} << 20);
     options.through_run = of_run;
     options.disk_bytes = 64u << 20;
     const auto table = new_parts(vfs, sandbox / "t", spec, options);
@@ -461,10 +461,10 @@ TEST(loader_refuses_records_of_another_layout) {
   const Sandbox sandbox;
   FaultVfs vfs;
   TableSpec spec = whole_numbers(100, 4);
-  const OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  const OpenOptions options = Parts::with_ram(size_t{4} << 20);
   new_parts(vfs, sandbox / "t", spec, options).reset();
   spec.optimizer.kind = OptimizerKind::kAdam;
-  CHECK_THROWS(TableParts(vfs, sandbox / "t", spec, options), ErrorKind::kFormat,
+  CHECK_THROWS(Parts(vfs, sandbox / "t", spec, options), ErrorKind::kFormat,
                "its record holds fields this release does not know");
 }
 
@@ -472,7 +472,7 @@ TEST(loader_refuses_a_commit_that_names_other_rows) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const TableSpec spec = whole_numbers(100, 4);
-  const OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  const OpenOptions options = Parts::with_ram(size_t{4} << 20);
   auto table = new_parts(vfs, sandbox / "t", spec, options);
   table->add_one({1, 2, 3});
   table->committer.commit(std::nullopt, "");
@@ -491,7 +491,7 @@ TEST(loader_of_a_limited_table_removes_leftovers_and_spares_their_numbers) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const TableSpec spec = whole_numbers(100, 4);
-  OpenOptions options = TableParts::with_ram(size_t{4} << 20);
+  OpenOptions options = Parts::with_ram(size_t{4} << 20);
   options.disk_bytes = 64u << 20;
   auto table = new_parts(vfs, sandbox / "t", spec, options);
   table->add_one({1});
@@ -499,7 +499,7 @@ TEST(loader_of_a_limited_table_removes_leftovers_and_spares_their_numbers) {
   table.reset();
   const std::string left = sandbox / ("t/" + segment_name(50));
   vfs.create_small(left);
-  table = std::make_unique<TableParts>(vfs, sandbox / "t", spec, options);
+  table = std::make_unique<Parts>(vfs, sandbox / "t", spec, options);
   CHECK(!vfs.exists(left));
   CHECK_EQ(table->state.store->log()->next_segment(), uint64_t{51});
   CHECK_EQ(table->value(1), 1.0f);

@@ -66,8 +66,8 @@ struct CountedTable {
 
   const Sandbox sandbox;
   GatedVfs vfs;
-  const std::unique_ptr<TableParts> parts =
-      new_parts(vfs, sandbox / "t", whole_numbers(-1, 4), TableParts::with_ram(size_t{64} << 20));
+  const std::unique_ptr<Parts> parts =
+      new_parts(vfs, sandbox / "t", whole_numbers(-1, 4), Parts::with_ram(size_t{64} << 20));
   const GatedVfs::Release release{vfs};  // before the parts end
   CountingDirectory* directory;
 };
