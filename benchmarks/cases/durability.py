@@ -150,7 +150,7 @@ def _open_and_leave(path: Path, mode: Literal["w", "r"], ram: str, pipe: Connect
 
 
 def checking(settings: Settings) -> list[Figure]:
-    """Bytes a second of `bb.check` and `bb.copy` on one table, beside plain reading of the same files."""
+    """Bytes a second of `bb.check` and `bb.copy` on one table, compared with plain reading of the same files."""
     rows = settings.pick(4_000, 1_000_000, 3_000_000)
     rounds = settings.pick(2, 3, 5)
     with common.workspace(settings.dir, rows * RECORD_BYTES * 4) as folder:

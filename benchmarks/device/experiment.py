@@ -18,7 +18,7 @@ Collaborative filtering, users x products, by matrix factorisation (see `sides`)
 
 By default 1 % of the rows of either table hold every batch. Needs torch, NumPy and the built extension; no network.
 From a source checkout with the extension in src/bunkbed: ``python benchmarks/device/experiment.py``, in any folder.
-Writes device.json into `--out`, anew after each cell, and device.png where matplotlib is installed. A side that fails
+Writes device.json into `--out` again after each cell, and device.png where matplotlib is installed. A side that fails
 is said, the others are measured, and the command ends with an error; so it does where rows differ. On a device of type
 cpu everything runs too, and the figures say nothing of an accelerator.
 """

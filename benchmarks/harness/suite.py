@@ -83,7 +83,7 @@ CASES = (
     Case(
         "dense-adam",
         "cases.ram.resident:dense_adam",
-        "Adam step beside dense Adam in torch and Keras/TensorFlow, 1M x 64",
+        "Adam step compared with dense Adam in torch and Keras/TensorFlow, 1M x 64",
     ),
     Case("lookup", "cases.ram.resident:lookup", f"lookup, {RESIDENT}", ">= 1.4x the faster of torch and FBGEMM"),
     Case("bags", "cases.ram.pooled:bags", f"mean-pooled bags of 20 ids, {RESIDENT}", ">= 2x FBGEMM, >= 1.7x torch"),
@@ -106,7 +106,7 @@ CASES = (
         limit_s=600,
     ),
     Case(
-        "beside-a-model",
+        "with-a-model",
         "cases.disk.larger_than_memory:beside_a_model",
         f"lookahead with a two-thread matrix product as the model's work, {LARGER}",
         "step <= 1.1x max(work alone, disk alone)",
@@ -161,7 +161,13 @@ CASES = (
         ">= 95 %",
         limit_s=900,
     ),
-    Case("disk-limit", "cases.disk_limit:disk_limit", "training within disk=, with commits, beside no limit", "", ()),
+    Case(
+        "disk-limit",
+        "cases.disk_limit:disk_limit",
+        "training within disk=, with commits, compared with no limit",
+        "",
+        (),
+    ),
     Case(
         "opening",
         "cases.durability:opening",
@@ -171,7 +177,11 @@ CASES = (
         limit_s=900,
     ),
     Case(
-        "checking", "cases.durability:checking", "bb.check and bb.copy beside plain reading of the same files", "", ()
+        "checking",
+        "cases.durability:checking",
+        "bb.check and bb.copy compared with plain reading of the same files",
+        "",
+        (),
     ),
     Case(
         "keras-fit",
@@ -230,7 +240,13 @@ CASES = (
         limit_s=1500,
         correctness=True,
     ),
-    Case("optimizers", "cases.optimizers:optimizers", "weights beside torch's optimizers", "<= 1e-6", correctness=True),
+    Case(
+        "optimizers",
+        "cases.optimizers:optimizers",
+        "weights compared with torch's optimizers",
+        "<= 1e-6",
+        correctness=True,
+    ),
     Case(
         "bounded-memory",
         "cases.bounded_memory:bounded_memory",

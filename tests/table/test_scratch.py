@@ -198,7 +198,7 @@ def test_closing_it_takes_no_directory_checkpoint(tmp_path: Path) -> None:
             churn(table, 60)
             table.commit()
         # Not even one that is removed again.
-        assert dict(_native.failpoint_counts())["checkpoint.begun"] == 0
+        assert dict(_native.failpoint_counts())["checkpoint.started"] == 0
     finally:
         _native.disarm_failpoints()
         _native.set_checkpoints()

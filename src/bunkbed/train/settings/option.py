@@ -21,7 +21,7 @@ class Option:
         choices: the valid words.
         least, most: bounds of a whole number, both valid.
         above: bound of a number, itself not valid; with `least`, which is then valid.
-        metavar: stands for the value in the help text.
+        metavar: placeholder of the value in the help text.
     """
 
     panel: str
