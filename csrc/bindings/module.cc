@@ -338,12 +338,12 @@ NB_MODULE(_native, m) {
       "Write a new file without the page cache and sync it. Return (bytes per second, bytes written).");
   m.def(
       "probe_reads",
-      [](const std::vector<std::string>& paths, size_t threads, double seconds) {
+      [](const std::vector<std::string>& paths, size_t threads, double seconds, size_t block_bytes) {
         const WithoutGil without_gil;
-        return probe_reads(vfs::current(), paths, threads, seconds);
+        return probe_reads(vfs::current(), paths, threads, seconds, block_bytes);
       },
-      "paths"_a, "threads"_a, "seconds"_a,
-      "Make random reads of 4 KiB blocks of these files. Return (reads per second, the alignment that reads need; 1: "
+      "paths"_a, "threads"_a, "seconds"_a, "block_bytes"_a,
+      "Make random reads of blocks, of a multiple of 4 KiB, of these files. Return (reads per second, the alignment that reads need; 1: "
       "the page cache was used).");
 
   m.def(

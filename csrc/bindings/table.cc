@@ -84,7 +84,10 @@ nb::dict stats_values(const TableStats& s) {
   d["evictions"] = s.store.evictions;
   d["written_back"] = s.store.written_back;
   d["reads"] = s.log.reads;
-  d["read_records"] = s.log.read_records;
+  d["read_records"] = s.log.read_records();
+  d["single_records"] = s.log.single_records;
+  d["merged_records"] = s.log.merged_records;
+  d["swept_records"] = s.log.swept_records;
   d["read_bytes"] = s.log.read_bytes;
   d["written_bytes"] = s.log.written_bytes;
   d["written_records"] = s.log.written_records;
@@ -336,6 +339,7 @@ void bind_table(nb::module_& m) {
       .def("compact", [](Table& t) { return unlocked([&] { return t.compact(); }); })
       .def("close", [](Table& t) { unlocked([&] { t.close(); }); })
       .def("set_ram", [](Table& t, size_t bytes) { unlocked([&] { t.set_ram(bytes); }); })
+      .def("set_read_gap", [](Table& t, size_t bytes) { unlocked([&] { t.set_read_gap(bytes); }); })
       .def("set_optimizer",
            [](Table& t, const nb::dict& values) {
              const OptimizerSpec spec = optimizer_spec(values);

@@ -131,7 +131,7 @@ void Cache::begin_step() {
 
 bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
   // Where nearly every frame is wanted, the hand would walk far to each unwanted one.
-  const size_t loose = resident_ - num_pinned_;
+  const size_t loose = resident_ - num_pinned_ - num_held_;
   const bool has_unwanted = loose - num_wanted_ > 0 && (loose - num_wanted_) * 16 >= loose;
   bool found = false;
   if (num_wanted_ > 0 && !has_unwanted) {

@@ -114,6 +114,16 @@ class Cache {
   // Chooses the next frame to evict, never a pinned one nor one that a batch up to `keep_until` wants. False when there
   // is none. The caller writes it back if it is dirty, updates the directory, and calls release().
   bool victim(uint32_t* frame, uint32_t keep_until = kNoUse);
+  // Keeps a victim from being chosen again while others are chosen. let_go() must follow, before release().
+  void hold(uint32_t frame) {
+    forget_use(frame);
+    infos_[frame].pinned = 1;
+    ++num_held_;
+  }
+  void let_go(uint32_t frame) {
+    infos_[frame].pinned = 0;
+    --num_held_;
+  }
   // Frames that the hand has passed so far.
   uint64_t frames_passed() const { return frames_passed_; }
   void release(uint32_t frame);
@@ -245,6 +255,7 @@ class Cache {
   uint32_t first_batch_ = 1;
   size_t num_wanted_ = 0;  // frames with a next use
   size_t num_pinned_ = 0;  // by pin()
+  size_t num_held_ = 0;    // by hold()
   // Frames by the batch that wants them next, [i] of batch first_batch_ + i. An entry is valid while the frame's
   // next_use agrees: moving a frame to another batch leaves the old entry behind.
   std::deque<BlockVector<uint32_t>> uses_;

@@ -95,4 +95,8 @@ constexpr uint64_t mix_id(int64_t id) {
   return x ^ (x >> 32);
 }
 
+// The cell of an id: a range of the hash. Victims of the cache are appended in the order of that hash, so the log keeps
+// the rows of a cell together, whatever the number of cells (docs/design/engine.md, rule 25).
+constexpr uint64_t cell_of(int64_t id, uint64_t num_cells) { return ((mix_id(id) >> 32) * num_cells) >> 32; }
+
 }  // namespace bunkbed

@@ -16,7 +16,6 @@ using vfs::round_down;
 using vfs::round_up;
 
 void RecordReads::resize(size_t slice_bytes, size_t num_slices) {
-  slice_bytes_ = slice_bytes;
   lane_.resize(slice_bytes, num_slices);
   // Staging always has more to read. It leaves a quarter of the threads to calls that wait for their reads.
   staging_lane_.resize(slice_bytes, num_slices,
@@ -28,7 +27,7 @@ ReadPlan RecordReads::plan(std::vector<ReadRequest> requests) {
   plan.requests = std::move(requests);
   std::sort(plan.requests.begin(), plan.requests.end(),
             [](const ReadRequest& a, const ReadRequest& b) { return a.position < b.position; });
-  // One extent is one read: records whose blocks touch share it while they fit a slice.
+  const size_t largest = lane_.largest_read();
   plan.extents.reserve(plan.requests.size());
   for (uint32_t i = 0; i < plan.requests.size(); ++i) {
     const Segment& segment = segments_.at(layout_, plan.requests[i].position);
@@ -38,15 +37,17 @@ ReadPlan RecordReads::plan(std::vector<ReadRequest> requests) {
     const uint64_t offset = layout_.slot_of(plan.requests[i].position) * layout_.stride;
     const uint64_t begin = round_down(offset, unit);
     const uint64_t end = round_up(offset + layout_.stride, unit);
+    bool is_near = false;
     if (!plan.extents.empty()) {
       ReadPlan::Extent& last = plan.extents.back();
-      if (last.file == file && begin <= last.offset + last.bytes && end - last.offset <= slice_bytes_) {
+      is_near = last.file == file && begin <= last.offset + last.bytes + gap_bytes_;
+      if (is_near && end - last.offset <= largest) {
         last.bytes = static_cast<uint32_t>(std::max<uint64_t>(last.bytes, end - last.offset));
         ++last.count;
         continue;
       }
     }
-    plan.extents.push_back({file, begin, static_cast<uint32_t>(end - begin), i, 1});
+    plan.extents.push_back({file, begin, static_cast<uint32_t>(end - begin), i, 1, is_near});
   }
   for (const ReadPlan::Extent& extent : plan.extents) plan.bytes += extent.bytes;
   return plan;
@@ -60,6 +61,22 @@ void RecordReads::deliver(const ReadPlan& plan, size_t index, const std::byte* d
     const std::byte* record = data + (slot * layout_.stride - extent.offset);
     layout_.verify(request.id, record, *extent.file, slot);
     std::memcpy(request.payload, record, read_bytes);
+  }
+}
+
+void RecordReads::read_alone(const ReadPlan& plan, size_t index, size_t read_bytes) const {
+  const ReadPlan::Extent& extent = plan.extents[index];
+  const uint64_t unit = extent.file->read_alignment();
+  vfs::Buffer data(round_up(layout_.stride + unit, std::max<uint64_t>(unit, 512)));
+  for (uint32_t r = extent.first; r < extent.first + extent.count; ++r) {
+    const uint64_t offset = layout_.slot_of(plan.requests[r].position) * layout_.stride;
+    const uint64_t begin = round_down(offset, unit);
+    const auto bytes = static_cast<uint32_t>(round_up(offset + layout_.stride, unit) - begin);
+    extent.file->read(data.data(), bytes, begin);
+    ReadPlan one;
+    one.requests = {plan.requests[r]};
+    one.extents = {{extent.file, begin, bytes, 0, 1, false}};
+    deliver(one, 0, data.data(), read_bytes);
   }
 }
 
@@ -78,14 +95,16 @@ void RecordReads::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane
       return true;
     }
     void done(const vfs::ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept override {
-      if (!error) {
-        try {
+      try {
+        if (!error) {
           reads_.deliver(plan_, op.tag, data, read_bytes_);
-        } catch (...) {
-          error = std::current_exception();
+        } else {
+          reads_.read_alone(plan_, op.tag, read_bytes_);
         }
+        return;
+      } catch (...) {
+        error = std::current_exception();
       }
-      if (!error) return;
       next_.store(plan_.extents.size(), std::memory_order_relaxed);
       const MutexLock guard(error_mutex_);
       if (!error_) error_ = error;
@@ -103,14 +122,19 @@ void RecordReads::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane
     std::exception_ptr error_;
   };
   Source source(*this, plan, read_bytes);
-  vfs::read_all(source, plan.extents.size(), *lane, meanwhile);
+  vfs::read_all(source, plan.extents.size(), plan.bytes, *lane, meanwhile);
   source.rethrow();
 }
 
 void RecordReads::count(const ReadPlan& plan, double waited_s) {
   stats_->reads += plan.extents.size();
+  for (const ReadPlan::Extent& extent : plan.extents) {
+    uint64_t& records = extent.is_sweep    ? stats_->swept_records
+                        : extent.count > 1 ? stats_->merged_records
+                                           : stats_->single_records;
+    records += extent.count;
+  }
   stats_->read_bytes += plan.bytes;
-  stats_->read_records += plan.requests.size();
   stats_->read_wait_s += waited_s;
 }
 

@@ -1,4 +1,6 @@
-// Reads of many records at once, in the order of their positions, each verified. Each call requires the table's lock
+// Reads of many records at once, in the order of their positions, each verified. Reads are planned by cost: neighbouring
+// records share a read where the bytes between them take less of the device's time than one more read. Where a batch
+// wants many records of a segment, its reads so become a sweep over the segment. Each call requires the table's lock
 // unless its comment says otherwise.
 #pragma once
 
@@ -27,6 +29,7 @@ struct ReadPlan {
     uint32_t bytes;
     uint32_t first;  // of the requests
     uint32_t count;
+    bool is_sweep;   // begins where the extent before it ends
   };
   std::vector<ReadRequest> requests;  // by position
   std::vector<Extent> extents;
@@ -34,6 +37,9 @@ struct ReadPlan {
   std::vector<std::shared_ptr<vfs::File>> held;
   uint64_t bytes = 0;
 };
+
+// How many bytes a device of common rates reads in the time of one more read: at 100,000 reads and 2 GB a second.
+inline constexpr size_t kReadGap = 16u << 10;
 
 class RecordReads {
  public:
@@ -44,6 +50,8 @@ class RecordReads {
   RecordReads& operator=(const RecordReads&) = delete;
   // The memory of the reads. Requires that none is under way.
   void resize(size_t slice_bytes, size_t num_slices);
+  // The most bytes between two records that share a read.
+  void set_gap(size_t bytes) { gap_bytes_ = bytes; }
 
   // Reads and verifies records and copies the first `read_bytes` of each payload. The caller runs `meanwhile` while
   // other threads read. After an error no payload may be used.
@@ -55,6 +63,9 @@ class RecordReads {
                const std::function<void()>& meanwhile) const;
   // Verifies the records of an extent that was read and copies their payloads. Any thread.
   void deliver(const ReadPlan& plan, size_t extent, const std::byte* data, size_t read_bytes) const;
+  // The same for an extent whose read failed: reads its records one by one, because the error may lie in bytes between
+  // them. Throws the error of the first record that cannot be read.
+  void read_alone(const ReadPlan& plan, size_t extent, size_t read_bytes) const;
   void count(const ReadPlan& plan, double waited_s);
   vfs::ReadLane* staging_lane() { return &staging_lane_; }
 
@@ -62,7 +73,7 @@ class RecordReads {
   const LogLayout& layout_;
   const Segments& segments_;
   LogStats* const stats_;
-  size_t slice_bytes_ = 0;
+  size_t gap_bytes_ = kReadGap;
   vfs::ReadLane lane_;          // of calls that wait for their reads
   vfs::ReadLane staging_lane_;  // of staging, which runs concurrently
 };

@@ -41,7 +41,9 @@ struct Segment {
 struct LogStats {
   uint64_t reads = 0;          // reads issued (neighbouring records share one)
   uint64_t read_bytes = 0;     // of those reads
-  uint64_t read_records = 0;
+  // The records read alone, with neighbours, and by a read that goes on where the one before it ends
+  uint64_t single_records = 0, merged_records = 0, swept_records = 0;
+  uint64_t read_records() const { return single_records + merged_records + swept_records; }
   uint64_t written_bytes = 0;  // chunks, headers included
   uint64_t written_records = 0;
   double read_wait_s = 0.0;

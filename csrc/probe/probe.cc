@@ -163,29 +163,28 @@ std::pair<double, size_t> probe_writes(vfs::Vfs& vfs, const std::string& path, s
 }
 
 std::pair<double, uint32_t> probe_reads(vfs::Vfs& vfs, const std::vector<std::string>& paths, size_t threads,
-                                        double seconds) {
-  constexpr size_t kBlock = 4096;
+                                        double seconds, size_t block_bytes) {
   std::vector<std::shared_ptr<vfs::File>> files;
   std::vector<uint64_t> ends;  // running sum of blocks: picks a file in proportion to its size
   uint32_t unit = 4096;
   for (const std::string& path : paths) {
     files.push_back(vfs.open(path, true));
     unit = std::min(unit, files.back()->read_alignment());
-    ends.push_back((ends.empty() ? 0 : ends.back()) + files.back()->size() / kBlock);
+    ends.push_back((ends.empty() ? 0 : ends.back()) + files.back()->size() / block_bytes);
   }
   if (ends.empty() || ends.back() == 0) throw Error(ErrorKind::kInvalid, "these files hold no whole block to read");
   std::atomic<uint64_t> reads{0};
   const auto start = Clock::now();
   const auto deadline = after(seconds);
   on_threads(threads, [&](size_t i) {
-    const vfs::Buffer block(kBlock);
+    const vfs::Buffer block(block_bytes);
     uint64_t state = 0x9E3779B97F4A7C15u * (i + 1);
     uint64_t mine = 0;
     while (Clock::now() < deadline) {
       state ^= state << 13, state ^= state >> 7, state ^= state << 17;
       const uint64_t at = state % ends.back();
       const size_t k = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), at) - ends.begin());
-      files[k]->read(block.data(), kBlock, (at - (k == 0 ? 0 : ends[k - 1])) * kBlock);
+      files[k]->read(block.data(), block_bytes, (at - (k == 0 ? 0 : ends[k - 1])) * block_bytes);
       ++mine;
     }
     reads += mine;

@@ -38,9 +38,9 @@ class RowProbe {
 // time is up or `max_bytes` are written, and syncs it. Returns (bytes a second, bytes written). The file stays.
 std::pair<double, size_t> probe_writes(vfs::Vfs& vfs, const std::string& path, size_t max_bytes, double seconds);
 
-// Threads read random 4 KiB blocks of these files, one after another, each file in proportion to its size. Returns
-// (reads a second, the alignment that reads need: 1 where they use the page cache).
+// Threads read random blocks of `block_bytes`, a multiple of 4 KiB, of these files, one after another, each file in
+// proportion to its size. Returns (reads a second, the alignment that reads need: 1 where they use the page cache).
 std::pair<double, uint32_t> probe_reads(vfs::Vfs& vfs, const std::vector<std::string>& paths, size_t threads,
-                                        double seconds);
+                                        double seconds, size_t block_bytes);
 
 }  // namespace bunkbed

@@ -9,6 +9,7 @@
 
 #include "base/types.h"
 #include "format/format.h"
+#include "log/record_reads.h"
 
 namespace bunkbed {
 
@@ -29,6 +30,7 @@ struct OpenOptions {
   std::optional<uint64_t> epoch;  // exactly this commit; a writer discards newer ones (bb.Run)
   bool through_run = false;       // opened by the run it belongs to
   uint64_t disk_bytes = 0;        // the most bytes that a writer's files may take; 0: no limit
+  size_t read_gap = kReadGap;     // the most bytes between two records that share a read
 };
 
 // The alignment that reads need, while there is no file that reports it.

@@ -126,7 +126,7 @@ void TableState::assign_part(Batch* batch, const int64_t* ids, size_t n, size_t 
   if (parts == 1) return assign_checked(batch, ids, n);
   scratch.members.clear();
   for (size_t i = 0; i < n; ++i) {
-    if ((mix_id(ids[i]) >> 16) % parts == part) scratch.members.push_back(static_cast<uint32_t>(i));
+    if (cell_of(ids[i], parts) == part) scratch.members.push_back(static_cast<uint32_t>(i));
   }
   assign_checked(batch, ids, scratch.members.size(), scratch.members.data());
 }

@@ -71,6 +71,7 @@ struct TableState {
     BlockVector<int64_t> missing_ids;
     BlockVector<uint32_t> missing;
     BlockVector<uint32_t> missing_counts;
+    BlockVector<uint64_t> is_missing;  // a bit for each id of a lookup in pieces
     BlockVector<uint32_t> frames;
     BlockVector<uint32_t> members;
     BlockVector<float> sums;
@@ -112,7 +113,7 @@ struct TableState {
   void assign_checked(Batch* batch, const int64_t* ids, size_t n, const uint32_t* members = nullptr) const;
   // Checks the rows of a batch unless assign_checked() did that for this table or one of the same size.
   void check_batch(const Batch& batch) const;
-  // Assigns the ids of part `part` of `parts`, split by hash: equal ids are in one part. Requires the lock (scratch).
+  // Assigns the ids of part `part` of `parts`, which are cells: each part reads its own places of the log. Requires the lock (scratch).
   void assign_part(Batch* batch, const int64_t* ids, size_t n, size_t part, size_t parts) REQUIRES(lock);
   // Throws when a call has too many ids: their places are kept in 32 bits.
   void require_places(size_t n) const;

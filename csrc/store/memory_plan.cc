@@ -25,13 +25,11 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   const size_t wished = std::min({std::max<size_t>(total / 96, kSmallestChunk), size_t{1} << 20, largest_chunk});
   plan.log.chunk_bytes = vfs::round_up(std::max(smallest_chunk, wished), vfs::kBlockBytes);
   plan.log.num_chunks = total >= (256u << 20) ? 6 : 3;
-  // A slice must hold one record at any offset. In a larger slice neighbouring records share a read.
-  const size_t shared = total >= (256u << 20) ? 16u << 10 : 0;
-  plan.log.read_slice_bytes = vfs::round_up(std::max(stride + read_unit, shared), std::max<size_t>(read_unit, 512));
-  // With 128 reads under way a disk makes a sixth more reads per second than with 48, and each costs less CPU time,
-  // because more reads complete between two polls. A small budget has at most half as many.
+  // A slice holds one record at any offset; a read of several records takes several slices. 4 MiB suffice for the full
+  // rate of a device, with 16 reads of 256 KiB. A small budget has fewer, and smaller ones.
+  plan.log.read_slice_bytes = vfs::round_up(stride + read_unit, std::max<size_t>(read_unit, 512));
   plan.log.num_read_slices = std::max(std::clamp<size_t>(total / 16 / plan.log.read_slice_bytes, 4, 64),
-                                      std::min<size_t>(total / 64 / plan.log.read_slice_bytes, 128));
+                                      std::min<size_t>(total / 32, 4u << 20) / plan.log.read_slice_bytes);
   plan.compaction_bytes = std::max(plan.log.chunk_bytes, std::min<size_t>(total / 24, 1u << 20)) + 2 * vfs::kBlockBytes;
   // The stacks of the read threads, and memory that the allocator keeps: measured 1.5 MiB. Small budgets have few
   // threads and do not count it.

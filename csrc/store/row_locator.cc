@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "base/workers.h"
 
@@ -52,6 +53,22 @@ uint64_t RowLocator::touch_distinct(const int64_t* rows, size_t n, uint32_t* fra
   if (touch) begin_touches();
   return locate_and_touch(directory_, cache_, rows, n, frames, entries,
                           [this, touch](uint32_t frame) { return touch && cache_.touch_alone(frame); });
+}
+
+std::vector<uint32_t> RowLocator::reading_order(const int64_t* rows, size_t n) const {
+  std::vector<Entry> entries(n);
+  directory_.locate(rows, n, entries.data());
+  return reading_order_of(entries.data(), n);
+}
+
+std::vector<uint32_t> reading_order_of(const Entry* entries, size_t n) {
+  std::vector<std::pair<Entry, uint32_t>> keys(n);
+  // Frames are the highest entries: the subtraction wraps the others above them.
+  for (uint32_t i = 0; i < n; ++i) keys[i] = {entries[i] - kFrameBase, i};
+  std::sort(keys.begin(), keys.end());
+  std::vector<uint32_t> order(n);
+  for (size_t i = 0; i < n; ++i) order[i] = keys[i].second;
+  return order;
 }
 
 void RowLocator::begin_touches() {

@@ -49,6 +49,9 @@ class RowLocator {
   bool is_placed(const Batch& batch) const { return is_located(batch) && batch.placement().missing == 0; }
   // The same for distinct rows. `entries`, unless null, receives the entries of the rows without a frame.
   uint64_t touch_distinct(const int64_t* rows, size_t n, uint32_t* frames, bool touch, Entry* entries = nullptr);
+  // The order in which a batch that is larger than the cache uses these rows, as indexes: rows in RAM first, before one
+  // of them is evicted; then by position in the log, so that each part of the batch reads one region of the log.
+  std::vector<uint32_t> reading_order(const int64_t* rows, size_t n) const;
   // Counts the hits that touch_resident() returned.
   void count_hits(uint64_t hits) {
     stats_->hits += hits;
@@ -70,5 +73,8 @@ class RowLocator {
   ArrayVector<uint32_t> unnoted_;
   uint64_t unnoted_in_ = 0;  // that step
 };
+
+// RowLocator::reading_order() of rows with these entries.
+std::vector<uint32_t> reading_order_of(const Entry* entries, size_t n);
 
 }  // namespace bunkbed

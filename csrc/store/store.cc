@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kAppendBatch = 1024;  // records appended at once
 constexpr size_t kFlushBytes = 1u << 20;
+constexpr size_t kFramesAtOnce = 16u << 10;  // frames that a load takes at once: their victims are sorted together
 
 }  // namespace
 
@@ -81,21 +82,38 @@ void Store::evict(uint32_t frame) {
   ++stats_.evictions;
 }
 
-uint32_t Store::take_frame() {
-  const uint32_t frame = take_frame_for(kNoUse);
-  if (frame == kNoFrame) {
-    throw Error(ErrorKind::kMemory, "table '" + name_ + "': every frame of its RAM budget is pinned");
+// Victims are appended in the order of their ids' hash. Rows of a cell, which is a range of that hash (docs/design/
+// engine.md, rule 25), so lie together in the log, and a block of cells is loaded with large reads.
+std::vector<uint32_t> Store::take_frames(size_t n, uint32_t batch) {
+  constexpr size_t kAhead = 4;
+  std::vector<uint32_t> frames;
+  std::vector<std::pair<uint64_t, uint32_t>> victims;  // with the hash
+  frames.reserve(n);
+  try {
+    for (uint32_t frame; frames.size() < n && cache_.allocate(&frame);) frames.push_back(frame);
+    victims.reserve(n - frames.size());
+    for (uint32_t frame; frames.size() + victims.size() < n && cache_.victim(&frame, batch);) {
+      cache_.hold(frame);
+      victims.push_back({mix_id(cache_.info(frame).row), frame});
+    }
+    std::sort(victims.begin(), victims.end());
+    for (const auto& [hash, frame] : victims) cache_.let_go(frame);  // no victim is chosen from here on
+    for (size_t v = 0; v < victims.size(); ++v) {
+      if (v + kAhead < victims.size()) cache_.prefetch_record(victims[v + kAhead].second, frame_bytes_);
+      evict(victims[v].second);
+      uint32_t frame;
+      cache_.allocate(&frame);
+      frames.push_back(frame);
+    }
+  } catch (...) {
+    release_unused(frames, 0);
+    throw;
   }
-  return frame;
+  return frames;
 }
 
-uint32_t Store::take_frame_for(uint32_t batch) {
-  uint32_t frame;
-  while (!cache_.allocate(&frame)) {
-    if (!cache_.victim(&frame, batch)) return kNoFrame;
-    evict(frame);
-  }
-  return frame;
+void Store::release_unused(const std::vector<uint32_t>& frames, size_t used) {
+  for (size_t i = used; i < frames.size(); ++i) cache_.release(frames[i]);
 }
 
 // Admits a row to a frame. The caller fills in the record later.
@@ -187,12 +205,21 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
   ReadRequest late{0, 0, nullptr};  // for the seeded bug below
   size_t taken = 0;
   uint64_t misses = 0;
+  std::vector<uint32_t> fresh;  // frames for the next rows
+  size_t used = 0;
   try {
     for (; taken < places.size(); ++taken) {
       constexpr size_t kAhead = 16;
       if (taken + kAhead < places.size()) cache_.prefetch_ghost(rows[places[taken + kAhead]]);
       const uint32_t i = places[taken];
-      const uint32_t frame = take_frame();
+      if (used == fresh.size()) {
+        fresh = take_frames(std::min(kFramesAtOnce, places.size() - taken), kNoUse);
+        used = 0;
+        if (fresh.empty()) {
+          throw Error(ErrorKind::kMemory, "table '" + name_ + "': every frame of its RAM budget is pinned");
+        }
+      }
+      const uint32_t frame = fresh[used++];
       frames[i] = frame;
       FrameInfo& info = cache_.info(frame);
       hold_row(frame, rows[i]);
@@ -216,6 +243,7 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
     }
     if (create) write_frozen_frames(frames, n);
   } catch (...) {
+    release_unused(fresh, used);
     // Undo: rows that were to be read are still in the log, and new rows are not stored.
     for (size_t m = 0; m <= taken && m < places.size(); ++m) {
       const uint32_t frame = frames[places[m]];
@@ -256,6 +284,10 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batc
   std::vector<Entry> entries(n);
   directory_->locate(rows, n, entries.data());
   const size_t most = cache_.capacity() / 2;
+  size_t wanted = std::min(most - std::min(most, frames_staging_),
+                           static_cast<size_t>(std::count_if(entries.begin(), entries.end(), is_position)));
+  std::vector<uint32_t> fresh;  // frames for the next rows
+  size_t used = 0;
   std::vector<ReadRequest> requests;
   std::vector<uint32_t> copied;  // pinned until the end of this function, so that none is evicted for another row
   const auto release_copied = [&] {
@@ -265,9 +297,13 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batc
     for (; staging.looked < n; ++staging.looked) {
       const Entry entry = entries[staging.looked];
       if (!is_position(entry)) continue;
-      if (frames_staging_ + copied.size() >= most) break;
-      const uint32_t frame = take_frame_for(batch);
-      if (frame == kNoFrame) break;
+      if (used == fresh.size()) {
+        fresh = take_frames(std::min(kFramesAtOnce, wanted), batch);
+        used = 0;
+        wanted -= fresh.size();
+        if (fresh.empty()) break;
+      }
+      const uint32_t frame = fresh[used++];
       const int64_t row = rows[staging.looked];
       hold_row(frame, row);
       FrameInfo& info = cache_.info(frame);
@@ -285,6 +321,7 @@ Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batc
     }
     staging.plan = log_->reads().plan(std::move(requests));
   } catch (...) {
+    release_unused(fresh, used);
     release_copied();
     end_staging(staging, true);
     throw;

@@ -164,8 +164,9 @@ class Store {
   void write_frozen_frame(uint32_t frame);
   void append_batch(const uint32_t* frames, size_t n, bool are_frozen);
   void write_frozen_frames(const uint32_t* frames, size_t n);
-  uint32_t take_frame();
-  uint32_t take_frame_for(uint32_t batch);
+  // Takes `n` frames for rows of a batch of the window (kNoUse: of none); fewer only where no more frame may be evicted.
+  std::vector<uint32_t> take_frames(size_t n, uint32_t batch);
+  void release_unused(const std::vector<uint32_t>& frames, size_t used);
   void hold_row(uint32_t frame, int64_t row);
   size_t window_needs(size_t n) const { return window_.bytes_after(n) + cache_.uses_bytes() + n * sizeof(uint32_t) * 2; }
   size_t capacity_for(size_t directory_bytes) const;

@@ -17,10 +17,36 @@ void RowReader::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
   auto guard = begin_lookup(ids, n, touch);
   table_.counts.ids += n;
   const size_t piece = table_.piece_ids();
+  if (n <= piece) return lookup_piece(ids, n, touch, out);
+  // Rows in RAM first, before any frame can be evicted. Then the others by cell, so that each piece reads its own places
+  // of the log.
+  table_.require_places(n);
+  BlockVector<uint64_t>& is_missing = table_.scratch.is_missing;
+  is_missing.assign(n / 64 + 1, 0);
+  size_t num_missing = 0;
   for (size_t begin = 0; begin < n; begin += piece) {
     const size_t count = std::min(piece, n - begin);
     if (begin > 0 && fault_is("lookup_without_lock")) yield_lock(guard);
-    lookup_piece(ids + begin, count, touch, out + begin * table_.spec.dim);
+    const size_t found = copy_resident_ids(ids + begin, count, touch, out + begin * table_.spec.dim);
+    for (size_t i = 0; i < found; ++i) {
+      const size_t at = begin + table_.scratch.missing[i];
+      is_missing[at / 64] |= uint64_t{1} << at % 64;
+    }
+    num_missing += found;
+  }
+  const size_t parts = table_.num_pieces(num_missing);
+  for (size_t p = 0; num_missing > 0 && p < parts; ++p) {
+    table_.scratch.missing.clear();
+    for (size_t at = 0; at < n; ++at) {
+      if ((is_missing[at / 64] >> at % 64 & 1) == 0 || cell_of(ids[at], parts) != p) continue;
+      table_.scratch.missing.push_back(static_cast<uint32_t>(at));
+      if (table_.scratch.missing.size() == piece) {  // an id that occurs very often
+        lookup_missing_ids(ids, touch, out);
+        table_.scratch.missing.clear();
+      }
+    }
+    lookup_missing_ids(ids, touch, out);
+    if (fault_is("lookup_without_lock")) yield_lock(guard);
   }
 }
 
@@ -63,8 +89,8 @@ void RowReader::count_lookup(const int64_t* rows, size_t n, bool touch) {
   if (touch && !table_.options.writable) table_.store->rows().begin_step();
 }
 
-// Copies rows in RAM first, before any frame can be evicted, and notes the places of the others.
-void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
+// Copies the rows in RAM. Notes the places of the others in scratch.missing and returns their number.
+size_t RowReader::copy_resident_ids(const int64_t* ids, size_t n, bool touch, float* out) {
   table_.scratch.missing.resize(n);
   const size_t blocks = (n + kBlockIds - 1) / kBlockIds;
   table_.scratch.missing_counts.assign(blocks, 0);
@@ -90,8 +116,20 @@ void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* ou
   for (size_t block = 0; block < blocks; ++block) {
     for (uint32_t i = 0; i < table_.scratch.missing_counts[block]; ++i) table_.scratch.missing[num_missing++] = table_.scratch.missing[block * kBlockIds + i];
   }
-  if (num_missing == 0) return;
-  table_.assign_checked(&table_.scratch.batch, ids, num_missing, table_.scratch.missing.data());
+  return num_missing;
+}
+
+// Looks up as many ids as the scratch has room for.
+void RowReader::lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) {
+  table_.scratch.missing.resize(copy_resident_ids(ids, n, touch, out));
+  lookup_missing_ids(ids, touch, out);
+}
+
+// Looks up the ids at the places in scratch.missing.
+void RowReader::lookup_missing_ids(const int64_t* ids, bool touch, float* out) {
+  const BlockVector<uint32_t>& missing = table_.scratch.missing;
+  if (missing.empty()) return;
+  table_.assign_checked(&table_.scratch.batch, ids, missing.size(), missing.data());
   const Batch& batch = table_.scratch.batch;
   std::vector<Entry> entries(batch.num_unique());
   table_.store->directory().locate(batch.unique().data(), batch.num_unique(), entries.data());
@@ -133,6 +171,9 @@ void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, const
   const size_t frame_bytes = store.frame_bytes();
   const size_t most = touch ? store.max_pinned() : std::max<size_t>(1, store.plan().scratch_bytes / 2 / frame_bytes);
   TableState::Scratch& scratch = table_.scratch;
+  if (stored.size() > most) {  // each piece then reads one region of the log
+    std::sort(stored.begin(), stored.end(), [&](uint32_t a, uint32_t b) { return entries[a] < entries[b]; });
+  }
   std::vector<Entry> wanted;
   for (size_t begin = 0; begin < stored.size(); begin += most) {
     const size_t count = std::min(most, stored.size() - begin);

@@ -35,6 +35,8 @@ class RowReader {
   void yield_lock(TableLock::Guard& guard) NO_THREAD_SAFETY_ANALYSIS;
   void count_lookup(const int64_t* rows, size_t n, bool touch) REQUIRES(table_.lock);
   void lookup_piece(const int64_t* ids, size_t n, bool touch, float* out) REQUIRES(table_.lock);
+  size_t copy_resident_ids(const int64_t* ids, size_t n, bool touch, float* out) REQUIRES(table_.lock);
+  void lookup_missing_ids(const int64_t* ids, bool touch, float* out) REQUIRES(table_.lock);
   struct CopiedRows {
     size_t n;
     size_t known;

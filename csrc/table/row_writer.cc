@@ -150,20 +150,32 @@ double RowWriter::sum_row(const Batch& batch, size_t u, const float* grads, floa
                             static_cast<uint32_t>(batch.size()), sum);
 }
 
-// Pins the batch's rows, as many at a time as the cache holds, and applies the step to each row once.
+// Pins the batch's rows, as many at a time as the cache holds, and applies the step to each row once. Where the cache
+// does not hold them all, rows that are in RAM come first: they are the last ones that the step's lookup read.
 void RowWriter::apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) {
   const size_t dim = table_.spec.dim;
   Cache& cache = table_.store->cache();
   const RecordUpdate step_record(table_.fields, step.constants, table_.spec.init.seed, step.number);
   const size_t num_unique = batch.num_unique();
   const bool has_log = table_.store->log() != nullptr;
+  std::vector<uint32_t> order;  // of the rows, in pieces; empty: as in the batch
+  if (num_unique > table_.store->max_pinned() && !table_.store->rows().is_placed(batch)) {
+    order = table_.store->rows().reading_order(batch.unique().data(), num_unique);
+  }
+  BlockVector<int64_t>& piece = table_.scratch.missing_ids;
   for (size_t begin = 0; begin < num_unique;) {
     // Rows that are all in RAM need no pins, because no frame is evicted before the next pin().
     const bool is_placed = begin == 0 && table_.store->place_for_update(batch);
     const size_t count = is_placed ? num_unique : std::min(table_.store->max_pinned(), num_unique - begin);
+    const int64_t* rows = batch.unique().data() + begin;
+    if (!order.empty()) {
+      piece.resize(count);
+      for (size_t i = 0; i < count; ++i) piece[i] = batch.unique()[order[begin + i]];
+      rows = piece.data();
+    }
     if (!is_placed) {
       table_.scratch.frames.resize(count);
-      table_.store->pin(batch.unique().data() + begin, count, true, table_.scratch.frames.data());
+      table_.store->pin(rows, count, true, table_.scratch.frames.data());
     }
     const uint32_t* const frames = is_placed ? batch.placement().frames.data() : table_.scratch.frames.data();
     *wrote = true;
@@ -174,21 +186,23 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
       if (has_log) {  // without a log every frame is always dirty
         for (size_t i = from; i < to; ++i) clean |= !cache.is_dirty(frames[i]);
       }
-      if (sums != nullptr) {
-        step_record.step_rows(from, to, count, batch.unique().data() + begin, sums + begin * dim, frames, records);
+      if (sums != nullptr && order.empty()) {
+        step_record.step_rows(from, to, count, rows, sums + begin * dim, frames, records);
       } else {
         std::vector<float> sum(dim);
         for (size_t i = from; i < to; ++i) {
-          sum_row(batch, begin + i, grads, sum.data());
-          step_record(batch.unique()[begin + i], sum.data(), cache.record(frames[i]));
+          const size_t u = order.empty() ? begin + i : order[begin + i];
+          if (sums == nullptr) sum_row(batch, u, grads, sum.data());
+          step_record(rows[i], sums == nullptr ? sum.data() : sums + u * dim, cache.record(frames[i]));
         }
       }
       if (clean) has_clean.store(true, std::memory_order_relaxed);
       // Seeded bug for the exactness tests: one row of the step is applied twice.
       if (begin + from == 0 && fault_is("double_update")) {
+        const size_t u = order.empty() ? 0 : order[0];
         std::vector<float> sum(dim);
-        if (sums == nullptr) sum_row(batch, 0, grads, sum.data());
-        step_record(batch.unique()[0], sums == nullptr ? sum.data() : sums, cache.record(frames[0]));
+        if (sums == nullptr) sum_row(batch, u, grads, sum.data());
+        step_record(rows[0], sums == nullptr ? sum.data() : sums + u * dim, cache.record(frames[0]));
       }
     });
     if (has_clean) table_.store->mark_dirty(frames, count);

@@ -141,6 +141,14 @@ void Table::set_ram(size_t bytes) {
   t.scratch = {};  // it has the old size; it grows again as far as the new plan allows
 }
 
+void Table::set_read_gap(size_t bytes) {
+  TableState& t = parts_->state;
+  const auto guard = t.lock.exclusive();
+  t.require_usable();
+  t.options.read_gap = bytes;
+  if (t.store->log() != nullptr) t.store->log()->reads().set_gap(bytes);
+}
+
 void Table::set_optimizer(const OptimizerSpec& optimizer) {
   TableState& t = parts_->state;
   const auto guard = t.lock.exclusive(TableLock::Commits::kMayRun);

@@ -114,6 +114,8 @@ class Table {
 
   // ---- Facts
   void set_ram(size_t bytes);
+  // The most bytes between two records that share a read (RecordReads). Changes no value.
+  void set_read_gap(size_t bytes);
   void set_optimizer(const OptimizerSpec& optimizer);
   OptimizerSpec optimizer() const;
   TableStats stats();

@@ -23,9 +23,10 @@ namespace {
 
 // Returns 0, or the errno that says why there is no io_uring.
 int probe_uring() {
-  Buffer memory(kBlockBytes);
+  ReadLane lane;
+  lane.resize(kBlockBytes, 1);
   int error_number = 0;
-  Ring::make(memory.data(), kBlockBytes, 1, &error_number);
+  Ring::make(lane, &error_number);
   return error_number;
 }
 
@@ -63,6 +64,33 @@ void set_io(const std::string& name) { io_setting().store(io_of(name), std::memo
 
 // ---- Lanes -----------------------------------------------------------------------------------------------------
 
+SliceMap::SliceMap(size_t num_slices) : free_((num_slices + 63) / 64, ~uint64_t{0}) {
+  if (num_slices % 64 != 0) free_.back() = (uint64_t{1} << num_slices % 64) - 1;
+}
+
+// The lowest that fit: slices used lately are still in the processor's cache.
+std::optional<uint32_t> SliceMap::take(size_t count) {
+  size_t run = 0;  // free slices up to here
+  for (size_t word = 0; word < free_.size(); ++word) {
+    if (free_[word] == 0) {
+      run = 0;
+      continue;
+    }
+    for (size_t at = word * 64; at < word * 64 + 64; ++at) {
+      run = (free_[word] >> at % 64 & 1) != 0 ? run + 1 : 0;
+      if (run < count) continue;
+      const size_t first = at + 1 - count;
+      for (size_t i = first; i <= at; ++i) free_[i / 64] &= ~(uint64_t{1} << i % 64);
+      return static_cast<uint32_t>(first);
+    }
+  }
+  return std::nullopt;
+}
+
+void SliceMap::give_back(uint32_t first, size_t count) {
+  for (size_t i = first; i < first + count; ++i) free_[i / 64] |= uint64_t{1} << i % 64;
+}
+
 ReadLane::ReadLane() = default;
 ReadLane::~ReadLane() { ring_.reset(); }
 ReadLane::ReadLane(ReadLane&&) noexcept = default;
@@ -85,7 +113,7 @@ Ring* ReadLane::ring() {
   if (current_io() == Io::kThreads) return nullptr;
   if (ring_ == nullptr && !has_no_ring_) {
     int error_number = 0;
-    ring_ = Ring::make(memory(), slice_bytes_, num_slices_, &error_number);
+    ring_ = Ring::make(*this, &error_number);
     has_no_ring_ = ring_ == nullptr;  // for example no descriptor is left; threads read instead
   }
   return ring_.get();
@@ -96,27 +124,24 @@ Ring* ReadLane::ring() {
 // wake() submits readers to the I/O pool. A reader leaves when the source has no reads. Before it leaves, it checks
 // under the lock whether wake() was called since it last asked the source. So no read stays undone.
 //
-// With a ring there is one reader, its driver, which uses all slices. When it meets a file without a descriptor, the
+// With a ring there is one reader, its driver, which uses all the memory. When it meets a file without a descriptor, the
 // stream uses threads from then on.
 struct ReadStream::State : std::enable_shared_from_this<State> {
-  State(ReadSource& source_of_reads, ReadLane& lane)
+  State(ReadSource& source_of_reads, ReadLane& lane_of_stream)
       : source(source_of_reads),
-        memory(lane.memory()),
-        slice_bytes(lane.slice_bytes()),
-        num_slices(lane.num_slices()),
-        max_threads(lane.max_threads()),
-        ring(lane.ring()) {
-    for (uint32_t i = 0; i < num_slices; ++i) free_slices.push_back(i);
-  }
+        lane(lane_of_stream),
+        memory(lane_of_stream.memory()),
+        ring(lane_of_stream.ring()),
+        free_slices(lane.num_slices()) {}
 
   bool is_idle() const REQUIRES(mutex) { return num_readers == 0; }
 
-  // Runs a reader that invite() submitted, or (`is_invited` false) the caller of finish(). A reader that finds all
-  // slices in use returns: those readers do not leave while the source has reads.
+  // Runs a reader that invite() submitted, or (`is_invited` false) the caller of finish(). A reader that finds as many
+  // others as there may be returns: those do not leave while the source has reads.
   void work(bool is_invited) {
     MutexLock lock(mutex);
     if (is_invited) --invited;
-    if (is_closed || num_readers >= (ring != nullptr ? size_t{1} : num_slices)) return;
+    if (is_closed || num_readers >= (ring != nullptr ? size_t{1} : lane.max_reads())) return;
     ++num_readers;
     read(lock);
     leave();
@@ -128,7 +153,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
     {
       const MutexLock guard(mutex);
       ++wakes;
-      const size_t most = ring != nullptr ? 1 : max_threads;
+      const size_t most = ring != nullptr ? 1 : lane.max_threads();
       more = std::min(num_ops, most - std::min(most, num_readers + invited));
       invited += more;
     }
@@ -157,10 +182,10 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
       lock.lock();
     }
 
-    const uint32_t slice = free_slices.back();
-    free_slices.pop_back();
-    std::byte* const data = memory + slice * slice_bytes;
     const auto carry_out = [&](const ReadOp& op) {
+      const size_t count = lane.slices_of(op.bytes);
+      const uint32_t first = wait_for_slices(count);
+      std::byte* const data = memory + first * lane.slice_bytes();
       std::exception_ptr error;
       try {
         op.file->read(data, op.bytes, op.offset);
@@ -169,6 +194,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
       }
       thread_reads.fetch_add(1, std::memory_order_relaxed);
       source.done(op, error ? nullptr : data, error);
+      give_back(first, count);
     };
     for (uint64_t seen = wakes - 1; seen != wakes || refused;) {
       seen = wakes;
@@ -178,18 +204,30 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
       while (source.next(&op)) carry_out(op);
       lock.lock();
     }
-    free_slices.push_back(slice);
+  }
+
+  // Both are for readers that are threads.
+  uint32_t wait_for_slices(size_t count) {
+    MutexLock lock(mutex);
+    for (;;) {
+      if (const std::optional<uint32_t> first = free_slices.take(count)) return *first;
+      lock.wait(more_slices);
+    }
+  }
+  void give_back(uint32_t first, size_t count) {
+    const MutexLock guard(mutex);
+    free_slices.give_back(first, count);
+    more_slices.notify_all();
   }
 
   ReadSource& source;
+  const ReadLane& lane;
   std::byte* const memory;
-  const size_t slice_bytes;
-  const size_t num_slices;
-  const size_t max_threads;
   Mutex mutex;
   Ring* ring;        // null: threads read
   std::condition_variable idle;
-  std::vector<uint32_t> free_slices GUARDED_BY(mutex);
+  std::condition_variable more_slices;
+  SliceMap free_slices GUARDED_BY(mutex);
   size_t num_readers GUARDED_BY(mutex) = 0;
   size_t invited GUARDED_BY(mutex) = 0;
   uint64_t wakes GUARDED_BY(mutex) = 0;
@@ -211,12 +249,14 @@ ReadStream::~ReadStream() {
 
 void ReadStream::wake(size_t num_ops) { state_->invite(num_ops); }
 
-void ReadStream::begin(size_t num_ops) {
+void ReadStream::begin(size_t num_ops, size_t num_bytes) {
   State& state = *state_;
+  const ReadLane& lane = state.lane;
   {
     const MutexLock guard(state.mutex);
     // One call submits all reads that fit into the ring. More reads need a thread that refills the ring.
-    if (state.ring != nullptr && state.is_idle() && num_ops <= state.num_slices) {
+    if (state.ring != nullptr && state.is_idle() && num_ops <= lane.max_reads() &&
+        num_ops + lane.slices_of(num_bytes) <= lane.num_slices()) {
       ++state.num_readers;
       state.is_begun = true;
     }
@@ -239,11 +279,11 @@ void ReadStream::finish() {
   while (!state.is_idle()) lock.wait(state.idle);
 }
 
-void read_all(ReadSource& source, size_t num_ops, ReadLane& lane, const std::function<void()>& meanwhile) {
+void read_all(ReadSource& source, size_t num_ops, size_t num_bytes, ReadLane& lane, const std::function<void()>& meanwhile) {
   ReadStream stream(source, lane);
   // The caller reads too after `meanwhile`.
   if (meanwhile) {
-    stream.begin(num_ops);
+    stream.begin(num_ops, num_bytes);
     meanwhile();
   } else if (lane.ring() == nullptr && num_ops > 1) {
     stream.wake(num_ops - 1);

@@ -42,7 +42,7 @@ void* map_ring(int fd, size_t bytes, off_t offset) {
 
 class KernelRing final : public Ring {
  public:
-  KernelRing(std::byte* memory, size_t slice_bytes, size_t num_slices);
+  explicit KernelRing(ReadLane& lane);
   ~KernelRing() override;
   // Returns 0, or the errno that says why there is no ring.
   int open();
@@ -55,13 +55,19 @@ class KernelRing final : public Ring {
   void reap(ReadSource& source) noexcept;
   void take_back(ReadSource& source) noexcept;
   void finish(ReadSource& source, uint32_t index, int result) noexcept;
-  std::byte* slice(uint32_t index) const { return memory_ + index * slice_bytes_; }
+  std::byte* data_of(uint32_t index) const { return memory_ + size_t{slices_[index]} * slice_bytes_; }
+  size_t slices_of(const ReadOp& op) const { return (op.bytes + slice_bytes_ - 1) / slice_bytes_; }
 
   std::byte* const memory_;
   const size_t slice_bytes_;
-  std::vector<ReadOp> ops_;                   // of each slice
+  const size_t num_slices_;
+  SliceMap free_slices_;
+  // Of each read in flight, by its index:
+  std::vector<ReadOp> ops_;
+  std::vector<uint32_t> slices_;              // the first slice of its memory
   std::vector<std::shared_ptr<File>> holds_;  // its file's descriptor
-  std::vector<uint32_t> free_slices_;
+  std::vector<uint32_t> free_indexes_;
+  std::optional<ReadOp> waiting_;  // the source's next read, for which no memory was free
   std::optional<ReadOp> refused_;
   uint32_t queued_ = 0;       // in the submission queue, not yet taken by the kernel
   uint32_t in_flight_ = 0;    // taken, not yet completed
@@ -83,10 +89,15 @@ class KernelRing final : public Ring {
   unsigned cq_mask_ = 0;
 };
 
-KernelRing::KernelRing(std::byte* memory, size_t slice_bytes, size_t num_slices)
-    : memory_(memory), slice_bytes_(slice_bytes), ops_(num_slices), holds_(num_slices) {
-  // Slices are taken from the end: the slice used last is still in the processor's cache.
-  for (size_t i = num_slices; i > 0; --i) free_slices_.push_back(static_cast<uint32_t>(i - 1));
+KernelRing::KernelRing(ReadLane& lane)
+    : memory_(lane.memory()),
+      slice_bytes_(lane.slice_bytes()),
+      num_slices_(lane.num_slices()),
+      free_slices_(lane.num_slices()),
+      ops_(lane.max_reads()),
+      slices_(lane.max_reads()),
+      holds_(lane.max_reads()) {
+  for (size_t i = ops_.size(); i > 0; --i) free_indexes_.push_back(static_cast<uint32_t>(i - 1));
 }
 
 int KernelRing::open() {
@@ -121,7 +132,7 @@ int KernelRing::open() {
   cq_entries_ = at<io_uring_cqe>(cq_memory_, params.cq_off.cqes);
 
   // Spares the kernel a lookup of the pages of each read. Reads also work where the limit of locked memory forbids it.
-  iovec whole{memory_, slice_bytes_ * ops_.size()};
+  iovec whole{memory_, slice_bytes_ * num_slices_};
   has_buffers_ = ::syscall(__NR_io_uring_register, fd_, IORING_REGISTER_BUFFERS, &whole, 1) == 0;
   return 0;
 }
@@ -133,28 +144,37 @@ KernelRing::~KernelRing() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-// Queues reads while slices are free. The next enter() passes the queued reads to the kernel.
+// Queues reads while there is memory. The next enter() passes the queued reads to the kernel.
 void KernelRing::fill(ReadSource& source) noexcept {
   unsigned tail = std::atomic_ref(*sq_tail_).load(std::memory_order_relaxed);
-  while (!free_slices_.empty() && !refused_) {
+  while (!free_indexes_.empty() && !refused_) {
     ReadOp op;
-    if (!source.next(&op)) break;
+    if (waiting_) {
+      op = *waiting_;
+    } else if (!source.next(&op)) {
+      break;
+    }
+    const std::optional<uint32_t> first = free_slices_.take(slices_of(op));
+    waiting_ = first ? std::nullopt : std::optional(op);
+    if (!first) break;
     std::shared_ptr<File> hold;
     const int descriptor = op.file->descriptor(&hold);
     if (descriptor < 0) {
+      free_slices_.give_back(*first, slices_of(op));
       refused_ = op;
       break;
     }
-    const uint32_t index = free_slices_.back();
-    free_slices_.pop_back();
+    const uint32_t index = free_indexes_.back();
+    free_indexes_.pop_back();
     ops_[index] = op;
+    slices_[index] = *first;
     holds_[index] = std::move(hold);
     io_uring_sqe& entry = sq_entries_[tail & sq_mask_];
     std::memset(&entry, 0, sizeof entry);
     entry.opcode = has_buffers_ ? IORING_OP_READ_FIXED : IORING_OP_READ;
     entry.fd = descriptor;
     entry.off = op.offset;
-    entry.addr = reinterpret_cast<uint64_t>(slice(index));
+    entry.addr = reinterpret_cast<uint64_t>(data_of(index));
     entry.len = op.bytes;
     entry.user_data = index;
     sq_array_[tail & sq_mask_] = tail & sq_mask_;
@@ -184,13 +204,14 @@ void KernelRing::finish(ReadSource& source, uint32_t index, int result) noexcept
   std::exception_ptr error;
   if (result != static_cast<int>(op.bytes)) {
     try {
-      op.file->read(slice(index), op.bytes, op.offset);
+      op.file->read(data_of(index), op.bytes, op.offset);
     } catch (...) {
       error = std::current_exception();
     }
   }
-  source.done(op, error ? nullptr : slice(index), error);
-  free_slices_.push_back(index);
+  source.done(op, error ? nullptr : data_of(index), error);
+  free_slices_.give_back(slices_[index], slices_of(op));
+  free_indexes_.push_back(index);
 }
 
 void KernelRing::reap(ReadSource& source) noexcept {
@@ -239,8 +260,8 @@ std::optional<ReadOp> KernelRing::drive(ReadSource& source) noexcept {
 
 }  // namespace
 
-std::unique_ptr<Ring> Ring::make(std::byte* memory, size_t slice_bytes, size_t num_slices, int* error_number) {
-  auto ring = std::make_unique<KernelRing>(memory, slice_bytes, num_slices);
+std::unique_ptr<Ring> Ring::make(ReadLane& lane, int* error_number) {
+  auto ring = std::make_unique<KernelRing>(lane);
   *error_number = ring->open();
   if (*error_number != 0) return nullptr;
   return ring;
@@ -252,7 +273,7 @@ std::unique_ptr<Ring> Ring::make(std::byte* memory, size_t slice_bytes, size_t n
 
 namespace bunkbed::vfs {
 
-std::unique_ptr<Ring> Ring::make(std::byte*, size_t, size_t, int* error_number) {
+std::unique_ptr<Ring> Ring::make(ReadLane&, int* error_number) {
   *error_number = ENOSYS;
   return nullptr;
 }

@@ -12,9 +12,9 @@ namespace bunkbed::vfs {
 // Used by one thread at a time.
 class Ring {
  public:
-  // Makes a ring with as many reads in flight as there are slices. Returns null where the kernel has no io_uring or
+  // Makes a ring over the memory of the lane, with its max_reads() in flight. Returns null where the kernel has no io_uring or
   // refuses it (a container's filter, a sysctl, too many open files); `error_number` is then the reason.
-  static std::unique_ptr<Ring> make(std::byte* memory, size_t slice_bytes, size_t num_slices, int* error_number);
+  static std::unique_ptr<Ring> make(ReadLane& lane, int* error_number);
   virtual ~Ring() = default;
 
   // Submits the source's first reads and returns. drive() must follow, on the same thread.

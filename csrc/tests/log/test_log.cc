@@ -1,3 +1,5 @@
+#include <array>
+#include <cerrno>
 #include <cstring>
 #include <map>
 
@@ -103,7 +105,80 @@ TEST(log_records_are_readable_while_they_are_written) {
   log->drain();
   check_readable(log.get(), all);
   // Neighbouring records share reads.
-  CHECK(log->stats().reads * 4 < log->stats().read_records);
+  CHECK(log->stats().reads * 4 < log->stats().read_records());
+}
+
+namespace {
+
+// A log of 2,000 records of 112 bytes, all on disk.
+struct FullLog {
+  explicit FullLog(vfs::Vfs& vfs) {
+    vfs.make_directories(sandbox / "t");
+    LogMemory memory = small_memory();
+    memory.read_slice_bytes = 512;
+    memory.num_read_slices = 1024;  // reads of at most 64 KiB
+    log = std::make_unique<Log>(vfs, sandbox / "t", Uuid{1, 2, 3}, kPayload, 4000, memory);
+    log->begin_epoch(1, 1, 1);
+    for (int64_t id = 0; id < 2000; ++id) all.push_back({id, 1, log->append(id, payload_of(id, 1).data())});
+    log->drain();
+  }
+  std::vector<Written> every(size_t step) const {
+    std::vector<Written> some;
+    for (size_t i = 0; i < all.size(); i += step) some.push_back(all[i]);
+    return some;
+  }
+
+  const Sandbox sandbox;
+  std::unique_ptr<Log> log;
+  std::vector<Written> all;
+};
+
+}  // namespace
+
+TEST(log_reads_share_where_the_gap_costs_less_than_a_read) {
+  FullLog full(vfs::posix());
+  Log* const log = full.log.get();
+  const LogStats& stats = log->stats();
+  const auto read = [&](size_t step) {
+    const LogStats before = stats;
+    check_readable(log, full.every(step));
+    CHECK_EQ(stats.read_records() - before.read_records(), full.every(step).size());
+    return std::array{stats.reads - before.reads, stats.single_records - before.single_records,
+                      stats.merged_records - before.merged_records, stats.swept_records - before.swept_records};
+  };
+  log->reads().set_gap(0);
+  const uint64_t unit = log->segment_of(full.all[0].position).file->read_alignment();
+  CHECK(unit <= 4096);  // hence neighbours 112 records apart share no block
+  CHECK(read(112) == (std::array<uint64_t, 4>{18, 18, 0, 0}));
+  log->reads().set_gap(16384);  // 146 records: all within one read of 64 KiB, and the rest of the 224 kB
+  const auto merged = read(112);
+  CHECK_EQ(merged[0], 4u);
+  CHECK_EQ(merged[1], 0u);
+  CHECK(merged[2] > 0 && merged[3] > 0);
+  CHECK_EQ(merged[2] + merged[3], 18u);
+  CHECK(read(300) == (std::array<uint64_t, 4>{7, 7, 0, 0}));  // gaps of 33 kB
+  // The plan is never dearer than a sweep: every record, in reads that follow each other.
+  const uint64_t bytes = stats.read_bytes;
+  CHECK_EQ(read(1)[0], 4u);
+  CHECK(stats.read_bytes - bytes <= 2000 * 112 + 5 * 4096 + 4 * 4096);
+}
+
+// The bytes between two records may be unreadable: the records are then read alone.
+TEST(log_reads_records_around_a_gap_that_cannot_be_read) {
+  for (const char* io : {"threads", "auto"}) {
+    vfs::set_io(io);
+    FaultVfs vfs;
+    FullLog full(vfs);
+    full.log->reads().set_gap(16384);
+    vfs.fail_at(1, EIO, false);
+    check_readable(full.log.get(), full.every(100));
+    CHECK_EQ(vfs.struck(), 1u);
+    vfs.fail_at(1, EIO, true);  // a record itself
+    CHECK_THROWS(check_readable(full.log.get(), full.every(100)), ErrorKind::kSystem, "");
+    vfs.heal();
+    check_readable(full.log.get(), full.all);
+  }
+  vfs::set_io("auto");
 }
 
 TEST(log_rebuild_takes_the_highest_version) {

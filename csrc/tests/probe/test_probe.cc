@@ -33,7 +33,7 @@ TEST(probe_writes_and_reads_a_file) {
   CHECK(rate > 0);
   CHECK_EQ(written, size_t{3} << 20);
   CHECK_EQ(vfs::posix().open(box / "file", false)->size(), uint64_t{3} << 20);
-  const auto [reads, unit] = probe_reads(vfs::posix(), {box / "file"}, 3, 0.02);
+  const auto [reads, unit] = probe_reads(vfs::posix(), {box / "file"}, 3, 0.02, 4096);
   CHECK(reads > 0);
   CHECK(unit == 1 || unit % 512 == 0);
   CHECK_THROWS(probe_writes(vfs::posix(), box / "file", 1, 1.0), ErrorKind::kExists, "exists already");
@@ -49,9 +49,9 @@ TEST(probe_writes_stop_in_time) {
 TEST(probe_reads_need_something_to_read) {
   const Sandbox box;
   (void)vfs::posix().create(box / "empty");
-  CHECK_THROWS(probe_reads(vfs::posix(), {box / "empty"}, 2, 0.01), ErrorKind::kInvalid, "no whole block");
-  CHECK_THROWS(probe_reads(vfs::posix(), {}, 2, 0.01), ErrorKind::kInvalid, "no whole block");
-  CHECK_THROWS(probe_reads(vfs::posix(), {box / "none"}, 2, 0.01), ErrorKind::kNotFound, "no such file");
+  CHECK_THROWS(probe_reads(vfs::posix(), {box / "empty"}, 2, 0.01, 4096), ErrorKind::kInvalid, "no whole block");
+  CHECK_THROWS(probe_reads(vfs::posix(), {}, 2, 0.01, 4096), ErrorKind::kInvalid, "no whole block");
+  CHECK_THROWS(probe_reads(vfs::posix(), {box / "none"}, 2, 0.01, 4096), ErrorKind::kNotFound, "no such file");
 }
 
 TEST(probes_report_a_failing_disk) {
@@ -59,7 +59,7 @@ TEST(probes_report_a_failing_disk) {
   FaultVfs vfs;
   (void)probe_writes(vfs, box / "file", 1u << 20, 10.0);
   vfs.fail_all(Op::kRead, EIO);
-  CHECK_THROWS(probe_reads(vfs, {box / "file"}, 3, 0.05), ErrorKind::kSystem, "");
+  CHECK_THROWS(probe_reads(vfs, {box / "file"}, 3, 0.05, 4096), ErrorKind::kSystem, "");
   vfs.fail_all(Op::kWrite, ENOSPC);
   CHECK_THROWS(probe_writes(vfs, box / "other", 1u << 20, 10.0), ErrorKind::kSystem, "");
 }

@@ -149,7 +149,7 @@ TEST(memory_plan_gives_buffers_the_sizes_that_their_users_need) {
         require(plan.scratch_bytes >= 8 * shape.payload, "scratch of few records", shape, budget);
         const size_t read_bytes = 2 * log.num_read_slices * log.read_slice_bytes;
         require(log.num_read_slices == 4 || read_bytes <= budget / 8, "too much memory for reads", shape, budget);
-        require(budget < kGiB || shape.stride > 8192 || log.num_read_slices == 128, "few reads at once", shape, budget);
+        require(budget < kGiB || shape.stride > 8192 || log.num_read_slices >= 128, "few reads at once", shape, budget);
         require(log.read_slice_bytes % read_unit == 0, "a slice of broken reads", shape, budget);
         for (size_t at = 0; at < read_unit; at += 8) {  // where a record may begin within the unit of reads
           require(vfs::round_up(at + shape.stride, read_unit) <= log.read_slice_bytes, "a slice holds no record", shape,

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/failpoints.h"
 #include "tests/check.h"
 #include "tests/counting_directory.h"
 #include "tests/sample.h"
@@ -76,6 +77,78 @@ Batch batch_of(const std::vector<int64_t>& ids) {
 }
 
 }  // namespace
+
+TEST(store_appends_the_victims_of_a_load_by_cell) {
+  StoreParts parts(64);
+  Store& store = *parts.store;
+  parts.write(range(0, 64));
+  std::vector<uint32_t> frames(60);
+  const std::vector<int64_t> rows = range(100, 160);
+  store.reserve_rows(rows.data(), rows.size());
+  store.pin(rows.data(), rows.size(), true, frames.data());
+  store.unpin(frames.data(), frames.size());
+  std::vector<std::pair<uint64_t, int64_t>> appended;  // position, row
+  for (int64_t row = 0; row < 64; ++row) {
+    const Entry entry = parts.directory->find(row);
+    if (is_position(entry)) appended.push_back({position_of(entry), row});
+  }
+  CHECK_EQ(appended.size(), size_t{60});
+  std::sort(appended.begin(), appended.end());
+  for (const uint64_t num_cells : {2, 16, 1000}) {
+    for (size_t i = 1; i < appended.size(); ++i) {
+      CHECK(cell_of(appended[i - 1].second, num_cells) <= cell_of(appended[i].second, num_cells));
+    }
+  }
+  CHECK_EQ(cell_of(0, 16), uint64_t{0});
+  CHECK_EQ(cell_of(1, 16), uint64_t{4});
+}
+
+// A record that cannot be appended: rows that were to be evicted stay, and no frame is lost or pinned.
+TEST(store_load_that_cannot_evict_loses_nothing) {
+  for (const uint64_t at : {0, 7, 40}) {
+    StoreParts parts(64);
+    Store& store = *parts.store;
+    parts.write(range(0, 64));
+    const std::vector<int64_t> rows = range(100, 150);
+    store.reserve_rows(rows.data(), rows.size());
+    std::vector<uint32_t> frames(rows.size());
+    arm_failpoint("evict", at + 1, FailpointAction::kError, 0);
+    CHECK_THROWS(store.pin(rows.data(), rows.size(), true, frames.data()), ErrorKind::kSystem, "");
+    disarm_failpoints();
+    for (uint32_t frame = 0; frame < 64; ++frame) CHECK_EQ(int{store.cache().info(frame).pinned}, 0);
+    for (const int64_t row : rows) CHECK_EQ(parts.directory->find(row), kAbsent);
+    CHECK_EQ(store.cache().resident(), 64 - at);
+    for (int64_t row = 0; row < 64; ++row) {
+      int64_t record[kPayload / 8];
+      store.fetch(&row, 1, kPayload, reinterpret_cast<std::byte*>(record));
+      CHECK_EQ(record[0], row);
+    }
+    store.pin(rows.data(), rows.size(), true, frames.data());  // as if nothing had happened
+    store.unpin(frames.data(), frames.size());
+    CHECK_EQ(store.cache().resident(), size_t{64});
+  }
+}
+
+TEST(store_uses_rows_in_ram_first_and_the_others_by_position) {
+  StoreParts parts(32);
+  parts.write(range(0, 100));
+  std::vector<int64_t> rows = range(0, 120);
+  Sampler sampler(3);
+  for (size_t i = rows.size(); i > 1; --i) std::swap(rows[i - 1], rows[sampler.bits() % i]);
+  const std::vector<uint32_t> order = parts.store->rows().reading_order(rows.data(), rows.size());
+  CHECK_EQ(order.size(), rows.size());
+  std::vector<bool> seen(rows.size());
+  uint64_t last = 0;
+  for (size_t i = 0; i < order.size(); ++i) {
+    CHECK(!seen[order[i]]);
+    seen[order[i]] = true;
+    const Entry entry = parts.directory->find(rows[order[i]]);
+    CHECK_EQ(is_frame(entry), i < 32);
+    if (!is_position(entry)) continue;
+    CHECK(position_of(entry) >= last);
+    last = position_of(entry);
+  }
+}
 
 // Rows in frames, rows in the log and rows that are not stored.
 TEST(store_locates_a_row_of_a_batch_once) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "batch/pieces.h"
 #include "tests/check.h"
 #include "tests/counting_directory.h"
 #include "tests/gated.h"
@@ -114,6 +115,45 @@ TEST(update_of_a_placed_batch_locates_no_row) {
   CHECK(table.update(other) > 0);
   CHECK_EQ(table.lookup(other, others), other.num_unique());
   CHECK_EQ(table.update(other), size_t{0});
+}
+
+// A step whose batch is larger than the cache: the update finds what the lookup read last.
+TEST(update_of_a_batch_larger_than_the_cache_reads_no_row_that_is_still_there) {
+  CountedTable table;
+  const std::vector<int64_t> ids = range(0, kStored);
+  const Batch batch = table.batch_of(ids);
+  const Store& store = *table.parts->state.store;
+  for (int step = 0; step < 3; ++step) {
+    table.lookup(batch, ids);
+    const StoreStats before = store.stats();
+    table.update(batch);
+    CHECK(store.stats().misses - before.misses <= kStored - kFrames);
+    CHECK(store.stats().misses - before.misses >= kStored - kFrames - 8);
+  }
+  table.lookup(batch, ids);
+}
+
+// Ids in pieces: each row is read once, though its piece is chosen by its cell, and repeated ids are no problem.
+TEST(lookup_of_ids_in_pieces_reads_each_row_once) {
+  CountedTable table;
+  TableState& state = table.parts->state;
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < 3 * kStored; ++i) ids.push_back(i * 7 % (kStored + 100));
+  ids.insert(ids.end(), 4000, 5);  // more than a piece has room for
+  MemoryPlan plan = state.store->plan();
+  plan.scratch_bytes = kScratchPerId * 500;
+  state.store->apply(plan);
+  CHECK_EQ(state.piece_ids(), size_t{500});
+  for (const bool touch : {true, false}) {
+    const uint64_t reads = state.store->log()->stats().read_records(), frames = state.store->cache().resident();
+    std::vector<float> values(ids.size() * 4);
+    table.parts->reader.lookup(ids.data(), ids.size(), touch, values.data());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const auto expected = static_cast<float>(ids[i] < kStored ? ids[i] : 0);
+      for (size_t d = 0; d < 4; ++d) CHECK_EQ(values[i * 4 + d], expected);
+    }
+    CHECK(state.store->log()->stats().read_records() - reads <= kStored - frames + 16);
+  }
 }
 
 // A batch larger than the cache is read in pieces. Compaction may move rows between two pieces.

@@ -19,6 +19,7 @@
 #include "base/failpoints.h"
 #include "base/workers.h"
 #include "tests/check.h"
+#include "tests/sample.h"
 #include "tests/sandbox.h"
 #include "vfs/batch_reads.h"
 
@@ -107,7 +108,7 @@ class Queue final : public vfs::ReadSource {
     }
     const uint64_t tag = waiting_.front();
     waiting_.pop_front();
-    *op = {files_[tag % files_.size()], tag * 13, static_cast<uint32_t>(1 + tag % kSlice), tag};
+    *op = {files_[tag % files_.size()], tag * 13, static_cast<uint32_t>(1 + tag % largest), tag};
     return true;
   }
   void done(const vfs::ReadOp& op, const std::byte* data, std::exception_ptr error) noexcept override {
@@ -135,6 +136,7 @@ class Queue final : public vfs::ReadSource {
     return count;
   }
 
+  size_t largest = kSlice;
   std::function<void()> when_empty;
   int times_empty = 0;
   std::vector<int> seen;
@@ -180,11 +182,65 @@ TEST(batch_reads_each_is_done_once) {
       Queue queue(file);
       queue.feed(0, count);
       bool ran = false;
-      vfs::read_all(queue, count, lane, [&] { ran = true; });
+      vfs::read_all(queue, count, count * kSlice, lane, [&] { ran = true; });
       CHECK(ran);
       queue.check(count);
       CHECK(file.most() <= static_cast<int>(slices));
       if (slices == 64 && count == 700) CHECK(file.most() > 4);
+    }
+  }
+}
+
+TEST(slices_of_a_read_are_neighbours_and_of_no_other_read) {
+  for (const size_t num_slices : {1, 63, 64, 65, 200}) {
+    vfs::SliceMap map(num_slices);
+    std::vector<bool> used(num_slices);
+    std::vector<std::pair<uint32_t, size_t>> taken;
+    test::Sampler sampler(num_slices);
+    for (int round = 0; round < 3000; ++round) {
+      const size_t count = 1 + sampler.bits() % 9;
+      if (const auto first = map.take(count)) {
+        CHECK(*first + count <= num_slices);
+        for (size_t i = *first; i < *first + count; ++i) {
+          CHECK(!used[i]);
+          used[i] = true;
+        }
+        taken.push_back({*first, count});
+      } else {  // there is no such run
+        size_t run = 0;
+        for (const bool is_used : used) {
+          run = is_used ? 0 : run + 1;
+          CHECK(run < count);
+        }
+      }
+      if (taken.empty() || sampler.bits() % 2 == 0) continue;
+      std::swap(taken[sampler.bits() % taken.size()], taken.back());
+      const auto [first, size] = taken.back();
+      taken.pop_back();
+      map.give_back(first, size);
+      for (size_t i = first; i < first + size; ++i) used[i] = false;
+    }
+  }
+}
+
+// Small and large reads share the memory of a lane: none overwrites the bytes of another.
+TEST(batch_reads_of_many_sizes_have_memory_of_their_own) {
+  const UringOnly uring;
+  for (const bool has_ring : {false, true}) {
+    if (has_ring && !uring) continue;
+    for (const size_t slices : {8, 40, 640}) {
+      vfs::ReadLane lane;
+      lane.resize(64, slices);
+      CHECK_EQ(lane.largest_read(), 64 * (slices / 8));
+      CHECK_EQ(lane.max_reads(), std::min<size_t>(slices, 128));
+      FakeFile fake;
+      RealFile real(700 * 13 + 64 * 80);
+      Queue queue(has_ring ? static_cast<vfs::File&>(real) : fake);
+      queue.largest = lane.largest_read();
+      queue.feed(0, 700);
+      vfs::read_all(queue, 700, 700 * lane.largest_read() / 2, lane, [] {});
+      queue.check(700);
+      CHECK_EQ(real.plain.load(), 0);
     }
   }
 }
@@ -195,7 +251,7 @@ TEST(batch_reads_failures_reach_the_source) {
   file.bad = 13 * 150;
   Queue queue(file);
   queue.feed(0, 200);
-  vfs::read_all(queue, 200, lane, nullptr);
+  vfs::read_all(queue, 200, 200 * kSlice, lane, nullptr);
   queue.check(200);
   CHECK_EQ(queue.errors, 50);
 }
@@ -207,7 +263,7 @@ TEST(batch_reads_are_over_when_meanwhile_throws) {
   queue->feed(0, 300);
   bool caught = false;
   try {
-    vfs::read_all(*queue, 300, lane, [] { throw std::runtime_error("meanwhile"); });
+    vfs::read_all(*queue, 300, 300 * kSlice, lane, [] { throw std::runtime_error("meanwhile"); });
   } catch (const std::runtime_error&) {
     caught = true;
   }
@@ -282,7 +338,7 @@ TEST(batch_reads_late_readers_leave_the_source_alone) {
   FakeFile file;
   Queue queue(file);
   queue.feed(0, 30);
-  vfs::read_all(queue, 30, lane, [] {});
+  vfs::read_all(queue, 30, 30 * kSlice, lane, [] {});
   queue.check(30);
   const int asked = queue.times_empty;
   {
@@ -310,7 +366,7 @@ TEST(batch_reads_through_the_ring) {
         Queue queue(file);
         queue.feed(0, count);
         bool ran = !is_beside;
-        vfs::read_all(queue, count, lane, is_beside ? [&] { ran = true; } : std::function<void()>());
+        vfs::read_all(queue, count, count * kSlice, lane, is_beside ? [&] { ran = true; } : std::function<void()>());
         CHECK(ran);
         queue.check(count);
       }
@@ -335,7 +391,7 @@ TEST(batch_reads_the_ring_leaves_errors_to_the_file) {
   RealFile file(100 * 13);
   Queue queue(file);
   queue.feed(0, 200);
-  vfs::read_all(queue, 200, lane, nullptr);
+  vfs::read_all(queue, 200, 200 * kSlice, lane, nullptr);
   queue.check(200);
   CHECK(queue.errors > 100);
   CHECK_EQ(file.plain.load(), queue.errors);
@@ -344,7 +400,7 @@ TEST(batch_reads_the_ring_leaves_errors_to_the_file) {
   closed.shown = 1 << 20;  // no such descriptor
   Queue others(closed);
   others.feed(0, 200);
-  vfs::read_all(others, 200, lane, [] {});
+  vfs::read_all(others, 200, 200 * kSlice, lane, [] {});
   others.check(200);
   CHECK_EQ(others.errors, 0);
   CHECK_EQ(closed.plain.load(), 200);
@@ -360,7 +416,7 @@ TEST(batch_reads_threads_take_over_from_the_ring) {
     RealFile real(700 * 13 + kSlice);
     Queue queue(real, fake);
     queue.feed(0, count);
-    vfs::read_all(queue, count, lane, [] {});
+    vfs::read_all(queue, count, count * kSlice, lane, [] {});
     queue.check(count);
     if (count == 700) CHECK(fake.most() > 4);
   }
@@ -376,7 +432,7 @@ TEST(batch_reads_when_meanwhile_throws_the_ring_is_empty) {
     queue->feed(0, count);
     bool caught = false;
     try {
-      vfs::read_all(*queue, count, lane, [] { throw std::runtime_error("meanwhile"); });
+      vfs::read_all(*queue, count, count * kSlice, lane, [] { throw std::runtime_error("meanwhile"); });
     } catch (const std::runtime_error&) {
       caught = true;
     }

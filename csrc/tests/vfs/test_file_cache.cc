@@ -143,7 +143,7 @@ TEST(cached_files_are_held_by_reads_in_flight) {
     vfs::ReadLane lane;
     lane.resize(kBlockBytes, 32);
     Source source(&files);
-    vfs::read_all(source, 20 * kFiles, lane, nullptr);
+    vfs::read_all(source, 20 * kFiles, 20 * kFiles * kBlockBytes, lane, nullptr);
     CHECK_EQ(source.read.load(), 20 * kFiles);
     CHECK_EQ(source.wrong.load(), size_t{0});
     CHECK_EQ(files.num_open(), kMost);
