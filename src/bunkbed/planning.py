@@ -14,7 +14,8 @@ from bunkbed import _native
 from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.optim import Adam, Optimizer, RowwiseAdagrad
 from bunkbed.machine import limits
-from bunkbed.machine.rates import Machine
+from bunkbed.machine.rates import LARGE_READ_BYTES, Machine
+from bunkbed.machine.read_paths import DEFAULT_GAP, Reads, expected_reads
 from bunkbed.table.definition import Definition
 from bunkbed.window import MAX_BATCHES
 
@@ -46,7 +47,11 @@ class Plan:
         machine: the rates of the machine.
         record_bytes: weights and optimizer state of a row.
         unique_rows, misses, evicted_rows: rows of a step. Every missed row is stored, and every evicted row is dirty.
-        fits_batch: False when the cache is smaller than the unique rows of a step, so that a step reads rows twice.
+        fits_batch: False when the cache is smaller than the unique rows of a step. Then the lookup reads the rows that
+            the last step did not leave in the cache, and the update reads those that the lookup did not leave there.
+        reads, read_bytes: reads of a step, and their bytes: neighbouring records share a read (`machine.read_paths`).
+        read_path: by which most missed rows are read: ``"single reads"``, ``"merged reads"`` or ``"sweep"``; None where
+            none is missed.
         frames, frames_bytes, directory_bytes, buffers_bytes, window_bytes: the use of the RAM.
         window: coming batches whose ids are held; fewer than `lookahead` if they would take too much of the cache.
         disk_bytes: size of the log, with dead records.
@@ -64,6 +69,9 @@ class Plan:
     misses: float
     evicted_rows: float
     fits_batch: bool
+    reads: float
+    read_bytes: float
+    read_path: str | None
     frames: int
     frames_bytes: int
     directory_bytes: int
@@ -125,7 +133,8 @@ def plan(
         rows: rows of the table; the plan assumes that all are stored.
         dim: weights of a row.
         batch: ids of a step, with duplicates.
-        machine: `bunkbed.machine.measure()`, or a `Machine` with given rates.
+        machine: `bunkbed.machine.measure()`, or a `Machine` with given rates. Without `Machine.read_bytes_per_s` the
+            disk reads 16 KiB in the time of one more read.
         zipf: exponent of the ids' popularity; 0: all rows are equally popular.
         optimizer: default ``Adam()``.
         dtype: dtype of the stored weights.
@@ -138,6 +147,8 @@ def plan(
     >>> found = plan(10_000_000, 64, 65_536, ram="640MiB", machine=laptop)
     >>> found.binds, round(found.unique_rows), found.record_bytes
     ('disk', 26072, 768)
+    >>> found.read_path, plan(100_000, 64, 65_536, zipf=0, ram="32MiB", machine=laptop).read_path
+    ('single reads', 'sweep')
 
     Raises:
         ValueError: an argument out of range; a budget too small (says how much is needed); a machine without a rate
@@ -179,10 +190,17 @@ def answer(question: Question, machine: Machine) -> Plan:
         cache = limits.cache(popularity, question.batch, frames, policy="planner", window=window)
     else:
         cache = limits.cache(popularity, question.batch, frames)
-    misses = cache.misses if fits_batch else 2 * unique  # the lookup and the update each read the rows
+    missed = misses = cache.misses
+    if not fits_batch:  # the last step left `frames` of its rows; the lookup leaves as many of this step's
+        missed = unique - frames / unique * float(popularity.rows @ popularity.wanted(question.batch) ** 2)
+        misses = missed + unique - frames
     evicted = cache.misses if fits_batch else unique
     amplification = cache.write_amplification(_native.TARGET_LIVE) * use["stored_bytes"] / use["record_bytes"]
     written = evicted * use["record_bytes"] * amplification
+    read_iops = _rate(machine.read_iops, misses, "random reads a second (read_iops)")
+    reads = _reads(question, machine, missed, int(use["stored_bytes"]))
+    # The core reads such a batch in pieces of one region of the log each: twice, but as densely.
+    passes = misses / missed if missed else 1.0
     return Plan(
         question=question,
         machine=machine,
@@ -191,6 +209,9 @@ def answer(question: Question, machine: Machine) -> Plan:
         misses=misses,
         evicted_rows=evicted,
         fits_batch=fits_batch,
+        reads=passes * reads.reads,
+        read_bytes=passes * reads.read_bytes,
+        read_path=reads.path,
         frames=frames,
         frames_bytes=frames * int(use["frame_bytes"]),
         directory_bytes=int(use["directory_bytes"]),
@@ -202,14 +223,30 @@ def answer(question: Question, machine: Machine) -> Plan:
         write_amplification=amplification,
         written_bytes=written,
         times=limits.step_times(
-            reads=misses,
+            reads=passes * reads.reads,
+            read_bytes=passes * reads.read_bytes,
+            # Without it, the bandwidth at which the core's default gap is right.
+            read_bytes_per_s=machine.read_bytes_per_s or read_iops * DEFAULT_GAP,
             written_bytes=written,
             moved_bytes=limits.memory_bytes(question.batch, unique, question.dim, use["record_bytes"]),
-            read_iops=_rate(machine.read_iops, misses, "random reads a second (read_iops)"),
+            read_iops=read_iops,
             write_bytes_per_s=_rate(machine.write_bytes_per_s, written, "write bandwidth (write_bytes_per_s)"),
             memory_bytes_per_s=_rate(machine.memory_bytes_per_s, 1, "memory bandwidth (memory_bytes_per_s)"),
             compute_s=question.compute_s,
         ),
+    )
+
+
+def _reads(question: Question, machine: Machine, wanted: float, stored_bytes: int) -> Reads:
+    """Return the expected reads of `wanted` records of the log, whose records are `_native.TARGET_LIVE` live."""
+    largest = max(stored_bytes + machine.read_unit, question.ram // 256)  # an eighth of the memory for reads
+    return expected_reads(
+        wanted,
+        question.rows / _native.TARGET_LIVE,
+        stored_bytes,
+        gap_bytes=DEFAULT_GAP if machine.read_gap is None else machine.read_gap,
+        read_unit=machine.read_unit,
+        largest_bytes=min(LARGE_READ_BYTES, largest),
     )
 
 

@@ -14,7 +14,8 @@ import pytest
 import bunkbed as bb
 from bunkbed import planning
 from bunkbed.cli import main
-from bunkbed.machine import Machine
+from bunkbed.core.budget import format_bytes
+from bunkbed.machine import Machine, limits
 from bunkbed.machine import rates as machine
 from bunkbed.window import MAX_BATCHES
 
@@ -53,7 +54,8 @@ def test_a_plan_by_hand() -> None:
     used = plan.frames_bytes + plan.directory_bytes + plan.buffers_bytes + plan.window_bytes
     assert (639 << 20) < used <= 640 << 20
     assert plan.window == 32 and plan.window_bytes > 0
-    assert plan.times.disk_reads == pytest.approx(plan.misses / 90_000)
+    assert plan.times.disk_reads == pytest.approx(plan.reads / 90_000)
+    assert 0.97 * plan.misses < plan.reads < plan.misses and plan.read_path == "single reads"
     assert plan.written_bytes == pytest.approx(plan.evicted_rows * 768 * plan.write_amplification)
     assert plan.times.disk_writes == pytest.approx(plan.written_bytes / 2e9)
     assert plan.times.memory == pytest.approx((65_536 * 256 + plan.unique_rows * (2 * 768 + 256)) / 2e10)
@@ -104,11 +106,40 @@ def test_a_window_leaves_room_for_the_cache() -> None:
     assert big(ram="10GiB").window == big(lookahead=0).window == 0
 
 
+def hits_of_two_steps(rows: int) -> float:
+    popularity = limits.zipf(rows, 1.05)
+    return float(popularity.rows @ popularity.wanted(65_536) ** 2)
+
+
 def test_a_batch_that_does_not_fit() -> None:
     plan = big(rows=100_000, ram="8MiB")
     assert not plan.fits_batch
-    assert plan.misses == pytest.approx(2 * plan.unique_rows)
+    # The last step left its last rows in the cache, and the lookup those that the update uses first.
+    hits = plan.frames / plan.unique_rows * hits_of_two_steps(100_000)
+    assert plan.misses == pytest.approx(2 * plan.unique_rows - hits - plan.frames)
     assert plan.evicted_rows == pytest.approx(plan.unique_rows)
+
+
+def test_the_cheapest_access_path() -> None:
+    """A tenth of the rows in RAM, uniform ids."""
+    disk = replace(MACHINE, read_iops=100_000, read_bytes_per_s=2e9)  # reads 20 kB in the time of one more read
+
+    def found(batch: int, machine: Machine = disk) -> planning.Plan:
+        return big(rows=1_000_000, ram="96MiB", zipf=0.0, batch=batch, machine=machine)
+
+    rare, some, many = found(1000), found(30_000), found(400_000)
+    assert [plan.read_path for plan in (rare, some, many)] == ["single reads", "merged reads", "sweep"]
+    assert rare.reads > 0.9 * rare.misses and some.reads < 0.75 * some.misses
+    for plan in (rare, some, many):
+        assert plan.times.disk_reads == pytest.approx(max(plan.reads / 1e5, plan.read_bytes / 2e9))
+    # Lookup and update read the log once each at most, and less where rows stay in the cache.
+    assert not many.fits_batch
+    assert 1.2 * many.disk_bytes < many.read_bytes < 2 * many.disk_bytes
+    assert many.times.disk_reads < many.misses / 1e5 / 4
+    # The bandwidth of the core's default gap, where it is unknown.
+    unknown = found(400_000, replace(disk, read_bytes_per_s=None))
+    assert unknown.times.disk_reads == pytest.approx(unknown.read_bytes / (1e5 * 16_384))
+    assert (found(2000, replace(disk, read_bytes_per_s=1e12)).read_path, big(ram="10GiB").read_path) == ("sweep", None)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +185,7 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
         "10,000,000 rows x 64 float32, Adam: 768 B a row, 7.2 GiB",
         "65,536 ids, Zipf 1.05: 26,072 unique rows, ",
         f"{asked.misses:,.0f} missed ({asked.misses / asked.unique_rows:.1%})",
+        f"mostly single reads: {asked.reads:,.0f} a step of {format_bytes(asked.read_bytes)} in all",
         "memory 20.0 GB/s, 90,000 random reads/s, writes 2.00 GB/s",
         "as given",
         "disk binds (with lookahead, all at once)",
@@ -179,6 +211,9 @@ def test_json_says_the_same(cli: Run) -> None:
         "rows": 10_000_000, "dim": 64, "dtype": "float32", "optimizer": "adam", "record_bytes": 768,
     }  # fmt: skip
     assert found["step"]["misses"] == pytest.approx(plan.misses)
+    assert found["step"]["reads"] == pytest.approx(plan.reads)
+    assert found["step"]["read_bytes"] == pytest.approx(plan.read_bytes)
+    assert found["step"]["read_path"] == "single reads"
     assert found["seconds"]["compute"] == 0.02
     assert found["steps_per_s"] == pytest.approx(plan.steps_per_s)
     assert found["days_to_endurance"] == pytest.approx(plan.days_to_write(1e14))
@@ -186,6 +221,14 @@ def test_json_says_the_same(cli: Run) -> None:
     assert all(set(entry) == {"change", *set(found) - {"machine", "changes"}} for entry in found["changes"])
     in_ram = next(entry for entry in found["changes"] if entry["change"] == "all in RAM")
     assert in_ram["days_to_endurance"] is None and in_ram["step"]["misses"] == 0
+
+
+def test_large_reads_may_be_given(cli: Run) -> None:
+    dense = ("--rows", "100000", "--dim", "64", "--ram", "32MiB", "--zipf", "0", *FIGURES, "--ssd-read", "1GB")
+    assert json.loads(cli(*dense, "--json")[1])["machine"]["read_bytes_per_s"] == 1e9
+    out = cli(*dense)[1]
+    assert "mostly sweep: " in out and "90,000 random reads/s, reads 1.00, writes 2.00 GB/s" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_options_from_yaml_and_flags_win(cli: Run, tmp_path: Path) -> None:
@@ -200,9 +243,9 @@ def test_options_from_yaml_and_flags_win(cli: Run, tmp_path: Path) -> None:
 def test_a_measurement_is_remembered(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
 
-    def measure_disk(place: Path) -> tuple[float, float, int]:
+    def measure_disk(place: Path) -> tuple[float, float, float, int]:
         calls.append(place)
-        return 90_000.0, 2e9, 512
+        return 90_000.0, 3e9, 2e9, 512
 
     monkeypatch.setattr(machine, "_measure_disk", measure_disk)
     monkeypatch.setattr(machine._native, "probe_memory", lambda *_: 2e10)
@@ -216,6 +259,7 @@ def test_a_measurement_is_remembered(cli: Run, monkeypatch: pytest.MonkeyPatch, 
     # A figure that is given is not the measured one, the others are.
     found = json.loads(cli(*BIG, "--ssd-iops", "1000", "--json")[1])
     assert (found["machine"]["read_iops"], found["machine"]["write_bytes_per_s"]) == (1000, 2e9)
+    assert found["machine"]["read_bytes_per_s"] == 3e9
     assert len(calls) == 2
 
 
@@ -229,6 +273,7 @@ def test_a_measurement_is_remembered(cli: Run, monkeypatch: pytest.MonkeyPatch, 
         (("--dtype", "int8"), "'int8' is not one of"),
         (("--optimizer", "lion"), "'lion' is not one of"),
         (("--ssd-iops", "0"), "--ssd-iops must be above 0"),
+        (("--ssd-read", "fast"), "--ssd-read: cannot read the size 'fast'"),
         (("--ssd-write", "fast"), "--ssd-write: cannot read the size 'fast'"),
         (("--compute-ms", "-3"), "--compute-ms must be at least 0"),
         (("--lookahead", "-3"), "lookahead must be at least 0, got -3"),
@@ -257,7 +302,7 @@ def test_a_directory_that_cannot_be_written(cli: Run) -> None:
 
 
 def test_warnings_in_the_text(cli: Run) -> None:
-    assert "each is read twice" in cli("--rows", "100000", "--dim", "64", "--ram", "8MiB", *FIGURES)[1]
+    assert "some are read twice" in cli("--rows", "100000", "--dim", "64", "--ram", "8MiB", *FIGURES)[1]
     small = cli("--rows", "100000", "--dim", "64", "--ram", "32MiB", *FIGURES)[1]
     assert "less than four steps" in small
     every = cli("--rows", "1000", "--dim", "64", "--ram", "1GiB", *FIGURES)[1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import bunkbed as bb
 from bunkbed import _native
 from bunkbed.machine import rates as machine
 
@@ -36,6 +38,7 @@ def test_measured_once_then_remembered(quick: list[str], place: Path, own_cache:
     assert machine.remembered(place) is None and machine.remembered() is None
     found = machine.measure(place)
     assert (found.memory_bytes_per_s, found.read_iops, found.write_bytes_per_s) == (2e10, 9e4, 2e9)
+    assert (found.read_bytes_per_s, found.read_gap) == (9e4 * (256 << 10), 256 << 10)
     assert (found.read_unit, found.processors > 0, found.measured > 0) == (512, True, True)
     assert set(quick) == {"probe_memory", "probe_writes", "probe_reads"}
     quick.clear()
@@ -58,6 +61,20 @@ def test_without_a_directory_only_memory_is_known(quick: list[str], place: Path)
     found = machine.remembered()
     assert found is not None
     assert (found.memory_bytes_per_s, found.read_iops, found.write_bytes_per_s) == (2e10, None, None)
+    assert (found.read_bytes_per_s, found.read_gap) == (None, None)
+
+
+def test_rates_without_large_reads_are_measured_again(quick: list[str], place: Path, own_cache: Path) -> None:
+    whole = machine.measure(place)
+    machine._save({machine._key(place): replace(whole, read_bytes_per_s=None)})
+    content = json.loads(own_cache.read_text())
+    del content["machines"][machine._key(place)]["read_bytes_per_s"]  # as an earlier release wrote it
+    own_cache.write_text(json.dumps(content))
+    known = machine.remembered(place)
+    assert known is not None and (known.read_iops, known.read_gap) == (9e4, None)
+    quick.clear()
+    assert machine.measure(place).read_gap == whole.read_gap
+    assert "probe_reads" in quick
 
 
 @pytest.mark.parametrize("field", ["_host", "_key"])
@@ -72,11 +89,25 @@ def test_another_machine_or_disk_is_measured_anew(
     assert quick
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "machines": {}}', '{"format": 1, "machines": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 99, "machines": {}}',
+        '{"format": 1, "machines": 3}',
+        '{"format": 1, "machines": {"HERE": {"read_iops": "many", "read_bytes_per_s": 2e9}}}',
+        '{"format": 1, "machines": {"HERE": {"read_iops": 9e4, "read_bytes_per_s": Infinity}}}',
+        '{"format": 1, "machines": {"HERE": {"read_iops": NaN, "read_bytes_per_s": 2e9}}}',
+        '{"format": 1, "machines": {"HERE": {"read_iops": 0, "read_bytes_per_s": 2e9}}}',
+    ],
+)
 def test_a_broken_cache_is_written_anew(content: str, quick: list[str], place: Path, own_cache: Path) -> None:
     own_cache.parent.mkdir(parents=True)
-    own_cache.write_text(content)
+    own_cache.write_text(content.replace("HERE", machine._key(place)))
     assert machine.remembered(place) is None
+    bb.create(place / "table", dim=2, num_rows=10, ram="1MiB").close()
     found = machine.measure(place)
     assert machine.remembered(place) == found
     assert json.loads(own_cache.read_text())["format"] == 1
@@ -118,10 +149,14 @@ def test_the_probes_themselves(place: Path) -> None:
     assert file.stat().st_size == 4 << 20
     reads, unit = machine.random_reads([file], seconds=0.05)
     assert reads > 0 and unit >= 1
+    assert machine.large_reads([file], seconds=0.05) > 0
     with pytest.raises(FileExistsError):
         machine.sequential_writes(file, num_bytes=1 << 20)
     with pytest.raises(FileNotFoundError):
         machine.random_reads([place / "none"], seconds=0.05)
+    (place / "small").write_bytes(bytes(8192))
+    with pytest.raises(ValueError, match="no whole block"):
+        machine.large_reads([place / "small"], seconds=0.05)
     (place / "empty").write_bytes(b"")
     with pytest.raises(ValueError, match="no whole block"):
         machine.random_reads([place / "empty"], seconds=0.05)

@@ -41,7 +41,8 @@ def train(*tables: Any, steps: int = 10, size: int = 500, seed: int = 0) -> None
 
 STATS = (
     "lookups", "updates", "ids", "unique_rows", "hits", "misses", "first_touches", "evictions",
-    "written_back", "reads", "read_bytes", "written_bytes", "read_wait_s", "compactions", "compacted_records",
+    "written_back", "reads", "read_records", "single_records", "merged_records", "swept_records", "read_bytes",
+    "written_bytes", "read_wait_s", "compactions", "compacted_records",
     "commits", "ram_bytes", "ram_budget_bytes", "frames", "frame_capacity", "dirty_rows", "stored_rows",
     "disk_bytes", "live_bytes", "segments", "open_files", "threads", "indexed_records",
 )  # fmt: skip

@@ -6,7 +6,7 @@
    needs some hundreds of numbers.
 2. The wanted rows that are not in RAM. A row stays in the cache for some time after it was last wanted. In the steady
    state the expected number of rows that stay equals the number of frames (Che, Tung and Wang 2002). See `cache`.
-3. The cost: ``disk = misses / IOPS + bytes written / write bandwidth``,
+3. The cost: ``disk = max(reads / IOPS, bytes read / read bandwidth) + bytes written / write bandwidth``,
    ``memory = (N e + U (2 r + g)) / memory bandwidth``. If all work overlaps, a step takes the maximum of these and of
    the model's own work.
 
@@ -395,13 +395,16 @@ def step_times(
     read_iops: float,
     write_bytes_per_s: float,
     memory_bytes_per_s: float,
+    read_bytes: float = 0.0,
+    read_bytes_per_s: float | None = None,
     compute_s: float = 0.0,
 ) -> StepTimes:
     """Return the time that one step takes of each resource of a machine.
 
     Args:
-        reads: rows read from disk. written_bytes: bytes written to disk, with compaction. moved_bytes: `memory_bytes`.
+        reads: reads from disk. written_bytes: bytes written to disk, with compaction. moved_bytes: `memory_bytes`.
         read_iops: random reads a second. write_bytes_per_s, memory_bytes_per_s: bandwidths.
+        read_bytes: bytes of the reads. read_bytes_per_s: bandwidth of large reads; None: unknown, so not a limit.
         compute_s: seconds of the model's own work.
 
     >>> times = step_times(reads=9_000, written_bytes=12e6, moved_bytes=64e6, read_iops=90_000,
@@ -410,7 +413,7 @@ def step_times(
     ('disk', 0.106, 9.16)
     """
     return StepTimes(
-        disk_reads=reads / read_iops,
+        disk_reads=max(reads / read_iops, read_bytes / (read_bytes_per_s or math.inf)),
         disk_writes=written_bytes / write_bytes_per_s,
         memory=moved_bytes / memory_bytes_per_s,
         compute=compute_s,

@@ -1,4 +1,4 @@
-"""The rates of this machine: memory bandwidth, random reads and sequential writes of a directory's disk.
+"""The rates of this machine: memory bandwidth, and random reads, large reads and sequential writes of a disk.
 
 `measure` takes a few seconds and stores the result in the user's cache directory; the next call reads it from there.
 `remembered` only reads it.
@@ -24,6 +24,9 @@ from bunkbed import _native
 from bunkbed.core.budget import format_bytes
 
 READ_THREADS = 64  # the size of the core's read pool
+LARGE_READ_BYTES = 256 << 10  # the core's largest read
+_LARGE_THREADS = 16  # as many large reads as the core's read slices have room for
+_BLOCK_BYTES = 4096
 _MEMORY_BYTES = 512 << 20  # size of the copied arrays: larger than the processor's caches
 _ROUNDS = 5  # measurements of each rate. Memory: the best, because other processes only make it slower. Reads: the
 # median, because a disk can be faster for a short time than in a training run
@@ -31,7 +34,8 @@ _MEMORY_S = 0.15
 _FILE_BYTES = 1 << 30  # maximum size of the temporary file, which is at most an eighth of the free space
 _FILE_MIN_BYTES = 16 << 20
 _WRITE_S = 2.0
-_READ_S = 0.5
+_READ_S = 0.3
+_LARGE_READ_S = 0.2
 _FORMAT = 1
 
 
@@ -42,9 +46,10 @@ class Machine:
     Attributes:
         memory_bytes_per_s: bytes read plus bytes written, by copies on all processors.
         read_iops: random reads of 4 KiB a second by 64 threads, without the page cache.
+        read_bytes_per_s: rate of random reads of 256 KiB by 16 threads, without the page cache.
         write_bytes_per_s: rate of a file that is written sequentially and synced.
         read_unit: unit of reads from the disk in bytes; 1: the file system does not support reads without the page
-            cache, and `read_iops` is that of the page cache.
+            cache, and `read_iops` and `read_bytes_per_s` are those of the page cache.
         disk: device and type of the file system.
         processors: number of processors that this process may use.
         measured: time of the measurement, in seconds since 1970; 0: the caller gave the rates.
@@ -57,10 +62,26 @@ class Machine:
     disk: str = ""
     processors: int = 0
     measured: float = 0.0
+    read_bytes_per_s: float | None = None
+
+    @property
+    def read_gap(self) -> int | None:
+        """Bytes that the disk reads in the time of one more read; None: a rate is unknown.
+
+        The core reads two records together where at most this many bytes separate them.
+
+        >>> Machine(read_iops=100_000, read_bytes_per_s=2e9).read_gap
+        20000
+        """
+        if not self.read_iops or not self.read_bytes_per_s:
+            return None
+        return int(self.read_bytes_per_s / self.read_iops)
 
 
 def measure(directory: str | os.PathLike[str] = ".", *, again: bool = False) -> Machine:
     """Return this machine's rates: the stored ones, or else measure them, in about five seconds.
+
+    Stored rates of an earlier release, which has no `Machine.read_bytes_per_s`, are measured again.
 
     Args:
         directory: a directory on the disk to measure; a temporary file of at most 1 GiB (and an eighth of the free
@@ -72,10 +93,11 @@ def measure(directory: str | os.PathLike[str] = ".", *, again: bool = False) -> 
     """
     place = _existing(directory)
     key = _key(place)
-    if not again and (found := _load().get(key)) is not None:
+    found = _load().get(key)
+    if not again and found is not None and found.read_bytes_per_s is not None:
         return found
     threads = _processors()
-    read_iops, write_bytes_per_s, unit = _measure_disk(place)
+    read_iops, read_bytes_per_s, write_bytes_per_s, unit = _measure_disk(place)
     machine = Machine(
         memory_bytes_per_s=max(_native.probe_memory(threads, _MEMORY_BYTES, _MEMORY_S) for _ in range(_ROUNDS)),
         read_iops=read_iops,
@@ -84,6 +106,7 @@ def measure(directory: str | os.PathLike[str] = ".", *, again: bool = False) -> 
         disk=filesystem(place),
         processors=threads,
         measured=time.time(),
+        read_bytes_per_s=read_bytes_per_s,
     )
     _save({**_load(), key: machine})
     return machine
@@ -96,7 +119,9 @@ def remembered(directory: str | os.PathLike[str] | None = None) -> Machine | Non
         return known.get(_key(_existing(directory)))
     here = [machine for key, machine in known.items() if key.startswith(_host() + " ")]
     newest = max(here, key=lambda machine: machine.measured, default=None)
-    return None if newest is None else replace(newest, read_iops=None, write_bytes_per_s=None, disk="")
+    if newest is None:
+        return None
+    return replace(newest, read_iops=None, read_bytes_per_s=None, write_bytes_per_s=None, disk="")
 
 
 def random_reads(files: Sequence[str | os.PathLike[str]], *, seconds: float = 3.0) -> tuple[float, int]:
@@ -108,8 +133,19 @@ def random_reads(files: Sequence[str | os.PathLike[str]], *, seconds: float = 3.
     Raises:
         OSError: a file cannot be read. ValueError: the files have no whole block.
     """
-    rate, unit = _native.probe_reads([os.fspath(file) for file in files], READ_THREADS, seconds)
+    rate, unit = _native.probe_reads([os.fspath(file) for file in files], READ_THREADS, seconds, _BLOCK_BYTES)
     return float(rate), int(unit)
+
+
+def large_reads(files: Sequence[str | os.PathLike[str]], *, seconds: float = 3.0) -> float:
+    """Measure bytes a second of random reads of 256 KiB from these files, 16 at a time, without the page cache.
+
+    Raises:
+        OSError: a file cannot be read. ValueError: no file has 256 KiB.
+    """
+    paths = [os.fspath(file) for file in files]
+    rate, _ = _native.probe_reads(paths, _LARGE_THREADS, seconds, LARGE_READ_BYTES)
+    return float(rate) * LARGE_READ_BYTES
 
 
 def sequential_writes(
@@ -149,8 +185,8 @@ def cache_file() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "bunkbed" / "machine.json"
 
 
-def _measure_disk(place: Path) -> tuple[float, float, int]:
-    """Return (reads a second, bytes written a second, read unit), measured on a temporary file that is removed."""
+def _measure_disk(place: Path) -> tuple[float, float, float, int]:
+    """Return (reads, bytes read and bytes written a second, read unit), measured on a temporary file."""
     try:
         folder = tempfile.mkdtemp(prefix=".bunkbed-measure-", dir=place)
     except OSError as error:
@@ -169,10 +205,13 @@ def _measure_disk(place: Path) -> tuple[float, float, int]:
             )
         file = Path(folder) / "file"
         written_per_s = sequential_writes(file, num_bytes=min(room, _FILE_BYTES), seconds=_WRITE_S)
-        rounds = [random_reads([file], seconds=_READ_S) for _ in range(_ROUNDS)]
+        small, large = [], []
+        for _ in range(_ROUNDS):
+            small.append(random_reads([file], seconds=_READ_S))
+            large.append(large_reads([file], seconds=_LARGE_READ_S))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return statistics.median(rate for rate, _ in rounds), written_per_s, rounds[0][1]
+    return statistics.median(rate for rate, _ in small), statistics.median(large), written_per_s, small[0][1]
 
 
 def _existing(directory: str | os.PathLike[str]) -> Path:
@@ -203,13 +242,20 @@ def _load() -> dict[str, Machine]:
         content: Any = json.loads(cache_file().read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
             return {}
-        known = {field.name for field in fields(Machine)}
-        return {
-            key: Machine(**{name: value for name, value in entry.items() if name in known})
-            for key, entry in content["machines"].items()
-        }
+        return {key: _machine(entry) for key, entry in content["machines"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
+
+
+def _machine(entry: dict[str, Any]) -> Machine:
+    known = {field.name for field in fields(Machine)}
+    machine = Machine(**{name: value for name, value in entry.items() if name in known})
+    for rate in (
+        machine.memory_bytes_per_s, machine.read_iops, machine.read_bytes_per_s, machine.write_bytes_per_s
+    ):  # fmt: skip
+        if rate is not None and not 1 <= rate <= 1e15:
+            raise ValueError(f"a rate must be in [1, 1e15], got {rate}")
+    return machine
 
 
 def _save(machines: dict[str, Machine]) -> None:

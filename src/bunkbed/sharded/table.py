@@ -306,6 +306,7 @@ class ShardedTable(Table):
         return replace(
             known[0][0],
             read_iops=together([(machine.read_iops, share) for machine, share in known]),
+            read_bytes_per_s=together([(machine.read_bytes_per_s, share) for machine, share in known]),
             write_bytes_per_s=together([(machine.write_bytes_per_s, share) for machine, share in known]),
         )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bunkbed.core.budget import format_bytes
 from bunkbed.machine import limits
 from bunkbed.machine.rates import Machine, remembered
-from bunkbed.machine.text import WIDTH, facts_grid, milliseconds, rates, speed, times_grid
+from bunkbed.machine.read_paths import main_path, records_by_path
+from bunkbed.machine.text import WIDTH, facts_grid, milliseconds, rates, read_paths, speed, times_grid
 
 if TYPE_CHECKING:
     from bunkbed.table.table import Table
@@ -91,6 +92,17 @@ class Explanation:
         return self.counts.get("hits", 0) / unique if unique else None
 
     @property
+    def read_path(self) -> str | None:
+        """The access path of most records that were read: ``"single reads"``, ``"merged reads"`` or ``"sweep"``."""
+        return main_path(records_by_path(self.counts))
+
+    @property
+    def read_amplification(self) -> float | None:
+        """Bytes read, also by compaction, for each byte of a record that was wanted; None: no record was read."""
+        wanted_bytes = self.counts["read_records"] * self.record_bytes
+        return self.counts["read_bytes"] / wanted_bytes if wanted_bytes else None
+
+    @property
     def write_amplification(self) -> float | None:
         """Bytes written to the log for each byte of a record written back; None: no record was written back."""
         written_back = self.counts.get("written_back", 0)
@@ -165,6 +177,8 @@ def _times(
         return None
     return limits.step_times(
         reads=reads,
+        read_bytes=counts["read_bytes"] / steps,
+        read_bytes_per_s=machine.read_bytes_per_s,
         written_bytes=written,
         moved_bytes=moved,
         read_iops=read_iops,
@@ -194,6 +208,9 @@ def _parts(it: Explanation) -> list[Any]:
     grid.add_row("rows", _rows(it))
     if it.on_disk:
         grid.add_row("reads", _reads(it))
+        if it.read_path is not None:
+            wanted_bytes = it.counts["read_records"] * it.record_bytes
+            grid.add_row("", read_paths(records_by_path(it.counts), it.counts["read_bytes"], wanted_bytes))
         if it.write_amplification is not None:
             grid.add_row(
                 "writes",

@@ -22,6 +22,7 @@ from bunkbed.core.typed import typed
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
 from bunkbed.files.run_files import is_sharded
+from bunkbed.machine.rates import remembered
 from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
@@ -96,6 +97,7 @@ def _start(
             table._budget.leave(table)
         raise
     try:
+        _plan_reads(table)
         table._start(table.core)
         table._stored_hint = 0
         check()
@@ -106,6 +108,13 @@ def _start(
     except BaseException:
         table.release()
         raise
+
+
+def _plan_reads(table: Table) -> None:
+    """Tell the core by which gap it reads records together, if the disk of the table was measured."""
+    machine = None if table.path is None else remembered(table.path)
+    if machine is not None and machine.read_gap is not None:
+        table.plain_core.set_read_gap(machine.read_gap)
 
 
 @typed

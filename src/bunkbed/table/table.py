@@ -140,6 +140,8 @@ class Table(TableFacts, TableCommits):
         ``misses`` were read from disk, ``first_touches`` were not stored (they cost no read). A device cache has its
         own counters, ``device_hits`` and ``device_misses``. Each row that it loads from the table counts here, every
         time; rows that it writes back do not count. ``open_s``: seconds since the table was opened.
+        ``read_records`` of the log are read alone (``single_records``), with neighbours (``merged_records``) or by the
+        large reads of a sweep (``swept_records``), whatever costs the disk least; `machine.read_paths` says when.
         ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`.
         """
         values: dict[str, int | float] = self.core.stats()

@@ -52,6 +52,9 @@ def plan(
     ssd_iops: Annotated[
         float | None, option(_MACHINE, "Random reads per second, instead of measuring.", metavar="N")
     ] = None,
+    ssd_read: Annotated[
+        str | None, option(_MACHINE, "Bytes read per second by large reads, such as 3GB.", metavar="BYTES")
+    ] = None,
     ssd_write: Annotated[
         str | None, option(_MACHINE, "Bytes written per second, such as 2GB, instead of measuring.", metavar="BYTES")
     ] = None,
@@ -72,6 +75,7 @@ def plan(
     """
     given = {
         "read_iops": ssd_iops,
+        "read_bytes_per_s": _bytes("--ssd-read", ssd_read),
         "write_bytes_per_s": _bytes("--ssd-write", ssd_write),
         "memory_bytes_per_s": _bytes("--memory-bandwidth", memory_bandwidth),
     }
@@ -110,7 +114,7 @@ def plan(
 
 def _machine(directory: Path, given: dict[str, float | None], *, again: bool) -> Machine:
     figures = {name: value for name, value in given.items() if value is not None}
-    if len(figures) == len(given):
+    if figures.keys() >= given.keys() - {"read_bytes_per_s"}:
         return Machine(**figures)  # type: ignore[arg-type]
     with stderr().status(f"measuring memory and the disk of {escape(str(directory))}, about five seconds"):
         return replace(measure(directory, again=again), **figures)  # type: ignore[arg-type]
@@ -154,6 +158,10 @@ def _facts(plan: Plan) -> RenderableType:
         f"{plan.frames:,} rows in {format_bytes(plan.frames_bytes)}, directory {format_bytes(plan.directory_bytes)}, "
         f"buffers {format_bytes(plan.buffers_bytes + plan.window_bytes)}",
     )
+    if plan.read_path:
+        grid.add_row(
+            "reads", f"mostly {plan.read_path}: {plan.reads:,.0f} a step of {format_bytes(plan.read_bytes)} in all"
+        )
     grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
     grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
     grid.add_row("machine", rates(machine))
@@ -188,7 +196,7 @@ def _verdict(plan: Plan, life: float) -> RenderableType:
     if not plan.fits_batch:
         grid.add_row(
             "",
-            f"[yellow]the cache holds {plan.frames:,} rows, a step wants {plan.unique_rows:,.0f}: each is read twice; "
+            f"[yellow]the cache holds {plan.frames:,} rows, a step wants {plan.unique_rows:,.0f}: some are read twice; "
             "give it more RAM[/]",
         )
     elif plan.misses and plan.frames < 4 * plan.unique_rows:
@@ -265,6 +273,9 @@ def _facts_json(plan: Plan, life: float) -> Json:
             "hit_rate": plan.hit_rate,
             "evicted_rows": plan.evicted_rows,
             "fits_batch": plan.fits_batch,
+            "reads": plan.reads,
+            "read_bytes": plan.read_bytes,
+            "read_path": plan.read_path,
             "written_bytes": plan.written_bytes,
             "write_amplification": plan.write_amplification,
         },
