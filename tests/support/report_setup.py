@@ -69,6 +69,8 @@ def epoch_report(epoch: int, **changes: Any) -> EpochReport:
         "stall_s": 0.5,
         "disk_reads": 50_000,
         "moved_bytes": 10**9,
+        "records_by_path": {"single reads": 10_000, "merged reads": 30_000, "sweep": 60_000},
+        "wanted_bytes": 4 << 20,
     }
     return EpochReport(**{**values, **changes})
 

@@ -71,6 +71,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert "disk, reads 1.0 s at least disk, writes 2.0 s at least memory 200.0 ms at least measured 4.0 s" in tiers
     assert "the training ran at 75% of that limit, and disk binds" in tiers and "/dev/ssd (ext4)" in tiers
     assert "of the limit 75% disk binds" in page.text
+    assert "by access path: 60% sweep, 30% merged reads, 10% single reads; 1.2 x the wanted bytes." in tiers
     assert "RAM 2.0 MiB of a budget of 8.0 MiB, as last reported" in tiers
     # Of both tables 70 rows of 4 weights and their Adam state, 48 bytes each.
     assert "all rows 3.3 KiB with optimizer state" in tiers
@@ -265,6 +266,19 @@ def test_an_unmeasured_machine_is_not_measured(tmp_path: Path) -> None:
     assert "were never measured: bunkbed plan does so once" in page.sections["tiers"]
     old = make_run(tmp_path / "old", disk_reads=None, moved_bytes=None)
     assert "No finished epoch has counted its reads" in page_of(old).sections["tiers"]
+
+
+@pytest.mark.parametrize("records", [None, 7, {}, {"sweep": 5}, {"single reads": -1, "merged reads": 2, "sweep": 3}])
+def test_epochs_without_counts_of_access_paths(records: object, tmp_path: Path) -> None:
+    assert "access path" not in page_of(make_run(tmp_path / "first", records_by_path=records)).text
+    page_of(make_run(tmp_path / "second", wanted_bytes=0))
+
+
+def test_the_bandwidth_of_reads_can_set_the_limit(tmp_path: Path) -> None:
+    slow = machine.Machine(1e10, 1e5, 1e9, 512, "/dev/ssd (ext4)", 2, 1.0, read_bytes_per_s=1 << 20)
+    machine._save({machine._key(tmp_path): slow})
+    # 10 MiB in two epochs
+    assert "disk, reads 10.0 s at least" in page_of(make_run(tmp_path / "first")).sections["tiers"]
 
 
 def test_a_device_cache_is_a_tier(tmp_path: Path) -> None:

@@ -355,6 +355,7 @@ def test_losses_and_rows_are_the_same_for_every_budget(tmp_path):
     assert_same_bits(contents(tmp_path / "tight"), contents(tmp_path / "roomy"))
     epochs = [report for report in reports if isinstance(report, EpochReport)]
     assert epochs[-1].disk_read_bytes > 0 and epochs[-1].unique_hit_rate < 0.9
+    assert sum(epochs[-1].records_by_path.values()) > 0 and epochs[-1].wanted_bytes > 0
     assert 0 < epochs[-1].stall_s < epochs[-1].seconds
     for report in reports:
         if isinstance(report, StepReport | EpochReport):

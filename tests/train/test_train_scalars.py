@@ -113,6 +113,7 @@ def test_a_run(tmp_path: Path, data: Dataset) -> None:
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "were never measured: bunkbed plan does so once" in page
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert set(last["records_by_path"]) == {"single reads", "merged reads", "sweep"} and last["wanted_bytes"] >= 0
     assert last["disk_reads"] >= 0 and last["moved_bytes"] > trainer.steps_per_epoch * 64 * 4 * 4
 
 

@@ -26,6 +26,7 @@ import torch
 import bunkbed as bb
 from bunkbed.core.types import Json
 from bunkbed.machine.limits import memory_bytes
+from bunkbed.machine.read_paths import PATHS
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource
@@ -73,6 +74,8 @@ class _Counters:
     device_hits: int
     reads: int
     moved_bytes: int
+    records: dict[str, int]
+    wanted_bytes: int
 
     @classmethod
     def of(cls, tables: Json) -> _Counters:
@@ -96,6 +99,8 @@ class _Counters:
             int(sum(stats.get("device_hits", 0) for stats in every)),
             total("reads"),
             int(moved),
+            {path: total(counter) for path, counter in PATHS.items()},
+            int(sum(s["read_records"] * t.record_bytes for t, s in zip(tables.values(), every, strict=True))),
         )
 
     def hit_rate_since(self, before: _Counters) -> float:
@@ -439,6 +444,8 @@ class _Session:
             samples_per_s=pairs / seconds if seconds else 0.0,
             disk_reads=now.reads - before.reads,
             moved_bytes=now.moved_bytes - before.moved_bytes,
+            records_by_path={path: number - before.records[path] for path, number in now.records.items()},
+            wanted_bytes=now.wanted_bytes - before.wanted_bytes,
             time_s=time.perf_counter() - self._began,
         )
         # The line is written before the commit: after a crash between the two, opening the log drops the line.

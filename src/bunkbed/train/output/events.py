@@ -76,6 +76,9 @@ class EpochReport:
         disk_reads: reads of the log during the epoch; neighbouring rows share one. None in files of earlier releases.
         moved_bytes: least bytes that the tables' steps moved through memory
             (`bunkbed.machine.limits.memory_bytes`). None in files of earlier releases.
+        records_by_path: records of the log that were read, by access path (`bunkbed.machine.read_paths`). None in files
+            of earlier releases.
+        wanted_bytes: bytes of those records. None in files of earlier releases.
     """
 
     epoch: int
@@ -98,6 +101,8 @@ class EpochReport:
     samples_per_s: float = 0.0
     disk_reads: int | None = None
     moved_bytes: int | None = None
+    records_by_path: dict[str, int] | None = None
+    wanted_bytes: int | None = None
 
 
 @dataclass(frozen=True)

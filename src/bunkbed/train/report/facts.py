@@ -15,6 +15,8 @@ from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.files.run_files import RunFiles, is_sharded
 from bunkbed.machine.limits import StepTimes, step_times
 from bunkbed.machine.rates import Machine, remembered
+from bunkbed.machine.read_paths import PATHS
+from bunkbed.machine.text import read_paths
 from bunkbed.table.table import Table
 from bunkbed.train.output.plots import Metrics, read_metrics
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
@@ -98,6 +100,7 @@ class Facts:
     Attributes:
         epoch: number of the reported commit; 0: none yet.
         disk: bytes on disk by purpose; see `_disk`.
+        reads: by which access paths the epochs of a run read their records, as text.
     """
 
     kind: Kind
@@ -113,6 +116,7 @@ class Facts:
     options: list[Option] = field(default_factory=list)
     metrics: Metrics | None = None
     limit: Limit | None = None
+    reads: str = ""
     curves: list[Curve] = field(default_factory=list)
     why: dict[str, str] = field(default_factory=dict)
 
@@ -229,6 +233,7 @@ def _of_run(place: Path, ram: int | str) -> Facts:
         options=_options((config or {}).get("train", {})),
         metrics=metrics,
         limit=limit,
+        reads=_reads(metrics),
         curves=curves,
         why=why,
     )
@@ -347,7 +352,7 @@ def _limit(place: Path, metrics: Metrics | None) -> tuple[Limit | None, str]:
         for entry in (metrics.epochs if metrics else [])
         if all(
             isinstance(entry.get(name), (int, float))
-            for name in ("disk_reads", "moved_bytes", "disk_written_bytes", "seconds")
+            for name in ("disk_reads", "disk_read_bytes", "moved_bytes", "disk_written_bytes", "seconds")
         )
         and entry["seconds"] > 0
     ]
@@ -372,6 +377,8 @@ def _limit(place: Path, metrics: Metrics | None) -> tuple[Limit | None, str]:
         return None, "Of this machine not all limits are known: bunkbed plan --remeasure measures them again."
     times = step_times(
         reads=total("disk_reads"),
+        read_bytes=total("disk_read_bytes"),
+        read_bytes_per_s=machine.read_bytes_per_s,
         written_bytes=total("disk_written_bytes"),
         moved_bytes=total("moved_bytes"),
         read_iops=machine.read_iops or 1.0,
@@ -379,6 +386,21 @@ def _limit(place: Path, metrics: Metrics | None) -> tuple[Limit | None, str]:
         memory_bytes_per_s=machine.memory_bytes_per_s or 1.0,
     )
     return Limit(len(counted), total("seconds"), times, machine), ""
+
+
+def _reads(metrics: Metrics | None) -> str:
+    records, read_bytes, wanted_bytes = dict.fromkeys(PATHS, 0.0), 0.0, 0.0
+    for entry in metrics.epochs if metrics else []:
+        found = entry.get("records_by_path")
+        numbers: list[Any] = [found.get(path) for path in PATHS] if isinstance(found, dict) else [None]
+        numbers += [entry.get("disk_read_bytes"), entry.get("wanted_bytes")]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            continue  # of an earlier release
+        *paths, read, wanted = numbers
+        for path, number in zip(PATHS, paths, strict=True):
+            records[path] += number
+        read_bytes, wanted_bytes = read_bytes + read, wanted_bytes + wanted
+    return read_paths(records, read_bytes, wanted_bytes) if any(records.values()) and wanted_bytes else ""
 
 
 def _time(file: Path) -> datetime | None:
