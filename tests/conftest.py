@@ -50,6 +50,15 @@ def _same_random_numbers_whatever_ran_before():
             operator.attrgetter(seed)(sys.modules[name])(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rates that were measured here would decide which records share a read. A test may name a cache of its own."""
+    rates = sys.modules.get("bunkbed.machine.rates")
+    if rates is not None and "XDG_CACHE_HOME" not in os.environ:
+        none, real = tmp_path_factory.getbasetemp() / "no-rates.json", rates.cache_file
+        monkeypatch.setattr(rates, "cache_file", lambda: real() if "XDG_CACHE_HOME" in os.environ else none)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data sets; the test skips where it is absent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,3 +154,22 @@ def test_explain_names_the_path(table: Path) -> None:
     assert "% sweep" in str(found) and f"; {found.read_amplification:.1f} x the wanted bytes" in str(found)
     assert (again.read_path, again.read_amplification) == (None, None)
     assert "wanted bytes" not in str(again)
+
+
+def test_two_disks_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    known = {place: replace(MACHINE, read_bytes_per_s=rate) for place, rate in zip(places, (3e9, 1e9), strict=True)}
+    monkeypatch.setattr("bunkbed.sharded.table.remembered", lambda place: known[place.parent])
+    with bb.ShardedTable.create(tmp_path / "t", dim=2, directories=places, ram="16MiB") as table:
+        real = type(tmp_path).stat
+        monkeypatch.setattr(type(tmp_path), "stat", lambda path, **more: Disk(real(path, **more), path))
+        machine = table.explain().machine
+        monkeypatch.undo()
+    assert machine is not None and machine.read_bytes_per_s == 2e9  # half of the rows are on the slower one
+
+
+class Disk:
+    """What `Path.stat` returns, with a device for each path."""
+
+    def __init__(self, stat: os.stat_result, path: Path) -> None:
+        self.st_mode, self.st_dev = stat.st_mode, hash(path)
