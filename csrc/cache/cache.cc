@@ -131,7 +131,7 @@ void Cache::begin_step() {
 
 bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
   // Where nearly every frame is wanted, the hand would walk far to each unwanted one.
-  const size_t loose = resident_ - num_pinned_ - num_held_;
+  const size_t loose = resident_ - num_pinned_ - num_chosen_;
   const bool has_unwanted = loose - num_wanted_ > 0 && (loose - num_wanted_) * 16 >= loose;
   bool found = false;
   if (num_wanted_ > 0 && !has_unwanted) {
@@ -143,6 +143,20 @@ bool Cache::victim(uint32_t* frame, uint32_t keep_until) {
   const Ghost ghost = ghost_of(infos_[*frame].row);
   *ghost.place = ghost.print;
   return true;
+}
+
+std::vector<uint32_t> Cache::victims(size_t n, uint32_t keep_until) {
+  std::vector<uint32_t> chosen;
+  chosen.reserve(n);
+  for (uint32_t frame; chosen.size() < n && victim(&frame, keep_until);) {
+    forget_use(frame);
+    infos_[frame].pinned = 1;  // so that it is not chosen twice
+    num_chosen_ = chosen.size() + 1;
+    chosen.push_back(frame);
+  }
+  for (const uint32_t frame : chosen) infos_[frame].pinned = 0;
+  num_chosen_ = 0;
+  return chosen;
 }
 
 // Takes the first frame at zero that is neither pinned nor wanted; false after a round in which all frames were at zero
@@ -279,8 +293,9 @@ size_t Cache::freeze() {
   return count;
 }
 
-uint32_t Cache::next_dirty(uint32_t frame) const { return next_set(dirty_, frame, high_water_); }
-uint32_t Cache::next_frozen(uint32_t frame) const { return next_set(frozen_, frame, high_water_); }
+uint32_t Cache::next_unwritten(uint32_t frame, bool is_frozen) const {
+  return next_set(is_frozen ? frozen_ : dirty_, frame, high_water_);
+}
 
 void Cache::thaw() {
   for (uint32_t word = 0; word * 64 < high_water_; ++word) dirty_[word] |= std::exchange(frozen_[word], 0);

@@ -114,16 +114,8 @@ class Cache {
   // Chooses the next frame to evict, never a pinned one nor one that a batch up to `keep_until` wants. False when there
   // is none. The caller writes it back if it is dirty, updates the directory, and calls release().
   bool victim(uint32_t* frame, uint32_t keep_until = kNoUse);
-  // Keeps a victim from being chosen again while others are chosen. let_go() must follow, before release().
-  void hold(uint32_t frame) {
-    forget_use(frame);
-    infos_[frame].pinned = 1;
-    ++num_held_;
-  }
-  void let_go(uint32_t frame) {
-    infos_[frame].pinned = 0;
-    --num_held_;
-  }
+  // Chooses up to `n` victims, which then have no next use. Fewer where there are no more.
+  std::vector<uint32_t> victims(size_t n, uint32_t keep_until);
   // Frames that the hand has passed so far.
   uint64_t frames_passed() const { return frames_passed_; }
   void release(uint32_t frame);
@@ -177,16 +169,14 @@ class Cache {
     const uint64_t bit = uint64_t{1} << frame % 64;
     dirty_[frame / 64] = dirty ? dirty_[frame / 64] | bit : dirty_[frame / 64] & ~bit;
   }
-  // The first dirty frame from this one on, or high_water().
-  uint32_t next_dirty(uint32_t frame) const;
+  // The first dirty frame from this one on, or the first frozen one; high_water() where there is none.
+  uint32_t next_unwritten(uint32_t frame, bool is_frozen) const;
 
   // ---- A commit. freeze() makes every dirty frame frozen and returns their number. The commit appends a frozen record
   // to the log before the record changes or its frame is evicted. Requires that no frame is frozen.
   size_t freeze();
   bool is_frozen(uint32_t frame) const { return (frozen_[frame / 64] >> frame % 64 & 1) != 0; }
   void set_written(uint32_t frame) { frozen_[frame / 64] &= ~(uint64_t{1} << frame % 64); }
-  // The first frozen frame from this one on, or high_water().
-  uint32_t next_frozen(uint32_t frame) const;
   // After a failed commit: makes the frozen frames dirty again.
   void thaw();
 
@@ -255,7 +245,7 @@ class Cache {
   uint32_t first_batch_ = 1;
   size_t num_wanted_ = 0;  // frames with a next use
   size_t num_pinned_ = 0;  // by pin()
-  size_t num_held_ = 0;    // by hold()
+  size_t num_chosen_ = 0;  // by victims(), while it chooses more
   // Frames by the batch that wants them next, [i] of batch first_batch_ + i. An entry is valid while the frame's
   // next_use agrees: moving a frame to another batch leaves the old entry behind.
   std::deque<BlockVector<uint32_t>> uses_;

@@ -442,7 +442,7 @@ DeviceMap::Dirty DeviceMap::dirty() const {
   Dirty found;
   found.rows.reserve(dirty_);
   found.frames.reserve(dirty_);
-  for (uint32_t frame = cache_.next_dirty(0); frame < cache_.high_water(); frame = cache_.next_dirty(frame + 1)) {
+  for (uint32_t frame = cache_.next_unwritten(0, false); frame < cache_.high_water(); frame = cache_.next_unwritten(frame + 1, false)) {
     found.rows.push_back(cache_.info(frame).row);
     found.frames.push_back(frame);
   }

@@ -63,7 +63,7 @@ class RecordReads {
                const std::function<void()>& meanwhile) const;
   // Verifies the records of an extent that was read and copies their payloads. Any thread.
   void deliver(const ReadPlan& plan, size_t extent, const std::byte* data, size_t read_bytes) const;
-  // The same for an extent whose read failed: reads its records one by one, because the error may lie in bytes between
+  // The same for an extent whose read failed: reads its records one by one, because the error may be in the bytes between
   // them. Throws the error of the first record that cannot be read.
   void read_alone(const ReadPlan& plan, size_t extent, size_t read_bytes) const;
   void count(const ReadPlan& plan, double waited_s);

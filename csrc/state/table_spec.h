@@ -9,7 +9,6 @@
 
 #include "base/types.h"
 #include "format/format.h"
-#include "log/record_reads.h"
 
 namespace bunkbed {
 
@@ -30,7 +29,7 @@ struct OpenOptions {
   std::optional<uint64_t> epoch;  // exactly this commit; a writer discards newer ones (bb.Run)
   bool through_run = false;       // opened by the run it belongs to
   uint64_t disk_bytes = 0;        // the most bytes that a writer's files may take; 0: no limit
-  size_t read_gap = kReadGap;     // the most bytes between two records that share a read
+  std::optional<size_t> read_gap;  // the most bytes between two records that share a read; the log has a default
 };
 
 // The alignment that reads need, while there is no file that reports it.

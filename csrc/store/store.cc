@@ -83,21 +83,18 @@ void Store::evict(uint32_t frame) {
 }
 
 // Victims are appended in the order of their ids' hash. Rows of a cell, which is a range of that hash (docs/design/
-// engine.md, rule 25), so lie together in the log, and a block of cells is loaded with large reads.
+// engine.md, rule 25), are so side by side in the log, and a block of cells is loaded with large reads.
 std::vector<uint32_t> Store::take_frames(size_t n, uint32_t batch) {
   constexpr size_t kAhead = 4;
   std::vector<uint32_t> frames;
-  std::vector<std::pair<uint64_t, uint32_t>> victims;  // with the hash
   frames.reserve(n);
   try {
     for (uint32_t frame; frames.size() < n && cache_.allocate(&frame);) frames.push_back(frame);
-    victims.reserve(n - frames.size());
-    for (uint32_t frame; frames.size() + victims.size() < n && cache_.victim(&frame, batch);) {
-      cache_.hold(frame);
+    std::vector<std::pair<uint64_t, uint32_t>> victims;  // with the hash
+    for (const uint32_t frame : cache_.victims(n - frames.size(), batch)) {
       victims.push_back({mix_id(cache_.info(frame).row), frame});
     }
     std::sort(victims.begin(), victims.end());
-    for (const auto& [hash, frame] : victims) cache_.let_go(frame);  // no victim is chosen from here on
     for (size_t v = 0; v < victims.size(); ++v) {
       if (v + kAhead < victims.size()) cache_.prefetch_record(victims[v + kAhead].second, frame_bytes_);
       evict(victims[v].second);
@@ -455,7 +452,7 @@ bool Store::write_dirty(size_t most_bytes) {
     size_t count = 0;
     uint32_t next = next_dirty_;
     for (; count < most; ++count) {
-      batch[count] = cache_.next_dirty(next);
+      batch[count] = cache_.next_unwritten(next, false);
       if (batch[count] == cache_.high_water()) break;
       next = batch[count] + 1;
     }
@@ -521,7 +518,7 @@ bool Store::write_frozen(size_t most_bytes) {
     const size_t count = std::min(left, kAppendBatch);
     uint32_t next = next_to_write_;
     for (size_t i = 0; i < count; ++i) {
-      batch[i] = cache_.next_frozen(next);
+      batch[i] = cache_.next_unwritten(next, true);
       next = batch[i] + 1;
     }
     append_batch(batch, count, true);

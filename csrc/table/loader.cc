@@ -70,7 +70,7 @@ void Loader::load(const Manifest& manifest) {
     log->close_unused();
   }
   if (table_.spec.num_rows >= 0) log->reader().set_ids_end(static_cast<uint64_t>(table_.spec.num_rows));
-  log->reads().set_gap(table_.options.read_gap);
+  if (table_.options.read_gap) log->reads().set_gap(*table_.options.read_gap);
   log->adopt(manifest.segments);
   failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);

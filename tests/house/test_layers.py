@@ -105,9 +105,9 @@ CORE = {
     "tests/probe": "base probe tests",
     "tests/recsys": "base kernels recsys tests",
     "tests/state": "format state tests",
-    "tests/store": "cache directory format log state store tests",
+    "tests/store": "base cache directory format log state store tests",
     "tests/stress": "stress tests",
-    "tests/table": "base format table tests vfs",
+    "tests/table": "base batch format table tests vfs",
     "tests/text": "base tests text",
     "tests/vfs": "base maintenance tests vfs",
 }
