@@ -24,6 +24,7 @@ MOST_METHODS = 60  # of a class, those that it inherits not counted
 PYTHON = {
     "errors": "",
     "core": "errors",
+    "order": "core",
     "machine": "core",
     "files": "core errors",
     "table": "core errors files machine",
@@ -36,7 +37,7 @@ PYTHON = {
     "io/common": "core errors files table",
     "io/formats": "core errors io/common sharded table",
     "io": "core errors files io/common io/formats table",
-    "bunkbed": "core errors io maintenance run sharded table",
+    "bunkbed": "core errors io maintenance order run sharded table",
     "testing": "bunkbed core errors table window",
     "torch/base": "adapters table",
     "torch/device/base": "adapters core errors torch/base",
