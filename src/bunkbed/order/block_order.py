@@ -12,12 +12,10 @@ from numpy.typing import ArrayLike
 
 from bunkbed.core.arguments import Ids, as_ids, as_whole, describe
 from bunkbed.core.typed import shortened
-from bunkbed.order.cells import MAX_CELLS, Groups, cells_of, group_type, parts
+from bunkbed.order.cells import CELLS_PER_BLOCK, MAX_CELLS, Blocks, Groups, cells_of, group_type, parts, permutation
 
-CELLS_PER_BLOCK = 16
 _MAX_WHOLE = 2**63 - 1
-#: First word of the random streams of one (seed, epoch): the cells of a column, the samples of a pair of blocks.
-_CELLS, _SAMPLES = 0, 1
+_SAMPLES = 1  # the random streams that shuffle the samples of a pair; `permutation` lists the streams
 
 
 class BlockBatch(NamedTuple):
@@ -33,10 +31,10 @@ class BlockBatch(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Distinct ids in ascending order, the number of blocks, and the cell of each sample."""
+    """Distinct ids in ascending order, their blocks, and the cell of each sample."""
 
     ids: Ids
-    blocks: int
+    blocks: Blocks
     cells: Groups
 
 
@@ -47,9 +45,9 @@ class _Epoch(NamedTuple):
     """
 
     epoch: int
-    order: Ids
+    order: npt.NDArray[np.uint16 | np.uint32 | np.int64]
     starts: Ids
-    places: npt.NDArray[np.int64]
+    places: Ids
 
 
 class BlockOrder:
@@ -66,8 +64,8 @@ class BlockOrder:
     order. Method: pairs of partitions, as PyTorch-BigGraph (Lerer et al., 2019) and Marius (Mohoney et al., 2021);
     cells that are regrouped per epoch, as COMET of MariusGNN (Waleffe et al., 2023).
 
-    Holds 2 or 4 bytes for each sample and column, the distinct ids, and 8 bytes for each sample of the last epoch. Does
-    not keep the columns. Methods may be called from several threads.
+    Holds 2 or 4 bytes for each sample and column, the distinct ids, and 2 or 4 bytes for each sample of the last
+    epoch. Does not keep the columns. Methods may be called from several threads.
 
     Args:
         columns: one or two arrays int64[N] of ids, not negative: the ids of sample i are ``columns[c][i]``.
@@ -99,14 +97,16 @@ class BlockOrder:
                 f"BlockOrder: blocks must be an int or one per column, got {len(counts)} for {len(columns)} columns"
             )
         self._seed = as_whole(seed, what="seed", table="BlockOrder", low=0, high=_MAX_WHOLE)
-        ids = [_checked(column, at) for at, column in enumerate(columns)]
+        ids = [_ids(column, f"column {at}") for at, column in enumerate(columns)]
         if len(ids[0]) != len(ids[-1]):
             raise ValueError(
                 f"BlockOrder: columns must have equal lengths, got {len(ids[0])} ids in column 0 and {len(ids[1])} in "
                 f"column 1"
             )
         self._num_samples = len(ids[0])
-        self._columns = [_column(one, count, at) for at, (one, count) in enumerate(zip(ids, counts, strict=True))]
+        self._columns = [
+            _column(one, count, at, self._seed) for at, (one, count) in enumerate(zip(ids, counts, strict=True))
+        ]
         sizes = [len(column.ids) for column in self._columns]
         #: The columns from the outer to the inner one.
         self._nesting = sorted(range(len(sizes)), key=lambda at: -sizes[at])
@@ -115,7 +115,7 @@ class BlockOrder:
     @property
     def blocks(self) -> tuple[int, ...]:
         """The number of blocks of each column."""
-        return tuple(column.blocks for column in self._columns)
+        return tuple(column.blocks.count for column in self._columns)
 
     @property
     def seed(self) -> int:
@@ -160,8 +160,8 @@ class BlockOrder:
             TypeError, ValueError: `epoch`, `column` or `block` is not an int or is out of range.
         """
         found, epoch = self._column(column), _epoch(epoch)
-        block = as_whole(block, what="block", table="BlockOrder", low=0, high=found.blocks - 1)
-        members: Ids = found.ids[self._block_of_ids(found.ids, epoch, column) == block]
+        block = as_whole(block, what="block", table="BlockOrder", low=0, high=found.blocks.count - 1)
+        members: Ids = found.ids[found.blocks.of(found.ids, epoch) == block]
         return members
 
     def block_of(self, ids: ArrayLike, epoch: int, column: int) -> Ids:
@@ -175,40 +175,10 @@ class BlockOrder:
         Raises:
             TypeError, ValueError: see `members`. IndexError: a negative id.
         """
-        self._column(column)
-        return self._block_of_ids(_ids(ids, "ids"), _epoch(epoch), column).astype(np.int64)
+        return self._column(column).blocks.of(_ids(ids, "ids"), _epoch(epoch)).astype(np.int64)
 
     def _column(self, column: int) -> _Column:
         return self._columns[as_whole(column, what="column", table="BlockOrder", low=0, high=len(self._columns) - 1)]
-
-    def _block_of_ids(self, ids: Ids, epoch: int, column: int) -> Groups:
-        return self._block_of_cells(epoch, column)[cells_of(ids, CELLS_PER_BLOCK * self._columns[column].blocks)]
-
-    def _block_of_cells(self, epoch: int, column: int) -> Groups:
-        """Return the block of each cell of a column."""
-        blocks = self._columns[column].blocks
-        num_cells = CELLS_PER_BLOCK * blocks
-        found = np.empty(num_cells, group_type(blocks))
-        found[self._permutation(num_cells, epoch, _CELLS, column)] = np.arange(num_cells) // CELLS_PER_BLOCK
-        return found
-
-    def _permutation(self, n: int, epoch: int, stream: int, index: int) -> Ids:
-        """Return a permutation of n from the keys of one random stream.
-
-        The low bits of each key are its position. Keys are distinct, so every sorting algorithm gives the same result.
-        `Generator.permutation` may change between NumPy's versions; the stream of a bit generator does not.
-        """
-        philox = np.random.Philox(
-            key=np.array([self._seed, epoch], np.uint64), counter=np.array([0, 0, stream, index], np.uint64)
-        )
-        low_bits = np.uint64((1 << n.bit_length()) - 1)
-        keys: npt.NDArray[np.uint64] = philox.random_raw(n)
-        keys &= ~low_bits
-        keys |= np.arange(n, dtype=np.uint64)
-        keys.sort()
-        keys &= low_bits
-        permutation: Ids = keys.view(np.int64)
-        return permutation
 
     def _plan(self, epoch: int, batch_size: int) -> tuple[_Epoch, Ids]:
         """Return the samples of an epoch by pair, and the number of batches up to the end of each pair."""
@@ -222,20 +192,23 @@ class BlockOrder:
 
     def _grouped(self, epoch: int) -> _Epoch:
         """Sort the samples by their pair's place in the visiting order."""
-        columns = [(self._columns[at], self._block_of_cells(epoch, at).astype(np.int64)) for at in self._nesting]
+        columns = [self._columns[at] for at in self._nesting]
+        blocks_of_cells = [column.blocks.of_cells(epoch).astype(np.int64) for column in columns]
         pairs = math.prod(self.blocks)
         # A stable sort of uint16 is a radix sort.
         places: npt.NDArray[np.uint16 | np.uint32 | np.int64]
         places = np.empty(self._num_samples, group_type(pairs) if pairs <= 1 << 32 else np.int64)
         for part in parts(self._num_samples):
             place: Ids | int = 0
-            for column, block_of_cells in columns:
-                inner = block_of_cells[column.cells[part]]
+            for column, block_of_cells in zip(columns, blocks_of_cells, strict=True):
+                inner, count = block_of_cells[column.cells[part]], column.blocks.count
                 # The inner blocks run backwards at every second outer block.
-                place = place * column.blocks + np.where(place & 1, column.blocks - 1 - inner, inner)
+                place = place * count + np.where(place & 1, count - 1 - inner, inner)
             places[part] = place
         order = np.argsort(places, kind="stable")
         sorted_places = places[order]
+        if self._num_samples <= 1 << 32:
+            order = order.astype(group_type(self._num_samples))
         starts = np.flatnonzero(np.diff(sorted_places)) + 1
         starts = np.concatenate([np.zeros(1, np.int64), starts])
         return _Epoch(epoch, order, starts, sorted_places[starts].astype(np.int64))
@@ -244,8 +217,8 @@ class BlockOrder:
         begins = np.append(grouped.starts, self._num_samples)
         for pair in range(int(np.searchsorted(ends, first, side="right")), len(ends)):
             place = int(grouped.places[pair])
-            samples = grouped.order[begins[pair] : begins[pair + 1]]
-            samples = samples[self._permutation(len(samples), grouped.epoch, _SAMPLES, place)]
+            samples = grouped.order[begins[pair] : begins[pair + 1]].astype(np.int64)
+            samples = samples[permutation(len(samples), self._seed, grouped.epoch, _SAMPLES, place)]
             blocks = self._blocks_at(place)
             skipped = max(0, first - (int(ends[pair - 1]) if pair else 0))
             for start in range(skipped * size, len(samples), size):
@@ -255,7 +228,7 @@ class BlockOrder:
         """Return the block of each column at a place of the visiting order."""
         blocks = {}
         if len(self._nesting) == 2:
-            inner = self._columns[self._nesting[1]].blocks
+            inner = self.blocks[self._nesting[1]]
             place, offset = divmod(place, inner)
             blocks[self._nesting[1]] = inner - 1 - offset if place & 1 else offset
         blocks[self._nesting[0]] = place
@@ -276,11 +249,7 @@ def _ids(values: ArrayLike, what: str) -> Ids:
     return ids
 
 
-def _checked(column: ArrayLike, at: int) -> Ids:
-    return _ids(column, f"column {at}")
-
-
-def _column(ids: Ids, blocks: object, at: int) -> _Column:
+def _column(ids: Ids, blocks: object, at: int, seed: int) -> _Column:
     count = as_whole(
         blocks, what=f"blocks of column {at}", table="BlockOrder", low=1, high=MAX_CELLS // CELLS_PER_BLOCK
     )
@@ -290,7 +259,7 @@ def _column(ids: Ids, blocks: object, at: int) -> _Column:
             f"BlockOrder: blocks of column {at} must be at most its number of distinct ids, {len(distinct)}, got "
             f"{shortened(count)}"
         )
-    return _Column(distinct, count, cells_of(ids, CELLS_PER_BLOCK * count))
+    return _Column(distinct, Blocks(at, count, seed), cells_of(ids, CELLS_PER_BLOCK * count))
 
 
 def _distinct(ids: Ids) -> Ids:
