@@ -24,12 +24,12 @@ MOST_METHODS = 60  # of a class, those that it inherits not counted
 PYTHON = {
     "errors": "",
     "core": "errors",
-    "order": "core",
     "machine": "core",
     "files": "core errors",
     "table": "core errors files machine",
     "run": "core errors files table",
     "sharded": "core errors files machine run table",
+    "order": "core sharded table",
     "window": "core table",
     "planning": "core machine table window",
     "maintenance": "core errors files run sharded table",
