@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,10 @@ class BlockOrder:
     column into `blocks` blocks. With two columns an epoch visits the pairs of blocks, one of each column, such that one
     block changes at a time: the blocks of the column with more distinct ids once each, those of the other column
     forwards and backwards in turn. Where no sample has ids in a pair, the pair is left out. Samples of a pair are
-    shuffled and cut into batches; the last batch of a pair may be short. Every sample occurs once per epoch.
+    shuffled and divided evenly over batches of at most `batch_size`. Every sample occurs once per epoch.
+
+    Every epoch has the same number of batches, because Lightning, Keras and learning-rate schedules would cut a longer
+    one: that of the worst case, up to one more for each pair of blocks than a shuffle without blocks has.
 
     The order is a function of (columns, blocks, seed, epoch, batch_size) and of nothing else, on every machine: it does
     not depend on the RAM. It is part of the training's input, as a shuffle is; another number of blocks is another
@@ -138,18 +142,20 @@ class BlockOrder:
         Raises:
             TypeError, ValueError: `epoch`, `batch_size` or `first` is not an int or is out of range.
         """
-        grouped, ends = self._plan(epoch, batch_size)
-        total = int(ends[-1])
+        total = self.num_batches(epoch, batch_size)
         first = as_whole(first, what="first", table="BlockOrder", low=0, high=total)
-        return self._batches(grouped, ends, int(batch_size), first)
+        return self._batches(int(epoch), int(batch_size), first)
 
     def num_batches(self, epoch: int, batch_size: int) -> int:
-        """Return the number of batches of an epoch; it differs a little between epochs, since pairs end short.
+        """Return the number of batches of an epoch, the same for every epoch.
 
         Raises:
             TypeError, ValueError: see `batches`.
         """
-        return int(self._plan(epoch, batch_size)[1][-1])
+        _epoch(epoch)
+        size = as_whole(batch_size, what="batch_size", table="BlockOrder", low=1, high=_MAX_WHOLE)
+        pairs = min(math.prod(self.blocks), self._num_samples)
+        return (self._num_samples + pairs * (size - 1)) // size  # when each pair ends with a batch of one sample
 
     def members(self, epoch: int, column: int, block: int) -> Ids:
         """Return the distinct ids of a column that are in a block in this epoch, int64[M], ascending.
@@ -180,15 +186,14 @@ class BlockOrder:
     def _column(self, column: int) -> _Column:
         return self._columns[as_whole(column, what="column", table="BlockOrder", low=0, high=len(self._columns) - 1)]
 
-    def _plan(self, epoch: int, batch_size: int) -> tuple[_Epoch, Ids]:
-        """Return the samples of an epoch by pair, and the number of batches up to the end of each pair."""
-        epoch = _epoch(epoch)
-        size = as_whole(batch_size, what="batch_size", table="BlockOrder", low=1, high=_MAX_WHOLE)
-        grouped = self._last
-        if grouped is None or grouped.epoch != epoch:
-            grouped = self._last = self._grouped(epoch)
+    def _ends(self, grouped: _Epoch, size: int) -> Ids:
+        """Return the number of batches up to the end of each pair."""
         counts = np.diff(grouped.starts, append=self._num_samples)
-        return grouped, np.cumsum((counts - 1) // size + 1)
+        least = (counts - 1) // size + 1
+        room = np.cumsum(counts - least)  # batches that could be added, one for each sample
+        added = room * (self.num_batches(0, size) - int(least.sum())) // max(1, int(room[-1]))
+        ends: Ids = np.cumsum(least) + added
+        return ends
 
     def _grouped(self, epoch: int) -> _Epoch:
         """Sort the samples by their pair's place in the visiting order."""
@@ -213,16 +218,21 @@ class BlockOrder:
         starts = np.concatenate([np.zeros(1, np.int64), starts])
         return _Epoch(epoch, order, starts, sorted_places[starts].astype(np.int64))
 
-    def _batches(self, grouped: _Epoch, ends: Ids, size: int, first: int) -> Iterator[BlockBatch]:
+    def _batches(self, epoch: int, size: int, first: int) -> Iterator[BlockBatch]:
+        grouped = self._last
+        if grouped is None or grouped.epoch != epoch:
+            grouped = self._last = self._grouped(epoch)
         begins = np.append(grouped.starts, self._num_samples)
+        ends = self._ends(grouped, size)
         for pair in range(int(np.searchsorted(ends, first, side="right")), len(ends)):
             place = int(grouped.places[pair])
             samples = grouped.order[begins[pair] : begins[pair + 1]].astype(np.int64)
-            samples = samples[permutation(len(samples), self._seed, grouped.epoch, _SAMPLES, place)]
+            samples = samples[permutation(len(samples), self._seed, epoch, _SAMPLES, place)]
             blocks = self._blocks_at(place)
-            skipped = max(0, first - (int(ends[pair - 1]) if pair else 0))
-            for start in range(skipped * size, len(samples), size):
-                yield BlockBatch(samples[start : start + size], blocks)
+            before = int(ends[pair - 1]) if pair else 0
+            cuts = np.arange(int(ends[pair]) - before + 1) * len(samples) // (int(ends[pair]) - before)
+            for start, end in pairwise(cuts[max(0, first - before) :].tolist()):
+                yield BlockBatch(samples[start:end], blocks)
 
     def _blocks_at(self, place: int) -> tuple[int, ...]:
         """Return the block of each column at a place of the visiting order."""
