@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from benchmarks.cases.training import block_quality
 
-SHAPE = block_quality.Shape(users=40, items=60, pairs=10)
+SHAPE = block_quality.Shape(users=40, items=60, pairs=40)
 
 
 def test_planted_pairs_do_not_repeat_and_a_fifth_is_left_out() -> None:
     data = block_quality.plant(SHAPE, 3)
     trained = np.zeros_like(data.left_out)
     trained[data.users, data.items] = True
-    assert trained.sum() == len(data.users) == 40 * 8 and not (trained & data.left_out).any()
-    assert (data.left_out.sum(1) == 2).all()
+    assert trained.sum() == len(data.users) == 40 * 32 and not (trained & data.left_out).any()
+    assert (data.left_out.sum(1) == 8).all()
     # The planted scores rank the pairs that are left out, and perfect scores find all.
     rng = np.random.default_rng(0)
-    assert data.recall(data.scores) > 1.3 * data.recall(rng.random(data.scores.shape))
-    assert data.recall(data.left_out + 0.0) == 1
+    assert data.recall(data.scores) > 1.2 * data.recall(rng.random(data.scores.shape))
+    assert data.recall(data.left_out + 2.0 * trained) == 1  # trained pairs do not count
 
 
 def test_the_interval_is_that_of_paired_differences() -> None:
