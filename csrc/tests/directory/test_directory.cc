@@ -146,3 +146,14 @@ TEST(directory_sizes_do_not_wrap) {
   CHECK(flat_directory_bytes(~uint64_t{0}) > (size_t{1} << 50));
   CHECK(hashed_directory_bytes(~uint64_t{0}) > (size_t{1} << 50));
 }
+
+// tests/order/test_block_order.py has the same values: cells, the ids of a block and the log's order use this hash.
+TEST(hashes_of_ids_stay_the_same) {
+  CHECK_EQ(mix_id(0), 0u);
+  CHECK_EQ(mix_id(1), 0x4179b061e0c0e0d0u);
+  CHECK_EQ(mix_id(2), 0x1c9963305febc252u);
+  CHECK_EQ(mix_id(41), 0xa32bfdee79de1057u);
+  CHECK_EQ(mix_id(1'000'000'007), 0x003c1c9c002037f0u);
+  CHECK_EQ(mix_id((int64_t{1} << 40) + 3), 0x07cf43f504cfe2f7u);
+  CHECK_EQ(mix_id(std::numeric_limits<int64_t>::max()), 0xb6d2958ba3f08589u);
+}
