@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from bunkbed import _native  # noqa: E402
 from bunkbed.train.data.interactions import Candidates, Interactions, Vocab  # noqa: E402
+from bunkbed.train.data.stream import draw_users  # noqa: E402
 from bunkbed.train.evaluate import ranking  # noqa: E402
 from bunkbed.train.evaluate.evaluator import Evaluator, sample_candidates  # noqa: E402
 from bunkbed.train.evaluate.metrics import ranking_metrics  # noqa: E402
@@ -262,20 +263,37 @@ def test_the_report_says_what_was_ranked():
     scorer, _, targets, excluded = case(2)
     held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
     full = Evaluator(held, known, ranking="full", ks=[5]).evaluate(scorer)
-    assert full.ranking == "full ranking of 57 items, less those trained on"
+    assert full.ranking == f"full ranking of 57 items, less those trained on; {full.num_users} users"
     assert full.num_users == len({user for user, _ in targets})
     assert list(full.metrics) == ["hr@5", "ndcg@5", "recall@5", "mrr"]
     sampled = Evaluator(held, known, ranking="sampled", ks=[5], eval_negatives=7).evaluate(scorer)
-    assert sampled.ranking == "sampled ranking: 7 negatives for each held-out item"
+    assert sampled.ranking == f"sampled ranking: 7 negatives for each held-out item; {full.num_users} users"
 
 
 def test_some_users_are_drawn_by_seed():
     scorer, _, targets, excluded = case(2)
     held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
 
-    def evaluate_some(seed):
-        return Evaluator(held, known, ranking="full", ks=[5], eval_users=4, seed=seed).evaluate(scorer)
+    def evaluate_some(seed, *, users=4, ranking="full"):
+        evaluator = Evaluator(held, known, ranking=ranking, ks=[5], eval_users=users, seed=seed)
+        return evaluator.evaluate(scorer), evaluator.samples_users
 
-    assert evaluate_some(0).num_users == 4
-    assert evaluate_some(0) == evaluate_some(0)
-    assert evaluate_some(0).metrics != evaluate_some(1).metrics
+    num_held = len({user for user, _ in targets})
+    for ranking_ in ("full", "sampled"):
+        result, is_sample = evaluate_some(0, ranking=ranking_)
+        assert result.num_users == 4 and is_sample
+        assert result.ranking.endswith(f"; 4 of {num_held} users")
+        assert evaluate_some(0, ranking=ranking_) == (result, True)
+        assert evaluate_some(1, ranking=ranking_)[0].metrics != result.metrics
+    # The figures are those of the drawn users' pairs alone.
+    asked, of_users = draw_users(held, 4, 0)
+    assert asked.sum() == 4 and of_users == num_held
+    mine = {(user, item) for user, item in targets if asked[user]}
+    assert (
+        evaluate_some(0)[0].metrics
+        == Evaluator(pairs(mine, 23, 57), known, ranking="full", ks=[5]).evaluate(scorer).metrics
+    )
+    # All users, asked for or because there are no more.
+    everyone = Evaluator(held, known, ranking="full", ks=[5]).evaluate(scorer)
+    assert everyone.ranking.endswith(f"; {num_held} users")
+    assert evaluate_some(0, users=num_held) == evaluate_some(0, users=0) == (everyone, False)
