@@ -9,8 +9,8 @@ score that ties with it. Scores are made in blocks that fit in a core's cache. O
 excludes the hidden items and counts for all held-out items of its users. Each thread makes and counts its own blocks,
 so no score is shared, and no sum depends on the number of threads.
 
-Ranking does not change the tables' cache. Outside the RAM budget it holds about 40 bytes for each held-out and hidden
-pair, at most about 100 MiB of queries and vectors, and 1 MiB of scores for each thread.
+Ranking does not change the tables' cache. Outside the RAM budget it holds 8 bytes for each held-out and hidden pair,
+about 50 while it sorts them, at most about 100 MiB of queries and vectors, and 1 MiB of scores for each thread.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class _HiddenScores:
         places, items = places[known], items[known]
         blocks = places // _USERS * self._blocks_across + items // _ITEMS
         added = (blocks * _USERS + places % _USERS) * _ITEMS + items % _ITEMS
-        self._places = np.sort(np.concatenate([self._places, added]))
+        self._places = np.concatenate([self._places, added])
+        self._places.sort()
 
     def of_block(self, place: int, item: int) -> Int64Array:
         """Return the hidden scores of the block whose first user has this place and whose first item is `item`."""
@@ -146,6 +147,7 @@ class _FullRanking:
         self._threads.shutdown(cancel_futures=True)
 
     def _start(self) -> None:
+        torch.set_num_threads(1)  # MKL has a number for each thread
         self._own.scores = torch.empty(_USERS, _ITEMS)
 
     def rank(
@@ -198,7 +200,7 @@ class _FullRanking:
         """
         scores, floors = np.empty((2, len(items)), dtype=np.float32)
         by_item = np.argsort(items, kind="stable")
-        step = max(1, _NUMBERS // (queries.shape[1] + self._scorer.numbers_per_score))
+        step = max(1, _NUMBERS // (2 * queries.shape[1] + self._scorer.numbers_per_score))
         for first in range(0, len(items), step):
             mine = by_item[first : first + step]
             scores[mine], floors[mine] = _scores_and_floors(
