@@ -287,6 +287,14 @@ CASES = (
         default=False,
     ),
     Case(
+        "full-ranking",
+        "cases.training.full_ranking:full_ranking",
+        "evaluations that rank all items for all users, Gowalla and 40,000 x 54,000 generated, beside the bare product",
+        "<= 1.5x the float32 product",
+        ("torch", "pyarrow", "duckdb"),
+        limit_s=900,
+    ),
+    Case(
         "quality-bfloat16",
         "cases.training.quality_cases:bfloat16",
         "MovieLens-1M GMF with bfloat16 rows and row-wise Adagrad beside float32 and Adam (5 minutes)",

@@ -159,6 +159,7 @@ NB_MODULE(_native, m) {
 
   bind_batch(m);
   bind_losses(m);
+  bind_ranks(m);
   bind_seen_pairs(m);
   bind_device(m);
   bind_stalls(m);

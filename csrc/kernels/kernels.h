@@ -152,6 +152,8 @@ struct Kernels {
   // grad[i] = slope * query[i] + decay * item[i] and query_grad[i] += slope * item[i], every operation rounded
   void (*pair_grad_row)(int64_t dim, float slope, float decay, const float* query, const float* item, float* grad,
                         float* query_grad);
+  // counts[f] += the number of x[i] that are at least floors[f] (none for NaN); n below 2^31
+  void (*count_reaching)(int64_t n, const float* x, int64_t num_floors, const float* floors, int64_t* counts);
 
   // CRC-32C (Castagnoli, reflected, initial and final xor 0xffffffff) continued from `crc` (0 to begin).
   uint32_t (*crc32c)(uint32_t crc, const void* data, size_t n);

@@ -134,6 +134,34 @@ def test_a_test_file_is_judged_at_the_end(cli: Run, ratings: Path, tmp_path: Pat
     assert json.loads(cli("eval", "a", "--json")[1])["split"] == "test"
 
 
+def test_training_evaluates_a_sample_of_the_users_and_the_end_all(cli: Run, ratings: Path) -> None:
+    arguments = ("train", "ratings.csv", *SMALL, "--epochs", "2", "--lr", "0.02", "--eval-users")
+    code, out, err = cli(*arguments, "20", "--out", "a")
+    assert (code, err) == (0, "")
+    ranking = "full ranking of 200 items, less those trained on"
+    assert f"({ranking}; 20 of 300 users)" in out
+    lines = {line.split(" ")[0]: line for line in out.splitlines() if "validation, " in line}
+    assert lines["best"].endswith(f"validation, {ranking}; 20 of 300 users")
+    assert lines["valid"].endswith(f"validation, {ranking}; 300 users")
+    assert not Path("a", "test.json").exists()
+    # The last figures are of the best epoch and all users, as those of `eval`.
+    outcome = json.loads(cli(*arguments, "20", "--out", "b", "--json")[1].splitlines()[-1])
+    judged = json.loads(cli("eval", "b", "--json")[1])
+    assert outcome["test"] is None
+    assert outcome["validation"] == {name: value for name, value in judged.items() if name != "run"}
+    assert judged["num_users"] == 300
+    best = metric_lines(Path("b"))[outcome["best_epoch"] - 1]["metrics"]
+    assert outcome["best"] == best != judged["metrics"]
+    assert metric_lines(Path("a")) == metric_lines(Path("b"))
+    # All users are evaluated once.
+    for users in ("0", "300"):
+        code, out, _ = cli(*arguments, users, "--out", f"all-{users}")
+        assert code == 0 and f"{ranking}; 300 users" in out and "valid   " not in out
+        assert metric_lines(Path(f"all-{users}")) != metric_lines(Path("a"))
+    code, _, err = cli("train", "--resume", "a", "--epochs", "3", "--eval-users", "30")
+    assert code == 2 and "--eval-users 30 cannot change on resuming: a was started with 20" in err
+
+
 def test_resuming_a_finished_run(cli: Run, ratings: Path) -> None:
     assert cli("train", "ratings.csv", *SMALL, "--epochs", "2", "--out", "a")[0] == 0
     assert cli("train", "ratings.csv", *SMALL, "--epochs", "3", "--out", "b")[0] == 0

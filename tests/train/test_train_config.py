@@ -28,6 +28,8 @@ from bunkbed.train.settings.config import TrainConfig
         ({"batch_size": -1}, ValueError, "option batch_size must be at least 1, got -1"),
         ({"negatives": 0}, ValueError, "option negatives must be at least 1, got 0"),
         ({"patience": -1}, ValueError, "option patience must be at least 0, got -1"),
+        ({"eval_users": -1}, ValueError, "option eval_users must be at least 0, got -1"),
+        ({"eval_users": "all"}, TypeError, "option eval_users must be a whole number, got 'all'"),
         ({"seed": 2**63}, ValueError, r"option seed must be below 2\^63, got 9223372036854775808"),
         ({"lookahead": -1}, ValueError, "option lookahead must be 0 to 64, got -1"),
         ({"window": 0}, ValueError, "option window must be 1 to 64, got 0"),

@@ -40,7 +40,16 @@ GMF = TrainConfig(
 )
 
 SHARED = TrainConfig(
-    dim=8, batch_size=64, epochs=3, lr=0.02, ram="16MiB", negatives=30, share_negatives=True, hardness=1.0, threads=1
+    dim=8,
+    batch_size=64,
+    epochs=3,
+    lr=0.02,
+    ram="16MiB",
+    negatives=30,
+    share_negatives=True,
+    hardness=1.0,
+    threads=1,
+    eval_users=40,
 )
 NEUMF = TrainConfig(
     model="neumf", layers="16,8", loss="bce", dim=8, batch_size=64, epochs=3, lr=0.03, ram="16MiB", l2=0.001, threads=1
@@ -155,7 +164,7 @@ def test_training_learns_the_planted_preferences(tmp_path, config):
     with bb.Run(tmp_path / "run", mode="r") as run:
         result = evaluate_run(run, DATA, config)
     assert (result.split, result.num_users) == ("test", NUM_USERS)
-    assert result.ranking == "full ranking of 90 items, less those trained on"
+    assert result.ranking == f"full ranking of 90 items, less those trained on; {NUM_USERS} users"
     # Chance is 10 of the 81 items a user has not.
     assert result.metrics["hr@10"] > 1.6 * 10 / 81
 
@@ -170,6 +179,7 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path,
     assert stopped.interrupted and stopped.step == stop_after == len(first.losses)
     second, resumed = train(tmp_path / "parts", config)
     assert not resumed.interrupted
+    assert first.samples_users == second.samples_users == (config.eval_users < NUM_USERS)
     assert first.losses + second.losses == whole.losses
     assert (resumed.best_epoch, resumed.best) == (outcome.best_epoch, outcome.best)
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
@@ -470,7 +480,7 @@ def test_reports_add_up(tmp_path):
     for number, report in enumerate(epochs, start=1):
         assert report.global_step == number * steps
         assert report.loss == pytest.approx(np.mean(trainer.losses[(number - 1) * steps : number * steps]))
-        assert report.ranking == "sampled ranking: 20 negatives for each held-out item"
+        assert report.ranking == f"sampled ranking: 20 negatives for each held-out item; {NUM_USERS} users"
         assert set(report.metrics) == {
             "hr@10",
             "ndcg@10",
@@ -493,14 +503,14 @@ def test_evaluation_follows_the_data_it_is_given(tmp_path):
         given = evaluate_run(run, Dataset(DATA.train, candidates=candidates), MF)
         assert (given.split, given.ranking) == (
             "test candidates",
-            "sampled ranking: 12 negatives for each held-out item",
+            f"sampled ranking: 12 negatives for each held-out item; {NUM_USERS} users",
         )
         full = evaluate_run(run, Dataset(DATA.train, candidates=candidates), MF, ranking="full")
         assert full == evaluate_run(run, DATA, MF)
         drawn = evaluate_run(run, DATA, MF, ranking="sampled", ks=[3])
         assert (drawn.split, drawn.ranking) == (
             "test",
-            "sampled ranking: 99 negatives for each held-out item",
+            f"sampled ranking: 99 negatives for each held-out item; {NUM_USERS} users",
         )
         assert set(drawn.metrics) == {"hr@3", "ndcg@3", "recall@3", "mrr"}
         own = evaluate_run(run, Dataset(DATA.train), MF)

@@ -1,13 +1,16 @@
 """Metrics and ranks against a loop that sorts, ties against us."""
 
 import math
+import threading
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from bunkbed import _native  # noqa: E402
 from bunkbed.train.data.interactions import Candidates, Interactions, Vocab  # noqa: E402
+from bunkbed.train.data.stream import draw_users  # noqa: E402
 from bunkbed.train.evaluate import ranking  # noqa: E402
 from bunkbed.train.evaluate.evaluator import Evaluator, sample_candidates  # noqa: E402
 from bunkbed.train.evaluate.metrics import ranking_metrics  # noqa: E402
@@ -83,11 +86,21 @@ def test_full_ranking_is_what_sorting_gives(seed, options):
     assert ranking_metrics(owners, ranks, [1, 5, 20]) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
-def test_blocks_of_users_and_chunks_of_items_change_nothing(monkeypatch, kept_bytes):
+def use_small_blocks(monkeypatch, *, users, items):
+    """Make blocks of `users` x `items` scores, 2 blocks of users a group and 3 blocks of items a read, at dim 4."""
+    monkeypatch.setattr(ranking, "_USERS", users)
+    monkeypatch.setattr(ranking, "_ITEMS", items)
+    monkeypatch.setattr(ranking, "_NUMBERS", 2 * users * 4)
+    monkeypatch.setattr(ranking, "_READ_NUMBERS", 3 * items * 4)
+
+
+@pytest.mark.parametrize("most_places", [0, 1 << 20])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_groups_reads_and_threads_change_nothing(monkeypatch, most_places, threads):
     scorer, scores, targets, excluded = case(9, num_users=40, num_items=3000)
-    monkeypatch.setattr(ranking, "_KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(ranking, "_BLOCK_SCORES", 7 * 1024)
+    use_small_blocks(monkeypatch, users=5, items=64)
+    monkeypatch.setattr(ranking, "_MOST_PLACES", most_places)
+    monkeypatch.setattr("bunkbed.get_num_threads", lambda: threads)
     seen = []
     owners, ranks = full_ranks(
         scorer,
@@ -95,16 +108,64 @@ def test_blocks_of_users_and_chunks_of_items_change_nothing(monkeypatch, kept_by
         pairs(excluded, 40, 3000),
         on_event=lambda event: seen.append(event.done),
     )
-    assert len(seen) > 3 and seen[-1] == len({user for user, _ in targets})
+    assert len(seen) > 3 and seen == sorted(seen) and seen[-1] == len({user for user, _ in targets})
     expected = brute_force(scores, targets, excluded, [10])
     assert ranking_metrics(owners, ranks, [10]) == pytest.approx(expected, abs=1e-12)
 
 
+def test_users_without_held_out_items_and_users_with_every_item(monkeypatch):
+    scorer = Scorer(Rows([[1.0], [1.0], [-1.0], [1.0]]), Rows([[3.0], [1.0], [2.0], [2.0]]))
+    everything = {(1, item) for item in range(4)}
+    targets = {(1, 1), (1, 2), (3, 0), (3, 3)}  # users 0 and 2 have none
+    owners, ranks = full_ranks(scorer, pairs(targets, 4, 4), pairs(everything | {(0, 0), (2, 1), (3, 2)}, 4, 4))
+    assert sorted(zip(owners.tolist(), ranks.tolist(), strict=True)) == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    # A cut-off beyond the number of items: everything is found.
+    assert ranking_metrics(owners, ranks, [9])["recall@9"] == 1.0
+    monkeypatch.setattr(ranking, "_MOST_PLACES", 0)
+    owners, ranks = full_ranks(scorer, pairs(set(), 4, 4), pairs(everything, 4, 4))
+    assert len(owners) == len(ranks) == 0
+
+
+def test_an_error_of_a_block_ends_the_ranking_and_its_threads(monkeypatch):
+    scorer, _, targets, excluded = case(9)
+    use_small_blocks(monkeypatch, users=5, items=8)
+
+    def refuse(*arguments):
+        raise MemoryError("no room for scores")
+
+    monkeypatch.setattr(scorer, "all_scores", refuse)
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        with pytest.raises(MemoryError, match="no room for scores"):
+            full_ranks(scorer, pairs(targets, 23, 57), pairs(excluded, 23, 57))
+        assert torch.get_num_threads() == 7
+    finally:
+        torch.set_num_threads(before)
+    assert not [each for each in threading.enumerate() if each.name.startswith("bunkbed-ranks")]
+
+
+def test_counting_refuses_arrays_that_do_not_fit():
+    def count(scores, starts, floors, counts):
+        _native.count_reaching(scores, np.empty(0, np.int64), np.array(starts), floors, counts)
+
+    scores, floors, counts = np.zeros((2, 3), np.float32), np.zeros(2, np.float32), np.zeros(2, np.int64)
+    with pytest.raises(ValueError, match="2 rows of scores need 3 starts, got 2; 2 floors need as many counts, got 2"):
+        count(scores, [0, 2], floors, counts)
+    with pytest.raises(ValueError, match="2 floors need as many counts, got 1"):
+        count(scores, [0, 1, 2], floors, counts[:1])
+    with pytest.raises(ValueError, match="scores of a row must be neighbours in memory, and at least one"):
+        count(np.asfortranarray(scores), [0, 1, 2], floors, counts)
+    with pytest.raises(ValueError, match="must ascend from 0 to the number of floors, 2, got 3 at position 2"):
+        count(scores, [0, 1, 3], floors, counts)
+    assert counts.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("model", ["neumf", "two-tower"])
-@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
-def test_perceptrons_rank_as_their_scores_one_by_one_say(monkeypatch, model, kept_bytes):
-    monkeypatch.setattr(ranking, "_KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(ranking, "_BLOCK_SCORES", 3 * 1024)
+@pytest.mark.parametrize("small", [False, True])
+def test_perceptrons_rank_as_their_scores_one_by_one_say(monkeypatch, model, small):
+    if small:
+        use_small_blocks(monkeypatch, users=4, items=100)
     monkeypatch.setattr("bunkbed.train.models.heads._BLOCK_HIDDEN", 5_000)
     config = TrainConfig(model=model, dim=4, layers="6,5", seed=3)
     rng = np.random.default_rng(0)
@@ -202,20 +263,37 @@ def test_the_report_says_what_was_ranked():
     scorer, _, targets, excluded = case(2)
     held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
     full = Evaluator(held, known, ranking="full", ks=[5]).evaluate(scorer)
-    assert full.ranking == "full ranking of 57 items, less those trained on"
+    assert full.ranking == f"full ranking of 57 items, less those trained on; {full.num_users} users"
     assert full.num_users == len({user for user, _ in targets})
     assert list(full.metrics) == ["hr@5", "ndcg@5", "recall@5", "mrr"]
     sampled = Evaluator(held, known, ranking="sampled", ks=[5], eval_negatives=7).evaluate(scorer)
-    assert sampled.ranking == "sampled ranking: 7 negatives for each held-out item"
+    assert sampled.ranking == f"sampled ranking: 7 negatives for each held-out item; {full.num_users} users"
 
 
 def test_some_users_are_drawn_by_seed():
     scorer, _, targets, excluded = case(2)
     held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
 
-    def evaluate_some(seed):
-        return Evaluator(held, known, ranking="full", ks=[5], eval_users=4, seed=seed).evaluate(scorer)
+    def evaluate_some(seed, *, users=4, ranking="full"):
+        evaluator = Evaluator(held, known, ranking=ranking, ks=[5], eval_users=users, seed=seed)
+        return evaluator.evaluate(scorer), evaluator.samples_users
 
-    assert evaluate_some(0).num_users == 4
-    assert evaluate_some(0) == evaluate_some(0)
-    assert evaluate_some(0).metrics != evaluate_some(1).metrics
+    num_held = len({user for user, _ in targets})
+    for ranking_ in ("full", "sampled"):
+        result, is_sample = evaluate_some(0, ranking=ranking_)
+        assert result.num_users == 4 and is_sample
+        assert result.ranking.endswith(f"; 4 of {num_held} users")
+        assert evaluate_some(0, ranking=ranking_) == (result, True)
+        assert evaluate_some(1, ranking=ranking_)[0].metrics != result.metrics
+    # The figures are those of the drawn users' pairs alone.
+    asked, of_users = draw_users(held, 4, 0)
+    assert asked.sum() == 4 and of_users == num_held
+    mine = {(user, item) for user, item in targets if asked[user]}
+    assert (
+        evaluate_some(0)[0].metrics
+        == Evaluator(pairs(mine, 23, 57), known, ranking="full", ks=[5]).evaluate(scorer).metrics
+    )
+    # All users, asked for or because there are no more.
+    everyone = Evaluator(held, known, ranking="full", ks=[5]).evaluate(scorer)
+    assert everyone.ranking.endswith(f"; {num_held} users")
+    assert evaluate_some(0, users=num_held) == evaluate_some(0, users=0) == (everyone, False)

@@ -21,6 +21,7 @@ namespace {
 #include "kernels/impl/precision_impl.h"
 #include "kernels/impl/narrow_update_impl.h"
 #include "kernels/impl/losses_impl.h"
+#include "kernels/impl/ranks_impl.h"
 #include "kernels/impl/pool_impl.h"
 #include "kernels/impl/gather_impl.h"
 
@@ -28,7 +29,7 @@ namespace {
 constexpr Kernels make_kernels(Simd level) {
   return Kernels{level,     init_row,  update_row, update_rows, update_narrow, add_row,        add_scaled_row, sum_rows,
                  pool_rows, gather_rows, scale_row, all_finite, dot,           sum_of_squares, widen,          narrow_nearest,
-                 narrow_stochastic, bpr_row, pair_grad_row, nullptr};
+                 narrow_stochastic, bpr_row, pair_grad_row, count_reaching, nullptr};
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource
 from bunkbed.train.data.splits import split
-from bunkbed.train.data.stream import STREAM_FOLDER, open_split, pairs_of, pairs_of_some
+from bunkbed.train.data.stream import STREAM_FOLDER, open_split
 from bunkbed.train.evaluate.evaluator import Evaluator
 from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.models.recommender import Recommender, create_tables
@@ -115,11 +115,12 @@ class _Counters:
 class Trainer:
     """Trainer of a recommender in a run; continues from the run's last commit if there is one.
 
-    Owns the model, its optimizer and the batches (about 26 bytes a training pair, 30 with shared negatives; with
-    `stream` files in the run's folder instead). The caller owns and closes the run and its tables. Commits every
-    `commit_every` epochs, after each best epoch (kept as snapshot ``"best"``), at the end, and when interrupted. A
-    commit becomes durable during the next steps; all commits are durable when `fit` returns. One thread calls the
-    trainer, but `request_stop` may be called anywhere, also in signal handlers.
+    Owns the model, its optimizer, the batches (about 26 bytes a training pair, 30 with shared negatives; with `stream`
+    files in the run's folder instead) and 16 bytes for each pair of the users that evaluations use. The caller owns and
+    closes the run and its tables. Commits every `commit_every` epochs, after each best epoch (kept as snapshot
+    ``"best"``), at the end, and when interrupted. A commit becomes durable during the next steps; all commits are
+    durable when `fit` returns. One thread calls the trainer, but `request_stop` may be called anywhere, also in signal
+    handlers.
 
     Args:
         config: the options; on resuming, the options of the first start (see `progress.FREE_TO_CHANGE`).
@@ -134,11 +135,8 @@ class Trainer:
         self.config = config
         self.run = run
         parts = open_split(data.train, config, run.path / STREAM_FOLDER) if config.stream else split(data.train, config)
-        train, valid, known = parts.train, parts.valid, parts.train
+        train, valid = parts.train, parts.valid
         self._order = parts.order(config)
-        if config.stream and valid is not None:
-            valid, asked = pairs_of_some(valid, config.eval_users, config.seed)
-            known = pairs_of(train, asked)
         self._num_pairs = len(train)
         self._num_users, self._num_items = data.num_users, data.num_items
         self._source = BatchSource(
@@ -156,7 +154,7 @@ class Trainer:
         if valid is not None:
             self._evaluator = Evaluator(
                 valid,
-                known,
+                train,
                 ranking=config.ranking,
                 ks=config.cutoffs,
                 eval_negatives=config.eval_negatives,
@@ -206,6 +204,11 @@ class Trainer:
     def num_pairs(self) -> int:
         """Positive pairs of an epoch."""
         return self._num_pairs
+
+    @property
+    def samples_users(self) -> bool:
+        """Whether evaluations during training use a sample of the users with held-out pairs."""
+        return self._evaluator is not None and self._evaluator.samples_users
 
     def request_stop(self) -> None:
         """Finish the current step, commit, and return from `fit`. Safe in a signal handler, idempotent.

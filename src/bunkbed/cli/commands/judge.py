@@ -54,7 +54,7 @@ def evaluate(
     for name, value in result.metrics.items():
         table.add_row(name, f"[b]{value:.4f}[/b]")
     console = stdout()
-    console.print(f"{escape(str(run))}  {result.split}, {result.ranking}, {result.num_users:,} users", soft_wrap=True)
+    console.print(f"{escape(str(run))}  {result.split}, {result.ranking}", soft_wrap=True)
     console.print(table)
 
 

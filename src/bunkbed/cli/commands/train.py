@@ -276,13 +276,22 @@ def _fit(
     title = f"{folder.name}   {name}, {_ram(config)} of RAM"
     picture = plot_run(folder, title=title, metric=config.metric)
     result = None
-    if not outcome.interrupted and (data.test is not None or data.candidates is not None):
-        with console.status("ranking the test items"):
-            result = judge(folder, config, data)
-        save_test(folder, result, step=outcome.step)
+    is_tested = data.test is not None or data.candidates is not None
+    if not outcome.interrupted and (is_tested or (trainer.samples_users and not config.stream)):
+        what = f"ranking the {'test items' if is_tested else 'held-out items of all users'}"
+        with console.status(what) as status:
+            result = judge(
+                folder,
+                config,
+                data,
+                on_event=lambda report: status.update(f"{what}: {report.done / report.total:.0%}"),
+            )
+        if is_tested:
+            save_test(folder, result, step=outcome.step)
     if as_json:
-        test = None if result is None else asdict(result)
-        print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), "test": test})
+        figures = None if result is None else asdict(result)
+        found = {"test": figures if is_tested else None, "validation": None if is_tested else figures}
+        print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), **found})
     else:
         _say_outcome(console, folder, config, outcome, last[0] if last else None, result, picture, data)
     return 130 if outcome.interrupted else 0
@@ -429,7 +438,7 @@ def _say_outcome(
         say("best", f"epoch {outcome.best_epoch}  {quality}{ranking}")
     if result is not None:
         quality = _quality(result.metrics, list(result.metrics))
-        say("test", f"{quality}  [dim]{result.split}, {result.ranking}[/]")
+        say("valid" if result.split == "validation" else "test", f"{quality}  [dim]{result.split}, {result.ranking}[/]")
     if outcome.stopped_early:
         say("stopped", f"after epoch {outcome.epoch}: no better epoch within the patience")
     say("run", escape(str(folder)))

@@ -8,7 +8,7 @@ For N pairs of U users, these replace the structures in memory as follows:
 3. *The order of an epoch* (in memory 8 N bytes, and random access to 16 N bytes of pairs) is here a sort by
    (key, place) into one file per epoch, which batches read sequentially. The thread that makes batches writes the file
    when the epoch's first batch is requested.
-4. *Evaluations* use a number of users (`eval_users`), and hold only their pairs.
+4. *Evaluations* use a number of users (`eval_users`), and hold only their pairs, also after the training.
 
 DuckDB sorts, within the part of the budget that tables do not use (`TrainConfig.data_ram_bytes`). Files are raw
 integers, read through the page cache, which the kernel can reclaim. All files are derived: written in a folder of
@@ -44,9 +44,9 @@ __all__ = [
     "StoredOrder",
     "StoredSeenPairs",
     "StreamedSplit",
+    "draw_users",
     "open_split",
     "pairs_of",
-    "pairs_of_some",
 ]
 
 #: The folder of these files in a run's folder.
@@ -300,17 +300,17 @@ class StoredOrder:
         self._epoch = None
 
 
-def pairs_of_some(pairs: Interactions, count: int, seed: int) -> tuple[Interactions, npt.NDArray[np.bool_]]:
-    """Return the pairs of `count` users, drawn by seed as in `bunkbed.train.evaluate.evaluator`; 0: of all users.
+def draw_users(pairs: Interactions, count: int, seed: int) -> tuple[npt.NDArray[np.bool_], int]:
+    """Draw `count` of the users of some pairs, by seed; all users if they are fewer.
 
     Returns:
-        The pairs, in memory, and a mask of their users: ``bool[num_users]``.
+        A mask of the users, ``bool[num_users]``, and the number of users from which they were drawn.
     """
     has = np.zeros(pairs.num_users, dtype=np.bool_)
     for users, _ in pairs.batches():
         has[users] = True
     total = int(np.count_nonzero(has))
-    if count and count < total:
+    if count < total:
         ranks = np.sort(first_of_order(seed, STREAM_EVAL, 1, total, count))
         done = 0
         for first in range(0, len(has), _CHUNK):
@@ -320,7 +320,7 @@ def pairs_of_some(pairs: Interactions, count: int, seed: int) -> tuple[Interacti
             part[:] = False
             part[there[mine]] = True
             done += len(there)
-    return pairs_of(pairs, has), has
+    return has, total
 
 
 def pairs_of(pairs: Interactions, users: npt.NDArray[np.bool_]) -> Interactions:

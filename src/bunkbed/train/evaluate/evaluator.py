@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
-from bunkbed.train.data.sampling import STREAM_EVAL, SeenPairs, random_order, sample_unseen
+from bunkbed.train.data.sampling import STREAM_EVAL, SeenPairs, sample_unseen
 from bunkbed.train.data.splits import Split, split
-from bunkbed.train.data.stream import STREAM_FOLDER, StreamedSplit, open_split, pairs_of, pairs_of_some
+from bunkbed.train.data.stream import STREAM_FOLDER, StreamedSplit, draw_users, open_split, pairs_of
 from bunkbed.train.evaluate.metrics import ranking_metrics
 from bunkbed.train.evaluate.ranking import Progress, full_ranks, sampled_ranks
 from bunkbed.train.models.scorer import Scorer, scorer_of_run
@@ -30,7 +30,7 @@ class EvalResult:
 
     Attributes:
         metrics: the result of `bunkbed.train.evaluate.metrics.ranking_metrics`.
-        ranking: description of the competitors of each held-out item.
+        ranking: description of the competitors of each held-out item, and of the users.
         num_users: number of users over which the figures are means.
         split: ``"test"``, ``"test candidates"`` or ``"validation"``.
     """
@@ -57,12 +57,13 @@ def sample_candidates(targets: Interactions, known: Interactions, count: int, se
 class Evaluator:
     """Evaluation that is repeated while a model trains: its users and the items that are ranked.
 
-    Owns copies of the held-out pairs; immutable.
+    With `eval_users` it owns copies of the pairs of its users, otherwise it refers to all pairs; immutable.
 
     Args:
         targets: held-out pairs.
         known: pairs to exclude from a full ranking and from sampling: the training pairs, and for a test also the
             validation pairs.
+        eval_users: number of users, drawn by seed: the same ones in every evaluation; 0: all.
         candidates: given negatives; None draws negatives for a sampled ranking.
     """
 
@@ -82,7 +83,11 @@ class Evaluator:
         self._split = split
         self._ks = tuple(ks)
         if eval_users:
-            targets = _some_users(targets, eval_users, seed)
+            asked, self._of_users = draw_users(targets, eval_users, seed)
+            targets, known = pairs_of(targets, asked), pairs_of(known, asked)
+        else:
+            self._of_users = len(np.unique(targets.users))
+        self._num_users = min(eval_users or self._of_users, self._of_users)
         self._targets = targets
         self._known = known
         self._candidates = candidates
@@ -93,10 +98,17 @@ class Evaluator:
 
     @property
     def ranking(self) -> str:
-        """Description of the competitors of a held-out item."""
+        """Description of the competitors of a held-out item, and of the users."""
+        of_all = f" of {self._of_users:,}" if self.samples_users else ""
+        users = f"{self._num_users:,}{of_all} users"
         if self._candidates is None:
-            return f"full ranking of {self._targets.num_items:,} items, less those trained on"
-        return f"sampled ranking: {self._candidates.negatives.shape[1]} negatives for each held-out item"
+            return f"full ranking of {self._targets.num_items:,} items, less those trained on; {users}"
+        return f"sampled ranking: {self._candidates.negatives.shape[1]} negatives for each held-out item; {users}"
+
+    @property
+    def samples_users(self) -> bool:
+        """Whether more users have held-out pairs than this evaluation uses."""
+        return self._num_users < self._of_users
 
     def evaluate(self, scorer: Scorer, on_event: Progress | None = None) -> EvalResult:
         """Rank with the current model."""
@@ -104,15 +116,7 @@ class Evaluator:
             owners, ranks = full_ranks(scorer, self._targets, self._known, on_event=on_event)
         else:
             owners, ranks = sampled_ranks(scorer, self._candidates, on_event=on_event)
-        return EvalResult(ranking_metrics(owners, ranks, self._ks), self.ranking, len(np.unique(owners)), self._split)
-
-
-def _some_users(targets: Interactions, count: int, seed: int) -> Interactions:
-    """Return the pairs of `count` users, drawn by seed."""
-    users = np.unique(targets.users)
-    chosen = users[random_order(seed, STREAM_EVAL, 1, len(users))[:count]]
-    keep = np.isin(targets.users, chosen)
-    return targets.replace(targets.users[keep], targets.items[keep])
+        return EvalResult(ranking_metrics(owners, ranks, self._ks), self.ranking, self._num_users, self._split)
 
 
 def evaluate_run(
@@ -127,8 +131,8 @@ def evaluate_run(
     """Evaluate the commit at which a run is open (by a reader, at a snapshot, or by the writer).
 
     Uses the test candidates if the data has them (sampled ranking), otherwise the test pairs (full ranking), otherwise
-    the run's own validation pairs (with `config.ranking`). With `config.stream`, only the pairs of `config.eval_users`
-    users are used.
+    the run's own validation pairs (with `config.ranking`). Uses all users; with `config.stream`, `config.eval_users`
+    users, so that pairs of other users are never in memory.
 
     Args:
         run: committed at least once.
@@ -142,15 +146,12 @@ def evaluate_run(
     if ranking not in (None, "full", "sampled"):
         raise ValueError(f"ranking must be full or sampled, got {ranking!r}")
     evaluate = partial(
-        Evaluator, ks=tuple(ks or config.cutoffs), eval_negatives=config.eval_negatives, seed=config.seed
+        Evaluator,
+        ks=tuple(ks or config.cutoffs),
+        eval_negatives=config.eval_negatives,
+        eval_users=(config.eval_users or data.num_users) if config.stream else 0,
+        seed=config.seed,
     )
-
-    def evaluator_of(targets: Interactions, known: Interactions, **options: Any) -> Evaluator:
-        if config.stream:  # the users of `Evaluator`, so that pairs of other users are never in memory
-            targets, asked = pairs_of_some(targets, config.eval_users, config.seed)
-            known = pairs_of(known, asked)
-        return evaluate(targets, known, **options)
-
     if data.candidates is not None and ranking != "full":
         evaluator = evaluate(
             data.train.replace(data.candidates.users, data.candidates.positives),
@@ -164,7 +165,7 @@ def evaluate_run(
         if test is None:
             assert data.candidates is not None
             test = data.train.replace(data.candidates.users, data.candidates.positives)
-        evaluator = evaluator_of(test, data.train, ranking=ranking or "full", split="test")
+        evaluator = evaluate(test, data.train, ranking=ranking or "full", split="test")
     else:
         folder = run.path / STREAM_FOLDER
         parts: Split | StreamedSplit = (
@@ -174,5 +175,5 @@ def evaluate_run(
             raise ValueError(
                 "nothing is held out to evaluate on: train with --valid random, or give a test file with --test"
             )
-        evaluator = evaluator_of(parts.valid, parts.train, ranking=ranking or config.ranking)
+        evaluator = evaluate(parts.valid, parts.train, ranking=ranking or config.ranking)
     return evaluator.evaluate(scorer_of_run(run, config), on_event)

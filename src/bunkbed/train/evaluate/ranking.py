@@ -4,18 +4,27 @@ Ties count against the held-out item: an item with the same score, within the ro
 before it. So does a negative that is the held-out item itself, as for 156 users of the NCF release of MovieLens-1M,
 whose items cannot rank first. A model with equal scores for all items ranks held-out items last, not first.
 
-Ranking does not change the tables' cache. It holds at most about 130 MiB outside the RAM budget: up to 64 MiB of item
-vectors, if all vectors fit in them, and blocks of scores.
+A full ranking has no top-k: the rank of a held-out item is 1 + the number of scores that reach its floor, the lowest
+score that ties with it. Scores are made in blocks that fit in a core's cache. One pass over a block, in the core,
+excludes the hidden items and counts for all held-out items of its users. Each thread makes and counts its own blocks,
+so no score is shared, and no sum depends on the number of threads.
+
+Ranking does not change the tables' cache. Outside the RAM budget it holds 8 bytes for each held-out and hidden pair,
+about 50 while it sorts them, at most about 100 MiB of queries and vectors, and 1 MiB of scores for each thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
+import bunkbed as bb
+from bunkbed import _native
 from bunkbed.train.data.interactions import Candidates, Interactions
 from bunkbed.train.models.scorer import Float32Array, Int64Array, Scorer
 from bunkbed.train.output.events import EvalReport
@@ -24,40 +33,17 @@ __all__ = ["Progress", "full_ranks", "sampled_ranks"]
 
 Progress = Callable[[EvalReport], object]
 
-# Item vectors are kept for the whole ranking if they fit in these bytes, otherwise read again for each block of users.
-_KEPT_BYTES = 64 << 20
-# Scores in memory at once.
-_BLOCK_SCORES = 8 << 20
+# Users and items of a block of scores.
+_USERS, _ITEMS = 256, 1024
+# Numbers of queries, or of the vectors of pairs, in memory at once.
+_NUMBERS = 8 << 20
+# Numbers of the item vectors that are read at once. The next ones are read while these are ranked.
+_READ_NUMBERS = 1 << 19
 # Scores closer than this, relative to the sums in which they are rounded, are a tie: the order of summation changes
 # float32 dot products by as much.
 _TIE = 1e-6
 # With up to so many users, an array has the place of each user; with more, places are found by binary search.
 _MOST_PLACES = 1 << 22
-
-
-def _scores_and_floors(scorer: Scorer, queries: torch.Tensor, items: Int64Array) -> tuple[Float32Array, Float32Array]:
-    """Return scores of ``int64[N]`` items for ``float32[N, q]`` queries, and the lowest scores that tie with them."""
-    scores, magnitudes = scorer.scores_and_magnitudes(queries, items)
-    return scores.numpy(), (scores - _TIE * magnitudes).numpy()
-
-
-@dataclass(frozen=True, eq=False)
-class _Pairs:
-    """Pairs of a user's place, ascending, and an item."""
-
-    places: Int64Array
-    items: Int64Array
-
-    @classmethod
-    def of(cls, pairs: Interactions, places: Int64Array) -> _Pairs:
-        """Return the pairs whose user has a place other than -1: ``int64[N]``."""
-        order = np.argsort(places, kind="stable")[int((places < 0).sum()) :]
-        return cls(places[order], pairs.items[order])
-
-    def part(self, first: int, last: int) -> _Pairs:
-        """Return the pairs of places ``[first, last)``, with places counted from `first`."""
-        mine = slice(*np.searchsorted(self.places, [first, last]))
-        return _Pairs(self.places[mine] - first, self.items[mine])
 
 
 def full_ranks(
@@ -70,7 +56,7 @@ def full_ranks(
     """Return the rank of every held-out item among all items except those excluded for its user.
 
     Held-out items of one user have different ranks; other ties count against the held-out item. A held-out item is
-    ranked even if it is also excluded.
+    ranked even if it is also excluded. Uses `bunkbed.get_num_threads` threads.
 
     Args:
         targets: held-out pairs, without duplicates.
@@ -79,94 +65,154 @@ def full_ranks(
     Returns:
         ``int64[Q]`` users and ``int64[Q]`` exact ranks from 1, in any order.
     """
-    known, counts = np.unique(targets.users, return_counts=True)
-    # Users with the most held-out items first: see _count_ahead.
-    users = known[np.argsort(-counts, kind="stable")]
-    place_of = _place_of(users, targets.num_users)
-    held, hidden = (_Pairs.of(pairs, place_of(pairs.users)) for pairs in (targets, excluded))
-    ranks = [np.empty(0, dtype=np.int64)]
-    ranking = _FullRanking(scorer, targets.num_items)
-    for first in range(0, len(users), ranking.block_users):
-        last = min(first + ranking.block_users, len(users))
-        ranks.append(ranking.ranks(users[first:last], held.part(first, last), hidden.part(first, last)))
-        if on_event is not None:
-            on_event(EvalReport(last, len(users)))
-    return users[held.places], np.concatenate(ranks)
+    users, places = np.unique(targets.users, return_inverse=True)
+    by_place = np.argsort(places, kind="stable")
+    places, items = places[by_place], targets.items[by_place]
+    ranks = np.empty(len(items), dtype=np.int64)
+    if len(users):
+        # `_ahead_among_own` ranks held-out items against each other, so counting leaves them out.
+        hidden = _HiddenScores(targets.num_items)
+        hidden.add(places, items)
+        hidden.add(_places_of(excluded.users, users, targets.num_users), excluded.items)
+        with _one_torch_thread(), _FullRanking(scorer, users, hidden, targets.num_items) as ranking:
+            for first in range(0, len(users), ranking.num_queries):
+                last = min(first + ranking.num_queries, len(users))
+                mine = slice(*np.searchsorted(places, [first, last]))
+                ranking.rank(first, last, places[mine], items[mine], ranks[mine], on_event)
+    return users[places], ranks
 
 
-def _place_of(users: Int64Array, num_users: int) -> Callable[[Int64Array], Int64Array]:
-    """Return a function from users to their places in `users`, -1 for other users."""
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Let torch compute in the thread of each call: its own threads spin, and would take the cores of ours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _places_of(asked: Int64Array, users: Int64Array, num_users: int) -> Int64Array:
+    """Return the place of each asked user in `users`, which ascend; -1 for other users."""
     if num_users <= _MOST_PLACES:
-        place = np.full(num_users, -1, dtype=np.int64)
-        place[users] = np.arange(len(users))
-        return lambda asked: place[asked]
-    order = np.argsort(users)
-    ascending = users[order]
+        places = np.full(num_users, -1, dtype=np.int64)
+        places[users] = np.arange(len(users))
+        return places[asked]
+    at = np.minimum(np.searchsorted(users, asked), len(users) - 1)
+    return np.where(users[at] == asked, at, -1)
 
-    def search(asked: Int64Array) -> Int64Array:
-        if not len(users):
-            return np.full(len(asked), -1, dtype=np.int64)
-        at = np.minimum(np.searchsorted(ascending, asked), len(users) - 1)
-        return np.where(ascending[at] == asked, order[at], -1)
 
-    return search
+class _HiddenScores:
+    """The scores of each block that are not counted: places ``row * _ITEMS + column`` in the block."""
+
+    def __init__(self, num_items: int) -> None:
+        self._blocks_across = -(-num_items // _ITEMS)
+        self._places = np.empty(0, dtype=np.int64)
+
+    def add(self, places: Int64Array, items: Int64Array) -> None:
+        """Add ``int64[N]`` places of users and their items; a place of -1 adds nothing."""
+        known = places >= 0
+        places, items = places[known], items[known]
+        blocks = places // _USERS * self._blocks_across + items // _ITEMS
+        added = (blocks * _USERS + places % _USERS) * _ITEMS + items % _ITEMS
+        self._places = np.concatenate([self._places, added])
+        self._places.sort()
+
+    def of_block(self, place: int, item: int) -> Int64Array:
+        """Return the hidden scores of the block whose first user has this place and whose first item is `item`."""
+        start = (place // _USERS * self._blocks_across + item // _ITEMS) * _USERS * _ITEMS
+        return self._places[slice(*np.searchsorted(self._places, [start, start + _USERS * _ITEMS]))] - start
 
 
 class _FullRanking:
-    """Full ranking by blocks of users and chunks of items; owns the buffers and, if they fit, the item vectors."""
+    """Full ranking of groups of users by threads; owns the threads and their blocks of scores."""
 
-    def __init__(self, scorer: Scorer, num_items: int) -> None:
+    def __init__(self, scorer: Scorer, users: Int64Array, hidden: _HiddenScores, num_items: int) -> None:
         self._scorer = scorer
+        self._users = users
+        self._hidden = hidden
         self._num_items = num_items
         width = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1]
-        is_kept = num_items * width * 4 <= _KEPT_BYTES
-        # If items are read again for each block of users, few large blocks of users read the items least often.
-        self._chunk = min(num_items, 8192 if is_kept else 1024)
-        self.block_users = max(1, _BLOCK_SCORES // self._chunk)
-        self._scores = torch.empty(self.block_users * self._chunk)
-        self._reached = np.empty((self.block_users, self._chunk), dtype=np.bool_)
-        self._kept = list(self._read_items()) if is_kept else None
+        self._num_read = _ITEMS * max(1, _READ_NUMBERS // (_ITEMS * width))
+        #: Users of a group. Every group reads all items.
+        self.num_queries = _USERS * max(1, _NUMBERS // (_USERS * width))
+        self._own = threading.local()
+        self._threads = ThreadPoolExecutor(bb.get_num_threads(), "bunkbed-ranks", self._start)
 
-    def _read_items(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """Yield the first item, the vectors and the biases of each chunk."""
-        for first in range(0, self._num_items, self._chunk):
-            items = np.arange(first, min(first + self._chunk, self._num_items), dtype=np.int64)
-            yield first, self._scorer.vectors(items), self._scorer.biases(items)
+    def __enter__(self) -> _FullRanking:
+        return self
 
-    def ranks(self, users: Int64Array, held: _Pairs, hidden: _Pairs) -> Int64Array:
-        """Return ranks of the held-out pairs of `users`, which are in descending order of their number of pairs."""
-        queries = self._scorer.queries(users)
-        own_scores, floors = _scores_and_floors(self._scorer, queries[held.places], held.items)
-        ranks = 1 + _ahead_among_own(held.places, own_scores)
-        # Excluded from counting: hidden items, and held-out items, which `_ahead_among_own` has ranked already.
-        rows = np.concatenate([hidden.places, held.places])
-        columns = np.concatenate([hidden.items, held.items])
-        by_item = np.argsort(columns, kind="stable")
-        rows, columns = rows[by_item], columns[by_item]
-        starts = np.searchsorted(held.places, np.arange(len(users) + 1))
-        for first, vectors, biases in self._read_items() if self._kept is None else self._kept:
-            # A view of the front of the buffer, so that a smaller last chunk is contiguous too.
-            block = self._scores[: len(users) * len(vectors)].view(len(users), len(vectors))
-            self._scorer.all_scores(queries, vectors, biases, block)
-            here = slice(*np.searchsorted(columns, [first, first + len(vectors)]))
-            block[torch.from_numpy(rows[here]), torch.from_numpy(columns[here] - first)] = -torch.inf
-            self._count_ahead(block.numpy(), floors, starts, ranks)
-        return ranks
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
 
-    def _count_ahead(self, block: Float32Array, floors: Float32Array, starts: Int64Array, ranks: Int64Array) -> None:
-        """Add to ``ranks[Q]`` the number of scores in the user's row that reach each floor of ``float32[Q]``.
+    def _start(self) -> None:
+        torch.set_num_threads(1)  # MKL has a number for each thread
+        self._own.scores = torch.empty(_USERS, _ITEMS)
 
-        Counts for all first held-out items at once, then for all second ones. Users are in descending order of their
-        number of items, so the users with one more item are the front rows of the block. `count_nonzero` for each row
-        is 20 times as fast as a sum of booleans along an axis.
+    def rank(
+        self,
+        first: int,
+        last: int,
+        places: Int64Array,
+        items: Int64Array,
+        ranks: Int64Array,
+        on_event: Progress | None,
+    ) -> None:
+        """Set the ranks of the held-out pairs of users ``[first, last)``; their places ascend."""
+        queries = self._scorer.queries(self._users[first:last])
+        scores, floors = self._held_out_scores(queries, places - first, items)
+        ranks[:] = 1 + _ahead_among_own(places, scores)
+        starts = np.searchsorted(places, np.arange(first, last + 1))
+        running: list[Future[None]] = []
+
+        def count(row: int, item: int, vectors: torch.Tensor, biases: torch.Tensor | None) -> None:
+            mine = queries[row : row + _USERS]
+            for at in range(0, len(vectors), _ITEMS):
+                part = vectors[at : at + _ITEMS]
+                block = self._own.scores[: len(mine), : len(part)]
+                self._scorer.all_scores(mine, part, None if biases is None else biases[at : at + _ITEMS], block)
+                hidden = self._hidden.of_block(first + row, item + at)
+                _native.count_reaching(block.numpy(), hidden, starts[row : row + len(mine) + 1], floors, ranks)
+
+        def finish(num_items: int) -> None:
+            for each in running:
+                each.result()
+            if on_event is not None:
+                on_event(EvalReport(first + (last - first) * num_items // self._num_items, len(self._users)))
+
+        for item in range(0, self._num_items, self._num_read):
+            read = np.arange(item, min(item + self._num_read, self._num_items), dtype=np.int64)
+            vectors, biases = self._scorer.vectors(read), self._scorer.biases(read)
+            if running:
+                finish(item)
+            running = [
+                self._threads.submit(count, row, item, vectors, biases) for row in range(0, last - first, _USERS)
+            ]
+        finish(self._num_items)
+
+    def _held_out_scores(
+        self, queries: torch.Tensor, rows: Int64Array, items: Int64Array
+    ) -> tuple[Float32Array, Float32Array]:
+        """Return the scores of ``int64[Q]`` rows of the queries with ``int64[Q]`` items, and their floors.
+
+        In ascending order of items, so that each row of the table is read once.
         """
-        sizes = np.diff(starts)
-        for j in range(int(sizes[0])):
-            num_rows = int(np.searchsorted(-sizes, -j, side="left"))
-            at = starts[:num_rows] + j
-            reached = self._reached[:num_rows, : block.shape[1]]
-            np.greater_equal(block[:num_rows], floors[at][:, None], out=reached)
-            ranks[at] += [np.count_nonzero(row) for row in reached]
+        scores, floors = np.empty((2, len(items)), dtype=np.float32)
+        by_item = np.argsort(items, kind="stable")
+        step = max(1, _NUMBERS // (2 * queries.shape[1] + self._scorer.numbers_per_score))
+        for first in range(0, len(items), step):
+            mine = by_item[first : first + step]
+            scores[mine], floors[mine] = _scores_and_floors(
+                self._scorer, queries[torch.from_numpy(rows[mine])], items[mine]
+            )
+        return scores, floors
+
+
+def _scores_and_floors(scorer: Scorer, queries: torch.Tensor, items: Int64Array) -> tuple[Float32Array, Float32Array]:
+    """Return scores of ``int64[N]`` items for ``float32[N, q]`` queries, and the lowest scores that tie with them."""
+    scores, magnitudes = scorer.scores_and_magnitudes(queries, items)
+    return scores.numpy(), (scores - _TIE * magnitudes).numpy()
 
 
 def _ahead_among_own(owners: Int64Array, scores: Float32Array) -> Int64Array:
@@ -185,7 +231,7 @@ def sampled_ranks(
     total, width = candidates.negatives.shape
     ranks = np.empty(total, dtype=np.int64)
     numbers = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1] + scorer.numbers_per_score
-    step = max(1, _BLOCK_SCORES // (max(width, 1) * numbers))
+    step = max(1, _NUMBERS // (max(width, 1) * numbers))
     for first in range(0, total, step):
         mine = slice(first, min(first + step, total))
         queries = scorer.queries(candidates.users[mine])

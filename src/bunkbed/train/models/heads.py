@@ -18,8 +18,8 @@ from bunkbed.train.settings.config import TrainConfig
 
 __all__ = ["DotHead", "Head", "NeuMFHead", "TwoTowerHead", "make_head"]
 
-# Hidden numbers in memory at once where every user is scored with every item.
-_BLOCK_HIDDEN = 4 << 20
+# Hidden numbers in memory at once in each thread that scores every user with every item.
+_BLOCK_HIDDEN = 1 << 20
 
 
 def _relu_layers(widths: tuple[int, ...]) -> nn.ModuleList:

@@ -61,7 +61,8 @@ class EpochReport:
         loss: mean over the steps of the epoch.
         metrics: of the validation, such as ``{"ndcg@10": 0.42}``; empty when this epoch was not evaluated.
         is_best: this epoch has the best value of the chosen metric so far.
-        ranking: description of the items that the held-out items competed with; empty without an evaluation.
+        ranking: description of the items that the held-out items competed with, and of the users; empty without an
+            evaluation.
         seconds: wall time of the epoch's steps in this session.
         unique_hit_rate: as in `StepReport`, over the epoch's steps in this session.
         ram_bytes: RAM of the tables.
@@ -107,7 +108,7 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Progress of an evaluation: users ranked so far, and in all."""
+    """Progress of an evaluation: users ranked so far, and in all. Users whose ranking is under way count in part."""
 
     done: int
     total: int

@@ -168,8 +168,8 @@ def _draw_quality(panel: Axes, epochs: list[Json], metric: str) -> None:
 
 
 def _short(ranking: str) -> str:
-    """Return a ranking in a few words, without the part after comma or colon, which is in the metrics file."""
-    return ranking.partition(",  less")[0].partition(", less")[0].removeprefix("sampled ranking: ")
+    """Return a ranking in a few words, without the rest, which is in the metrics file."""
+    return ranking.partition(";")[0].partition(", less")[0].removeprefix("sampled ranking: ")
 
 
 def _draw_hits(panel: Axes, steps: list[Json], epochs: list[Json]) -> None:

@@ -60,7 +60,7 @@ class TrainConfig:
         ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
         stream: keep the interactions on disk, for more interactions than RAM holds: labels, splits, seen items and the
             order of every epoch. A quarter of `ram` (but at least 64 MiB) is then for sorting, the rest for the tables.
-            Evaluations then need `eval_users`.
+            Evaluations then need `eval_users`, also after the training.
         optimizer: of the tables; dense weights always have Adam.
         dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
             seed, so that equal runs stay equal); sums and optimizer state are float32 in any case.
@@ -91,7 +91,8 @@ class TrainConfig:
             ``"sampled"`` against `eval_negatives` such items.
         eval_negatives: number of items that compete with a held-out item in sampled ranking.
         eval_every: epochs between evaluations.
-        eval_users: evaluate this many users, drawn by seed; 0: all.
+        eval_users: users of an evaluation during training, drawn by seed: the same ones in every evaluation; 0: all.
+            The evaluation at the end of ``bunkbed train`` and ``bunkbed eval`` use all users, except with `stream`.
         commit_every: epochs between commits. The best epoch is always committed.
         init_std: standard deviation of the initial rows.
         seed: of the rows, the order of pairs, negatives and splits.
@@ -173,7 +174,9 @@ class TrainConfig:
     ranking: str = option("full", EVALUATION, "Rank all items, or sampled ones.", choices=("full", "sampled"))
     eval_negatives: int = option(99, EVALUATION, "Number of items sampled for each held-out one.", least=1)
     eval_every: int = option(1, EVALUATION, "Evaluate after every this many epochs.", least=1)
-    eval_users: int = option(0, EVALUATION, "Evaluate this many users; 0: all.", least=0)
+    eval_users: int = option(
+        10_000, EVALUATION, "Evaluate a sample of this many users during training; 0: all.", least=0
+    )
     commit_every: int = option(1, RUN, "Commit after every this many epochs.", least=1)
     init_std: float = option(0.05, MODEL, "Standard deviation of the initial rows.", above=0.0)
     seed: int = option(0, LEARNING, "Seed of initial rows, order and negatives.", least=0)

@@ -1,0 +1,47 @@
+#include "recsys/ranks.h"
+
+#include <limits>
+#include <string>
+
+#include "base/error.h"
+#include "kernels/kernels.h"
+
+namespace bunkbed {
+
+namespace {
+
+void require_within(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden, const RowFloors& floors) {
+  for (size_t r = 0; r <= block.rows; ++r) {
+    const int64_t lowest = r == 0 ? 0 : floors.starts[r - 1];
+    if (floors.starts[r] < lowest || floors.starts[r] > static_cast<int64_t>(floors.n)) {
+      throw Error(ErrorKind::kInvalid, "starts of rows must ascend from 0 to the number of floors, " +
+                                           std::to_string(floors.n) + ", got " + std::to_string(floors.starts[r]) +
+                                           " at position " + std::to_string(r));
+    }
+  }
+  for (size_t h = 0; h < num_hidden; ++h) {
+    const auto place = static_cast<uint64_t>(hidden[h]);  // a negative one is beyond every row
+    if (place / block.stride >= block.rows || place % block.stride >= block.columns) {
+      throw Error(ErrorKind::kInvalid, "hidden place " + std::to_string(hidden[h]) + " at position " +
+                                           std::to_string(h) + " is outside the block of " +
+                                           std::to_string(block.rows) + " x " + std::to_string(block.columns) +
+                                           " scores, of rows " + std::to_string(block.stride) + " scores apart");
+    }
+  }
+}
+
+}  // namespace
+
+void count_reaching(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden, const RowFloors& floors,
+                    int64_t* counts) {
+  require_within(block, num_hidden, hidden, floors);
+  for (size_t h = 0; h < num_hidden; ++h) block.scores[hidden[h]] = -std::numeric_limits<float>::infinity();
+  const Kernels& kernel = kernels();
+  for (size_t r = 0; r < block.rows; ++r) {
+    const int64_t first = floors.starts[r];
+    kernel.count_reaching(static_cast<int64_t>(block.columns), block.scores + r * block.stride,
+                          floors.starts[r + 1] - first, floors.floors + first, counts + first);
+  }
+}
+
+}  // namespace bunkbed
