@@ -90,6 +90,12 @@ CASES = (
     Case(
         "small-lookup", "cases.ram.small:small_lookup", "lookup of 64 ids, 4M x 64 in RAM", "<= 10 us over nn.Embedding"
     ),
+    Case(
+        "many-tables",
+        "cases.ram.many:many_tables",
+        "Adagrad step of 26 tables of 100,000 x 16 in RAM, one id each, batches of 256 and 2,048",
+        ">= 3x and >= 2.5x FBGEMM",
+    ),
     Case("small-adam", "cases.ram.small:small_adam", "Adam step of 64 ids, 4M x 64 in RAM", ">= 2x torch SparseAdam"),
     Case(
         "device-planner",

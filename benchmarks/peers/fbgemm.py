@@ -19,8 +19,8 @@ Step = Callable[[torch.Tensor], Any]
 OPTIMIZERS = {"adagrad": "EXACT_ADAGRAD", "rowwise-adagrad": "EXACT_ROWWISE_ADAGRAD", "sgd": "EXACT_SGD"}
 
 
-def make(num_rows: int, dim: int, *, optimizer_name: str = "sgd", pooling: str = "SUM") -> Any:
-    """The module, its weights filled at random.
+def make(num_rows: int, dim: int, *, tables: int = 1, optimizer_name: str = "sgd", pooling: str = "SUM") -> Any:
+    """The module, of one table or of several of the same size, its weights filled at random.
 
     Raises:
         peers.Missing: `fbgemm_gpu` is not installed.
@@ -30,7 +30,7 @@ def make(num_rows: int, dim: int, *, optimizer_name: str = "sgd", pooling: str =
     shared = peers.load("fbgemm_gpu.split_table_batched_embeddings_ops_common", install)
     configs = peers.load("fbgemm_gpu.split_embedding_configs", install)
     module = training.SplitTableBatchedEmbeddingBagsCodegen(
-        [(num_rows, dim, shared.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
+        [(num_rows, dim, shared.EmbeddingLocation.HOST, training.ComputeDevice.CPU)] * tables,
         optimizer=getattr(configs.EmbOptimType, OPTIMIZERS[optimizer_name]),
         pooling_mode=getattr(shared.PoolingMode, pooling),
         learning_rate=1e-2,
@@ -54,6 +54,17 @@ def training(optimizer_name: str, num_rows: int, dim: int, grad: torch.Tensor) -
 
     def step(ids: torch.Tensor) -> None:
         module(ids, offsets).backward(grad)
+
+    return step
+
+
+def training_many(optimizer_name: str, tables: int, num_rows: int, dim: int, grad: torch.Tensor) -> Step:
+    """The same of several tables in one call; a step takes int64[tables, samples] ids."""
+    module = make(num_rows, dim, tables=tables, optimizer_name=optimizer_name)
+    offsets = torch.arange(tables * len(grad) + 1)
+
+    def step(ids: torch.Tensor) -> None:
+        module(ids.view(-1), offsets).backward(grad)
 
     return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import bunkbed as bb
 from benchmarks.harness import common
 from bunkbed.core import optim
-from bunkbed.torch import Embedding, Optimizer
+from bunkbed.torch import Embedding, EmbeddingCollection, Optimizer
 
 Step = Callable[[torch.Tensor], Any]
 
@@ -37,6 +38,40 @@ def training(optimizer_name: str, num_rows: int, dim: int, grad: torch.Tensor) -
     def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
         layer(ids).backward(grad)
+        optimizer.step()
+
+    return step
+
+
+def one_per_table(optimizer_name: str, tables: int, num_rows: int, dim: int) -> dict[str, Embedding]:
+    """A layer for each of several tables of the same size."""
+    make = functools.partial(stored_table, optimizer_name, num_rows, dim)
+    return {f"C{n}": Embedding(num_rows, dim, table=make()) for n in range(1, tables + 1)}
+
+
+def training_many(optimizer_name: str, tables: int, num_rows: int, dim: int, grad: torch.Tensor) -> Step:
+    """A step of several tables: lookup, backward of `grad`, optimizer step; it takes int64[tables, samples] ids."""
+    layers = EmbeddingCollection(one_per_table(optimizer_name, tables, num_rows, dim))
+    optimizer = Optimizer(layers)
+
+    def step(ids: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        rows = layers(dict(zip(layers, ids, strict=True)))
+        torch.cat(list(rows.values()), 1).backward(grad)
+        optimizer.step()
+
+    return step
+
+
+def training_one_by_one(optimizer_name: str, tables: int, num_rows: int, dim: int, grad: torch.Tensor) -> Step:
+    """The same with a call of each layer."""
+    layers = torch.nn.ModuleDict(one_per_table(optimizer_name, tables, num_rows, dim))
+    optimizer = Optimizer(layers)
+
+    def step(ids: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        rows = [layer(column) for layer, column in zip(layers.values(), ids, strict=True)]
+        torch.cat(rows, 1).backward(grad)
         optimizer.step()
 
     return step

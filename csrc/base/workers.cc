@@ -8,7 +8,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <exception>
+#include <numeric>
 #include <system_error>
+#include <utility>
 
 #include "base/error.h"
 #include "base/mutex.h"
@@ -219,9 +222,16 @@ std::atomic<size_t> shared_loops{0};
 
 size_t loops_shared() { return shared_loops.load(std::memory_order_relaxed); }
 
+namespace {
+
+// Whether this thread runs an item of parallel_items() that shares the threads with other items.
+thread_local bool is_shared_item = false;
+
+}  // namespace
+
 void parallel_for(size_t n, size_t grain, const Loop::Body& body) {
   const size_t threads = num_threads();
-  if (threads <= 1 || n <= grain) {
+  if (threads <= 1 || n <= grain || is_shared_item) {
     if (n > 0) body(0, n);
     return;
   }
@@ -229,6 +239,36 @@ void parallel_for(size_t n, size_t grain, const Loop::Body& body) {
   // Leaked on purpose: threads must not be joined while the interpreter unloads.
   static auto* pool = new PoolOfProcess;
   pool->get(threads - 1, true).run(n, grain, threads - 1, body);
+}
+
+void parallel_items(const std::vector<size_t>& work, size_t grain, const std::function<void(size_t item)>& body) {
+  const size_t total = std::accumulate(work.begin(), work.end(), size_t{0});
+  std::vector<std::exception_ptr> errors(work.size());
+  const auto run = [&](size_t item) {
+    try {
+      body(item);
+    } catch (...) {
+      errors[item] = std::current_exception();
+    }
+  };
+  std::vector<size_t> shared;
+  for (size_t item = 0; item < work.size(); ++item) {
+    if (work[item] > std::max(grain, total / num_threads())) {
+      run(item);
+    } else {
+      shared.push_back(item);
+    }
+  }
+  // Blocks of about `grain`, so that little work stays on the caller's thread.
+  const size_t block = std::max<size_t>(1, shared.size() * grain / std::max<size_t>(1, total));
+  parallel_for(shared.size(), block, [&](size_t from, size_t to) {
+    const bool was_shared = std::exchange(is_shared_item, true);
+    for (size_t i = from; i < to; ++i) run(shared[i]);
+    is_shared_item = was_shared;
+  });
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
 }
 
 Pool& io_pool() {

@@ -23,6 +23,7 @@ InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed);
 nanobind::object own_block(void* address, size_t bytes);
 void bind_batch(nanobind::module_& m);
 void bind_losses(nanobind::module_& m);
+void bind_many(nanobind::module_& m);
 void bind_ranks(nanobind::module_& m);
 void bind_seen_pairs(nanobind::module_& m);
 void bind_stalls(nanobind::module_& m);

@@ -164,6 +164,7 @@ NB_MODULE(_native, m) {
   bind_device(m);
   bind_stalls(m);
   bind_table(m);
+  bind_many(m);
   bind_text_rows(m);
   bind_maintenance(m);
   bind_files(m);

@@ -99,6 +99,12 @@ void RowWriter::finish_step(const Step& step) {
   table_.store->rows().begin_step();
 }
 
+void RowWriter::check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step) {
+  const auto guard = lock_to_write(batch.unique().data(), batch.num_unique(), &batch);
+  next_step(lr, step);
+  if (!table_.store->rows().is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+}
+
 void RowWriter::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
   const auto guard = begin_update(batch.unique().data(), batch.num_unique(), &batch);
   const Step next = next_step(lr, step);

@@ -26,6 +26,7 @@ class RowWriter {
 
   void update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr, std::optional<int64_t> step);
   void update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step);
+  void check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step);
   void set(const int64_t* ids, size_t n, size_t field, const float* values);
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
 

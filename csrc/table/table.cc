@@ -45,6 +45,14 @@ void Table::update(const int64_t* ids, size_t n, const float* grads, std::option
 void Table::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
   parts_->writer.update(batch, sums, lr, step);
 }
+void Table::check_lookup(const int64_t* ids, size_t n) const {
+  const auto guard = state().lock.work();
+  state().require_usable();
+  state().check_ids(ids, n);
+}
+void Table::check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step) {
+  parts_->writer.check_update(batch, lr, step);
+}
 void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
   parts_->writer.set(ids, n, field, values);
 }

@@ -23,7 +23,7 @@ from click_log import CATEGORIES, NUMBERS, ClickLog, auc, read
 from torch import nn
 
 import bunkbed as bb
-from bunkbed.torch import Embedding, Optimizer, lookahead
+from bunkbed.torch import Embedding, EmbeddingCollection, Optimizer, lookahead
 
 
 class DLRM(nn.Module):
@@ -32,19 +32,28 @@ class DLRM(nn.Module):
         # A row that one sample of 2,048 touches has a gradient of about 2e-4. Adam would step it as far as a row that
         # all samples touch. A large eps limits this step, so that rare categories stay near 0 and do not learn noise.
         adam = bb.Adam(lr, eps=1e-3)
-        self.tables = nn.ModuleList(
-            Embedding(size, dim, path=folder / f"C{n}", ram=budget, init=bb.Normal(0.03), optimizer=adam, seed=n)
-            for n, size in enumerate(rows, 1)
+        # One call looks up all columns, and one updates them.
+        self.tables = EmbeddingCollection(
+            {
+                f"C{n}": Embedding(
+                    size, dim, path=folder / f"C{n}", ram=budget, init=bb.Normal(0.03), optimizer=adam, seed=n
+                )
+                for n, size in enumerate(rows, 1)
+            }
         )
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
         self.top = nn.Sequential(nn.Linear(dim + 27 * 26 // 2, 128), nn.ReLU(), nn.Linear(128, 1))
         self.register_buffer("pairs", torch.tril_indices(27, 27, -1), persistent=False)
 
+    def columns(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the ids of each table by name, from int64[26, B]."""
+        return dict(zip(self.tables, ids, strict=True))
+
     def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the log-odds of a click, float32[B], from float32[B, 13] and int64[26, B]."""
         dense = self.bottom(numbers)
-        rows = [table(column) for table, column in zip(self.tables, ids, strict=True)]
-        vectors = torch.stack([dense, *rows], 1)
+        rows = self.tables(self.columns(ids))
+        vectors = torch.stack([dense, *rows.values()], 1)
         products = torch.bmm(vectors, vectors.mT)[:, self.pairs[0], self.pairs[1]]
         # The first number of each row is also a linear term, as in Wide & Deep: the effect of the category alone.
         return self.top(torch.cat([dense, products], 1))[:, 0] + vectors[:, 1:, 0].sum(1)
@@ -69,7 +78,7 @@ def train(
     optimizer = Optimizer(model, dense=torch.optim.Adam(model.parameters(), lr / 4))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.01, 1 - step * batch / samples))
     losses = []
-    coming = lookahead(batches(files[0]), model, ids=lambda batch: dict(zip(model.tables, batch[2], strict=True)))
+    coming = lookahead(batches(files[0]), model, ids=lambda batch: {model.tables: model.columns(batch[2])})
     for clicked, numbers, ids in coming:
         loss = nn.functional.binary_cross_entropy_with_logits(model(numbers, ids), clicked)
         optimizer.zero_grad()
@@ -117,7 +126,7 @@ def main() -> None:
             f"AUC {found:.4f}"
             + ("" if best is None else f", planted optimum {best:.4f}, {best - found:.4f} short of it")
         )
-        for layer in model.tables:
+        for layer in model.tables.values():
             layer.table.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from benchmarks.cases.exactness import smallest_ram
 
@@ -41,6 +42,53 @@ class TestRamOnly(TableTests):
 class TestRamOnlyWithinABudget(TableTests):
     def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
         return bb.create(None, ram="64MiB", **kwargs)
+
+
+class _Together(bb.Table):
+    """Looks up and updates through the calls of several tables, with another table before and after this one."""
+
+    other: bb.Table
+
+    def _lookup(self, array: Any, touch: bool, out: Any) -> Any:
+        if out is not None:
+            return super()._lookup(array, touch, out)
+        size, dim = array.size, self.dim
+        ids = np.concatenate([[1, 1], array.reshape(-1), [0]])
+        rows = _native.empty_rows(1, 3 * 4 + size * dim)
+        other = self.other.plain_core
+        _native.lookup_many(
+            [other, self.plain_core, other],
+            ids,
+            [2, size, 1],
+            [touch] * 3,
+            [False, size % 2 == 0, True],
+            [None] * 3,
+            rows,
+            [0, 8, 8 + size * dim],
+        )
+        return rows[0, 8 : 8 + size * dim].reshape(*array.shape, dim)
+
+    def update(self, ids: Any, grads: Any, *, lr: float | None = None, step: int | None = None) -> None:
+        array, values = np.asarray(ids), np.asarray(grads)
+        if not array.size or array.dtype != np.int64 or values.shape != (*array.shape, self.dim):
+            return super().update(ids, grads, lr=lr, step=step)
+        batches = [self.batch(array), self.other.batch(np.array([1, 1]))]
+        arrays = [values.reshape(-1, self.dim).astype(np.float32), np.ones((2, 4), np.float32)]
+        (sums, norm), (others, _) = _native.sum_many(batches, arrays, [None, None])
+        if not np.isfinite(norm):
+            return super().update(ids, grads, lr=lr, step=step)
+        _native.update_many(
+            [self.other.plain_core, self.plain_core], batches[::-1], [others, sums], [None, lr], [None, step]
+        )
+
+
+class TestTogether(TableTests):
+    """In calls together with another table, with as little RAM as opens."""
+
+    def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
+        table = bb.create(tmp_path / "table", ram=tiny_ram(tmp_path, **kwargs), _make=_Together, **kwargs)
+        table.other = bb.create(None, dim=4, num_rows=10)
+        return table
 
 
 class TestAmpleRam(TableTests):

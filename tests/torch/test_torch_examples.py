@@ -113,7 +113,7 @@ def test_dlrm_has_the_same_losses_at_a_tenth_of_the_memory(run: Any, tmp_path: P
     for ram in ("1GiB", sum(rows) * 64 * 12 // 10):
         budget = bb.Budget(ram)
         losses, auc, model = dlrm_criteo.train(files, 8_000, rows, tmp_path / f"{ram}", budget, dim=64, batch=512)
-        tables = [layer.table for layer in model.tables]
+        tables = [layer.table for layer in model.tables.values()]
         misses = sum(table.stats()["misses"] for table in tables)
         found.append((losses, auc, [table.get(np.arange(table.num_rows)) for table in tables], misses))
         for table in tables:

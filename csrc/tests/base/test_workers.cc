@@ -1,5 +1,6 @@
 #include <numeric>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "base/workers.h"
@@ -60,4 +61,43 @@ TEST(workers_many_callers_at_once) {
   for (auto& caller : callers) caller.join();
   set_num_threads(before);
   CHECK_EQ(wrong.load(), 0);
+}
+
+TEST(workers_items_all_run_and_the_first_error_is_thrown) {
+  const size_t before = num_threads();
+  for (const size_t threads : {1, 3}) {
+    set_num_threads(threads);
+    for (const size_t grain : {1, 1000}) {
+      std::vector<std::atomic<int>> seen(40);
+      std::vector<size_t> work(seen.size(), 1);
+      work[7] = 500;  // more than the share of a thread
+      std::string thrown;
+      try {
+        parallel_items(work, grain, [&](size_t item) {
+          ++seen[item];
+          if (item % 10 == 7) throw std::runtime_error("item " + std::to_string(item));
+        });
+      } catch (const std::runtime_error& error) {
+        thrown = error.what();
+      }
+      CHECK_EQ(thrown, std::string("item 7"));
+      for (const auto& times : seen) CHECK_EQ(times.load(), 1);
+    }
+  }
+  set_num_threads(before);
+  parallel_items({}, 1, [](size_t) {});
+}
+
+TEST(workers_loops_of_an_item_share_threads_only_if_it_is_large) {
+  const size_t before = num_threads();
+  set_num_threads(4);
+  const auto loops_of = [](const std::vector<size_t>& work) {
+    const size_t offered = loops_shared();
+    parallel_items(work, 10, [](size_t) { parallel_for(100, 1, [](size_t, size_t) {}); });
+    return loops_shared() - offered;
+  };
+  CHECK_EQ(loops_of({20, 20, 20, 20, 20, 20}), size_t{1});  // that over the items
+  CHECK_EQ(loops_of({1, 1, 1}), size_t{0});                 // too little work for a second thread
+  CHECK_EQ(loops_of({200, 20, 20, 20}), size_t{2});         // the loop of the large item, and that over the others
+  set_num_threads(before);
 }

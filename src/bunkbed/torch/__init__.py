@@ -17,8 +17,9 @@ except ModuleNotFoundError as error:
 
 from bunkbed.torch.bag import EmbeddingBag
 from bunkbed.torch.block_sampler import BlockSampler
+from bunkbed.torch.collection import EmbeddingCollection
 from bunkbed.torch.embedding import Embedding
 from bunkbed.torch.lookahead import lookahead
 from bunkbed.torch.optimizer import Optimizer
 
-__all__ = ["BlockSampler", "Embedding", "EmbeddingBag", "Optimizer", "lookahead"]
+__all__ = ["BlockSampler", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Optimizer", "lookahead"]

@@ -200,7 +200,7 @@ class EmbeddingBag(TableLayer):
         return ranged("lookup", self._pending.name, self._pooled, input, offsets, per_sample_weights)
 
     def _pooled(self, input: Tensor, offsets: Tensor, per_sample_weights: Tensor) -> torch.Tensor:
-        bags = self._bags(input, offsets, per_sample_weights)
+        bags = self.bags_of(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()
         touch = grad and self.training
@@ -217,7 +217,9 @@ class EmbeddingBag(TableLayer):
             bags.own_ids()
         return Lookup.apply(anchor, weights, input if is_borrowed else None, self, bags)
 
-    def _bags(self, input: Tensor, offsets: Tensor, weights: Tensor) -> _Bags:
+    # Internal: for `EmbeddingCollection`, too.
+    def bags_of(self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> _Bags:
+        """Return the bags of the arguments of ``forward``, checked."""
         ids = id_array(input)
         if weights is not None:
             if self.mode != "sum":

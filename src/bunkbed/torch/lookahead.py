@@ -12,6 +12,7 @@ import torch
 from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.table.table import Table
 from bunkbed.torch.base.ranges import ranged
+from bunkbed.torch.collection import EmbeddingCollection
 from bunkbed.torch.device.window import DeviceWindow
 from bunkbed.torch.layer import TableLayer, id_array
 from bunkbed.torch.pending import pending_of
@@ -40,7 +41,7 @@ class lookahead:  # in lower case, as it is used like a function
         loader: any iterable of batches; ``len()`` works if the loader has a length.
         model: the module whose layers look the ids up.
         ids: function from a batch to ``{layer: ids}``, the ids that the layer will look up: an int64 or int32 tensor,
-            or a list with one for each lookup.
+            or a list with one for each lookup. Of an `EmbeddingCollection`, what its ``forward`` takes.
         depth: batches whose rows are prefetched, at least 0; 0 plans nothing. None: 2 to 4, by how long the reads of
             a batch take compared with a step (2 with a device cache).
         window: most batches pulled ahead, 1 to 32. None: up to 32, fewer if a cache holds only a few batches.
@@ -173,7 +174,7 @@ class _Plan:
         if not isinstance(wanted, Mapping):
             raise TypeError(f"lookahead: ids must return {{layer: ids}}, got {type(wanted).__name__}")
         tables: dict[int, tuple[Any, list[IntArray]]] = {}
-        for layer, tensors in wanted.items():
+        for layer, tensors in _by_layer(wanted):
             if id(layer) not in self._layers:
                 raise ValueError(
                     f"lookahead: ids names {type(layer).__name__}, which is not a bunkbed.torch layer of the model"
@@ -182,3 +183,14 @@ class _Plan:
             for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
                 parts.append(id_array(tensor, "ids").reshape(-1))
         return tables
+
+
+def _by_layer(wanted: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield (layer, ids) of ``{layer: ids}``, with the layers of a collection in its place."""
+    for layer, tensors in wanted.items():
+        if not isinstance(layer, EmbeddingCollection):
+            yield layer, tensors
+            continue
+        layer.require_names(tensors)
+        for name, value in tensors.items():
+            yield layer[name], value[0] if isinstance(value, tuple) else value

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from bunkbed.core.types import Json
-from bunkbed.torch.base.ranges import ranged
+from bunkbed.torch.base.ranges import is_profiling, ranged
 from bunkbed.torch.layer import TableLayer
 from bunkbed.torch.pending import Pending, anchors, distinct
 
@@ -234,6 +234,12 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 table.apply_hyperparameters()
                 ready.append(table)
         # Tables first: if an update fails (a full disk), the dense weights are unchanged.
+        together = [table for table in ready if table.pending.is_joined]
+        if len(together) > 1:
+            names = ", ".join(table.pending.name for table in together) if is_profiling() else ""
+            steps = [(table.pending, float(table.group["lr"])) for table in together]
+            ranged("update", names, Pending.update_together, steps)
+            ready = [table for table in ready if not table.pending.is_joined]
         for table in ready:
             ranged("update", table.pending.name, table.pending.update, float(table.group["lr"]))
         if self._dense is not None:

@@ -27,12 +27,13 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from bunkbed.adapters.bag_gradients import BagGradients, IntArray
+from bunkbed import _native
+from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
 from bunkbed.adapters.gradient_parts import not_finite
 from bunkbed.adapters.references import References
 from bunkbed.core.budget import Budget
@@ -84,6 +85,9 @@ class Pending:
                 return None if pending is None else pending.anchor
 
             self.rows = self.tier = make_tier(table, device_cache, anchor)
+        #: Whether a call of the core may serve this table together with others: no shards, and no device cache.
+        self.is_joined = self.tier is None and isinstance(table.core, _native.Table)
+        self.core = table.plain_core  # requires `is_joined`
 
     def require_tier(self) -> Tier:
         """Return the device cache of a table that has one."""
@@ -186,11 +190,12 @@ class Pending:
         *,
         batch: RowsBatch = None,
         bags: BagGradients | None = None,
+        summed: tuple[FloatArray, float] | None = None,
     ) -> None:
         """Add the gradients of one lookup: int64[N], float32[N, dim]; ids equal to `padding` get none.
 
         `batch` is ``table.batch(ids)`` if the lookup made it. With `bags` (see bag.py) the gradients are those of
-        bags, float32[B, dim].
+        bags, float32[B, dim]. `summed` are the sums in the order of `batch`, and their norm, if they were made already.
 
         Raises:
             RuntimeError: no `Optimizer` is attached, or torch.distributed has more than one process.
@@ -210,9 +215,9 @@ class Pending:
         if padding is not None:
             kept = ids != padding
             if not kept.all():
-                ids, grads, batch = ids[kept], self.rows.select(grads, kept), None
+                ids, grads, batch, summed = ids[kept], self.rows.select(grads, kept), None, None
         task = torch._C._current_graph_task_id()
-        self._arrived.append(Part(order=order, ids=ids, grads=grads, batch=batch, bags=bags, task=task))
+        self._arrived.append(Part(order=order, ids=ids, grads=grads, batch=batch, bags=bags, task=task, summed=summed))
 
     def no_change(self) -> Tensor:
         """Return the anchor's gradient of a lookup, -0.0, in a new tensor: autograd may keep it as ``.grad``."""
@@ -220,8 +225,14 @@ class Pending:
 
     def accept(self, anchor: Tensor) -> None:
         """Add the gradients of a backward call that has reached all its lookups (hook of ``anchor.grad``)."""
-        self.reconcile()
         task = torch._C._current_graph_task_id()
+        arrived, grad = self._arrived, anchor.grad
+        # The usual case, made fast: one lookup, and nothing pending to reconcile.
+        if not self._parts and len(arrived) == 1 and arrived[0].task == task and grad.item() == 0.0:
+            self._parts, self._arrived = arrived, []
+            self._write_norm(grad)
+            return
+        self.reconcile()
         # Other tasks: an outer backward that still runs (reentrant checkpointing), or one that was aborted; see
         # `forget_aborted`.
         new = [part for part in self._arrived if part.task == task]
@@ -236,15 +247,15 @@ class Pending:
             self._parts = sorted([*self._parts, *new], key=lambda part: part.order)
         if not self._parts:
             return  # no lookup used the anchor, but for example an L2 term over all parameters
-        self._sum()
-        grad = anchor.grad
-        self._norm = _rounded(self._norm, grad.dtype)
+        self._write_norm(grad)
+
+    def _write_norm(self, grad: Tensor) -> None:
+        """Sum the parts, and write the norm of the sums into ``anchor.grad``."""
+        self.batch, self.sums, norm = self.rows.sum(self._parts)
+        self._is_finite = math.isfinite(norm)
+        self._norm = _rounded(norm, grad.dtype)
         grad.fill_(self._norm if self._norm != 0.0 else -0.0)
         self._written = grad
-
-    def _sum(self) -> None:
-        self.batch, self.sums, self._norm = self.rows.sum(self._parts)
-        self._is_finite = math.isfinite(self._norm)
 
     # ---- between backward and step
 
@@ -311,6 +322,20 @@ class Pending:
         """Take one step of the table with the summed rows."""
         self.rows.step(self.batch, self.sums, lr=lr, step=self.references.next_step)
         self.references.step_was_taken()
+
+    @staticmethod
+    def update_together(steps: Sequence[tuple[Pending, float]]) -> None:
+        """Take one step of each table, (`Pending`, lr), in one call of the core, which checks all tables first."""
+        pendings = [pending for pending, _ in steps]
+        _native.update_many(
+            [pending.core for pending in pendings],
+            [pending.batch for pending in pendings],
+            [pending.sums for pending in pendings],
+            [lr for _, lr in steps],
+            [pending.references.next_step for pending in pendings],
+        )
+        for pending in pendings:
+            pending.references.step_was_taken()
 
     @property
     def has_rows(self) -> bool:

@@ -26,6 +26,7 @@ class Part(GradientPart):
     """Gradients of one lookup, or the sum of earlier ones; `order` is its place in the forward order."""
 
     task: int = -1  # the backward call that made it
+    summed: tuple[FloatArray, float] | None = None  # sums and norm of the unscaled gradients, if they were made already
 
 
 class Rows(Protocol):
@@ -76,11 +77,14 @@ class HostRows:
         """See `Rows`."""
         if len(parts) == 1:
             part = parts[0]
+            if part.summed is not None and part.scale == 1.0:
+                made, part.summed = part.summed, None  # `scale` will change these sums in place
+                return part.batch, *made
             batch = self._table.batch(part.ids) if part.batch is None else part.batch
             if part.bags is not None and part.scale == 1.0:
                 sums, norm = part.bags.sum_in(batch, part.grads)
             else:
-                sums, norm = batch.sum(part.scaled())
+                sums, norm = batch.sum(np.ascontiguousarray(part.scaled()))
         else:
             batch, sums, norm = sum_parts(self._table, parts)
         return batch, sums, norm
