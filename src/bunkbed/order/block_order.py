@@ -12,12 +12,10 @@ from numpy.typing import ArrayLike
 
 from bunkbed.core.arguments import Ids, as_ids, as_whole, describe
 from bunkbed.core.typed import shortened
-from bunkbed.order.cells import MAX_CELLS, Groups, cells_of, group_type, parts
+from bunkbed.order.cells import CELLS_PER_BLOCK, MAX_CELLS, Blocks, Groups, cells_of, group_type, parts, permutation
 
-CELLS_PER_BLOCK = 16
 _MAX_WHOLE = 2**63 - 1
-#: First word of the random streams of one (seed, epoch): the cells of a column, the samples of a pair of blocks.
-_CELLS, _SAMPLES = 0, 1
+_SAMPLES = 1  # of the random streams of one (seed, epoch): the samples of a pair of blocks; 0 is that of cells
 
 
 class BlockBatch(NamedTuple):
@@ -161,7 +159,7 @@ class BlockOrder:
         """
         found, epoch = self._column(column), _epoch(epoch)
         block = as_whole(block, what="block", table="BlockOrder", low=0, high=found.blocks - 1)
-        members: Ids = found.ids[self._block_of_ids(found.ids, epoch, column) == block]
+        members: Ids = found.ids[self._blocks(column).of(found.ids, epoch) == block]
         return members
 
     def block_of(self, ids: ArrayLike, epoch: int, column: int) -> Ids:
@@ -176,39 +174,13 @@ class BlockOrder:
             TypeError, ValueError: see `members`. IndexError: a negative id.
         """
         self._column(column)
-        return self._block_of_ids(_ids(ids, "ids"), _epoch(epoch), column).astype(np.int64)
+        return self._blocks(column).of(_ids(ids, "ids"), _epoch(epoch)).astype(np.int64)
 
     def _column(self, column: int) -> _Column:
         return self._columns[as_whole(column, what="column", table="BlockOrder", low=0, high=len(self._columns) - 1)]
 
-    def _block_of_ids(self, ids: Ids, epoch: int, column: int) -> Groups:
-        return self._block_of_cells(epoch, column)[cells_of(ids, CELLS_PER_BLOCK * self._columns[column].blocks)]
-
-    def _block_of_cells(self, epoch: int, column: int) -> Groups:
-        """Return the block of each cell of a column."""
-        blocks = self._columns[column].blocks
-        num_cells = CELLS_PER_BLOCK * blocks
-        found = np.empty(num_cells, group_type(blocks))
-        found[self._permutation(num_cells, epoch, _CELLS, column)] = np.arange(num_cells) // CELLS_PER_BLOCK
-        return found
-
-    def _permutation(self, n: int, epoch: int, stream: int, index: int) -> Ids:
-        """Return a permutation of n from the keys of one random stream.
-
-        The low bits of each key are its position. Keys are distinct, so every sorting algorithm gives the same result.
-        `Generator.permutation` may change between NumPy's versions; the stream of a bit generator does not.
-        """
-        philox = np.random.Philox(
-            key=np.array([self._seed, epoch], np.uint64), counter=np.array([0, 0, stream, index], np.uint64)
-        )
-        low_bits = np.uint64((1 << n.bit_length()) - 1)
-        keys: npt.NDArray[np.uint64] = philox.random_raw(n)
-        keys &= ~low_bits
-        keys |= np.arange(n, dtype=np.uint64)
-        keys.sort()
-        keys &= low_bits
-        permutation: Ids = keys.view(np.int64)
-        return permutation
+    def _blocks(self, column: int) -> Blocks:
+        return Blocks(column, self._columns[column].blocks, self._seed)
 
     def _plan(self, epoch: int, batch_size: int) -> tuple[_Epoch, Ids]:
         """Return the samples of an epoch by pair, and the number of batches up to the end of each pair."""
@@ -222,7 +194,7 @@ class BlockOrder:
 
     def _grouped(self, epoch: int) -> _Epoch:
         """Sort the samples by their pair's place in the visiting order."""
-        columns = [(self._columns[at], self._block_of_cells(epoch, at).astype(np.int64)) for at in self._nesting]
+        columns = [(self._columns[at], self._blocks(at).of_cells(epoch).astype(np.int64)) for at in self._nesting]
         pairs = math.prod(self.blocks)
         # A stable sort of uint16 is a radix sort.
         places: npt.NDArray[np.uint16 | np.uint32 | np.int64]
@@ -245,7 +217,7 @@ class BlockOrder:
         for pair in range(int(np.searchsorted(ends, first, side="right")), len(ends)):
             place = int(grouped.places[pair])
             samples = grouped.order[begins[pair] : begins[pair + 1]]
-            samples = samples[self._permutation(len(samples), grouped.epoch, _SAMPLES, place)]
+            samples = samples[permutation(len(samples), self._seed, grouped.epoch, _SAMPLES, place)]
             blocks = self._blocks_at(place)
             skipped = max(0, first - (int(ends[pair - 1]) if pair else 0))
             for start in range(skipped * size, len(samples), size):

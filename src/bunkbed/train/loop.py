@@ -27,6 +27,8 @@ import bunkbed as bb
 from bunkbed.core.types import Json
 from bunkbed.machine.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
+from bunkbed.train.block_choice import decided
+from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource
 from bunkbed.train.data.splits import split
@@ -126,7 +128,12 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, data: Dataset, run: Run) -> None:
-        self.config = config
+        self._progress = Progress()
+        if run.epoch:
+            self._progress, config = Progress.from_meta(run.meta, config)
+        tables = create_tables(run, config, data.num_users, data.num_items)
+        #: The options, with a decided order.
+        self.config = config = decided(config, tables)
         self.run = run
         parts = open_split(data.train, config, run.path / STREAM_FOLDER) if config.stream else split(data.train, config)
         train, valid, known = parts.train, parts.valid, parts.train
@@ -146,6 +153,7 @@ class Trainer:
             seed=config.seed,
             seen=parts.seen() if config.reject_seen else None,
             order=self._order,
+            blocks=pair_blocks(config, train),
         )
         self._evaluator = None
         if valid is not None:
@@ -158,8 +166,7 @@ class Trainer:
                 eval_users=config.eval_users,
                 seed=config.seed,
             )
-        self._progress = Progress() if run.epoch == 0 else Progress.from_meta(run.meta, config)
-        self.model = Recommender(config, create_tables(run, config, data.num_users, data.num_items))
+        self.model = Recommender(config, tables)
         dense = self.model.dense_parameters()
         dense_lr = config.lr if config.optimizer == "adam" else _DENSE_LR
         self._dense_lr = dense_lr
@@ -194,8 +201,13 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of every epoch."""
-        return self._source.steps_per_epoch
+        """Steps of the present epoch. With blocks, epochs differ in a few steps."""
+        return self._source.steps(min(self._progress.epoch + 1, self.config.epochs))
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether all steps of the present epoch are done, but not its evaluation."""
+        return self._progress.step == self.steps_per_epoch
 
     @property
     def num_pairs(self) -> int:

@@ -167,6 +167,8 @@ def _start(
             console.print("splitting", style="dim")
         with console.status("splitting") if config.stream else nullcontext():
             trainer = Trainer(config, data, run)
+        config = trainer.config
+        write_config(folder, {**about, "train": config.to_dict()})  # with the decided order
     except BaseException:
         if run is not None:
             run.close(commit=False)
@@ -223,6 +225,7 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
             _say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
         data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         trainer = Trainer(config, data, run)
+        config = trainer.config
     except BaseException:
         run.close(commit=False)
         raise
@@ -339,7 +342,10 @@ def _resumed_config(folder: Path, options: Json, given: set[str]) -> TrainConfig
     Raises:
         UsageProblem: a given option may not change on resuming, and differs.
     """
-    stored = dict(read_config(folder)["train"])
+    started = _checked({"order": "uniform", **read_config(folder)["train"]})
+    stored = started.to_dict()
+    if "order" in given:
+        options = {**options, "order": _checked({"order": options["order"]}).with_order_of(started).order}
     for name in sorted(given & {*options, *_READING}):
         flag = "--" + name.replace("_", "-")
         if name not in options:
@@ -406,6 +412,11 @@ def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
         f"RAM budget {_ram(config)}{f', {times:.1f} times smaller' if times > 1 else ''}",
         soft_wrap=True,
     )
+    if config.blocks is not None:
+        users, items = config.blocks
+        console.print(
+            f"[b]order[/b]   pairs by {users:,} blocks of users and {items:,} of items ({config.order})", soft_wrap=True
+        )
 
 
 def _say_outcome(

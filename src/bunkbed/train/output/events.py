@@ -15,7 +15,7 @@ class StepReport:
         epoch: the epoch being trained, from 1.
         epochs: the epoch training ends with.
         step: steps done in this epoch.
-        steps_per_epoch: steps of every epoch.
+        steps_per_epoch: steps of this epoch.
         global_step: steps done since the run was started, including those before a resume.
         loss: mean over the steps since the last report.
         samples_per_s: positive pairs a second since the last report.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from bunkbed.core.budget import parse_bytes
@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
 
 # With streaming, 1 / _DATA_SHARE of the budget is for sorting, the rest for the tables.
 _DATA_SHARE = 4
+_ORDER = re.compile(r"auto|uniform|blocks(?::([1-9][0-9]*)(?:x([1-9][0-9]*))?)?")
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
@@ -46,7 +47,8 @@ class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
 
     Two runs that differ only in `ram`, `stream`, `device_cache`, `lookahead` and `window` (with equal data, machine and
-    library versions) end with equal rows and losses, bit for bit.
+    library versions) end with equal rows and losses, bit for bit, if their `order` is equal: ``"auto"`` depends on
+    `ram`.
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
@@ -61,6 +63,11 @@ class TrainConfig:
         stream: keep the interactions on disk, for more interactions than RAM holds: labels, splits, seen items and the
             order of every epoch. A quarter of `ram` (but at least 64 MiB) is then for sorting, the rest for the tables.
             Evaluations then need `eval_users`.
+        order: the order of the pairs in an epoch. ``"uniform"``: random. ``"blocks:PxQ"``: users in P and items in Q
+            blocks, regrouped in every epoch (`bunkbed.BlockOrder`); the pairs of one user block and one item block
+            together, one block changes at a time, and negatives are items of the resident block. ``"blocks:P"``:
+            P blocks of both. ``"blocks"``: as few as the tables' RAM allows. ``"auto"``: uniform if the RAM holds every
+            row, otherwise blocks. The last two are decided once, when the run is created; the run stores the decision.
         optimizer: of the tables; dense weights always have Adam.
         dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
             seed, so that equal runs stay equal); sums and optimizer state are float32 in any case.
@@ -134,6 +141,13 @@ class TrainConfig:
         False,
         MEMORY,
         "Keep the interactions on disk, if RAM is too small for them; uses a quarter of --ram to sort them.",
+    )
+    order: str = option(
+        "auto",
+        MEMORY,
+        "Visit the pairs in random order (uniform), or by blocks of users and items whose rows fit in RAM (blocks, "
+        "blocks:P or blocks:PxQ); auto: uniform if every row fits.",
+        metavar="ORDER",
     )
     optimizer: str = option("adam", LEARNING, "Optimizer of the tables.", choices=tuple(OPTIMIZERS))
     dtype: str = option(
@@ -216,6 +230,7 @@ class TrainConfig:
             raise ValueError(
                 f"option device must be a device of torch such as cpu, cuda or cuda:1, got {self.device!r}"
             )
+        _ = self.blocks
         _ = self.valid_fraction
         if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
             raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
@@ -290,6 +305,23 @@ class TrainConfig:
         return fraction
 
     @property
+    def blocks(self) -> tuple[int, int] | None:
+        """The number of user blocks and of item blocks; None: no blocks, or undecided."""
+        match = _ORDER.fullmatch(self.order) if isinstance(self.order, str) else None
+        if match is None:
+            raise ValueError(
+                f"option order must be auto, uniform, blocks, blocks:P such as blocks:4, or blocks:PxQ for P blocks of "
+                f"users and Q of items, got {self.order!r}"
+            )
+        users, items = match.groups()
+        return (int(users), int(items or users)) if users else None
+
+    @property
+    def is_order_decided(self) -> bool:
+        """Whether `order` says what the order is, without the sizes of the tables."""
+        return self.order == "uniform" or self.blocks is not None
+
+    @property
     def layer_widths(self) -> tuple[int, ...]:
         """`layers` as numbers; the default of the model where it is empty."""
         if self.layers in ("", None):
@@ -344,3 +376,13 @@ class TrainConfig:
         # YAML and JSON parse a fraction as a number.
         fixed: Json = {name: str(v) if name in ("valid", "ks", "layers") else v for name, v in values.items()}
         return cls(**fixed)
+
+    @classmethod
+    def of_run(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Return the config that a run has stored; releases without `order` trained in uniform order."""
+        return cls.from_dict({"order": "uniform", **values})
+
+    def with_order_of(self, stored: TrainConfig) -> TrainConfig:
+        """Return this config with the decided order of a stored run, if this one leaves the decision open."""
+        is_open = self.order == "auto" or (self.order == "blocks" and stored.blocks is not None)
+        return replace(self, order=stored.order) if is_open else self
