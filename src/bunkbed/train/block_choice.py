@@ -1,4 +1,4 @@
-"""The choice of a run's order of pairs, once, from the sizes of its tables and their RAM."""
+"""The choice of a run's order of pairs and its batch size, once, from the sizes of its tables and their RAM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILLED = 0.9
 
 
 def decided(config: TrainConfig, tables: Mapping[str, Table]) -> TrainConfig:
-    """Return the config with a decided order.
+    """Return the config with a decided order and batch size.
 
     ``"auto"`` is uniform if the caches hold every row. Otherwise, and for ``"blocks"``, the item blocks are the least
     number of which one fits in the items' cache (more of these read every user more often, and leave fewer negatives to
@@ -25,12 +25,17 @@ def decided(config: TrainConfig, tables: Mapping[str, Table]) -> TrainConfig:
     Args:
         tables: of `bunkbed.train.models.recommender.create_tables`; they have joined their budget.
     """
+    config = replace(config, order=_order(config, tables))
+    return replace(config, batch_size=config.step_pairs)
+
+
+def _order(config: TrainConfig, tables: Mapping[str, Table]) -> str:
     if config.is_order_decided:
-        return config
+        return config.order
     frames = {name: int(table.stats()["frame_capacity"]) for name, table in tables.items()}
     rows = {name: int(table.num_rows or 0) for name, table in tables.items()}
     if config.order == "auto" and all(frames[name] >= rows[name] for name in rows):
-        return replace(config, order="uniform")
+        return "uniform"
     users = _blocks(rows["user"], frames["user"], resident=2)
     items = max(_blocks(rows[name], frames[name], resident=1) for name in rows if name != "user")
     if config.share_negatives and config.sampling == "uniform":
@@ -39,7 +44,7 @@ def decided(config: TrainConfig, tables: Mapping[str, Table]) -> TrainConfig:
             if blocks.least_members >= config.negatives:
                 break
             items -= 1
-    return replace(config, order=f"blocks:{users}x{items}")
+    return f"blocks:{users}x{items}"
 
 
 def _blocks(rows: int, frames: int, *, resident: int) -> int:

@@ -25,8 +25,10 @@ import torch
 
 import bunkbed as bb
 from bunkbed.core.types import Json
+from bunkbed.machine import remembered
 from bunkbed.machine.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
+from bunkbed.train.advice import advice
 from bunkbed.train.block_choice import decided
 from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Dataset
@@ -36,7 +38,7 @@ from bunkbed.train.data.stream import STREAM_FOLDER, open_split, pairs_of, pairs
 from bunkbed.train.evaluate.evaluator import Evaluator
 from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.models.recommender import Recommender, create_tables
-from bunkbed.train.output.events import EpochReport, EvalReport, Event, Outcome, StepReport
+from bunkbed.train.output.events import Advice, EpochReport, EvalReport, Event, Outcome, StepReport
 from bunkbed.train.output.progress import MetricsLog, Progress
 from bunkbed.train.settings.config import TrainConfig
 
@@ -67,6 +69,7 @@ class _Counters:
 
     unique_rows: int
     hits: int
+    misses: int
     read_bytes: int
     written_bytes: int
     ram_bytes: int
@@ -90,6 +93,7 @@ class _Counters:
         return cls(
             total("unique_rows"),
             total("hits"),
+            total("misses"),
             total("read_bytes"),
             total("written_bytes"),
             total("ram_bytes"),
@@ -103,6 +107,10 @@ class _Counters:
     def hit_rate_since(self, before: _Counters) -> float:
         unique = self.unique_rows - before.unique_rows
         return (self.hits - before.hits) / unique if unique else 0.0
+
+    def disk_share_since(self, before: _Counters) -> float:
+        unique = self.unique_rows - before.unique_rows
+        return (self.misses - before.misses) / unique if unique else 0.0
 
     def device_hit_rate_since(self, before: _Counters) -> float | None:
         rows = self.device_rows - before.device_rows
@@ -132,7 +140,7 @@ class Trainer:
         if run.epoch:
             self._progress, config = Progress.from_meta(run.meta, config)
         tables = create_tables(run, config, data.num_users, data.num_items)
-        #: The options, with a decided order.
+        #: The options, with a decided order and batch size.
         self.config = config = decided(config, tables)
         self.run = run
         parts = open_split(data.train, config, run.path / STREAM_FOLDER) if config.stream else split(data.train, config)
@@ -145,7 +153,7 @@ class Trainer:
         self._num_users, self._num_items = data.num_users, data.num_items
         self._source = BatchSource(
             train,
-            batch_size=config.batch_size,
+            batch_size=config.step_pairs,
             negatives=config.negatives,
             shared=config.share_negatives,
             popular=config.sampling == "popularity",
@@ -213,6 +221,11 @@ class Trainer:
     def num_pairs(self) -> int:
         """Positive pairs of an epoch."""
         return self._num_pairs
+
+    def advice(self) -> Advice | None:
+        """Return advice if an epoch is predicted to take more than five times as long as in RAM; measures nothing."""
+        machine = remembered(self.run.path) or remembered()
+        return advice(self.config, self.run.tables, self._num_pairs, machine, is_new=not self._progress.global_step)
 
     def request_stop(self) -> None:
         """Finish the current step, commit, and return from `fit`. Safe in a signal handler, idempotent.
@@ -515,6 +528,7 @@ class _StepReports:
             stall_share=min(1.0, (counters.stall_s - before.stall_s) / seconds),
             time_s=now - session._began,
             device_hit_rate=counters.device_hit_rate_since(before),
+            disk_share=counters.disk_share_since(before),
         )
         session._log.write(report)
         session._tell(report)

@@ -270,6 +270,12 @@ def _fit(
 
     with run:
         _say_tables(console, run, config)
+        advice = trainer.advice()
+        if advice is not None:
+            for line in advice.lines():
+                console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True, highlight=False)
+            if as_json:
+                print_json({"kind": "advice", **asdict(advice)})
         with (
             open_display(console, title=f"{source}   {name}   {folder}", metric=config.metric) as display,
             _graceful(trainer, display),
@@ -345,7 +351,7 @@ def _resumed_config(folder: Path, options: Json, given: set[str]) -> TrainConfig
     started = _checked({"order": "uniform", **read_config(folder)["train"]})
     stored = started.to_dict()
     if "order" in given:
-        options = {**options, "order": _checked({"order": options["order"]}).with_order_of(started).order}
+        options = {**options, "order": _checked({"order": options["order"]}).with_decisions_of(started).order}
     for name in sorted(given & {*options, *_READING}):
         flag = "--" + name.replace("_", "-")
         if name not in options:

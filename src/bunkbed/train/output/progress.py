@@ -64,7 +64,7 @@ class Progress:
 
     @classmethod
     def from_meta(cls, meta: Json, config: TrainConfig) -> tuple[Progress, TrainConfig]:
-        """Return the progress from the result of `to_meta`, and the config with the run's decided order.
+        """Return the progress from the result of `to_meta`, and the config with the run's decisions.
 
         Raises:
             ValueError: an option that may not change differs from the run's.
@@ -72,7 +72,7 @@ class Progress:
         if "progress" not in meta:
             raise ValueError("the run was not made by bunkbed train: its last commit has no progress")
         stored = TrainConfig.of_run(meta["config"])
-        config = config.with_order_of(stored)
+        config = config.with_decisions_of(stored)
         started = stored.to_dict()
         for name, value in config.to_dict().items():
             if name not in FREE_TO_CHANGE and value != started[name]:

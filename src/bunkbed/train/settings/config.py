@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
 
 # With streaming, 1 / _DATA_SHARE of the budget is for sorting, the rest for the tables.
 _DATA_SHARE = 4
+_STEP_PAIRS, _STEP_PAIRS_OF_BLOCKS = 4096, 2048
 _ORDER = re.compile(r"auto|uniform|blocks(?::([1-9][0-9]*)(?:x([1-9][0-9]*))?)?")
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
@@ -77,7 +78,8 @@ class TrainConfig:
             applies only to rows of the batch, once per occurrence.
         bias: an item bias, kept as a third table of dim 1.
         epochs: passes over the training pairs.
-        batch_size: positive pairs a step.
+        batch_size: positive pairs a step. None: 4,096, or 2,048 in an order by blocks. There a step has about twice as
+            many pairs of each row that it trains, and the row has half as many steps of the optimizer.
         negatives: items sampled for each positive pair, again in every epoch.
         sampling: ``"uniform"``, or ``"popularity"``: in proportion to 1 + the item's training pairs; shared negatives
             are then this many draws, without duplicates. For ``loss="softmax"`` log q is subtracted from every score,
@@ -161,7 +163,9 @@ class TrainConfig:
     l2: float = option(0.0, LEARNING, "Weight of the L2 penalty on the rows of a batch.", above=0.0, least=0)
     bias: bool = option(False, MODEL, "Learn an item bias.")
     epochs: int = option(20, LEARNING, "Number of passes over the pairs.", least=1)
-    batch_size: int = option(4096, LEARNING, "Number of positive pairs per step.", least=1)
+    batch_size: int | None = option(
+        None, LEARNING, "Number of positive pairs per step; default: 4096, or 2048 in an order by blocks.", least=1
+    )
     negatives: int = option(4, LEARNING, "Number of sampled negatives per pair.", least=1)
     sampling: str = option(
         "uniform",
@@ -317,6 +321,13 @@ class TrainConfig:
         return (int(users), int(items or users)) if users else None
 
     @property
+    def step_pairs(self) -> int:
+        """`batch_size`, or its default."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return _STEP_PAIRS if self.blocks in (None, (1, 1)) else _STEP_PAIRS_OF_BLOCKS
+
+    @property
     def is_order_decided(self) -> bool:
         """Whether `order` says what the order is, without the sizes of the tables."""
         return self.order == "uniform" or self.blocks is not None
@@ -382,7 +393,11 @@ class TrainConfig:
         """Return the config that a run has stored; releases without `order` trained in uniform order."""
         return cls.from_dict({"order": "uniform", **values})
 
-    def with_order_of(self, stored: TrainConfig) -> TrainConfig:
-        """Return this config with the decided order of a stored run, if this one leaves the decision open."""
+    def with_decisions_of(self, stored: TrainConfig) -> TrainConfig:
+        """Return this config with the order and the batch size of a stored run, where this one leaves them open."""
         is_open = self.order == "auto" or (self.order == "blocks" and stored.blocks is not None)
-        return replace(self, order=stored.order) if is_open else self
+        return replace(
+            self,
+            order=stored.order if is_open else self.order,
+            batch_size=stored.batch_size if self.batch_size is None else self.batch_size,
+        )
