@@ -30,6 +30,7 @@ from bunkbed.maintenance.snapshots import drop_snapshot as drop_snapshot
 from bunkbed.maintenance.snapshots import snapshots as snapshots
 from bunkbed.order.block_order import BlockBatch as BlockBatch
 from bunkbed.order.block_order import BlockOrder as BlockOrder
+from bunkbed.order.suggest import suggest_blocks as suggest_blocks
 from bunkbed.run.run import Run as Run
 from bunkbed.sharded.opening import open as open
 from bunkbed.sharded.table import ShardedTable as ShardedTable

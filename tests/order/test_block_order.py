@@ -51,11 +51,15 @@ def test_an_epoch_has_every_sample_once_in_batches_of_one_pair(
         assert batch.indices.dtype == np.int64 and 1 <= len(batch.indices) <= size
         for at, column in enumerate(columns):
             assert set(order.block_of(column[batch.indices], epoch, at)) == {batch.blocks[at]}
-    # A pair is visited once, and only its last batch is short.
+    # A pair is visited once, and its batches have equal sizes.
     visited = [batch.blocks for i, batch in enumerate(batches) if i == 0 or batch.blocks != batches[i - 1].blocks]
     assert len(visited) == len(set(visited))
     for batch, after in pairwise(batches):
-        assert len(batch.indices) == size or batch.blocks != after.blocks
+        assert abs(len(batch.indices) - len(after.indices)) <= 1 or batch.blocks != after.blocks
+    # The number of batches is that of the worst case, in every epoch.
+    samples, pairs = len(columns[0]), min(int(np.prod(blocks)), len(columns[0]))
+    assert len(batches) == (samples - pairs) // size + pairs == order.num_batches(0, size)
+    assert -(-samples // size) <= len(batches) < samples // size + pairs + 1
 
 
 @settings(deadline=None, max_examples=30)
@@ -137,8 +141,8 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     digest = hashlib.sha256()
     for epoch in (0, 5):
         for batch in order.batches(epoch, 37):
-            digest.update(batch.indices.astype("<i8").tobytes() + bytes(batch.blocks))
-    assert digest.hexdigest() == "c42b09ae370dd9cf244305b797126386da4cb9d9cac869c85a5df2519419f005"
+            digest.update(batch.indices.astype("<i8").tobytes() + bytes([len(batch.indices), *batch.blocks]))
+    assert digest.hexdigest() == "bf56dd0b9ee0667b0793b32eb4c220147cec0f3c2d78100f3a2cdf5d335952b4"
 
 
 #: csrc/tests/directory/test_directory.cc has the same values: the log groups records by this hash.

@@ -16,6 +16,7 @@ from bunkbed.keras.embedding import Embedding
 from bunkbed.keras.tensorboard import TensorBoard
 
 _TENSORFLOW_ONLY = {
+    "block_dataset": "use bunkbed.torch.BlockSampler",
     "embedding_lookup": "use bunkbed.torch.Embedding(..., table=table)",
     "export": "write the rows with bunkbed.export_rows, or serve them from a reader, bunkbed.open(path, mode='r')",
     "lookahead": "use bunkbed.torch.Embedding and bunkbed.torch.lookahead, or layer.table.stage(ids)",
@@ -26,9 +27,19 @@ if not IS_TORCH or TYPE_CHECKING:
     from bunkbed.keras.export import export
     from bunkbed.keras.functions import embedding_lookup, token_of
     from bunkbed.keras.lookahead import lookahead
+    from bunkbed.keras.tensorflow.block_dataset import block_dataset
     from bunkbed.keras.workers import table as workers_table  # noqa: F401  # errors and pages name it
 
-    __all__ = ["Embedding", "TensorBoard", "embedding_lookup", "export", "lookahead", "moved", "token_of"]
+    __all__ = [
+        "Embedding",
+        "TensorBoard",
+        "block_dataset",
+        "embedding_lookup",
+        "export",
+        "lookahead",
+        "moved",
+        "token_of",
+    ]
 else:
     __all__ = ["Embedding", "TensorBoard", "moved"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from bunkbed.core.typed import shortened
 from bunkbed.order.cells import CELLS_PER_BLOCK, MAX_CELLS, Blocks, Groups, cells_of, group_type, parts, permutation
 
 _MAX_WHOLE = 2**63 - 1
-_SAMPLES = 1  # of the random streams of one (seed, epoch): the samples of a pair of blocks; 0 is that of cells
+_SAMPLES = 1  # the random streams that shuffle the samples of a pair; `permutation` lists the streams
 
 
 class BlockBatch(NamedTuple):
@@ -31,10 +32,10 @@ class BlockBatch(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Distinct ids in ascending order, the number of blocks, and the cell of each sample."""
+    """Distinct ids in ascending order, their blocks, and the cell of each sample."""
 
     ids: Ids
-    blocks: int
+    blocks: Blocks
     cells: Groups
 
 
@@ -45,9 +46,9 @@ class _Epoch(NamedTuple):
     """
 
     epoch: int
-    order: Ids
+    order: npt.NDArray[np.uint16 | np.uint32 | np.int64]
     starts: Ids
-    places: npt.NDArray[np.int64]
+    places: Ids
 
 
 class BlockOrder:
@@ -57,15 +58,18 @@ class BlockOrder:
     column into `blocks` blocks. With two columns an epoch visits the pairs of blocks, one of each column, such that one
     block changes at a time: the blocks of the column with more distinct ids once each, those of the other column
     forwards and backwards in turn. Where no sample has ids in a pair, the pair is left out. Samples of a pair are
-    shuffled and cut into batches; the last batch of a pair may be short. Every sample occurs once per epoch.
+    shuffled and divided evenly over batches of at most `batch_size`. Every sample occurs once per epoch.
+
+    Every epoch has the same number of batches, because Lightning, Keras and learning-rate schedules would cut a longer
+    one: that of the worst case, up to one more for each pair of blocks than a shuffle without blocks has.
 
     The order is a function of (columns, blocks, seed, epoch, batch_size) and of nothing else, on every machine: it does
     not depend on the RAM. It is part of the training's input, as a shuffle is; another number of blocks is another
     order. Method: pairs of partitions, as PyTorch-BigGraph (Lerer et al., 2019) and Marius (Mohoney et al., 2021);
     cells that are regrouped per epoch, as COMET of MariusGNN (Waleffe et al., 2023).
 
-    Holds 2 or 4 bytes for each sample and column, the distinct ids, and 8 bytes for each sample of the last epoch. Does
-    not keep the columns. Methods may be called from several threads.
+    Holds 2 or 4 bytes for each sample and column, the distinct ids, and 2 or 4 bytes for each sample of the last
+    epoch. Does not keep the columns. Methods may be called from several threads.
 
     Args:
         columns: one or two arrays int64[N] of ids, not negative: the ids of sample i are ``columns[c][i]``.
@@ -97,14 +101,16 @@ class BlockOrder:
                 f"BlockOrder: blocks must be an int or one per column, got {len(counts)} for {len(columns)} columns"
             )
         self._seed = as_whole(seed, what="seed", table="BlockOrder", low=0, high=_MAX_WHOLE)
-        ids = [_checked(column, at) for at, column in enumerate(columns)]
+        ids = [_ids(column, f"column {at}") for at, column in enumerate(columns)]
         if len(ids[0]) != len(ids[-1]):
             raise ValueError(
                 f"BlockOrder: columns must have equal lengths, got {len(ids[0])} ids in column 0 and {len(ids[1])} in "
                 f"column 1"
             )
         self._num_samples = len(ids[0])
-        self._columns = [_column(one, count, at) for at, (one, count) in enumerate(zip(ids, counts, strict=True))]
+        self._columns = [
+            _column(one, count, at, self._seed) for at, (one, count) in enumerate(zip(ids, counts, strict=True))
+        ]
         sizes = [len(column.ids) for column in self._columns]
         #: The columns from the outer to the inner one.
         self._nesting = sorted(range(len(sizes)), key=lambda at: -sizes[at])
@@ -113,7 +119,7 @@ class BlockOrder:
     @property
     def blocks(self) -> tuple[int, ...]:
         """The number of blocks of each column."""
-        return tuple(column.blocks for column in self._columns)
+        return tuple(column.blocks.count for column in self._columns)
 
     @property
     def seed(self) -> int:
@@ -136,18 +142,20 @@ class BlockOrder:
         Raises:
             TypeError, ValueError: `epoch`, `batch_size` or `first` is not an int or is out of range.
         """
-        grouped, ends = self._plan(epoch, batch_size)
-        total = int(ends[-1])
+        total = self.num_batches(epoch, batch_size)
         first = as_whole(first, what="first", table="BlockOrder", low=0, high=total)
-        return self._batches(grouped, ends, int(batch_size), first)
+        return self._batches(int(epoch), int(batch_size), first)
 
     def num_batches(self, epoch: int, batch_size: int) -> int:
-        """Return the number of batches of an epoch; it differs a little between epochs, since pairs end short.
+        """Return the number of batches of an epoch, the same for every epoch.
 
         Raises:
             TypeError, ValueError: see `batches`.
         """
-        return int(self._plan(epoch, batch_size)[1][-1])
+        _epoch(epoch)
+        size = as_whole(batch_size, what="batch_size", table="BlockOrder", low=1, high=_MAX_WHOLE)
+        pairs = min(math.prod(self.blocks), self._num_samples)
+        return (self._num_samples + pairs * (size - 1)) // size  # when each pair ends with a batch of one sample
 
     def members(self, epoch: int, column: int, block: int) -> Ids:
         """Return the distinct ids of a column that are in a block in this epoch, int64[M], ascending.
@@ -158,8 +166,8 @@ class BlockOrder:
             TypeError, ValueError: `epoch`, `column` or `block` is not an int or is out of range.
         """
         found, epoch = self._column(column), _epoch(epoch)
-        block = as_whole(block, what="block", table="BlockOrder", low=0, high=found.blocks - 1)
-        members: Ids = found.ids[self._blocks(column).of(found.ids, epoch) == block]
+        block = as_whole(block, what="block", table="BlockOrder", low=0, high=found.blocks.count - 1)
+        members: Ids = found.ids[found.blocks.of(found.ids, epoch) == block]
         return members
 
     def block_of(self, ids: ArrayLike, epoch: int, column: int) -> Ids:
@@ -173,61 +181,64 @@ class BlockOrder:
         Raises:
             TypeError, ValueError: see `members`. IndexError: a negative id.
         """
-        self._column(column)
-        return self._blocks(column).of(_ids(ids, "ids"), _epoch(epoch)).astype(np.int64)
+        return self._column(column).blocks.of(_ids(ids, "ids"), _epoch(epoch)).astype(np.int64)
 
     def _column(self, column: int) -> _Column:
         return self._columns[as_whole(column, what="column", table="BlockOrder", low=0, high=len(self._columns) - 1)]
 
-    def _blocks(self, column: int) -> Blocks:
-        return Blocks(column, self._columns[column].blocks, self._seed)
-
-    def _plan(self, epoch: int, batch_size: int) -> tuple[_Epoch, Ids]:
-        """Return the samples of an epoch by pair, and the number of batches up to the end of each pair."""
-        epoch = _epoch(epoch)
-        size = as_whole(batch_size, what="batch_size", table="BlockOrder", low=1, high=_MAX_WHOLE)
-        grouped = self._last
-        if grouped is None or grouped.epoch != epoch:
-            grouped = self._last = self._grouped(epoch)
+    def _ends(self, grouped: _Epoch, size: int) -> Ids:
+        """Return the number of batches up to the end of each pair."""
         counts = np.diff(grouped.starts, append=self._num_samples)
-        return grouped, np.cumsum((counts - 1) // size + 1)
+        least = (counts - 1) // size + 1
+        room = np.cumsum(counts - least)  # batches that could be added, one for each sample
+        added = room * (self.num_batches(0, size) - int(least.sum())) // max(1, int(room[-1]))
+        ends: Ids = np.cumsum(least) + added
+        return ends
 
     def _grouped(self, epoch: int) -> _Epoch:
         """Sort the samples by their pair's place in the visiting order."""
-        columns = [(self._columns[at], self._blocks(at).of_cells(epoch).astype(np.int64)) for at in self._nesting]
+        columns = [self._columns[at] for at in self._nesting]
+        blocks_of_cells = [column.blocks.of_cells(epoch).astype(np.int64) for column in columns]
         pairs = math.prod(self.blocks)
         # A stable sort of uint16 is a radix sort.
         places: npt.NDArray[np.uint16 | np.uint32 | np.int64]
         places = np.empty(self._num_samples, group_type(pairs) if pairs <= 1 << 32 else np.int64)
         for part in parts(self._num_samples):
             place: Ids | int = 0
-            for column, block_of_cells in columns:
-                inner = block_of_cells[column.cells[part]]
+            for column, block_of_cells in zip(columns, blocks_of_cells, strict=True):
+                inner, count = block_of_cells[column.cells[part]], column.blocks.count
                 # The inner blocks run backwards at every second outer block.
-                place = place * column.blocks + np.where(place & 1, column.blocks - 1 - inner, inner)
+                place = place * count + np.where(place & 1, count - 1 - inner, inner)
             places[part] = place
         order = np.argsort(places, kind="stable")
         sorted_places = places[order]
+        if self._num_samples <= 1 << 32:
+            order = order.astype(group_type(self._num_samples))
         starts = np.flatnonzero(np.diff(sorted_places)) + 1
         starts = np.concatenate([np.zeros(1, np.int64), starts])
         return _Epoch(epoch, order, starts, sorted_places[starts].astype(np.int64))
 
-    def _batches(self, grouped: _Epoch, ends: Ids, size: int, first: int) -> Iterator[BlockBatch]:
+    def _batches(self, epoch: int, size: int, first: int) -> Iterator[BlockBatch]:
+        grouped = self._last
+        if grouped is None or grouped.epoch != epoch:
+            grouped = self._last = self._grouped(epoch)
         begins = np.append(grouped.starts, self._num_samples)
+        ends = self._ends(grouped, size)
         for pair in range(int(np.searchsorted(ends, first, side="right")), len(ends)):
             place = int(grouped.places[pair])
-            samples = grouped.order[begins[pair] : begins[pair + 1]]
-            samples = samples[permutation(len(samples), self._seed, grouped.epoch, _SAMPLES, place)]
+            samples = grouped.order[begins[pair] : begins[pair + 1]].astype(np.int64)
+            samples = samples[permutation(len(samples), self._seed, epoch, _SAMPLES, place)]
             blocks = self._blocks_at(place)
-            skipped = max(0, first - (int(ends[pair - 1]) if pair else 0))
-            for start in range(skipped * size, len(samples), size):
-                yield BlockBatch(samples[start : start + size], blocks)
+            before = int(ends[pair - 1]) if pair else 0
+            cuts = np.arange(int(ends[pair]) - before + 1) * len(samples) // (int(ends[pair]) - before)
+            for start, end in pairwise(cuts[max(0, first - before) :].tolist()):
+                yield BlockBatch(samples[start:end], blocks)
 
     def _blocks_at(self, place: int) -> tuple[int, ...]:
         """Return the block of each column at a place of the visiting order."""
         blocks = {}
         if len(self._nesting) == 2:
-            inner = self._columns[self._nesting[1]].blocks
+            inner = self.blocks[self._nesting[1]]
             place, offset = divmod(place, inner)
             blocks[self._nesting[1]] = inner - 1 - offset if place & 1 else offset
         blocks[self._nesting[0]] = place
@@ -248,11 +259,7 @@ def _ids(values: ArrayLike, what: str) -> Ids:
     return ids
 
 
-def _checked(column: ArrayLike, at: int) -> Ids:
-    return _ids(column, f"column {at}")
-
-
-def _column(ids: Ids, blocks: object, at: int) -> _Column:
+def _column(ids: Ids, blocks: object, at: int, seed: int) -> _Column:
     count = as_whole(
         blocks, what=f"blocks of column {at}", table="BlockOrder", low=1, high=MAX_CELLS // CELLS_PER_BLOCK
     )
@@ -262,7 +269,7 @@ def _column(ids: Ids, blocks: object, at: int) -> _Column:
             f"BlockOrder: blocks of column {at} must be at most its number of distinct ids, {len(distinct)}, got "
             f"{shortened(count)}"
         )
-    return _Column(distinct, count, cells_of(ids, CELLS_PER_BLOCK * count))
+    return _Column(distinct, Blocks(at, count, seed), cells_of(ids, CELLS_PER_BLOCK * count))
 
 
 def _distinct(ids: Ids) -> Ids:

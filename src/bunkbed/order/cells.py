@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ Groups = npt.NDArray[np.uint16 | np.uint32]
 
 MAX_CELLS = 2**32 - 1
 CELLS_PER_BLOCK = 16
-_CELLS = 0  # of the random streams of one (seed, epoch): the cells of a column
+_CELLS = 0  # the random streams that regroup cells; `permutation` lists the streams
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 _AT_ONCE = 1 << 16
@@ -61,44 +61,53 @@ def cells_of(ids: Ids, num_cells: int) -> Groups:
     return cells
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks:
     """The blocks of one column: its cells, regrouped in each epoch.
 
     Attributes:
-        column: the place of the column; columns of one seed have other permutations.
-        num_blocks: the number of blocks.
+        column: the place of the column; the columns of one order have independent permutations.
+        count: the number of blocks.
         seed: 0 to 2**63 - 1.
     """
 
     column: int
-    num_blocks: int
+    count: int
     seed: int
 
     def of_cells(self, epoch: int) -> Groups:
-        """Return the block of each of ``CELLS_PER_BLOCK * num_blocks`` cells in an epoch."""
-        num_cells = CELLS_PER_BLOCK * self.num_blocks
-        found = np.empty(num_cells, group_type(self.num_blocks))
-        order = permutation(num_cells, self.seed, epoch, _CELLS, self.column)
-        found[order] = np.arange(num_cells) // CELLS_PER_BLOCK
+        """Return the block of each of ``CELLS_PER_BLOCK * count`` cells in an epoch."""
+        num_cells = CELLS_PER_BLOCK * self.count
+        found = np.empty(num_cells, group_type(self.count))
+        found[permutation(num_cells, self.seed, epoch, _CELLS, self.column)] = np.arange(num_cells) // CELLS_PER_BLOCK
         return found
 
     def of(self, ids: Ids, epoch: int) -> Groups:
-        """Return the block of each id in an epoch."""
-        return self.of_cells(epoch)[cells_of(ids, CELLS_PER_BLOCK * self.num_blocks)]
+        """Return the block of each id, [N], in an epoch."""
+        return self.of_cells(epoch)[cells_of(ids, CELLS_PER_BLOCK * self.count)]
 
 
 def permutation(n: int, seed: int, epoch: int, stream: int, index: int) -> Ids:
-    """Return a permutation of n from the keys of one random stream.
+    """Return a permutation of n, int64[n], from the keys of one random stream.
 
     The low bits of each key are its position. Keys are distinct, so every sorting algorithm gives the same result.
     `Generator.permutation` may change between NumPy's versions; the stream of a bit generator does not.
+
+    Args:
+        n: the length.
+        seed: 0 to 2**63 - 1.
+        epoch: 0 to 2**63 - 1.
+        stream: 0: the cells of column `index`; 1: the samples of the pair of blocks at place `index`.
+        index: 0 to 2**64 - 1.
     """
     philox = np.random.Philox(
         key=np.array([seed, epoch], np.uint64), counter=np.array([0, 0, stream, index], np.uint64)
     )
     low_bits = np.uint64((1 << n.bit_length()) - 1)
-    keys = philox.random_raw(n) & ~low_bits
+    keys: npt.NDArray[np.uint64] = philox.random_raw(n)
+    keys &= ~low_bits
     keys |= np.arange(n, dtype=np.uint64)
     keys.sort()
     keys &= low_bits
-    return keys.view(np.int64)
+    found: Ids = keys.view(np.int64)
+    return found

@@ -16,8 +16,9 @@ except ModuleNotFoundError as error:
     ) from None
 
 from bunkbed.torch.bag import EmbeddingBag
+from bunkbed.torch.block_sampler import BlockSampler
 from bunkbed.torch.embedding import Embedding
 from bunkbed.torch.lookahead import lookahead
 from bunkbed.torch.optimizer import Optimizer
 
-__all__ = ["Embedding", "EmbeddingBag", "Optimizer", "lookahead"]
+__all__ = ["BlockSampler", "Embedding", "EmbeddingBag", "Optimizer", "lookahead"]

@@ -79,6 +79,11 @@ class lookahead:  # in lower case, as it is used like a function
         self.depth = depth
         self.window = window
 
+    @property
+    def batch_sampler(self) -> Any:
+        """The loader's batch sampler, of which Lightning sets the epoch; None without one."""
+        return getattr(self.loader, "batch_sampler", None)
+
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError where the loader has no length
 

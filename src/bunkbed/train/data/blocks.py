@@ -42,12 +42,12 @@ class PairBlocks:
     @property
     def num_item_blocks(self) -> int:
         """The number of item blocks."""
-        return self._items.num_blocks
+        return self._items.count
 
     @property
     def least_members(self) -> int:
         """The fewest items that a block can have in any epoch."""
-        cells = np.zeros(CELLS_PER_BLOCK * self._items.num_blocks, np.int64)
+        cells = np.zeros(CELLS_PER_BLOCK * self._items.count, np.int64)
         for first in range(0, self._num_items, _CHUNK):
             ids = np.arange(first, min(first + _CHUNK, self._num_items))
             cells += np.bincount(cells_of(ids, len(cells)), minlength=len(cells))
@@ -56,8 +56,8 @@ class PairBlocks:
     def places(self, users: Int64Array, items: Int64Array, epoch: int) -> Groups:
         """Return the place of each pair's two blocks in the visiting order of an epoch: an unsigned integer[N]."""
         outer, inner = self._items.of(items, epoch), self._users.of(users, epoch)
-        last = self._users.num_blocks - 1
-        found = np.empty(len(users), group_type(self._users.num_blocks * self._items.num_blocks))
+        last = self._users.count - 1
+        found = np.empty(len(users), group_type(self._users.count * self._items.count))
         for part in parts(len(users)):
             forwards, block = inner[part].astype(np.int64), outer[part].astype(np.int64)
             found[part] = block * (last + 1) + np.where(block & 1, last - forwards, forwards)
@@ -65,7 +65,7 @@ class PairBlocks:
 
     def starts(self, pairs: Interactions, epoch: int) -> Int64Array:
         """Return the place of the first pair of each item block in the epoch, and the number of pairs: int64[Q + 1]."""
-        counts = np.zeros(self._items.num_blocks, np.int64)
+        counts = np.zeros(self._items.count, np.int64)
         for _, items in pairs.batches():
             counts += np.bincount(self._items.of(items, epoch), minlength=len(counts))
         return np.concatenate([[0], np.cumsum(counts)])
