@@ -18,18 +18,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import bunkbed as bb
-from bunkbed.core.types import Json
 from bunkbed.machine import remembered
-from bunkbed.machine.limits import memory_bytes
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.advice import advice
 from bunkbed.train.block_choice import decided
+from bunkbed.train.counters import Counters
 from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource
@@ -61,60 +59,6 @@ _DENSE_LR = 1e-3
 
 class _Interrupted(Exception):
     """Ends an evaluation after `Trainer.request_stop`."""
-
-
-@dataclass(frozen=True)
-class _Counters:
-    """Sums of the tables' counters."""
-
-    unique_rows: int
-    hits: int
-    misses: int
-    read_bytes: int
-    written_bytes: int
-    ram_bytes: int
-    stall_s: float
-    device_rows: int
-    device_hits: int
-    reads: int
-    moved_bytes: int
-
-    @classmethod
-    def of(cls, tables: Json) -> _Counters:
-        every = [table.stats() for table in tables.values()]
-        moved = sum(
-            memory_bytes(stats["ids"], stats["unique_rows"], table.dim, table.record_bytes)
-            for table, stats in zip(tables.values(), every, strict=True)
-        )
-
-        def total(name: str) -> int:
-            return int(sum(stats[name] for stats in every))
-
-        return cls(
-            total("unique_rows"),
-            total("hits"),
-            total("misses"),
-            total("read_bytes"),
-            total("written_bytes"),
-            total("ram_bytes"),
-            float(sum(stats["stall_s"] + stats.get("device_stall_s", 0.0) for stats in every)),
-            int(sum(stats.get("device_hits", 0) + stats.get("device_misses", 0) for stats in every)),
-            int(sum(stats.get("device_hits", 0) for stats in every)),
-            total("reads"),
-            int(moved),
-        )
-
-    def hit_rate_since(self, before: _Counters) -> float:
-        unique = self.unique_rows - before.unique_rows
-        return (self.hits - before.hits) / unique if unique else 0.0
-
-    def disk_share_since(self, before: _Counters) -> float:
-        unique = self.unique_rows - before.unique_rows
-        return (self.misses - before.misses) / unique if unique else 0.0
-
-    def device_hit_rate_since(self, before: _Counters) -> float | None:
-        rows = self.device_rows - before.device_rows
-        return (self.device_hits - before.device_hits) / rows if rows else None
 
 
 class Trainer:
@@ -332,7 +276,7 @@ class _Session:
     def _epoch(self) -> bool:
         """Train, evaluate and commit one epoch, or the rest of it; return False on a stop request."""
         trainer, progress = self._trainer, self._progress
-        before = _Counters.of(trainer.run.tables)
+        before = Counters.of(trainer.run.tables)
         seconds, pairs = trainer.step_seconds, trainer.pairs_done
         finished = self._steps(progress.epoch + 1)
         seconds, pairs = trainer.step_seconds - seconds, trainer.pairs_done - pairs
@@ -426,7 +370,7 @@ class _Session:
         self,
         metrics: dict[str, float],
         ranking: str,
-        before: _Counters,
+        before: Counters,
         seconds: float,
         pairs: int,
         eval_seconds: float,
@@ -443,7 +387,7 @@ class _Session:
             if is_best:
                 progress.best_epoch, progress.best = progress.epoch, metrics
             progress.settle_patience(config)
-        now = _Counters.of(trainer.run.tables)
+        now = Counters.of(trainer.run.tables)
         report = EpochReport(
             epoch=progress.epoch,
             epochs=config.epochs,
@@ -500,7 +444,7 @@ class _StepReports:
         self._losses = 0.0
         self._steps = 0
         self._samples = 0
-        self._counters = _Counters.of(self._session._trainer.run.tables)
+        self._counters = Counters.of(self._session._trainer.run.tables)
 
     def add(self, loss: float, samples: int, now: float) -> None:
         self._losses += loss
@@ -509,7 +453,7 @@ class _StepReports:
         if self._steps < self._min_steps or now - self._since < _REPORT_EVERY_S:
             return
         session, progress = self._session, self._session._progress
-        before, counters = self._counters, _Counters.of(session._trainer.run.tables)
+        before, counters = self._counters, Counters.of(session._trainer.run.tables)
         seconds = now - self._since
         report = StepReport(
             epoch=self._epoch,

@@ -124,12 +124,20 @@ def test_popular_negatives_of_a_block_come_as_often_as_the_batch_says():
 
 
 def test_a_user_with_a_whole_block_gets_any_item_of_it():
-    users = np.concatenate([np.zeros(NUM_ITEMS, np.int64), np.arange(1, NUM_USERS)])
-    items = np.concatenate([np.arange(NUM_ITEMS), np.arange(1, NUM_USERS) % NUM_ITEMS])
+    lacks = 5  # the only item that user 0 does not have
+    items = np.delete(np.arange(NUM_ITEMS), lacks)
+    users = np.concatenate([np.zeros(len(items), np.int64), np.arange(1, NUM_USERS)])
+    items = np.concatenate([items, np.arange(1, NUM_USERS) % NUM_ITEMS])
     batches, blocks = source(PAIRS.replace(users, items), negatives=5)
-    members = set(blocks.members(1, 0).tolist())
-    negatives = np.concatenate([batch.items[batch.users == 0, 1:].ravel() for batch in batches.batches(1)])
-    assert len(negatives) == 5 * NUM_ITEMS and set(negatives[: 5 * len(members)].tolist()) <= members
+    of_block = [set(blocks.members(1, block).tolist()) for block in range(BLOCKS[1])]
+    seen = 0
+    for batch in batches.batches(1):
+        mine = batch.users == 0
+        (members,) = [members for members in of_block if int(batch.items[0, 0]) in members]
+        negatives = set(batch.items[mine, 1:].ravel().tolist())
+        seen += int(mine.sum())
+        assert negatives <= ({lacks} if lacks in members else members)
+    assert seen == NUM_ITEMS - 1
 
 
 @pytest.mark.parametrize(
@@ -277,6 +285,19 @@ def test_auto_decides_once_and_the_run_stores_it(tmp_path):
         train(tmp_path / "roomy", replace(auto, order="blocks"))
     after = rows(tmp_path / "tight"), json.loads((tmp_path / "tight" / "metrics.jsonl").read_text().splitlines()[-1])
     assert after == before
+
+
+def test_the_batch_size_is_decided_with_the_order(tmp_path):
+    sizes = {"uniform": 4096, "blocks:1x1": 4096, "blocks:9x6": 2048}
+    assert {order: TrainConfig(order=order).step_pairs for order in sizes} == sizes
+    config = replace(CONFIG, order="auto", batch_size=None, epochs=1)
+    assert train(tmp_path / "roomy", config).config.batch_size == 4096
+    one = train(tmp_path / "tight", config, ram=TIGHT)
+    assert one.config.batch_size == 2048
+    assert len(one.losses) == one._source.steps(1) > len(DATA.train) / 4096 + 2
+    assert train(tmp_path / "tight", replace(config, epochs=2)).config.batch_size == 2048
+    with pytest.raises(ValueError, match="option batch_size=4096 differs from 2048"):
+        train(tmp_path / "tight", replace(config, epochs=3, batch_size=4096))
 
 
 def test_auto_fits_the_caches(tmp_path):
