@@ -301,6 +301,15 @@ CASES = (
         limit_s=900,
     ),
     Case(
+        "train-order",
+        "cases.training.quality_cases:orders",
+        "Gowalla and MovieLens-1M beyond their RAM, by blocks and in uniform order (an hour)",
+        "auto: <= 3x and <= 4x of all in RAM, >= 98 % of the quality; uniform: <= 30x and <= 15x",
+        ("torch", "pyarrow", "duckdb"),
+        limit_s=7200,
+        default=False,
+    ),
+    Case(
         "quality-bfloat16",
         "cases.training.quality_cases:bfloat16",
         "MovieLens-1M GMF with bfloat16 rows and row-wise Adagrad beside float32 and Adam (5 minutes)",

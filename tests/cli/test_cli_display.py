@@ -33,6 +33,7 @@ def step_report(epoch: int, step: int) -> StepReport:
         ssd_read_bytes_per_s=12.5 * MIB,
         ssd_write_bytes_per_s=4.0 * MIB,
         stall_share=0.034,
+        disk_share=0.065,
         time_s=done / 10,
     )
 
@@ -78,7 +79,7 @@ def test_the_panel_shows_every_figure() -> None:
         "ETA 1:15",
         "0.00714",
         "412,345 samples/s",
-        "93.4% of unique rows in RAM",
+        "93.4% of unique rows in RAM, 6.5% from disk",
         "14.0 MiB of 16.0 MiB",
         "read 12.5 MiB/s  write 4.0 MiB/s  waits 3.4%",
         "full ranking of 3,706 items",
@@ -113,7 +114,8 @@ def test_lines_where_there_is_no_terminal() -> None:
         display.note("stopping")
     assert file.getvalue().splitlines() == [
         "ml-1m",
-        "epoch 1/3 step 1/100 loss 1.00000 412,345 samples/s ETA 1:15 hits 93.4% RAM 14.0 MiB of 16.0 MiB "
+        "epoch 1/3 step 1/100 loss 1.00000 412,345 samples/s ETA 1:15 hits 93.4% from disk 6.5% "
+        "RAM 14.0 MiB of 16.0 MiB "
         "SSD read 12.5 MiB/s write 4.0 MiB/s waits 3.4%",
         "epoch 1/3 done loss 0.50000 hr@10 0.7000 ndcg@10 0.4000 mrr 0.3000 (full ranking of 3,706 items) "
         "best hits 93.0% RAM 15.0 MiB of 16.0 MiB in 20.4 s",

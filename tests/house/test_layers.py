@@ -52,7 +52,7 @@ PYTHON = {
     "keras": "adapters bunkbed core keras/base keras/shared keras/tensorflow keras/torch keras/workers table window",
     "train/settings": "core errors files",
     "train/output": "core files train/settings",
-    "train/data": "core errors files train/settings",
+    "train/data": "core errors files order train/settings",
     "train/models": "core run torch train/settings",
     "train/evaluate": "bunkbed core files run train/data train/models train/output train/settings",
     "train": "bunkbed core files machine run table torch train/data train/evaluate train/models train/output"

@@ -43,7 +43,7 @@ def test_planted_data_is_reproducible_and_has_a_ceiling() -> None:
 
 
 def result(**changes: object) -> DemoResult:
-    side = Side(32 << 20, 0.02, [0.7, 0.5], 0.9, 10, 20, {"ndcg@10": 0.4})
+    side = Side(32 << 20, "uniform", 0.02, [0.7, 0.5], 0.9, 10, 20, {"ndcg@10": 0.4})
     values: dict[str, object] = {
         "table_bytes": 164 << 20,
         "stored_rows": 224_000,

@@ -356,7 +356,7 @@ def test_a_finished_run_can_be_given_more_epochs(tmp_path):
 
 def test_losses_and_rows_are_the_same_for_every_budget(tmp_path):
     data = dataset(num_users=3000, num_items=600)
-    config = TrainConfig(dim=16, batch_size=256, epochs=2, lr=0.02, threads=1, eval_users=200)
+    config = TrainConfig(dim=16, batch_size=256, epochs=2, lr=0.02, threads=1, eval_users=200, order="uniform")
     roomy, _ = train(tmp_path / "roomy", config, data=data)
     reports = []
     tight_config = TrainConfig(**{**config.to_dict(), "ram": TIGHT_RAM})

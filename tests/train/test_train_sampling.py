@@ -43,7 +43,7 @@ def test_an_epoch_has_every_pair_once_as_a_positive():
 def test_any_batch_can_be_asked_for_at_any_time():
     pairs = random_interactions()
     one, other = source(pairs), source(pairs)
-    expected = {(e, s): one.batch(e, s) for e in (1, 2) for s in range(one.steps_per_epoch)}
+    expected = {(e, s): one.batch(e, s) for e in (1, 2) for s in range(one.steps(e))}
     for epoch, step in [(2, 5), (1, 9), (2, 0), (1, 0), (1, 1)]:
         batch = other.batch(epoch, step)
         np.testing.assert_array_equal(batch.users, expected[epoch, step].users)

@@ -1,8 +1,8 @@
 """Uniform batches of a table beyond its RAM: what a step takes, against what the device needs at least for it.
 
-``python -m benchmarks.cases.disk.access_paths`` writes a table of float32[64] rows with Adam state, commits it and opens
-it again with a tenth of its bytes. Each batch has distinct uniform ids, a share of the rows. A step is a lookup of the
-batch and its update, or the update alone.
+``python -m benchmarks.cases.disk.access_paths`` writes a table of float32[64] rows with Adam state, commits it and
+opens it again with a tenth of its bytes. Each batch has distinct uniform ids, a share of the rows. A step is a lookup
+of the batch and its update, or the update alone.
 
 The least time of the device, measured in turns with the steps: the bytes that must be read, one sweep of the live log
 (large reads) or one read for each wanted record (small reads), whichever is less, plus the bytes of the evicted records
@@ -119,8 +119,8 @@ def main() -> None:
                     ratios.append(step.seconds / floor)
                 what = "lookup + update" if lookup else "update"
                 print(
-                    f"{share:6.1%} {what:15}  {statistics.median(seconds):7.3f}  device {statistics.median(floors):7.3f}"
-                    f"  ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                    f"{share:6.1%} {what:15}  {statistics.median(seconds):7.3f}"
+                    f"  device {statistics.median(floors):7.3f}  ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                     f"  records %: {path_of(step.counts)}  read {step.counts['read_bytes'] / 1e6:,.0f} MB"
                     f"  compacted {step.counts['compacted_records']:,.0f}",
                     flush=True,

@@ -180,7 +180,7 @@ def report(name: str, trained: Trained, config: TrainConfig) -> None:
     digests = [hashlib.sha256(data).hexdigest()[:16] for data in (trained.losses.tobytes(), b"".join(trained.rows))]
     print(f"  losses sha256 {digests[0]}, rows and optimizer state sha256 {digests[1]}")
     print(
-        f"  {trained.step_ms:.2f} ms a step of {config.batch_size:,} pairs, "
+        f"  {trained.step_ms:.2f} ms a step of {config.step_pairs:,} pairs, "
         f"{trained.samples_per_s:,.0f} pairs/s; {trained.seconds:.0f} s with evaluation and commits"
     )
 

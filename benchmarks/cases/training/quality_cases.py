@@ -1,4 +1,4 @@
-"""`quality` and `train_speed`, which train on real data, as cases of the suite."""
+"""`quality`, `train_speed` and `block_order`, which train on real data, as cases of the suite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.cases.training import quality, train_speed
+from benchmarks.cases.training import block_order, quality, train_speed
 from benchmarks.harness.figures import Figure, Settings
 
 
@@ -67,6 +67,26 @@ def training_speed(settings: Settings) -> list[Figure]:
                 note=f"bunkbed {found['bunkbed']:,.0f}, torch {found['torch']:,.0f} pairs/s",
             )
         )
+    return figures
+
+
+def orders(settings: Settings) -> list[Figure]:
+    """Epochs within a budget, by blocks and in uniform order, beside all in RAM; the quality of blocks on Gowalla."""
+    figures = []
+    for name in ("gowalla", "ml1m-bce"):
+        arguments = [name, "--dir", str(settings.dir), "--data", str(settings.data), "--orders", "auto", "uniform"]
+        arguments += settings.pick(["--tiny"], ["--turns", "2"], ["--turns", "3"])
+        if name == "gowalla":
+            arguments += ["--quality", settings.pick("2", "5", "20")]
+        found = block_order.main(arguments)
+        for order, wanted in block_order.WANTED[name].items():
+            ratios = found[order]["ratios"]
+            note = f"{found[order]['order']}; {statistics.median(found[order]['missed']):,.0f} rows missed an epoch"
+            about = statistics.median(ratios), "x", min(ratios), max(ratios), len(ratios)
+            figures.append(Figure(f"{name}, {order} / all in RAM", *about, at_most=wanted, note=note))
+        if "quality" in found:
+            kept = found["quality"][found["auto"]["order"]] / found["quality"]["uniform"]
+            figures.append(Figure(f"{name}, {block_order.METRICS[name]}, auto / uniform", kept, at_least=0.98))
     return figures
 
 

@@ -54,7 +54,7 @@ class Ours:
         nowhere = Path(os.devnull).open("w")  # noqa: SIM115  open for good
         console = Console(file=nowhere, force_terminal=True, width=120)
         self._display = open_display(console, title="speed", metric=config.metric)
-        self._batch_size = config.batch_size
+        self._batch_size = config.step_pairs
 
     def turn(self, seconds: float) -> dict[str, float]:
         """Train that long, commit (not timed), and say how many pairs in how many seconds."""
@@ -106,7 +106,7 @@ class Theirs:
         while True:
             if self._next >= len(self._order):
                 self._order, self._next = torch.randperm(len(self._order)), 0
-            chosen = self._order[self._next : self._next + self._config.batch_size]
+            chosen = self._order[self._next : self._next + self._config.step_pairs]
             self._next += len(chosen)
             losses.append(self._step(self._users[chosen], self._items[chosen]))
             pairs += len(chosen)
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     config = configured(settings.name, tiny=settings.tiny)
     print(common.machine())
     print(
-        f"{settings.name}: {config.model} {config.loss}, dim {config.dim}, batch {config.batch_size:,}, "
+        f"{settings.name}: {config.model} {config.loss}, dim {config.dim}, batch {config.step_pairs:,}, "
         f"{config.negatives} {'shared' if config.share_negatives else 'own'} negatives; "
         f"threads {settings.threads or 'by default'}"
     )
@@ -228,7 +228,7 @@ def report(turns: dict[str, list[dict[str, Any]]], config: TrainConfig) -> dict[
     for side, values in rates.items():
         print(
             f"{side:>8}: {common.spread(values, 'pairs/s', 1)}; "
-            f"{config.batch_size / statistics.median(values) * 1e3:.2f} ms a step; "
+            f"{config.step_pairs / statistics.median(values) * 1e3:.2f} ms a step; "
             f"loss {turns[side][-1]['loss']:.4f}"
         )
     ratios = [ours / theirs for ours, theirs in zip(rates["bunkbed"], rates["torch"], strict=True)]

@@ -18,16 +18,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import bunkbed as bb
-from bunkbed.core.types import Json
-from bunkbed.machine.limits import memory_bytes
-from bunkbed.machine.read_paths import PATHS
+from bunkbed.machine import remembered
 from bunkbed.torch import Optimizer, lookahead
+from bunkbed.train.advice import advice
+from bunkbed.train.block_choice import decided
+from bunkbed.train.counters import Counters
+from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource
 from bunkbed.train.data.splits import split
@@ -35,7 +36,7 @@ from bunkbed.train.data.stream import STREAM_FOLDER, open_split
 from bunkbed.train.evaluate.evaluator import Evaluator
 from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.models.recommender import Recommender, create_tables
-from bunkbed.train.output.events import EpochReport, EvalReport, Event, Outcome, StepReport
+from bunkbed.train.output.events import Advice, EpochReport, EvalReport, Event, Outcome, StepReport
 from bunkbed.train.output.progress import MetricsLog, Progress
 from bunkbed.train.settings.config import TrainConfig
 
@@ -60,58 +61,6 @@ class _Interrupted(Exception):
     """Ends an evaluation after `Trainer.request_stop`."""
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """Sums of the tables' counters."""
-
-    unique_rows: int
-    hits: int
-    read_bytes: int
-    written_bytes: int
-    ram_bytes: int
-    stall_s: float
-    device_rows: int
-    device_hits: int
-    reads: int
-    moved_bytes: int
-    records: dict[str, int]
-    wanted_bytes: int
-
-    @classmethod
-    def of(cls, tables: Json) -> _Counters:
-        every = [table.stats() for table in tables.values()]
-        moved = sum(
-            memory_bytes(stats["ids"], stats["unique_rows"], table.dim, table.record_bytes)
-            for table, stats in zip(tables.values(), every, strict=True)
-        )
-
-        def total(name: str) -> int:
-            return int(sum(stats[name] for stats in every))
-
-        return cls(
-            total("unique_rows"),
-            total("hits"),
-            total("read_bytes"),
-            total("written_bytes"),
-            total("ram_bytes"),
-            float(sum(stats["stall_s"] + stats.get("device_stall_s", 0.0) for stats in every)),
-            int(sum(stats.get("device_hits", 0) + stats.get("device_misses", 0) for stats in every)),
-            int(sum(stats.get("device_hits", 0) for stats in every)),
-            total("reads"),
-            int(moved),
-            {path: total(counter) for path, counter in PATHS.items()},
-            int(sum(s["read_records"] * t.record_bytes for t, s in zip(tables.values(), every, strict=True))),
-        )
-
-    def hit_rate_since(self, before: _Counters) -> float:
-        unique = self.unique_rows - before.unique_rows
-        return (self.hits - before.hits) / unique if unique else 0.0
-
-    def device_hit_rate_since(self, before: _Counters) -> float | None:
-        rows = self.device_rows - before.device_rows
-        return (self.device_hits - before.device_hits) / rows if rows else None
-
-
 class Trainer:
     """Trainer of a recommender in a run; continues from the run's last commit if there is one.
 
@@ -132,7 +81,12 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, data: Dataset, run: Run) -> None:
-        self.config = config
+        self._progress = Progress()
+        if run.epoch:
+            self._progress, config = Progress.from_meta(run.meta, config)
+        tables = create_tables(run, config, data.num_users, data.num_items)
+        #: The options, with a decided order and batch size.
+        self.config = config = decided(config, tables)
         self.run = run
         parts = open_split(data.train, config, run.path / STREAM_FOLDER) if config.stream else split(data.train, config)
         train, valid = parts.train, parts.valid
@@ -141,7 +95,7 @@ class Trainer:
         self._num_users, self._num_items = data.num_users, data.num_items
         self._source = BatchSource(
             train,
-            batch_size=config.batch_size,
+            batch_size=config.step_pairs,
             negatives=config.negatives,
             shared=config.share_negatives,
             popular=config.sampling == "popularity",
@@ -149,6 +103,7 @@ class Trainer:
             seed=config.seed,
             seen=parts.seen() if config.reject_seen else None,
             order=self._order,
+            blocks=pair_blocks(config, train),
         )
         self._evaluator = None
         if valid is not None:
@@ -161,8 +116,7 @@ class Trainer:
                 eval_users=config.eval_users,
                 seed=config.seed,
             )
-        self._progress = Progress() if run.epoch == 0 else Progress.from_meta(run.meta, config)
-        self.model = Recommender(config, create_tables(run, config, data.num_users, data.num_items))
+        self.model = Recommender(config, tables)
         dense = self.model.dense_parameters()
         dense_lr = config.lr if config.optimizer == "adam" else _DENSE_LR
         self._dense_lr = dense_lr
@@ -197,8 +151,13 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of every epoch."""
-        return self._source.steps_per_epoch
+        """Steps of the present epoch. With blocks, epochs differ in a few steps."""
+        return self._source.steps(min(self._progress.epoch + 1, self.config.epochs))
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether all steps of the present epoch are done, but not its evaluation."""
+        return self._progress.step == self.steps_per_epoch
 
     @property
     def num_pairs(self) -> int:
@@ -209,6 +168,11 @@ class Trainer:
     def samples_users(self) -> bool:
         """Whether evaluations during training use a sample of the users with held-out pairs."""
         return self._evaluator is not None and self._evaluator.samples_users
+
+    def advice(self) -> Advice | None:
+        """Return advice if an epoch is predicted to take more than five times as long as in RAM; measures nothing."""
+        machine = remembered(self.run.path) or remembered()
+        return advice(self.config, self.run.tables, self._num_pairs, machine, is_new=not self._progress.global_step)
 
     def request_stop(self) -> None:
         """Finish the current step, commit, and return from `fit`. Safe in a signal handler, idempotent.
@@ -315,7 +279,7 @@ class _Session:
     def _epoch(self) -> bool:
         """Train, evaluate and commit one epoch, or the rest of it; return False on a stop request."""
         trainer, progress = self._trainer, self._progress
-        before = _Counters.of(trainer.run.tables)
+        before = Counters.of(trainer.run.tables)
         seconds, pairs = trainer.step_seconds, trainer.pairs_done
         finished = self._steps(progress.epoch + 1)
         seconds, pairs = trainer.step_seconds - seconds, trainer.pairs_done - pairs
@@ -409,7 +373,7 @@ class _Session:
         self,
         metrics: dict[str, float],
         ranking: str,
-        before: _Counters,
+        before: Counters,
         seconds: float,
         pairs: int,
         eval_seconds: float,
@@ -426,7 +390,7 @@ class _Session:
             if is_best:
                 progress.best_epoch, progress.best = progress.epoch, metrics
             progress.settle_patience(config)
-        now = _Counters.of(trainer.run.tables)
+        now = Counters.of(trainer.run.tables)
         report = EpochReport(
             epoch=progress.epoch,
             epochs=config.epochs,
@@ -485,7 +449,7 @@ class _StepReports:
         self._losses = 0.0
         self._steps = 0
         self._samples = 0
-        self._counters = _Counters.of(self._session._trainer.run.tables)
+        self._counters = Counters.of(self._session._trainer.run.tables)
 
     def add(self, loss: float, samples: int, now: float) -> None:
         self._losses += loss
@@ -494,7 +458,7 @@ class _StepReports:
         if self._steps < self._min_steps or now - self._since < _REPORT_EVERY_S:
             return
         session, progress = self._session, self._session._progress
-        before, counters = self._counters, _Counters.of(session._trainer.run.tables)
+        before, counters = self._counters, Counters.of(session._trainer.run.tables)
         seconds = now - self._since
         report = StepReport(
             epoch=self._epoch,
@@ -513,6 +477,7 @@ class _StepReports:
             stall_share=min(1.0, (counters.stall_s - before.stall_s) / seconds),
             time_s=now - session._began,
             device_hit_rate=counters.device_hit_rate_since(before),
+            disk_share=counters.disk_share_since(before),
         )
         session._log.write(report)
         session._tell(report)

@@ -8,7 +8,8 @@ use generalised matrix factorization (He et al. 2017): `ML1M_BCE` with cross-ent
 pair, `ML1M` with BPR. `ML1M_NEUMF` is `ML1M_BCE` with the same paper's NeuMF. `GOWALLA` is for Gowalla in the LightGCN
 authors' split (full ranking): matrix factorization with BPR. `ML1M_BF16` is `ML1M` with bfloat16 rows and row-wise
 Adagrad, at 132 bytes a row instead of 768. With BPR, the pairs of a step share hundreds of negatives, so a step touches
-few rows, and harder negatives weigh more. All recipes need a strong L2.
+few rows, and harder negatives weigh more. All recipes need a strong L2. Their pairs are in uniform order for every
+budget.
 
 >>> RECIPES["gowalla"].loss
 'bpr'
@@ -34,6 +35,7 @@ ML1M = TrainConfig(
     hardness=0.5,
     batch_size=1024,
     epochs=8,
+    order="uniform",
     valid="random",
     ranking="sampled",
     metric="ndcg@10",
@@ -49,6 +51,7 @@ ML1M_BCE = TrainConfig(
     negatives=8,
     batch_size=4096,
     epochs=20,
+    order="uniform",
     valid="random",
     ranking="sampled",
     metric="ndcg@10",
@@ -71,6 +74,7 @@ GOWALLA = TrainConfig(
     hardness=3.0,
     batch_size=2048,
     epochs=12,
+    order="uniform",
     valid="none",
     metric="recall@20",
     ks="20",

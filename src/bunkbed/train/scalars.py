@@ -47,10 +47,9 @@ class Scalars:
 
         # If training stopped within an evaluation, all steps of the epoch are done, but the epoch's own figures, which
         # belong to its last step, are not committed.
-        is_owed = trainer.step == (trainer.epoch + 1) * trainer.steps_per_epoch
         self.folder = Path(trainer.run.path) / "tensorboard"
         require_real(self.folder)
-        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + (0 if is_owed else 1))
+        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + (0 if trainer.owes_evaluation else 1))
 
     def __call__(self, event: Event) -> None:
         """Write the report of a step or an epoch; ignore reports of an evaluation under way."""

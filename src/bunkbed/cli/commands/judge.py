@@ -42,7 +42,7 @@ def evaluate(
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.settings.config import TrainConfig
 
-    settings = TrainConfig.from_dict(stored["train"])
+    settings = TrainConfig.of_run(stored["train"])
     cutoffs = None if ks is None else replace(settings, ks=ks).cutoffs
     data = (open_dataset if settings.stream else load_dataset)(run / DATA_NAME)
     with stderr().status("ranking"):
@@ -80,7 +80,7 @@ def recommend(
     from bunkbed.train.evaluate.recommend import recommend as best_items
     from bunkbed.train.settings.config import TrainConfig
 
-    settings = TrainConfig.from_dict(stored["train"])
+    settings = TrainConfig.of_run(stored["train"])
     folder = run / DATA_NAME
     users, items = load_vocabs(folder)
     index = users.index(user, what="user")

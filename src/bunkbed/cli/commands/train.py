@@ -167,6 +167,8 @@ def _start(
             console.print("splitting", style="dim")
         with console.status("splitting") if config.stream else nullcontext():
             trainer = Trainer(config, data, run)
+        config = trainer.config
+        write_config(folder, {**about, "train": config.to_dict()})  # with the decided order
     except BaseException:
         if run is not None:
             run.close(commit=False)
@@ -223,6 +225,7 @@ def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool
             _say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
         data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         trainer = Trainer(config, data, run)
+        config = trainer.config
     except BaseException:
         run.close(commit=False)
         raise
@@ -267,6 +270,12 @@ def _fit(
 
     with run:
         _say_tables(console, run, config)
+        advice = trainer.advice()
+        if advice is not None:
+            for line in advice.lines():
+                console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True, highlight=False)
+            if as_json:
+                print_json({"kind": "advice", **asdict(advice)})
         with (
             open_display(console, title=f"{source}   {name}   {folder}", metric=config.metric) as display,
             _graceful(trainer, display),
@@ -348,7 +357,10 @@ def _resumed_config(folder: Path, options: Json, given: set[str]) -> TrainConfig
     Raises:
         UsageProblem: a given option may not change on resuming, and differs.
     """
-    stored = dict(read_config(folder)["train"])
+    started = _checked({"order": "uniform", **read_config(folder)["train"]})
+    stored = started.to_dict()
+    if "order" in given:
+        options = {**options, "order": _checked({"order": options["order"]}).with_decisions_of(started).order}
     for name in sorted(given & {*options, *_READING}):
         flag = "--" + name.replace("_", "-")
         if name not in options:
@@ -415,6 +427,11 @@ def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
         f"RAM budget {_ram(config)}{f', {times:.1f} times smaller' if times > 1 else ''}",
         soft_wrap=True,
     )
+    if config.blocks is not None:
+        users, items = config.blocks
+        console.print(
+            f"[b]order[/b]   pairs by {users:,} blocks of users and {items:,} of items ({config.order})", soft_wrap=True
+        )
 
 
 def _say_outcome(

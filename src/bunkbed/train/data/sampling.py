@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed import _native
+from bunkbed.train.data.blocks import PairBlocks
 from bunkbed.train.data.interactions import Interactions
 
 __all__ = [
@@ -143,14 +144,20 @@ class SeenPairs:
         return self._native.items_of(user)
 
     def replace_by_unseen(
-        self, users: Int64Array, items: Int64Array, at: Int64Array, random: npt.NDArray[np.uint64]
+        self,
+        users: Int64Array,
+        items: Int64Array,
+        at: Int64Array,
+        random: npt.NDArray[np.uint64],
+        among: Int64Array | None = None,
     ) -> None:
         """Replace ``items[at]`` by items that the user does not have, chosen by ``random uint64[len(at)]``.
 
-        Slow but certain, for users with most items. For a user with all items, the item is not changed.
+        Slow but certain, for users with most items. `among` are the items to choose from, ``int64[M]``; None: all. For
+        a user with all of these, the item is not changed.
         """
         for user in np.unique(users[at]).tolist():
-            unseen = np.setdiff1d(np.arange(self._num_items), self.items_of(user))
+            unseen = np.setdiff1d(np.arange(self._num_items) if among is None else among, self.items_of(user))
             if len(unseen):
                 mine = users[at] == user
                 items[at[mine]] = unseen[(random[mine] % np.uint64(len(unseen))).astype(np.int64)]
@@ -193,14 +200,19 @@ class OrderInMemory:
     NumPy sorts, not DuckDB, which needs up to three times as long at the start of each epoch.
     """
 
-    def __init__(self, pairs: Interactions, seed: int) -> None:
+    def __init__(self, pairs: Interactions, seed: int, blocks: PairBlocks | None = None) -> None:
         self._pairs = pairs
         self._seed = seed
+        self._blocks = blocks
         self._order: tuple[int, Int64Array] | None = None
 
     def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, random_order(self._seed, STREAM_ORDER, epoch, len(self._pairs)))
+            order = random_order(self._seed, STREAM_ORDER, epoch, len(self._pairs))
+            if self._blocks is not None:
+                places = self._blocks.places(self._pairs.users, self._pairs.items, epoch)
+                order = order[np.argsort(places[order], kind="stable")]
+            self._order = (epoch, order)
         chosen = self._order[1][first:last]
         return self._pairs.users[chosen], self._pairs.items[chosen]
 
@@ -208,21 +220,94 @@ class OrderInMemory:
         self._order = None
 
 
+class _Items:
+    """The items from which negatives are drawn uniformly: `members`, or all."""
+
+    def __init__(self, num_items: int, members: Int64Array | None = None) -> None:
+        self.members = members
+        self._count = num_items if members is None else len(members)
+
+    def draw(self, random: np.random.Philox, count: int) -> Int64Array:
+        """Draw items, with repetitions."""
+        return self._named(_draw(random, count, self._count))
+
+    def different(self, random: np.random.Philox, count: int) -> tuple[Int64Array, Int64Array]:
+        """Return different items, and how often each was drawn."""
+        return self._named(_distinct_items(random, count, self._count)), np.ones(count, dtype=np.int64)
+
+    def log_q(self, items: Int64Array) -> Float32Array | None:
+        """Return the logarithms of the probabilities of items, or None where they are equal."""
+        return None
+
+    def _named(self, drawn: Int64Array) -> Int64Array:
+        return drawn if self.members is None else self.members[drawn]
+
+
+class _PopularItems(_Items):
+    """Items that are drawn in proportion to 1 + their pairs, so that each logarithm of a probability is finite.
+
+    Owns 8 bytes an item, with `log_q` 4 more.
+    """
+
+    def __init__(self, pairs: Interactions, log_q: bool) -> None:
+        super().__init__(pairs.num_items)
+        self._pairs = pairs
+        self.weights = np.ones(pairs.num_items, dtype=np.int64)
+        for _, items in pairs.batches():  # np.bincount converts its argument to int64
+            self.weights += np.bincount(items, minlength=pairs.num_items)
+        self._log_q = np.log(self.weights / self.weights.sum()).astype(np.float32) if log_q else None
+
+    def draw(self, random: np.random.Philox, count: int) -> Int64Array:
+        pairs = self._pairs  # the item of a pair, or any item
+        items = _draw(random, count, len(pairs) + pairs.num_items)
+        of_pairs = items < len(pairs)
+        items[~of_pairs] -= len(pairs)
+        items[of_pairs] = pairs.items[items[of_pairs]]
+        return items
+
+    def different(self, random: np.random.Philox, count: int) -> tuple[Int64Array, Int64Array]:
+        return np.unique(self.draw(random, count), return_counts=True)
+
+    def log_q(self, items: Int64Array) -> Float32Array | None:
+        return None if self._log_q is None else self._log_q[items]
+
+
+class _PopularMembers(_PopularItems):
+    """`_PopularItems` of one block."""
+
+    def __init__(self, every: _PopularItems, members: Int64Array) -> None:
+        self._every = every
+        self.members = members
+        self._ends = np.cumsum(every.weights[members])
+        self._log_share = np.float32(np.log(self._ends[-1] / every.weights.sum()))
+
+    def draw(self, random: np.random.Philox, count: int) -> Int64Array:
+        drawn = _draw(random, count, int(self._ends[-1]))
+        return self._named(np.searchsorted(self._ends, drawn, side="right"))
+
+    def log_q(self, items: Int64Array) -> Float32Array | None:
+        log_q = self._every.log_q(items)
+        return None if log_q is None else log_q - self._log_share
+
+
 class BatchSource:
     """Source of batches of positive pairs with sampled negatives; batches can be requested in any order.
 
-    Owns the order of one epoch (8 bytes a pair) unless `order` is given, and with `log_q` 4 bytes an item. Not
-    thread-safe: the order is cached.
+    A batch has pairs of one item block, and negatives of that block. Owns the order of one epoch (8 bytes a pair)
+    unless `order` is given, and 8 bytes an item if items are drawn by popularity, with `log_q` 12. Only one thread may
+    call `batch`, because the order is cached; any thread may call `steps`.
 
     Args:
         shared: one set of negatives for all pairs of a step.
         popular: draw items in proportion to 1 + their pairs, instead of uniformly.
         log_q: set `Batch.log_q` for items that are drawn by popularity.
         seen: pairs that are never sampled as negatives, or None to sample any item.
-        order: every epoch's pairs, in the order of `random_order`; None makes the order in memory.
+        order: every epoch's pairs, in the order of `random_order` by `blocks`; None makes the order in memory.
+        blocks: of the pairs; None: no blocks.
 
     Raises:
-        ValueError: no training pairs, more shared negatives than items, or too many items to draw from.
+        ValueError: no training pairs, more shared negatives than items (of the least block), or too many items to draw
+            from.
     """
 
     def __init__(
@@ -237,6 +322,7 @@ class BatchSource:
         popular: bool = False,
         log_q: bool = False,
         order: PairOrder | None = None,
+        blocks: PairBlocks | None = None,
     ) -> None:
         if len(pairs) == 0:
             raise ValueError(f"{pairs.source or 'the data'} has no pairs to train on")
@@ -251,64 +337,82 @@ class BatchSource:
             raise ValueError(
                 f"option negatives={negatives} is more than the {pairs.num_items} items there are to share"
             )
+        least = pairs.num_items if blocks is None else blocks.least_members
+        if least < (negatives if shared and not popular else 1):
+            raise ValueError(
+                f"option negatives={negatives} is more than the {least} items that the smallest of the item blocks "
+                "has in some epoch; use fewer blocks, or fewer negatives"
+            )
         self._pairs = pairs
         self._shared = shared
         self._batch_size = batch_size
         self._negatives = negatives
         self._seed = seed
         self._seen = seen
-        self._popular = popular
-        self._log_q = _log_popularity(pairs) if popular and log_q else None
-        self._order = OrderInMemory(pairs, seed) if order is None else order
+        self._items = _PopularItems(pairs, log_q) if popular else _Items(pairs.num_items)
+        self._order = OrderInMemory(pairs, seed, blocks) if order is None else order
+        self._blocks = blocks
+        self._block: tuple[tuple[int, int], _Items] | None = None
+        self._cuts: dict[int, tuple[Int64Array, Int64Array]] = {}
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps in which every pair is a positive once; the last batch may be smaller."""
-        return -(-len(self._pairs) // self._batch_size)
+    def steps(self, epoch: int) -> int:
+        """Return the steps of an epoch, in which every pair is a positive once.
+
+        The last batch of each item block may be smaller.
+        """
+        return int(self._cuts_of(epoch)[1][-1])
 
     def batch(self, epoch: int, step: int) -> Batch:
         """Return batch `step` (from 0) of an epoch."""
-        users, positives = self._order.pairs(epoch, step * self._batch_size, (step + 1) * self._batch_size)
+        starts, ends = self._cuts_of(epoch)
+        block = int(np.searchsorted(ends, step, side="right"))
+        first = int(starts[block]) + (step - int(ends[block - 1] if block else 0)) * self._batch_size
+        users, positives = self._order.pairs(epoch, first, min(first + self._batch_size, int(starts[block + 1])))
         random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
+        pool = self._items_of(epoch, block)
         if self._shared:
-            negatives, counts = self._shared_negatives(random)
+            negatives, counts = pool.different(random, self._negatives)
             seen = None if self._seen is None else self._seen.clashes(users, negatives)
             items = np.concatenate([positives, negatives])
-            log_q = None
-            if self._log_q is not None:
-                log_q = self._log_q[items]
+            log_q = pool.log_q(items)
+            if log_q is not None:
                 log_q[len(positives) :] -= np.log(counts, dtype=np.float32)
             return Batch(users, items, seen, log_q)
         owners = np.repeat(users, self._negatives)
-        sampled = _sample_items(random, owners, self._draw, self._seen)
+        sampled = _sample_items(random, owners, pool.draw, self._seen, pool.members)
         items = np.empty((len(users), 1 + self._negatives), dtype=np.int64)
         items[:, 0] = positives
         items[:, 1:] = sampled.reshape(len(users), -1)
-        return Batch(users, items, log_q=None if self._log_q is None else self._log_q[items])
-
-    def _draw(self, random: np.random.Philox, count: int) -> Int64Array:
-        """Draw items, with repetitions."""
-        pairs = self._pairs
-        if not self._popular:
-            return _draw(random, count, pairs.num_items)
-        # Draws the item of a pair, or any item, so that each item's probability is positive and its logarithm finite.
-        items = _draw(random, count, len(pairs) + pairs.num_items)
-        of_pairs = items < len(pairs)
-        items[~of_pairs] -= len(pairs)
-        items[of_pairs] = pairs.items[items[of_pairs]]
-        return items
-
-    def _shared_negatives(self, random: np.random.Philox) -> tuple[Int64Array, Int64Array]:
-        """Return different items, and how often each was drawn."""
-        if not self._popular:
-            negatives = _distinct_items(random, self._negatives, self._pairs.num_items)
-            return negatives, np.ones(len(negatives), dtype=np.int64)
-        return np.unique(self._draw(random, self._negatives), return_counts=True)
+        return Batch(users, items, log_q=pool.log_q(items))
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from step `first` on."""
-        for step in range(first, self.steps_per_epoch):
+        for step in range(first, self.steps(epoch)):
             yield self.batch(epoch, step)
+
+    def _cuts_of(self, epoch: int) -> tuple[Int64Array, Int64Array]:
+        """Return the place of each item block's first pair, with the number of pairs, and the step that ends it."""
+        found = self._cuts.get(epoch)
+        if found is None:
+            pairs = self._pairs
+            starts = np.array([0, len(pairs)]) if self._blocks is None else self._blocks.starts(pairs, epoch)
+            found = starts, np.cumsum(-(-np.diff(starts) // self._batch_size))
+            self._cuts = {**{other: cuts for other, cuts in self._cuts.items() if abs(other - epoch) < 2}, epoch: found}
+        return found
+
+    def _items_of(self, epoch: int, block: int) -> _Items:
+        """Return the items that negatives of a block are drawn from."""
+        if self._blocks is None or self._blocks.num_item_blocks == 1:
+            return self._items
+        if self._block is None or self._block[0] != (epoch, block):
+            members = self._blocks.members(epoch, block)
+            pool = (
+                _PopularMembers(self._items, members)
+                if isinstance(self._items, _PopularItems)
+                else _Items(self._pairs.num_items, members)
+            )
+            self._block = (epoch, block), pool
+        return self._block[1]
 
 
 class BatchesAhead:
@@ -335,7 +439,7 @@ class BatchesAhead:
         Raises:
             Exception: the error of making a batch, at the place of the batch.
         """
-        for step in range(first, self._source.steps_per_epoch):
+        for step in range(first, self._source.steps(epoch)):
             if not self._made or self._made[0][0] != (epoch, step):
                 self._forget()
                 self._make(epoch, step)
@@ -347,7 +451,7 @@ class BatchesAhead:
             yield self._made.popleft()[1].result()
 
     def _after(self, epoch: int, step: int) -> tuple[int, int]:
-        return (epoch, step + 1) if step + 1 < self._source.steps_per_epoch else (epoch + 1, 0)
+        return (epoch, step + 1) if step + 1 < self._source.steps(epoch) else (epoch + 1, 0)
 
     def _make(self, epoch: int, step: int) -> None:
         self._made.append(((epoch, step), self._pool.submit(self._source.batch, epoch, step)))
@@ -388,16 +492,13 @@ def _distinct_items(random: np.random.Philox, count: int, num_items: int) -> Int
     return items[:count]
 
 
-def _log_popularity(pairs: Interactions) -> Float32Array:
-    """Return ``float32[num_items]``: logarithms of the probabilities of `BatchSource._draw` by popularity."""
-    counts = np.ones(pairs.num_items, dtype=np.int64)
-    for _, items in pairs.batches():  # np.bincount converts its argument to int64
-        counts += np.bincount(items, minlength=pairs.num_items)
-    likely: Float32Array = np.log(counts / counts.sum()).astype(np.float32)
-    return likely
-
-
-def _sample_items(random: np.random.Philox, owners: Int64Array, draw: Draw, seen: SeenPairs | None) -> Int64Array:
+def _sample_items(
+    random: np.random.Philox,
+    owners: Int64Array,
+    draw: Draw,
+    seen: SeenPairs | None,
+    among: Int64Array | None = None,
+) -> Int64Array:
     items = draw(random, len(owners))
     if seen is None:
         return items
@@ -408,5 +509,5 @@ def _sample_items(random: np.random.Philox, owners: Int64Array, draw: Draw, seen
         items[bad] = draw(random, len(bad))
         bad = bad[seen.contains(owners[bad], items[bad])]
     ranks = np.asarray(random.random_raw(len(bad)), dtype=np.uint64)
-    seen.replace_by_unseen(owners, items, bad, ranks)
+    seen.replace_by_unseen(owners, items, bad, ranks, among)
     return items

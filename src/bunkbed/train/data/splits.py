@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.sampling import STREAM_SPLIT, OrderInMemory, SeenPairs, order_keys
 from bunkbed.train.data.sort import Sorter
@@ -43,7 +44,7 @@ class Split:
 
     def order(self, config: TrainConfig) -> OrderInMemory:
         """Return the training pairs in each epoch's order."""
-        return OrderInMemory(self.train, config.seed)
+        return OrderInMemory(self.train, config.seed, pair_blocks(config, self.train))
 
 
 def split(interactions: Interactions, config: TrainConfig) -> Split:

@@ -6,8 +6,8 @@ For N pairs of U users, these replace the structures in memory as follows:
 2. *Seen items* are a hash of all pairs in memory (12 N bytes). Here the same sort writes one file of items, user by
    user, and one file with the start of each user. A batch reads the items of its users into the same native set.
 3. *The order of an epoch* (in memory 8 N bytes, and random access to 16 N bytes of pairs) is here a sort by
-   (key, place) into one file per epoch, which batches read sequentially. The thread that makes batches writes the file
-   when the epoch's first batch is requested.
+   (block, key, place) into one file per epoch, which batches read sequentially. The thread that makes batches writes
+   the file when the epoch's first batch is requested.
 4. *Evaluations* use a number of users (`eval_users`), and hold only their pairs, also after the training.
 
 DuckDB sorts, within the part of the budget that tables do not use (`TrainConfig.data_ram_bytes`). Files are raw
@@ -23,8 +23,9 @@ import json
 import mmap
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +33,16 @@ import numpy.typing as npt
 from bunkbed import _native
 from bunkbed.core.types import Array, Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
+from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.sampling import STREAM_EVAL, STREAM_ORDER, SeenPairs, first_of_order, order_keys
 from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.splits import keyed, number_type, pair_schema, pairs_by_user, refuse_nothing_held
 from bunkbed.train.data.vocab import DataError, Int64Array
 from bunkbed.train.settings.config import TrainConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = [
     "STREAM_FOLDER",
@@ -248,13 +253,15 @@ class StoredOrder:
         self._pairs = pairs
         self._folder = folder
         self._seed = config.seed
+        self._blocks = pair_blocks(config, pairs)
+        self._suffix = "" if config.blocks is None else "-{}x{}".format(*config.blocks)
         self._ram_bytes = config.data_ram_bytes
         self._record = np.dtype([("user", number_type(pairs.num_users)), ("item", number_type(pairs.num_items))])
         self._epoch: int | None = None
 
     def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
         """As `PairOrder.pairs`; the first call of an epoch makes its file."""
-        path = self._folder / f"epoch-{epoch}"
+        path = self._folder / f"epoch-{epoch}{self._suffix}"
         if self._epoch != epoch:
             self._make(epoch, path)
             self._epoch = epoch
@@ -271,13 +278,12 @@ class StoredOrder:
                 other.unlink()
         if path.exists() and self._is_whole(path):
             return
-        pairs = self._pairs
-        schema = pair_schema(pairs)
-        making = path.with_name(f"epoch-{epoch}.making")
+        making = path.with_name(f"{path.name}.making")
         sum_of_records = 0
         with Sorter(self._folder / "sorting", self._ram_bytes) as sorter, make_file(making) as file:
-            sorter.stream("pairs", schema, keyed(pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)))
-            for batch in sorter.batches('SELECT "user", "item" FROM pairs ORDER BY key, place'):
+            columns = self._columns(epoch)
+            sorter.stream("pairs", columns[0], columns[1])
+            for batch in sorter.batches('SELECT "user", "item" FROM pairs ORDER BY block, key, place'):
                 records = np.empty(len(batch), self._record)
                 records["user"] = batch.column(0).to_numpy()
                 records["item"] = batch.column(1).to_numpy()
@@ -285,6 +291,24 @@ class StoredOrder:
                 sum_of_records = zlib.crc32(records.data, sum_of_records)
             np.array([sum_of_records], _SUM).tofile(file)
         put_in_place(making, path)
+
+    def _columns(self, epoch: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        """Return the pairs with their keys and places, and the place of their blocks in the epoch."""
+        import pyarrow as pa
+
+        schema = pair_schema(self._pairs)
+        blocks = self._blocks
+        wider = schema.append(pa.field("block", pa.int64()))
+
+        def with_blocks() -> Iterator[pa.RecordBatch]:
+            for batch in keyed(self._pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)):
+                places = np.zeros(len(batch), np.int64)
+                if blocks is not None:
+                    users, items = (batch.column(at).to_numpy().astype(np.int64) for at in (0, 1))
+                    places[:] = blocks.places(users, items, epoch)
+                yield pa.record_batch([*batch.columns, pa.array(places)], schema=wider)
+
+        return wider, with_blocks()
 
     def _is_whole(self, path: Path) -> bool:
         """Return whether the epoch's file of an earlier process is complete and undamaged."""

@@ -1,7 +1,8 @@
 """The same training twice, with a small RAM budget and with everything in RAM, and the cost of the budget.
 
 1. Plant preferences and generate interactions (`bunkbed.train.demo.data`).
-2. Train within the budget, then with RAM for everything: same data, same seed, same threads.
+2. Train within the budget, then with RAM for everything: same data, same seed, same threads, and the order of pairs
+   that `bunkbed train` chooses for the budget.
 3. Compare every loss and every row, bit for bit. Time only steps after the first epoch, because first touches need no
    read and would make the budget look faster.
 4. Rank held-out items and compare with the planted optimum.
@@ -50,6 +51,7 @@ class Side:
 
     Attributes:
         ram_bytes: the budget.
+        order: the order of the pairs.
         step_seconds: wall time a step, in the median epoch after the first.
         losses: loss of every step.
         hit_rate: rows found in RAM / unique rows, after the first epoch.
@@ -60,6 +62,7 @@ class Side:
     """
 
     ram_bytes: int
+    order: str
     step_seconds: float
     losses: list[float]
     hit_rate: float
@@ -156,6 +159,7 @@ def run_demo(folder: Path, *, ram: int | str, seed: int, size: DemoSize, watcher
             loss="bpr",
             dim=size.dim,
             ram=num_bytes,
+            order=sides[0].order if sides else "auto",
             lr=5e-3,
             l2=1e-2,
             lr_decay=0.6,
@@ -210,7 +214,7 @@ def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[
     with Run(folder, ram=config.ram) as run:
         trainer = Trainer(config, planted.data, run)
         trainer.fit(on_event)
-        result = evaluate_run(run, planted.data, config)
+        result = evaluate_run(run, planted.data, trainer.config)
     # From the end of one epoch to the end of the next, with waits for reads, sampling and all other work.
     ends = [0.0, *(epoch.time_s for epoch in epochs)]
     seconds = [end - start for start, end in pairwise(ends)]
@@ -220,7 +224,8 @@ def _train(folder: Path, config: TrainConfig, planted: Planted, tell: Callable[[
         epochs_timed = epochs
     return Side(
         ram_bytes=parse_bytes(config.ram),
-        step_seconds=median(seconds) / trainer.steps_per_epoch,
+        order=trainer.config.order,
+        step_seconds=median(seconds) * config.epochs / len(trainer.losses),
         losses=list(trainer.losses),
         hit_rate=mean(epoch.unique_hit_rate for epoch in epochs_timed),
         read_bytes=sum(epoch.disk_read_bytes for epoch in epochs),

@@ -76,8 +76,8 @@ def summarize_run(folder: Path) -> RunSummary:
         meta = run.meta
     if "progress" not in meta:
         raise ValueError(f"{folder}: was not made by bunkbed train: its last commit has no progress")
-    config = TrainConfig.from_dict(meta["config"])
-    progress = Progress.from_meta(meta, config)
+    config = TrainConfig.of_run(meta["config"])
+    progress, _ = Progress.from_meta(meta, config)
     epochs = _finished_epochs(folder, progress.epoch)
     # An epoch that a resumed run finished may have had no step left.
     rates = [epoch["samples_per_s"] for epoch in epochs if epoch.get("samples_per_s")]

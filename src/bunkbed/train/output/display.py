@@ -146,7 +146,7 @@ class LiveDisplay:
         line = sparkline(self._losses, _BAR_WIDTH, ascii_only=self._console.options.ascii_only)
         loss = Text.from_markup(f"[b]{report.loss:.5f}[/b]  [dim]{report.samples_per_s:,.0f} samples/s[/]")
         grid.add_row("loss", Text(line, style="cyan"), loss)
-        rate = f"[b]{report.unique_hit_rate:.1%}[/b] of unique rows in RAM"
+        rate = f"[b]{report.unique_hit_rate:.1%}[/b] of unique rows in RAM, [b]{report.disk_share:.1%}[/b] from disk"
         grid.add_row("hits", _share(report.unique_hit_rate, "green"), Text.from_markup(rate))
         if report.device_hit_rate is not None:
             on_device = f"[b]{report.device_hit_rate:.1%}[/b] of unique rows there"
@@ -202,9 +202,10 @@ def step_line(report: StepReport) -> str:
     return (
         f"epoch {report.epoch}/{report.epochs} step {report.step}/{report.steps_per_epoch} "
         f"loss {report.loss:.5f} {report.samples_per_s:,.0f} samples/s ETA {format_seconds(report.eta_s)} "
-        f"{_device_text(report)}hits {report.unique_hit_rate:.1%} RAM {format_bytes(report.ram_bytes)} of "
-        f"{format_bytes(report.ram_budget_bytes)} SSD read {format_bytes(report.ssd_read_bytes_per_s)}/s "
-        f"write {format_bytes(report.ssd_write_bytes_per_s)}/s waits {report.stall_share:.1%}"
+        f"{_device_text(report)}hits {report.unique_hit_rate:.1%} from disk {report.disk_share:.1%} "
+        f"RAM {format_bytes(report.ram_bytes)} of {format_bytes(report.ram_budget_bytes)} "
+        f"SSD read {format_bytes(report.ssd_read_bytes_per_s)}/s write {format_bytes(report.ssd_write_bytes_per_s)}/s "
+        f"waits {report.stall_share:.1%}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["EpochReport", "EvalReport", "Event", "Outcome", "StepReport"]
+__all__ = ["Advice", "Change", "EpochReport", "EvalReport", "Event", "Outcome", "StepReport"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class StepReport:
         epoch: the epoch being trained, from 1.
         epochs: the epoch training ends with.
         step: steps done in this epoch.
-        steps_per_epoch: steps of every epoch.
+        steps_per_epoch: steps of this epoch.
         global_step: steps done since the run was started, including those before a resume.
         loss: mean over the steps since the last report.
         samples_per_s: positive pairs a second since the last report.
@@ -30,6 +30,7 @@ class StepReport:
             the model's work.
         time_s: seconds since `Trainer.fit` began.
         device_hit_rate: rows found on the device / unique rows wanted there; None without a device cache.
+        disk_share: rows read from disk / unique rows wanted; above 1 where a step reads rows twice.
     """
 
     epoch: int
@@ -48,6 +49,7 @@ class StepReport:
     time_s: float
     stall_share: float = 0.0
     device_hit_rate: float | None = None
+    disk_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,55 @@ class Outcome:
     best_epoch: int | None
     best: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options that would make a run faster.
+
+    Attributes:
+        options: as for ``bunkbed train``.
+        speedup: the predicted time of an epoch, divided by its time with these.
+    """
+
+    options: str
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A prediction that a run will be much slower than in RAM, and what would change it.
+
+    Attributes:
+        slowdown: the predicted time of an epoch, divided by its time in RAM.
+        rows_read: rows that a step reads from disk.
+        is_measured: the rates of the disk are measured ones; otherwise assumed ones.
+        changes: options that would change it.
+    """
+
+    slowdown: float
+    rows_read: float
+    is_measured: bool
+    changes: tuple[Change, ...]
+
+    def lines(self) -> list[str]:
+        """Return the advice as text.
+
+        >>> for line in Advice(64.6, 35_210.0, False, (Change("--order blocks", 8.1),)).lines():
+        ...     print(line)
+        slow: about 65 times the time of the same run in RAM; a step reads about 35,210 rows from disk
+        an estimate, with assumed rates of the disk (bunkbed plan measures them); these options would change it:
+          --order blocks: about 8.1 times faster
+        """
+        rates = "the measured rates of" if self.is_measured else "assumed rates of"
+        how = "" if self.is_measured else " (bunkbed plan measures them)"
+        return [
+            f"slow: about {_times(self.slowdown)} the time of the same run in RAM; a step reads about "
+            f"{self.rows_read:,.0f} rows from disk",
+            f"an estimate, with {rates} the disk{how}; these options would change it:",
+            *(f"  {change.options}: about {_times(change.speedup)} faster" for change in self.changes),
+        ]
+
+
+def _times(value: float) -> str:
+    return f"{value:.0f} times" if value >= 10 or value == round(value) else f"{value:.1f} times"

@@ -63,15 +63,17 @@ class Progress:
         return {"progress": asdict(self), "config": config.to_dict()}
 
     @classmethod
-    def from_meta(cls, meta: Json, config: TrainConfig) -> Progress:
-        """Return the progress from the result of `to_meta`.
+    def from_meta(cls, meta: Json, config: TrainConfig) -> tuple[Progress, TrainConfig]:
+        """Return the progress from the result of `to_meta`, and the config with the run's decisions.
 
         Raises:
             ValueError: an option that may not change differs from the run's.
         """
         if "progress" not in meta:
             raise ValueError("the run was not made by bunkbed train: its last commit has no progress")
-        started = TrainConfig.from_dict(meta["config"]).to_dict()
+        stored = TrainConfig.of_run(meta["config"])
+        config = config.with_decisions_of(stored)
+        started = stored.to_dict()
         for name, value in config.to_dict().items():
             if name not in FREE_TO_CHANGE and value != started[name]:
                 raise ValueError(
@@ -80,7 +82,7 @@ class Progress:
                 )
         progress = cls(**meta["progress"])
         progress.settle_patience(config)
-        return progress
+        return progress, config
 
     def settle_patience(self, config: TrainConfig) -> None:
         """Set `stopped_early` from the patience of `config`, which may change on resuming."""

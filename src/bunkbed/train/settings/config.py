@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from bunkbed.core.budget import parse_bytes
@@ -24,6 +24,8 @@ OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
 
 # With streaming, 1 / _DATA_SHARE of the budget is for sorting, the rest for the tables.
 _DATA_SHARE = 4
+_STEP_PAIRS, _STEP_PAIRS_OF_BLOCKS = 4096, 2048
+_ORDER = re.compile(r"auto|uniform|blocks(?::([1-9][0-9]*)(?:x([1-9][0-9]*))?)?")
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
 
@@ -46,7 +48,8 @@ class TrainConfig:
     """Options of one training run; each is a flag of ``bunkbed train`` and a key of its YAML file.
 
     Two runs that differ only in `ram`, `stream`, `device_cache`, `lookahead` and `window` (with equal data, machine and
-    library versions) end with equal rows and losses, bit for bit.
+    library versions) end with equal rows and losses, bit for bit, if their `order` is equal: ``"auto"`` depends on
+    `ram`.
 
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
@@ -61,6 +64,11 @@ class TrainConfig:
         stream: keep the interactions on disk, for more interactions than RAM holds: labels, splits, seen items and the
             order of every epoch. A quarter of `ram` (but at least 64 MiB) is then for sorting, the rest for the tables.
             Evaluations then need `eval_users`, also after the training.
+        order: the order of the pairs in an epoch. ``"uniform"``: random. ``"blocks:PxQ"``: users in P and items in Q
+            blocks, regrouped in every epoch (`bunkbed.BlockOrder`); the pairs of one user block and one item block
+            together, one block changes at a time, and negatives are items of the resident block. ``"blocks:P"``:
+            P blocks of both. ``"blocks"``: as few as the tables' RAM allows. ``"auto"``: uniform if the RAM holds every
+            row, otherwise blocks. The last two are decided once, when the run is created; the run stores the decision.
         optimizer: of the tables; dense weights always have Adam.
         dtype: of the stored weights: ``"float32"``, or ``"bfloat16"`` or ``"float16"``, rounded stochastically (by
             seed, so that equal runs stay equal); sums and optimizer state are float32 in any case.
@@ -70,7 +78,8 @@ class TrainConfig:
             applies only to rows of the batch, once per occurrence.
         bias: an item bias, kept as a third table of dim 1.
         epochs: passes over the training pairs.
-        batch_size: positive pairs a step.
+        batch_size: positive pairs a step. None: 4,096, or 2,048 in an order by blocks. There a step has about twice as
+            many pairs of each row that it trains, and the row has half as many steps of the optimizer.
         negatives: items sampled for each positive pair, again in every epoch.
         sampling: ``"uniform"``, or ``"popularity"``: in proportion to 1 + the item's training pairs; shared negatives
             are then this many draws, without duplicates. For ``loss="softmax"`` log q is subtracted from every score,
@@ -136,6 +145,13 @@ class TrainConfig:
         MEMORY,
         "Keep the interactions on disk, if RAM is too small for them; uses a quarter of --ram to sort them.",
     )
+    order: str = option(
+        "auto",
+        MEMORY,
+        "Visit the pairs in random order (uniform), or by blocks of users and items whose rows fit in RAM (blocks, "
+        "blocks:P or blocks:PxQ); auto: uniform if every row fits.",
+        metavar="ORDER",
+    )
     optimizer: str = option("adam", LEARNING, "Optimizer of the tables.", choices=tuple(OPTIMIZERS))
     dtype: str = option(
         "float32",
@@ -148,7 +164,9 @@ class TrainConfig:
     l2: float = option(0.0, LEARNING, "Weight of the L2 penalty on the rows of a batch.", above=0.0, least=0)
     bias: bool = option(False, MODEL, "Learn an item bias.")
     epochs: int = option(20, LEARNING, "Number of passes over the pairs.", least=1)
-    batch_size: int = option(4096, LEARNING, "Number of positive pairs per step.", least=1)
+    batch_size: int | None = option(
+        None, LEARNING, "Number of positive pairs per step; default: 4096, or 2048 in an order by blocks.", least=1
+    )
     negatives: int = option(4, LEARNING, "Number of sampled negatives per pair.", least=1)
     sampling: str = option(
         "uniform",
@@ -219,6 +237,7 @@ class TrainConfig:
             raise ValueError(
                 f"option device must be a device of torch such as cpu, cuda or cuda:1, got {self.device!r}"
             )
+        _ = self.blocks
         _ = self.valid_fraction
         if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
             raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
@@ -293,6 +312,30 @@ class TrainConfig:
         return fraction
 
     @property
+    def blocks(self) -> tuple[int, int] | None:
+        """The number of user blocks and of item blocks; None: no blocks, or undecided."""
+        match = _ORDER.fullmatch(self.order) if isinstance(self.order, str) else None
+        if match is None:
+            raise ValueError(
+                f"option order must be auto, uniform, blocks, blocks:P such as blocks:4, or blocks:PxQ for P blocks of "
+                f"users and Q of items, got {self.order!r}"
+            )
+        users, items = match.groups()
+        return (int(users), int(items or users)) if users else None
+
+    @property
+    def step_pairs(self) -> int:
+        """`batch_size`, or its default."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return _STEP_PAIRS if self.blocks in (None, (1, 1)) else _STEP_PAIRS_OF_BLOCKS
+
+    @property
+    def is_order_decided(self) -> bool:
+        """Whether `order` says what the order is, without the sizes of the tables."""
+        return self.order == "uniform" or self.blocks is not None
+
+    @property
     def layer_widths(self) -> tuple[int, ...]:
         """`layers` as numbers; the default of the model where it is empty."""
         if self.layers in ("", None):
@@ -347,3 +390,17 @@ class TrainConfig:
         # YAML and JSON parse a fraction as a number.
         fixed: Json = {name: str(v) if name in ("valid", "ks", "layers") else v for name, v in values.items()}
         return cls(**fixed)
+
+    @classmethod
+    def of_run(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Return the config that a run has stored; releases without `order` trained in uniform order."""
+        return cls.from_dict({"order": "uniform", **values})
+
+    def with_decisions_of(self, stored: TrainConfig) -> TrainConfig:
+        """Return this config with the order and the batch size of a stored run, where this one leaves them open."""
+        is_open = self.order == "auto" or (self.order == "blocks" and stored.blocks is not None)
+        return replace(
+            self,
+            order=stored.order if is_open else self.order,
+            batch_size=stored.batch_size if self.batch_size is None else self.batch_size,
+        )
