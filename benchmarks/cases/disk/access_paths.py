@@ -118,13 +118,15 @@ def main() -> None:
                     floors.append(floor)
                     ratios.append(step.seconds / floor)
                 what = "lookup + update" if lookup else "update"
-                print(
-                    f"{share:6.1%} {what:15}  {statistics.median(seconds):7.3f}"
-                    f"  device {statistics.median(floors):7.3f}  ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-                    f"  records %: {path_of(step.counts)}  read {step.counts['read_bytes'] / 1e6:,.0f} MB"
-                    f"  compacted {step.counts['compacted_records']:,.0f}",
-                    flush=True,
-                )
+                facts = [
+                    f"{share:6.1%} {what:15}  {statistics.median(seconds):7.3f}",
+                    f"device {statistics.median(floors):7.3f}",
+                    f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                    f"records %: {path_of(step.counts)}",
+                    f"read {step.counts['read_bytes'] / 1e6:,.0f} MB",
+                    f"compacted {step.counts['compacted_records']:,.0f}",
+                ]
+                print("  ".join(facts), flush=True)
 
 
 if __name__ == "__main__":
