@@ -288,6 +288,14 @@ CASES = (
         default=False,
     ),
     Case(
+        "block-quality",
+        "cases.training.block_quality:quality",
+        "MF-BPR on planted data, blocks of `bunkbed.BlockOrder` against a uniform shuffle, 20 seeds (5 minutes)",
+        needs=(),
+        limit_s=1500,
+        default=False,
+    ),
+    Case(
         "quality-bfloat16",
         "cases.training.quality_cases:bfloat16",
         "MovieLens-1M GMF with bfloat16 rows and row-wise Adagrad beside float32 and Adam (5 minutes)",

@@ -5,7 +5,9 @@
 
 ComplEx (Trouillon et al. 2016), trained as in Lacroix et al. 2018: reciprocal relations, Adagrad, the N3 penalty, and a
 softmax over entities. Here the softmax uses a sample that the batch shares (`--candidates`; the number of entities
-selects all). FOLDER contains train.txt, valid.txt and test.txt, optionally with .gz, of ``head<TAB>relation<TAB>tail``.
+selects all). Triples are visited by blocks of heads and of tails (`bunkbed.BlockOrder`) and the sample is drawn from
+the tails of the block, so that a graph larger than `--ram` reads little; `--blocks 1` shuffles all triples. FOLDER
+contains train.txt, valid.txt and test.txt, optionally with .gz, of ``head<TAB>relation<TAB>tail``.
 FB15k-237's test MRR was .316 after three epochs, two minutes on one core.
 """
 
@@ -108,6 +110,7 @@ def main() -> None:
     options.add_argument("--lr", type=float, default=0.1)
     options.add_argument("--penalty", type=float, default=0.05, help="N3")
     options.add_argument("--ram", default="64MiB", help="of both tables")
+    options.add_argument("--blocks", type=int, help="of heads and of tails; default: as few as fit in the RAM")
     given = options.parse_args()
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as temporary:
@@ -119,17 +122,22 @@ def main() -> None:
             known[head, relation].append(tail)
         model = ComplEx(entities, relations, given.rank, given.lr, Path(temporary), given.ram)
         optimizer = Optimizer(model)
+        blocks = given.blocks or bb.suggest_blocks([model.entity.table] * 2, ram=given.ram)
+        order = bb.BlockOrder([train[:, 0], train[:, 2]], blocks)
 
-        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            for part in torch.from_numpy(train[rng.permutation(len(train))]).split(given.batch):
-                yield part, torch.from_numpy(rng.choice(entities, min(given.candidates, entities), replace=False))
+        def batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            tails = [order.members(epoch, 1, block) for block in range(blocks)]
+            for batch in order.batches(epoch, given.batch):
+                among = tails[batch.blocks[1]]
+                candidates = rng.choice(among, min(given.candidates, len(among)), replace=False)
+                yield torch.from_numpy(train[batch.indices]), torch.from_numpy(candidates)
 
         def wanted(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[nn.Module, list[torch.Tensor]]:
             return {model.entity: [batch[0][:, ::2], batch[1]], model.relation: [batch[0][:, 1]]}
 
         done, start = 0, time.monotonic()
         for epoch in range(1, given.epochs + 1):
-            for triples, candidates in lookahead(batches(), model, wanted):
+            for triples, candidates in lookahead(batches(epoch), model, wanted):
                 loss = model.loss(triples, candidates, given.penalty)
                 optimizer.zero_grad()
                 loss.backward()

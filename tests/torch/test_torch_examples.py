@@ -163,8 +163,9 @@ def test_a_tied_sequence_model_comes_near_the_planted_optimum(run: Any) -> None:
     assert len(rates) == 3 and float(rates[-1][0]) > 0.8 * float(rates[-1][1]), out
 
 
-def test_a_knowledge_graph_is_completed(run: Any) -> None:
-    out = run("complex_fb15k237", "--rank", 32, "--epochs", 12, "--batch", 200)
+@pytest.mark.parametrize("blocks", [(), ("--blocks", 4)])
+def test_a_knowledge_graph_is_completed(run: Any, blocks: tuple[Any, ...]) -> None:
+    out = run("complex_fb15k237", "--rank", 32, "--epochs", 12, "--batch", 200, *blocks)
     ranks = re.findall(r"(\w+): filtered MRR (\d\.\d+)", out)
     assert [name for name, _ in ranks] == ["valid", "test"] and min(float(rank) for _, rank in ranks) > 0.5, out
 
