@@ -88,9 +88,13 @@ size_t wanted_ram(const TableSpec& spec, bool on_disk) {
   if (base > 1e15L) return 0;
   size_t wanted = static_cast<size_t>(base);
   for (int round = 0; round < 64; ++round) {
-    const MemoryPlan plan = plan_memory(wanted, payload, slots_per_segment(spec, payload), kAssumedReadUnit, on_disk);
+    size_t fixed = 0;  // slices of reads are of whole units, so that no unit has the most bytes of them for every budget
+    for (const size_t unit : {size_t{1}, size_t{512}, kAssumedReadUnit}) {
+      const MemoryPlan plan = plan_memory(wanted, payload, slots_per_segment(spec, payload), unit, on_disk);
+      fixed = std::max(fixed, plan.fixed_bytes);
+    }
     const size_t directory = is_flat(spec.num_rows, wanted) ? flat_directory_bytes(rows) : hashed_directory_bytes(rows);
-    const size_t next = plan.fixed_bytes + directory + rows * Cache::frame_cost(payload) + Cache::frame_cost(payload);
+    const size_t next = fixed + directory + rows * Cache::frame_cost(payload) + Cache::frame_cost(payload);
     if (next <= wanted) return wanted;
     wanted = next;
   }

@@ -160,6 +160,18 @@ TEST(memory_plan_gives_buffers_the_sizes_that_their_users_need) {
   }
 }
 
+// The unit of reads is known only when there is a file.
+TEST(memory_plan_of_the_wanted_budget_has_room_for_every_row) {
+  for (const Shape& shape : shapes()) {
+    if (shape.spec.num_rows < 0) continue;
+    const size_t wanted = wanted_ram(shape.spec, true);
+    const auto rows = static_cast<uint64_t>(shape.spec.num_rows);
+    for (const size_t read_unit : {size_t{1}, size_t{512}, size_t{4096}}) {
+      require(memory_use(shape.spec, rows, wanted, read_unit, true).frames >= rows, "a row without a frame", shape, wanted);
+    }
+  }
+}
+
 TEST(memory_plan_without_a_log_has_no_log_memory) {
   for (const Shape& shape : shapes()) {
     for (const size_t budget : budgets(64 * kKiB)) {
