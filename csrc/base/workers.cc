@@ -259,8 +259,12 @@ void parallel_items(const std::vector<size_t>& work, size_t grain, const std::fu
       shared.push_back(item);
     }
   }
-  // Blocks of about `grain`, so that little work stays on the caller's thread.
+  // Blocks of about `grain`. A single block stays on the caller, and its items are as if run alone.
   const size_t block = std::max<size_t>(1, shared.size() * grain / std::max<size_t>(1, total));
+  if (shared.size() <= block) {
+    for (const size_t item : shared) run(item);
+    shared.clear();
+  }
   parallel_for(shared.size(), block, [&](size_t from, size_t to) {
     const bool was_shared = std::exchange(is_shared_item, true);
     for (size_t i = from; i < to; ++i) run(shared[i]);

@@ -77,8 +77,9 @@ void set_num_threads(size_t n);
 // Runs body over [0, n) on up to num_threads() threads; inline when n <= grain.
 void parallel_for(size_t n, size_t grain, const Loop::Body& body);
 // Runs body(i) for each item i; work[i] says how large an item is, and `grain` how much work is worth a thread. Items that
-// are more than a thread's share run one after another, with their own loops on all threads. Threads share the others,
-// each with its own loops inline. Runs every item, also after one that throws; then throws the exception of the first.
+// are more than a thread's share, and all items of little work, run one after another, with their own loops on all
+// threads. Threads share the others, each with its own loops inline. Runs every item, also after one that throws; then
+// throws the exception of the first.
 void parallel_items(const std::vector<size_t>& work, size_t grain, const std::function<void(size_t item)>& body);
 // Returns how many loops were offered to other threads so far; a small batch offers none.
 size_t loops_shared();

@@ -20,6 +20,7 @@ from bunkbed.torch import Embedding, EmbeddingBag, EmbeddingCollection, Optimize
 torch.set_num_threads(1)
 
 ROWS, DIM = 3000, 16
+IDS = torch.tensor([1])
 ONES = bb.Uniform(1.0, 1.0)
 NAMES = ("user", "item", "tags", "text")
 #: Facts that depend on times: compaction reads as much as it has time for.
@@ -247,6 +248,26 @@ def test_several_calls_and_a_scaled_gradient_before_one_step() -> None:
     assert emb["a"].table.get(np.arange(10)).tobytes() == alone["a"].table.get(np.arange(10)).tobytes()
 
 
+def test_a_backward_without_rows_keeps_the_scale() -> None:
+    emb = two()
+    optimizer = Optimizer(emb)
+    emb({"a": IDS, "b": IDS})["a"].sum().backward()
+    emb["a"].anchor.grad.mul_(0.5)
+    (emb["a"].anchor * 0.0).sum().backward()  # as an L2 term over all parameters
+    assert emb["a"].anchor.grad.item() == pytest.approx(2**0.5 / 2)
+    optimizer.step()
+    assert emb["a"].table.get(IDS.numpy())[0].tolist() == [0.5, 0.5]
+
+
+def test_a_backward_refuses_a_gradient_that_was_set_by_hand() -> None:
+    emb = two()
+    optimizer = Optimizer(emb)
+    emb["a"].anchor.grad = torch.tensor([5.0], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="it cannot be set by hand"):
+        emb({"a": IDS, "b": IDS})["a"].sum().backward()
+    optimizer.zero_grad()
+
+
 def test_the_caller_may_change_its_ids_and_the_rows() -> None:
     emb = two()
     optimizer = Optimizer(emb)
@@ -271,6 +292,18 @@ def test_weights_of_bags_get_their_gradient() -> None:
     assert bag.table.get(np.array([1, 2]))[:, 0].tolist() == [0.0, -1.0]
 
 
+def test_gradients_are_summed_in_the_order_of_the_collection() -> None:
+    """Also where one layer on a table is called by itself, which would otherwise come last."""
+    bag = EmbeddingBag(10, 1, mode="sum", init=bb.Zeros(), optimizer=bb.SGD(lr=1.0))
+    first, last = (Embedding(10, 1, table=bag.table) for _ in range(2))
+    emb = EmbeddingCollection({"first": first, "bag": bag, "last": last})
+    optimizer = Optimizer(emb)
+    rows = emb({"first": IDS, "bag": (IDS, torch.tensor([0]), torch.ones(1, requires_grad=True)), "last": IDS})
+    (rows["first"] * 1e8 + rows["bag"] - rows["last"] * 1e8).sum().backward()
+    optimizer.step()
+    assert bag.table.get(IDS.numpy()).item() == 0.0  # (1e8 + 1) - 1e8 in float32; (1e8 - 1e8) + 1 is 1
+
+
 def test_evaluation_frozen_layers_and_16_bit_outputs() -> None:
     emb = two()
     emb["a"].anchor.requires_grad = False
@@ -279,6 +312,8 @@ def test_evaluation_frozen_layers_and_16_bit_outputs() -> None:
     assert (rows["a"].requires_grad, rows["b"].requires_grad) == (False, True)
     with torch.no_grad():
         assert not emb(inputs)["b"].requires_grad
+    emb["b"].table.set(np.array([2]), np.ones((1, 3), np.float32))
+    emb["b"].table.update(np.array([5]), np.ones((1, 3), np.float32))  # a row counts once in a step
     emb.eval()
     before = emb["b"].table.stats()["unique_rows"]
     emb(inputs)
@@ -317,9 +352,6 @@ def test_a_state_dict_names_the_layers_and_loads() -> None:
         pickle.dumps(emb)
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(emb)
-
-
-IDS = torch.tensor([1])
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ TEST(workers_loops_of_an_item_share_threads_only_if_it_is_large) {
     return loops_shared() - offered;
   };
   CHECK_EQ(loops_of({20, 20, 20, 20, 20, 20}), size_t{1});  // that over the items
-  CHECK_EQ(loops_of({1, 1, 1}), size_t{0});                 // too little work for a second thread
+  CHECK_EQ(loops_of({1, 1, 1}), size_t{3});                 // too little work to share: as single calls
   CHECK_EQ(loops_of({200, 20, 20, 20}), size_t{2});         // the loop of the large item, and that over the others
   set_num_threads(before);
 }

@@ -195,7 +195,7 @@ class Pending:
         """Add the gradients of one lookup: int64[N], float32[N, dim]; ids equal to `padding` get none.
 
         `batch` is ``table.batch(ids)`` if the lookup made it. With `bags` (see bag.py) the gradients are those of
-        bags, float32[B, dim]. `summed` are the sums in the order of `batch`, and their norm, if they were made already.
+        bags, float32[B, dim]. Without `padding`, `summed` may be the sums in the order of `batch` and their norm.
 
         Raises:
             RuntimeError: no `Optimizer` is attached, or torch.distributed has more than one process.
@@ -215,7 +215,7 @@ class Pending:
         if padding is not None:
             kept = ids != padding
             if not kept.all():
-                ids, grads, batch, summed = ids[kept], self.rows.select(grads, kept), None, None
+                ids, grads, batch = ids[kept], self.rows.select(grads, kept), None
         task = torch._C._current_graph_task_id()
         self._arrived.append(Part(order=order, ids=ids, grads=grads, batch=batch, bags=bags, task=task, summed=summed))
 

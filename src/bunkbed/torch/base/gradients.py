@@ -77,8 +77,8 @@ class HostRows:
         """See `Rows`."""
         if len(parts) == 1:
             part = parts[0]
-            if part.summed is not None and part.scale == 1.0:
-                made, part.summed = part.summed, None  # `scale` will change these sums in place
+            if part.summed is not None:
+                made, part.summed = part.summed, None  # only once: the caller may scale these sums
                 return part.batch, *made
             batch = self._table.batch(part.ids) if part.batch is None else part.batch
             if part.bags is not None and part.scale == 1.0:
