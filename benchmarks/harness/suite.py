@@ -133,6 +133,13 @@ CASES = (
         "io_uring only where the model gains >= 10 % by it",
     ),
     Case(
+        "access-paths",
+        "cases.disk.access_paths:access_paths",
+        "1M rows, a tenth in RAM: steps of uniform batches of .1 to 25 % of the rows beside the device's least time",
+        "<= 1.3x for 25 %",
+        limit_s=1200,
+    ),
+    Case(
         "window",
         "cases.disk.window:window",
         "rows missed with a window of 32 batches, a cache of 4 batches' unique rows, Zipf(1.05)",

@@ -1,8 +1,7 @@
 """Uniform batches of a table beyond its RAM: what a step takes, against what the device needs at least for it.
 
-``python -m benchmarks.cases.disk.access_paths`` writes a table of float32[64] rows with Adam state, commits it and
-opens it again with a tenth of its bytes. Each batch has distinct uniform ids, a share of the rows. A step is a lookup
-of the batch and its update, or the update alone.
+A table of float32[64] rows with Adam state is written, committed and opened again with a tenth of its bytes. Each batch
+has distinct uniform ids, a share of the rows. A step is a lookup of the batch and its update, or the update alone.
 
 The least time of the device, measured in turns with the steps: the bytes that must be read, one sweep of the live log
 (large reads) or one read for each wanted record (small reads), whichever is less, plus the bytes of the evicted records
@@ -11,23 +10,23 @@ at the rate of a file that is written sequentially. Compaction is no part of it.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 import bunkbed as bb
+from benchmarks.harness import common
+from benchmarks.harness.figures import Figure, Settings
 from bunkbed import _native
 
 DIM, RECORD_BYTES = 64, 776
 LARGE, SMALL = 256 << 10, 4 << 10
 READ_THREADS, PROBE_S = 64, 0.4
 SHARES = (0.25, 0.05, 0.01, 0.001)
+PART = 0.1  # RAM / bytes of the records
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,13 @@ class Device:
     write_bytes_per_s: float
 
     @classmethod
-    def measure(cls, path: Path, folder: Path) -> Device:
-        files = [str(file) for file in path.rglob("*") if file.is_file() and file.stat().st_size >= LARGE]
-        large, unit = _native.probe_reads(files, 16, PROBE_S, LARGE)
-        if unit == 1:
-            raise RuntimeError(f"{path}: this file system reads through the page cache, so there is no figure")
-        small, _ = _native.probe_reads(files, READ_THREADS, PROBE_S, SMALL)
+    def measure(cls, folder: Path, seconds: float) -> Device:
+        """Measure for about three times `seconds`."""
+        files = [str(file) for file in folder.rglob("*") if file.is_file() and file.stat().st_size >= LARGE]
+        large, _ = _native.probe_reads(files, 16, seconds, LARGE)
+        small, _ = _native.probe_reads(files, READ_THREADS, seconds, SMALL)
         file = folder / "written"
-        written, _ = _native.probe_writes(str(file), 256 << 20, PROBE_S)
+        written, _ = _native.probe_writes(str(file), 256 << 20, seconds)
         file.unlink()
         return cls(large * LARGE, small, written)
 
@@ -85,49 +83,36 @@ def build(path: Path, rows: int) -> None:
             table.update(ids, np.full((len(ids), DIM), 0.01, np.float32))
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rows", type=int, default=1_000_000)
-    options.add_argument("--part", type=float, default=0.1, help="RAM as a part of the records' bytes")
-    options.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="rows of a batch / rows")
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--warmup", type=int, default=6, help="steps that count for nothing")
-    options.add_argument("--dir", type=Path, default=Path("bench-data"))
-    given = options.parse_args()
-    given.dir.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.dir)))
-        build(folder / "table", given.rows)
-        ram = int(given.rows * RECORD_BYTES * given.part)
-        table = stack.enter_context(bb.open(folder / "table", ram=ram))
-        rng = np.random.default_rng(0)
-        print(f"{given.rows:,} rows x {RECORD_BYTES} B, {ram / 2**20:.0f} MiB RAM; seconds, median (range)")
-        for share in given.shares:
-            size = max(1, int(given.rows * share))
-            grads = np.full((size, DIM), 0.01, np.float32)
-            for lookup in (False, True):
-                batches = [rng.choice(given.rows, size, replace=False) for _ in range(given.warmup + given.rounds)]
-                ratios, seconds, floors = [], [], []
-                for number, ids in enumerate(batches):
-                    device = Device.measure(folder / "table", folder) if number >= given.warmup else None
-                    step = take_step(table, ids, grads, lookup=lookup)
-                    if device is None:
-                        continue
-                    floor = device.least(size, given.rows, int(step.counts["written_back"]))
-                    seconds.append(step.seconds)
-                    floors.append(floor)
-                    ratios.append(step.seconds / floor)
-                what = "lookup + update" if lookup else "update"
-                facts = [
-                    f"{share:6.1%} {what:15}  {statistics.median(seconds):7.3f}",
-                    f"device {statistics.median(floors):7.3f}",
-                    f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                    f"records %: {path_of(step.counts)}",
-                    f"read {step.counts['read_bytes'] / 1e6:,.0f} MB",
-                    f"compacted {step.counts['compacted_records']:,.0f}",
-                ]
-                print("  ".join(facts), flush=True)
+def rounds(table: bb.Table, folder: Path, share: float, settings: Settings, *, lookup: bool) -> Figure:
+    """Return the ratio of a step to the least time of the device, measured in turns."""
+    rows = int(table.num_rows or 0)
+    size = max(1, int(rows * share))
+    warmup, count, probe_s = settings.pick((1, 1, 0.02), (6, 3, PROBE_S), (6, 7, PROBE_S))
+    rng = np.random.default_rng(settings.seed)
+    grads = np.full((size, DIM), 0.01, np.float32)
+    ratios: list[float] = []
+    for number in range(warmup + count):
+        ids = rng.choice(rows, size, replace=False)
+        device = Device.measure(folder, probe_s) if number >= warmup else None
+        step = take_step(table, ids, grads, lookup=lookup)
+        if device is not None:
+            least = device.least(size, rows, int(step.counts["written_back"]))
+            ratios.append(step.seconds / least)
+    note = (
+        f"{step.seconds * 1e3:,.1f} / {least * 1e3:,.1f} ms; records {path_of(step.counts)} %; "
+        f"read {step.counts['read_bytes'] / 1e6:,.0f} MB; {step.counts['compacted_records']:,.0f} records compacted"
+    )
+    name = f"{share:.1%} of the rows, {'lookup and update' if lookup else 'update'} / least time of the device"
+    wanted = 1.3 if share == SHARES[0] and not lookup else None
+    return Figure(name, statistics.median(ratios), "x", min(ratios), max(ratios), count, at_most=wanted, note=note)
 
 
-if __name__ == "__main__":
-    main()
+def access_paths(settings: Settings) -> list[Figure]:
+    """The suite's case."""
+    rows = settings.pick(6_000, 250_000, 1_000_000)
+    with common.workspace(settings.dir, rows * RECORD_BYTES * 3) as folder:
+        build(folder / "table", rows)
+        with bb.open(folder / "table", ram=int(rows * RECORD_BYTES * PART)) as table:
+            return [
+                rounds(table, folder, share, settings, lookup=lookup) for share in SHARES for lookup in (False, True)
+            ]
