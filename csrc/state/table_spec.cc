@@ -88,7 +88,7 @@ size_t wanted_ram(const TableSpec& spec, bool on_disk) {
   if (base > 1e15L) return 0;
   size_t wanted = static_cast<size_t>(base);
   for (int round = 0; round < 64; ++round) {
-    size_t fixed = 0;  // slices of reads are of whole units, so that no unit has the most bytes of them for every budget
+    size_t fixed = 0;  // the unit of reads rounds their slices, so that none needs the most memory for every budget
     for (const size_t unit : {size_t{1}, size_t{512}, kAssumedReadUnit}) {
       const MemoryPlan plan = plan_memory(wanted, payload, slots_per_segment(spec, payload), unit, on_disk);
       fixed = std::max(fixed, plan.fixed_bytes);

@@ -104,7 +104,7 @@ def main() -> None:
         valid = Evaluator(parts.valid, data.train, ranking="sampled", ks=(10,))
         best = keras.callbacks.EarlyStopping("val_ndcg", mode="max", patience=given.epochs, restore_best_weights=True)
         model.fit(
-            stream.prefetch(4), steps_per_epoch=source.steps_per_epoch, epochs=given.epochs, verbose=2,
+            stream.prefetch(4), steps_per_epoch=source.steps(0), epochs=given.epochs, verbose=2,
             callbacks=[Validate(valid), best],
         )  # fmt: skip
         if data.candidates is not None:

@@ -8,7 +8,6 @@ softmax over entities. Here the softmax uses a sample that the batch shares (`--
 selects all). Triples are visited by blocks of heads and of tails (`bunkbed.BlockOrder`) and the sample is drawn from
 the tails of the block, so that a graph larger than `--ram` reads little; `--blocks 1` shuffles all triples. FOLDER
 contains train.txt, valid.txt and test.txt, optionally with .gz, of ``head<TAB>relation<TAB>tail``.
-FB15k-237's test MRR was .316 after three epochs, two minutes on one core.
 """
 
 from __future__ import annotations
@@ -91,12 +90,13 @@ def read(folder: Path) -> tuple[list[np.ndarray], int, int]:
     return both, len(entities), len(relations)
 
 
-def plant(folder: Path) -> None:
-    """Write a graph of 200 entities on a circle, where relation r leads from e to e + r + 1."""
+def plant(folder: Path) -> Path:
+    """Write and return a graph of 200 entities on a circle, where relation r leads from e to e + r + 1."""
     rng = np.random.default_rng(0)
     triples = rng.permutation([f"e{e}\tr{r}\te{(e + r + 1) % 200}\n" for e in range(200) for r in range(8)])
     for name, lines in zip(("test", "valid", "train"), np.split(triples, [100, 200]), strict=True):
         (folder / f"{name}.txt").write_text("".join(lines))
+    return folder
 
 
 def main() -> None:
@@ -104,7 +104,6 @@ def main() -> None:
     options.add_argument("folder", type=Path, nargs="?")
     options.add_argument("--rank", type=int, default=100, help="complex numbers of a row")
     options.add_argument("--epochs", type=int, default=40)
-    options.add_argument("--minutes", type=float, default=60, help="stop training after so many")
     options.add_argument("--batch", type=int, default=500)
     options.add_argument("--candidates", type=int, default=1024)
     options.add_argument("--lr", type=float, default=0.1)
@@ -114,9 +113,7 @@ def main() -> None:
     given = options.parse_args()
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as temporary:
-        if given.folder is None:
-            plant(Path(temporary))
-        (train, valid, test), entities, relations = read(given.folder or Path(temporary))
+        (train, valid, test), entities, relations = read(given.folder or plant(Path(temporary)))
         known = defaultdict(list)
         for head, relation, tail in np.concatenate([train, valid, test]).tolist():
             known[head, relation].append(tail)
@@ -128,25 +125,20 @@ def main() -> None:
         def batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             tails = [order.members(epoch, 1, block) for block in range(blocks)]
             for batch in order.batches(epoch, given.batch):
-                among = tails[batch.blocks[1]]
-                candidates = rng.choice(among, min(given.candidates, len(among)), replace=False)
+                candidates = rng.permutation(tails[batch.blocks[1]])[: given.candidates]
                 yield torch.from_numpy(train[batch.indices]), torch.from_numpy(candidates)
 
-        def wanted(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[nn.Module, list[torch.Tensor]]:
-            return {model.entity: [batch[0][:, ::2], batch[1]], model.relation: [batch[0][:, 1]]}
-
-        done, start = 0, time.monotonic()
+        start = time.monotonic()
         for epoch in range(1, given.epochs + 1):
-            for triples, candidates in lookahead(batches(epoch), model, wanted):
+            for triples, candidates in lookahead(
+                batches(epoch), model, lambda b: {model.entity: [b[0][:, ::2], b[1]], model.relation: [b[0][:, 1]]}
+            ):
                 loss = model.loss(triples, candidates, given.penalty)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                done += len(triples)
-            spent = time.monotonic() - start
-            print(f"epoch {epoch}: loss {loss.item():.3f}, {done / spent:,.0f} triples/s, {spent:.0f} s", flush=True)
-            if spent * (epoch + 1) / epoch > 60 * given.minutes:
-                break
+            speed = epoch * len(train) / (time.monotonic() - start)
+            print(f"epoch {epoch}: loss {loss.item():.3f}, {speed:,.0f} triples/s", flush=True)
         for name, triples in (("valid", valid), ("test", test)):
             print(f"{name}: filtered MRR {mrr(model, triples, known):.4f}")
         model.entity.table.close()

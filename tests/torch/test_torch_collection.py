@@ -24,7 +24,8 @@ IDS = torch.tensor([1])
 ONES = bb.Uniform(1.0, 1.0)
 NAMES = ("user", "item", "tags", "text")
 #: Facts that depend on times: compaction reads as much as it has time for.
-UNLIKE = {"open_s", "stall_s", "read_wait_s", "reads", "read_records", "read_bytes"}
+UNLIKE = {"open_s", "stall_s", "read_wait_s", "reads", "read_bytes"}
+UNLIKE |= {"read_records", "single_records", "merged_records", "swept_records"}
 Layers = dict[str, Any]
 
 

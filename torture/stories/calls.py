@@ -108,6 +108,10 @@ def _(s: Story) -> None:
     s.table.explain(since=s.table.stats())
     before = s.table.stats()
     assert before["hits"] + before["misses"] + before["first_touches"] == before["unique_rows"]
+    if s.table.num_rows is None and not before["stored_rows"]:
+        must_raise(ValueError, "its size is unknown", bb.suggest_blocks, [s.table], ram="2GiB")
+    else:
+        assert bb.suggest_blocks([s.table], ram="2GiB") == 1
     for name in ("closed", "dim", "dtype", "durability", "epoch", "init", "meta", "mode", "name", "nbytes", "num_rows"):
         assert getattr(s.table, name) is not None or name == "num_rows"
     for name in ("path", "ram_bytes", "record_bytes", "run", "seed", "slots", "step", "uuid"):
