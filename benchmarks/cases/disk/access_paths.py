@@ -88,7 +88,7 @@ def rounds(table: bb.Table, folder: Path, share: float, settings: Settings, *, l
     rows = int(table.num_rows or 0)
     size = max(1, int(rows * share))
     warmup, count, probe_s = settings.pick((1, 1, 0.02), (6, 3, PROBE_S), (6, 7, PROBE_S))
-    rng = np.random.default_rng(settings.seed)
+    rng = np.random.default_rng((settings.seed, size, lookup))  # no batch of another measurement, which is in RAM
     grads = np.full((size, DIM), 0.01, np.float32)
     ratios: list[float] = []
     for number in range(warmup + count):
