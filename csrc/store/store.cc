@@ -99,8 +99,7 @@ std::vector<uint32_t> Store::take_frames(size_t n, uint32_t batch) {
       if (v + kAhead < victims.size()) cache_.prefetch_record(victims[v + kAhead].second, frame_bytes_);
       evict(victims[v].second);
       uint32_t frame;
-      cache_.allocate(&frame);
-      frames.push_back(frame);
+      if (cache_.allocate(&frame)) frames.push_back(frame);
     }
   } catch (...) {
     release_unused(frames, 0);
