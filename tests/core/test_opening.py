@@ -269,11 +269,13 @@ def test_tables_being_opened_do_not_have_the_same_bytes(tmp_path: Path, monkeypa
             other.join(A_WHILE_S)
         native = create(path, name, spec, ram_bytes, disk_bytes)
         if name == "second":  # both cores are there, before it has joined
+            assert is_made.wait(60)
             shares[name] = ram_bytes + made["first"].stats()["ram_budget_bytes"]
         return native
 
     made: dict[str, Any] = {}
     shares: dict[str, int] = {}
+    is_made = threading.Event()
 
     def make(name: str) -> None:
         made[name] = bb.create(tmp_path / name, ram=budget, **facts)
@@ -281,6 +283,7 @@ def test_tables_being_opened_do_not_have_the_same_bytes(tmp_path: Path, monkeypa
     other = threading.Thread(target=make, args=("second",))
     monkeypatch.setattr(bb._native, "create", create_slowly)
     make("first")
+    is_made.set()
     other.join(60)
     assert 0 < shares["second"] <= budget.total_bytes
     for table in made.values():
