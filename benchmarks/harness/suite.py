@@ -135,7 +135,7 @@ CASES = (
     Case(
         "access-paths",
         "cases.disk.access_paths:access_paths",
-        "1M rows, a tenth in RAM: steps of uniform batches of .1 to 25 % of the rows beside the device's least time",
+        "1M rows, a tenth in RAM: steps of uniform batches of .1 to 25 % of the rows against the device's least time",
         "<= 1.3x for 25 %",
         limit_s=1200,
     ),
@@ -302,7 +302,7 @@ CASES = (
     Case(
         "full-ranking",
         "cases.training.full_ranking:full_ranking",
-        "evaluations that rank all items for all users, Gowalla and 40,000 x 54,000 generated, beside the bare product",
+        "evaluations that rank all items for all users, Gowalla and 40,000 x 54,000 generated, against the bare product",
         "<= 1.5x the float32 product",
         ("torch", "pyarrow", "duckdb"),
         limit_s=900,

@@ -1,4 +1,4 @@
-"""Full ranking of all users beside the bare float32 product of users and items.
+"""Full ranking of all users, compared with the bare float32 product of users and items.
 
     python -m benchmarks.cases.training.full_ranking
 

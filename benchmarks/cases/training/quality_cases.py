@@ -71,7 +71,7 @@ def training_speed(settings: Settings) -> list[Figure]:
 
 
 def orders(settings: Settings) -> list[Figure]:
-    """Epochs within a budget, by blocks and in uniform order, beside all in RAM; the quality of blocks on Gowalla."""
+    """Epochs within a budget, by blocks and in uniform order, against all in RAM; the quality of blocks on Gowalla."""
     figures = []
     for name in ("gowalla", "ml1m-bce"):
         arguments = [name, "--dir", str(settings.dir), "--data", str(settings.data), "--orders", "auto", "uniform"]
