@@ -302,7 +302,7 @@ CASES = (
     Case(
         "full-ranking",
         "cases.training.full_ranking:full_ranking",
-        "evaluations that rank all items for all users, Gowalla and 40,000 x 54,000 generated, against the bare product",
+        "evaluations that rank all items for all users, Gowalla and 40,000 x 54,000 made up, against the bare product",
         "<= 1.5x the float32 product",
         ("torch", "pyarrow", "duckdb"),
         limit_s=900,

@@ -1,4 +1,4 @@
-"""`bunkbed train` with a table beyond its RAM, in block order and in uniform order, against all in RAM in uniform order.
+"""`bunkbed train` with a table beyond its RAM, by blocks and in uniform order, against all in RAM in uniform order.
 
     python -m benchmarks.cases.training.block_order gowalla
     python -m benchmarks.cases.training.block_order ml1m-bce --orders auto uniform --turns 5
