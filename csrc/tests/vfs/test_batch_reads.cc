@@ -223,6 +223,19 @@ TEST(slices_of_a_read_are_neighbours_and_of_no_other_read) {
   }
 }
 
+// 64 slices in use between two free runs do not join these.
+TEST(slices_of_a_read_do_not_skip_slices_in_use) {
+  vfs::SliceMap map(200);
+  for (size_t i = 0; i < 200; ++i) CHECK(map.take(1).has_value());
+  CHECK(!map.take(1).has_value());
+  map.give_back(60, 4);
+  map.give_back(128, 4);
+  CHECK(!map.take(5).has_value());
+  CHECK_EQ(map.take(4).value(), 60u);
+  CHECK_EQ(map.take(4).value(), 128u);
+  CHECK(!map.take(1).has_value());
+}
+
 // Small and large reads share the memory of a lane: none overwrites the bytes of another.
 TEST(batch_reads_of_many_sizes_have_memory_of_their_own) {
   const UringOnly uring;
