@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,9 +143,95 @@ def test_the_cheapest_access_path() -> None:
     assert (found(2000, replace(disk, read_bytes_per_s=1e12)).read_path, big(ram="10GiB").read_path) == ("sweep", None)
 
 
+# ---- Several ranks
+
+
+def test_the_exchange_by_hand() -> None:
+    """8 ranks, 4 of which share a link of 10 Gbit/s; with uniform ids a batch has R (1 - (1 - 1/R)^N) unique rows."""
+    plan = big(zipf=0.0, batch=1000, ram="1GiB", ranks=8, ranks_per_host=4, link="10Gbit", latency_s=0.001)
+    unique = 1e7 * (1 - (1 - 1e-7) ** 1000)
+    rate = 10e9 / 8 / 4
+    assert plan.exchanged.forward_bytes == pytest.approx(unique * 7 / 8 * 256 + 8 * unique)
+    assert plan.exchanged.backward_bytes == pytest.approx(1000 * 7 / 8 * (256 + 8)) == 231_000
+    assert plan.times.link_forward == pytest.approx(0.001 + unique * 7 / 8 * 256 / rate)
+    assert plan.times.link_backward == pytest.approx(0.002 + 231_000 / rate)
+    late = big(zipf=0.0, batch=1000, ram="1GiB", ranks=8, ranks_per_host=4, link="10Gbit", latency_s=0.001, lookahead=0)
+    assert late.times.link_forward == pytest.approx(plan.times.link_forward + 0.002 + 8 * unique / rate)
+    assert late.exchanged.forward_bytes == plan.exchanged.forward_bytes
+    assert late.step_s == pytest.approx(sum(late.times.resources.values()))
+
+
+def test_an_owner_gets_the_requests_of_all_ranks() -> None:
+    """Uniform ids, rows of a fixed size: a quarter of the rows, of four batches."""
+    plan = big(zipf=0.0, batch=1000, ram="640MiB", ranks=4, lookahead=0)
+    wanted = 1 - (1 - 1e-7) ** 4000  # the probability that some rank wants a row
+    assert plan.unique_rows == pytest.approx(2_500_000 * wanted)
+    assert plan.question.rank_ram == 160 << 20 and plan.question.ranks_per_host == 4
+    # Nothing is hotter, so the cache holds any row with equal probability.
+    assert plan.misses == pytest.approx(plan.unique_rows * (1 - plan.frames / 2_500_000), rel=0.002)
+    assert plan.disk_bytes == pytest.approx(big().disk_bytes / 4)
+    # The four ranks of the host share its disk and memory.
+    assert plan.times.disk_reads == pytest.approx(4 * plan.reads / 90_000)
+    assert plan.times.disk_writes == pytest.approx(4 * plan.written_bytes / 2e9)
+    assert plan.times.memory == pytest.approx(4 * (1000 * 256 + plan.unique_rows * (2 * 768 + 256)) / 2e10)
+    assert plan.written_bytes_per_day == pytest.approx(4 * plan.written_bytes * plan.steps_per_s * 86_400)
+    # On one host without a link, at the assumed rate.
+    assert plan.times.link_backward == pytest.approx(2 * 0.22e-3 + 1000 * 3 / 4 * 264 / 1.2e9)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    alone, ranked = big(), big(ranks=1, link="10Gbit")
+    assert replace(ranked, question=alone.question) == alone
+    assert alone.exchanged.backward_bytes == 0 and "link" not in alone.times.resources
+
+
+def test_what_can_bind_among_ranks() -> None:
+    assert big(ranks=4, ram="10GiB", link="1Gbit").binds == "link"
+    assert big(ranks=4, ram="1GiB", link="1000Gbit").binds == "disk"
+    # The model waits for rows, and its gradients wait for it.
+    both = big(ranks=4, ram="10GiB", link="10Gbit", compute_s=0.1)
+    assert both.binds == "model"
+    assert both.step_s == pytest.approx(0.1 + both.times.link_forward + both.times.link_backward)
+    assert "all in RAM" not in dict(planning.changes(both))
+
+
+def test_ten_trillion_parameters() -> None:
+    plan = big(rows=10**11, dim=100, optimizer=bb.RowwiseAdagrad(), ram="64GiB", ranks=512, link="100Gbit")
+    assert plan.question.stored == 195_312_500
+    assert plan.exchanged.backward_bytes == pytest.approx(65_536 * 511 / 512 * 408)
+    assert 0 < plan.misses < plan.unique_rows and plan.steps_per_s > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("10Gbit", 1.25e9), ("1.25GB", 1.25e9), (" 800 bit ", 100.0), ("1Tbit/s", 1.25e11), ("5kbit", 625.0),
+        ("2Mbit", 250_000.0), ("1GiB/s", 2.0**30), ("64B", 64.0),
+    ],
+)  # fmt: skip
+def test_rates_of_links(text: str, rate: float) -> None:
+    assert planning.parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["10Gb/s?", "10Gb", "10gbit", "fast", "", "-1Gbit", "1e9B", "10"])
+def test_rates_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"cannot read the rate {text!r}; write bits or bytes a second")):
+        planning.parse_rate(text)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"ranks": 0}, "ranks must be at least 1, got 0"),
+        ({"ranks": 1 << 21}, "ranks must be at most 1048576, got 2097152"),
+        ({"ranks": 8, "ranks_per_host": 0}, "ranks_per_host must be at least 1, got 0"),
+        ({"ranks": 8, "ranks_per_host": 3}, "a multiple of ranks_per_host, got ranks=8 and ranks_per_host=3"),
+        ({"ranks": 8, "ranks_per_host": 4}, "link is needed: 8 ranks are on 2 hosts"),
+        ({"ranks": 8, "rows": 7}, "rows must be at least ranks, got rows=7 and ranks=8"),
+        ({"ranks": 8, "link": "0Gbit"}, "link must be above 0 bytes a second, got 0"),
+        ({"ranks": 8, "link": "1Gbit", "latency_s": math.nan}, "latency_s must be at least 0 seconds, got nan"),
+        ({"ranks": 8, "ram": "8MiB"}, "is too small for the 8 ranks of a host with 1250000 rows each; it needs at "),
+        ({"ranks": 8, "link": "1Gbit", "ram": "1MiB"}, "is too small for 10000000 rows over 8 ranks; it needs at"),
         ({"rows": 0}, "rows must be at least 1, got 0"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"zipf": -1.0}, "the Zipf exponent must be at least 0, got -1"),
@@ -165,11 +252,14 @@ def test_bad_questions(changes: dict[str, Any], message: str) -> None:
         big(batch=2.5)
 
 
-def test_the_needed_ram_is_enough() -> None:
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_needed_ram_is_enough(ranks: int) -> None:
     with pytest.raises(ValueError, match="it needs at least ram=") as caught:
-        big(ram="1MiB")
+        big(ram="1MiB", ranks=ranks)
     needed = int(str(caught.value).split("ram=")[2].split()[0])
-    assert big(ram=needed).frames >= 1
+    assert big(ram=needed, ranks=ranks).frames >= 1
+    with pytest.raises(ValueError, match="it needs at least ram="):
+        big(ram=needed - 1, ranks=ranks)
 
 
 # ---- The command
@@ -221,6 +311,32 @@ def test_json_says_the_same(cli: Run) -> None:
     assert all(set(entry) == {"change", *set(found) - {"machine", "changes"}} for entry in found["changes"])
     in_ram = next(entry for entry in found["changes"] if entry["change"] == "all in RAM")
     assert in_ram["days_to_endurance"] is None and in_ram["step"]["misses"] == 0
+
+
+def test_ranks_in_text_and_json(cli: Run) -> None:
+    ranks = (*BIG, *FIGURES, "--ranks", "4", "--ranks-per-host", "2", "--link", "10Gbit", "--link-latency-ms", "1")
+    code, out, err = cli(*ranks)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+    plan = big(machine=replace(MACHINE, read_unit=4096), ranks=4, ranks_per_host=2, link="10Gbit", latency_s=1e-3)
+    for part in (
+        "4, 2 on each of 2 hosts; 2,500,000 rows a rank",
+        f"65,536 ids of each rank, Zipf 1.05: {plan.unique_rows:,.0f} unique rows of all ranks",
+        "320.0 MiB of a host's 640.0 MiB: ",
+        f"{format_bytes(plan.exchanged.backward_bytes)} backward",
+        "as given: 1.25 GB/s a host, 0.625 GB/s a rank; 1 ms a collective",
+        f"{plan.steps_per_s * 65_536 * 4 / 1e6:,.2f} million ids/s",
+        "Predicted; training from several processes is not in this release yet.",
+        "Rates of memory and disk: as given. The rest is computed by a cost model.",
+    ):
+        assert part in " ".join(out.split()), out
+    found = json.loads(cli(*ranks, "--json")[1])
+    assert found["ranks"] == {
+        "ranks": 4, "per_host": 2, "rows": 2_500_000, "ram_bytes": 320 << 20, "link_bytes_per_s": 625e6,
+        "latency_s": 1e-3, "forward_bytes": pytest.approx(plan.exchanged.forward_bytes),
+        "backward_bytes": pytest.approx(plan.exchanged.backward_bytes), "is_predicted": True,
+    }  # fmt: skip
+    assert found["steps_per_s"] == pytest.approx(plan.steps_per_s)
 
 
 def test_large_reads_may_be_given(cli: Run) -> None:
@@ -276,6 +392,9 @@ def test_a_measurement_is_remembered(cli: Run, monkeypatch: pytest.MonkeyPatch, 
         (("--ssd-read", "fast"), "--ssd-read: cannot read the size 'fast'"),
         (("--ssd-write", "fast"), "--ssd-write: cannot read the size 'fast'"),
         (("--compute-ms", "-3"), "--compute-ms must be at least 0"),
+        (("--ranks", "0"), "ranks must be at least 1, got 0"),
+        (("--ranks", "2", "--link", "10Gb/s?"), "cannot read the rate '10Gb/s?'; write bits or bytes a second, like"),
+        (("--ranks", "2", "--link-latency-ms", "-1"), "--link-latency-ms must be at least 0"),
         (("--lookahead", "-3"), "lookahead must be at least 0, got -3"),
     ],
 )

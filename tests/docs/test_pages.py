@@ -76,18 +76,23 @@ def test_pages_have_snippets() -> None:
     assert set(SKIPPED) <= {page for page in PAGES if shown(page)}
 
 
-def test_the_worked_example_is_what_plan_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/sizing.md").read_text()
-    example = re.search(r"```sh\n(bunkbed [^`]*--ssd-iops[^`]*)```.*?```text\n(.*?)```", page, re.DOTALL)
-    assert example
-    command, output = example.groups()
+@pytest.mark.parametrize(("page", "examples"), [("docs/sizing.md", 1), ("docs/scale.md", 4)])
+def test_the_worked_examples_are_what_plan_prints(page: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = re.compile(r"```sh\n(bunkbed [^`]*--ssd-iops[^`]*)```.*?```text\n(.*?)```", re.DOTALL)
+    shown_examples = example.findall((ROOT / page).read_text())
+    assert len(shown_examples) == examples
     for name, value in {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(app, shlex.split(command.replace("\\\n", " "))[1:])
-    assert done.exit_code == 0, done.output
-    found = [line.rstrip() for line in done.output.strip().splitlines()]
-    assert found == [line.rstrip() for line in output.strip().splitlines()]
-    # The page's own arithmetic repeats figures of the output.
+    for command, output in shown_examples:
+        done = CliRunner().invoke(app, shlex.split(command.replace("\\\n", " "))[1:])
+        assert done.exit_code == 0, done.output
+        found = [line.rstrip() for line in done.output.strip().splitlines()]
+        assert found == [line.rstrip() for line in output.strip().splitlines()]
+
+
+def test_the_arithmetic_of_the_worked_example() -> None:
+    """The page's table of formulas repeats figures of the output."""
+    output = re.findall(r"```text\n(.*?)```", (ROOT / "docs/sizing.md").read_text(), re.DOTALL)[0]
     for figure in ("5,444", "29,379", "13.4", "6.4 MiB", "7.7 TB", "77 days", "113.5 GiB", "477.6 MiB", "287.8 MiB"):
         assert figure in output, figure
 

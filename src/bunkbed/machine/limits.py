@@ -9,6 +9,7 @@
 3. The cost: ``disk = max(reads / IOPS, bytes read / read bandwidth) + bytes written / write bandwidth``,
    ``memory = (N e + U (2 r + g)) / memory bandwidth``. If all work overlaps, a step takes the maximum of these and of
    the model's own work.
+4. The exchange of rows and gradients between the processes of a table that is divided over several. See `exchange`.
 
 Misses always count *unique* rows: with hit rates of 84 to 98 % of the accesses, 12 to 55 % of the unique rows miss.
 """
@@ -361,30 +362,91 @@ class StepTimes:
     disk_writes: float
     memory: float
     compute: float = 0.0
+    link_forward: float = 0.0
+    link_backward: float = 0.0
 
     @property
     def resources(self) -> dict[str, float]:
-        """Seconds by resource; reads and writes share the disk."""
-        return {"disk": self.disk_reads + self.disk_writes, "memory": self.memory, "model": self.compute}
+        """Seconds by resource; reads and writes share the disk, both exchanges the link."""
+        found = {"disk": self.disk_reads + self.disk_writes, "memory": self.memory, "model": self.compute}
+        link = self.link_forward + self.link_backward
+        return {**found, "link": link} if link else found
 
     @property
     def binds(self) -> str:
-        """The resource that needs the most time.
+        """The resource that needs the most time; model and link work one after the other and count together.
 
         >>> StepTimes(disk_reads=0.1, disk_writes=0.01, memory=0.004).binds
         'disk'
+        >>> StepTimes(0.1, 0.01, memory=0.004, compute=0.08, link_forward=0.01, link_backward=0.03).binds
+        'model'
         """
-        return max(self.resources, key=lambda name: self.resources[name])
+        seconds = self.resources
+        longest = max(("disk", "memory"), key=seconds.__getitem__)
+        chain = sum(seconds.values()) - seconds["disk"] - seconds["memory"]
+        return longest if seconds[longest] >= chain else max(("model", "link"), key=lambda name: seconds.get(name, 0.0))
 
     @property
     def together(self) -> float:
-        """Seconds of a step in which all resources work in parallel: a lower bound."""
-        return max(self.resources.values())
+        """Seconds of a step in which all resources work in parallel: a lower bound.
+
+        The model waits for the rows of the link, and the link for the model's gradients: these two work in turn.
+        """
+        return max(
+            self.disk_reads + self.disk_writes, self.memory, self.compute + self.link_forward + self.link_backward
+        )
 
     @property
     def in_turn(self) -> float:
         """Seconds of a step in which the resources work one after another."""
         return sum(self.resources.values())
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The exchange of one step between the processes of a divided table; made by `exchange`.
+
+    Attributes:
+        forward_bytes: bytes that a process sends to look up rows: their ids and the rows.
+        backward_bytes: bytes that a process sends for the gradients of its batch.
+        forward_s, backward_s: seconds of both exchanges.
+    """
+
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+def exchange(
+    ranks: int, ids: float, unique_rows: float, dim: int, *, bytes_per_s: float, latency_s: float, is_ahead: bool
+) -> Exchange:
+    """Return the exchange of one step between `ranks` processes (W) that own a W-th of the rows each.
+
+    ``forward = a + U (W - 1) / W 4 d / b``, and ``2 a + 8 U / b`` more unless the ids were exchanged before the step;
+    ``backward = 2 a + N (W - 1) / W (4 d + 8) / b``: gradients travel for each of the N ids, rows for each of the U
+    unique ones, all with d float32 values. a: `latency_s`, b: `bytes_per_s`. One process exchanges nothing.
+
+    Args:
+        ranks: number of processes. ids, unique_rows: of the batch of one process. dim: weights of a row.
+        bytes_per_s: rate at which each process sends. latency_s: seconds of a collective without data.
+        is_ahead: the ids of a step are exchanged before it.
+
+    >>> found = exchange(4, 1000, 600, 16, bytes_per_s=1e6, latency_s=0.001, is_ahead=True)
+    >>> found.forward_bytes, found.backward_bytes, round(found.forward_s, 4), round(found.backward_s, 4)
+    (33600.0, 54000.0, 0.0298, 0.056)
+    """
+    if ranks == 1:
+        return Exchange()
+    away = (ranks - 1) / ranks
+    id_bytes, row_bytes, gradient_bytes = 8 * unique_rows, unique_rows * away * 4 * dim, ids * away * (4 * dim + 8)
+    ids_s = 0.0 if is_ahead else 2 * latency_s + id_bytes / bytes_per_s
+    return Exchange(
+        forward_bytes=id_bytes + row_bytes,
+        backward_bytes=gradient_bytes,
+        forward_s=ids_s + latency_s + row_bytes / bytes_per_s,
+        backward_s=2 * latency_s + gradient_bytes / bytes_per_s,
+    )
 
 
 def step_times(
@@ -398,6 +460,7 @@ def step_times(
     read_bytes: float = 0.0,
     read_bytes_per_s: float | None = None,
     compute_s: float = 0.0,
+    exchanged: Exchange | None = None,
 ) -> StepTimes:
     """Return the time that one step takes of each resource of a machine.
 
@@ -406,15 +469,19 @@ def step_times(
         read_iops: random reads a second. write_bytes_per_s, memory_bytes_per_s: bandwidths.
         read_bytes: bytes of the reads. read_bytes_per_s: bandwidth of large reads; None: unknown, so not a limit.
         compute_s: seconds of the model's own work.
+        exchanged: the exchange with other processes; None: there are none.
 
     >>> times = step_times(reads=9_000, written_bytes=12e6, moved_bytes=64e6, read_iops=90_000,
     ...                    write_bytes_per_s=2e9, memory_bytes_per_s=20e9)
     >>> times.binds, round(times.together, 4), round(1 / times.in_turn, 2)
     ('disk', 0.106, 9.16)
     """
+    link = exchanged or Exchange()
     return StepTimes(
         disk_reads=max(reads / read_iops, read_bytes / (read_bytes_per_s or math.inf)),
         disk_writes=written_bytes / write_bytes_per_s,
         memory=moved_bytes / memory_bytes_per_s,
         compute=compute_s,
+        link_forward=link.forward_s,
+        link_backward=link.backward_s,
     )

@@ -19,9 +19,10 @@ from bunkbed.core.optim import OPTIMIZERS
 from bunkbed.core.types import Json
 from bunkbed.machine.rates import Machine, measure
 from bunkbed.machine.text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
-from bunkbed.planning import DEFAULT_LOOKAHEAD, Plan
+from bunkbed.planning import DEFAULT_LATENCY_S, DEFAULT_LOOKAHEAD, LOCAL_BYTES_PER_S, Plan, Question
 
-_TABLE, _STEP, _MACHINE = "Table", "Step", "Machine"
+_TABLE, _STEP, _MACHINE, _RANKS = "Table", "Step", "Machine", "Several processes"
+_NOT_YET = "training from several processes is not in this release yet"
 
 
 class Dtype(StrEnum):
@@ -41,8 +42,12 @@ def plan(
     dim: Annotated[int, option(_TABLE, "Number of weights of a row.")],
     dtype: Annotated[Dtype, option(_TABLE, "Type of the stored weights.")] = DTYPE_DEFAULT,
     optimizer: Annotated[OptimizerName, option(_TABLE, "Optimizer; each row has its state.")] = OPTIMIZER_DEFAULT,
-    ram: Annotated[str, option(_TABLE, "RAM budget of the table.", metavar="BYTES")] = "1GiB",
-    batch: Annotated[int, option(_STEP, "Number of ids of a step, with duplicates.")] = 65_536,
+    ram: Annotated[
+        str, option(_TABLE, "RAM budget of the table; with --ranks, of each host.", metavar="BYTES")
+    ] = "1GiB",
+    batch: Annotated[
+        int, option(_STEP, "Number of ids of a step, with duplicates; with --ranks, of each rank.")
+    ] = 65_536,
     zipf: Annotated[float, option(_STEP, "Skew of the ids: the exponent of Zipf's law; 0: uniform.")] = 1.05,
     lookahead: Annotated[
         int, option(_STEP, "Number of batches known ahead; 0: none, so nothing overlaps.")
@@ -64,6 +69,20 @@ def plan(
     endurance: Annotated[
         str, option(_MACHINE, "Bytes that may be written to the disk in its life, by its data sheet.", metavar="BYTES")
     ] = "600TB",
+    ranks: Annotated[int, option(_RANKS, f"Divide the rows over N processes. Predicted; {_NOT_YET}.", metavar="N")] = 1,
+    ranks_per_host: Annotated[
+        int | None,
+        option(
+            _RANKS, "Processes of a host, which share its RAM, disk and link. Default: all; with --link 1.", metavar="N"
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        option(_RANKS, "Rate of a host's link, such as 10Gbit or 1.25GB. Needed for several hosts.", metavar="RATE"),
+    ] = None,
+    link_latency_ms: Annotated[
+        float, option(_RANKS, "Time of one collective without data, in milliseconds; an assumption.")
+    ] = DEFAULT_LATENCY_S * 1e3,
     remeasure: Annotated[bool, option(_MACHINE, "Measure again instead of using the last figures.")] = False,
     config: ConfigOption = None,
     json: JsonOption = False,
@@ -79,7 +98,8 @@ def plan(
         "write_bytes_per_s": _bytes("--ssd-write", ssd_write),
         "memory_bytes_per_s": _bytes("--memory-bandwidth", memory_bandwidth),
     }
-    for name, value in (("--ssd-iops", ssd_iops), ("--compute-ms", compute_ms + 1)):
+    times = (("--compute-ms", compute_ms), ("--link-latency-ms", link_latency_ms))
+    for name, value in (("--ssd-iops", ssd_iops), *((name, value + 1) for name, value in times)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageProblem(f"{name} must be {'above 0' if name == '--ssd-iops' else 'at least 0'}")
     life = _bytes("--endurance", endurance)
@@ -97,6 +117,10 @@ def plan(
             ram=ram,
             lookahead=lookahead,
             compute_s=compute_ms / 1e3,
+            ranks=ranks,
+            ranks_per_host=ranks_per_host,
+            link=link,
+            latency_s=link_latency_ms / 1e3,
         )
 
     try:  # find a wrong option before the measurement, which takes seconds
@@ -137,6 +161,11 @@ def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: flo
         "A limit, not a promise: training comes near it where the disk binds, less so\n"
         "where memory does. A full cache, every row trained, random ids, no commits."
     )
+    if base.question.ranks > 1:
+        rates_are = "measured" if base.machine.disk else "as given"
+        note += (
+            f"\nPredicted; {_NOT_YET}.\nRates of memory and disk: {rates_are}. The rest is computed by a cost model."
+        )
     console.print(Group(*parts, "", f"[dim]{note}[/]"), width=min(console.width, WIDTH))
 
 
@@ -148,14 +177,23 @@ def _facts(plan: Plan) -> RenderableType:
         f"{asked.rows:,} rows x {asked.dim} {asked.dtype}, {type(asked.optimizer).__name__}: "
         f"{plan.record_bytes:,} B a row, {format_bytes(plan.record_bytes * asked.rows)}",
     )
+    of_batch, of_all, of_host = "", "", ""
+    if asked.ranks > 1:
+        hosts = asked.ranks // asked.ranks_per_host
+        where = f"{asked.ranks_per_host:,} on each of {hosts:,} hosts" if hosts > 1 else "on one host"
+        grid.add_row("ranks", f"{asked.ranks:,}, {where}; {asked.stored:,} rows a rank")
+        grid.add_row("", "[dim]step to link are those of one rank; the times below are its host's[/]")
+        of_batch, of_all = " of each rank", " of all ranks"
+        of_host = f"{format_bytes(asked.rank_ram)} of a host's {format_bytes(asked.ram)}: "
     grid.add_row(
         "step",
-        f"{asked.batch:,} ids, Zipf {asked.zipf:g}: {plan.unique_rows:,.0f} unique rows, "
+        f"{asked.batch:,} ids{of_batch}, Zipf {asked.zipf:g}: {plan.unique_rows:,.0f} unique rows{of_all}, "
         f"{plan.misses:,.0f} missed ({plan.misses / plan.unique_rows:.1%})",
     )
     grid.add_row(
         "RAM",
-        f"{plan.frames:,} rows in {format_bytes(plan.frames_bytes)}, directory {format_bytes(plan.directory_bytes)}, "
+        f"{of_host}{plan.frames:,} rows in {format_bytes(plan.frames_bytes)}, "
+        f"directory {format_bytes(plan.directory_bytes)}, "
         f"buffers {format_bytes(plan.buffers_bytes + plan.window_bytes)}",
     )
     if plan.read_path:
@@ -164,6 +202,14 @@ def _facts(plan: Plan) -> RenderableType:
         )
     grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
     grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
+    if asked.ranks > 1:
+        forward, backward = plan.exchanged.forward_bytes, plan.exchanged.backward_bytes
+        grid.add_row(
+            "link",
+            f"{format_bytes(forward + backward)} sent a step and rank: {format_bytes(forward)} forward, "
+            f"{format_bytes(backward)} backward",
+        )
+        grid.add_row("", f"[dim]{_link_rate(asked)}; {asked.latency_s * 1e3:g} ms a collective[/]")
     grid.add_row("machine", rates(machine))
     grid.add_row("", f"[dim]{escape(machine.disk)}, measured; --remeasure[/]" if machine.disk else "[dim]as given[/]")
     if machine.read_unit == 1:
@@ -171,15 +217,26 @@ def _facts(plan: Plan) -> RenderableType:
     return grid
 
 
+def _link_rate(asked: Question) -> str:
+    if asked.link_bytes_per_s is None:
+        return f"assumed: {LOCAL_BYTES_PER_S / 1e9:g} GB/s a rank"
+    return f"as given: {asked.link_bytes_per_s / 1e9:,.4g} GB/s a host, {asked.rank_bytes_per_s / 1e9:,.4g} GB/s a rank"
+
+
 def _step(plan: Plan) -> RenderableType:
-    times = plan.times
-    written = f"{format_bytes(plan.written_bytes)}, {plan.write_amplification:.2f} x what is evicted"
+    times, here = plan.times, plan.question.ranks_per_host
+    written = f"{format_bytes(here * plan.written_bytes)}, {plan.write_amplification:.2f} x what is evicted"
+    link = [
+        ("link, lookup", times.link_forward, "rows, with ids ahead" if plan.question.lookahead else "ids, rows"),
+        ("link, update", times.link_backward, "gradients"),
+    ]
     return times_grid(
         [
-            ("disk, reads", times.disk_reads, f"{plan.misses:,.0f} rows"),
+            ("disk, reads", times.disk_reads, f"{here * plan.misses:,.0f} rows"),
             ("disk, writes", times.disk_writes, written if plan.misses else ""),
             ("memory", times.memory, "lookup, gradients, update"),
             ("model", times.compute, "as given" if times.compute else "not given: --compute-ms"),
+            *(link if plan.question.ranks > 1 else []),
         ],
         plan.binds,
     )
@@ -188,7 +245,7 @@ def _step(plan: Plan) -> RenderableType:
 def _verdict(plan: Plan, life: float) -> RenderableType:
     grid = facts_grid()
     overlap = "with lookahead, all at once" if plan.question.lookahead else "without lookahead, one after another"
-    ids = plan.steps_per_s * plan.question.batch
+    ids = plan.steps_per_s * plan.question.batch * plan.question.ranks
     ids_text = f"{ids / 1e6:,.2f} million" if ids >= 1e6 else f"{ids:,.0f}"
     grid.add_row(
         "limit", f"[b]{speed(plan.steps_per_s)} steps/s[/], {ids_text} ids/s; [b]{plan.binds}[/] binds ({overlap})"
@@ -202,12 +259,13 @@ def _verdict(plan: Plan, life: float) -> RenderableType:
     elif plan.misses and plan.frames < 4 * plan.unique_rows:
         grid.add_row("", "[yellow]the cache holds less than four steps: up to a quarter more misses are likely[/]")
     days = plan.days_to_write(life)
+    host = " by a host" if plan.question.ranks > 1 else ""
     if math.isinf(days):
         grid.add_row("SSD", "written by commits only")
     else:
         grid.add_row(
             "SSD",
-            f"{decimal_bytes(plan.written_bytes_per_day)} written in a day of this; a drive rated for "
+            f"{decimal_bytes(plan.written_bytes_per_day)} written in a day of this{host}; a drive rated for "
             f"{decimal_bytes(life)} of writes would last {_duration(days)}",
         )
     return grid
@@ -256,6 +314,7 @@ def _facts_json(plan: Plan, life: float) -> Json:
     asked = plan.question
     days = plan.days_to_write(life)
     return {
+        **_ranks_json(plan),
         "table": {
             "rows": asked.rows,
             "dim": asked.dim,
@@ -293,4 +352,23 @@ def _facts_json(plan: Plan, life: float) -> Json:
         "binds": plan.binds,
         "written_bytes_per_day": plan.written_bytes_per_day,
         "days_to_endurance": None if math.isinf(days) else days,
+    }
+
+
+def _ranks_json(plan: Plan) -> Json:
+    asked = plan.question
+    if asked.ranks == 1:
+        return {}
+    return {
+        "ranks": {
+            "ranks": asked.ranks,
+            "per_host": asked.ranks_per_host,
+            "rows": asked.stored,
+            "ram_bytes": asked.rank_ram,
+            "link_bytes_per_s": asked.rank_bytes_per_s,
+            "latency_s": asked.latency_s,
+            "forward_bytes": plan.exchanged.forward_bytes,
+            "backward_bytes": plan.exchanged.backward_bytes,
+            "is_predicted": True,
+        }
     }
