@@ -124,6 +124,22 @@ def test_accumulation_takes_what_the_optimizer_was_given(order: str) -> None:
         loop.check()
 
 
+def test_accumulated_gradients_are_added_step_after_step_then_by_lookup() -> None:
+    loop, rule = Loop(), StepRule(accumulate=2)
+    rng, ids, kept = np.random.default_rng(1), np.array([1, 2, 1]), []
+    for is_update in (False, True):
+        total = 0.0
+        pushed = {place: rng.standard_normal((3, DIM)).astype(np.float32) for place in (0, 1)}  # as in a graph
+        for place in (1, 0):  # backward visits the last lookup first
+            total += loop.pending.push(loop.lookup(ids), (0, place), ids, pushed[place])
+        kept += [pushed[0], pushed[1]]
+        loop.pending.settle(values(total), rule, None, is_update=is_update)
+    expected = bb.create(None, dim=DIM, num_rows=ROWS, optimizer=SGD, init=bb.Uniform(-0.05, 0.05), seed=3)
+    batch = expected.batch(np.tile(ids, 4))
+    expected.update_batch(batch, batch.sum(np.concatenate(kept))[0] * np.float32(0.5))
+    np.testing.assert_array_equal(loop.table.get(np.arange(ROWS)), expected.get(np.arange(ROWS)))
+
+
 @pytest.mark.parametrize("bad", [0.5, -1.0, 1.0, 32.5, 64.0, 97.0, 130.0, 2.0**60, float("inf")])
 def test_a_value_that_names_nothing_is_an_error(bad: float) -> None:
     loop = Loop()

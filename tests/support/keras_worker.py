@@ -1,4 +1,4 @@
-"""One of two workers of a MultiWorkerMirroredStrategy: a program that test_keras_multiworker.py runs twice.
+"""One worker of a MultiWorkerMirroredStrategy: a program that test_keras_multiworker.py runs twice, or four times.
 
     python keras_worker.py SCENARIO FOLDER
 
@@ -25,13 +25,15 @@ SAVED_AT, KILLED_AT, STEPS = 4, 6, 10
 
 
 def batches(steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64[steps * BATCH] ids and float32[steps * BATCH, 2 * DIM] targets; no id more than twice in a batch.
-
-    So float32 sums of a batch's gradients do not depend on how it is divided: the rows are to be the same bits.
-    """
+    """int64[steps * BATCH] ids (`zipf`) and float32[steps * BATCH, 2 * DIM] targets."""
     rng = np.random.default_rng(5)
-    ids = np.concatenate([rng.permutation(np.repeat(np.arange(ROWS), 2))[:BATCH] for _ in range(steps)])
+    ids = zipf(rng, steps * BATCH)
     return ids, rng.standard_normal((steps * BATCH, 2 * DIM)).astype(np.float32)
+
+
+def zipf(rng: np.random.Generator, size: int | tuple[int, int]) -> np.ndarray:
+    """int64 ids, of which few come often: the bits of a sum of float32 gradients depend on the order of additions."""
+    return (rng.zipf(1.3, size) - 1) % ROWS
 
 
 def layers_in(folder: Path | None, keras, **arguments) -> list:
@@ -60,6 +62,7 @@ class Worker:
         self.tf, self.keras, self.folder = tf, keras, folder
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
         self.index = self.strategy.cluster_resolver.task_id
+        self.count = self.strategy.num_replicas_in_sync
         self.found: dict[str, np.ndarray] = {}
         self.said: dict[str, str] = {}
 
@@ -74,8 +77,10 @@ class Worker:
         run = self.tf.function(lambda ids, targets: self.strategy.run(model.train_step, args=((ids, targets),)))
 
         def step(ids, targets, cut: int | None = None):
-            cut = len(ids) // WORKERS if cut is None else cut
-            part = slice(None, cut) if self.index == 0 else slice(cut, None)
+            size = len(ids) // self.count
+            part = slice(self.index * size, (self.index + 1) * size)
+            if cut is not None:  # between two workers
+                part = slice(None, cut) if self.index == 0 else slice(cut, None)
             return run(self.tf.constant(ids[part], self.tf.int64), self.tf.constant(targets[part], self.tf.float32))
 
         return step
@@ -183,10 +188,10 @@ def cut_of(step: int) -> int:
     return BATCH // WORKERS if step < SAVED_AT else (8, 0, 3)[step % 3]
 
 
-def owners(ids: np.ndarray) -> np.ndarray:
+def owners(ids: np.ndarray, count: int = WORKERS) -> np.ndarray:
     from bunkbed.files.sharding import shards_of
 
-    return shards_of(ids.astype(np.int64), WORKERS).astype(np.int64)
+    return shards_of(ids.astype(np.int64), count).astype(np.int64)
 
 
 def scaled(worker: Worker, data) -> None:
@@ -207,12 +212,16 @@ def accumulated(worker: Worker, data) -> None:
     for number in range(STEPS):
         step(*batch(data, number))
     worker.note_stored("accumulated", layers)
+    step(*batch(data, 0))
+    if worker.index == 1:  # forgets what the other keeps
+        layers[0]._shared.pending.drop()
+    worker.must_raise("half accumulated", lambda: step(*batch(data, 1)))
 
 
 def pooled(worker: Worker) -> None:
     """Bags, weighted, of padded ids, with a schedule."""
     keras, tf = worker.keras, worker.tf
-    ids = np.random.default_rng(1).integers(0, ROWS, (8, 5))
+    ids = zipf(np.random.default_rng(1), (8, 5))
     weights = np.random.default_rng(2).random((8, 5)).astype(np.float32)
     for combiner in ("sum", "mean", "sqrtn"):
         with worker.strategy.scope():
@@ -235,6 +244,61 @@ def pooled(worker: Worker) -> None:
             outputs = run(tf.constant(ids[part]), tf.constant(weights[part]))
         worker.found[f"bags_{combiner}"] = np.stack([output.numpy() for output in outputs])
         worker.note_stored(f"bags_{combiner}", layers)
+
+
+def several(tf, keras, layers, bags, parts: int, run):
+    """A function that trains on `parts` batches of int64[N, 2] ids, one after another, as one batch.
+
+    Each table is looked up three times in a part: each column of the ids, and bags of its rows. Two calls are one
+    update.
+    """
+    optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2, clipnorm=0.5)
+    for layer in layers:
+        layer.follow(optimizer)
+    tokens = [layer.token for layer in layers]
+
+    def step(ids):
+        with tf.GradientTape() as tape:
+            losses = []
+            for part in tf.split(ids, parts):
+                for layer, bag in zip(layers, bags, strict=True):
+                    found = [layer(part[:, 1]), bag(part), layer(part[:, 0])]
+                    losses += [tf.reduce_sum(tf.square(rows - 0.1 * number)) for number, rows in enumerate(found)]
+            loss = tf.add_n(losses)
+        optimizer.apply(tape.gradient(loss, [token.value for token in tokens]), tokens)
+
+    return tf.function(lambda ids: run(step, args=(ids,)))
+
+
+def columns(steps: int) -> np.ndarray:
+    """int64[steps, BATCH, 2] ids for `several`."""
+    return zipf(np.random.default_rng(6), (steps * BATCH, 2)).reshape(steps, BATCH, 2)
+
+
+def ordinary(worker: Worker) -> None:
+    """Ids as they come, on any number of workers: one lookup of a table in a step, and `several`."""
+    from bunkbed.keras import Embedding
+
+    keras, tf, data = worker.keras, worker.tf, batches(STEPS)
+    layers, model = worker.model(None, seed=SEED)
+    step = worker.step_of(model)
+    for number in range(STEPS):
+        step(*batch(data, number))
+    worker.note_stored("once", layers)
+
+    with worker.strategy.scope():
+        layers = layers_in(None, keras, seed=SEED)
+        for layer in layers:
+            layer.follow(keras.optimizers.SGD(0.5))
+        bags = [
+            Embedding(ROWS, DIM, table=layer.table, placement=kind, combiner="mean")
+            for kind, layer in zip(("replicated", "sharded"), layers, strict=True)
+        ]
+        train = several(tf, keras, layers, bags, 1, worker.strategy.run)
+    size = BATCH // worker.count
+    for ids in columns(STEPS):
+        train(tf.constant(ids[worker.index * size : (worker.index + 1) * size]))
+    worker.note_stored("several", layers)
 
 
 def layered(worker: Worker) -> None:
@@ -418,5 +482,5 @@ def refused(worker: Worker) -> None:
 if __name__ == "__main__":
     scenario, folder = sys.argv[1:]
     this = Worker(Path(folder))
-    {"train": train, "crash": crash, "resume": resume, "refused": refused}[scenario](this)
+    {"train": train, "ordinary": ordinary, "crash": crash, "resume": resume, "refused": refused}[scenario](this)
     this.write()

@@ -12,8 +12,8 @@ A table's rows are never a variable, so Keras gets a *token*, one scalar variabl
 4. Gradients that no optimizer gets are never applied: those of a step that loss scaling rejects, or for a plot. Their
    bits are reused, oldest first, when bits are short.
 
-Rows are summed in the order (replica, lookup), then by batch position, one by one (the order of `Table.update`). So the
-bits of a step depend neither on the order in which backward visits the graph nor on the speed of replicas.
+The gradients of a row are added one by one in the order (accumulated step, replica, lookup, position in the batch). So
+the bits of a step depend neither on the order in which backward visits the graph nor on the speed of replicas.
 """
 
 from __future__ import annotations
@@ -236,6 +236,7 @@ class Pending:
             self._free = set(range(BITS))
 
     def _take(self, gradients: NDArray[np.float64]) -> list[_Push]:
+        """Return the pushes that `gradients` identify, in the order of the sums; they wait no longer."""
         known = {bit: group for group in self._groups for bit in group.bits}
         named: list[int] = []
         for gradient in gradients.tolist():
@@ -252,7 +253,7 @@ class Pending:
         self._free.update(named)
         self._groups = [group for group in self._groups if group.bits]
         self._open.clear()
-        return taken
+        return sorted(taken, key=lambda push: push.order)
 
     def _changed(self, value: float) -> str:
         return (
@@ -287,7 +288,6 @@ class Pending:
             # The sums of scaled gradients: a loss scale is a power of two in practice, so the factor is exact.
             return pushes[0].batch, pushes[0].sums, pushes[0].norm, pushes[0].scale
         if pushes:
-            pushes.sort(key=lambda push: push.order)
             return *sum_parts(table, pushes), 1.0
         return table.batch(np.empty(0, np.int64)), np.empty((0, table.dim), np.float32), 0.0, 1.0
 

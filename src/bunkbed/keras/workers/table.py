@@ -4,11 +4,19 @@ Under `tf.distribute.MultiWorkerMirroredStrategy` every worker has a separate ta
 or in RAM:
 
 - ``placement="replicated"``, ``path/replica-0001-of-0002``: each worker has all rows, and looks up without the others.
-  A step exchanges the summed gradients of the workers' batches, and each worker applies all sums: replicas stay
+  A step exchanges the gradients of all occurrences of ids, and each worker adds and applies all: replicas stay
   bit-identical.
 - ``placement="sharded"``, ``path/shard-0001-of-0002``: each worker has the rows that a hash assigns to it
-  (`bunkbed.files.sharding`), and no others. A lookup asks all workers for their rows, and a step gives each worker the
-  gradients of its rows.
+  (`bunkbed.files.sharding`), and no others. A lookup asks all workers for their rows, and a step exchanges
+  gradients as above; each worker applies those of its rows.
+
+The gradients of a row are added one by one in the order (accumulated step, worker, lookup, position in the batch). So
+the rows have the bits of one process that looks up the workers' batches one worker after another, and then steps once.
+If a step looks a table up once, that is one batch: the workers' batches, concatenated. This holds for equal gradients:
+Keras divides the mean loss of a worker by the number of workers, which is exact if that number is a power of two and
+the batches have equal sizes; a ``loss_scale_factor`` must also be one. Every worker receives 4 * dim + 8 bytes
+for each occurrence of an id in the batches of all workers, at every step, also while gradients accumulate; repeated ids
+are not merged.
 
 Rules:
 
@@ -145,11 +153,9 @@ class WorkersTable(SharedTable):
                 table = shared.table
                 used = table.optimizer if definition is None else definition
                 numbers = [float(rate), float(unscale), bool(is_update)]
-                sign = shared.sign("update", used.native(), rule, *numbers)
-                ids, sums = shared.pending.offer(
-                    gradients, unscale=float(unscale), is_update=bool(is_update), optimizer=whose
-                )
-                return message(table.step, sign, table.dim, ids, sums)
+                ids, grads, steps = shared.pending.offer(gradients, unscale=float(unscale), optimizer=whose)
+                sign = shared.sign("update", used.native(), rule, *numbers, steps)
+                return message(table.step, sign, table.dim, ids, grads)
             except Exception as error:  # the other workers wait for this worker's message
                 return error_message(error)
 
@@ -160,7 +166,7 @@ class WorkersTable(SharedTable):
             if definition is not None and definition != table.optimizer:
                 table.optimizer = definition
             lr = float(rate) if follows else None
-            shared.pending.conclude(offered, rule, lr, is_update=bool(is_update))
+            shared.pending.conclude(offered, rule, lr, is_update=bool(is_update), optimizer=whose)
             return np.zeros((), np.float64)
 
         ends = is_update(optimizer)
