@@ -24,6 +24,8 @@ from bunkbed.maintenance.copying import Copied as Copied
 from bunkbed.maintenance.copying import copy as copy
 from bunkbed.maintenance.problems import Problem as Problem
 from bunkbed.maintenance.problems import Report as Report
+from bunkbed.maintenance.resharding import Resharded as Resharded
+from bunkbed.maintenance.resharding import reshard as reshard
 from bunkbed.maintenance.snapshots import Snapshot as Snapshot
 from bunkbed.maintenance.snapshots import describe_snapshots as describe_snapshots
 from bunkbed.maintenance.snapshots import drop_snapshot as drop_snapshot

@@ -178,6 +178,16 @@ def test_copy(cli: Run, table: Path, run_folder: Path) -> None:
     assert cli("check", "run-backup")[0] == cli("check", "backup")[0] == cli("check", "serving")[0] == 0
 
 
+def test_reshard(cli: Run, table: Path) -> None:
+    code, _, err = cli("reshard", str(table), "--shards", "3")
+    assert code == 1 and "--drop-snapshots" in err
+    code, out, err = cli("reshard", str(table), "--shards", "3", "--drop-snapshots")
+    assert (code, err) == (0, "") and out.endswith("has 3 shards at commit 2: 20 rows rewritten and verified\n")
+    code, out, _ = cli("reshard", str(table), "--shards", "3", "--json")
+    assert code == 0 and json.loads(out)["rows"] == 0
+    assert cli("check", str(table))[0] == 0
+
+
 def test_ctrl_c(cli: Run, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt

@@ -414,6 +414,22 @@ def _(s: Story) -> None:
         assert_same_bits(reader.lookup(stored), philox.narrow_nearest(dtype, s.committed.lookup(stored)))
 
 
+@call("reshard", scratch="scratch", files=True)
+def _(s: Story) -> None:
+    if s.run is not None:
+        must_raise(bb.FormatError, "run", bb.reshard, s.path, shards=2)
+        return
+    if s.is_durable:
+        s.commit()
+    target = s.file("-resharded")
+    bb.copy(s.path, target)
+    for shards in (3, 2):
+        bb.reshard(target, shards=shards, drop_snapshots=True, ram="64MiB")
+        assert bb.check(target) == []
+        with bb.open(target, mode="r", ram="32MiB") as reader:
+            assert_same_rows_of_reader(reader, s.committed, s.all)
+
+
 # ---- Memory
 
 

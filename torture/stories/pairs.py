@@ -35,6 +35,7 @@ UNUSED = {
     "check.epoch": "of damaged tables: the corruption part",
     "check.progress": "the command line's",
     "copy.progress": "the command line's",
+    "reshard.progress": "the command line's",
     "export_rows.name": "of one format each: test_io.py",
     "export_rows.vocab": "of one format each: test_io_text.py",
     "export_rows.metric": "of one format each: test_io.py",

@@ -14,6 +14,7 @@ from bunkbed.cli.commands.judge import evaluate, recommend
 from bunkbed.cli.commands.neighbors import neighbors
 from bunkbed.cli.commands.plan import plan
 from bunkbed.cli.commands.report import report
+from bunkbed.cli.commands.reshard import reshard
 from bunkbed.cli.commands.rows import export_table, import_table
 from bunkbed.cli.commands.train import train
 from bunkbed.cli.version import version_text
@@ -63,5 +64,6 @@ app.command("check", rich_help_panel=_LOOK)(check)
 app.command("snapshots", rich_help_panel=_LOOK)(snapshots)
 app.command("neighbors", rich_help_panel=_LOOK)(neighbors)
 app.command("copy", rich_help_panel=_ROWS)(copy)
+app.command("reshard", rich_help_panel=_ROWS)(reshard)
 app.command("import", rich_help_panel=_ROWS)(import_table)
 app.command("export", rich_help_panel=_ROWS)(export_table)

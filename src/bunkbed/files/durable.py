@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -55,6 +56,21 @@ def replace_file(path: Path, content: bytes) -> None:
     with make_file(made) as file:
         file.write(content)
     put_in_place(made, path)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two folders of one filesystem in one step (``renameat2`` with ``RENAME_EXCHANGE``).
+
+    The names are durable after `sync_directory` of the parent folders.
+
+    Raises:
+        OSError: the filesystem cannot do that, or the folders are on different filesystems. Nothing was changed.
+    """
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE; Python's `os` has no such call
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(flag)) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot exchange two folders, {os.strerror(error)}", str(one), None, str(other))
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -94,7 +94,7 @@ class ShardedTable(Table):
 
         Args:
             path: directory of the table: the parent manifest, and the shards where no `directories` are given.
-            shards: number of shards, 1 to 1024; it cannot change later. Default: one for each of `directories`.
+            shards: number of shards, 1 to 1024; `bunkbed.reshard` changes it. Default: one for each of `directories`.
             directories: directories for the shards, used in turn; made when missing. Each shard gets a new folder
                 ``shard-NNNN``. The manifest stores absolute paths, but relative ones below `path`, which may move.
             dim, num_rows, optimizer, init, seed, dtype: see `bunkbed.create`.

@@ -1,0 +1,232 @@
+"""Change the number of shards of a table: its rows are rewritten into a new folder, which then replaces the old one.
+
+Protocol. A process that is killed at any point leaves the old or the new table at the path, whole:
+
+1. The writer's lock of the table is taken, so its last commit stays the last.
+2. The new table is made in ``.NAME.reshard`` next to the path, after the removal of a folder that an earlier process
+   left there. Every stored row is streamed into it with every slot, then it commits.
+3. Every record of the new table is read from its files and its checksum verified. The manifest of the new table gets
+   the epoch, the snapshot name and the uuid of the old table's last commit. The folder is synced.
+4. One system call exchanges the two folders, and their parent folder is synced. From then on the new table exists.
+5. The old table, now at ``.NAME.reshard``, is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bunkbed import _native
+from bunkbed.core.arguments import as_whole
+from bunkbed.core.budget import parse_bytes
+from bunkbed.core.typed import typed
+from bunkbed.errors import CorruptionError, FormatError, TableLockedError
+from bunkbed.files.durable import exchange, require_real, sync_directory
+from bunkbed.files.run_files import RunFiles
+from bunkbed.files.sharding import MAX_SHARDS, Split
+from bunkbed.maintenance.check import check
+from bunkbed.sharded.opening import open
+from bunkbed.sharded.table import ShardedTable
+from bunkbed.table.definition import Definition
+from bunkbed.table.opening import is_table, open_writer, path_lock, resolve
+from bunkbed.table.table import Table
+
+#: Called with (rows done, rows in all), a few times a second.
+Progress = Callable[[int, int], None]
+
+_CHUNK_BYTES = 8 << 20
+_OF_A_TABLE = re.compile(r"lock|new-.*|(manifest|segment|directory)-\d{16}")
+_OF_A_SHARDED_TABLE = re.compile(r"lock|files|tables|run-\d{16}|new-run-.*")
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """The result of `reshard`.
+
+    Attributes:
+        epoch: number of the table's last commit, the same as before.
+        shards: number of shards now.
+        shards_before: number of shards before; 0 for a table that was not sharded.
+        rows: number of rows rewritten; 0 if the table had this number of shards already.
+    """
+
+    epoch: int
+    shards: int
+    shards_before: int
+    rows: int
+
+
+@typed
+def reshard(
+    path: str | os.PathLike[str],
+    *,
+    shards: int,
+    drop_snapshots: bool = False,
+    ram: int | str = "1GiB",
+    progress: Progress | None = None,
+) -> Resharded:
+    """Change the number of shards of a `ShardedTable`, or make a table of `create` a sharded one.
+
+    Streams every stored row with every optimizer slot into new shards, verifies every record that it wrote, and then
+    exchanges the folders in one step. Rows, slots, step, seed, init, dtype, num_rows, the optimizer's values and uuid
+    stay the same, and so do epoch, meta and snapshot name of the last commit: a checkpoint that refers to it can be
+    loaded. Earlier commits and their snapshots are not kept. A killed process leaves the old table or the new one at
+    `path`, whole. It may also leave a folder ``.NAME.reshard`` next to `path`; the next call removes that.
+
+    Needs space for a second copy of the rows on the same filesystem. Readers must open the table again afterwards.
+
+    Args:
+        path: folder of a sharded table, or of a table that belongs to no run. No process may have it open for writing.
+        shards: new number of shards, 1 to 1024. The present number changes nothing.
+        drop_snapshots: True: drop the snapshots of earlier commits. False: raise an error if there are any.
+        ram: budget: half for reading, half for writing. The arrays of one chunk take up to 100 MiB more.
+        progress: called with (rows done, rows in all), a few times a second.
+
+    Raises:
+        FileNotFoundError, FormatError: `path` has no table that can be divided. ValueError: `shards` out of range,
+        snapshots of earlier commits (lists their names), shards or files outside the table's own folder.
+        TableLockedError: the table is open for writing, here or in another process. MemoryError: `ram` is too small;
+        says how much is needed. CorruptionError: a record fails its checksum. OSError: the disk is full or failing,
+        or the filesystem cannot exchange two folders. After an error the table is as it was.
+
+    >>> import bunkbed as bb, numpy as np, tempfile
+    >>> path = tempfile.mkdtemp() + "/user"
+    >>> with bb.create(path, dim=4, num_rows=100, ram="8MiB") as table:
+    ...     table.update(np.arange(10), np.ones((10, 4), np.float32))
+    >>> bb.reshard(path, shards=4)
+    Resharded(epoch=1, shards=4, shards_before=0, rows=10)
+    >>> bb.reshard(path, shards=3).shards_before
+    4
+    """
+    as_whole(shards, what="shards", low=1, high=MAX_SHARDS)
+    ram_bytes = parse_bytes(ram)
+    place = resolve(path).resolve()
+    if not place.exists():
+        raise FileNotFoundError(f"no table at {place}")
+    files = RunFiles(place, "table")
+    with path_lock(place):
+        _require_table(files)
+        if open_writer(place) is not None:
+            raise TableLockedError(f"table {place} is open for writing in this process; close it first")
+        lock = files.lock()
+        try:
+            part = place.with_name(f".{place.name}.reshard")
+            require_real(part)
+            before, keep = _require_movable(files, shards, drop_snapshots)
+            shutil.rmtree(part, ignore_errors=True)
+            if before == shards:
+                return Resharded(files.load_newest().epoch, shards, before, 0)
+            try:
+                done = _rewrite(files, part, shards, before, keep, ram_bytes, progress)
+                exchange(part, place)
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+            sync_directory(place.parent)
+            shutil.rmtree(part, ignore_errors=True)  # only now: until the sync, power loss could undo the exchange
+            return done
+        finally:
+            files.unlock(lock)
+
+
+def _require_table(files: RunFiles) -> None:
+    """Raise unless the folder has a sharded table or a table that belongs to no run."""
+    place = files.directory
+    if files.epochs():
+        if files.load_newest().sharding is None:
+            raise FormatError(
+                f"{place} is a run of tables, not one table; only a sharded table or a table can be resharded"
+            )
+    elif not is_table(place):
+        found = sorted(entry.name for entry in place.glob("shard-*-of-*"))
+        raise FormatError(
+            f"{place} holds no table{f' but {found[0]}, of a table that several workers trained' if found else ''}; "
+            "give the folder of a table or of a sharded table"
+        )
+    elif any(commit["belongs_to_run"] for commit in _native.commits(str(place))):
+        raise FormatError(f"{place} is a table of a run, which commits it; only a table of its own can be resharded")
+
+
+def _require_movable(files: RunFiles, shards: int, drop_snapshots: bool) -> tuple[int, str]:
+    """Return (number of shards, 0 if not sharded; snapshot name of the last commit). Requires: the lock held."""
+    place, before, pattern = files.directory, 0, _OF_A_TABLE
+    if files.epochs():
+        newest = files.load_newest()
+        assert newest.sharding is not None
+        before, pattern, epoch, kept = len(newest.sharding.shards), _OF_A_SHARDED_TABLE, newest.epoch, files.snapshots()
+        if newest.places:
+            name, where = next(iter(newest.places.items()))
+            raise ValueError(
+                f"table {place}: {name} is outside the table's folder, at {where}; bb.copy makes a copy with every "
+                "shard in its own folder, which can be resharded"
+            )
+    else:
+        kept = dict(_native.snapshots(str(place)))
+        with open(place, mode="r") as table:
+            epoch = table.epoch
+    strangers = sorted(entry.name for entry in place.iterdir() if not pattern.fullmatch(entry.name))
+    if strangers:
+        raise ValueError(f"table {place}: {strangers[0]!r} is no file of the table and would be lost; move it away")
+    earlier = [name for name, at in kept.items() if at != epoch]
+    if earlier and not drop_snapshots and before != shards:
+        raise ValueError(
+            f"table {place} has snapshots of earlier commits, which new shards cannot keep: "
+            f"{', '.join(map(repr, earlier))}; copy them with bb.copy(snapshot=), then give drop_snapshots=True "
+            "(--drop-snapshots)"
+        )
+    return before, next((name for name, at in kept.items() if at == epoch), "")
+
+
+def _rewrite(
+    files: RunFiles, part: Path, shards: int, before: int, keep: str, ram_bytes: int, progress: Progress | None
+) -> Resharded:
+    """Make the whole new table in `part`: steps 2 and 3."""
+    with open(files.directory, mode="r", ram=ram_bytes // 2) as table:
+        arguments = Definition.of(table).arguments()
+        del arguments["durability"]
+        with ShardedTable.create(part, shards=shards, ram=ram_bytes - ram_bytes // 2, **arguments) as made:
+            rows = _copy_rows(table, made, progress)
+            made.commit(meta=table.meta)
+        problems = check(part, ram=ram_bytes)
+        if problems:
+            raise CorruptionError(
+                f"table {files.directory}: a new shard is damaged, the old table stays: {problems[0]}"
+            )
+        there = RunFiles(part)
+        newest = there.load_newest()
+        assert newest.sharding is not None
+        for epoch in there.epochs():
+            there.manifest_path(epoch).unlink()
+        sharding = replace(newest.sharding, uuid=table.uuid)
+        there.publish(replace(newest, epoch=table.epoch, keep=keep, sharding=sharding))
+        sync_directory(part.parent)
+        return Resharded(table.epoch, shards, before, rows)
+
+
+def _copy_rows(table: Table, made: ShardedTable, progress: Progress | None) -> int:
+    """Copy every stored row with every slot, and the step; return the number of rows."""
+    slots = ("weight", *table.slots)
+    fields = [made.field(slot)[0] for slot in slots]
+    shards = made.core.tables()
+    total, done = len(table), 0
+    for ids, values in table.scan_slots(slots, max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))):
+        split = Split(ids, len(shards))
+        mine, sorted_values = split.take(ids), [split.take(one) for one in values]
+        for index, shard in enumerate(shards):
+            part = split.part(index)
+            for field, one in zip(fields, sorted_values, strict=True):
+                shard.plain_core.set(mine[part], field, one[part])
+        done += len(ids)
+        if progress is not None:
+            progress(done, total)
+    if done != total or len(made) != total:
+        raise CorruptionError(f"table {table.path}: {done} rows were read and {len(made)} written of {total}")
+    if table.step > 0:  # an empty step sets the step number, which bias correction depends on
+        made.update(np.empty(0, np.int64), np.empty((0, made.dim), np.float32), step=table.step)
+    return done
