@@ -209,7 +209,9 @@ def _facts(plan: Plan) -> RenderableType:
             f"{format_bytes(forward + backward)} sent a step and rank: {format_bytes(forward)} forward, "
             f"{format_bytes(backward)} backward",
         )
-        grid.add_row("", f"[dim]{_link_rate(asked)}; {asked.latency_s * 1e3:g} ms a collective[/]")
+        latency = "assumed" if asked.latency_s == DEFAULT_LATENCY_S else "as given"
+        grid.add_row("", f"[dim]{_link_rate(asked)}[/]")
+        grid.add_row("", f"[dim]{latency}: {asked.latency_s * 1e3:g} ms a collective[/]")
     grid.add_row("machine", rates(machine))
     grid.add_row("", f"[dim]{escape(machine.disk)}, measured; --remeasure[/]" if machine.disk else "[dim]as given[/]")
     if machine.read_unit == 1:
