@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -64,12 +65,12 @@ def exchange(one: Path, other: Path) -> None:
     The names are durable after `sync_directory` of the parent folders.
 
     Raises:
-        OSError: the filesystem cannot do that, or the folders are on different filesystems. Nothing was changed.
+        OSError: filesystem or C library cannot do that, or the folders are on different filesystems. Nothing changed.
     """
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE; Python's `os` has no such call
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(flag)) != 0:
-        error = ctypes.get_errno()
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None or call(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(flag)) != 0:
+        error = errno.ENOSYS if call is None else ctypes.get_errno()
         raise OSError(error, f"cannot exchange two folders, {os.strerror(error)}", str(one), None, str(other))
 
 
