@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,18 +166,17 @@ bb.reshard({str(path)!r}, shards=3, ram="64MiB")
 def test_a_kill_at_any_time_leaves_a_whole_table(trained: tuple[Path, Any]) -> None:
     path, one = trained
     code = f"""
-import itertools, sys
+import itertools
 import bunkbed as bb
 print("ready", flush=True)
 for shards in itertools.cycle((3, 4, 2)):
     bb.reshard({str(path)!r}, shards=shards, ram="64MiB")
-    print(shards, flush=True)
 """
-    for lines in range(1, 4):
+    moments = random.Random(0)
+    for _ in range(20):
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
-            assert other.stdout is not None
-            for _ in range(lines):
-                assert other.stdout.readline()
+            assert other.stdout is not None and other.stdout.readline() == b"ready\n"
+            time.sleep(moments.uniform(0, 0.3))
             other.send_signal(signal.SIGKILL)
         _after_a_kill(path, one, {2, 3, 4})
 
