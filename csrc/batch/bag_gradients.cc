@@ -29,7 +29,7 @@ void divide_by_lengths(const BagGradients& bags, size_t n, float* out) {
 
 }  // namespace
 
-double sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* sums) {
+ExactSum sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* sums) {
   const size_t dim = bags.dim;
   const size_t n = batch.size();
   ArrayVector<uint32_t> bag_of(n);
@@ -52,11 +52,12 @@ double sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* su
   const auto& starts = batch.offsets();
   const Kernels& k = kernels();
   const size_t grain = row_grain(dim);
-  ArrayVector<double> squares((batch.num_unique() + grain - 1) / grain);
+  ArrayVector<ExactSum> blocks((batch.num_unique() + grain - 1) / grain);
   const auto sum_block = [&](size_t from, size_t to) {
     constexpr uint32_t kBlock = 512;
     const void* rows[kBlock + kPoolAhead];
     float weights[kBlock];
+    ExactSum squares;
     uint32_t block = 0, block_end = 0;  // `rows` and `weights` are for these places in order()
     for (size_t u = from; u < to; ++u) {
       for (uint32_t done = starts[u]; done < starts[u + 1];) {
@@ -75,15 +76,14 @@ double sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* su
         k.pool_rows(DType::kFloat32, static_cast<int64_t>(dim), run, sums + u * dim);
         done = end;
       }
+      squares.add(k.sum_of_squares(static_cast<int64_t>(dim), sums + u * dim));
     }
-    squares[from / grain] = k.sum_of_squares(static_cast<int64_t>((to - from) * dim), sums + from * dim);
+    blocks[from / grain] = squares;
   };
   parallel_for(batch.num_unique(), grain, [&](size_t from, size_t to) {
     for (size_t begin = from; begin < to; begin += grain) sum_block(begin, std::min(to, begin + grain));
   });
-  double total = 0.0;
-  for (const double part : squares) total += part;
-  return total;
+  return total(blocks.data(), blocks.size());
 }
 
 void bag_dots(const BagGradients& bags, size_t n, const float* rows, float* dots) {

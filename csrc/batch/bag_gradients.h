@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "batch/exact_sum.h"
 #include "batch/batch.h"
 
 namespace bunkbed {
@@ -21,7 +22,7 @@ struct BagGradients {
 // Sums the gradients of each unique row in batch order: (batch.num_unique(), dim). The bits are those of
 // sum_gradients() for the gradients of all ids, grads[bag of i] / length * weights[i]. Returns the sum of squares, as
 // sum_gradients() does.
-double sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* sums);
+ExactSum sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* sums);
 
 // dots[i] = rows[i] . grads[bag of i], the gradients of the weights. rows: (n, dim), dots: (n).
 void bag_dots(const BagGradients& bags, size_t n, const float* rows, float* dots);

@@ -10,28 +10,34 @@
 
 namespace bunkbed {
 
-double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums) {
+ExactSum sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums) {
   return sum_gradients(batch, batch.order().data(), grads, dim, sums);
 }
 
-double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums) {
+ExactSum sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums) {
   const size_t num_unique = batch.num_unique();
   const size_t grain = row_grain(dim);
   const auto known = static_cast<uint32_t>(batch.size());
-  // One partial sum for each block, added up in the order of blocks.
-  ArrayVector<double> squares((num_unique + grain - 1) / grain);
+  ArrayVector<ExactSum> blocks((num_unique + grain - 1) / grain);
   parallel_for(num_unique, grain, [&](size_t from, size_t to) {
     ArrayVector<float> own(sums == nullptr ? std::min(grain, to - from) * dim : 0);
+    ArrayVector<double> squares(std::min(grain, to - from));
     for (size_t begin = from; begin < to; begin += grain) {
       const size_t end = std::min(to, begin + grain);
-      squares[begin / grain] = kernels().sum_rows(static_cast<int64_t>(dim), grads, rows,
-                                                  batch.offsets().data() + begin, end - begin, known,
-                                                  sums == nullptr ? own.data() : sums + begin * dim);
+      kernels().sum_rows(static_cast<int64_t>(dim), grads, rows, batch.offsets().data() + begin, end - begin, known,
+                         sums == nullptr ? own.data() : sums + begin * dim, squares.data());
+      ExactSum block;
+      block.add(squares.data(), end - begin);
+      blocks[begin / grain] = block;
     }
   });
-  double total = 0.0;
-  for (const double part : squares) total += part;
-  return total;
+  return total(blocks.data(), blocks.size());
+}
+
+ExactSum total(const ExactSum* parts, size_t n) {
+  ExactSum sum;
+  for (size_t i = 0; i < n; ++i) sum.add(parts[i]);
+  return sum;
 }
 
 bool scale(size_t n, float scale, float* x) {

@@ -4,16 +4,20 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "batch/exact_sum.h"
 #include "batch/batch.h"
 
 namespace bunkbed {
 
 // Sums the gradients of each unique row in batch order. grads: (batch.size(), dim), or more rows if the batch has
 // members; sums: (batch.num_unique(), dim), or null if only the result is needed. Returns the sum of squares of the
-// sums in float64, in a fixed order for any number of threads. It is finite if and only if all sums are.
-double sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums);
+// sums: exact over the rows, in double within a row. It is finite if and only if all sums are.
+ExactSum sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums);
 // The same where the gradient of place order()[o] is row rows[o] of `grads`.
-double sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums);
+ExactSum sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums);
+
+// The sum of the parts.
+ExactSum total(const ExactSum* parts, size_t n);
 
 // x[i] = x[i] * scale; true when every result is finite.
 bool scale(size_t n, float scale, float* x);

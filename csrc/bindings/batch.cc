@@ -21,19 +21,39 @@ namespace {
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatsOfOne = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Returns (the sums of a batch of num_unique rows, their norm). `sum` fills the sums and returns the sum of squares.
-template <typename Sum>
-nb::tuple sums_and_norm(size_t num_unique, size_t dim, Sum&& sum) {
+using Words = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Returns (the sums of a batch of num_unique rows, what `finish` makes of the sum of their squares). `sum` fills the
+// sums and returns the sum of squares.
+template <typename Sum, typename Finish>
+nb::tuple sums_and(size_t num_unique, size_t dim, Sum&& sum, Finish&& finish) {
   const size_t bytes = num_unique * dim * sizeof(float);
   auto* sums = static_cast<float*>(allocate_array(bytes));
   const nb::object owner = own_block(sums, bytes);
-  double squares = 0.0;
+  ExactSum squares;
   {
     const WithoutGil without_gil;
     const DefaultFloatMode mode;
     squares = sum(sums);
   }
-  return nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {num_unique, dim}, owner), std::sqrt(squares));
+  return nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(sums, {num_unique, dim}, owner), finish(squares));
+}
+
+double norm(const ExactSum& squares) { return std::sqrt(squares.rounded()); }
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> words(const ExactSum& squares) {
+  constexpr size_t kBytes = ExactSum::kWords * sizeof(int64_t);
+  const ExactSum::Words words = squares.words();
+  auto* copy = static_cast<int64_t*>(allocate_array(kBytes));
+  std::copy(words.begin(), words.end(), copy);
+  return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(copy, {ExactSum::kWords}, own_block(copy, kBytes));
+}
+
+// Raises unless there is one gradient for each id.
+void require_gradients(const Batch& batch, const FloatsIn& grads) {
+  if (grads.shape(0) == batch.size()) return;
+  throw Error(ErrorKind::kInvalid, "a batch of " + std::to_string(batch.size()) + " ids got " +
+                                       std::to_string(grads.shape(0)) + " gradients");
 }
 
 // A copy as int64, the index type of the frameworks.
@@ -85,16 +105,27 @@ void bind_batch(nb::module_& m) {
           "sum",
           [](const Batch& batch, const FloatsIn& grads) {
             const size_t dim = grads.shape(1);
-            if (grads.shape(0) != batch.size()) {
-              throw Error(ErrorKind::kInvalid, "a batch of " + std::to_string(batch.size()) + " ids got " +
-                                                   std::to_string(grads.shape(0)) + " gradients");
-            }
-            return sums_and_norm(batch.num_unique(), dim,
-                                 [&](float* sums) { return sum_gradients(batch, grads.data(), dim, sums); });
+            require_gradients(batch, grads);
+            return sums_and(
+                batch.num_unique(), dim, [&](float* sums) { return sum_gradients(batch, grads.data(), dim, sums); },
+                norm);
           },
           "grads"_a,
           "Sum float32[N, dim] gradients of equal ids in batch order: (float32[U, dim] in the order of unique(), their "
-          "Euclidean norm in float64, which is finite only if all sums are).")
+          "Euclidean norm in float64, which is finite only if all sums are). The norm does not depend on the order of "
+          "the ids: the squares of the rows are added exactly and rounded once.")
+      .def(
+          "sum_squares",
+          [](const Batch& batch, const FloatsIn& grads) {
+            const size_t dim = grads.shape(1);
+            require_gradients(batch, grads);
+            return sums_and(
+                batch.num_unique(), dim, [&](float* sums) { return sum_gradients(batch, grads.data(), dim, sums); },
+                words);
+          },
+          "grads"_a,
+          "As sum(), but in place of the norm the exact sum of squares, int64[SQUARES], for norm_of(): for a norm over "
+          "the rows of several batches.")
       .def(
           "sum_bags",
           [](const Batch& batch, const Ids& offsets, const FloatsIn& grads, const std::optional<Floats>& weights,
@@ -103,11 +134,30 @@ void bind_batch(nb::module_& m) {
             const BagGradients bags{offsets.data(), offsets.shape(0),
                                     is_mean,        weights.has_value() ? weights->data() : nullptr,
                                     grads.data(),   dim};
-            return sums_and_norm(batch.num_unique(), dim,
-                                 [&](float* sums) { return sum_bag_gradients(batch, bags, sums); });
+            return sums_and(
+                batch.num_unique(), dim, [&](float* sums) { return sum_bag_gradients(batch, bags, sums); }, norm);
           },
           "offsets"_a, "grads"_a, "weights"_a.none(), "is_mean"_a,
           "The same for the ids of bags, from the gradients float32[B, dim] of the bags.");
+  m.attr("SQUARES") = ExactSum::kWords;
+  m.def(
+      "norm_of",
+      [](const Words& parts) {
+        if (parts.shape(1) != ExactSum::kWords) {
+          throw Error(ErrorKind::kInvalid, "sums of squares must be int64[N, " + std::to_string(ExactSum::kWords) +
+                                               "], got " + std::to_string(parts.shape(1)) + " columns");
+        }
+        ExactSum sum;
+        for (size_t i = 0; i < parts.shape(0); ++i) {
+          ExactSum::Words words;
+          std::copy_n(parts.data() + i * words.size(), words.size(), words.begin());
+          sum.add(ExactSum::from(words));
+        }
+        return norm(sum);
+      },
+      "squares"_a,
+      "The Euclidean norm of all rows whose squares Batch.sum_squares() summed: int64[N, SQUARES], one row a batch. Has "
+      "the bits of the norm that sum() gives for all rows in one batch.");
   m.def(
       "bag_dots",
       [](const FloatsIn& rows, const Ids& offsets, const FloatsIn& grads, const FloatsOfOne& out) {

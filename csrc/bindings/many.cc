@@ -76,7 +76,7 @@ void bind_many(nb::module_& m) {
         size_t floats = 0;
         for (size_t i = 0; i < batches.size(); ++i) {
           const size_t dim = grads.at(i).shape(1);
-          SumPart part{batches[i], {nullptr, 0, false, nullptr, grads[i].data(), dim}, 1, nullptr, 0.0};
+          SumPart part{batches[i], {nullptr, 0, false, nullptr, grads[i].data(), dim}, 1, nullptr, {}};
           size_t rows = batches[i]->size();
           if (bags.at(i).has_value()) {
             const PartBags of = bags_of(*bags[i]);
@@ -109,7 +109,7 @@ void bind_many(nb::module_& m) {
         for (const SumPart& part : parts) {
           results.append(nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(
                                             part.sums, {part.batch->num_unique(), part.bags.dim}, owner),
-                                        std::sqrt(part.squares)));
+                                        std::sqrt(part.squares.rounded())));
         }
         return results;
       },

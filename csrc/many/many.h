@@ -46,7 +46,7 @@ struct SumPart {
   BagGradients bags;  // grads and dim are set always
   uint32_t step;      // the gradient of place i begins at grads[i * step * dim]; 1 with bags
   float* sums;        // (batch->num_unique(), dim)
-  double squares;     // the result; see sum_gradients()
+  ExactSum squares;   // the result; see sum_gradients()
 };
 void sum_many(std::vector<SumPart>* parts);
 

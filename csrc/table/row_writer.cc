@@ -134,7 +134,7 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
       table_.scratch.sums.resize(std::max(table_.scratch.sums.size(), floats));
       sums = table_.scratch.sums.data();
     }
-    if (!std::isfinite(sum_gradients(batch, grads, dim, sums))) not_finite(batch, ids, n, grads);
+    if (!std::isfinite(sum_gradients(batch, grads, dim, sums).rounded())) not_finite(batch, ids, n, grads);
     table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
   }
 
@@ -152,8 +152,10 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
 
 // Sums the gradients of unique row u. Returns the sum of squares of `sum`, which is finite when all its elements are.
 double RowWriter::sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const {
-  return kernels().sum_rows(table_.spec.dim, grads, batch.order().data(), batch.offsets().data() + u, 1,
-                            static_cast<uint32_t>(batch.size()), sum);
+  double squares = 0.0;
+  kernels().sum_rows(table_.spec.dim, grads, batch.order().data(), batch.offsets().data() + u, 1,
+                     static_cast<uint32_t>(batch.size()), sum, &squares);
+  return squares;
 }
 
 // Pins the batch's rows, as many at a time as the cache holds, and applies the step to each row once. Where the cache

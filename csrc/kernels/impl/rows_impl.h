@@ -57,36 +57,37 @@ float dot(int64_t dim, const float* x, const float* y) {
 typedef double Doubles __attribute__((vector_size(kVectorBytes)));
 typedef float HalfFloats __attribute__((vector_size(kVectorBytes / 2)));
 
-// A sum of squares in double over 16 lanes: column i of a row counts in lane i mod 16. The lanes are vectors: the
-// compiler would unpack and pack an array for every row.
-struct Squares {
-  static constexpr int64_t kWidth = kVectorBytes / sizeof(double);
-  static constexpr int64_t kVectors = kLanes / kWidth;
+// The sum of squares of x in double over 16 lanes: element i counts in lane i mod 16. The lanes are vectors: the compiler
+// would unpack and pack an array for every row.
+inline double squares_of(int64_t n, const float* x) {
+  constexpr int64_t kWidth = kVectorBytes / sizeof(double);
+  constexpr int64_t kVectors = kLanes / kWidth;
   Doubles acc[kVectors] = {};
-  alignas(64) double tail[kLanes] = {};  // of columns beyond the last multiple of 16
-
-  inline void add(int64_t n, const float* x) {
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      for (int64_t v = 0; v < kVectors; ++v) {
-        HalfFloats half;
-        __builtin_memcpy(&half, x + i + v * kWidth, sizeof half);
-        const Doubles value = __builtin_convertvector(half, Doubles);
-        acc[v] = acc[v] + value * value;
-      }
+  const auto add = [&](const float* from) {
+    for (int64_t v = 0; v < kVectors; ++v) {
+      HalfFloats half;
+      __builtin_memcpy(&half, from + v * kWidth, sizeof half);
+      const Doubles value = __builtin_convertvector(half, Doubles);
+      acc[v] = acc[v] + value * value;
     }
-    for (int64_t lane = 0; i < n; ++i, ++lane) {
-      const double value = x[i];
-      tail[lane] = tail[lane] + value * value;
-    }
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) add(x + i);
+  if (i < n) {
+    float rest[kLanes] = {};
+    for (int64_t lane = 0; i < n; ++i, ++lane) rest[lane] = x[i];
+    add(rest);
   }
-  inline double total() const {
-    alignas(64) double lanes[kLanes];
-    __builtin_memcpy(lanes, acc, sizeof lanes);
-    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lanes[lane] + tail[lane];
-    return fold_lanes(lanes);
+  for (int64_t half = kVectors / 2; half > 0; half /= 2) {
+    for (int64_t v = 0; v < half; ++v) acc[v] = acc[v] + acc[v + half];
   }
-};
+  double lanes[kWidth];
+  __builtin_memcpy(lanes, acc, sizeof lanes);
+  for (int64_t half = kWidth / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] + lanes[lane + half];
+  }
+  return lanes[0];
+}
 
 // Sums columns [0, kVectors vectors) of rows order[0 .. n) of `grads`, in registers. The rows are scattered over the
 // batch, so the next ones, up to order[known], are prefetched.
@@ -109,10 +110,11 @@ inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uin
   __builtin_memcpy(out, acc, sizeof acc);
 }
 
-double sum_rows(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
-                uint32_t known, float* __restrict sums) {
+double sum_of_squares(int64_t n, const float* x) { return squares_of(n, x); }
+
+void sum_rows(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n, uint32_t known,
+              float* __restrict sums, double* __restrict squares) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
-  Squares squares;
   for (size_t u = 0; u < n; ++u, sums += dim) {
     const uint32_t* const places = order + starts[u];
     const uint32_t count = starts[u + 1] - starts[u];
@@ -126,15 +128,8 @@ double sum_rows(int64_t dim, const float* grads, const uint32_t* order, const ui
         for (int64_t c = i; c < dim; ++c) sums[c] = sums[c] + row[c];
       }
     }
-    squares.add(dim, sums);
+    squares[u] = squares_of(dim, sums);
   }
-  return squares.total();
-}
-
-double sum_of_squares(int64_t n, const float* x) {
-  Squares squares;
-  squares.add(n, x);
-  return squares.total();
 }
 
 void add_row(int64_t dim, const float* __restrict x, float* __restrict acc) {
