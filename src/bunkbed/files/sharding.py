@@ -74,17 +74,27 @@ class Split:
 
     Attributes:
         order: int64[N], positions in the batch; None for a single shard.
-        bounds: shard i has ``order[bounds[i]:bounds[i + 1]]``.
+        bounds: shard i of `owned` has ``order[bounds[i]:bounds[i + 1]]``.
+
+    Args:
+        ids: int64[N], none negative.
+        num_shards: shards of the table.
+        owned: the shards that may have these ids; default: all.
     """
 
-    def __init__(self, ids: Ids, num_shards: int) -> None:
+    def __init__(self, ids: Ids, num_shards: int, owned: range | None = None) -> None:
+        owned = range(num_shards) if owned is None else owned
         self.order: Ids | None = None
-        if num_shards == 1:
+        if len(owned) == 1:
             self.bounds = [0, len(ids)]
             return
         owners = shards_of(ids, num_shards)
+        if owned.start:
+            owners -= np.uint16(owned.start)
         self.order = np.argsort(owners, kind="stable")  # NumPy uses a radix sort for 16 bits
-        self.bounds = [0, *np.cumsum(np.bincount(owners, minlength=num_shards)).tolist()]
+        self.bounds = [0, *np.cumsum(np.bincount(owners, minlength=len(owned))).tolist()]
+        if len(self.bounds) != len(owned) + 1:
+            raise AssertionError(f"an id is in none of the shards {owned.start} to {owned.stop - 1}")
 
     def part(self, index: int) -> slice:
         """Return the part of shard `index` in the result of `take`."""

@@ -54,6 +54,7 @@ class ShardedBatch:
         self._batch = batch
         self.ids = ids  # int64[N], a copy
         self.sum = batch.sum
+        self.sum_squares = batch.sum_squares
         self.sum_bags = batch.sum_bags
         self.num_ids = batch.num_ids
 
@@ -76,10 +77,23 @@ class ShardedRows:
         spec: definition of each shard, and so of the whole table.
         cores: the cores of the shards, in order.
         writable: False for readers.
+        num_shards: shards of the whole table, of which these are some; default: all.
+        first: the number of the first of these.
     """
 
-    def __init__(self, name: str, spec: _native.TableSpec, cores: Sequence[_native.Table], *, writable: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        spec: _native.TableSpec,
+        cores: Sequence[_native.Table],
+        *,
+        writable: bool,
+        num_shards: int | None = None,
+        first: int = 0,
+    ) -> None:
         self.name = name
+        self._num_shards = len(cores) if num_shards is None else num_shards
+        self._owned = range(first, first + len(cores))
         self._spec = spec
         self._cores = list(cores)
         self._writable = writable
@@ -117,6 +131,10 @@ class ShardedRows:
     def _require_open(self) -> None:
         if self._closed:
             raise TableClosedError(f"table '{self.name}' is closed; open it again")
+
+    def mend(self) -> None:
+        """Allow use again: the caller has made the shards agree."""
+        self._torn = ""
 
     def _require_writer(self) -> None:
         if not self._writable:
@@ -223,7 +241,7 @@ class ShardedRows:
 
     def _split(self, ids: Ids) -> Split:
         self.check_ids(ids)
-        return Split(ids, len(self._cores))
+        return Split(ids, self._num_shards, self._owned)
 
     @staticmethod
     def _holders(split: Split) -> list[int]:
@@ -305,7 +323,7 @@ class ShardedRows:
         """See `bunkbed.Table.update_batch`."""
         with self._alone(write=True):
             ids = batch.unique()
-            split = Split(ids, len(self._cores))
+            split = Split(ids, self._num_shards, self._owned)
             mine, values = split.take(ids), split.take(sums)
 
             def prepare(index: int, core: _native.Table) -> tuple[_native.Batch, Floats]:
@@ -314,6 +332,14 @@ class ShardedRows:
                 return shard, shard.sum(values[part])[0]  # brings the sums into the order of the shard's batch
 
             self._apply(self._each(prepare, len(ids)), lr, step, len(ids))
+
+    def require_ready(self, batch: ShardedBatch) -> None:
+        """Raise where a shard could not apply a step with this batch."""
+        with self._alone(write=True):
+            ids = batch.unique()
+            split = self._split(ids)
+            mine = split.take(ids)
+            self._each(lambda index, core: self._prepare(core, mine[split.part(index)]), len(ids))
 
     def _apply(self, parts: list[tuple[_native.Batch, Floats]], lr: float | None, step: int | None, size: int) -> None:
         number = self._cores[0].step() + 1 if step is None else step  # the same in all shards, also without rows
