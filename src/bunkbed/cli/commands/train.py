@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import signal
@@ -87,6 +88,12 @@ def train(
     Ctrl-C, and SIGTERM, finishes the step and commits (exit code 130); --resume goes on, and ends with the bits of a
     run never stopped.
     """
+    world = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world != "1":
+        raise UsageProblem(
+            f"bunkbed train is one process, and this is one of {world} (WORLD_SIZE): each would train a run of its "
+            "own; start it without torchrun. A training loop of your own can use several: docs/processes.md"
+        )
     options = {name: _plain(value) for name, value in configured.items()}
     if (file is None) == (resume is None):
         raise UsageProblem(
