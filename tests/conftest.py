@@ -104,6 +104,7 @@ def native_defaults():
 LONG_FILES = (
     *("test_benchmarks", "test_keras_distribute", "test_keras_examples", "test_keras_multiworker", "test_cli_train"),
     *("test_keras_torch", "test_keras_saving", "test_exactness", "test_pairs", "test_device_kernels"),
+    "test_ranks_examples",
     *("test_benchmarks_device", "test_memory", "test_torture"),
 )
 

@@ -167,8 +167,8 @@ def plan(
 ) -> Plan:
     """Predict a table's training speed on a machine.
 
-    With `ranks` above 1 the plan is for a table whose rows are divided over that many processes. Training from several
-    processes is not in this release yet: these figures are computed from the design's cost model.
+    With `ranks` above 1 the plan is for a table whose rows are divided over that many processes. These figures are
+    computed from a cost model; no link between processes is measured.
 
     Args:
         rows: rows of the table; the plan assumes that all are stored.

@@ -327,7 +327,7 @@ def test_ranks_in_text_and_json(cli: Run) -> None:
         "as given: 1.25 GB/s a host, 0.625 GB/s a rank",
         "as given: 1 ms a collective",
         f"{plan.steps_per_s * 65_536 * 4 / 1e6:,.2f} million ids/s",
-        "Predicted; training from several processes is not in this release yet.",
+        "Predicted; no link between processes was measured.",
         "Rates of memory and disk: as given. The rest is computed by a cost model.",
     ):
         assert part in " ".join(out.split()), out

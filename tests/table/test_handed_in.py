@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from bunkbed.adapters.ram_snapshots import RamSnapshots
 from bunkbed.table.topk import best_rows
 from bunkbed.testing import ReferenceTable
 
@@ -85,13 +84,6 @@ def test_object_ids_raise_no_stop_iteration(table: bb.Table) -> None:
         list(map(table.lookup, [IDS, objects, IDS]))  # a map() that meets StopIteration only ends
     with pytest.raises(IndexError, match=rf"id {2**64} at position 1 does not fit int64"):
         table.lookup(np.array([3, 2**64], object))
-
-
-def test_an_epoch_that_is_not_kept_in_ram_raises_no_stop_iteration(table: bb.Table) -> None:
-    kept = RamSnapshots(table)
-    kept.commit("best")
-    with pytest.raises(ValueError, match=r"keeps no epoch 99; it keeps: {'best': \d+}"):
-        kept.rewind(99)
 
 
 # ---- the last step

@@ -22,6 +22,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "torch"
 SCRIPTS = {
     "after", "before", "click_log", "complex_fb15k237", "dlrm_criteo", "frozen_vectors", "lightning_fit", "next_item",
     "online_reader",
+    # Several processes, which tests/ranks/test_ranks_examples.py runs:
+    "processes", "processes_accelerate", "processes_fsdp", "processes_lightning", "processes_ray",
 }  # fmt: skip
 
 
@@ -47,7 +49,7 @@ def test_every_example_is_known_short_and_in_the_readme() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == SCRIPTS
     for name in SCRIPTS:
         text = (FOLDER / f"{name}.py").read_text()
-        assert text.startswith('"""') and f"python examples/torch/{name}.py" in text, name
+        assert text.startswith('"""') and f" examples/torch/{name}.py" in text, name
         assert len(text.splitlines()) < 150, name
         assert f"`{name}.py`" in (FOLDER / "README.md").read_text(), name
 

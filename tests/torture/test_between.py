@@ -16,7 +16,7 @@ from bunkbed.io.formats import dense
 
 #: The scan of each kind, and other walks of those where most can go wrong; all of them in the torture part `between`.
 CASES = [(kind, "scan", False) for kind in between.KINDS]
-CASES += [("disk", walk, False) for walk in ("export of every row", "topk", "copies in RAM")]
+CASES += [("disk", walk, False) for walk in ("export of every row", "topk")]
 CASES += [("durable", "export", False)]
 CASES += [(kind, "scan", True) for kind in ("durable", "disk", "sharded")]
 

@@ -17,7 +17,6 @@ import numpy as np
 
 import bunkbed as bb
 from bunkbed import _native
-from bunkbed.adapters.ram_snapshots import RamSnapshots
 from bunkbed.testing.compare import assert_same_bits
 from torture.parts import Clock, Result, Size, folder
 from torture.stories.calls import CALLS
@@ -184,28 +183,6 @@ def _neighbors(s: Story, table: Any, between: Callable[[], None]) -> Rows:
     return {}
 
 
-def _copies(s: Story, table: Any, between: Callable[[], None]) -> Rows:
-    """Walk by `RamSnapshots`, which a layer uses for a table without files."""
-
-    class Walked:
-        """Table whose `commit` does nothing and whose `scan` uses small chunks."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(table, name)
-
-        def scan(self) -> Any:
-            return table.scan(chunk=300)
-
-        def commit(self) -> int:
-            return 1
-
-    kept = RamSnapshots(Walked())
-    with _called_within(table, "scan", between):
-        kept.commit("a")
-    one = kept._copies["a"]
-    return {slot: [(one.ids, values)] for slot, values in one.slots.items()}
-
-
 WALKS: dict[str, Callable[[Story, Any, Callable[[], None]], Rows]] = {
     "scan": _scan_weight,
     "scan of a slot": _scan_state,
@@ -213,7 +190,6 @@ WALKS: dict[str, Callable[[Story, Any, Callable[[], None]], Rows]] = {
     "export of every row": _export_all,
     "topk": _topk,
     "neighbors": _neighbors,
-    "copies in RAM": _copies,
 }
 
 

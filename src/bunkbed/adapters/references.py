@@ -7,8 +7,8 @@ epoch, with optimizer state. Each framework's adapter decides how to store the f
 - Saving twice without a change makes one commit and one kept epoch. So do two layers on one table.
 - Only its run commits a table of a `bunkbed.Run`. The reference then only names the table, and ``run.rewind`` sets
   tables and dense weights back together.
-- The epochs of a table in RAM only are copies in this process (`RamSnapshots`). Going back to an epoch works as with
-  files; loading in another process is an error that asks for a path.
+- A table in RAM only keeps its epochs in this process. Going back to an epoch works as with files; loading in another
+  process is an error that asks for a path.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from bunkbed.adapters.ram_snapshots import RamSnapshots
 from bunkbed.core.types import Json
 from bunkbed.table.table import Table
 
@@ -46,16 +44,21 @@ class References:
         saved: name of the framework's checkpoint in errors: ``"state_dict"``.
         rewound: called after the table was rewound.
 
-    Owns the copies of rows of a table in RAM only. Not thread-safe.
+    Not thread-safe.
     """
 
-    def __init__(self, table: Table, prefix: str, saved: str, rewound: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        prefix: str,
+        saved: str,
+        rewound: Callable[[], None] = lambda: None,
+    ) -> None:
         self.table = table
         self.keep: int | None = 0
         self._prefix = prefix
         self._saved = saved
         self._rewound = rewound
-        self._ram: RamSnapshots | None = None
         # Epochs with the same contents: a rewind, or a commit only for a name, gives old contents a new epoch.
         self._same: set[int] = set()
         self._has_new = False
@@ -64,23 +67,6 @@ class References:
         """Raise `keep` to the maximum over the layers on the table; None keeps all epochs."""
         if self.keep is not None:
             self.keep = None if keep is None else max(self.keep, keep)
-
-    # ---- the step
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps in the rows of the table."""
-        return int(self.table.step) if self.next_step is None else self.next_step - 1
-
-    @property
-    def next_step(self) -> int | None:
-        """The number to give to the next step; None where the core's number is right."""
-        return None if self._ram is None else self._ram.next_step
-
-    def step_was_taken(self) -> None:
-        """Note that a step with `next_step` was taken."""
-        if self._ram is not None:
-            self._ram.next_step = None
 
     # ---- save and load
 
@@ -93,21 +79,21 @@ class References:
         """
         table = self.table
         if table.mode == "r" or table.run is not None:
-            return Reference(table.uuid, table.name, table.epoch, self.step)
+            return Reference(table.uuid, table.name, table.epoch, table.step)
         epoch = self._commit(prefix or self._prefix)
         if drop:
             self.drop_old(prefix)
-        return Reference(table.uuid, table.name, epoch, self.step)
+        return Reference(table.uuid, table.name, epoch, table.step)
 
     def drop_old(self, prefix: str | None = None) -> None:
         """Drop the oldest epochs of a prefix beyond `keep`, if the last `save` kept a new epoch."""
         if self.keep is None or not self._has_new:
             return
         self._has_new = False
-        prefix, kept = prefix or self._prefix, self._kept()
-        ours = sorted(int(name.removeprefix(prefix)) for name in kept.snapshots() if _is_of(name, prefix))
+        prefix, table = prefix or self._prefix, self.table
+        ours = sorted(int(name.removeprefix(prefix)) for name in table.snapshots() if _is_of(name, prefix))
         for number in ours[: max(0, len(ours) - self.keep)]:
-            kept.drop(f"{prefix}{number:06d}")
+            table.drop(f"{prefix}{number:06d}")
 
     def load(self, reference: Reference) -> str | None:
         """Rewind the table to the epoch of `reference`; return the reason if that is not possible, or None."""
@@ -129,40 +115,36 @@ class References:
     def go_back(self, epoch: int) -> str | None:
         """Rewind the table to a kept epoch; return the reason if that is not possible, or None."""
         table, saved = self.table, self._saved
-        if epoch in self._equal_epochs() and (table.mode == "r" or not table.is_dirty):
+        if self._is_at(epoch):
             return None
         if table.mode == "r":
             return (
                 f"table {table.name!r}: the {saved} refers to epoch {epoch}, but this reader is at epoch "
                 f"{table.epoch}; open it with snapshot=, one of bunkbed.snapshots(path)"
             )
-        snapshots: dict[str, int] = self._kept().snapshots()
+        snapshots: dict[str, int] = table.snapshots()
         if epoch not in snapshots.values():
             kept = ", ".join(f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1]))
             return (
                 f"table {table.name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
                 "of the layer, or name what must stay: layer.table.commit(keep='best')"
             )
-        self._kept().rewind(epoch)
+        table.rewind(epoch)
         self._same = {table.epoch, epoch}
         self._rewound()
         return None
+
+    def _is_at(self, epoch: int) -> bool:
+        """Return whether the table has the contents of an epoch."""
+        return epoch in self._equal_epochs() and (self.table.mode == "r" or not self.table.is_dirty)
 
     def _equal_epochs(self) -> set[int]:
         """Return the epoch of the last commit, and other epochs that have the same contents."""
         return self._same if self.table.epoch in self._same else {self.table.epoch}
 
-    def _kept(self) -> Any:
-        """Return the object that keeps the table's epochs: the table, or `RamSnapshots` for a table in RAM only."""
-        if self.table.path is not None:
-            return self.table
-        if self._ram is None:
-            self._ram = RamSnapshots(self.table)
-        return self._ram
-
     def _commit(self, prefix: str) -> int:
-        table, kept = self.table, self._kept()
-        snapshots: dict[str, int] = kept.snapshots()
+        table = self.table
+        snapshots: dict[str, int] = table.snapshots()
         # An epoch kept under another prefix does not count: that prefix may drop it earlier.
         stays = {epoch for name, epoch in snapshots.items() if _is_of(name, prefix) or not _AUTOMATIC.fullmatch(name)}
         same = set() if table.is_dirty else self._equal_epochs()
@@ -170,7 +152,7 @@ class References:
         if same & stays:
             return max(same & stays)
         ours = sorted(int(name.removeprefix(prefix)) for name in snapshots if _is_of(name, prefix))
-        epoch: int = kept.commit(keep=f"{prefix}{ours[-1] + 1 if ours else 1:06d}")
+        epoch: int = table.commit(keep=f"{prefix}{ours[-1] + 1 if ours else 1:06d}")
         self._same = same | {epoch}
         return epoch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -14,6 +15,7 @@ from bunkbed.core.optim import Adam, Optimizer
 from bunkbed.core.types import Json
 from bunkbed.errors import FormatError
 from bunkbed.sharded.opening import open
+from bunkbed.sharded.table import ShardedTable
 from bunkbed.table.definition import Definition
 from bunkbed.table.opening import Wanted, create, open_table, path_lock, resolve
 from bunkbed.table.table import Table
@@ -103,6 +105,7 @@ class TableArguments:
         same: what a stored table must have, by the layer's argument names; see `require_same`.
         path, ram, disk: see `bunkbed.create`.
         make: see `bunkbed.table.opening.open_table`.
+        shards: the number of shards that a table with a path must have; None: any, and a new one is not sharded.
     """
 
     kind: str
@@ -112,6 +115,7 @@ class TableArguments:
     ram: int | str | Budget | None
     disk: int | str | None
     make: Callable[..., Table] = Table
+    shards: int | None = None
 
     def opened(self, optimizer: Optimizer | None) -> Table | None:
         """Open the table at `path` and compare it with `same`; return None if there is none."""
@@ -140,9 +144,22 @@ class TableArguments:
 
     def created(self, optimizer: Optimizer | None) -> Table:
         """Open the table at `path`, or make it there or in RAM; only a new table has `definition`."""
+        shards = self.shards
         with path_lock(None if self.path is None else self.path.expanduser()):
             table = self.opened(optimizer)
             if table is not None:
+                if shards is not None and self.path is not None and getattr(table, "num_shards", None) != shards:
+                    stored = getattr(table, "num_shards", "no")
+                    table.close(commit=False)
+                    raise ValueError(
+                        f"{self.kind}: {self.path} has {stored} shards, not shards={shards}; divide it with: "
+                        f"bunkbed reshard {shlex.quote(str(self.path))} --shards {shards}"
+                    )
                 return table
             definition = replace(self.definition, optimizer=Adam(lr=1e-3) if optimizer is None else optimizer)
+            if shards is not None and self.path is not None:
+                arguments = definition.arguments()
+                if arguments.pop("durability") != "durable":
+                    raise ValueError(f'{self.kind}: durability="scratch" is for a table without shards=')
+                return ShardedTable.create(self.path, shards=shards, ram=self.ram, disk=self.disk, **arguments)
             return create(self.path, ram=self.ram, disk=self.disk, _make=self.make, **definition.arguments())

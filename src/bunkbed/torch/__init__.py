@@ -15,11 +15,13 @@ except ModuleNotFoundError as error:
         'bunkbed.torch needs PyTorch; install it with: pip install "bunkbed[torch]"', name="torch"
     ) from None
 
+from bunkbed.torch import rank_pending  # noqa: F401  # registers the pending of shared tables
 from bunkbed.torch.bag import EmbeddingBag
 from bunkbed.torch.block_sampler import BlockSampler
 from bunkbed.torch.collection import EmbeddingCollection
 from bunkbed.torch.embedding import Embedding
+from bunkbed.torch.layer import anchors
 from bunkbed.torch.lookahead import lookahead
 from bunkbed.torch.optimizer import Optimizer
 
-__all__ = ["BlockSampler", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Optimizer", "lookahead"]
+__all__ = ["BlockSampler", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Optimizer", "anchors", "lookahead"]

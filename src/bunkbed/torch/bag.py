@@ -15,12 +15,13 @@ from bunkbed.adapters.tables import TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
-from bunkbed.table.table import Table
+from bunkbed.table.table import POOLINGS, Table
 from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.base.types import Device
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.lookups import DeviceRequest, Lookup, look_up_on_device
 from bunkbed.torch.pending import Pending
+from bunkbed.torch.ranks.sharing import Sharing
 
 
 class _Bags(BagGradients):
@@ -55,8 +56,14 @@ class _Bags(BagGradients):
     def look_up(self, layer: TableLayer, *, keep_rows: bool, touch: bool | None = None) -> tuple[Tensor, None, Tensor]:
         """See `bunkbed.torch.lookups.Request`; `touch` is for a lookup without gradients."""
         table, mode = layer._pending.table, "mean" if self.is_mean else "sum"
-        rows = table.lookup(self.ids, touch=False) if keep_rows else None
         touch = layer.training if touch is None else touch
+        rank_rows = layer._pending.rank_rows
+        if keep_rows and rank_rows is not None:  # one exchange among the ranks, not two
+            found = table.lookup(self.ids, touch=touch)
+            pooled = _native.empty_rows(self.offsets.size, table.dim)
+            rank_rows.pool(found.copy(), self.offsets, POOLINGS.index(mode), self.weights, pooled)
+            return layer._output(torch.from_numpy(pooled)), None, found
+        rows = table.lookup(self.ids, touch=False) if keep_rows else None
         pooled = table.lookup_bags(self.ids, self.offsets, pooling=mode, weights=self.weights, touch=touch)
         return layer._output(torch.from_numpy(pooled)), None, rows
 
@@ -117,6 +124,10 @@ class EmbeddingBag(TableLayer):
         device: Device = None,
         device_cache: int | str | Budget | None = None,
         keep_checkpoints: int | None = 3,
+        placement: Literal["sharded", "local"] = "sharded",
+        shards: int | None = None,
+        process_group: Any = None,
+        gradients: Literal["mean", "sum"] = "mean",
     ) -> None:
         if mode == "max":
             raise ValueError(
@@ -137,6 +148,7 @@ class EmbeddingBag(TableLayer):
             device=device,
             device_cache=device_cache,
             keep_checkpoints=keep_checkpoints,
+            sharing=Sharing(placement, shards, process_group, gradients),
         )
         self.max_norm = None
         self.norm_type = norm_type
@@ -216,6 +228,9 @@ class EmbeddingBag(TableLayer):
         if not is_borrowed:
             bags.own_ids()
         return Lookup.apply(anchor, weights, input if is_borrowed else None, self, bags)
+
+    def looked_up(self, *arguments: Tensor) -> IntArray:
+        return self.bags_of(*arguments).ids
 
     # Internal: for `EmbeddingCollection`, too.
     def bags_of(self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> _Bags:

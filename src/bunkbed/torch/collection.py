@@ -126,7 +126,7 @@ def _rows_of(grad: Tensor, lookup: _Lookup) -> FloatArray:
 
 def _no_changes(pendings: Sequence[Pending | None]) -> Sequence[Tensor]:
     """Return the anchors' gradients, as `Pending.no_change`; None for an anchor whose rows got no gradient."""
-    if any(p is None or not p.anchor.is_cpu or p.anchor.grad_dtype is not torch.float64 for p in pendings):
+    if any(p is None or not p.anchor.is_cpu for p in pendings):
         return [None if pending is None else pending.no_change() for pending in pendings]
     changes: Sequence[Tensor] = torch.full((len(pendings), 1), -0.0, dtype=torch.float64).unbind()
     return changes
@@ -204,6 +204,7 @@ class EmbeddingCollection(torch.nn.ModuleDict):  # type: ignore[misc]  # torch i
         grad = torch.is_grad_enabled()
         lookups: list[_Lookup] = []
         alone: set[str] = set()
+        self._announce(inputs)
         for name, layer in self._modules.items():
             lookup = _lookup_of(name, layer, inputs[name], grad)
             if lookup is None:
@@ -220,6 +221,17 @@ class EmbeddingCollection(torch.nn.ModuleDict):  # type: ignore[misc]  # torch i
             name: layer(*_arguments(inputs[name])) if name in alone else rows[name]
             for name, layer in self._modules.items()
         }
+
+    def _announce(self, inputs: Inputs) -> None:
+        """Let one exchange serve all layers whose tables several ranks share."""
+        by_ranks: dict[int, list[tuple[Any, IntArray]]] = {}
+        for name, layer in self._modules.items():
+            rows = layer._pending.rank_rows
+            if rows is not None:
+                wanted = by_ranks.setdefault(id(rows.exchange), [])
+                wanted.append((rows, layer.looked_up(*_arguments(inputs[name]))))
+        for wanted in by_ranks.values():
+            wanted[0][0].exchange.want(wanted)
 
     def _look_up(self, lookups: list[_Lookup], grad: bool) -> dict[str, Tensor]:
         """Look up all parts in one call; return {name: rows}."""

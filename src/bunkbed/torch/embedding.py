@@ -19,6 +19,7 @@ from bunkbed.torch.base.types import Context, Device
 from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
 from bunkbed.torch.lookups import DeviceRequest, look_up_on_device
 from bunkbed.torch.pending import alive
+from bunkbed.torch.ranks.sharing import Sharing
 
 #: Up to this many ids, copying repeated rows is cheaper than deduplicating the ids in forward.
 FEW_IDS = 256
@@ -40,8 +41,8 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         ctx.pending = pending.ref
         ctx.order = next(pending.order)
         ctx.padding = layer.padding_idx
-        if rows.size <= FEW_IDS:
-            ctx.batch = None  # backward makes it
+        if rows.size <= FEW_IDS or pending.rank_rows is not None:
+            ctx.batch = None  # backward makes it, or the rows' owners do
             return layer._look_up(rows, touch=layer.training)
         # The ids are deduplicated once for this lookup, the sums of its gradients and the step.
         ctx.batch = pending.table.batch(rows)
@@ -103,10 +104,19 @@ class Embedding(TableLayer):
             to the device. Every size gives the same rows.
         keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least the number
             that a checkpoint callback keeps. For a table in RAM only, each is a copy of the stored rows.
+        placement: where torch.distributed runs several processes: ``"sharded"``: they train one table, whose rows are
+            divided among them by a hash of the id, and `ram` and `disk` are those of the host. Every process makes the
+            layer after ``init_process_group``, and looks up, steps and loads as often as the others; any one alone may
+            save. ``"local"``: this process has a table of its own.
+        shards: number of shards of a table with a path; None: one for each process, and one process has a table without
+            shards. A stored table must have as many; `bunkbed.reshard` changes it.
+        process_group: the processes that share the table; None: all.
+        gradients: ``"mean"``: each process's gradients count 1 / W, as under `DistributedDataParallel`; ``"sum"``: 1.
 
     Raises:
         ValueError: an argument out of range, unsupported, or contradicting the stored table (names both values).
-        RuntimeError: torch.distributed runs with more than one process.
+        RuntimeError: a table that this process alone has opened is given in one of several processes, or
+            torch.distributed is not initialised in one of several processes.
 
     >>> emb = Embedding(1000, 4, padding_idx=0, seed=1)
     >>> emb(torch.tensor([[0, 7, 7]])).shape
@@ -135,6 +145,10 @@ class Embedding(TableLayer):
         device: Device = None,
         device_cache: int | str | Budget | None = None,
         keep_checkpoints: int | None = 3,
+        placement: Literal["sharded", "local"] = "sharded",
+        shards: int | None = None,
+        process_group: Any = None,
+        gradients: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -148,6 +162,7 @@ class Embedding(TableLayer):
             device=device,
             device_cache=device_cache,
             keep_checkpoints=keep_checkpoints,
+            sharing=Sharing(placement, shards, process_group, gradients),
         )
         self.max_norm = None
         self.norm_type = norm_type

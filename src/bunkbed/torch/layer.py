@@ -20,6 +20,8 @@ from bunkbed.table.table import Table
 from bunkbed.torch.base import checkpoint
 from bunkbed.torch.base.types import Device
 from bunkbed.torch.pending import pending_of, require_one_process
+from bunkbed.torch.ranks.sharing import Sharing
+from bunkbed.torch.ranks.table import DistributedTable, shared_table
 
 #: Rows per `Table.set` when weights are imported.
 IMPORT_CHUNK = 65_536
@@ -73,6 +75,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         device: Device,
         device_cache: int | str | Budget | None,
         keep_checkpoints: int | None,
+        sharing: Sharing,
     ) -> None:
         super().__init__()
         kind = type(self).__name__
@@ -92,23 +95,31 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         _require_size(kind, "embedding_dim", embedding_dim)
         if num_embeddings is not None:
             _require_size(kind, "num_embeddings", num_embeddings)
-        if table is None or table.mode != "r":
-            # Checked before the table is opened: if another rank has locked the table, that error would come first.
-            path = options.path
-            require_one_process(table.name if table is not None else "table" if path is None else Path(path).name)
+        sharing.require_valid(kind)
         dims = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         if table is None:
+            ranks = sharing.ranks(kind)
+            if ranks is not None:
+                drawn = ranks.gather("making a layer", lambda: drawn)[0]
             options = replace(options, dtype=_dtype_name(kind, dtype))
-            table = options.arguments(
+            arguments = options.arguments(
                 kind, dims, "init", num_rows=num_embeddings, dim=embedding_dim, init=bb.Normal(std=1.0), seed=drawn
-            ).created(options.optimizer)
+            )
+            if ranks is None:
+                table = replace(arguments, shards=sharing.shards).created(options.optimizer)
+            else:
+                table = shared_table(arguments, options.optimizer, ranks, sharing)
         else:
+            if table.mode != "r" and sharing.placement != "local" and not isinstance(table, DistributedTable):
+                require_one_process(table.name)
             replace(options, dtype=dtype).require_none(kind)
+            sharing.require_none(kind)
             require_same(kind, table, **dims)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding_row(kind, padding_idx, num_embeddings)
         self._pending = pending_of(table, device, device_cache)
+        self._pending.is_local = self._pending.is_local or sharing.placement == "local"
         self.anchor = self._pending.anchor
         if keep_checkpoints is not None and keep_checkpoints < 1:
             raise ValueError(f"{kind}: keep_checkpoints must be at least 1, or None for all, got {keep_checkpoints}")
@@ -156,6 +167,10 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         """
         out = torch.from_numpy(self._pending.table.lookup(rows, touch=touch))
         return self._output(out)
+
+    # Internal: the int64[N] ids that ``forward`` looks up for its arguments.
+    def looked_up(self, ids: Tensor, *_: Tensor) -> IntArray:
+        return id_array(ids).reshape(-1)
 
     def _output(self, values: Tensor) -> Tensor:
         """Return a float32 CPU tensor on the anchor's device and in its dtype."""
@@ -233,7 +248,8 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         if name == "anchor" and "anchor" in self.__dict__.get("_parameters", ()) and value is not self.anchor:
             raise AttributeError(
                 f"{type(self).__name__}.anchor represents table {self.table.name!r} and cannot be replaced; to share "
-                "a table between layers give table=other.table"
+                "a table between layers give table=other.table; for FSDP write "
+                "fully_shard(model, ignored_params=bunkbed.torch.anchors(model))"
             )
         super().__setattr__(name, value)
 
@@ -254,6 +270,24 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         where = "ram only" if table.path is None else f"path={str(table.path)!r}"
         text = f", {where}, optimizer={type(table.optimizer).__name__}"
         return text if table.dtype == "float32" else f"{text}, dtype={table.dtype}"
+
+
+def anchors(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Return the anchors of the layers of a model: the parameters that tools must leave whole on each process.
+
+    Args:
+        model: any module; modules in it that are no layers of `bunkbed.torch` are passed over.
+
+    >>> from bunkbed.torch import Embedding
+    >>> model = torch.nn.Sequential(Embedding(10, 4), torch.nn.Linear(4, 1))
+    >>> anchors(model) == {model[0].anchor}
+    True
+
+    With FSDP::
+
+        fully_shard(model, ignored_params=anchors(model))
+    """
+    return {layer.anchor for layer in model.modules() if isinstance(layer, TableLayer)}
 
 
 def _no_weight(layer: TableLayer) -> str:

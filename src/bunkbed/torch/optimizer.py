@@ -12,7 +12,7 @@ import torch
 from bunkbed.core.types import Json
 from bunkbed.torch.base.ranges import is_profiling, ranged
 from bunkbed.torch.layer import TableLayer
-from bunkbed.torch.pending import Pending, anchors, distinct
+from bunkbed.torch.pending import Pending, by_anchor, distinct
 
 
 class _TableGroup:
@@ -91,7 +91,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             ``configure_optimizers``, which a second ``fit`` calls while the first one's optimizers still exist.
 
     Raises:
-        TypeError: `model` is not a module, or `dense` is not an optimizer that steps without a closure.
+        TypeError: `model` is not a module, or `dense` is not an optimizer that steps without a closure, or divides
+            anchors over processes.
         ValueError: the model has no trainable layer of `bunkbed.torch`.
         RuntimeError: a table already has an Optimizer.
         ReadOnlyError: a trainable layer's table is open with ``mode="r"``.
@@ -114,7 +115,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 "Optimizer: dense=LBFGS evaluates the model several times a step, but rows are updated once a step; "
                 "use an optimizer that steps without a closure"
             )
-        known = anchors()
+        known = by_anchor()
+        _require_whole(dense, known)
         in_model = [
             layer._pending
             for layer in model.modules()
@@ -234,12 +236,12 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 table.apply_hyperparameters()
                 ready.append(table)
         # Tables first: if an update fails (a full disk), the dense weights are unchanged.
-        together = [table for table in ready if table.pending.is_joined]
+        together = [table for table in ready if table.pending.steps_joined]
         if len(together) > 1:
             names = ", ".join(table.pending.name for table in together) if is_profiling() else ""
             steps = [(table.pending, float(table.group["lr"])) for table in together]
             ranged("update", names, Pending.update_together, steps)
-            ready = [table for table in ready if not table.pending.is_joined]
+            ready = [table for table in ready if not table.pending.steps_joined]
         for table in ready:
             ranged("update", table.pending.name, table.pending.update, float(table.group["lr"]))
         if self._dense is not None:
@@ -267,7 +269,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         if not self._started:
             super().add_param_group(param_group)
             return
-        known = anchors()
+        known = by_anchor()
         params = param_group["params"]
         param_group = {
             **param_group,
@@ -336,6 +338,19 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         raise TypeError(
             "bunkbed.torch.Optimizer cannot be copied or pickled: it steps tables, which have one writer; save its "
             "state_dict()"
+        )
+
+
+def _require_whole(dense: torch.optim.Optimizer | None, known: dict[int, Pending]) -> None:
+    """Raise TypeError for an optimizer that divides its parameters over processes, and has an anchor among them."""
+    if dense is None or type(dense).__name__ != "ZeroRedundancyOptimizer":
+        return
+    # Its groups on each process have a part of the parameters, and `_all_params` has all.
+    if any(id(param) in known for param in dense._all_params):
+        raise TypeError(
+            "Optimizer: dense=ZeroRedundancyOptimizer divides its parameters over the processes, and anchors must stay "
+            "on each; leave them out: anchors = bunkbed.torch.anchors(model), then "
+            "ZeroRedundancyOptimizer([p for p in model.parameters() if p not in anchors], ...)"
         )
 
 

@@ -27,7 +27,8 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ from bunkbed.torch.base.gradients import HostRows, Part, Rows
 from bunkbed.torch.base.types import Device, RowsBatch
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
+from bunkbed.torch.ranks.rows import RankRows
 
 #: The remedy that errors show.
 ATTACH = "opt = bunkbed.torch.Optimizer(model, dense=torch.optim.AdamW(model.parameters()))"
@@ -59,6 +61,10 @@ class Pending:
         self.table = table
         self.name: str = table.name
         self.references = References(table, PREFIX, "state_dict")
+        #: Where several processes share the table (`bunkbed.torch.rank_pending`): its rows.
+        self.rank_rows: RankRows | None = None
+        #: Whether each of several processes shall have a table of its own (``placement="local"``).
+        self.is_local = False
         self.order = itertools.count()
         # Autograd graphs hold this weak reference: a graph that is kept until exit must not keep the table open.
         self.ref = weakref.ref(self)
@@ -76,7 +82,7 @@ class Pending:
 
         # torch's default dtype, as in any layer: outputs must match the layers that use them.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
-        self._no_change = torch.full((1,), -0.0, dtype=_grad_dtype(self.anchor.device), device=self.anchor.device)
+        self._no_change = torch.full((1,), -0.0, dtype=grad_dtype(self.anchor.device), device=self.anchor.device)
         if device_cache is not None:
             this = self.ref  # weak: `self` owns the cache
 
@@ -85,9 +91,11 @@ class Pending:
                 return None if pending is None else pending.anchor
 
             self.rows = self.tier = make_tier(table, device_cache, anchor)
-        #: Whether a call of the core may serve this table together with others: no shards, and no device cache.
+        #: Whether a call of the core may look up this table together with others: no shards, and no device cache.
         self.is_joined = self.tier is None and isinstance(table.core, _native.Table)
-        self.core = table.plain_core  # requires `is_joined`
+        #: Whether a call of the core may step this table together with others.
+        self.steps_joined = self.is_joined
+        self.core = table.plain_core  # requires `steps_joined`
 
     def require_tier(self) -> Tier:
         """Return the device cache of a table that has one."""
@@ -98,8 +106,9 @@ class Pending:
 
     def _new_anchor(self, value: Tensor, *, requires_grad: bool) -> Tensor:
         anchor = torch.nn.Parameter(value)  # torch registers hooks only on tensors that require gradients
-        # The gradient does not have the anchor's dtype: model.half() may cast the anchor, not the norm.
-        anchor.grad_dtype = _grad_dtype(anchor.device)
+        # Any: the norm does not have the anchor's dtype, and tools write zeros of that dtype, as get_state_dict of
+        # torch.distributed.checkpoint does.
+        anchor.grad_dtype = None
         this = self.ref  # the hook must not keep the table alive: anchor -> hook -> table -> anchor
 
         def accept(anchor: Tensor) -> None:
@@ -123,10 +132,10 @@ class Pending:
         value = torch.zeros(1, device=moved.device, dtype=moved.dtype)
         if torch._has_compatible_shallow_copy_type(anchor, value):
             anchor.data = value
-            anchor.grad_dtype = _grad_dtype(value.device)
+            anchor.grad_dtype = None
         else:  # to or from the meta device: keep the Python object, replace its contents
             torch.utils.swap_tensors(anchor, self._new_anchor(value, requires_grad=anchor.requires_grad))
-        dtype = _grad_dtype(moved.device)
+        dtype = grad_dtype(moved.device)
         self._no_change = torch.full((1,), -0.0, dtype=dtype, device=moved.device)
         if grad is not None:
             ours = grad is self._written
@@ -135,7 +144,7 @@ class Pending:
             anchor.grad = grad.cpu().to(dtype).to(moved.device)
             if ours:
                 self._written = anchor.grad
-                self._norm = _rounded(self._norm, dtype)
+                self._norm = rounded(self._norm, dtype)
 
     def require_anchor(self, anchor: Tensor) -> None:
         """Raise RuntimeError if the module's anchor was replaced by another tensor."""
@@ -211,13 +220,18 @@ class Pending:
                 f"table {self.name!r}: a backward reached its rows but no Optimizer steps them; write\n"
                 f"    {ATTACH}\nand step that, or freeze the table: layer.anchor.requires_grad = False"
             )
-        require_one_process(self.name)
+        self.require_group()
         if padding is not None:
             kept = ids != padding
             if not kept.all():
                 ids, grads, batch = ids[kept], self.rows.select(grads, kept), None
         task = torch._C._current_graph_task_id()
         self._arrived.append(Part(order=order, ids=ids, grads=grads, batch=batch, bags=bags, task=task, summed=summed))
+
+    def require_group(self) -> None:
+        """Raise RuntimeError in one of several processes, unless the table is meant to be this process's own."""
+        if not self.is_local:
+            require_one_process(self.name)
 
     def no_change(self) -> Tensor:
         """Return the anchor's gradient of a lookup, -0.0, in a new tensor: autograd may keep it as ``.grad``."""
@@ -253,7 +267,7 @@ class Pending:
         """Sum the parts, and write the norm of the sums into ``anchor.grad``."""
         self.batch, self.sums, norm = self.rows.sum(self._parts)
         self._is_finite = math.isfinite(norm)
-        self._norm = _rounded(norm, grad.dtype)
+        self._norm = rounded(norm, grad.dtype)
         grad.fill_(self._norm if self._norm != 0.0 else -0.0)
         self._written = grad
 
@@ -316,26 +330,31 @@ class Pending:
     @property
     def step(self) -> int:
         """Steps taken so far."""
-        return self.references.step
+        return self.table.step
+
+    def stepping(self, lr: float) -> AbstractContextManager[None]:
+        """Return a context in which the table takes one step."""
+        return nullcontext()
 
     def update(self, lr: float) -> None:
         """Take one step of the table with the summed rows."""
-        self.rows.step(self.batch, self.sums, lr=lr, step=self.references.next_step)
-        self.references.step_was_taken()
+        with self.stepping(lr):
+            self.rows.step(self.batch, self.sums, lr=lr, step=None)
 
     @staticmethod
     def update_together(steps: Sequence[tuple[Pending, float]]) -> None:
         """Take one step of each table, (`Pending`, lr), in one call of the core, which checks all tables first."""
         pendings = [pending for pending, _ in steps]
-        _native.update_many(
-            [pending.core for pending in pendings],
-            [pending.batch for pending in pendings],
-            [pending.sums for pending in pendings],
-            [lr for _, lr in steps],
-            [pending.references.next_step for pending in pendings],
-        )
-        for pending in pendings:
-            pending.references.step_was_taken()
+        with ExitStack() as contexts:
+            for pending, lr in steps:
+                contexts.enter_context(pending.stepping(lr))
+            _native.update_many(
+                [pending.core for pending in pendings],
+                [pending.batch for pending in pendings],
+                [pending.sums for pending in pendings],
+                [lr for _, lr in steps],
+                [None] * len(pendings),
+            )
 
     @property
     def has_rows(self) -> bool:
@@ -354,17 +373,24 @@ class Pending:
         self._arrived.clear()
 
 
-def _grad_dtype(device: torch.device) -> torch.dtype:
+def grad_dtype(device: torch.device) -> torch.dtype:
     """Return float64, or float32 for a device without float64."""
     return torch.float64 if device.type == "meta" or capabilities.of(device).has_float64 else torch.float32
 
 
-def _rounded(norm: float, dtype: torch.dtype) -> float:
+def rounded(norm: float, dtype: torch.dtype) -> float:
     """Return the norm as ``anchor.grad`` stores it, so that the value read back is equal."""
     return norm if dtype is torch.float64 else float(torch.tensor(norm, dtype=dtype))
 
 
 _pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+#: The class of the `Pending` of a kind of table; of other tables, `Pending`.
+_kinds: dict[type[Table], Callable[..., Pending]] = {}
+
+
+def register_pending(kind: type[Table], make: Callable[..., Pending]) -> None:
+    """Make `pending_of` call `make` for tables of the class `kind`."""
+    _kinds[kind] = make
 
 
 def pending_of(table: Table, device: Device = None, device_cache: int | str | Budget | None = None) -> Pending:
@@ -374,7 +400,7 @@ def pending_of(table: Table, device: Device = None, device_cache: int | str | Bu
     """
     pending = _pendings.get(id(table))
     if pending is None:
-        pending = Pending(table, device, device_cache)
+        pending = _kinds.get(type(table), Pending)(table, device, device_cache)
         _pendings[id(table)] = pending
     elif device_cache is not None:
         raise ValueError(
@@ -402,7 +428,7 @@ def alive(pending: weakref.ref[Pending]) -> Pending:
     return found
 
 
-def anchors() -> dict[int, Pending]:
+def by_anchor() -> dict[int, Pending]:
     """Return id(anchor) -> `Pending` of every table that has a layer."""
     return {id(pending.anchor): pending for pending in list(_pendings.values())}
 
@@ -422,7 +448,7 @@ def require_one_process(name: str) -> None:
     world = torch.distributed.get_world_size()
     if world > 1:
         raise RuntimeError(
-            f"table {name!r}: a writable table cannot be used under torch.distributed with {world} processes yet, as "
-            "every rank would train its own copy; train in one process, or open the table with mode='r' for "
-            "inference"
+            f"table {name!r} is of this process alone, and torch.distributed has {world} processes, so every rank "
+            "would train its own copy; let the layer make the table after init_process_group (path= instead of "
+            "table=), or give placement='local', or open the table with mode='r' for inference"
         )

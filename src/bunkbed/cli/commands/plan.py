@@ -22,7 +22,6 @@ from bunkbed.machine.text import WIDTH, decimal_bytes, facts_grid, rates, speed,
 from bunkbed.planning import DEFAULT_LATENCY_S, DEFAULT_LOOKAHEAD, LOCAL_BYTES_PER_S, Plan, Question
 
 _TABLE, _STEP, _MACHINE, _RANKS = "Table", "Step", "Machine", "Several processes"
-_NOT_YET = "training from several processes is not in this release yet"
 
 
 class Dtype(StrEnum):
@@ -69,7 +68,9 @@ def plan(
     endurance: Annotated[
         str, option(_MACHINE, "Bytes that may be written to the disk in its life, by its data sheet.", metavar="BYTES")
     ] = "600TB",
-    ranks: Annotated[int, option(_RANKS, f"Divide the rows over N processes. Predicted; {_NOT_YET}.", metavar="N")] = 1,
+    ranks: Annotated[
+        int, option(_RANKS, "Divide the rows over N processes; predicted, not measured.", metavar="N")
+    ] = 1,
     ranks_per_host: Annotated[
         int | None,
         option(
@@ -163,9 +164,8 @@ def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: flo
     )
     if base.question.ranks > 1:
         rates_are = "measured" if base.machine.disk else "as given"
-        note += (
-            f"\nPredicted; {_NOT_YET}.\nRates of memory and disk: {rates_are}. The rest is computed by a cost model."
-        )
+        note += "\nPredicted; no link between processes was measured."
+        note += f"\nRates of memory and disk: {rates_are}. The rest is computed by a cost model."
     console.print(Group(*parts, "", f"[dim]{note}[/]"), width=min(console.width, WIDTH))
 
 

@@ -1,0 +1,489 @@
+"""`Ranks`: the processes that train tables together, and the exchange of messages among them.
+
+Every exchange is one all-to-all on a gloo group of its own, so it may interleave with other groups' collectives in any
+order. A message is a header and a payload. Ranks do not know the sizes of each other's messages before: a rank receives
+into room for `_room` bytes, which is more than most messages have (gloo accepts a message that is smaller than the
+room, and ends the process at one that is larger). The rest of a larger message follows in a second all-to-all, and the
+room grows. So any two exchanges fit together, also two of ranks that do different things, and the headers show it:
+every rank raises an error that says what each rank does.
+
+A rank whose own part fails sends the text of its error instead of a payload, and all ranks raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from bunkbed import _native
+from bunkbed.core.types import Json
+from bunkbed.errors import BunkbedError
+
+Bytes = npt.NDArray[np.uint8]
+#: What a rank sends to another: arrays, one after another.
+Payload: TypeAlias = Sequence[npt.NDArray[Any]]
+#: A process group of torch; None is the default group.
+ProcessGroup: TypeAlias = Any
+
+#: Time that a rank waits for the others before it logs a warning.
+PATIENCE = datetime.timedelta(seconds=60)
+#: Time after `PATIENCE` in which the ranks that also wait report it.
+_GRACE = datetime.timedelta(seconds=2)
+#: The timeout of a group whose backend does not tell its own.
+_TIMEOUT = datetime.timedelta(minutes=10)
+_ROOM = 1 << 16
+#: int64 words of a header: kind, number, facts, 1 with an error, bytes of the payload, bytes of the largest message.
+_WORDS = 6
+_HEADER = _WORDS * 8
+
+log = logging.getLogger("bunkbed.torch")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of exchange. `number` is in the header; `what` completes "rank 1 is at ...".
+
+    `ways` are the numbers of kinds that begin the same call; see `OtherWay`.
+    """
+
+    number: int
+    what: str
+    ways: frozenset[int] = frozenset()
+
+    def of(self, what: str) -> Kind:
+        """Return the kind of exchanges of one `what`, which must be equal on all ranks."""
+        return Kind(self.number | zlib.crc32(what.encode()) << 8, what)
+
+
+MEET = Kind(1, "a set-up call")
+_DIFFER = Kind(2, "an exchange that failed")
+
+
+class RanksError(BunkbedError):
+    """Another rank failed, left, or does something else than this one."""
+
+
+class OtherWay(Exception):
+    """Another rank does the same in another way: it has a plan for a lookup where this one has none, or the reverse."""
+
+
+class Ranks:
+    """The ranks of a process group, seen from one rank. Made by `ranks_of`. Not thread-safe.
+
+    Attributes:
+        rank, world: the number of this process in the group, and the number of processes.
+        local_world: processes on this host.
+        timeout: the longest wait for other ranks, that of the process group.
+        exchanges: all-to-alls made so far.
+        facts: a checksum of what every rank must have done equally so far; see `note`.
+        describe: returns JSON facts for the message when ranks differ.
+    """
+
+    def __init__(self, parent: ProcessGroup, timeout: datetime.timedelta) -> None:
+        self.rank: int = dist.get_rank(parent)
+        self.world: int = dist.get_world_size(parent)
+        self.timeout = timeout
+        # Made directly: `new_group` names a group by how many this process has, which may differ among the ranks.
+        store = dist.PrefixStore("bunkbed", dist.distributed_c10d._world.pg_map[parent][1])
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.world, timeout)
+        #: What exists once for these ranks, as the exchange of all their tables.
+        self.parts: dict[str, Any] = {}
+        self._ends: list[Callable[[], None]] = []
+        self.exchanges = 0
+        self.facts = 0
+        self.describe: Callable[[], Json] = dict
+        self._made = 0  # exchanges of messages; an all-to-all for the rest of large messages does not count
+        self._room = _ROOM
+        self._inbox: Bytes = np.empty(0, np.uint8)
+        self._broken = ""
+        self.local_world = self.world  # until the hosts are known
+        host = f"{os.uname().nodename} {_boot_id()}"
+        said = self.gather("making a layer", lambda: [host, uuid.uuid4().hex, os.getpid(), _started(os.getpid())])
+        hosts = [one[0] for one in said]
+        self.local_world = hosts.count(host)
+        # In the keys of the store, which may still have those of an earlier attempt of the same job.
+        self._unique = said[0][1]
+        #: By rank: process and time of its start, of ranks that this process can see.
+        self._processes: dict[int, tuple[int, str]] = {
+            rank: (one[2], one[3])
+            for rank, one in enumerate(said)
+            if one[3] and one[0] == host and _started(one[2]) == one[3]
+        }
+        #: Kept alive: on rank 0 it may be the server, which the threads of others need to the end.
+        self._base = _base_store()
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Make `end` call this."""
+        self._ends.append(call)
+
+    def end(self) -> None:
+        """End what runs for these ranks: their process group is gone."""
+        for call in self._ends:
+            call()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def note(self, *values: float) -> None:
+        """Add facts that must be equal on all ranks, as a step and its learning rate, to the checksum."""
+        self.facts = zlib.crc32(np.array(values, np.float64).tobytes(), self.facts)
+
+    def store(self, prefix: str) -> dist.Store:
+        """Return a connection of its own to the store of torch.distributed, with `prefix` before every key."""
+        return dist.PrefixStore(f"bunkbed/{self._unique}/{prefix}", self._base.clone())
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank's process has ended; False where that cannot be seen, as on another host."""
+        if rank not in self._processes:
+            return False
+        process, started = self._processes[rank]
+        return _started(process) != started
+
+    # ---- Exchanges
+
+    def gather(self, what: str, say: Callable[[], Any]) -> list[Any]:
+        """Exchange a JSON value with all ranks, each of which must call this; return the values by rank.
+
+        Args:
+            what: what the ranks do, for messages.
+            say: returns this rank's value; if it raises, every rank raises.
+
+        Raises:
+            RanksError: another rank failed; names it, with its error.
+        """
+        kind = MEET.of(what)
+        try:
+            text = np.frombuffer(json.dumps(say()).encode(), np.uint8)
+        except Exception as error:
+            self.fail(kind, error)
+        return [json.loads(bytes(one)) for one in self.swap(kind, [[text]] * self.world)]
+
+    def fail(self, kind: Kind, error: Exception) -> NoReturn:
+        """Tell all ranks of an error of this rank in place of an exchange; raises it."""
+        self.swap(kind, [], error)
+        raise error
+
+    def swap(self, kind: Kind, payloads: Sequence[Payload], error: Exception | None = None) -> list[Bytes]:
+        """Send each rank its payload; return what each rank sent to this one, as views that the next call overwrites.
+
+        Args:
+            kind: what every rank must be doing.
+            payloads: for each rank, arrays of any dtype.
+            error: raised here, and as a `RanksError` on all other ranks.
+
+        Raises:
+            RanksError: a rank sent an error, left, did not come in time, or does something else.
+        """
+        if self._broken:
+            raise RanksError(self._broken)
+        sent = Sending(self, kind, payloads, error)
+        return sent.receive()
+
+    def start(self, kind: Kind, payloads: Sequence[Payload], error: Exception | None = None) -> Sending:
+        """Start an exchange that `Sending.receive` ends; other exchanges may come in between."""
+        if self._broken:
+            raise RanksError(self._broken)
+        return Sending(self, kind, payloads, error, owns_inbox=True)
+
+    def next_number(self) -> int:
+        """Return the number of the next exchange, and count it."""
+        self._made += 1
+        return self._made
+
+    @property
+    def room(self) -> int:
+        """Bytes that are received from a rank in one all-to-all."""
+        return self._room
+
+    def grow(self, largest: int) -> None:
+        """Make room for messages of `largest` bytes."""
+        self._room = max(self._room, 1 << (largest - 1).bit_length())
+
+    def inbox(self, size: int) -> Bytes:
+        """Return uint8[size] to receive into; later calls return the same memory."""
+        if self._inbox.size < size:
+            self._inbox = empty_bytes(size)
+        return self._inbox[:size]
+
+    def all_to_all(self, out: Bytes, sizes: list[int], inbox: Bytes, rooms: list[int]) -> Any:
+        """Start an all-to-all of bytes; return its work."""
+        self.exchanges += 1
+        return self._group.alltoall_base(torch.from_numpy(inbox), torch.from_numpy(out), rooms, sizes)
+
+    def wait(self, work: Any, kind: Kind) -> None:
+        """Wait for an all-to-all; log a warning after `PATIENCE`, and name the ranks that have not come."""
+        try:
+            if self.timeout > PATIENCE and not work.is_completed() and not _completes(work, PATIENCE):
+                # In a thread: where the network is cut, a call of the store may never return.
+                threading.Thread(target=self._warn, args=(work, kind), daemon=True).start()
+            work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._broken = (
+                f"{self.names()}: an exchange of all {self.world} ranks ({kind.what}) failed on rank {self.rank}: a "
+                f"rank left, or did not come within {self.timeout.total_seconds():.0f} s ({reason}); start all ranks "
+                "again; the table opens at its last commit"
+            )
+            raise RanksError(self._broken) from error
+
+    def _warn(self, work: Any, kind: Kind) -> None:
+        store, number = self.store("waits"), self._made
+        store.set(f"{number}/{self.rank}", kind.what)
+        if _completes(work, _GRACE):
+            return
+        others = [rank for rank in range(self.world) if not store.check([f"{number}/{rank}"])]
+        log.warning(
+            "%s: rank %d has waited %.0f s in %s for %s; every rank must make the same calls as often as the others "
+            "(a lookup on one rank alone never ends; to evaluate on one rank, open a reader: "
+            'bunkbed.open(path, mode="r"))',
+            self.names(), self.rank, (PATIENCE + _GRACE).total_seconds(), kind.what,
+            ", ".join(f"rank {rank}" for rank in others) or "slow ranks",
+        )  # fmt: skip
+
+    def names(self) -> str:
+        """Return the tables' names for messages."""
+        known = [repr(name) for name in self.describe().get("tables", {})]
+        return f"table{'s' * (len(known) > 1)} {', '.join(known)}" if known else "bunkbed.torch"
+
+    def differ(self, kind: Kind) -> None:
+        """Raise an error that says what each rank does. Every rank has found that they differ."""
+        mine = json.dumps({"at": kind.what, **self.describe()}).encode()
+        Sending(self, _DIFFER, [[np.frombuffer(mine, np.uint8)]] * self.world, None).receive()
+
+    def differed(self, said: dict[int, Json]) -> NoReturn:
+        """Raise the error for `differ`, from what ranks said there; a rank that went on said nothing."""
+        facts = list(said.values())
+        lines = [
+            f"rank {rank} is at {_differences(said[rank], facts) if rank in said else 'a later call'}"
+            for rank in range(self.world)
+        ]
+        self._broken = (
+            f"{self.names()}: the ranks do not do the same: {'; '.join(lines)}; every rank must make the same lookups, "
+            "backward calls, steps and changes of the learning rate, as often as the others"
+        )
+        raise RanksError(self._broken)
+
+
+class Sending:
+    """An exchange that was started; `receive` ends it.
+
+    Owns its own copy of what it sends, and, with `owns_inbox`, of what it receives.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        kind: Kind,
+        payloads: Sequence[Payload],
+        error: Exception | None,
+        *,
+        owns_inbox: bool = False,
+    ) -> None:
+        self._ranks = ranks
+        self._kind = kind
+        self._error = error
+        if error is not None:
+            text = np.frombuffer(f"{type(error).__name__}: {error}".encode(), np.uint8)
+            payloads = [[text]] * ranks.world
+        own, self._bodies = ranks.rank, [0] * ranks.world
+        for rank, payload in enumerate(payloads):
+            self._bodies[rank] = sum(one.nbytes for one in payload)
+        largest = _HEADER + max((size for rank, size in enumerate(self._bodies) if rank != own), default=0)
+        header = [kind.number, ranks.next_number(), ranks.facts, int(error is not None), 0, largest]
+        self._room = ranks.room
+        sizes = [0 if rank == own else _HEADER + size for rank, size in enumerate(self._bodies)]
+        self._out: Bytes = empty_bytes(sum(sizes))
+        self._own: Bytes = np.empty(0, np.uint8)
+        self._header = np.array(header, np.int64)
+        self._starts: list[int] = []  # of each rank's message in `_out`
+        at = 0
+        for rank, payload in enumerate(payloads):
+            self._starts.append(at)
+            if rank == own:
+                self._own = empty_bytes(self._bodies[rank])
+                _fill(self._own, payload)
+                continue
+            self._header[4] = self._bodies[rank]
+            self._out[at : at + _HEADER] = _bytes(self._header)
+            at += _HEADER
+            _fill(self._out[at : at + self._bodies[rank]], payload)
+            at += self._bodies[rank]
+        self._sizes = sizes
+        rooms = [0 if rank == own else self._room for rank in range(ranks.world)]
+        self._inbox = empty_bytes(sum(rooms)) if owns_inbox else ranks.inbox(sum(rooms))
+        first = [min(size, self._room) for size in sizes]
+        out = self._out
+        if first != sizes:
+            out = np.concatenate([self._out[at : at + size] for at, size in zip(self._starts, first, strict=True)])
+        self._sent = out  # gloo reads it until the exchange is over
+        self._work = ranks.all_to_all(out, first, self._inbox, rooms)
+
+    def receive(self) -> list[Bytes]:
+        """End the exchange; see `Ranks.swap`."""
+        ranks, own = self._ranks, self._ranks.rank
+        ranks.wait(self._work, self._kind)
+        parts: list[Bytes] = []
+        headers: list[npt.NDArray[np.int64]] = []
+        at = 0
+        for rank in range(ranks.world):
+            if rank == own:
+                parts.append(self._own)
+                headers.append(self._header)
+                continue
+            part = self._inbox[at : at + self._room]
+            at += self._room
+            headers.append(part[:_HEADER].view(np.int64))
+            parts.append(part[_HEADER:])
+        largest = max(int(header[5]) for header in headers)
+        if largest > self._room:
+            parts = self._with_rest(parts, headers, largest)
+        return self._ended(parts, headers)
+
+    def _with_rest(self, parts: list[Bytes], headers: list[npt.NDArray[np.int64]], largest: int) -> list[Bytes]:
+        """Exchange what did not fit; return the whole payloads."""
+        ranks, own = self._ranks, self._ranks.rank
+        whole = [_HEADER + int(header[4]) for header in headers]
+        rest = [0 if rank == own else max(0, size - self._room) for rank, size in enumerate(whole)]
+        sizes = [max(0, size - self._room) for size in self._sizes]
+        out = np.concatenate(
+            [
+                self._out[at + min(size, self._room) : at + size]
+                for at, size in zip(self._starts, self._sizes, strict=True)
+            ]
+        )
+        inbox = np.empty(sum(rest), np.uint8)
+        ranks.wait(ranks.all_to_all(out, sizes, inbox, rest), self._kind)
+        ranks.grow(largest)
+        ends = np.cumsum(rest)
+        return [
+            np.concatenate([part, inbox[end - size : end]]) if size else part
+            for part, end, size in zip(parts, ends, rest, strict=True)
+        ]
+
+    def _ended(self, parts: list[Bytes], headers: list[npt.NDArray[np.int64]]) -> list[Bytes]:
+        ranks, mine = self._ranks, self._header
+        bodies = [
+            part[: self._bodies[rank] if rank == ranks.rank else int(headers[rank][4])]
+            for rank, part in enumerate(parts)
+        ]
+        said = {rank: json.loads(bytes(bodies[rank])) for rank, one in enumerate(headers) if one[0] == _DIFFER.number}
+        if said:
+            ranks.differed(said)
+        if any((header[:3] != mine[:3]).any() for header in headers):
+            if {int(header[0]) for header in headers} == self._kind.ways and all(
+                (header[1:3] == mine[1:3]).all() and not header[3] for header in headers
+            ):
+                raise OtherWay
+            ranks.differ(self._kind)
+        if self._error is not None:
+            raise self._error
+        for rank, header in enumerate(headers):
+            if header[3]:
+                text = bytes(bodies[rank]).decode()
+                raise RanksError(f"{ranks.names()}: rank {rank} failed in {self._kind.what}: {text}")
+        return bodies
+
+
+def empty_bytes(size: int) -> Bytes:
+    """Return uint8[size], from memory that the core keeps: new memory costs as much as the messages themselves."""
+    block: Bytes = _native.empty_rows(1, -(-size // 4)).reshape(-1).view(np.uint8)
+    return block[:size]
+
+
+def _fill(out: Bytes, payload: Payload) -> None:
+    at = 0
+    for one in payload:
+        out[at : at + one.nbytes] = _bytes(one)
+        at += one.nbytes
+
+
+def _bytes(array: npt.NDArray[Any]) -> Bytes:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _differences(one: Json, every: list[Json]) -> str:
+    """Return what one rank said in `Ranks.differ`, without the tables that are equal everywhere."""
+    tables = {
+        name: fact
+        for name, fact in one.get("tables", {}).items()
+        if any(other.get("tables", {}).get(name) != fact for other in every)
+    }
+    text = ", ".join(f"{name!r}: {fact}" for name, fact in tables.items())
+    return f"{one['at']} ({text})" if text else str(one["at"])
+
+
+def _completes(work: Any, time: datetime.timedelta) -> bool:
+    """Wait up to `time`; return whether the work is over, with or without an error."""
+    try:
+        work.wait(time)
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
+
+
+def _boot_id() -> str:
+    """Return what tells this host from others of the same name; empty if it cannot be seen."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _base_store() -> dist.Store:
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _started(process: int) -> str:
+    """Return when a process of this host started, in ticks; empty if it has ended or cannot be seen."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # See proc(5): the name, in parentheses, may have any character. Then come state (field 3) ... start (22).
+    state, *fields = text.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]
+
+
+_known: dict[str, tuple[Any, Ranks]] = {}
+
+
+def ranks_of(group: ProcessGroup = None) -> Ranks:
+    """Return the `Ranks` of a process group, None for the default group. The first call is collective."""
+    group = dist.group.WORLD if group is None else group
+    name = group.group_name
+    found = _known.get(name)
+    if found is None or found[0] is not group:
+        for old, (former, ranks) in list(_known.items()):  # of process groups that were destroyed
+            if former not in dist.distributed_c10d._world.pg_map:
+                ranks.end()
+                del _known[old]
+        found = _known[name] = group, Ranks(group, _timeout_of(group))
+    return found[1]
+
+
+def _timeout_of(group: ProcessGroup) -> datetime.timedelta:
+    """Return the timeout that the group was made with; `new_group` does not take it over."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            timeout: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
+            return timeout
+    return _TIMEOUT

@@ -1,0 +1,318 @@
+"""`RankRows`: the rows of a table that several ranks share, with the interface of the core of a table.
+
+Calls that read or change rows, and changes of hyperparameters, are collective: every rank makes them, with its own ids,
+which may be none. `stage` and facts are this rank's own. A change has two phases, as in
+`bunkbed.sharded.rows`: every rank checks and prepares, all hear of any error, and only then every rank applies its
+part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bunkbed import _native
+from bunkbed.core.arguments import Floats, Ids
+from bunkbed.core.types import Array, Json
+from bunkbed.errors import BunkbedError, TableClosedError
+from bunkbed.sharded.rows import ShardedBatch, ShardedRows
+from bunkbed.table.bag_pooling import BagPooling
+from bunkbed.table.table import Table
+from bunkbed.torch.ranks.exchange import exchange_of
+from bunkbed.torch.ranks.group import Kind, Ranks
+from bunkbed.torch.ranks.plan import ByOwner, empty_rows
+
+_ASK = Kind(20, "a read of rows")
+_ANSWER = Kind(21, "the answer to a read of rows")
+_CHANGE = Kind(22, "a change of rows")
+_READY = Kind(23, "the check of a change")
+
+
+class RankRows:
+    """Rows divided over ranks, seen from one rank. Not thread-safe, but `changed` may be used from other threads.
+
+    Args:
+        name: name of the table.
+        spec: its definition.
+        local: the rows that this rank owns.
+        ranks: the processes that share the table.
+        num_shards: shards of the table; shard s belongs to rank s * W // num_shards.
+    """
+
+    def __init__(self, name: str, spec: _native.TableSpec, local: Table, ranks: Ranks, num_shards: int) -> None:
+        self.name = name
+        self.local = local
+        self.ranks = ranks
+        self.num_shards = num_shards
+        self.dim = int(spec.dim)
+        self.closed = False
+        self._process = os.getpid()
+        #: Changes that were made on all ranks: steps, calls of `set`, new hyperparameters, going back.
+        self.changes = 0
+        #: Held while this rank applies its part of a change, and notified afterwards.
+        self.changed = threading.Condition(threading.RLock())
+        self.exchange = exchange_of(ranks)
+        self._checker = _native.create("", name, spec, 0, 0)
+        self._bags = BagPooling(name)
+        self._last = ""  # the last change, for messages
+        self.number = self.exchange.join(self)
+
+    def progress(self) -> str:
+        """Return what this rank has done with the table, for messages."""
+        return f"step {self.step()}, {self.changes} changes{self._last}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process opened the table; in a forked child locks may never be released."""
+        return os.getpid() == self._process
+
+    def require_open(self) -> None:
+        """Raise TableClosedError if the table is closed, or this process is a fork of the one that opened it."""
+        if not self.is_own:
+            raise TableClosedError(
+                f"table '{self.name}' was opened before this process was forked; a DataLoader worker should pass ids "
+                "on, not look them up"
+            )
+        if self.closed:
+            raise TableClosedError(f"table '{self.name}' is closed; make its layer again on every rank")
+
+    # ---- This rank's part
+
+    def read(self, ids: Ids, touch: bool) -> Floats:
+        """Return rows that this rank owns, float32[N, dim]."""
+        rows = empty_rows(len(ids), self.dim)
+        if len(ids):
+            self.local.core.lookup(ids, touch, rows)
+        return rows
+
+    def deduped(self, ids: Ids) -> _native.Batch:
+        """Return the batch of int64[N] ids, with each id once.
+
+        Raises:
+            IndexError: an id outside the table.
+        """
+        return self._checker.batch(ids)
+
+    @contextlib.contextmanager
+    def changing(self, *facts: float) -> Iterator[None]:
+        """Make a change of this rank's rows inside; `facts` must be equal on all ranks."""
+        with self.changed:
+            yield
+            self.changes += 1
+            self.ranks.note(self.number, self.changes, *facts)
+            self._last = f", last with {', '.join(f'{value:.9g}' for value in facts)}" if facts else ""
+            self.changed.notify_all()
+
+    def require_ready(self, batch: Any) -> None:
+        """Raise if this rank could not apply a change of the rows of `batch`."""
+        if isinstance(self.local.core, ShardedRows):
+            self.local.core.require_ready(batch)
+            return
+        try:
+            # The core checks the step number last, so the ValueError for step 0 means that all other checks passed.
+            self.local.core.update_batch(batch, np.empty((0, self.dim), np.float32), None, 0)
+        except ValueError:
+            return
+        raise AssertionError("step 0 was taken")
+
+    # ---- Reading
+
+    def lookup(self, ids: Ids, touch: bool, out: Floats) -> None:
+        """See `bunkbed.Table.lookup`."""
+        self.require_open()
+        self.exchange.look_up(self, ids, out, touch=touch)
+
+    def lookup_bags(
+        self, ids: Ids, offsets: Ids, pooling: int, weights: Floats | None, touch: bool, out: Floats
+    ) -> None:
+        """See `bunkbed.Table.lookup_bags`. All rows of the call are in memory at the same time."""
+        rows = empty_rows(len(ids), self.dim)
+        self.lookup(ids, touch, rows)
+        self.pool(rows, offsets, pooling, weights, out)
+
+    def pool(self, rows: Floats, offsets: Ids, pooling: int, weights: Floats | None, out: Floats) -> None:
+        """See `BagPooling.pool`."""
+        self._bags.pool(rows, offsets, pooling, weights, out)
+
+    def get(self, ids: Ids, field: int, out: Floats) -> None:
+        """See `bunkbed.Table.get`."""
+        what = f"a get of field {field} of table {self.number}, '{self.name}'"
+        self._fill(what, ids, out, lambda own, found: self.local.core.get(own, field, found))
+
+    def contains(self, ids: Ids, out: npt.NDArray[np.bool_]) -> None:
+        """See `bunkbed.Table.contains`."""
+        what = f"a contains of table {self.number}, '{self.name}'"
+        self._fill(what, ids, out, lambda own, found: self.local.core.contains(own, found))
+
+    def _fill(self, what: str, ids: Ids, out: Array, read: Callable[[Ids, Array], None]) -> None:
+        """Call ``read(ids, out)`` on the owners of the ids; fill `out` in batch order. All ranks do the same `what`."""
+        self.require_open()
+        split, asked = self._send(_ASK.of(what), ids)
+        own = np.concatenate([part.view(np.int64) for part in asked])
+        sizes = [part.nbytes // 8 for part in asked]
+        found = np.empty((len(own), *out.shape[1:]), out.dtype)
+        try:
+            read(own, found)
+        except Exception as error:
+            self.ranks.fail(_ANSWER, error)
+        ends = np.cumsum(sizes)
+        answers = self.ranks.swap(_ANSWER, [[found[end - size : end]] for end, size in zip(ends, sizes, strict=True)])
+        for rank, answer in enumerate(answers):
+            out[split.order[split.part(rank)]] = answer.view(out.dtype).reshape(-1, *out.shape[1:])
+
+    def _send(self, kind: Kind, ids: Ids, values: Array | None = None, check: Callable[[], object] = int) -> Any:
+        """Send each owner its ids, and their values; return the split of the ids and what came from each rank."""
+        try:
+            self.deduped(ids)
+            check()
+            split = ByOwner(ids, self.num_shards, self.ranks.world)
+        except Exception as error:
+            self.ranks.fail(kind, error)
+        mine = ids[split.order]
+        sorted_values = None if values is None else values[split.order]
+        payloads = []
+        for rank in range(self.ranks.world):
+            place = split.part(rank)
+            payload: list[Any] = [mine[place]]
+            if sorted_values is not None:
+                payload = [np.array([split.size(rank)], np.int64), mine[place], sorted_values[place]]
+            payloads.append(payload)
+        return split, self.ranks.swap(kind, payloads)
+
+    # ---- Writing
+
+    def set(self, ids: Ids, field: int, values: Floats) -> None:
+        """See `bunkbed.Table.set`. Of equal ids the last one of the last rank is written."""
+        self.require_open()
+        probe = _native.create("", self.name, self.local.spec, 0, 0)
+        what = f"a set of field {field} of table {self.number}, '{self.name}'"
+        own, rows = self._come(what, ids, values, lambda: probe.set(ids, field, values))
+
+        def ready() -> None:
+            self.require_ready(self.local.core.batch(own))
+
+        self._change(ready, lambda: self.local.core.set(own, field, rows))
+
+    def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
+        """See `bunkbed.Table.update`: one step with the gradients of all ranks, added in the order of ranks."""
+        self.require_open()
+
+        def check() -> None:
+            if not np.isfinite(grads).all():
+                self._checker.update(ids, grads, lr, None)  # raises and names the value that is not finite
+
+        own, values = self._come(f"an update of table {self.number}, '{self.name}'", ids, grads, check)
+        batch = self.local.core.batch(own)
+        sums, norm = batch.sum(values)
+        number = self.step() + 1 if step is None else step
+
+        def ready() -> None:
+            if not math.isfinite(norm):
+                self._checker.update(own, values, lr, None)  # raises and names the sum that overflows
+            self.require_ready(batch)
+
+        self._change(
+            ready, lambda: self.local.core.update_batch(batch, sums, lr, number), -1.0 if lr is None else lr, number
+        )
+
+    def _come(self, what: str, ids: Ids, values: Floats, check: Callable[[], object]) -> tuple[Ids, Floats]:
+        """Send ids and values to their owners; return what this rank owns, in the order of ranks."""
+        _, heard = self._send(_CHANGE.of(what), ids, values, check)
+        own, rows = [], []
+        for part in heard:
+            count = int(part[:8].view(np.int64)[0])
+            own.append(part[8 : 8 + count * 8].view(np.int64))
+            rows.append(part[8 + count * 8 :].view(np.float32).reshape(count, -1) if count else values[:0])
+        return np.concatenate(own), np.concatenate(rows)
+
+    def _change(self, ready: Callable[[], object], apply: Callable[[], object], *facts: float) -> None:
+        error: Exception | None = None
+        try:
+            ready()
+        except Exception as raised:
+            error = raised
+        self.ranks.swap(_READY, [[] for _ in range(self.ranks.world)], error)
+        with self.changing(*facts):
+            apply()
+
+    # ---- A training step in three calls
+
+    def batch(self, ids: Ids) -> ShardedBatch:
+        """See `bunkbed.Table.batch`."""
+        return ShardedBatch(self.deduped(ids), ids.copy())
+
+    def lookup_batch(self, batch: ShardedBatch, touch: bool, out: Floats) -> None:
+        """See `bunkbed.Table.lookup_batch`."""
+        self.lookup(batch.ids, touch, out)
+
+    def update_batch(self, batch: ShardedBatch, sums: Floats, lr: float | None, step: int | None) -> None:
+        """See `bunkbed.Table.update_batch`: each rank's sums are added, in the order of ranks."""
+        self.update(batch.unique(), sums, lr, step)
+
+    # ---- Coming batches: `lookahead` plans for all ranks. A call on one table moves this rank's rows only.
+
+    def stage(self, ids: Ids) -> None:
+        """See `bunkbed.Table.stage`."""
+        self.require_open()
+        self._checker.stage(ids)  # an error for a wrong id; has no rows to stage
+        split = ByOwner(ids, self.num_shards, self.ranks.world)
+        self.local.core.stage(ids[split.order][split.part(self.ranks.rank)])
+
+    def expect(self, ids: Ids, most: int) -> int:
+        """Raise BunkbedError: a window of one rank does not know what the others will ask of it."""
+        raise BunkbedError(
+            f"table '{self.name}' is shared by {self.ranks.world} processes, so a window of one process cannot plan; "
+            "use bunkbed.torch.lookahead"
+        )
+
+    def advance(self, over: int, begins: int, depth: int) -> None:
+        """Do nothing: see `expect`."""
+
+    def forget(self, number: int) -> None:
+        """Do nothing: see `expect`."""
+
+    # ---- Facts
+
+    def step(self) -> int:
+        """Return the steps taken; equal on all ranks."""
+        return int(self.local.core.step())
+
+    def payload_bytes(self) -> int:
+        """Return the bytes of a row's record."""
+        return int(self.local.core.payload_bytes())
+
+    def fields(self) -> list[tuple[str, int]]:
+        """Return (name, length) of every field of a record."""
+        return list(self.local.core.fields())
+
+    def optimizer(self) -> Json:
+        """Return the optimizer's values."""
+        return self.local.core.optimizer()
+
+    def set_optimizer(self, values: Json) -> None:
+        """See `bunkbed.Table.optimizer`; every rank must make the same change."""
+        self.require_open()
+        self._checker.set_optimizer(values)
+        # An exchange, so that no rank is a change ahead of one that asks for a commit.
+        self.ranks.swap(_READY.of(f"new hyperparameters of table {self.number}"), [[] for _ in range(self.ranks.world)])
+        with self.changing(*(float(value) for value in _numbers(values))):
+            self.local.core.set_optimizer(values)
+
+    def stats(self) -> dict[str, int | float]:
+        """Return the counters of this rank's rows."""
+        return self.local.core.stats()
+
+
+def _numbers(values: Json) -> Iterator[float]:
+    for value in values.values():
+        if isinstance(value, (int, float)):
+            yield float(value)
+        elif isinstance(value, (list, tuple)):
+            yield from (float(one) for one in value)
