@@ -44,7 +44,8 @@ def train(options: dict[str, str]) -> None:
 def main() -> None:
     folder = Path("processes_ray").resolve()
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    ray.init(num_cpus=2, include_dashboard=False)
+    # Two for the workers; without spare ones, Ray's own helpers may wait for the workers to end.
+    ray.init(num_cpus=4, include_dashboard=False)
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"folder": str(folder)},
