@@ -23,7 +23,7 @@ import bunkbed as bb
 from benchmarks.harness import common
 from bunkbed.torch import Embedding, Optimizer, lookahead
 from bunkbed.torch.device.tier import DeviceTier
-from bunkbed.torch.pending import pending_of
+from bunkbed.torch.pendings import pending_of
 
 LR = 1e-3
 #: Steps until `lookahead` has pulled its whole window, two batches a step, and then some.

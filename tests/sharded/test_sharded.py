@@ -38,7 +38,7 @@ def _owner(row: int, shards: int) -> int:
 
 def test_a_split_keeps_the_order_of_the_batch_within_a_shard() -> None:
     ids = np.random.default_rng(0).integers(0, 50, 1_000)
-    split = Split(ids, 4)
+    split = Split.by_shard(ids, 4)
     assert split.order is not None
     for index in range(4):
         places = split.order[split.part(index)]

@@ -70,46 +70,61 @@ def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
 
 
 class Split:
-    """The positions of a batch, sorted by shard; within a shard in batch order, because sums of equal ids depend on it.
+    """The positions of a batch, sorted by part; within a part in batch order, because sums of equal ids depend on it.
 
     Attributes:
-        order: int64[N], positions in the batch; None for a single shard.
-        bounds: shard i of `owned` has ``order[bounds[i]:bounds[i + 1]]``.
+        order: int64[N], positions in the batch; None for a single part.
+        bounds: part i has ``order[bounds[i]:bounds[i + 1]]``.
 
     Args:
-        ids: int64[N], none negative.
-        num_shards: shards of the table.
-        owned: the shards that may have these ids; default: all.
+        parts: uint16[N], the part of each position; None for a single part.
+        count: number of parts.
+        size: N, if `parts` is None.
     """
 
-    def __init__(self, ids: Ids, num_shards: int, owned: range | None = None) -> None:
-        owned = range(num_shards) if owned is None else owned
+    __slots__ = ("bounds", "order")
+
+    def __init__(self, parts: npt.NDArray[np.uint16] | None, count: int, size: int = 0) -> None:
         self.order: Ids | None = None
+        self.bounds = [0, size]
+        if parts is not None:
+            self.order = np.argsort(parts, kind="stable")  # NumPy uses a radix sort for 16 bits
+            self.bounds = [0, *np.cumsum(np.bincount(parts, minlength=count)).tolist()]
+
+    @classmethod
+    def by_shard(cls, ids: Ids, num_shards: int, owned: range | None = None) -> Self:
+        """Return the positions by shard.
+
+        Args:
+            ids: int64[N], none negative.
+            num_shards: shards of the table.
+            owned: the shards that may have these ids; default: all.
+        """
+        owned = range(num_shards) if owned is None else owned
         if len(owned) == 1:
-            self.bounds = [0, len(ids)]
-            return
-        owners = shards_of(ids, num_shards)
+            return cls(None, 1, len(ids))
+        shards = shards_of(ids, num_shards)
         if owned.start:
-            owners -= np.uint16(owned.start)
-        self.order = np.argsort(owners, kind="stable")  # NumPy uses a radix sort for 16 bits
-        self.bounds = [0, *np.cumsum(np.bincount(owners, minlength=len(owned))).tolist()]
-        if len(self.bounds) != len(owned) + 1:
+            shards -= np.uint16(owned.start)
+        split = cls(shards, len(owned))
+        if len(split.bounds) != len(owned) + 1:
             raise AssertionError(f"an id is in none of the shards {owned.start} to {owned.stop - 1}")
+        return split
 
     def part(self, index: int) -> slice:
-        """Return the part of shard `index` in the result of `take`."""
+        """Return where part `index` is in the result of `take`."""
         return slice(self.bounds[index], self.bounds[index + 1])
 
     def size(self, index: int) -> int:
-        """Return the number of positions of shard `index`."""
+        """Return the number of positions of part `index`."""
         return self.bounds[index + 1] - self.bounds[index]
 
     def take(self, values: Array) -> Array:
-        """Return [N, ...] values in batch order, sorted by shard."""
+        """Return [N, ...] values in batch order, sorted by part."""
         return values if self.order is None else values.take(self.order, axis=0)
 
     def put(self, values: Array, out: Array) -> None:
-        """Write [N, ...] values that are sorted by shard to `out` in batch order."""
+        """Write [N, ...] values that are sorted by part to `out` in batch order."""
         if self.order is not None:
             out[self.order] = values
         elif out is not values:

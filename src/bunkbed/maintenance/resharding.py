@@ -216,7 +216,7 @@ def _copy_rows(table: Table, made: ShardedTable, progress: Progress | None) -> i
     shards = made.core.tables()
     total, done = len(table), 0
     for ids, values in table.scan_slots(slots, max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))):
-        split = Split(ids, len(shards))
+        split = Split.by_shard(ids, len(shards))
         mine, sorted_values = split.take(ids), [split.take(one) for one in values]
         for index, shard in enumerate(shards):
             part = split.part(index)

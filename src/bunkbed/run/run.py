@@ -21,7 +21,7 @@ from bunkbed.files.run_files import MEMBER, RunFiles, RunManifest
 from bunkbed.files.sharding import Sharding
 from bunkbed.run.leftovers import forget_marks, mark_new, remove_leftover
 from bunkbed.table import opening
-from bunkbed.table.commits import BackgroundCommit, PendingCommit, meta_text
+from bunkbed.table.commits import BackgroundCommit, PendingCommit, meta_text, wait_for_all
 from bunkbed.table.opening import DEFAULT_RAM
 from bunkbed.table.table import Table
 
@@ -317,15 +317,7 @@ class Run:
         started = {name: table.begin_commit_in_run() for name, table in self._tables.items()}
 
         def finish() -> int:
-            epochs, errors = {}, []
-            for name, one in started.items():
-                try:
-                    epochs[name] = one.wait()
-                except BaseException as error:  # wait for all: a later commit would raise an error not waited for
-                    errors.append(error)
-            if errors:
-                raise errors[0]
-            return self._finish(epochs, contents, facts, keep or "")
+            return self._finish(wait_for_all(started), contents, facts, keep or "")
 
         self._background = BackgroundCommit(finish)
         return PendingCommit(self._background.result, self._background.done)

@@ -224,12 +224,8 @@ class ShardedRows:
     def _prepare(self, core: _native.Table, ids: Ids) -> _native.Batch:
         """Return the batch of a shard's part; raise where the shard could not apply it."""
         batch = core.batch(ids)
-        try:
-            # The core checks the step number last, so the ValueError for step 0 means that all other checks passed.
-            core.update_batch(batch, np.empty((0, self._spec.dim), np.float32), None, 0)
-        except ValueError:
-            return batch
-        raise AssertionError("step 0 was taken")
+        require_ready(core, batch, self._spec.dim)
+        return batch
 
     def _is_broken(self) -> bool:
         """Return whether a shard refuses use, as it does after a failure in the middle of a change."""
@@ -241,7 +237,7 @@ class ShardedRows:
 
     def _split(self, ids: Ids) -> Split:
         self.check_ids(ids)
-        return Split(ids, self._num_shards, self._owned)
+        return Split.by_shard(ids, self._num_shards, self._owned)
 
     @staticmethod
     def _holders(split: Split) -> list[int]:
@@ -323,7 +319,7 @@ class ShardedRows:
         """See `bunkbed.Table.update_batch`."""
         with self._alone(write=True):
             ids = batch.unique()
-            split = Split(ids, self._num_shards, self._owned)
+            split = Split.by_shard(ids, self._num_shards, self._owned)
             mine, values = split.take(ids), split.take(sums)
 
             def prepare(index: int, core: _native.Table) -> tuple[_native.Batch, Floats]:
@@ -471,6 +467,16 @@ class ShardedRows:
         """See `bunkbed.Table.compact`."""
         with self._alone(write=True):
             return sum(self._each(lambda _, core: core.compact(), FEW_IDS + 1))
+
+
+def require_ready(core: _native.Table, batch: _native.Batch, dim: int) -> None:
+    """Raise where a core could not apply a step with this batch."""
+    try:
+        # The core checks the step number last, so the ValueError for step 0 means that all other checks passed.
+        core.update_batch(batch, np.empty((0, dim), np.float32), None, 0)
+    except ValueError:
+        return
+    raise AssertionError("step 0 was taken")
 
 
 class _Failed:

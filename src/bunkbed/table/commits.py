@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +38,22 @@ class PendingCommit:
                 is lost, and the next commit holds every row of this one; give `meta` and `keep` again.
         """
         return self._wait()
+
+
+def wait_for_all(pending: Mapping[str, PendingCommit]) -> dict[str, int]:
+    """Wait for commits by name; return their epochs. An error is raised when all have ended.
+
+    The next commit would raise an error of one that was not waited for.
+    """
+    epochs, errors = {}, []
+    for name, one in pending.items():
+        try:
+            epochs[name] = one.wait()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return epochs
 
 
 class BackgroundCommit:

@@ -15,7 +15,6 @@ except ModuleNotFoundError as error:
         'bunkbed.torch needs PyTorch; install it with: pip install "bunkbed[torch]"', name="torch"
     ) from None
 
-from bunkbed.torch import rank_pending  # noqa: F401  # registers the pending of shared tables
 from bunkbed.torch.bag import EmbeddingBag
 from bunkbed.torch.block_sampler import BlockSampler
 from bunkbed.torch.collection import EmbeddingCollection

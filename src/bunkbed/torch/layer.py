@@ -19,7 +19,8 @@ from bunkbed.core.types import Json
 from bunkbed.table.table import Table
 from bunkbed.torch.base import checkpoint
 from bunkbed.torch.base.types import Device
-from bunkbed.torch.pending import pending_of, require_one_process
+from bunkbed.torch.pending import require_one_process
+from bunkbed.torch.pendings import pending_of
 from bunkbed.torch.ranks.sharing import Sharing
 from bunkbed.torch.ranks.table import DistributedTable, shared_table
 

@@ -18,7 +18,7 @@ from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.collection import EmbeddingCollection
 from bunkbed.torch.device.window import DeviceWindow
 from bunkbed.torch.layer import TableLayer, id_array
-from bunkbed.torch.pending import pending_of
+from bunkbed.torch.pendings import pending_of
 from bunkbed.torch.ranks.exchange import ENDED, FULL, PLANS, Exchange, StartedPlan
 from bunkbed.torch.ranks.group import RanksError
 from bunkbed.torch.ranks.plan import Plan

@@ -12,7 +12,8 @@ import torch
 from bunkbed.core.types import Json
 from bunkbed.torch.base.ranges import is_profiling, ranged
 from bunkbed.torch.layer import TableLayer
-from bunkbed.torch.pending import Pending, by_anchor, distinct
+from bunkbed.torch.pending import Pending
+from bunkbed.torch.pendings import by_anchor, distinct
 
 
 class _TableGroup:

@@ -27,7 +27,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -347,7 +347,8 @@ class Pending:
         pendings = [pending for pending, _ in steps]
         with ExitStack() as contexts:
             for pending, lr in steps:
-                contexts.enter_context(pending.stepping(lr))
+                if pending.rank_rows is not None:
+                    contexts.enter_context(pending.stepping(lr))
             _native.update_many(
                 [pending.core for pending in pendings],
                 [pending.batch for pending in pendings],
@@ -383,37 +384,6 @@ def rounded(norm: float, dtype: torch.dtype) -> float:
     return norm if dtype is torch.float64 else float(torch.tensor(norm, dtype=dtype))
 
 
-_pendings: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-#: The class of the `Pending` of a kind of table; of other tables, `Pending`.
-_kinds: dict[type[Table], Callable[..., Pending]] = {}
-
-
-def register_pending(kind: type[Table], make: Callable[..., Pending]) -> None:
-    """Make `pending_of` call `make` for tables of the class `kind`."""
-    _kinds[kind] = make
-
-
-def pending_of(table: Table, device: Device = None, device_cache: int | str | Budget | None = None) -> Pending:
-    """Return the one `Pending` of `table`; the first call makes it.
-
-    The key is ``id(table)``: a `Pending` refers to its table, so the id is not reused while the entry exists.
-    """
-    pending = _pendings.get(id(table))
-    if pending is None:
-        pending = _kinds.get(type(table), Pending)(table, device, device_cache)
-        _pendings[id(table)] = pending
-    elif device_cache is not None:
-        raise ValueError(
-            f"table {pending.name!r}: its layers share one device cache, which the first layer chooses; leave "
-            "device_cache= out of the others"
-        )
-    elif device is not None and torch.device(device) != pending.anchor.device:
-        raise ValueError(
-            f"table {pending.name!r}: its layers share one anchor, on {pending.anchor.device}; got device={device!r}"
-        )
-    return pending
-
-
 def alive(pending: weakref.ref[Pending]) -> Pending:
     """Return the `Pending` of a lookup at its backward.
 
@@ -426,16 +396,6 @@ def alive(pending: weakref.ref[Pending]) -> Pending:
             "a backward reached a table whose layers and Optimizer are gone; keep the model until after backward"
         )
     return found
-
-
-def by_anchor() -> dict[int, Pending]:
-    """Return id(anchor) -> `Pending` of every table that has a layer."""
-    return {id(pending.anchor): pending for pending in list(_pendings.values())}
-
-
-def distinct(pendings: Iterable[Pending]) -> list[Pending]:
-    """Return the pendings without repetitions, in first-seen order."""
-    return list({id(pending): pending for pending in pendings}.values())
 
 
 def require_one_process(name: str) -> None:

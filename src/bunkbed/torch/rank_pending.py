@@ -28,7 +28,7 @@ from bunkbed.core.arguments import Ids
 from bunkbed.core.budget import Budget
 from bunkbed.torch.base.gradients import HostRows, Part
 from bunkbed.torch.base.types import Device
-from bunkbed.torch.pending import Pending, grad_dtype, register_pending, rounded
+from bunkbed.torch.pending import Pending, grad_dtype, rounded
 from bunkbed.torch.ranks.exchange import Received
 from bunkbed.torch.ranks.group import RanksError
 from bunkbed.torch.ranks.plan import empty_rows
@@ -99,9 +99,9 @@ class RankPending(Pending):
 
     def add(self, received: Sequence[Received]) -> Ids:
         """See `Gradients`."""
-        starts = {one.rank: one.is_fresh for one in received}
+        starts = {one.rank: one.starts_round for one in received}
         if len(set(starts.values())) > 1:
-            ranks = ", ".join(str(rank) for rank, is_fresh in starts.items() if is_fresh)
+            ranks = ", ".join(str(rank) for rank, is_new in starts.items() if is_new)
             raise RanksError(
                 f"table {self.name!r}: the ranks' backward calls differ: on rank {ranks} it belongs to a new forward, "
                 "on the others to an earlier one"
@@ -164,6 +164,3 @@ class RankPending(Pending):
     def stepping(self, lr: float) -> AbstractContextManager[None]:
         """See `Pending.stepping`."""
         return self._rows.changing(lr, self._norm)
-
-
-register_pending(DistributedTable, RankPending)

@@ -16,6 +16,7 @@ from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 from bunkbed.files.run_files import RunManifest
 from bunkbed.run.leftovers import forget_marks
+from bunkbed.table.commits import wait_for_all
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.files import RankFiles
 from bunkbed.torch.ranks.service import UnsureError
@@ -107,18 +108,7 @@ class FileEpochs:
         started = {name: table.begin_commit_in_run() for name, table in shards.items()}
         steps = sorted({table.step for table in shards.values()})
 
-        def finish() -> Json:
-            epochs, errors = {}, []
-            for name, one in started.items():
-                try:
-                    epochs[name] = one.wait()
-                except BaseException as error:  # wait for all: a later commit would raise an error not waited for
-                    errors.append(error)
-            if errors:
-                raise errors[0]
-            return {"epochs": epochs, "steps": steps}
-
-        return finish
+        return lambda: {"epochs": wait_for_all(started), "steps": steps}
 
     def commit(self, said: list[Json], meta: Json | None, keep: str) -> Json:
         """See `Epochs`."""
@@ -230,8 +220,7 @@ class RamEpochs:
 
     def __init__(self, local: Table) -> None:
         self._local = local
-        self._copies: dict[str, str] = {}  # by the commit's name: the name of the copy
-        self._metas: dict[str, Json] = {}  # by the commit's name
+        self._copies: dict[str, tuple[str, Json]] = {}  # by the commit's name: the copy's name, and the meta
         self._made = 0
         self._new = ""  # the copy of a commit that is on its way
         self.state = State()
@@ -274,12 +263,12 @@ class RamEpochs:
 
     def rewind(self, to: str | int) -> Json:
         """See `Epochs`."""
-        self._local.rewind(self._copies[self._named(to)])
+        self._local.rewind(self._copies[self._named(to)][0])
         return {}
 
     def finish_rewind(self, said: list[Json], to: str | int) -> Json:
         """See `Epochs`."""
-        meta = self._metas[self._named(to)]
+        _, meta = self._copies[self._named(to)]
         return {"state": asdict(replace(self.state, epoch=self.state.epoch + 1, meta=meta))}
 
     def _named(self, to: str | int) -> str:
@@ -293,13 +282,13 @@ class RamEpochs:
         """See `Epochs`."""
         self.state = State(**outcome["state"])
         if outcome.get("kept"):
-            self._copies[outcome["kept"]], self._new = self._new, ""
-            self._metas[outcome["kept"]] = self.state.meta
+            self._copies[outcome["kept"]] = self._new, self.state.meta
+            self._new = ""
 
     def collect(self, outcome: Json) -> None:
         """See `Epochs`."""
         self._copies = {name: copy for name, copy in self._copies.items() if name in self.state.snapshots}
-        for copy in set(self._local.snapshots()) - set(self._copies.values()) - {self._new}:
+        for copy in set(self._local.snapshots()) - {one for one, _ in self._copies.values()} - {self._new}:
             self._local.drop(copy)
 
     def forget(self) -> None:

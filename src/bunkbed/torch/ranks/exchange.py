@@ -19,7 +19,7 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Json
 from bunkbed.torch.base.gradients import Part
 from bunkbed.torch.ranks.group import Bytes, Kind, OtherWay, Ranks, RanksError, Sending
-from bunkbed.torch.ranks.plan import ByOwner, Plan, Wish, empty_rows
+from bunkbed.torch.ranks.plan import Plan, Wish, empty_rows, split_by_owner
 
 if TYPE_CHECKING:
     from bunkbed.torch.ranks.rows import RankRows
@@ -41,7 +41,7 @@ class Received:
 
     rank: int
     order: int
-    is_fresh: bool
+    starts_round: bool
     ids: Ids
     grads: Floats
 
@@ -279,16 +279,15 @@ class Exchange:
                 if not parts:
                     continue
                 table, gradients = self._table(number), live[number]
-                is_fresh = gradients.starts_round(parts)
+                starts_round = gradients.starts_round(parts)
                 factor = np.float32(gradients.factor)
                 for part in parts:
-                    grads = part.scaled()
-                    split = ByOwner(part.ids, table.num_shards, ranks.world)
-                    ids, values = part.ids[split.order], grads.take(split.order, axis=0)
+                    split = split_by_owner(part.ids, table.num_shards, ranks.world)
+                    ids, values = split.take(part.ids), split.take(part.scaled())
                     if factor != 1.0:
                         values *= factor
                     for rank in range(ranks.world):
-                        heads[rank] += [number, int(part.order), int(is_fresh), split.size(rank)]
+                        heads[rank] += [number, int(part.order), int(starts_round), split.size(rank)]
                         payloads[rank] += [ids[split.part(rank)], values[split.part(rank)]]
             for number, one in live.items():
                 # Ranks whose gradients were scaled or dropped differently must not go on.
@@ -314,11 +313,11 @@ class Exchange:
             for _, _, _, size in head:
                 ids.append(message[at : at + size * 8].view(np.int64))
                 at += size * 8
-            for (number, order, is_fresh, size), own in zip(head, ids, strict=True):
+            for (number, order, starts_round, size), own in zip(head, ids, strict=True):
                 dim = self._table(number).dim
                 grads = message[at : at + size * dim * 4].view(np.float32).reshape(size, dim)
                 at += size * dim * 4
-                received.setdefault(number, []).append(Received(rank, order, bool(is_fresh), own, grads))
+                received.setdefault(number, []).append(Received(rank, order, bool(starts_round), own, grads))
         return received
 
     def _swap_norms(

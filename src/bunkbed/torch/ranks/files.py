@@ -29,20 +29,12 @@ from bunkbed.table import opening
 from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.group import Ranks
+from bunkbed.torch.ranks.plan import shards_of_rank
 
 _OPENING = "opening a table"
 #: The part of a `Budget` of one host that this process may use, by the budget.
 _parts: weakref.WeakKeyDictionary[Budget, Budget] = weakref.WeakKeyDictionary()
 _parts_lock = threading.Lock()
-
-
-def shards_of_rank(rank: int, num_shards: int, world: int) -> range:
-    """Return the shards s with s * world // num_shards == rank.
-
-    >>> [list(shards_of_rank(rank, 5, 2)) for rank in range(2)]
-    [[0, 1, 2], [3, 4]]
-    """
-    return range(-(-rank * num_shards // world), -(-(rank + 1) * num_shards // world))
 
 
 def budget_of_rank(ram: int | str | Budget | None, ranks: Ranks) -> Budget:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids
-from bunkbed.files.sharding import shards_of
+from bunkbed.files.sharding import Split, shards_of
 
 if TYPE_CHECKING:
     from bunkbed.torch.ranks.rows import RankRows
@@ -25,28 +25,18 @@ def owners_of(ids: Ids, num_shards: int, world: int) -> Owners:
     return (shards.astype(np.uint32) * np.uint32(world) // np.uint32(num_shards)).astype(np.uint16)
 
 
-class ByOwner:
-    """The places of a batch, sorted by owner, and for one owner in batch order.
+def shards_of_rank(rank: int, num_shards: int, world: int) -> range:
+    """Return the shards that a rank owns; see `owners_of`.
 
-    Attributes:
-        order: int64[N], places in the batch.
-        bounds: owner r has ``order[bounds[r]:bounds[r + 1]]``.
+    >>> [list(shards_of_rank(rank, 5, 2)) for rank in range(2)]
+    [[0, 1, 2], [3, 4]]
     """
+    return range(-(-rank * num_shards // world), -(-(rank + 1) * num_shards // world))
 
-    __slots__ = ("bounds", "order")
 
-    def __init__(self, ids: Ids, num_shards: int, world: int) -> None:
-        owners = owners_of(ids, num_shards, world)
-        self.order: Ids = np.argsort(owners, kind="stable")  # a radix sort, as NumPy does for 16 bits
-        self.bounds: list[int] = [0, *np.cumsum(np.bincount(owners, minlength=world)).tolist()]
-
-    def part(self, rank: int) -> slice:
-        """Return the part of an owner in an array that was sorted by `order`."""
-        return slice(self.bounds[rank], self.bounds[rank + 1])
-
-    def size(self, rank: int) -> int:
-        """Return the number of places of an owner."""
-        return self.bounds[rank + 1] - self.bounds[rank]
+def split_by_owner(ids: Ids, num_shards: int, world: int) -> Split:
+    """Return the places of int64[N] ids by owner."""
+    return Split(owners_of(ids, num_shards, world), world)
 
 
 class Wish:
@@ -66,10 +56,10 @@ class Wish:
         self._ends: list[int] = np.cumsum([len(one) for one in ids]).tolist()
         batch = table.deduped(self._ids)
         unique: Ids = batch.unique()
-        self.split = ByOwner(unique, table.num_shards, table.ranks.world)
-        self.unique: Ids = unique[self.split.order]
+        self.split = split_by_owner(unique, table.num_shards, table.ranks.world)
+        self.unique: Ids = self.split.take(unique)
         places = np.empty(len(unique), np.int64)
-        places[self.split.order] = np.arange(len(unique))
+        self.split.put(np.arange(len(unique)), places)
         self._inverse: Ids = places[batch.inverse()]  # for each of `_ids`, its place in `unique`
         self._made = 0  # lookups made so far
         self.asked: Ids = np.empty(0, np.int64)

@@ -22,12 +22,12 @@ from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Array, Json
 from bunkbed.errors import BunkbedError, TableClosedError
-from bunkbed.sharded.rows import ShardedBatch, ShardedRows
+from bunkbed.sharded.rows import ShardedBatch, ShardedRows, require_ready
 from bunkbed.table.bag_pooling import BagPooling
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.exchange import exchange_of
 from bunkbed.torch.ranks.group import Kind, Ranks
-from bunkbed.torch.ranks.plan import ByOwner, empty_rows
+from bunkbed.torch.ranks.plan import empty_rows, split_by_owner
 
 _ASK = Kind(20, "a read of rows")
 _ANSWER = Kind(21, "the answer to a read of rows")
@@ -114,13 +114,8 @@ class RankRows:
         """Raise if this rank could not apply a change of the rows of `batch`."""
         if isinstance(self.local.core, ShardedRows):
             self.local.core.require_ready(batch)
-            return
-        try:
-            # The core checks the step number last, so the ValueError for step 0 means that all other checks passed.
-            self.local.core.update_batch(batch, np.empty((0, self.dim), np.float32), None, 0)
-        except ValueError:
-            return
-        raise AssertionError("step 0 was taken")
+        else:
+            require_ready(self.local.plain_core, batch, self.dim)
 
     # ---- Reading
 
@@ -164,19 +159,18 @@ class RankRows:
             self.ranks.fail(_ANSWER, error)
         ends = np.cumsum(sizes)
         answers = self.ranks.swap(_ANSWER, [[found[end - size : end]] for end, size in zip(ends, sizes, strict=True)])
-        for rank, answer in enumerate(answers):
-            out[split.order[split.part(rank)]] = answer.view(out.dtype).reshape(-1, *out.shape[1:])
+        split.put(np.concatenate([answer.view(out.dtype).reshape(-1, *out.shape[1:]) for answer in answers]), out)
 
     def _send(self, kind: Kind, ids: Ids, values: Array | None = None, check: Callable[[], object] = int) -> Any:
         """Send each owner its ids, and their values; return the split of the ids and what came from each rank."""
         try:
             self.deduped(ids)
             check()
-            split = ByOwner(ids, self.num_shards, self.ranks.world)
+            split = split_by_owner(ids, self.num_shards, self.ranks.world)
         except Exception as error:
             self.ranks.fail(kind, error)
-        mine = ids[split.order]
-        sorted_values = None if values is None else values[split.order]
+        mine = split.take(ids)
+        sorted_values = None if values is None else split.take(values)
         payloads = []
         for rank in range(self.ranks.world):
             place = split.part(rank)
@@ -262,8 +256,8 @@ class RankRows:
         """See `bunkbed.Table.stage`."""
         self.require_open()
         self._checker.stage(ids)  # an error for a wrong id; has no rows to stage
-        split = ByOwner(ids, self.num_shards, self.ranks.world)
-        self.local.core.stage(ids[split.order][split.part(self.ranks.rank)])
+        split = split_by_owner(ids, self.num_shards, self.ranks.world)
+        self.local.core.stage(split.take(ids)[split.part(self.ranks.rank)])
 
     def expect(self, ids: Ids, most: int) -> int:
         """Raise BunkbedError: a window of one rank does not know what the others will ask of it."""

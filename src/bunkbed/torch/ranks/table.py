@@ -23,9 +23,10 @@ from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
 from bunkbed.torch.ranks.core import RankCore
 from bunkbed.torch.ranks.epochs import FileEpochs, RamEpochs
-from bunkbed.torch.ranks.files import RankFiles, same_arguments, shards_of_rank
+from bunkbed.torch.ranks.files import RankFiles, same_arguments
 from bunkbed.torch.ranks.group import Ranks
 from bunkbed.torch.ranks.own_shards import OwnShards
+from bunkbed.torch.ranks.plan import shards_of_rank
 from bunkbed.torch.ranks.sharing import Sharing
 
 
@@ -75,12 +76,8 @@ class DistributedTable(Table):
             else f"{text[:-1]}, rank {self.ranks.rank} of {self.ranks.world}>"
         )
 
-    def scan(self, slot: str = "weight", chunk: int = 65_536) -> NoReturn:
-        """Raise BunkbedError: no rank has all rows."""
-        self._refuse("scan()")
-
     def scan_slots(self, slots: Sequence[str], chunk: int) -> NoReturn:
-        """See `scan`."""
+        """Raise BunkbedError, as `scan` does: no rank has all rows."""
         self._refuse("scan()")
 
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
