@@ -84,7 +84,7 @@ def test_a_commit_that_may_be_durable_ends_all_commits(tmp_path: Path) -> None:
 def _collects_badly(rank: int, place: str) -> None:
     job = _Job(path=place, ram="64MiB")
     if rank == 0:
-        folder = job.table.core._epochs._files.folder
+        folder = job.table.core.commits.epochs._files.folder
         folder.collect = lambda: (_ for _ in ()).throw(OSError(5, "Input/output error"))
     for _ in range(4):
         job.step()
@@ -182,13 +182,13 @@ def _goes_back(rank: int, place: str) -> None:
     assert message_of(job.table.commit) == "no error"  # a wrong name changes nothing
     job.step()
     if rank == 1:
-        real = job.table.core._epochs.rewind
+        real = job.table.core.commits.epochs.rewind
 
         def fails(_: Any) -> None:
-            job.table.core._epochs.rewind = real
+            job.table.core.commits.epochs.rewind = real
             raise OSError(5, "Input/output error")
 
-        job.table.core._epochs.rewind = fails
+        job.table.core.commits.epochs.rewind = fails
     assert "Input/output error" in message_of(lambda: job.table.rewind("good"))
     for call in (job.rows, job.table.commit, job.layer.state_dict, job.step):
         assert "go back to a commit" in message_of(call)

@@ -19,8 +19,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bunkbed import _native
@@ -50,7 +50,9 @@ class RunManifest:
         copied: `bunkbed.copy` wrote this commit, and no writer has committed since.
         places: shard -> its directory, absolute or relative to the run's, for shards that are not in ``tables/NAME``.
             The places are not part of a commit: those of the newest manifest are valid for all commits.
-        sharding: the record of a sharded table; None for other runs.
+        sharding: the record of a run that is one sharded table; None for other runs.
+        sharded: table -> its record, for tables of a run that are divided into shards. Table T has the shards
+            ``T.shard-NNNN``, which are in `tables` instead of T.
     """
 
     epoch: int = 0
@@ -62,6 +64,38 @@ class RunManifest:
     copied: bool = False
     places: dict[str, str] = field(default_factory=dict)
     sharding: Sharding | None = None
+    sharded: dict[str, Sharding] = field(default_factory=dict)
+
+    def shards(self) -> dict[str, Shard]:
+        """Return the tables that are shards, by name."""
+        every = {"": self.sharding} if self.sharding is not None else self.sharded
+        return {
+            name: Shard(table, index, len(one.shards), one.shards[index])
+            for table, one in every.items()
+            for index, name in enumerate(one.names(table))
+        }
+
+    def table_names(self) -> list[str]:
+        """Return the names of the tables: of a sharded one, its own name instead of its shards' names."""
+        shards = {name for table, one in self.sharded.items() for name in one.names(table)}
+        return sorted(set(self.tables) - shards | set(self.sharded))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A table that is a shard.
+
+    Attributes:
+        table: the table that it is part of; empty where the run is that table.
+        index: its number.
+        count: shards of the table.
+        uuid: its own.
+    """
+
+    table: str
+    index: int
+    count: int
+    uuid: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +124,8 @@ def encode(manifest: RunManifest) -> bytes:
         values["places"] = manifest.places
     if manifest.sharding is not None:
         values["sharding"] = manifest.sharding.as_json()
+    if manifest.sharded:
+        values["sharded"] = {name: one.as_json() for name, one in manifest.sharded.items()}
     body = json.dumps(values, sort_keys=True).encode()
     return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
@@ -132,6 +168,7 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
         value, lambda place: isinstance(place, str) and place != "" and "\0" not in place
     ),
     "sharding": lambda value: Sharding.from_json(value) is not None,
+    "sharded": lambda value: _is_named(value, lambda one: Sharding.from_json(one) is not None),
 }
 
 
@@ -167,15 +204,22 @@ def decode(data: bytes, path: Path) -> RunManifest:
             f"run manifest {path}: 'places' names {strangers[0]!r}, which is no shard; the tables of a run are in "
             "its own directory"
         )
-    if sharding is not None and sharding.hash != HASH:
-        raise FormatError(
-            f"run manifest {path}: rows are divided among shards by rule {sharding.hash}, this release knows {HASH}"
-        )
+    read = {name: Sharding.from_json(one) for name, one in values.get("sharded", {}).items()}
+    sharded = {name: one for name, one in read.items() if one is not None}
+    for one in (*sharded.values(), sharding):
+        if one is not None and one.hash != HASH:
+            raise FormatError(
+                f"run manifest {path}: rows are divided among shards by rule {one.hash}, this release knows {HASH}"
+            )
     if sharding is not None and sorted(values["tables"]) != sharding.names():
         raise CorruptionError(
             f"run manifest {path}: it names {len(values['tables'])} tables, and they are not its "
             f"{len(sharding.shards)} shards"
         )
+    missing = sorted({name for table, one in sharded.items() for name in one.names(table)} - set(values["tables"]))
+    if missing or (sharded and sharding is not None) or set(sharded) & set(values["tables"]):
+        what = f"it does not name {missing[0]!r}" if missing else "a table is both whole and divided"
+        raise CorruptionError(f"run manifest {path}: {what}, which 'sharded' excludes")
     return RunManifest(
         epoch=values["epoch"],
         meta=values["meta"],
@@ -186,6 +230,7 @@ def decode(data: bytes, path: Path) -> RunManifest:
         copied=bool(values.get("copied", False)),
         places=values.get("places", {}),
         sharding=sharding,
+        sharded=sharded,
     )
 
 
@@ -222,9 +267,12 @@ class RunFiles:
             FormatError: the path has a symbolic link, or another table is there. CorruptionError: none of a shard's
             commits can be read. FileNotFoundError: no shard is there.
         """
-        path, sharding = self.table_path(name), self._recorded().sharding
-        if sharding is not None and name in sharding.names():
-            uuid = sharding.shards[sharding.names().index(name)]
+        path, shard = self.table_path(name), self._recorded().shards().get(name)
+        if path == self.directory / "tables" / name and (shard is None or shard.table):
+            require_real(path.parent)
+            require_real(path)
+        if shard is not None:
+            uuid = shard.uuid
             found = {commit["uuid"].hex() for commit in _native.commits(str(path))}
             if not found:
                 raise CorruptionError(f"{self.label}: no commit of {name} at {path} can be read")
@@ -233,9 +281,6 @@ class RunFiles:
                     f"{self.label}: {path} holds another table (uuid {', '.join(found - {uuid})}) than its {name} "
                     f"(uuid {uuid}); were directories mixed up?"
                 )
-        elif path == self.directory / "tables" / name:
-            require_real(path.parent)
-            require_real(path)
         return path
 
     def _recorded(self) -> RunManifest:
@@ -379,6 +424,16 @@ class RunFiles:
         _native.remove_file(str(path))  # left by a commit that failed
         write_durably(path, data)
         return (number, len(data), hashlib.sha256(data).hexdigest())
+
+    def write_files(self, contents: Mapping[str, bytes], manifest: RunManifest) -> RunManifest:
+        """Do step 2; return `manifest` with these files, in place of its own of the same names."""
+        entries, number = dict(manifest.files), manifest.next_file
+        for name, data in contents.items():
+            entries[name] = self.write_file(number, data)
+            number += 1
+        if contents:
+            sync_directory(self.files)
+        return replace(manifest, files=entries, next_file=number)
 
     def read_file(self, name: str, manifest: RunManifest) -> bytes:
         """Read a dense file of a commit and verify its checksum.

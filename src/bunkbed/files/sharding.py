@@ -40,8 +40,8 @@ def shard_name(index: int) -> str:
 
 
 @functools.cache
-def _names(num_shards: int) -> tuple[str, ...]:
-    return tuple(shard_name(index) for index in range(num_shards))
+def _names(num_shards: int, table: str) -> tuple[str, ...]:
+    return tuple(f"{table}.{shard_name(index)}" if table else shard_name(index) for index in range(num_shards))
 
 
 def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
@@ -133,7 +133,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The part of a run's manifest that makes the run a sharded table.
+    """The part of a run's manifest that makes the run, or some of its tables, one sharded table.
 
     Attributes:
         uuid: identity of the sharded table, 32 hexadecimal digits; a copy has the same.
@@ -150,9 +150,16 @@ class Sharding:
         """Return the record of a new sharded table with these uuids of shards."""
         return cls(uuid.uuid4().hex, tuple(shards))
 
-    def names(self) -> list[str]:
-        """Return the names of the shards in their run, in order."""
-        return list(_names(len(self.shards)))
+    def names(self, table: str = "") -> list[str]:
+        """Return the names of the shards in their run, in order.
+
+        Args:
+            table: name of the table, in a run of several; empty where the run is the table.
+
+        >>> Sharding.new(["ab" * 16] * 2).names("user")
+        ['user.shard-0000', 'user.shard-0001']
+        """
+        return list(_names(len(self.shards), table))
 
     def as_json(self) -> Json:
         """Return the record for the manifest."""

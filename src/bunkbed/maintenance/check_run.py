@@ -94,9 +94,8 @@ class _RunCheck:
 
     def shard(self, name: str) -> tuple[int, int]:
         """Return (shard, number of shards) of a table; (0, 1) for a table that is not a shard."""
-        shardings = [manifest.sharding for manifest in self.manifests.values()]
-        names = [] if not shardings or shardings[-1] is None else shardings[-1].names()
-        return (names.index(name), len(names)) if name in names else (0, 1)
+        shard = self.manifests[max(self.manifests)].shards().get(name) if self.manifests else None
+        return (0, 1) if shard is None else (shard.index, shard.count)
 
     def sound(self) -> list[int]:
         return [epoch for epoch in self.epochs if epoch not in self.damaged]

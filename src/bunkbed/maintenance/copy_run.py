@@ -16,6 +16,7 @@ from bunkbed.files.durable import make_file, require_real, sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.maintenance.rewriting import Rewritten, rewrite_rows, rewritten_definition
 from bunkbed.run.run import Run
+from bunkbed.sharded.base.shards import Shards
 
 Progress = Callable[[int, int], None]
 
@@ -172,7 +173,9 @@ def rewrite_run(
         definitions = {name: rewritten_definition(table, dtype, optimizer) for name, table in tables.items()}
         rows = 0
         for name, table in tables.items():
-            rows += rewrite_rows(table, copied.table(name, create=definitions[name].arguments()), progress)
+            shards = {"shards": table.num_shards} if isinstance(table, Shards) else {}
+            create = {**definitions[name].arguments(), **shards}
+            rows += rewrite_rows(table, copied.table(name, create=create), progress)
         if run.sharding is not None:
             copied.become_sharded(run.sharding.names())
         copied.commit(files={name: run.read(name) for name in run.files}, meta=run.meta, keep=snapshot)

@@ -16,17 +16,18 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.typed import typed
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosedError
-from bunkbed.files.durable import sync_directory
 from bunkbed.files.run_files import MEMBER, RunFiles, RunManifest
-from bunkbed.files.sharding import Sharding
+from bunkbed.files.sharding import Sharding, shard_name
 from bunkbed.run.leftovers import forget_marks, mark_new, remove_leftover
+from bunkbed.run.sharded_tables import ShardedTables
+from bunkbed.sharded.base.shards import Shards, of_each
 from bunkbed.table import opening
 from bunkbed.table.commits import BackgroundCommit, PendingCommit, meta_text, wait_for_all
 from bunkbed.table.opening import DEFAULT_RAM
 from bunkbed.table.table import Table
 
 
-def _require_name(what: str, name: object) -> None:
+def require_name(what: str, name: object) -> None:
     if not isinstance(name, str) or not MEMBER.fullmatch(name):
         raise ValueError(f"a {what}'s name is up to 200 letters, digits, '.', '_' and '-', got {name!r}")
 
@@ -77,7 +78,8 @@ class Run:
         self._shards_of = _shards_of  # the name of the sharded table whose shards are the run's tables, or None
         # Internal, for `bunkbed.sharded`: the files, and `manifest`, the present commit.
         self.folder = RunFiles(self.path, "run" if _shards_of is None else "sharded table")
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, Table] = {}  # shards among them
+        self._sharded = ShardedTables(self.folder.label, self._tables, lambda: self.manifest)
         self._closed = False
         self._pid = os.getpid()
         self._background: BackgroundCommit | None = None
@@ -85,22 +87,26 @@ class Run:
         self._owed: tuple[dict[str, bytes], Json] | None = None
         self._lock: int | None = None
         self._read_only_reason = ""
+        # By table: the epochs that the run's commits name, and the epochs that its snapshots name.
+        self._named: dict[str, set[int]] = {}
+        self._kept: dict[str, set[int]] = {}
+        self._enter(snapshot)
+
+    def _enter(self, snapshot: str | None) -> None:
+        """Take the lock, unless this is a reader, and read the commit."""
         if self.path.exists() and not self.path.is_dir():
             raise FormatError(f"{self.path} is not a run: it is not a directory")
         if self.mode == "r" and not self.folder.epochs():
             raise FileNotFoundError(f"no run with a commit at {self.path}")
         if self.mode == "w":
-            self._prepare_directory()
+            self._require_folder()
+            _native.make_directories(str(self.folder.files))
+            _native.make_directories(str(self.path / "tables"))
+            self._lock = self.folder.lock()
         try:
-            # By table: the epochs that the run's commits name, and the epochs that its snapshots name.
-            self._named: dict[str, set[int]] = {}
-            self._kept: dict[str, set[int]] = {}
             self.manifest = self.folder.load_newest() if snapshot is None else self.folder.find(snapshot)
-            if self.mode == "w" and self.manifest.sharding is not None and _shards_of is None:
-                raise FormatError(
-                    f"{self.path} is one sharded table, whose shards must not be written one by one; open it with "
-                    "bb.ShardedTable.open"
-                )
+            if self.mode == "w":
+                self._require_own(self.manifest)
             if self.mode == "w" and self.folder.epochs():
                 self._named, self._kept = self.folder.collect()
                 forget_marks(self.folder, set(self.manifest.tables))
@@ -108,7 +114,16 @@ class Run:
             self._unlock()
             raise
 
-    def _prepare_directory(self) -> None:
+    def _require_own(self, manifest: RunManifest) -> None:
+        """Raise FormatError if a writer would write the shards of a sharded table one by one."""
+        if manifest.sharding is not None and self._shards_of is None:
+            raise FormatError(
+                f"{self.path} is one sharded table, whose shards must not be written one by one; open it with "
+                "bb.ShardedTable.open"
+            )
+
+    def _require_folder(self) -> None:
+        """Raise FormatError if something else than a run is there."""
         if self.path.is_dir() and any(entry.name.startswith("manifest-") for entry in self.path.iterdir()):
             raise FormatError(f"{self.path} is a table, not a run; open it with bb.open")
         if self.path.is_dir() and not self.folder.epochs() and not (self.path / "lock").exists():
@@ -120,9 +135,6 @@ class Run:
                     f"{self.path} is not a run and not empty (it holds {strangers[0]!r}); "
                     "give the run a folder of its own"
                 )
-        _native.make_directories(str(self.folder.files))
-        _native.make_directories(str(self.path / "tables"))
-        self._lock = self.folder.lock()
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -148,13 +160,13 @@ class Run:
 
     @property
     def tables(self) -> dict[str, Table]:
-        """The open tables by name."""
-        return dict(self._tables)
+        """The open tables by name; of a sharded one, not its shards."""
+        return self._sharded.by_name()
 
     @property
     def table_names(self) -> list[str]:
         """Names of the tables of the present commit, and of tables that were made later."""
-        return sorted({*self.manifest.tables, *self._tables})
+        return sorted({*self.manifest.table_names(), *self.tables})
 
     @property
     def files(self) -> list[str]:
@@ -204,18 +216,53 @@ class Run:
 
         Args:
             name: letters, digits, ``.``, ``_``, ``-``.
-            create: arguments of `bunkbed.create`, except path and ram, used if the run has no table of that name.
-                Otherwise each given value must be the table's, but hyperparameters replace the table's.
+            create: arguments of `bunkbed.create`, except path and ram, used if the run has no table of that name; with
+                ``shards=``, 1 to 1024, the rows are divided among so many tables, which several processes can train
+                (docs/processes.md). Otherwise each given value must be the table's, but hyperparameters replace the
+                table's.
 
         Raises:
             ValueError: a bad name, or a mismatch with `create`. FileNotFoundError: no such table, and no `create`.
         """
         self._require_open()
         self.settle(report=False)
-        _require_name("table", name)
-        if name in self._tables:
-            opening.compare_with(self._tables[name], create, None)
-            return self._tables[name]
+        require_name("table", name)
+        create, shards = self._sharded.parted(name, create)
+        if name in self.tables:
+            return self._sharded.again(name, create)
+        sharding = self.manifest.sharded.get(name)
+        if sharding is not None:
+            for shard in sharding.names(name):
+                self._open_table(shard, None if create is None else of_each(create, len(sharding.shards)))
+            return self._whole(name, sharding, create)
+        if shards is not None and name not in self.manifest.tables and self.mode == "w":
+            return self._make_sharded(name, shards, create or {})
+        return self._open_table(name, create)
+
+    def _make_sharded(self, name: str, shards: int, create: Json) -> Shards:
+        names = [f"{name}.{shard_name(index)}" for index in range(shards)]
+        taken = sorted(set(names) & {*self.manifest.tables, *self._tables})
+        if taken:
+            raise ValueError(f"run {self.path}: table {name!r} would have the shard {taken[0]!r}, which is a table")
+        try:
+            each = of_each(create, shards)
+            sharding = Sharding.new([self._open_table(shard, each).uuid for shard in names])
+        except BaseException:
+            for shard in names:
+                if shard in self._tables:
+                    self._tables.pop(shard).release()
+            raise
+        self._sharded.new[name] = sharding
+        return self._whole(name, sharding, create)
+
+    def _whole(self, name: str, sharding: Sharding, create: Json | None) -> Shards:
+        tables = [self._tables[shard] for shard in sharding.names(name)]
+        found = Shards(name, tables, sharding.uuid, lambda: self.epoch, num_shards=len(tables), run=self)
+        self._sharded.add(name, found, create)
+        return found
+
+    def _open_table(self, name: str, create: Json | None) -> Table:
+        """Open or make a table that is not sharded, or a shard."""
         path = self.folder.own_table(name)
         label = name if self._shards_of is None else f"{self._shards_of}/{name}"
         if name in self.manifest.tables:
@@ -291,7 +338,8 @@ class Run:
             ReadOnlyError: a reader. OSError: the disk is full or failing; the last commit stays valid, no row is lost.
         """
         contents, facts = self._begin(files, meta, keep)
-        tables = {name: table.commit_in_run() for name, table in self._tables.items()}
+        with self._sharded.still():
+            tables = {name: table.commit_in_run() for name, table in self._tables.items()}
         return self._finish(tables, contents, facts, keep or "")
 
     @typed
@@ -314,7 +362,8 @@ class Run:
             ReadOnlyError: a reader. OSError: an earlier commit failed.
         """
         contents, facts = self._begin(files, meta, keep)
-        started = {name: table.begin_commit_in_run() for name, table in self._tables.items()}
+        with self._sharded.still():
+            started = {name: table.begin_commit_in_run() for name, table in self._tables.items()}
 
         def finish() -> int:
             return self._finish(wait_for_all(started), contents, facts, keep or "")
@@ -334,7 +383,7 @@ class Run:
         if keep is not None and (not isinstance(keep, str) or not keep):
             raise ValueError(f"keep must be a name, got {keep!r}")
         for name, data in (files or {}).items():
-            _require_name("file", name)
+            require_name("file", name)
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"files must map names to bytes, got {name!r}: {type(data).__name__}")
         self.settle(report=True)
@@ -353,29 +402,22 @@ class Run:
 
     def _finish(self, tables: dict[str, int], contents: dict[str, bytes], meta: Json, keep: str) -> int:
         _native.failpoint("run.tables")
-        entries = dict(self.manifest.files)
-        number = self.manifest.next_file
-        for name, data in contents.items():
-            entries[name] = self.folder.write_file(number, data)
-            number += 1
-        if contents:
-            sync_directory(self.folder.files)
+        manifest = self.folder.write_files(contents, self.manifest)
         _native.failpoint("run.files")
-        epoch = self.manifest.epoch + 1
         self.publish(
-            RunManifest(
-                epoch=epoch,
+            replace(
+                manifest,
+                epoch=self.manifest.epoch + 1,
                 meta=meta,
                 keep=keep,
                 tables={**self.manifest.tables, **tables},
-                files=entries,
-                next_file=number,
-                places=self.manifest.places,
-                sharding=self.manifest.sharding,
+                copied=False,
+                sharded=self._sharded.records(),
             )
         )
         self._owed = None
-        return epoch
+        self._sharded.new.clear()
+        return self.epoch
 
     # Internal: make this manifest the present commit.
     def publish(self, manifest: RunManifest) -> None:
@@ -411,32 +453,34 @@ class Run:
         self._require_open(write=True)
         self.settle(report=True)
         target = self.folder.find(to)
-        newer = sorted(set(self.manifest.tables) - set(target.tables))
+        newer = sorted(set(self.manifest.table_names()) - set(target.table_names()))
         if newer:
             raise ValueError(
                 f"run {self.path}: table {newer[0]!r} was made after {to!r}, the run cannot go back past it; "
                 "copy the tables you need instead"
             )
-        for name in target.tables:
+        for name in target.table_names():
             self.table(name)
-        for name in sorted(set(self._tables) - set(target.tables)):
+        for name in sorted(set(self.tables) - set(target.table_names())):
             raise BunkbedError(
                 f"run {self.path}: table {name!r} was never committed and would be lost by going back; "
                 "commit or close first"
             )
         tables = {}
-        for name, epoch in target.tables.items():
-            self._tables[name].rewind_in_run(epoch)
-            tables[name] = self._tables[name].epoch
+        with self._sharded.torn(f"going back to commit {to!r} failed half-way"):
+            for name, epoch in target.tables.items():
+                self._tables[name].rewind_in_run(epoch)
+                tables[name] = self._tables[name].epoch
         self.publish(
-            RunManifest(
+            replace(
+                self.manifest,
                 epoch=self.manifest.epoch + 1,
                 meta=target.meta,
+                keep="",
                 tables=tables,
                 files=target.files,
-                next_file=self.manifest.next_file,
-                places=self.manifest.places,
-                sharding=self.manifest.sharding,
+                copied=False,
+                sharded=target.sharded,
             )
         )
         self._owed = None
@@ -475,7 +519,7 @@ class Run:
             self.commit()
         with contextlib.ExitStack() as closing:  # closes every table also after an error, and unlocks last
             closing.callback(self._unlock)
-            for table in self._tables.values():
+            for table in (*self._tables.values(), *self._sharded):
                 closing.callback(table.release)
             self._closed = True
 

@@ -19,7 +19,7 @@ from bunkbed.errors import CorruptionError, FormatError
 from bunkbed.files.run_files import RunManifest
 from bunkbed.files.sharding import Sharding
 from bunkbed.run.run import Run
-from bunkbed.sharded.rows import ShardedRows
+from bunkbed.sharded.base.rows import ShardedRows
 from bunkbed.table.commits import PendingCommit
 from bunkbed.table.table import Table
 
@@ -102,7 +102,7 @@ class ShardedCore(ShardedRows):
         with self._commits:
             # Wait for the commit under way without the lock of the rows, so that other calls can use rows.
             self._run.settle(report=True)
-            with self._alone(write=True):
+            with self.alone(write=True):
                 facts = None if meta is None else json.loads(meta)
                 return PendingParent(self._run.begin_commit(meta=facts, keep=keep or None))
 
@@ -111,7 +111,7 @@ class ShardedCore(ShardedRows):
         self._require_own_process()
         with self._commits:
             self._run.settle(report=True)
-            with self._alone(write=True):
+            with self.alone(write=True):
                 if meta is None and not keep and not self._run.is_behind():
                     return self._run.epoch
             return self.begin_commit(meta, keep).wait()
@@ -121,7 +121,7 @@ class ShardedCore(ShardedRows):
         self._require_own_process()
         with self._commits:
             self._run.settle(report=True)
-            with self._alone(write=True):
+            with self.alone(write=True):
                 self._run.drop(name)
 
     def rewind(self, name: str, epoch: int | None) -> None:

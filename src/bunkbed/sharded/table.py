@@ -26,8 +26,8 @@ from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name, shards_of
 from bunkbed.machine.rates import Machine, remembered
 from bunkbed.run.run import Run
+from bunkbed.sharded.base.rows import ShardedBatch
 from bunkbed.sharded.core import ShardedCore
-from bunkbed.sharded.rows import ShardedBatch
 from bunkbed.table import opening
 from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table

@@ -21,6 +21,16 @@ from bunkbed.torch.collection import EmbeddingCollection
 from bunkbed.torch.embedding import Embedding
 from bunkbed.torch.layer import anchors
 from bunkbed.torch.lookahead import lookahead
+from bunkbed.torch.open_run import open_run
 from bunkbed.torch.optimizer import Optimizer
 
-__all__ = ["BlockSampler", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Optimizer", "anchors", "lookahead"]
+__all__ = [
+    "BlockSampler",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
+    "Optimizer",
+    "anchors",
+    "lookahead",
+    "open_run",
+]

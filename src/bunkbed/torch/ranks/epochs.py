@@ -1,6 +1,7 @@
 """The commits of a table that ranks share: what each rank does for one, and what rank 0 does.
 
-`FileEpochs` keeps them in the files of an ordinary `bunkbed.ShardedTable`, `RamEpochs` as copies in RAM. The protocol
+`FileEpochs` keeps them in the files of an ordinary `bunkbed.ShardedTable` or `bunkbed.Run`, `RamEpochs` as copies in
+RAM. The protocol
 is that of a run (docs/design/engine.md, rule 14): every rank's shards prepare, rank 0 publishes the manifest, and only
 then the ranks collect what no commit names. `bunkbed.torch.ranks.service` brings the calls in this order.
 """
@@ -12,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
+from bunkbed import _native
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
-from bunkbed.files.run_files import RunManifest
+from bunkbed.files.run_files import RunManifest, decode, encode
 from bunkbed.run.leftovers import forget_marks
 from bunkbed.table.commits import wait_for_all
 from bunkbed.table.table import Table
@@ -78,20 +80,23 @@ class Epochs(Protocol):
 
 
 class FileEpochs:
-    """The commits of a table with files."""
+    """The commits of a directory of tables. Each is one manifest.
+
+    Attributes:
+        contents: on rank 0: dense files that the next commit holds; removed once they are committed.
+    """
 
     def __init__(self, files: RankFiles) -> None:
         self._files = files
-        self._manifest = files.manifest  # rank 0 keeps it up to date
         self._refusal = ""  # why nothing can be committed any more
-        self._pins: dict[str, tuple[set[int], set[int]]] = {}  # epochs of this rank's shards that commits name
+        self.contents: dict[str, bytes] = {}
         self.state = State(files.manifest.epoch, files.manifest.meta, files.folder.snapshots())
 
     def require_writable(self) -> None:
         """See `Epochs`."""
         if self._refusal:
             raise BunkbedError(
-                f"table '{self._files.place.name}' takes no more commits: the last one may or may not be durable "
+                f"{self._files.folder.label} takes no more commits: the last one may or may not be durable "
                 f"({self._refusal}); start all ranks again, which opens the last commit"
             )
 
@@ -101,46 +106,67 @@ class FileEpochs:
 
     def begin_commit(self, keep: str) -> Callable[[], Json]:
         """See `Epochs`."""
-        shards = self._files.shards
+        files = self._files
         if keep:
-            for table in shards.values():
+            for table in files.shards.values():
                 table.plain_core.require_disk_to_keep(keep)
-        started = {name: table.begin_commit_in_run() for name, table in shards.items()}
-        steps = sorted({table.step for table in shards.values()})
-
+        started = {name: table.begin_commit_in_run() for name, table in files.shards.items()}
+        steps = {table: sorted({files.shards[name].step for name in own}) for table, own in files.tables.items()}
         return lambda: {"epochs": wait_for_all(started), "steps": steps}
 
     def commit(self, said: list[Json], meta: Json | None, keep: str) -> Json:
         """See `Epochs`."""
-        epochs = _merged(said)
-        steps = {step for one in said for step in one["steps"]}
-        if len(steps) > 1:
-            raise BunkbedError(f"the ranks' shards are at different steps ({sorted(steps)}); nothing was committed")
-        if meta is not None or keep or epochs != self._manifest.tables:
+        files, manifest = self._files, self._files.manifest
+        epochs = {**manifest.tables, **_merged(said)}
+        for table in files.tables:
+            steps = {step for one in said for step in one["steps"][table]}
+            if len(steps) > 1:
+                raise BunkbedError(
+                    f"the ranks' shards of table '{table or files.place.name}' are at different steps "
+                    f"({sorted(steps)}); nothing was committed"
+                )
+        if meta is not None or keep or self.contents or epochs != manifest.tables:
+            _native.failpoint("run.tables")
+            with_files = files.folder.write_files(self.contents, manifest)
+            _native.failpoint("run.files")
             self._publish(
                 replace(
-                    self._manifest,
-                    epoch=self._manifest.epoch + 1,
-                    meta=self._manifest.meta if meta is None else meta,
+                    with_files,
+                    epoch=manifest.epoch + 1,
+                    meta=manifest.meta if meta is None else meta,
                     keep=keep,
                     tables=epochs,
                     copied=False,
+                    sharded={**manifest.sharded, **files.shardings},
                 )
             )
+            self.contents = {}
         return self._outcome(self._collected())
 
     def drop(self, name: str) -> Json:
         """See `Epochs`."""
-        folder = self._files.folder
+        folder, manifest = self._files.folder, self._files.manifest
         folder.find(name)
-        if self._manifest.keep == name:
+        if manifest.keep == name:
             # The newest commit has the name, so the same state is committed again without the name.
-            self._publish(replace(self._manifest, epoch=self._manifest.epoch + 1, keep="", copied=False))
+            self._publish(replace(manifest, epoch=manifest.epoch + 1, keep="", copied=False))
         return self._outcome(folder.forget(name))
 
     def require(self, to: str | int) -> None:
         """See `Epochs`."""
-        self._files.folder.find(to)
+        target, files = self._files.folder.find(to), self._files
+        newer = sorted(set(files.manifest.tables) - set(target.tables))
+        if newer:
+            raise ValueError(f"{files.folder.label}: {newer[0]!r} was made after {to!r}, so it cannot go back past it")
+        opened = {name for own in files.tables.values() for name in own}
+        lost = sorted(opened - set(target.tables))
+        if lost:
+            raise ValueError(
+                f"{files.folder.label}: {lost[0]!r} was never committed and would be lost by going back; commit first"
+            )
+        missing = sorted(set(target.table_names()) - set(files.tables)) if target.sharding is None else []
+        if missing:
+            raise ValueError(f"{files.folder.label}: open table {missing[0]!r} first, so that all go back together")
 
     def rewind(self, to: str | int) -> Json:
         """See `Epochs`."""
@@ -152,15 +178,16 @@ class FileEpochs:
 
     def finish_rewind(self, said: list[Json], to: str | int) -> Json:
         """See `Epochs`."""
-        target = self._files.folder.find(to)
+        target, manifest = self._files.folder.find(to), self._files.manifest
         self._publish(
             replace(
-                self._manifest,
-                epoch=self._manifest.epoch + 1,
+                manifest,
+                epoch=manifest.epoch + 1,
                 meta=target.meta,
                 keep="",
                 copied=False,
                 tables=_merged(said),
+                files=target.files,
             )
         )
         return self._outcome(self._collected())
@@ -173,38 +200,46 @@ class FileEpochs:
                 # It is linked, but may not be durable, so no epoch that it names may be removed.
                 raise UnsureError(str(error)) from error
             raise
-        self._manifest = manifest
+        self._files.manifest = manifest
 
     def _collected(self) -> _Pins | None:
         """Remove manifests that are not needed; return the epochs that the others name, or None if that failed."""
         folder = self._files.folder
         with contextlib.suppress(OSError, BunkbedError):  # the commit is durable; the next one tries it again
-            forget_marks(folder, set(self._manifest.tables))
+            forget_marks(folder, set(self._files.manifest.tables))
             return folder.collect()
         return None
 
     def _outcome(self, pins: _Pins | None) -> Json:
-        tables = self._manifest.tables
-        state = State(self._manifest.epoch, self._manifest.meta, self._files.folder.snapshots())
+        manifest = self._files.manifest
+        state = State(manifest.epoch, manifest.meta, self._files.folder.snapshots())
+        tables = manifest.tables
         named = None if pins is None else {name: [sorted(one.get(name, ())) for one in pins] for name in tables}
-        return {"state": asdict(state), "pins": named, "tables": tables}
+        return {"state": asdict(state), "pins": named, "manifest": encode(manifest).decode()}
 
     def accept(self, outcome: Json) -> None:
         """See `Epochs`."""
+        files = self._files
         self.state = State(**outcome["state"])
+        files.manifest = decode(outcome["manifest"].encode(), files.folder.manifest_path(self.state.epoch))
+        for name in files.manifest.sharded:
+            files.shardings.pop(name, None)
 
     def collect(self, outcome: Json) -> None:
         """See `Epochs`."""
-        for name, table in self._files.shards.items():
+        files = self._files
+        for name, table in files.shards.items():
+            if name not in files.manifest.tables:
+                continue  # opened after the commit began
             # The commit is durable, so errors from here on are ignored. The next commit tries the removals again.
             with contextlib.suppress(OSError, BunkbedError):
                 if outcome["pins"] is not None:
                     named, kept = outcome["pins"][name]
-                    self._pins[name] = set(named), set(kept)
+                    files.pins[name] = set(named), set(kept)
                 else:  # which epochs are not needed is unknown
-                    named, kept = self._pins.get(name, self._files.pins[name])
-                    self._pins[name] = {*named, outcome["tables"][name]}, set(kept)
-                table.plain_core.set_pinned_epochs(*self._pins[name])
+                    named, kept = files.pins[name]
+                    files.pins[name] = {*named, files.manifest.tables[name]}, set(kept)
+                table.plain_core.set_pinned_epochs(*files.pins[name])
                 table.plain_core.collect()
 
     def forget(self) -> None:

@@ -1,7 +1,8 @@
-"""`RankFiles`: the files of a table that ranks share, as one rank has them open.
+"""`RankFiles`: a directory of tables whose shards are divided over ranks, as one rank has it open.
 
-They are those of an ordinary `bunkbed.ShardedTable`: `bunkbed.open` opens them in one process. Shard s of S belongs to
-rank s * W // S, which opens it as a table of its own. Rank 0 has the lock of the directory, and publishes manifests.
+The directory is that of an ordinary `bunkbed.ShardedTable`, which `bunkbed.open` opens in one process, or that of a
+`bunkbed.Run` with sharded tables. Shard s of S belongs to rank s * W // S, which opens it as a table of its own. Rank 0
+has the lock of the directory, and publishes manifests.
 
 Opening has steps that all ranks make together. An error on one rank is raised on all, and what was opened or made is
 closed or removed again.
@@ -14,7 +15,10 @@ import os
 import shlex
 import shutil
 import threading
+import uuid
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bunkbed import _native
@@ -25,6 +29,7 @@ from bunkbed.errors import CorruptionError, FormatError
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name
 from bunkbed.run.leftovers import forget_marks, mark_new, remove_leftover
+from bunkbed.sharded.base.shards import Shards, of_each
 from bunkbed.table import opening
 from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
@@ -47,32 +52,48 @@ def budget_of_rank(ram: int | str | Budget | None, ranks: Ranks) -> Budget:
         return _parts[ram]
 
 
-class RankFiles:
-    """The shards of this rank, open for writing. Owns them, and on rank 0 the lock of the directory.
+@dataclass(frozen=True)
+class _Opening:
+    """How a rank opens or makes its shards of one table.
 
     Attributes:
-        folder: the files of the directory.
-        sharding: how rows are divided.
-        shards: this rank's shards, by name.
-        pins: epochs of each that commits name, and that kept commits name.
-        manifest: the commit that was opened.
+        names: of all shards, in order.
+        labels: prefix of their names in messages.
+        new: arguments of `bunkbed.create`, where the table is new.
+        stored: arguments of `bunkbed.open`, where it is not.
     """
 
-    def __init__(self, place: Path, ranks: Ranks) -> None:
+    names: Sequence[str]
+    labels: str
+    new: Json | None
+    stored: opening.Wanted
+
+
+class RankFiles:
+    """A directory, open for writing. Owns this rank's shards, and on rank 0 the lock of the directory.
+
+    Attributes:
+        folder: its files.
+        manifest: the last commit; `FileEpochs` keeps it up to date.
+        shards: this rank's shards, by name.
+        tables: the names of this rank's shards, by table; "" is the table of a directory of one.
+        shardings: the records of tables that were made after the last commit, by name.
+        pins: epochs of each shard that commits name, and that kept commits name.
+    """
+
+    def __init__(self, place: Path, ranks: Ranks, kind: str) -> None:
         self.place = place
-        self.folder = RunFiles(place, "sharded table")
+        self.folder = RunFiles(place, kind)
         self.shards: dict[str, Table] = {}
+        self.tables: dict[str, list[str]] = {}
+        self.shardings: dict[str, Sharding] = {}
         self.pins: dict[str, tuple[set[int], set[int]]] = {}
         self.manifest = RunManifest()
-        self.sharding = Sharding("", ())
         self._ranks = ranks
         self._lock: int | None = None
         self._made: list[Path] = []
 
-    @property
-    def num_shards(self) -> int:
-        """Number of shards of the table."""
-        return len(self.sharding.shards)
+    # ---- A directory of one table
 
     @classmethod
     def open(
@@ -86,7 +107,7 @@ class RankFiles:
         ram: int | str | Budget | None,
         disk: int | str | None,
     ) -> RankFiles:
-        """Open the table at `place`, or make it there. Collective.
+        """Open the sharded table at `place`, or make it there. Collective.
 
         Args:
             place: the directory, absolute and equal on all ranks.
@@ -101,43 +122,50 @@ class RankFiles:
             ValueError: the files have another number of shards. FormatError, CorruptionError, TableLockedError: see
             `bunkbed.open`. RanksError: another rank failed.
         """
-        files = cls(place, ranks)
+        files = cls(place, ranks, "sharded table")
         try:
-            # Rank 0 alone, so that it has the lock before another rank reads or makes anything.
-            first = ranks.gather(_OPENING, lambda: files._open_parent(shards) if ranks.is_first else None)[0]
-            said = ranks.gather(_OPENING, lambda: files._open_shards(first, definition, optimizer, ram, disk))
-            ranks.gather(_OPENING, lambda: files._join(first, said))
-            if first["is_new"]:
+            files.enter(lambda: files._require_table(shards))
+            sharding = files.manifest.sharding
+            count = (shards or ranks.world) if sharding is None else len(sharding.shards)
+            budget = budget_of_rank(ram, ranks)
+            limit = {} if disk is None else {"disk": max(1, parse_bytes(disk) // count)}
+            made_by = Adam(lr=1e-3) if optimizer is None else optimizer
+            how = _Opening(
+                [shard_name(index) for index in range(count)],
+                f"{place.name}/",
+                {**definition.arguments(), "optimizer": made_by, "ram": budget, **limit} if sharding is None else None,
+                opening.Wanted.of("w", ram=budget, create=limit or None, optimizer=optimizer),
+            )
+            made = files._open_shards("", how)
+            ranks.gather(_OPENING, lambda: files._publish_first(made) if sharding is None else None)
+            if sharding is None:
                 files.manifest = files.folder.load_newest()
-                files.sharding = files.manifest.sharding or files.sharding
         except BaseException:
-            files._undo()
+            files.undo()
             raise
         return files
 
-    # ---- The steps of opening
+    @property
+    def sharding(self) -> Sharding:
+        """How the rows of a directory of one table are divided."""
+        assert self.manifest.sharding is not None
+        return self.manifest.sharding
 
-    def _open_parent(self, shards: int | None) -> Json:
-        place, world = self.place, self._ranks.world
-        epochs = self.folder.epochs()
-        if not epochs and opening.is_table(place):
-            raise FormatError(
-                f"{place} is a table of one process; divide it with: bunkbed reshard {shlex.quote(str(place))} "
-                f"--shards {world if shards is None else shards}"
-            )
-        if not epochs:
-            count = world if shards is None else shards
-            if count > MAX_SHARDS:
-                raise ValueError(f"shards must be in [1, {MAX_SHARDS}], got {count}")
-            _native.make_directories(str(self.folder.files))
-            _native.make_directories(str(place / "tables"))
-            self._lock = self.folder.lock()
-            return {"is_new": True, "shards": count}
-        self._lock = self.folder.lock()
-        self.manifest = self.folder.load_newest()
-        if self.manifest.sharding is None:
+    def _require_table(self, shards: int | None) -> None:
+        """On rank 0: raise unless the directory may be opened or made as a table with so many shards."""
+        place, world, sharding = self.place, self._ranks.world, self.manifest.sharding
+        if not self.folder.epochs():
+            if opening.is_table(place):
+                raise FormatError(
+                    f"{place} is a table of one process; divide it with: bunkbed reshard {shlex.quote(str(place))} "
+                    f"--shards {world if shards is None else shards}"
+                )
+            if shards is not None and shards > MAX_SHARDS:
+                raise ValueError(f"shards must be in [1, {MAX_SHARDS}], got {shards}")
+            return
+        if sharding is None:
             raise FormatError(f"{place} is a run of tables, not one sharded table; open it with bb.Run")
-        stored = len(self.manifest.sharding.shards)
+        stored = len(sharding.shards)
         if stored != (world if shards is None else shards):
             other = f", or start {stored} processes" if stored < world else f", or give shards={stored}"
             raise ValueError(
@@ -145,79 +173,142 @@ class RankFiles:
                 f"{'one each' if shards is None else f'shards={shards}'}; divide it with: bunkbed reshard "
                 f"{shlex.quote(str(place))} --shards {world if shards is None else shards}{other}"
             )
+
+    def _publish_first(self, made: Sharding) -> None:
+        """On rank 0: publish the first manifest; from here on the table can be opened."""
+        if not self._ranks.is_first:
+            return
+        uuids = dict(zip(made.names(), made.shards, strict=True))
+        mark_new(self.folder, uuids)
+        self.folder.publish(RunManifest(tables=dict.fromkeys(uuids, 0), sharding=made))
+        forget_marks(self.folder, set(uuids))
+
+    # ---- A directory of a run
+
+    def open_table(self, name: str, *, create: Json | None, shards: int | None, budget: Budget) -> Sharding:
+        """Open a sharded table of the run, or make it. Collective; the arguments are equal on all ranks.
+
+        Args:
+            name: of the table, which is not open.
+            create: arguments of `bunkbed.create`, for a new table; each must be that of a stored one.
+            shards: of the table; default: those it has, or one for each rank.
+            budget: of this process.
+        """
+        stored, world = self.manifest.sharded.get(name), self._ranks.world
+        if name in self.manifest.tables:
+            raise ValueError(
+                f"run {self.place}: table {name!r} is not sharded, and {world} processes want a shard each; train it "
+                "in one process, or start a new run"
+            )
+        if stored is None and create is None:
+            known = ", ".join(self.manifest.table_names()) or "none"
+            raise FileNotFoundError(
+                f"run {self.place} has no table {name!r} (it has: {known}); give create=dict(dim=...) to make it"
+            )
+        count = len(stored.shards) if stored is not None else world if shards is None else shards
+        if shards not in (None, count):
+            raise ValueError(f"run {self.place}: table {name!r} has {count} shards, got shards={shards}")
+        if not world <= count <= MAX_SHARDS:
+            raise ValueError(
+                f"run {self.place}: table {name!r} has {count} shards, and {world} processes want one each"
+                + (f"; start at most {count} processes" if count < world else f"; at most {MAX_SHARDS} are possible")
+            )
+        each = of_each(create or {}, count)
+        how = _Opening(
+            [f"{name}.{shard_name(index)}" for index in range(count)],
+            "",
+            {**each, "ram": budget} if stored is None else None,
+            opening.Wanted.of("w", ram=budget, create=each),
+        )
+        made = self._open_shards(name, how)
+        if stored is None:
+            self.shardings[name] = made
+        return stored or made
+
+    # ---- Opening
+
+    def enter(self, check: Callable[[], None]) -> None:
+        """Take the lock of the directory and read its last commit. Collective; on rank 0 `check` may raise."""
+        # Rank 0 alone, so that it has the lock before another rank reads or makes anything.
+        first = self._ranks.gather(_OPENING, lambda: self._enter_first(check) if self._ranks.is_first else None)[0]
+        self._ranks.gather(_OPENING, lambda: self._enter(first))
+
+    def _enter_first(self, check: Callable[[], None]) -> Json:
+        is_new = not self.folder.epochs()
+        if is_new:
+            check()
+            _native.make_directories(str(self.folder.files))
+            _native.make_directories(str(self.place / "tables"))
+        self._lock = self.folder.lock()
+        self.manifest = self.folder.load_newest()
+        if is_new:
+            return {"epoch": None, "named": {}, "kept": {}}
+        check()
         named, kept = self.folder.collect()
         forget_marks(self.folder, set(self.manifest.tables))
         return {
-            "is_new": False,
-            "shards": stored,
             "epoch": self.manifest.epoch,
             "named": {name: sorted(epochs) for name, epochs in named.items()},
             "kept": {name: sorted(epochs) for name, epochs in kept.items()},
         }
 
-    def _open_shards(
-        self,
-        first: Json,
-        definition: Definition,
-        optimizer: Optimizer | None,
-        ram: int | str | Budget | None,
-        disk: int | str | None,
-    ) -> Json:
-        place, count = self.place, first["shards"]
+    def _enter(self, first: Json) -> None:
+        place = self.place
         if not (place / "lock").exists():
             raise FileNotFoundError(
-                f"rank {self._ranks.rank} does not see the table that rank 0 has at {place}; the ranks must share its "
-                "directory (hosts without a shared disk cannot train one table yet)"
+                f"rank {self._ranks.rank} does not see the directory that rank 0 has at {place}; the ranks must share "
+                "it (hosts without a shared disk cannot train one table yet)"
             )
-        own = [shard_name(index) for index in shards_of_rank(self._ranks.rank, count, self._ranks.world)]
-        budget = budget_of_rank(ram, self._ranks)
-        limit = {} if disk is None else {"disk": max(1, parse_bytes(disk) // count)}
-        if not first["is_new"]:
+        if first["epoch"] is not None:
             self.manifest = self.folder.load(first["epoch"])
-            assert self.manifest.sharding is not None
-            self.sharding = self.manifest.sharding
-        made_by = Adam(lr=1e-3) if optimizer is None else optimizer
-        create = {**definition.arguments(), "optimizer": made_by, **limit}
+        self.pins = {
+            name: (set(first["named"].get(name, ())), set(first["kept"].get(name, ()))) for name in self.manifest.tables
+        }
+
+    def _open_shards(self, table: str, how: _Opening) -> Sharding:
+        """Open or make this rank's shards of a table; return the record of a new one. Collective."""
+        said = self._ranks.gather(_OPENING, lambda: {"uuid": uuid.uuid4().hex, "shards": self._open_own(table, how)})
+        every = {name: facts for one in said for name, facts in one["shards"].items()}
+        steps = {step for _, step in every.values()}
+        if len(steps) > 1:
+            raise CorruptionError(
+                f"table '{table or self.place.name}': its shards are at different steps ({sorted(steps)}) in commit "
+                f"{self.manifest.epoch}; a shard was written on its own, or a folder was put back from elsewhere"
+            )
+        return Sharding(said[0]["uuid"], tuple(every[name][0] for name in how.names))
+
+    def _open_own(self, table: str, how: _Opening) -> Json:
+        own = [how.names[index] for index in shards_of_rank(self._ranks.rank, len(how.names), self._ranks.world)]
         for name in own:
-            label = f"{place.name}/{name}"
-            if first["is_new"]:
+            label = f"{how.labels}{name}"
+            if how.new is not None:
                 path = self.folder.table_path(name)
-                if os.path.lexists(path):
+                if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
                     remove_leftover(self.folder, name, path)
                 self._made.append(path)
-                table = opening.create(path, ram=budget, _run=self, _name=label, **create)
+                opened = opening.create(path, _run=self, _name=label, **how.new)
+                self.pins[name] = {opened.epoch}, set()
             else:
                 path = self.folder.own_table(name)
                 if not opening.is_table(path):
-                    raise FileNotFoundError(f"table '{place.name}': {path} has no table; put the files of {name} back")
-                wanted = opening.Wanted.of("w", ram=budget, create=limit or None, optimizer=optimizer)
-                table = opening.open_table(path, wanted, run=self, epoch=self.manifest.tables[name], name=label)
-            self.shards[name] = table
-            table.warns_of_loss = False  # the shared table warns instead
-            named = {table.epoch} if first["is_new"] else set(first["named"].get(name, ()))
-            kept = set() if first["is_new"] else set(first["kept"].get(name, ()))
-            table.plain_core.set_pinned_epochs(named, kept)
-            self.pins[name] = named, kept
-        return {name: [table.uuid, table.epoch, table.step] for name, table in self.shards.items()}
+                    raise FileNotFoundError(f"{self.folder.label}: {path} has no table; put the files of {name} back")
+                epoch = self.manifest.tables[name]
+                opened = opening.open_table(path, how.stored, run=self, epoch=epoch, name=label)
+            self.shards[name] = opened
+            opened.warns_of_loss = False  # the shared table warns instead
+            opened.plain_core.set_pinned_epochs(*self.pins[name])
+        self.tables[table] = own
+        return {name: [self.shards[name].uuid, self.shards[name].step] for name in own}
 
-    def _join(self, first: Json, said: list[Json]) -> None:
-        every = {name: fact for one in said for name, fact in one.items()}
-        names = [shard_name(index) for index in range(first["shards"])]
-        steps = {every[name][2] for name in names}
-        if len(steps) > 1:
-            raise CorruptionError(
-                f"table '{self.place.name}': its shards are at different steps ({sorted(steps)}) in commit "
-                f"{self.manifest.epoch}; a shard was written on its own, or a folder was put back from elsewhere"
-            )
-        if not self._ranks.is_first:
-            return
-        if first["is_new"]:
-            mark_new(self.folder, {name: every[name][0] for name in names})
-            self.sharding = Sharding.new([every[name][0] for name in names])
-            tables = {name: every[name][1] for name in names}
-            # The first manifest: from here on the table can be opened.
-            self.folder.publish(RunManifest(tables=tables, sharding=self.sharding))
-            forget_marks(self.folder, set(names))
+    def as_table(self, table: str, sharding: Sharding) -> Table:
+        """Return this rank's rows of an open table."""
+        own = [self.shards[name] for name in self.tables[table]]
+        if len(own) == 1:
+            return own[0]
+        count = len(sharding.shards)
+        first = shards_of_rank(self._ranks.rank, count, self._ranks.world).start
+        name = table or self.place.name
+        return Shards(name, own, sharding.uuid, lambda: self.manifest.epoch, num_shards=count, first=first)
 
     # ---- Closing
 
@@ -233,7 +324,8 @@ class RankFiles:
             self.folder.unlock(self._lock)
             self._lock = None
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
+        """Close what was opened, after a failure, and remove what was made where nothing was committed."""
         with contextlib.suppress(Exception):
             self.close()
         if not self.folder.epochs():

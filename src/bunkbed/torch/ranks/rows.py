@@ -2,7 +2,7 @@
 
 Calls that read or change rows, and changes of hyperparameters, are collective: every rank makes them, with its own ids,
 which may be none. `stage` and facts are this rank's own. A change has two phases, as in
-`bunkbed.sharded.rows`: every rank checks and prepares, all hear of any error, and only then every rank applies its
+`bunkbed.sharded.base.rows`: every rank checks and prepares, all hear of any error, and only then every rank applies its
 part.
 """
 
@@ -22,7 +22,7 @@ from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Array, Json
 from bunkbed.errors import BunkbedError, TableClosedError
-from bunkbed.sharded.rows import ShardedBatch, ShardedRows, require_ready
+from bunkbed.sharded.base.rows import ShardedBatch, ShardedRows, require_ready
 from bunkbed.table.bag_pooling import BagPooling
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.exchange import exchange_of
@@ -35,8 +35,23 @@ _CHANGE = Kind(22, "a change of rows")
 _READY = Kind(23, "the check of a change")
 
 
+class Changes:
+    """Counts the changes that were made on all ranks of tables that are committed together.
+
+    A change is a step, a call of `set`, new hyperparameters, or going back to a commit.
+
+    Attributes:
+        condition: held while this rank applies its part of a change, and notified afterwards.
+        count: the number of changes.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition(threading.RLock())
+        self.count = 0
+
+
 class RankRows:
-    """Rows divided over ranks, seen from one rank. Not thread-safe, but `changed` may be used from other threads.
+    """Rows divided over ranks, seen from one rank. Not thread-safe, but its `Changes` are.
 
     Args:
         name: name of the table.
@@ -44,9 +59,12 @@ class RankRows:
         local: the rows that this rank owns.
         ranks: the processes that share the table.
         num_shards: shards of the table; shard s belongs to rank s * W // num_shards.
+        changes: counts the changes.
     """
 
-    def __init__(self, name: str, spec: _native.TableSpec, local: Table, ranks: Ranks, num_shards: int) -> None:
+    def __init__(
+        self, name: str, spec: _native.TableSpec, local: Table, ranks: Ranks, num_shards: int, changes: Changes
+    ) -> None:
         self.name = name
         self.local = local
         self.ranks = ranks
@@ -54,10 +72,7 @@ class RankRows:
         self.dim = int(spec.dim)
         self.closed = False
         self._process = os.getpid()
-        #: Changes that were made on all ranks: steps, calls of `set`, new hyperparameters, going back.
-        self.changes = 0
-        #: Held while this rank applies its part of a change, and notified afterwards.
-        self.changed = threading.Condition(threading.RLock())
+        self._changes = changes
         self.exchange = exchange_of(ranks)
         self._checker = _native.create("", name, spec, 0, 0)
         self._bags = BagPooling(name)
@@ -67,6 +82,11 @@ class RankRows:
     def progress(self) -> str:
         """Return what this rank has done with the table, for messages."""
         return f"step {self.step()}, {self.changes} changes{self._last}"
+
+    @property
+    def changes(self) -> int:
+        """Changes that were made on all ranks."""
+        return self._changes.count
 
     @property
     def is_own(self) -> bool:
@@ -103,12 +123,12 @@ class RankRows:
     @contextlib.contextmanager
     def changing(self, *facts: float) -> Iterator[None]:
         """Make a change of this rank's rows inside; `facts` must be equal on all ranks."""
-        with self.changed:
+        with self._changes.condition:
             yield
-            self.changes += 1
+            self._changes.count += 1
             self.ranks.note(self.number, self.changes, *facts)
             self._last = f", last with {', '.join(f'{value:.9g}' for value in facts)}" if facts else ""
-            self.changed.notify_all()
+            self._changes.condition.notify_all()
 
     def require_ready(self, batch: Any) -> None:
         """Raise if this rank could not apply a change of the rows of `batch`."""

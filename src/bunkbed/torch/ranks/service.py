@@ -98,7 +98,7 @@ class Client:
 
     Attributes:
         label: the table, for messages.
-        changes: guards the rows of this rank; notified after each change.
+        changed: guards the rows of this rank; notified after each change.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Client:
         service: Service,
         number: int,
         label: str,
-        changes: threading.Condition,
+        changed: threading.Condition,
         count: Callable[[], int],
         work: Work,
     ) -> None:
         self.label = label
-        self.changes = changes
+        self.changed = changed
         self._service = service
         self._number = number
         self._count = count
@@ -122,8 +122,13 @@ class Client:
         self._own: set[str] = set()  # the keys of this rank's requests on their way
         self._is_closed = False
 
-    def ask(self, what: str, **arguments: Any) -> Outcome:
-        """Ask all ranks to do `what`, with arguments for JSON. Returns at once."""
+    def ask(self, what: str, *, once: bool = False, **arguments: Any) -> Outcome:
+        """Ask all ranks to do `what`, with arguments for JSON. Returns at once.
+
+        Args:
+            what: the request.
+            once: every rank asks this, and no rank asks it again: it is done once even if it fails.
+        """
         with self._asking:
             changes = self._count()
             if changes != self._asked_at:
@@ -135,7 +140,7 @@ class Client:
             self._own.add(key)
         request = {"key": key, "table": self._number, "what": what, "at": changes, "arguments": arguments}
         # Going back is collective, and also the way out where the ranks have made different changes.
-        return self._service.send({**request, "changes": None if what == GO_BACK else changes})
+        return self._service.send({**request, "changes": None if what == GO_BACK else changes, "once": once})
 
     def ended(self, key: str, *, is_good: bool) -> None:
         """Note the end of a request. One that failed does not count: asked again, it is the same as other ranks'."""
@@ -155,9 +160,9 @@ class Client:
 
     def close(self) -> None:
         """Answer further requests with an error. Waits for the one that is on its way."""
-        with self.changes:
+        with self.changed:
             self._is_closed = True
-            self.changes.notify_all()
+            self.changed.notify_all()
         self._service.leave(self._number)
 
     def work(self) -> Work | None:
@@ -167,12 +172,12 @@ class Client:
     def wait_for_changes(self, request: Json) -> str:
         """Wait until this rank has made as many changes as the rank that asks; return an error, or an empty string.
 
-        Requires: `changes` held.
+        Requires: `changed` held.
         """
         wanted = request["changes"]
         if wanted is None:
             return ""
-        self.changes.wait_for(lambda: self._count() >= wanted or self._is_closed, timeout=self._service.patience)
+        self.changed.wait_for(lambda: self._count() >= wanted or self._is_closed, timeout=self._service.patience)
         if self._is_closed or self._count() == wanted:
             return ""
         return (
@@ -194,11 +199,11 @@ class Service:
         self._mine, self._others = ranks.store("service"), ranks.store("service")
         self._sending = threading.Lock()  # guards `_others`
         self._known = threading.Condition()  # guards the fields below
-        self._clients: dict[int, Client] = {}  # by the number of the table
-        self._joined = 0  # tables with smaller numbers have joined
+        self._clients: dict[int, Client] = {}  # by number
+        self._joined = 0  # clients so far
         self._working = -1  # the table of the request that is on its way, or -1
         self._outcomes: weakref.WeakValueDictionary[str, Outcome] = weakref.WeakValueDictionary()  # by key
-        self._ended: dict[str, Json] = {}  # outcomes of requests that succeeded, by key
+        self._ended: dict[str, Json] = {}  # outcomes of requests that succeeded, or are done once, by key
         self._present: dict[int, int] = {}  # the epoch of each table's last outcome
         self._number = 1  # of the next request
         self._cleared = 1  # the first number whose keys may be in the store, on rank 0
@@ -215,22 +220,19 @@ class Service:
         """Seconds to wait for a rank's changes: it must end before the wait of the rank that asks."""
         return min(STEP_PATIENCE, self._timeout_s / 2)
 
-    def join(
-        self, number: int, label: str, changes: threading.Condition, count: Callable[[], int], work: Work
-    ) -> Client:
-        """Add a table.
+    def join(self, label: str, changed: threading.Condition, count: Callable[[], int], work: Work) -> Client:
+        """Add a table, or a run of tables. All ranks add theirs in the same order.
 
         Args:
-            number: of the table, equal on all ranks and used once.
-            label: the table, for messages.
-            changes: guards the rows of this rank; notified after each change.
+            label: the table or run, for messages.
+            changed: guards the rows of this rank; notified after each change.
             count: returns how many changes this rank has made.
             work: what requests do; not kept alive.
         """
-        client = Client(self, number, label, changes, count, work)
         with self._known:
-            self._clients[number] = client
-            self._joined = max(self._joined, number + 1)
+            number = self._joined
+            client = self._clients[number] = Client(self, number, label, changed, count, work)
+            self._joined += 1
             self._known.notify_all()
         return client
 
@@ -268,7 +270,9 @@ class Service:
     def _still_good(self, request: Json) -> Json | None:
         """Return the outcome of an equal request, if nothing was committed since. Requires: `_known` held."""
         found = self._ended.get(request["key"])
-        if found is None or found["state"]["epoch"] != self._present[request["table"]]:
+        if found is None or request["once"]:
+            return found
+        if found["state"]["epoch"] != self._present[request["table"]]:
             return None
         return found
 
@@ -413,12 +417,13 @@ class Service:
         """Give a request its result, and remember it for the ranks that ask the same later."""
         key, is_good = request["key"], "error" not in result
         with self._known:
-            if is_good:
+            if is_good or request["once"]:
                 for old in list(self._ended):  # outcomes that no rank can ask for again
                     table, changes, *_ = json.loads(old[: old.rindex(" ")])
                     if table == request["table"] and changes < request["at"] - 1:
                         del self._ended[old]
                 self._ended[key] = result
+            if is_good:
                 self._present[request["table"]] = result["state"]["epoch"]
             outcome = self._outcomes.get(key)
             if outcome is not None:
@@ -434,7 +439,7 @@ class Service:
         }
         if client is None or work is None:
             return None, closed
-        with client.changes:
+        with client.changed:
             error = client.wait_for_changes(request)
             if error:
                 return None, {"error": error}

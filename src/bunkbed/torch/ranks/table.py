@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from bunkbed import _native
 from bunkbed.adapters.tables import TableArguments, require_same
@@ -16,18 +16,22 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.budget import Budget, parse_bytes
 from bunkbed.core.optim import Adam, Optimizer
 from bunkbed.errors import BunkbedError
-from bunkbed.sharded.rows import ShardedBatch
+from bunkbed.files.sharding import Sharding
+from bunkbed.sharded.base.rows import ShardedBatch
 from bunkbed.table import opening
 from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
+from bunkbed.torch.ranks.commits import RankCommits
 from bunkbed.torch.ranks.core import RankCore
 from bunkbed.torch.ranks.epochs import FileEpochs, RamEpochs
 from bunkbed.torch.ranks.files import RankFiles, same_arguments
 from bunkbed.torch.ranks.group import Ranks
-from bunkbed.torch.ranks.own_shards import OwnShards
-from bunkbed.torch.ranks.plan import shards_of_rank
+from bunkbed.torch.ranks.rows import Changes
 from bunkbed.torch.ranks.sharing import Sharing
+
+if TYPE_CHECKING:
+    from bunkbed.torch.ranks.run import RankRun
 
 
 class DistributedTable(Table):
@@ -116,21 +120,31 @@ class DistributedTable(Table):
 
         made: list[Table] = []
         ranks.gather("making a table", lambda: made.append(make()))
-        local = made[0]
-        core = RankCore("table", local.spec, local, ranks, shards, RamEpochs(local), bytes.fromhex(identity))
+        local, changes = made[0], Changes()
+        commits = RankCommits("table 'table'", ranks, RamEpochs(local), changes)
+        core = RankCore("table", local.spec, local, ranks, shards, changes, commits, bytes.fromhex(identity))
         return cls(core, None, sums_gradients=sums_gradients, ram_bytes=limit or 0)
 
     @classmethod
     def at(cls, files: RankFiles, ranks: Ranks, *, sums_gradients: bool) -> Self:
         """Return the table whose shards are open."""
-        owned = shards_of_rank(ranks.rank, files.num_shards, ranks.world)
-        shards = list(files.shards.values())
-        name = files.place.name
-        local = shards[0] if len(shards) == 1 else OwnShards(name, shards, files.num_shards, owned)
-        identity = bytes.fromhex(files.sharding.uuid)
-        core = RankCore(name, local.spec, local, ranks, files.num_shards, FileEpochs(files), identity)
-        ram = sum(table.ram_bytes for table in shards)
+        name, sharding, changes = files.place.name, files.sharding, Changes()
+        local = files.as_table("", sharding)
+        commits = RankCommits(f"table '{name}'", ranks, FileEpochs(files), changes)
+        identity = bytes.fromhex(sharding.uuid)
+        core = RankCore(name, local.spec, local, ranks, len(sharding.shards), changes, commits, identity)
+        ram = sum(table.ram_bytes for table in files.shards.values())
         return cls(core, files.place, sums_gradients=sums_gradients, ram_bytes=ram)
+
+    @classmethod
+    def in_run(cls, name: str, files: RankFiles, sharding: Sharding, commits: RankCommits, run: RankRun) -> Self:
+        """Return a table of a run whose shards are open."""
+        local = files.as_table(name, sharding)
+        identity, count = bytes.fromhex(sharding.uuid), len(sharding.shards)
+        core = RankCore(name, local.spec, local, run.ranks, count, commits.changes, commits, identity, in_run=True)
+        table = cls(core, None, sums_gradients=run.sums_gradients, ram_bytes=local.ram_bytes)
+        table._run = run
+        return table
 
 
 def shared_table(

@@ -111,11 +111,12 @@ class ShardedRows:
     # ---- Checks before a call
 
     @contextlib.contextmanager
-    def _alone(self, *, write: bool = False) -> Iterator[None]:
+    def alone(self, *, write: bool = False, torn: bool = False) -> Iterator[None]:
+        """Keep other threads from the rows inside. Raise where the shards do not agree, unless `torn`."""
         self._require_own_process()  # before the lock is taken: another thread of the parent may have held it
         with self._lock:
             self._require_open()
-            if self._torn:
+            if self._torn and not torn:
                 raise BunkbedError(self._refusal())
             if write:
                 self._require_writer()
@@ -131,6 +132,10 @@ class ShardedRows:
     def _require_open(self) -> None:
         if self._closed:
             raise TableClosedError(f"table '{self.name}' is closed; open it again")
+
+    def tear(self, reason: str) -> None:
+        """Refuse use until `mend`: the caller changes one shard after another."""
+        self._torn = reason
 
     def mend(self) -> None:
         """Allow use again: the caller has made the shards agree."""
@@ -260,13 +265,13 @@ class ShardedRows:
 
     def lookup(self, ids: Ids, touch: bool, out: Floats) -> None:
         """See `bunkbed.Table.lookup`."""
-        with self._alone():
+        with self.alone():
             self._counts["lookups"] += 1
             self._fill(ids, out, lambda core, part, rows: core.lookup(part, touch, rows))
 
     def batch(self, ids: Ids) -> ShardedBatch:
         """See `bunkbed.Table.batch`."""
-        with self._alone():
+        with self.alone():
             return ShardedBatch(self._checker.batch(ids), ids.copy())
 
     def lookup_batch(self, batch: ShardedBatch, touch: bool, out: Floats) -> None:
@@ -283,24 +288,24 @@ class ShardedRows:
 
     def get(self, ids: Ids, field: int, out: Floats) -> None:
         """See `bunkbed.Table.get`."""
-        with self._alone():
+        with self.alone():
             self._fill(ids, out, lambda core, part, values: core.get(part, field, values))
 
     def contains(self, ids: Ids, out: npt.NDArray[np.bool_]) -> None:
         """See `bunkbed.Table.contains`."""
-        with self._alone():
+        with self.alone():
             self._fill(ids, out, lambda core, part, found: core.contains(part, found))
 
     def scans(self, fields: list[int]) -> list[_native.Scan]:
         """Return a scan of each shard. All start now, so a later change of the table makes each scan raise."""
-        with self._alone():
+        with self.alone():
             return [_native.Scan(core, fields) for core in self._cores]
 
     # ---- Writing
 
     def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update`."""
-        with self._alone(write=True):
+        with self.alone(write=True):
             ids = ids.copy()  # another thread may write to the caller's array, and a row would get into a wrong shard
             split = self._split(ids)
             mine, values = split.take(ids), split.take(grads)
@@ -317,7 +322,7 @@ class ShardedRows:
 
     def update_batch(self, batch: ShardedBatch, sums: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update_batch`."""
-        with self._alone(write=True):
+        with self.alone(write=True):
             ids = batch.unique()
             split = Split.by_shard(ids, self._num_shards, self._owned)
             mine, values = split.take(ids), split.take(sums)
@@ -331,7 +336,7 @@ class ShardedRows:
 
     def require_ready(self, batch: ShardedBatch) -> None:
         """Raise where a shard could not apply a step with this batch."""
-        with self._alone(write=True):
+        with self.alone(write=True):
             ids = batch.unique()
             split = self._split(ids)
             mine = split.take(ids)
@@ -348,7 +353,7 @@ class ShardedRows:
 
     def set(self, ids: Ids, field: int, values: Floats) -> None:
         """See `bunkbed.Table.set`."""
-        with self._alone(write=True):
+        with self.alone(write=True):
             ids = ids.copy()  # see update()
             split = self._split(ids)
             if not (values.max(initial=0.0) < _ALWAYS_FITS and values.min(initial=0.0) > -_ALWAYS_FITS):
@@ -364,7 +369,7 @@ class ShardedRows:
 
     def write_dirty(self) -> None:
         """Start to write dirty rows, as far as the shards' write buffers have room."""
-        with self._alone(write=True):
+        with self.alone(write=True):
             for core in self._cores:
                 core.write_dirty()
 
@@ -372,7 +377,7 @@ class ShardedRows:
 
     def stage(self, ids: Ids) -> None:
         """See `bunkbed.Table.stage`."""
-        with self._alone():
+        with self.alone():
             split = self._split(ids)
             mine = split.take(ids)
             for index in self._holders(split):
@@ -380,7 +385,7 @@ class ShardedRows:
 
     def expect(self, ids: Ids, most: int) -> int:
         """Enter a batch into the windows of all shards or none; return its number, 0 or ``WINDOW_FULL``."""
-        with self._alone():
+        with self.alone():
             split = self._split(ids)
             mine = split.take(ids)
             numbers: list[int] = []
@@ -400,7 +405,7 @@ class ShardedRows:
 
     def advance(self, over: int, current: int, depth: int) -> None:
         """End one batch and begin the next; prefetch rows of the batches after it."""
-        with self._alone():
+        with self.alone():
             none = [0] * len(self._cores)
             ended, present = self._window.pop(over, none), self._window.get(current, none)
             for core, one, other in zip(self._cores, ended, present, strict=True):
@@ -454,7 +459,7 @@ class ShardedRows:
 
     def set_optimizer(self, values: Json) -> None:
         """See `bunkbed.Table.optimizer`."""
-        with self._alone():
+        with self.alone():
             self._checker.set_optimizer(values)
             self._change("new hyperparameters", lambda _, core: core.set_optimizer(values), 0)
 
@@ -465,7 +470,7 @@ class ShardedRows:
 
     def compact(self) -> int:
         """See `bunkbed.Table.compact`."""
-        with self._alone(write=True):
+        with self.alone(write=True):
             return sum(self._each(lambda _, core: core.compact(), FEW_IDS + 1))
 
 

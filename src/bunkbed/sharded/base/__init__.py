@@ -1,0 +1,1 @@
+"""The rows of shards, for tables and runs that commit them."""
