@@ -251,6 +251,9 @@ def _misuses(rank: int, place: str) -> list[str]:
         user is run.table("user", create=_definition("user", disk="1GiB"))
         and user.local.stats()["disk_limit_bytes"] == 512 << 20
     )
+    if rank == 1:  # only this rank cannot make its shard
+        (run.path / "tables" / "item.shard-0001").mkdir()
+        (run.path / "tables" / "item.shard-0001" / "stranger").touch()
     found = [
         message_of(lambda: run.table("item", create=_definition("item", shards=1))),
         message_of(lambda: run.table("item", create={**_definition("item"), "dim": 4 + rank})),
@@ -259,6 +262,7 @@ def _misuses(rank: int, place: str) -> list[str]:
         message_of(lambda: run.table("user", create=_definition("user", shards=7))),
         message_of(lambda: run.table("user", create={**_definition("user"), "dim": 9})),
         message_of(lambda: run.table("user", create=_definition("user", disk="2GiB"))),
+        message_of(lambda: run.table("item", create=_definition("item"))),
         message_of(lambda: run.commit(meta={"rank": rank})),
         message_of(lambda: run.commit(files={"": b""})),
         message_of(lambda: run.tables["user"].begin_commit()),
@@ -291,6 +295,7 @@ def test_misuse_of_a_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
         "has 2 shards, got shards=7",
         "dim",
         "is open already with disk=1073741824",
+        "which is no file of a table",
         "the ranks commit with different meta or keep",
         "a file's name is",
         "run.begin_commit()",
@@ -308,6 +313,7 @@ def test_misuse_of_a_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
             assert part in text, text
     with Run(tmp_path / "run", mode="r") as run:
         assert run.table_names == ["user"] and run.epoch == 1
+        assert sorted(run.manifest.tables) == ["user.shard-0000", "user.shard-0001"]
 
 
 def test_one_process_opens_an_ordinary_run(tmp_path: Path) -> None:

@@ -66,14 +66,15 @@ class RunManifest:
     sharding: Sharding | None = None
     sharded: dict[str, Sharding] = field(default_factory=dict)
 
-    def shards(self) -> dict[str, Shard]:
-        """Return the tables that are shards, by name."""
+    def shard(self, name: str) -> Shard | None:
+        """Return what is known of a table that is a shard; None for other tables."""
         every = {"": self.sharding} if self.sharding is not None else self.sharded
-        return {
-            name: Shard(table, index, len(one.shards), one.shards[index])
-            for table, one in every.items()
-            for index, name in enumerate(one.names(table))
-        }
+        for table, one in every.items():
+            names = one.names(table)
+            if name in names:
+                index = names.index(name)
+                return Shard(table, index, len(names), one.shards[index])
+        return None
 
     def table_names(self) -> list[str]:
         """Return the names of the tables: of a sharded one, its own name instead of its shards' names."""
@@ -267,7 +268,7 @@ class RunFiles:
             FormatError: the path has a symbolic link, or another table is there. CorruptionError: none of a shard's
             commits can be read. FileNotFoundError: no shard is there.
         """
-        path, shard = self.table_path(name), self._recorded().shards().get(name)
+        path, shard = self.table_path(name), self._recorded().shard(name)
         if path == self.directory / "tables" / name and (shard is None or shard.table):
             require_real(path.parent)
             require_real(path)

@@ -94,7 +94,7 @@ class _RunCheck:
 
     def shard(self, name: str) -> tuple[int, int]:
         """Return (shard, number of shards) of a table; (0, 1) for a table that is not a shard."""
-        shard = self.manifests[max(self.manifests)].shards().get(name) if self.manifests else None
+        shard = self.manifests[max(self.manifests)].shard(name) if self.manifests else None
         return (0, 1) if shard is None else (shard.index, shard.count)
 
     def sound(self) -> list[int]:

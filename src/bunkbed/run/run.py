@@ -28,6 +28,7 @@ from bunkbed.table.table import Table
 
 
 def require_name(what: str, name: object) -> None:
+    """Raise ValueError unless `name` may be the name of a `what`, a table or a file."""
     if not isinstance(name, str) or not MEMBER.fullmatch(name):
         raise ValueError(f"a {what}'s name is up to 200 letters, digits, '.', '_' and '-', got {name!r}")
 

@@ -128,7 +128,7 @@ class RankFiles:
             sharding = files.manifest.sharding
             count = (shards or ranks.world) if sharding is None else len(sharding.shards)
             budget = budget_of_rank(ram, ranks)
-            limit = {} if disk is None else {"disk": max(1, parse_bytes(disk) // count)}
+            limit = {} if disk is None else of_each({"disk": disk}, count)
             made_by = Adam(lr=1e-3) if optimizer is None else optimizer
             how = _Opening(
                 [shard_name(index) for index in range(count)],
@@ -220,7 +220,13 @@ class RankFiles:
             {**each, "ram": budget} if stored is None else None,
             opening.Wanted.of("w", ram=budget, create=each),
         )
-        made = self._open_shards(name, how)
+        try:
+            made = self._open_shards(name, how)
+        except BaseException:  # on every rank: the next commit must not hold some shards of the table
+            self.tables.pop(name, None)
+            for shard in set(how.names) & set(self.shards):
+                self.shards.pop(shard).release()
+            raise
         if stored is None:
             self.shardings[name] = made
         return stored or made

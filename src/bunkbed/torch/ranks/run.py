@@ -13,7 +13,6 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.types import Json
 from bunkbed.files.run_files import RunManifest
 from bunkbed.run.run import Run, require_name
-from bunkbed.run.sharded_tables import ShardedTables
 from bunkbed.table.commits import PendingCommit
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.commits import PendingRanks, RankCommits
@@ -55,9 +54,7 @@ class RankRun(Run):
         except BaseException:
             files.undo()
             raise
-        self._tables = files.shards
-        self._sharded = ShardedTables(files.folder.label, files.shards, lambda: files.manifest)
-        files.shardings = self._sharded.new
+        files.shards, files.shardings = self._tables, self._sharded.new
         self._epochs = FileEpochs(files)
         self._commits = RankCommits(files.folder.label, self.ranks, self._epochs, Changes())
 
