@@ -21,6 +21,7 @@ pytest.importorskip("matplotlib")
 
 import bunkbed as bb
 from bunkbed.cli.commands.train import _graceful
+from bunkbed.train.processes.team import ALONE
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not at {DATA}")
@@ -200,14 +201,6 @@ def test_what_may_not_change_on_resuming(arguments: list[str], message: str, cli
     assert cli("train", "--resume", "a", *arguments) == (2, "", f"error: {message}\n")
 
 
-def test_several_processes_are_refused(cli: Run, ratings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    code, _, err = cli("train", "ratings.csv", "--out", "a")
-    assert code == 2 and "this is one of 2 (WORLD_SIZE)" in err and "without torchrun" in err
-    assert not Path("a").exists()
-
-
 def test_failures_leave_no_folder(cli: Run, ratings: Path) -> None:
     code, _, err = cli("train", "ratings.csv", "--ram", "1KiB", "--out", "a")
     assert code == 1 and err.count("\n") == 1 and "need" in err
@@ -293,6 +286,7 @@ def test_a_second_ctrl_c_aborts() -> None:
 
     class Trainer:
         stops = 0
+        team = ALONE
 
         def request_stop(self) -> None:
             self.stops += 1

@@ -55,16 +55,17 @@ PYTHON = {
     "keras": "adapters bunkbed core keras/base keras/shared keras/tensorflow keras/torch keras/workers table window",
     "train/settings": "core errors files",
     "train/output": "core files train/settings",
-    "train/data": "core errors files order train/settings",
+    "train/processes": "run torch/ranks",
+    "train/data": "core errors files order train/processes train/settings",
     "train/models": "core run torch train/settings",
-    "train/evaluate": "bunkbed core files run train/data train/models train/output train/settings",
+    "train/evaluate": "bunkbed core files run train/data train/models train/output train/processes train/settings",
     "train": "bunkbed core files machine run table torch train/data train/evaluate train/models train/output"
-    " train/settings",
+    " train/processes train/settings",
     "train/demo": "core run train train/data train/evaluate train/output train/settings",
     "train/report": "bunkbed core errors files machine table train/output train/settings",
     "cli/shared": "bunkbed core errors files table train/data train/settings",
-    "cli/commands": "bunkbed cli/shared core io/common io/formats machine planning run table"
-    " train train/data train/demo train/evaluate train/output train/report train/settings",
+    "cli/commands": "bunkbed cli/shared core io/common io/formats machine planning run table torch"
+    " train train/data train/demo train/evaluate train/output train/processes train/report train/settings",
     "cli": "bunkbed cli/commands cli/shared",
     "__main__": "cli",
 }

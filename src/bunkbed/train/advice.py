@@ -44,7 +44,13 @@ class _Rows:
 
 
 def advice(
-    config: TrainConfig, tables: Mapping[str, Table], num_pairs: int, machine: Machine | None, *, is_new: bool
+    config: TrainConfig,
+    tables: Mapping[str, Table],
+    num_pairs: int,
+    machine: Machine | None,
+    *,
+    is_new: bool,
+    processes: int = 1,
 ) -> Advice | None:
     """Return advice if an epoch is predicted to take more than `SLOW` times as long as in RAM, otherwise None.
 
@@ -54,6 +60,7 @@ def advice(
         num_pairs: training pairs.
         machine: measured rates, or None. Rates that it does not have are `ASSUMED`.
         is_new: the run has no step yet, so that each of its options may change.
+        processes: number of those that share the tables, each with a cache of this size; time is that of one process.
     """
     known = machine or Machine()
     rates = Machine(
@@ -61,14 +68,14 @@ def advice(
         read_iops=known.read_iops or ASSUMED.read_iops,
         write_bytes_per_s=known.write_bytes_per_s or ASSUMED.write_bytes_per_s,
     )
-    found = _tables(config, config, tables)
+    found = _tables(config, config, tables, processes)
     epoch_s, in_ram_s, rows_read = _predict(config, found, num_pairs, rates)
     slowdown = epoch_s / in_ram_s
     if slowdown <= SLOW:
         return None
     changes = []
-    for options, changed in _changes(config, tables, is_new):
-        speedup = epoch_s / _predict(changed, _tables(config, changed, tables), num_pairs, rates)[0]
+    for options, changed in _changes(config, tables, is_new, processes):
+        speedup = epoch_s / _predict(changed, _tables(config, changed, tables, processes), num_pairs, rates)[0]
         if speedup >= _WORTH:
             changes.append(Change(options, speedup))
     wanted = sum(table.wanted_bytes() or 0 for table in tables.values())
@@ -76,12 +83,14 @@ def advice(
     return Advice(slowdown, rows_read, known.read_iops is not None, tuple(changes))
 
 
-def _changes(config: TrainConfig, tables: Mapping[str, Table], is_new: bool) -> Iterator[tuple[str, TrainConfig]]:
+def _changes(
+    config: TrainConfig, tables: Mapping[str, Table], is_new: bool, processes: int
+) -> Iterator[tuple[str, TrainConfig]]:
     """Yield options, and the config with these."""
     if not is_new:  # the other options of a run may not change
         return
     if config.blocks is None:
-        yield "--order blocks", decided(replace(config, order="blocks", batch_size=None), tables)
+        yield "--order blocks", decided(replace(config, order="blocks", batch_size=None), tables, processes)
     if not config.share_negatives and config.sampling == "uniform":
         least = min(_SHARED, (tables["item"].num_rows or 0) // (2 * (config.blocks or (1, 1))[1]))
         if least:
@@ -94,11 +103,11 @@ def _changes(config: TrainConfig, tables: Mapping[str, Table], is_new: bool) -> 
         yield "--dtype bfloat16 --optimizer rowwise_adagrad (needs another --lr)", narrow
 
 
-def _tables(config: TrainConfig, changed: TrainConfig, tables: Mapping[str, Table]) -> dict[str, _Rows]:
+def _tables(config: TrainConfig, changed: TrainConfig, tables: Mapping[str, Table], processes: int) -> dict[str, _Rows]:
     """Return the tables as another config would have them in the same RAM."""
     result = {}
     for name, table in tables.items():
-        rows, now = int(table.num_rows or 0), table.stats()["frame_capacity"]
+        rows, now = int(table.num_rows or 0), processes * table.stats()["frame_capacity"]
         new = changed.record_bytes(table.dim)
         frames = min(rows, now * config.record_bytes(table.dim) / new)
         result[name] = _Rows(rows, frames, table.dim, new)

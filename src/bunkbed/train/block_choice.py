@@ -15,7 +15,7 @@ __all__ = ["decided"]
 _FILLED = 0.9
 
 
-def decided(config: TrainConfig, tables: Mapping[str, Table]) -> TrainConfig:
+def decided(config: TrainConfig, tables: Mapping[str, Table], processes: int = 1) -> TrainConfig:
     """Return the config with a decided order and batch size.
 
     ``"auto"`` is uniform if the caches hold every row. Otherwise, and for ``"blocks"``, the item blocks are the least
@@ -24,15 +24,16 @@ def decided(config: TrainConfig, tables: Mapping[str, Table]) -> TrainConfig:
 
     Args:
         tables: of `bunkbed.train.models.recommender.create_tables`; they have joined their budget.
+        processes: number of those that share the tables, each with a cache of this size.
     """
-    config = replace(config, order=_order(config, tables))
+    config = replace(config, order=_order(config, tables, processes))
     return replace(config, batch_size=config.step_pairs)
 
 
-def _order(config: TrainConfig, tables: Mapping[str, Table]) -> str:
+def _order(config: TrainConfig, tables: Mapping[str, Table], processes: int) -> str:
     if config.is_order_decided:
         return config.order
-    frames = {name: int(table.stats()["frame_capacity"]) for name, table in tables.items()}
+    frames = {name: processes * int(table.stats()["frame_capacity"]) for name, table in tables.items()}
     rows = {name: int(table.num_rows or 0) for name, table in tables.items()}
     if config.order == "auto" and all(frames[name] >= rows[name] for name in rows):
         return "uniform"

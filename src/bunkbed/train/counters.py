@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from bunkbed.core.types import Json
 from bunkbed.machine.limits import memory_bytes
 from bunkbed.machine.read_paths import PATHS
+from bunkbed.train.processes.team import ALONE, Team
 
 __all__ = ["Counters"]
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Sums of the tables' counters; `records` by access path."""
+    """Sums of the counters of all tables in all processes; `records` by access path.
+
+    `stall_s` is the mean over the processes, which wait at the same time.
+    """
 
     unique_rows: int
     hits: int
@@ -30,8 +34,17 @@ class Counters:
     wanted_bytes: int
 
     @classmethod
-    def of(cls, tables: Json) -> Counters:
-        """Return the sums over the tables, by name."""
+    def of(cls, tables: Json, team: Team = ALONE) -> Counters:
+        """Return the sums over the tables, by name. Collective."""
+        every = team.gather("the counters of tables", lambda: asdict(cls._own(tables)))
+        sums: Json = {name: sum(one[name] for one in every) for name in every[0] if name != "records"}
+        sums["records"] = {path: sum(one["records"][path] for one in every) for path in every[0]["records"]}
+        sums["stall_s"] /= len(every)
+        return cls(**sums)
+
+    @classmethod
+    def _own(cls, tables: Json) -> Counters:
+        """Return the sums over the tables in this process."""
         every = [table.stats() for table in tables.values()]
         moved = sum(
             memory_bytes(stats["ids"], stats["unique_rows"], table.dim, table.record_bytes)

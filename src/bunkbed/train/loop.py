@@ -11,6 +11,10 @@ the same bits, because:
 A commit becomes durable while the next steps run; `Trainer.fit` returns once the last commit is durable. A failed
 commit ends `fit` with its error at the next commit, or at the end. Steps after the last commit are not durable: a run
 that was killed continues from its last commit, does the same steps again, and ends with the same bits.
+
+Several processes train a run of `bunkbed.torch.open_run` together: each takes its part of every batch and of the users
+of an evaluation. They make the same decisions at the same steps, because a stop, a loss and the time for a report are
+exchanged before each is acted on. Rank 0 alone writes the log and reports.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 import bunkbed as bb
 from bunkbed.machine import remembered
@@ -30,7 +35,7 @@ from bunkbed.train.block_choice import decided
 from bunkbed.train.counters import Counters
 from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Dataset
-from bunkbed.train.data.sampling import BatchesAhead, BatchSource
+from bunkbed.train.data.sampling import Batch, BatchesAhead, BatchSource
 from bunkbed.train.data.splits import split
 from bunkbed.train.data.stream import STREAM_FOLDER, open_split
 from bunkbed.train.evaluate.evaluator import Evaluator
@@ -38,6 +43,7 @@ from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.models.recommender import Recommender, create_tables
 from bunkbed.train.output.events import Advice, EpochReport, EvalReport, Event, Outcome, StepReport
 from bunkbed.train.output.progress import MetricsLog, Progress
+from bunkbed.train.processes.team import Team
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -64,6 +70,7 @@ class _Interrupted(Exception):
 class Trainer:
     """Trainer of a recommender in a run; continues from the run's last commit if there is one.
 
+    In a run of several processes each has a trainer, with equal arguments; making it and `fit` are collective.
     Owns the model, its optimizer, the batches (about 26 bytes a training pair, 30 with shared negatives; with `stream`
     files in the run's folder instead) and 16 bytes for each pair of the users that evaluations use. The caller owns and
     closes the run and its tables. Commits every `commit_every` epochs, after each best epoch (kept as snapshot
@@ -74,7 +81,7 @@ class Trainer:
     Args:
         config: the options; on resuming, the options of the first start (see `progress.FREE_TO_CHANGE`).
         data: the data; on resuming, the same data as before.
-        run: open for writing, empty or trained by a `Trainer`.
+        run: open for writing, empty or trained by a `Trainer`; a run of `bunkbed.torch.open_run` in several processes.
 
     Raises:
         ValueError: nothing to train on, nothing to hold out, or an option that may not change on resuming.
@@ -84,9 +91,13 @@ class Trainer:
         self._progress = Progress()
         if run.epoch:
             self._progress, config = Progress.from_meta(run.meta, config)
+        self.team = team = Team.of(run)
+        sizes = {"pairs": len(data.train), "users": data.num_users, "items": data.num_items}
+        team.require_same("Trainer", **config.to_dict(), **sizes)
         tables = create_tables(run, config, data.num_users, data.num_items)
+        found = team.gather("the choice of an order", lambda: decided(config, tables, team.world).to_dict())[0]
         #: The options, with a decided order and batch size.
-        self.config = config = decided(config, tables)
+        self.config = config = TrainConfig.from_dict(found)
         self.run = run
         parts = open_split(data.train, config, run.path / STREAM_FOLDER) if config.stream else split(data.train, config)
         train, valid = parts.train, parts.valid
@@ -104,6 +115,7 @@ class Trainer:
             seen=parts.seen() if config.reject_seen else None,
             order=self._order,
             blocks=pair_blocks(config, train),
+            team=team,
         )
         self._evaluator = None
         if valid is not None:
@@ -118,6 +130,10 @@ class Trainer:
             )
         self.model = Recommender(config, tables)
         dense = self.model.dense_parameters()
+        #: The model whose call returns the loss; its backward joins the gradients of all processes.
+        self._module: nn.Module = self.model
+        if dense and team.world > 1:
+            self._module = nn.parallel.DistributedDataParallel(self.model, process_group=team.process_group)
         dense_lr = config.lr if config.optimizer == "adam" else _DENSE_LR
         self._dense_lr = dense_lr
         self._dense = torch.optim.Adam(dense, lr=dense_lr) if dense else None
@@ -127,7 +143,7 @@ class Trainer:
         self._stop_requested = False
         self._pending: PendingCommit | None = None
         self._owes_commit = False  # the last commit that was started is not known to be durable
-        #: The loss of every step of this session, exact.
+        #: The loss of every step of this session, exact; of several processes, the mean of what they computed.
         self.losses: list[float] = []
         #: Wall time of this session's steps, with making batches, without evaluations and commits.
         self.step_seconds = 0.0
@@ -172,12 +188,14 @@ class Trainer:
     def advice(self) -> Advice | None:
         """Return advice if an epoch is predicted to take more than five times as long as in RAM; measures nothing."""
         machine = remembered(self.run.path) or remembered()
-        return advice(self.config, self.run.tables, self._num_pairs, machine, is_new=not self._progress.global_step)
+        is_new = not self._progress.global_step
+        tables, world = self.run.tables, self.team.world
+        return advice(self.config, tables, self._num_pairs, machine, is_new=is_new, processes=world)
 
     def request_stop(self) -> None:
         """Finish the current step, commit, and return from `fit`. Safe in a signal handler, idempotent.
 
-        A request before `fit` makes `fit` return at once; each request stops one `fit`.
+        A request before `fit` makes `fit` return at once; each request stops one `fit`, in all processes.
         """
         self._stop_requested = True
 
@@ -185,20 +203,22 @@ class Trainer:
         """Train until the last epoch, until patience runs out, or until `request_stop`.
 
         Args:
-            on_event: called with `StepReport` (at most five a second), `EvalReport` and `EpochReport`.
+            on_event: called on rank 0 with `StepReport` (at most five a second), `EvalReport` and `EpochReport`.
 
         Returns:
             The outcome; everything is committed.
         """
         threads = torch.get_num_threads(), bb.get_num_threads()
-        if self.config.threads:
-            bb.set_num_threads(self.config.threads)
-        torch.set_num_threads(self.config.threads or max(1, min(threads) - 1))
-        log = MetricsLog(
-            self.run.path / "metrics.jsonl",
-            global_step=self._progress.global_step,
-            epoch=self._progress.epoch,
-        )
+        own = max(1, threads[1] // self.team.local_world)
+        bb.set_num_threads(self.config.threads or own)
+        torch.set_num_threads(self.config.threads or max(1, min(threads[0], own) - 1))
+        log = None
+        if self.team.is_first:
+            log = MetricsLog(
+                self.run.path / "metrics.jsonl",
+                global_step=self._progress.global_step,
+                epoch=self._progress.epoch,
+            )
         batches = BatchesAhead(self._source, depth=_BATCHES_AHEAD, epochs=self.config.epochs)
         try:
             return _Session(self, log, batches, on_event).fit()
@@ -207,7 +227,8 @@ class Trainer:
             if self._progress.is_done(self.config):
                 self._order.close()
             self._stop_requested = False
-            log.close()
+            if log is not None:
+                log.close()
             torch.set_num_threads(threads[0])
             bb.set_num_threads(threads[1])
 
@@ -240,17 +261,25 @@ class Trainer:
 
 
 class _Session:
-    """One call of `Trainer.fit`: the clock, the reports, the order of steps, evaluations and commits."""
+    """One call of `Trainer.fit`: the clock, the reports, the order of steps, evaluations and commits.
 
-    def __init__(self, trainer: Trainer, log: MetricsLog, batches: BatchesAhead, on_event: OnEvent | None) -> None:
+    Args:
+        log: on rank 0.
+    """
+
+    def __init__(
+        self, trainer: Trainer, log: MetricsLog | None, batches: BatchesAhead, on_event: OnEvent | None
+    ) -> None:
         self._trainer = trainer
         self._source = batches
         self._config = trainer.config
         self._progress = trainer._progress
+        self._team = trainer.team
         self._log = log
         self._on_event = on_event
         self._began = time.perf_counter()
-        self._budget_bytes = trainer.run.budget.total_bytes
+        budgets = self._team.gather("the budgets of ranks", lambda: trainer.run.budget.total_bytes)
+        self._budget_bytes = sum(budgets)
         # For the ETA: this session's steps, and its evaluations with commits.
         self._steps_done = 0
         self._epoch_ends_done = 0
@@ -279,7 +308,7 @@ class _Session:
     def _epoch(self) -> bool:
         """Train, evaluate and commit one epoch, or the rest of it; return False on a stop request."""
         trainer, progress = self._trainer, self._progress
-        before = Counters.of(trainer.run.tables)
+        before = self.counters()
         seconds, pairs = trainer.step_seconds, trainer.pairs_done
         finished = self._steps(progress.epoch + 1)
         seconds, pairs = trainer.step_seconds - seconds, trainer.pairs_done - pairs
@@ -302,21 +331,21 @@ class _Session:
     def _steps(self, epoch: int) -> bool:
         """Do the remaining steps of an epoch; return False on a stop request before the last step."""
         trainer, progress = self._trainer, self._progress
-        model, optimizer = trainer.model, trainer.optimizer
-        model.train()
+        module, optimizer = trainer._module, trainer.optimizer
+        module.train()
         trainer._set_lr(epoch)
         reports = _StepReports(self, epoch)
         began = time.perf_counter()  # a step's time includes making its batch and waiting for its rows
-        for users, *rest in self._batches(epoch, progress.step):
-            if trainer._stop_requested:
+        for batch, tensors in self._batches(epoch, progress.step):
+            if self._team.any("the start of a step", self._must_stop):
                 return False
-            if trainer._pending is not None and trainer._pending.done:
-                trainer._settle()  # raises a failure now, not an epoch later
-            loss = model(users, *rest)
+            loss = module(*tensors)
+            if batch.weight != 1.0:
+                loss = loss * batch.weight
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            value = loss.item()
+            value, is_due = self._agreed(loss.item(), reports)
             if not math.isfinite(value):
                 raise FloatingPointError(
                     f"the loss is {value} at step {progress.step + 1} of epoch {epoch}; the run is as of its "
@@ -328,24 +357,44 @@ class _Session:
             trainer.losses.append(value)
             now = time.perf_counter()
             trainer.step_seconds += now - began
-            trainer.pairs_done += len(users)
+            trainer.pairs_done += batch.step_pairs
             self._steps_done += 1
-            reports.add(value, len(users), now)
+            reports.add(value, batch.step_pairs)
+            if is_due:
+                reports.write(now)
             began = time.perf_counter()
         return True
 
-    def _batches(self, epoch: int, first: int) -> Iterator[tuple[Any, ...]]:
+    def _must_stop(self) -> bool:
+        """Return whether this process was asked to stop. Raises a failure of a commit now, not an epoch later."""
+        trainer = self._trainer
+        if trainer._pending is not None and trainer._pending.done:
+            trainer._settle()
+        return trainer._stop_requested
+
+    def _agreed(self, loss: float, reports: _StepReports) -> tuple[float, bool]:
+        """Return the loss of a step, and whether a report is due after it, both equal on all ranks."""
+        said = self._team.gather("the end of a step", lambda: [loss, reports.are_due(time.perf_counter())])
+        return sum(one for one, _ in said) / len(said), said[0][1]
+
+    def counters(self) -> Counters:
+        """Return the counters of all tables in all processes. Collective."""
+        return Counters.of(self._trainer.run.tables, self._team)
+
+    def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, tuple[torch.Tensor | None, ...]]]:
+        """Yield this rank's part of each batch, and the arguments of the model for it."""
         model = self._trainer.model
 
-        def pairs() -> Iterator[tuple[Any, ...]]:
+        def pairs() -> Iterator[tuple[Batch, tuple[torch.Tensor | None, ...]]]:
             for batch in self._source.batches(epoch, first):
                 parts = batch.users, batch.items, batch.seen, batch.log_q
-                yield tuple(None if part is None else torch.from_numpy(part) for part in parts)
+                yield batch, tuple(None if part is None else torch.from_numpy(part) for part in parts)
 
-        def ids(batch: tuple[Any, ...]) -> dict[Any, torch.Tensor]:
-            wanted = {model.user: batch[0], model.item: batch[1]}
+        def ids(batch: tuple[Batch, tuple[Any, ...]]) -> dict[Any, torch.Tensor]:
+            users, items, *_ = batch[1]
+            wanted = {model.user: users, model.item: items}
             if model.item_bias is not None:
-                wanted[model.item_bias] = batch[1]
+                wanted[model.item_bias] = items
             return wanted
 
         return iter(lookahead(pairs(), model, ids=ids, depth=self._config.lookahead, window=self._config.window))
@@ -358,14 +407,14 @@ class _Session:
 
         def on_event(report: EvalReport) -> None:
             self._tell(report)
-            if self._trainer._stop_requested:
+            if self._team.any("an evaluation", lambda: self._trainer._stop_requested):
                 raise _Interrupted
 
         scorer = self._trainer.model.scorer()
         threads = torch.get_num_threads()
         torch.set_num_threads(self._config.threads or bb.get_num_threads())  # nothing else runs during an evaluation
         try:
-            return evaluator.evaluate(scorer, on_event).metrics, evaluator.ranking
+            return evaluator.evaluate(scorer, on_event, self._team).metrics, evaluator.ranking
         finally:
             torch.set_num_threads(threads)
 
@@ -390,7 +439,7 @@ class _Session:
             if is_best:
                 progress.best_epoch, progress.best = progress.epoch, metrics
             progress.settle_patience(config)
-        now = Counters.of(trainer.run.tables)
+        now = self.counters()
         report = EpochReport(
             epoch=progress.epoch,
             epochs=config.epochs,
@@ -416,14 +465,19 @@ class _Session:
             time_s=time.perf_counter() - self._began,
         )
         # The line is written before the commit: after a crash between the two, opening the log drops the line.
-        self._log.write(report)
+        self.write(report)
         is_last = progress.epoch == config.epochs or progress.stopped_early
         if is_best or is_last or progress.epoch % config.commit_every == 0:
             trainer._commit(keep="best" if is_best else None)
         self._tell(report)
 
+    def write(self, report: StepReport | EpochReport) -> None:
+        """Write a line of the log, on rank 0."""
+        if self._log is not None:
+            self._log.write(report)
+
     def _tell(self, event: Event) -> None:
-        if self._on_event is not None:
+        if self._on_event is not None and self._team.is_first:
             self._on_event(event)
 
     def _eta_s(self) -> float:
@@ -449,16 +503,22 @@ class _StepReports:
         self._losses = 0.0
         self._steps = 0
         self._samples = 0
-        self._counters = Counters.of(self._session._trainer.run.tables)
+        self._counters = self._session.counters()
 
-    def add(self, loss: float, samples: int, now: float) -> None:
+    def are_due(self, now: float) -> bool:
+        """Return whether the step that is not added yet is to be followed by a report."""
+        return self._steps + 1 >= self._min_steps and now - self._since >= _REPORT_EVERY_S
+
+    def add(self, loss: float, samples: int) -> None:
+        """Add a step."""
         self._losses += loss
         self._steps += 1
         self._samples += samples
-        if self._steps < self._min_steps or now - self._since < _REPORT_EVERY_S:
-            return
+
+    def write(self, now: float) -> None:
+        """Report the steps since the last report. Collective."""
         session, progress = self._session, self._session._progress
-        before, counters = self._counters, Counters.of(session._trainer.run.tables)
+        before, counters = self._counters, session.counters()
         seconds = now - self._since
         report = StepReport(
             epoch=self._epoch,
@@ -479,6 +539,6 @@ class _StepReports:
             device_hit_rate=counters.device_hit_rate_since(before),
             disk_share=counters.disk_share_since(before),
         )
-        session._log.write(report)
+        session.write(report)
         session._tell(report)
         self._reset(now)

@@ -1,8 +1,11 @@
-"""``bunkbed train``: train a recommender on a file of interactions and write a run folder."""
+"""``bunkbed train``: train a recommender on a file of interactions and write a run folder.
+
+Under torchrun every process runs this command with the same options, and all train one run. Rank 0 chooses the folder,
+reads the data and stores it there, and alone prints; the others load what it stored.
+"""
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import signal
@@ -35,6 +38,7 @@ from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.train.output.events import EpochReport, Event, Outcome
 from bunkbed.train.output.progress import FREE_TO_CHANGE
+from bunkbed.train.processes.team import Team, join_team
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import RUN
 from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
@@ -86,14 +90,8 @@ def train(
     """Train a recommender on interactions, on tables larger than RAM.
 
     Ctrl-C, and SIGTERM, finishes the step and commits (exit code 130); --resume goes on, and ends with the bits of a
-    run never stopped.
+    run never stopped. With torchrun -m bunkbed train, several processes train one run (docs/processes.md).
     """
-    world = os.environ.get("WORLD_SIZE", "1")
-    if "RANK" in os.environ and world != "1":
-        raise UsageProblem(
-            f"bunkbed train is one process, and this is one of {world} (WORLD_SIZE): each would train a run of its "
-            "own; start it without torchrun. A training loop of your own can use several: docs/processes.md"
-        )
     options = {name: _plain(value) for name, value in configured.items()}
     if (file is None) == (resume is None):
         raise UsageProblem(
@@ -105,13 +103,14 @@ def train(
     need("torch", "pyarrow", "duckdb", "matplotlib", command="train")
     if tensorboard:
         need("tensorboard", command="train --tensorboard", extra="tensorboard")
-    console = stderr() if json else stdout()
+    if new_config is not None and new_config.stream:
+        _check_streaming(new_config, test, test_negatives)
+    team = join_team()
+    console = (stderr() if json else stdout()) if team.is_first else Console(quiet=True)
     if resume is not None:
         assert resumed is not None
-        return _go_on(resume, resumed, console, as_json=json, tensorboard=tensorboard)
+        return _go_on(team, resume, resumed, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None
-    if new_config.stream:
-        _check_streaming(new_config, test, test_negatives)
     reading = {
         "user_col": user_col,
         "item_col": item_col,
@@ -121,7 +120,7 @@ def train(
         "test": test,
         "test_negatives": test_negatives,
     }
-    return _start(file, reading, out, new_config, console, as_json=json, tensorboard=tensorboard)
+    return _start(team, file, reading, out, new_config, console, as_json=json, tensorboard=tensorboard)
 
 
 def _with_configured(command: Callable[..., int]) -> None:
@@ -135,6 +134,7 @@ _with_configured(train)
 
 
 def _start(
+    team: Team,
     file: Path,
     reading: Json,
     out: Path | None,
@@ -146,40 +146,52 @@ def _start(
 ) -> int:
     """Read the data, create the run folder, train. A failure before the first commit removes a new folder."""
     import bunkbed
-    from bunkbed.run.run import Run
+    from bunkbed.torch import open_run
     from bunkbed.train.data.interactions import read_dataset
-    from bunkbed.train.data.store import save_dataset
+    from bunkbed.train.data.store import load_dataset, open_dataset, save_dataset
     from bunkbed.train.loop import Trainer
 
-    folder = choose_folder(out, file)
-    if not config.stream:
-        with console.status(f"reading {escape(str(file))}"):
-            data = read_dataset(file, **reading)
-        _say_data(console, data)
+    read: list[Dataset] = []  # on rank 0
+
+    def begin() -> str:
+        folder = choose_folder(out, file)
+        if not config.stream:
+            with console.status(f"reading {escape(str(file))}"):
+                read.append(read_dataset(file, **reading))
+            _say_data(console, read[0])
+        return str(folder)
+
+    folder = Path(team.first("reading the interactions", begin))
+    about = {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()}
+    if config.stream:  # --resume needs these options if the preparation is killed
+        paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
+        about["reading"] = {**reading, **paths, "file": str(file.resolve())}
+
+    def store() -> None:
+        write_config(folder, about)
+        if config.stream:
+            read.append(_prepare(folder, file, reading, config, console))
+            _say_data(console, read[0])
+        else:
+            save_dataset(folder / DATA_NAME, read[0])
+
     existed = folder.exists()
     run: Run | None = None
     try:
-        run = Run(folder, ram=config.table_ram_bytes)
-        about = {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()}
-        if config.stream:  # --resume needs these options if the preparation is killed
-            paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
-            about["reading"] = {**reading, **paths, "file": str(file.resolve())}
-        write_config(folder, about)
-        if config.stream:
-            data = _prepare(folder, file, reading, config, console)
-            _say_data(console, data)
-        else:
-            save_dataset(folder / DATA_NAME, data)
+        run = open_run(folder, ram=config.table_ram_bytes)
+        team.first("storing the interactions", store)
+        data = read[0] if read else (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         if config.stream and not console.is_terminal:
             console.print("splitting", style="dim")
         with console.status("splitting") if config.stream else nullcontext():
             trainer = Trainer(config, data, run)
         config = trainer.config
-        write_config(folder, {**about, "train": config.to_dict()})  # with the decided order
+        with_order = {**about, "train": config.to_dict()}
+        team.first("storing the options", lambda: write_config(folder, with_order))
     except BaseException:
         if run is not None:
             run.close(commit=False)
-        if not existed:
+        if not existed and team.is_first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
@@ -219,24 +231,27 @@ def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, conso
         raise
 
 
-def _go_on(folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
-    from bunkbed.run.run import Run
+def _go_on(team: Team, folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
+    from bunkbed.torch import open_run
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
 
-    reading = read_config(folder).get("reading")
-    run = Run(folder, ram=config.table_ram_bytes)
-    try:
+    def read_to_the_end() -> None:
+        reading = read_config(folder).get("reading")
         if reading is not None and not (folder / DATA_NAME / "dataset.json").exists():
             console.print("the interactions were not read to their end; reading them again", soft_wrap=True)
             _say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
+
+    run = open_run(folder, ram=config.table_ram_bytes)
+    try:
+        team.first("storing the interactions", read_to_the_end)
         data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         trainer = Trainer(config, data, run)
         config = trainer.config
     except BaseException:
         run.close(commit=False)
         raise
-    write_config(folder, {**read_config(folder), "train": config.to_dict()})
+    team.first("storing the options", lambda: write_config(folder, {**read_config(folder), "train": config.to_dict()}))
     where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
     if trainer.epoch >= config.epochs:
         where += f"; nothing left to do, --epochs more than {config.epochs} goes on"
@@ -275,10 +290,11 @@ def _fit(
             if as_json:
                 print_json({"kind": "epoch", **asdict(event)})
 
+    team = trainer.team
     with run:
         _say_tables(console, run, config)
         advice = trainer.advice()
-        if advice is not None:
+        if advice is not None and team.is_first:
             for line in advice.lines():
                 console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True, highlight=False)
             if as_json:
@@ -286,9 +302,11 @@ def _fit(
         with (
             open_display(console, title=f"{source}   {name}   {folder}", metric=config.metric) as display,
             _graceful(trainer, display),
-            Scalars(trainer) if tensorboard else nullcontext() as scalars,
+            Scalars(trainer) if tensorboard and team.is_first else nullcontext() as scalars,
         ):
             outcome = trainer.fit(on_event)
+    if not team.is_first:
+        return 130 if outcome.interrupted else 0
     title = f"{folder.name}   {name}, {_ram(config)} of RAM"
     picture = plot_run(folder, title=title, metric=config.metric)
     result = None
@@ -336,15 +354,20 @@ def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
 def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
     """Stop the trainer after its step on the first Ctrl-C or SIGTERM; abort on a later Ctrl-C.
 
-    A second SIGTERM has no effect, because `timeout` and schedulers send it to the process and again to its group.
+    A second SIGTERM has no effect, because `timeout` and schedulers send it to the process and again to its group. Nor
+    has a second Ctrl-C under torchrun, which passes on the first one that the process has got already; torchrun itself
+    kills the processes if they do not end.
     """
+    is_alone = trainer.team.world == 1
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if is_alone:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
         if not is_stopping:
             is_stopping.append(True)
             trainer.request_stop()
-            display.note("stopping: the step ends, then everything is committed (Ctrl-C again aborts at once)")
+            again = " (Ctrl-C again aborts at once)" if is_alone else ""
+            display.note(f"stopping: the step ends, then everything is committed{again}")
 
     is_stopping: list[bool] = []
 

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import threading
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ _GRACE = datetime.timedelta(seconds=2)
 #: The timeout of a group whose backend does not tell its own.
 _TIMEOUT = datetime.timedelta(minutes=10)
 _ROOM = 1 << 16
+#: Seconds between looks at whether rank 0 is ready.
+_POLL_S = 0.02
 #: int64 words of a header: kind, number, facts, 1 with an error, bytes of the payload, bytes of the largest message.
 _WORDS = 6
 _HEADER = _WORDS * 8
@@ -88,6 +91,7 @@ class Ranks:
     Attributes:
         rank, world: the number of this process in the group, and the number of processes.
         local_world: processes on this host.
+        parent: their process group.
         timeout: the longest wait for other ranks, that of the process group.
         exchanges: all-to-alls made so far.
         facts: a checksum of what every rank must have done equally so far; see `note`.
@@ -98,6 +102,7 @@ class Ranks:
         self.rank: int = dist.get_rank(parent)
         self.world: int = dist.get_world_size(parent)
         self.timeout = timeout
+        self.parent = parent
         # Made directly: `new_group` names a group by how many this process has, which may differ among the ranks.
         store = dist.PrefixStore("bunkbed", dist.distributed_c10d._world.pg_map[parent][1])
         self._group = dist.ProcessGroupGloo(store, self.rank, self.world, timeout)
@@ -174,6 +179,36 @@ class Ranks:
         except Exception as error:
             self.fail(kind, error)
         return [json.loads(bytes(one)) for one in self.swap(kind, [[text]] * self.world)]
+
+    def first(self, what: str, work: Callable[[], Any]) -> Any:
+        """Call `work` on rank 0, and return its JSON value on every rank. The others wait without a limit. Collective.
+
+        Raises:
+            RanksError: `work` failed on rank 0, or its process has ended.
+        """
+        store, key = self.store("first"), str(self._made)
+        error: Exception | None = None
+        value: Any = None
+        if self.is_first:
+            try:
+                value = work()
+            except Exception as failed:
+                error = failed
+            store.set(key, b"")
+        while not self.is_first and not store.check([key]) and not self.has_ended(0):
+            time.sleep(_POLL_S)
+
+        def say() -> Any:
+            if error is not None:
+                raise error
+            return value
+
+        return self.gather(what, say)[0]
+
+    def concatenate(self, what: str, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the one-dimensional arrays of all ranks, of one dtype, as one array, in their order. Collective."""
+        parts = self.swap(MEET.of(what), [[np.ascontiguousarray(part)]] * self.world)
+        return np.concatenate([one.view(part.dtype) for one in parts])
 
     def fail(self, kind: Kind, error: Exception) -> NoReturn:
         """Tell all ranks of an error of this rank in place of an exchange; raises it."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from bunkbed import _native
 from bunkbed.train.data.blocks import PairBlocks
 from bunkbed.train.data.interactions import Interactions
+from bunkbed.train.processes.team import ALONE, Team
 
 __all__ = [
     "Batch",
@@ -165,7 +166,7 @@ class SeenPairs:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Pairs of one step.
+    """Pairs of one step, or the part of them that one rank takes.
 
     Attributes:
         users: ``int64[B]``.
@@ -176,12 +177,16 @@ class Batch:
             times that it was drawn).
         seen: with shared negatives, the negatives that a user has: ``int64[S]`` places in the matrix of B x K
             scores, row by row. None without `SeenPairs`.
+        step_pairs: pairs of the step, on all ranks.
+        weight: factor of the loss, such that its mean over the ranks is the loss of the step.
     """
 
     users: Int64Array
     items: Int64Array
     seen: Int64Array | None = None
     log_q: Float32Array | None = None
+    step_pairs: int = 0
+    weight: float = 1.0
 
 
 class PairOrder(Protocol):
@@ -293,9 +298,10 @@ class _PopularMembers(_PopularItems):
 class BatchSource:
     """Source of batches of positive pairs with sampled negatives; batches can be requested in any order.
 
-    A batch has pairs of one item block, and negatives of that block. Owns the order of one epoch (8 bytes a pair)
-    unless `order` is given, and 8 bytes an item if items are drawn by popularity, with `log_q` 12. Only one thread may
-    call `batch`, because the order is cached; any thread may call `steps`.
+    A batch has pairs of one item block, and negatives of that block. Each rank of a team has a source, and takes its
+    part of the pairs of each batch with their negatives; shared negatives are those of all ranks. Owns the order of one
+    epoch (8 bytes a pair) unless `order` is given, and 8 bytes an item if items are drawn by popularity, with `log_q`
+    12. Only one thread may call `batch`, because the order is cached; any thread may call `steps`.
 
     Args:
         shared: one set of negatives for all pairs of a step.
@@ -304,6 +310,7 @@ class BatchSource:
         seen: pairs that are never sampled as negatives, or None to sample any item.
         order: every epoch's pairs, in the order of `random_order` by `blocks`; None makes the order in memory.
         blocks: of the pairs; None: no blocks.
+        team: the processes that share the batches.
 
     Raises:
         ValueError: no training pairs, more shared negatives than items (of the least block), or too many items to draw
@@ -323,6 +330,7 @@ class BatchSource:
         log_q: bool = False,
         order: PairOrder | None = None,
         blocks: PairBlocks | None = None,
+        team: Team = ALONE,
     ) -> None:
         if len(pairs) == 0:
             raise ValueError(f"{pairs.source or 'the data'} has no pairs to train on")
@@ -352,6 +360,7 @@ class BatchSource:
         self._items = _PopularItems(pairs, log_q) if popular else _Items(pairs.num_items)
         self._order = OrderInMemory(pairs, seed, blocks) if order is None else order
         self._blocks = blocks
+        self._team = team
         self._block: tuple[tuple[int, int], _Items] | None = None
         self._cuts: dict[int, tuple[Int64Array, Int64Array]] = {}
 
@@ -363,27 +372,33 @@ class BatchSource:
         return int(self._cuts_of(epoch)[1][-1])
 
     def batch(self, epoch: int, step: int) -> Batch:
-        """Return batch `step` (from 0) of an epoch."""
+        """Return this rank's part of batch `step` (from 0) of an epoch."""
         starts, ends = self._cuts_of(epoch)
         block = int(np.searchsorted(ends, step, side="right"))
         first = int(starts[block]) + (step - int(ends[block - 1] if block else 0)) * self._batch_size
         users, positives = self._order.pairs(epoch, first, min(first + self._batch_size, int(starts[block + 1])))
         random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
         pool = self._items_of(epoch, block)
+        total = len(users)
+        first, last = self._team.share(total)
+        weight = (last - first) * self._team.world / total
+        mine = slice(first, last) if first < last else slice(0, 1)  # a rank without pairs has one that does not count
         if self._shared:
+            users, positives = users[mine], positives[mine]
             negatives, counts = pool.different(random, self._negatives)
             seen = None if self._seen is None else self._seen.clashes(users, negatives)
             items = np.concatenate([positives, negatives])
             log_q = pool.log_q(items)
             if log_q is not None:
                 log_q[len(positives) :] -= np.log(counts, dtype=np.float32)
-            return Batch(users, items, seen, log_q)
+            return Batch(users, items, seen, log_q, total, weight)
         owners = np.repeat(users, self._negatives)
         sampled = _sample_items(random, owners, pool.draw, self._seen, pool.members)
         items = np.empty((len(users), 1 + self._negatives), dtype=np.int64)
         items[:, 0] = positives
         items[:, 1:] = sampled.reshape(len(users), -1)
-        return Batch(users, items, log_q=pool.log_q(items))
+        users, items = users[mine], items[mine]
+        return Batch(users, items, None, pool.log_q(items), total, weight)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from step `first` on."""

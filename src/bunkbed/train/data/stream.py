@@ -15,15 +15,21 @@ integers, read through the page cache, which the kernel can reclaim. All files a
 another name, renamed when complete and durable, and written again if they are missing or belong to another split or
 other pairs. An existing file is complete. Its checksum is verified once, when it is opened again, because a flipped bit
 would train on wrong pairs.
+
+Several processes may share a folder: one makes a file, and the others wait for it (`_alone`). They need not be in the
+same epoch: a process reads the file that it has open, which another one may have removed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
+import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,30 +121,44 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
         "sums": _sums_of(pairs),
     }
     require_real(folder)
+    about = _whole(folder, wanted)
+    if about is None:
+        with _alone(folder):
+            about = _whole(folder, wanted) or _made(pairs, config, folder, wanted)
+    return StreamedSplit(pairs, folder, about)
+
+
+def _whole(folder: Path, wanted: Json) -> Json | None:
+    """Return the description of a split whose files are there and undamaged; None if it is of something else."""
     about = _description(folder)
     if about is None or any(about.get(name) != value for name, value in wanted.items()):
-        made = folder.with_name(folder.name + ".making")
+        return None
+    for name, (size, wanted_sum) in about["files"].items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size != size or _sum_of(path) != wanted_sum:
+            raise _damaged(path)
+    return about
+
+
+def _made(pairs: Interactions, config: TrainConfig, folder: Path, wanted: Json) -> Json:
+    """Make the files of a split; return their description."""
+    made = folder.with_name(folder.name + ".making")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    try:
+        about: Json = {**wanted, **_Making(pairs, config, made).run()}
+        about["files"] = {}
+        for path in sorted(made.iterdir()):
+            sync_file(path)
+            about["files"][path.name] = [path.stat().st_size, _sum_of(path)]
+        replace_file(made / _DESCRIPTION, json.dumps(about, indent=2).encode())
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+        sync_directory(folder.parent)
+    except BaseException:
         shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
-        try:
-            about = {**wanted, **_Making(pairs, config, made).run()}
-            about["files"] = {}
-            for path in sorted(made.iterdir()):
-                sync_file(path)
-                about["files"][path.name] = [path.stat().st_size, _sum_of(path)]
-            replace_file(made / _DESCRIPTION, json.dumps(about, indent=2).encode())
-            shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
-            sync_directory(folder.parent)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
-    else:
-        for name, (size, wanted_sum) in about["files"].items():
-            path = folder / name
-            if not path.exists() or path.stat().st_size != size or _sum_of(path) != wanted_sum:
-                raise _damaged(path)
-    return StreamedSplit(pairs, folder, about)
+        raise
+    return about
 
 
 class _Making:
@@ -244,7 +264,7 @@ class StoredSeenPairs(SeenPairs):
 class StoredOrder:
     """`bunkbed.train.data.sampling.PairOrder` with one file per epoch.
 
-    Not thread-safe; owns its files, `close` removes them.
+    Not thread-safe; owns its files, `close` removes them. Processes that are an epoch apart make files again.
 
     Making a file sorts all pairs. It needs twice their bytes on disk, and more to spill.
     """
@@ -257,19 +277,16 @@ class StoredOrder:
         self._suffix = "" if config.blocks is None else "-{}x{}".format(*config.blocks)
         self._ram_bytes = config.data_ram_bytes
         self._record = np.dtype([("user", number_type(pairs.num_users)), ("item", number_type(pairs.num_items))])
-        self._epoch: int | None = None
+        self._open: tuple[int, Array] | None = None  # the epoch, and the bytes of its file
 
     def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
         """As `PairOrder.pairs`; the first call of an epoch makes its file."""
         path = self._folder / f"epoch-{epoch}{self._suffix}"
-        if self._epoch != epoch:
-            self._make(epoch, path)
-            self._epoch = epoch
-        size = self._record.itemsize
-        count = max(0, min(last, len(self._pairs)) - first)
-        records = np.fromfile(path, self._record, count=count, offset=first * size)
-        if len(records) != count:
-            raise DataError(f"{path}: ends after {first + len(records)} of {len(self._pairs)} pairs; remove it")
+        if self._open is None or self._open[0] != epoch:
+            with _alone(self._folder):
+                self._make(epoch, path)
+                self._open = epoch, _mapped(path, np.dtype(np.uint8), self._length() + _SUM.itemsize)
+        records = self._open[1][: self._length()].view(self._record)[first:last]
         return records["user"].astype(np.int64), records["item"].astype(np.int64)
 
     def _make(self, epoch: int, path: Path) -> None:
@@ -312,16 +329,21 @@ class StoredOrder:
 
     def _is_whole(self, path: Path) -> bool:
         """Return whether the epoch's file of an earlier process is complete and undamaged."""
-        length = len(self._pairs) * self._record.itemsize
+        length = self._length()
         if path.stat().st_size != length + _SUM.itemsize:
             return False
         return _sum_of(path, length) == int(np.fromfile(path, _SUM, offset=length)[0])
 
+    def _length(self) -> int:
+        """Return the bytes of an epoch's records."""
+        return len(self._pairs) * self._record.itemsize
+
     def close(self) -> None:
         """Remove the file of the epoch; `pairs` makes it again."""
-        for path in self._folder.glob("epoch-*"):
-            path.unlink()
-        self._epoch = None
+        self._open = None
+        with _alone(self._folder):
+            for path in self._folder.glob("epoch-*"):
+                path.unlink()
 
 
 def draw_users(pairs: Interactions, count: int, seed: int) -> tuple[npt.NDArray[np.bool_], int]:
@@ -382,6 +404,20 @@ class _Scattered:
             self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from making files of a folder inside; wait until none does."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f"{folder.name}.lock")
+    require_real(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # with the lock
+
+
 def _mapped(path: Path, kind: np.dtype[Any], count: int) -> Array:
     """Return ``kind[count]`` of a file, read-only; raises as `_map` does."""
     return np.frombuffer(_map(path, kind, count) or b"", kind)
@@ -396,7 +432,7 @@ def _map(path: Path, kind: np.dtype[Any], count: int) -> mmap.mmap | None:
     if not path.exists() or path.stat().st_size != count * kind.itemsize:
         raise _damaged(path)
     if not count:
-        return None
+        return None  # an empty file cannot be mapped
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 

@@ -16,6 +16,7 @@ from bunkbed.train.data.stream import STREAM_FOLDER, StreamedSplit, draw_users, 
 from bunkbed.train.evaluate.metrics import ranking_metrics
 from bunkbed.train.evaluate.ranking import Progress, full_ranks, sampled_ranks
 from bunkbed.train.models.scorer import Scorer, scorer_of_run
+from bunkbed.train.processes.team import ALONE, Team
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -110,12 +111,12 @@ class Evaluator:
         """Whether more users have held-out pairs than this evaluation uses."""
         return self._num_users < self._of_users
 
-    def evaluate(self, scorer: Scorer, on_event: Progress | None = None) -> EvalResult:
-        """Rank with the current model."""
+    def evaluate(self, scorer: Scorer, on_event: Progress | None = None, team: Team = ALONE) -> EvalResult:
+        """Rank with the current model. Collective: the processes of a team share the users, and return one result."""
         if self._candidates is None:
-            owners, ranks = full_ranks(scorer, self._targets, self._known, on_event=on_event)
+            owners, ranks = full_ranks(scorer, self._targets, self._known, on_event=on_event, team=team)
         else:
-            owners, ranks = sampled_ranks(scorer, self._candidates, on_event=on_event)
+            owners, ranks = sampled_ranks(scorer, self._candidates, on_event=on_event, team=team)
         return EvalResult(ranking_metrics(owners, ranks, self._ks), self.ranking, self._num_users, self._split)
 
 

@@ -28,6 +28,7 @@ from bunkbed import _native
 from bunkbed.train.data.interactions import Candidates, Interactions
 from bunkbed.train.models.scorer import Float32Array, Int64Array, Scorer
 from bunkbed.train.output.events import EvalReport
+from bunkbed.train.processes.team import ALONE, Team
 
 __all__ = ["Progress", "full_ranks", "sampled_ranks"]
 
@@ -52,34 +53,38 @@ def full_ranks(
     excluded: Interactions,
     *,
     on_event: Progress | None = None,
+    team: Team = ALONE,
 ) -> tuple[Int64Array, Int64Array]:
     """Return the rank of every held-out item among all items except those excluded for its user.
 
     Held-out items of one user have different ranks; other ties count against the held-out item. A held-out item is
-    ranked even if it is also excluded. Uses `bunkbed.get_num_threads` threads.
+    ranked even if it is also excluded. Uses `bunkbed.get_num_threads` threads. Each process of a team ranks for a part
+    of the users, in the blocks of one process, so that every score is the same; the call is collective.
 
     Args:
         targets: held-out pairs, without duplicates.
         excluded: pairs that are not ranked: the training pairs.
 
     Returns:
-        ``int64[Q]`` users and ``int64[Q]`` exact ranks from 1, in any order.
+        ``int64[Q]`` users and ``int64[Q]`` exact ranks from 1, of all processes, in any order.
     """
-    users, places = np.unique(targets.users, return_inverse=True)
+    every, places = np.unique(targets.users, return_inverse=True)
     by_place = np.argsort(places, kind="stable")
-    places, items = places[by_place], targets.items[by_place]
+    first, last = team.share(len(every), _USERS)
+    by_place = by_place[slice(*np.searchsorted(places, [first, last], sorter=by_place))]
+    users, places, items = every[first:last], places[by_place] - first, targets.items[by_place]
     ranks = np.empty(len(items), dtype=np.int64)
-    if len(users):
+    if len(every):
         # `_ahead_among_own` ranks held-out items against each other, so counting leaves them out.
         hidden = _HiddenScores(targets.num_items)
         hidden.add(places, items)
         hidden.add(_places_of(excluded.users, users, targets.num_users), excluded.items)
-        with _one_torch_thread(), _FullRanking(scorer, users, hidden, targets.num_items) as ranking:
-            for first in range(0, len(users), ranking.num_queries):
-                last = min(first + ranking.num_queries, len(users))
+        with _one_torch_thread(), _FullRanking(scorer, users, hidden, targets.num_items, team) as ranking:
+            for group in range(team.most("an evaluation", -(-len(users) // ranking.num_queries))):
+                first, last = (min(at * ranking.num_queries, len(users)) for at in (group, group + 1))
                 mine = slice(*np.searchsorted(places, [first, last]))
                 ranking.rank(first, last, places[mine], items[mine], ranks[mine], on_event)
-    return users[places], ranks
+    return team.concatenate("an evaluation", users[places]), team.concatenate("an evaluation", ranks)
 
 
 @contextmanager
@@ -99,6 +104,8 @@ def _places_of(asked: Int64Array, users: Int64Array, num_users: int) -> Int64Arr
         places = np.full(num_users, -1, dtype=np.int64)
         places[users] = np.arange(len(users))
         return places[asked]
+    if not len(users):
+        return np.full(len(asked), -1, dtype=np.int64)
     at = np.minimum(np.searchsorted(users, asked), len(users) - 1)
     return np.where(users[at] == asked, at, -1)
 
@@ -128,11 +135,12 @@ class _HiddenScores:
 class _FullRanking:
     """Full ranking of groups of users by threads; owns the threads and their blocks of scores."""
 
-    def __init__(self, scorer: Scorer, users: Int64Array, hidden: _HiddenScores, num_items: int) -> None:
+    def __init__(self, scorer: Scorer, users: Int64Array, hidden: _HiddenScores, num_items: int, team: Team) -> None:
         self._scorer = scorer
         self._users = users
         self._hidden = hidden
         self._num_items = num_items
+        self._team = team
         width = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1]
         self._num_read = _ITEMS * max(1, _READ_NUMBERS // (_ITEMS * width))
         #: Users of a group. Every group reads all items.
@@ -159,7 +167,7 @@ class _FullRanking:
         ranks: Int64Array,
         on_event: Progress | None,
     ) -> None:
-        """Set the ranks of the held-out pairs of users ``[first, last)``; their places ascend."""
+        """Set the ranks of the held-out pairs of users ``[first, last)``, which may be none; their places ascend."""
         queries = self._scorer.queries(self._users[first:last])
         scores, floors = self._held_out_scores(queries, places - first, items)
         ranks[:] = 1 + _ahead_among_own(places, scores)
@@ -184,7 +192,7 @@ class _FullRanking:
         for item in range(0, self._num_items, self._num_read):
             read = np.arange(item, min(item + self._num_read, self._num_items), dtype=np.int64)
             vectors, biases = self._scorer.vectors(read), self._scorer.biases(read)
-            if running:
+            if item:
                 finish(item)
             running = [
                 self._threads.submit(count, row, item, vectors, biases) for row in range(0, last - first, _USERS)
@@ -201,8 +209,8 @@ class _FullRanking:
         scores, floors = np.empty((2, len(items)), dtype=np.float32)
         by_item = np.argsort(items, kind="stable")
         step = max(1, _NUMBERS // (2 * queries.shape[1] + self._scorer.numbers_per_score))
-        for first in range(0, len(items), step):
-            mine = by_item[first : first + step]
+        for part in range(self._team.most("an evaluation", -(-len(items) // step))):
+            mine = by_item[part * step : (part + 1) * step]
             scores[mine], floors[mine] = _scores_and_floors(
                 self._scorer, queries[torch.from_numpy(rows[mine])], items[mine]
             )
@@ -225,19 +233,24 @@ def _ahead_among_own(owners: Int64Array, scores: Float32Array) -> Int64Array:
 
 
 def sampled_ranks(
-    scorer: Scorer, candidates: Candidates, *, on_event: Progress | None = None
+    scorer: Scorer, candidates: Candidates, *, on_event: Progress | None = None, team: Team = ALONE
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the rank of every positive among its own negatives: ``int64[Q]`` users and ranks from 1."""
+    """Return the rank of every positive among its own negatives: ``int64[Q]`` users and ranks from 1.
+
+    Each process of a team ranks a part of the positives; the call is collective.
+    """
     total, width = candidates.negatives.shape
-    ranks = np.empty(total, dtype=np.int64)
+    begin, end = team.share(total)
+    ranks = np.empty(end - begin, dtype=np.int64)
     numbers = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1] + scorer.numbers_per_score
     step = max(1, _NUMBERS // (max(width, 1) * numbers))
-    for first in range(0, total, step):
-        mine = slice(first, min(first + step, total))
+    for part in range(team.most("an evaluation", -(-len(ranks) // step))):
+        first, last = (min(begin + at * step, end) for at in (part, part + 1))
+        mine = slice(first, last)
         queries = scorer.queries(candidates.users[mine])
         _, floors = _scores_and_floors(scorer, queries, candidates.positives[mine])
         scores = scorer.pair_scores(queries, candidates.negatives[mine]).numpy()
-        ranks[mine] = 1 + (scores >= floors[:, None]).sum(1)
+        ranks[first - begin : last - begin] = 1 + (scores >= floors[:, None]).sum(1)
         if on_event is not None:
-            on_event(EvalReport(mine.stop, total))
-    return candidates.users, ranks
+            on_event(EvalReport(last - begin, end - begin))
+    return candidates.users, team.concatenate("an evaluation", ranks)

@@ -110,7 +110,10 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Progress of an evaluation: users ranked so far, and in all. Users whose ranking is under way count in part."""
+    """Progress of an evaluation: users ranked so far, and in all, of this process.
+
+    Users whose ranking is under way count in part.
+    """
 
     done: int
     total: int
