@@ -204,6 +204,28 @@ def test_a_run_of_ranks_goes_on_in_one_process(tmp_path: Path) -> None:
         assert run.table("user").num_shards == 2 and run.meta["progress"]["epoch"] == 2
 
 
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    place = str(tmp_path / "run")
+    spawn(1, _trains, place, MF, 3, 0)
+    for message in spawn(2, _refused, place):
+        assert f"divide it with: bunkbed reshard {place} --shards 2" in message
+    bb.reshard(place, shards=2)
+    before = _stored(tmp_path / "run")
+    done = spawn(2, _trains, place, MF, 4)[0]
+    assert done["outcome"].step == 4 and any(
+        (_stored(tmp_path / "run")[name] != rows).any() for name, rows in before.items()
+    )
+    for message in spawn(3, _refused, place):
+        assert f"divide it with: bunkbed reshard {place} --shards 3" in message
+    bb.reshard(place, shards=3)
+    for one in spawn(3, _trains, place, MF):
+        assert one["outcome"].epoch == 2 and len(one["losses"]) == 18
+
+
+def _refused(rank: int, place: str) -> str:
+    return message_of(lambda: _trains(rank, place, MF))
+
+
 def test_ranks_train_from_disk_with_the_bits_of_memory(tmp_path: Path) -> None:
     save_dataset(tmp_path / "data", _data())
     config = replace(MF, epochs=3, eval_users=50)

@@ -73,7 +73,6 @@ def test_bad_input_changes_nothing(tmp_path: Path) -> None:
         (FileNotFoundError, "no table at", tmp_path / "none", 2),
         (bb.FormatError, "holds no table; give", tmp_path / "empty", 2),
         (bb.FormatError, "several workers", tmp_path / "workers", 2),
-        (bb.FormatError, "run of tables", tmp_path / "run", 2),
         (bb.FormatError, "table of a run", tmp_path / "run" / "tables" / "t", 2),
         (ValueError, "outside the table's folder", tmp_path / "out", 3),
         (ValueError, "snapshots of earlier commits.*'early'.*drop_snapshots=True", path, 3),

@@ -1,4 +1,5 @@
-"""Change the number of shards of a table: its rows are rewritten into a new folder, which then replaces the old one.
+"""Change the number of shards of a table, or of the tables of a run: the rows are rewritten into a new folder, which
+then replaces the old one.
 
 Protocol. A process that is killed at any point leaves the old or the new table at the path, whole:
 
@@ -9,6 +10,10 @@ Protocol. A process that is killed at any point leaves the old or the new table 
    the epoch, the snapshot name and the uuid of the old table's last commit. The folder is synced.
 4. One system call exchanges the two folders, and their parent folder is synced. From then on the new table exists.
 5. The old table, now at ``.NAME.reshard``, is removed.
+
+A run goes the same way, with all its tables and dense files. Each kept commit is written too, from the first to the
+last, and its manifest gets its number back. Other files in the folder of a run, such as those of ``bunkbed train``, are
+in the new folder under a second name (a hard link) before step 4.
 """
 
 from __future__ import annotations
@@ -28,9 +33,11 @@ from bunkbed.core.budget import parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.errors import CorruptionError, FormatError, TableLockedError
 from bunkbed.files.durable import exchange, require_real, sync_directory
-from bunkbed.files.run_files import RunFiles
+from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Split
 from bunkbed.maintenance.check import check
+from bunkbed.run.run import Run
+from bunkbed.sharded.base.rows import ShardedRows
 from bunkbed.sharded.opening import open
 from bunkbed.sharded.table import ShardedTable
 from bunkbed.table.definition import Definition
@@ -54,6 +61,9 @@ class Resharded:
         shards: number of shards now.
         shards_before: number of shards before; 0 for a table that was not sharded.
         rows: number of rows rewritten; 0 if the table had this number of shards already.
+
+    Of a run, `shards_before` is the fewest of a table that had another number, and `rows` counts those of every kept
+    commit.
     """
 
     epoch: int
@@ -71,20 +81,23 @@ def reshard(
     ram: int | str = "1GiB",
     progress: Progress | None = None,
 ) -> Resharded:
-    """Change the number of shards of a `ShardedTable`, or make a table of `create` a sharded one.
+    """Change the number of shards of a `ShardedTable` or of all tables of a `Run`, or make tables sharded ones.
 
     Streams every stored row with every optimizer slot into new shards, verifies every record that it wrote, and then
     exchanges the folders in one step. Rows, slots, step, seed, init, dtype, num_rows, the optimizer's values and uuid
     stay the same, and so do epoch, meta and snapshot name of the last commit: a checkpoint that refers to it can be
-    loaded. Earlier commits and their snapshots are not kept. A killed process leaves the old table or the new one at
-    `path`, whole. It may also leave a folder ``.NAME.reshard`` next to `path`; the next call removes that.
+    loaded. Earlier commits and their snapshots are not kept, but those of a run are. A killed process leaves the old
+    table or the new one at `path`, whole. It may also leave a folder ``.NAME.reshard`` next to `path`; the next call
+    removes that.
 
     Needs space for a second copy of the rows on the same filesystem. Readers must open the table again afterwards.
 
     Args:
-        path: folder of a sharded table, or of a table that belongs to no run. No process may have it open for writing.
+        path: folder of a run, of a sharded table, or of a table that belongs to no run. No process may have it open for
+            writing.
         shards: new number of shards, 1 to 1024. The present number changes nothing.
-        drop_snapshots: True: drop the snapshots of earlier commits. False: raise an error if there are any.
+        drop_snapshots: True: drop the snapshots of earlier commits. False: raise an error if there are any, or for a
+            run, if they cannot be kept because rows were removed after one or the run went back.
         ram: budget: half for reading, half for writing. The arrays of one chunk take up to 100 MiB more.
         progress: called with (rows done, rows in all), a few times a second.
 
@@ -111,19 +124,24 @@ def reshard(
         raise FileNotFoundError(f"no table at {place}")
     files = RunFiles(place, "table")
     with path_lock(place):
-        _require_table(files)
+        _require_known(files)
         if open_writer(place) is not None:
             raise TableLockedError(f"table {place} is open for writing in this process; close it first")
         lock = files.lock()
         try:
             part = place.with_name(f".{place.name}.reshard")
             require_real(part)
-            before, keep = _require_movable(files, shards, drop_snapshots)
+            newest = files.load_newest()
+            is_run = bool(newest.epoch) and newest.sharding is None
+            before, keep = (_fewest(newest, shards), "") if is_run else _require_movable(files, shards, drop_snapshots)
             shutil.rmtree(part, ignore_errors=True)
             if before == shards:
-                return Resharded(files.load_newest().epoch, shards, before, 0)
+                return Resharded(newest.epoch, shards, before, 0)
             try:
-                done = _rewrite(files, part, shards, before, keep, ram_bytes, progress)
+                if is_run:
+                    done = _rewrite_run(files, part, shards, before, drop_snapshots, ram_bytes, progress)
+                else:
+                    done = _rewrite(files, part, shards, before, keep, ram_bytes, progress)
                 exchange(part, place)
             except BaseException:
                 shutil.rmtree(part, ignore_errors=True)
@@ -135,22 +153,25 @@ def reshard(
             files.unlock(lock)
 
 
-def _require_table(files: RunFiles) -> None:
-    """Raise unless the folder has a sharded table or a table that belongs to no run."""
+def _require_known(files: RunFiles) -> None:
+    """Raise unless the folder has a run, a sharded table or a table that belongs to no run."""
     place = files.directory
     if files.epochs():
-        if files.load_newest().sharding is None:
-            raise FormatError(
-                f"{place} is a run of tables, not one table; only a sharded table or a table can be resharded"
-            )
-    elif not is_table(place):
+        return
+    if not is_table(place):
         found = sorted(entry.name for entry in place.glob("shard-*-of-*"))
         raise FormatError(
             f"{place} holds no table{f' but {found[0]}, of a table that several workers trained' if found else ''}; "
             "give the folder of a table or of a sharded table"
         )
     elif any(commit["belongs_to_run"] for commit in _native.commits(str(place))):
-        raise FormatError(f"{place} is a table of a run, which commits it; only a table of its own can be resharded")
+        raise FormatError(f"{place} is a table of a run, which commits it; give the folder of the run")
+
+
+def _fewest(run: RunManifest, shards: int) -> int:
+    """Return the fewest shards of a run's tables that have not `shards`, 0 if not sharded; `shards` if all have."""
+    counts = [len(run.sharded[name].shards) if name in run.sharded else 0 for name in run.table_names()]
+    return min((count for count in counts if count != shards), default=shards)
 
 
 def _require_movable(files: RunFiles, shards: int, drop_snapshots: bool) -> tuple[int, str]:
@@ -209,11 +230,111 @@ def _rewrite(
         return Resharded(table.epoch, shards, before, rows)
 
 
-def _copy_rows(table: Table, made: ShardedTable, progress: Progress | None) -> int:
-    """Copy every stored row with every slot, and the step; return the number of rows."""
+def _rewrite_run(
+    files: RunFiles,
+    part: Path,
+    shards: int,
+    before: int,
+    drop_snapshots: bool,
+    ram_bytes: int,
+    progress: Progress | None,
+) -> Resharded:
+    """Make the whole new run in `part`: its kept commits, its last one, and the files of others in its folder."""
+    place, last = files.directory, files.load_newest().epoch
+    epochs = [] if drop_snapshots else [epoch for epoch in files.snapshots().values() if epoch != last]
+    old = [files.load(epoch) for epoch in (*epochs, last)]
+    rows, uuids = 0, {}
+    with Run(part, ram=ram_bytes - ram_bytes // 2) as made:
+        for commit in old:
+            snapshot = None if commit.epoch == last else commit.keep
+            with Run(place, ram=ram_bytes // 2, mode="r", snapshot=snapshot) as run:
+                tables = [run.table(name) for name in run.table_names]
+                total, done = sum(map(len, tables)), 0
+                for name, table in zip(run.table_names, tables, strict=True):
+                    arguments = Definition.of(table).arguments()
+                    del arguments["durability"]
+                    whole = made.table(name, create={**arguments, "shards": shards})
+                    ahead = done
+
+                    def one_of_all(number: int, _: int, ahead: int = ahead, total: int = total) -> None:
+                        if progress is not None:
+                            progress(ahead + number, total)
+
+                    try:
+                        done += _copy_rows(table, whole, one_of_all)
+                    except _LaterHasLess as error:
+                        raise ValueError(
+                            f"run {place}: {error} in commit {commit.epoch}, so its earlier snapshots "
+                            f"({', '.join(map(repr, files.snapshots()))}) cannot be kept; copy them with "
+                            "bb.copy(snapshot=), then give drop_snapshots=True (--drop-snapshots)"
+                        ) from None
+                    uuids[name] = table.uuid
+                rows += done
+                made.commit({name: run.read(name) for name in run.files}, run.meta, commit.keep or None)
+    problems = check(part, ram=ram_bytes)
+    if problems:
+        raise CorruptionError(f"run {place}: a new shard is damaged, the old run stays: {problems[0]}")
+    _number_as(old, RunFiles(part), uuids)
+    _link_others(place, part)
+    return Resharded(last, shards, before, rows)
+
+
+def _number_as(old: list[RunManifest], there: RunFiles, uuids: dict[str, str]) -> None:
+    """Give each commit of the new run the number of the old one that it is, with its names."""
+    new = [there.load(epoch) for epoch in there.epochs()]
+    for manifest in new:
+        there.manifest_path(manifest.epoch).unlink()
+    for before, manifest in zip(old, new, strict=True):
+        names = before.table_names()
+        sharded = {name: replace(manifest.sharded[name], uuid=uuids[name]) for name in names}
+        there.publish(
+            replace(
+                manifest,
+                epoch=before.epoch,
+                keep=before.keep,
+                files={name: manifest.files[name] for name in before.files},
+                tables={shard: manifest.tables[shard] for name in names for shard in sharded[name].names(name)},
+                sharded=sharded,
+            )
+        )
+    sync_directory(there.directory.parent)
+
+
+def _link_others(place: Path, part: Path) -> None:
+    """Give the files in a run's folder that are not the run's a second name in `part`, durably."""
+    for entry in place.iterdir():
+        if _OF_A_SHARDED_TABLE.fullmatch(entry.name):
+            continue
+        there = part / entry.name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, there, symlinks=True, copy_function=_link)
+            for folder, _, _ in os.walk(there):
+                sync_directory(Path(folder))
+        else:
+            _link(entry, there)
+    sync_directory(part)
+
+
+def _link(entry: str | Path, there: str | Path) -> None:
+    os.link(entry, there, follow_symlinks=False)
+
+
+class _LaterHasLess(Exception):
+    """A commit has fewer rows or steps than one before it."""
+
+
+def _copy_rows(table: Table, made: Table, progress: Progress | None) -> int:
+    """Copy every stored row with every slot, and the step; return the number of rows.
+
+    Raises:
+        _LaterHasLess: `made` has other rows, or more steps, from an earlier commit.
+    """
+    assert isinstance(made.core, ShardedRows)
+    if made.step > table.step:
+        raise _LaterHasLess(f"table '{table.name}' has {table.step} steps, fewer than before,")
     slots = ("weight", *table.slots)
     fields = [made.field(slot)[0] for slot in slots]
-    shards = made.core.tables()
+    shards = made.core.cores
     total, done = len(table), 0
     for ids, values in table.scan_slots(slots, max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))):
         split = Split.by_shard(ids, len(shards))
@@ -221,12 +342,14 @@ def _copy_rows(table: Table, made: ShardedTable, progress: Progress | None) -> i
         for index, shard in enumerate(shards):
             part = split.part(index)
             for field, one in zip(fields, sorted_values, strict=True):
-                shard.plain_core.set(mine[part], field, one[part])
+                shard.set(mine[part], field, one[part])
         done += len(ids)
         if progress is not None:
             progress(done, total)
+    if len(made) > total:
+        raise _LaterHasLess(f"table '{table.name}' has lost rows that it had before")
     if done != total or len(made) != total:
         raise CorruptionError(f"table {table.path}: {done} rows were read and {len(made)} written of {total}")
-    if table.step > 0:  # an empty step sets the step number, which bias correction depends on
+    if table.step > made.step:  # an empty step sets the step number, which bias correction depends on
         made.update(np.empty(0, np.int64), np.empty((0, made.dim), np.float32), step=table.step)
     return done

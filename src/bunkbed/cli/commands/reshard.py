@@ -11,7 +11,7 @@ from bunkbed.cli.shared.console import ConfigOption, JsonOption, byte_progress, 
 
 
 def reshard(
-    path: Annotated[Path, typer.Argument(help="Folder of a sharded table or of a table.", metavar="PATH")],
+    path: Annotated[Path, typer.Argument(help="Folder of a run, of a sharded table or of a table.", metavar="PATH")],
     *,
     shards: Annotated[int, typer.Option(help="New number of shards, 1 to 1024.", metavar="N")],
     drop_snapshots: Annotated[
@@ -21,7 +21,7 @@ def reshard(
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Change the number of shards of a table, or make a table a sharded one. Every new record is verified.
+    """Change the number of shards of a table or of the tables of a run. Every new record is verified.
 
     Needs space for a second copy of the rows. An interrupted command leaves the old table or the new one, whole.
     """

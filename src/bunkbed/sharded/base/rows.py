@@ -108,6 +108,11 @@ class ShardedRows:
         self._pid = os.getpid()
         self._threads = ThreadPoolExecutor(len(self._cores) + 1, thread_name_prefix="bunkbed-shard")
 
+    @property
+    def cores(self) -> list[_native.Table]:
+        """The cores of the shards, in order."""
+        return list(self._cores)
+
     # ---- Checks before a call
 
     @contextlib.contextmanager

@@ -197,8 +197,8 @@ class RankFiles:
         stored, world = self.manifest.sharded.get(name), self._ranks.world
         if name in self.manifest.tables:
             raise ValueError(
-                f"run {self.place}: table {name!r} is not sharded, and {world} processes want a shard each; train it "
-                "in one process, or start a new run"
+                f"run {self.place}: table {name!r} is not sharded, and {world} processes want a shard each; divide it "
+                f"with: {self._reshard_command()}"
             )
         if stored is None and create is None:
             known = ", ".join(self.manifest.table_names()) or "none"
@@ -211,7 +211,11 @@ class RankFiles:
         if not world <= count <= MAX_SHARDS:
             raise ValueError(
                 f"run {self.place}: table {name!r} has {count} shards, and {world} processes want one each"
-                + (f"; start at most {count} processes" if count < world else f"; at most {MAX_SHARDS} are possible")
+                + (
+                    f"; divide it with: {self._reshard_command()}, or start at most {count} processes"
+                    if count < world
+                    else f"; at most {MAX_SHARDS} are possible"
+                )
             )
         each = of_each(create or {}, count)
         how = _Opening(
@@ -230,6 +234,9 @@ class RankFiles:
         if stored is None:
             self.shardings[name] = made
         return stored or made
+
+    def _reshard_command(self) -> str:
+        return f"bunkbed reshard {shlex.quote(str(self.place))} --shards {self._ranks.world}"
 
     # ---- Opening
 
