@@ -24,6 +24,7 @@ import torch
 import bunkbed as bb
 import bunkbed.torch as bt
 from bunkbed.cli.main import main
+from bunkbed.files.run_files import RunFiles
 from bunkbed.run.run import Run
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
 from bunkbed.train.data.store import open_dataset, save_dataset
@@ -191,6 +192,31 @@ def test_a_stop_of_one_rank_stops_all_and_the_run_goes_on(stopper: int, stop_at:
         assert one["outcome"].interrupted and one["outcome"].step == stop_at
     rest = spawn(2, _trains, place, MF)
     assert rest[0]["losses"] == whole[0]["losses"][stop_at:]
+    _assert_same(_stored(tmp_path / "run"), _stored(tmp_path / "whole"))
+
+
+def _fails_once(rank: int, place: str) -> list[Any]:
+    publish = RunFiles.publish
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with bt.open_run(place, ram=MF.ram) as run:
+        trainer = Trainer(MF, _data(), run)
+        RunFiles.publish = fail  # type: ignore[method-assign]  # of the commit after epoch 1
+        message = message_of(trainer.fit)
+        RunFiles.publish = publish  # type: ignore[method-assign]
+        found = [message, trainer.step, run.epoch]
+        assert not trainer.fit().interrupted
+        return [*found, trainer.losses]
+
+
+def test_a_commit_that_fails_ends_all_ranks_at_one_step_and_they_go_on(tmp_path: Path) -> None:
+    whole = spawn(2, _trains, str(tmp_path / "whole"), MF)
+    first, second = spawn(2, _fails_once, str(tmp_path / "run"))
+    assert all("No space left on device" in one[0] for one in (first, second))
+    assert first[1:] == second[1:] and 11 <= first[1] <= 22 and first[2] == 0
+    assert first[3] == whole[0]["losses"]
     _assert_same(_stored(tmp_path / "run"), _stored(tmp_path / "whole"))
 
 

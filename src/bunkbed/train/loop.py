@@ -280,6 +280,7 @@ class _Session:
         self._began = time.perf_counter()
         budgets = self._team.gather("the budgets of ranks", lambda: trainer.run.budget.total_bytes)
         self._budget_bytes = sum(budgets)
+        self._has_news = True  # whether a rank was asked to stop, or sees the end of a commit; alone: always
         # For the ETA: this session's steps, and its evaluations with commits.
         self._steps_done = 0
         self._epoch_ends_done = 0
@@ -336,8 +337,9 @@ class _Session:
         trainer._set_lr(epoch)
         reports = _StepReports(self, epoch)
         began = time.perf_counter()  # a step's time includes making its batch and waiting for its rows
+        self._has_news = True
         for batch, tensors in self._batches(epoch, progress.step):
-            if self._team.any("the start of a step", self._must_stop):
+            if self._has_news and self._team.any("the start of a step", self._must_stop):
                 return False
             loss = module(*tensors)
             if batch.weight != 1.0:
@@ -373,9 +375,19 @@ class _Session:
         return trainer._stop_requested
 
     def _agreed(self, loss: float, reports: _StepReports) -> tuple[float, bool]:
-        """Return the loss of a step, and whether a report is due after it, both equal on all ranks."""
-        said = self._team.gather("the end of a step", lambda: [loss, reports.are_due(time.perf_counter())])
-        return sum(one for one, _ in said) / len(said), said[0][1]
+        """Return the loss of a step, and whether a report is due after it; both are equal on all ranks.
+
+        Also finds out whether the next step must begin with `_must_stop`: an exchange costs as much as one of rows.
+        """
+        trainer = self._trainer
+
+        def say() -> tuple[float, bool, bool]:
+            is_over = trainer._pending is not None and trainer._pending.done
+            return loss, reports.are_due(time.perf_counter()), is_over or trainer._stop_requested
+
+        said = self._team.gather("the end of a step", say)
+        self._has_news = self._team.world == 1 or any(has_news for _, _, has_news in said)
+        return sum(one for one, _, _ in said) / len(said), said[0][1]
 
     def counters(self) -> Counters:
         """Return the counters of all tables in all processes. Collective."""
