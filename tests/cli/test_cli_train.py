@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ pytest.importorskip("matplotlib")
 
 import bunkbed as bb
 from bunkbed.cli.commands.train import _graceful
-from bunkbed.train.processes.team import ALONE
+from bunkbed.train.processes.team import ALONE, Team
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not at {DATA}")
@@ -280,31 +281,42 @@ main(sys.argv[1:])
     assert done.returncode == 130, done.stderr  # not ended by the signal
 
 
+class _Stopped:
+    """A trainer that counts requests to stop, and a display that shows what was said last."""
+
+    def __init__(self, team: Team) -> None:
+        self.team, self.stops, self.said = team, 0, ""
+
+    def request_stop(self) -> None:
+        self.stops += 1
+
+    def note(self, message: str) -> None:
+        self.said = message
+
+
 def test_a_second_ctrl_c_aborts() -> None:
     # Where a shell runs the tests in its background, Ctrl-C is ignored from the start, and pause() would never return.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    class Trainer:
-        stops = 0
-        team = ALONE
-
-        def request_stop(self) -> None:
-            self.stops += 1
-
-    class Display:
-        said = ""
-
-        def note(self, message: str) -> None:
-            self.said = message
-
-    trainer, display = Trainer(), Display()
+    both: Any = _Stopped(ALONE)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), _graceful(trainer, display):  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt), _graceful(both, both):
         os.kill(os.getpid(), signal.SIGINT)
-        assert trainer.stops == 1 and "Ctrl-C again aborts" in display.said
+        assert both.stops == 1 and "Ctrl-C again aborts" in both.said
         os.kill(os.getpid(), signal.SIGINT)
         signal.pause()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_of_torchrun_is_that_of_the_terminal() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    team = Team()
+    team.world = 2
+    both: Any = _Stopped(team)
+    with _graceful(both, both):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        assert both.stops == 1 and "everything is committed" in both.said and "again" not in both.said
 
 
 @needs_data

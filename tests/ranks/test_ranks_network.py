@@ -1,4 +1,7 @@
-"""Two ranks in two network namespaces, as on two hosts with a shared disk: bits, commits, and a link that is cut."""
+"""Two ranks in two network namespaces, as on two hosts with a shared disk: bits, commits, and a link that is cut.
+
+The link has a delay of 1 ms and a rate of 1 Gbit/s (`slow_link`); where that cannot be made, it is the kernel's own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ import pytest
 
 import bunkbed as bb
 
+SLOW_LINK = Path(__file__).resolve().parents[1] / "support" / "slow_link.py"
 ADDRESSES = ("10.77.1.1", "10.77.1.2")
+RATE = 125_000_000  # bytes a second of the slow link
 SECONDS = 6  # the timeout of the process group
 ROWS, DIM, STEPS = 500, 8, 6
 EVERY = np.arange(ROWS)
@@ -28,28 +33,31 @@ def _ip(*arguments: str) -> None:
 
 
 class Hosts:
-    """Two namespaces with a link between them."""
+    """Two namespaces with a link between them.
 
-    def __init__(self) -> None:
+    Args:
+        delay: of the link, in seconds; 0: a link of the kernel.
+    """
+
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+        self._link: subprocess.Popen[str] | None = None
         self.names = [f"bunkbed-{os.getpid()}-{rank}" for rank in range(2)]
         self.links = [f"bb{os.getpid()}v{rank}"[-15:] for rank in range(2)]
 
     def make(self) -> None:
         for name in self.names:
             _ip("netns", "add", name)
-        _ip(
-            "link",
-            "add",
-            self.links[0],
-            "netns",
-            self.names[0],
-            "type",
-            "veth",
-            "peer",
-            self.links[1],
-            "netns",
-            self.names[1],
-        )
+        ends = [each for pair in zip(self.names, self.links, strict=True) for each in pair]
+        if not self.delay:
+            one, own, other, its = ends
+            _ip("link", "add", own, "netns", one, "type", "veth", "peer", its, "netns", other)
+        else:
+            command = [sys.executable, str(SLOW_LINK), *ends, str(self.delay), str(RATE)]
+            self._link = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert self._link.stdout is not None
+            if self._link.stdout.readline() != "ready\n":
+                raise OSError("a TUN device cannot be made")
         for name, link, address in zip(self.names, self.links, ADDRESSES, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
             _ip("-n", name, "link", "set", link, "up")
@@ -59,6 +67,8 @@ class Hosts:
         _ip("-n", self.names[0], "link", "set", self.links[0], state)
 
     def remove(self) -> None:
+        if self._link is not None:
+            self._link.communicate(timeout=20)
         for name in self.names:
             with contextlib.suppress(subprocess.SubprocessError):
                 _ip("netns", "del", name)
@@ -73,7 +83,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    made = Hosts()
+    made = Hosts(0.001 if os.access("/dev/net/tun", os.R_OK | os.W_OK) else 0)
     try:
         made.make()
     except (OSError, subprocess.SubprocessError) as error:
@@ -98,6 +108,7 @@ def _finish(processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 def test_two_hosts_have_the_bits_of_one_process(hosts: Hosts, tmp_path: Path) -> None:
     found = _finish([hosts.start(rank, tmp_path, "train") for rank in range(2)])
     assert [one["epoch"] for one in found] == [2, 2]
+    assert all(one["seconds"] > one["exchanges"] * hosts.delay for one in found)  # each has crossed the link
     alone = bb.create(None, dim=DIM, num_rows=ROWS, optimizer=bb.Adam(lr=0.1), init=bb.Normal(std=1.0), seed=3)
     for step in range(2 * STEPS):
         parts = [_batch(step % STEPS, rank) for rank in range(2)]
@@ -162,9 +173,12 @@ def _main(folder: Path, mode: str) -> dict[str, Any]:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
         return {"message": message, "seconds": time.monotonic() - started}
+    began, before = time.monotonic(), table.ranks.exchanges
     for step in range(STEPS):
         table.update(*_batch(step, rank))
-    found = {"epoch": table.commit(), "step": table.step}
+    times = {"seconds": time.monotonic() - began, "exchanges": table.ranks.exchanges - before}
+    assert times["exchanges"] >= STEPS
+    found = {"epoch": table.commit(), "step": table.step, **times}
     dist.barrier()
     table.close()
     dist.destroy_process_group()

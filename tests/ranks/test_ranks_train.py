@@ -36,7 +36,7 @@ from bunkbed.train.models.dense import DENSE_FILE, dense_state
 from bunkbed.train.output.events import EpochReport, Event, StepReport
 from bunkbed.train.processes.team import Team
 from bunkbed.train.settings.config import TrainConfig
-from rank_processes import message_of, spawn
+from rank_processes import GROUP_SECONDS, message_of, spawn
 
 USERS, ITEMS = 700, 90
 
@@ -122,7 +122,9 @@ def _one_process(place: Path, config: TrainConfig, world: int) -> tuple[dict[str
         return _rows(run), losses
 
 
-def _trains(rank: int, place: str, config: TrainConfig, stop_at: int = 0, stopper: int = 1) -> dict[str, Any]:
+def _trains(
+    rank: int, place: str, config: TrainConfig, stop_at: int = 0, stopper: int = 1, *, in_evaluation: bool = False
+) -> dict[str, Any]:
     data = open_dataset(Path(place).with_name("data")) if config.stream else _data()
     events: list[Event] = []
     with bt.open_run(place, ram=config.table_ram_bytes) as run:
@@ -136,6 +138,14 @@ def _trains(rank: int, place: str, config: TrainConfig, stop_at: int = 0, stoppe
                     trainer.request_stop()
 
             optimizer.step = stepped  # type: ignore[method-assign]
+        if in_evaluation and rank == stopper:
+            evaluator, evaluate = trainer._evaluator, trainer._evaluator.evaluate
+
+            def evaluated(*arguments: Any) -> Any:
+                trainer.request_stop()
+                return evaluate(*arguments)
+
+            evaluator.evaluate = evaluated  # type: ignore[method-assign]
         outcome = trainer.fit(events.append)
         assert run.epoch and not run.is_behind()
         return {
@@ -192,6 +202,19 @@ def test_a_stop_of_one_rank_stops_all_and_the_run_goes_on(stopper: int, stop_at:
         assert one["outcome"].interrupted and one["outcome"].step == stop_at
     rest = spawn(2, _trains, place, MF)
     assert rest[0]["losses"] == whole[0]["losses"][stop_at:]
+    _assert_same(_stored(tmp_path / "run"), _stored(tmp_path / "whole"))
+
+
+def _stops_in_an_evaluation(rank: int, place: str) -> dict[str, Any]:
+    return _trains(rank, place, MF, in_evaluation=True)
+
+
+def test_a_stop_of_one_rank_stops_an_evaluation_of_all(tmp_path: Path) -> None:
+    whole = spawn(2, _trains, str(tmp_path / "whole"), MF)
+    for one in spawn(2, _stops_in_an_evaluation, str(tmp_path / "run")):
+        assert one["outcome"].interrupted and (one["outcome"].epoch, one["outcome"].step) == (0, 11)
+    rest = spawn(2, _trains, str(tmp_path / "run"), MF)
+    assert rest[0]["losses"] == whole[0]["losses"][11:]
     _assert_same(_stored(tmp_path / "run"), _stored(tmp_path / "whole"))
 
 
@@ -336,6 +359,18 @@ def test_rank_0_works_and_the_others_wait(tmp_path: Path) -> None:
     assert first[3] == second[3] == 7
     assert first[4] == [(0, 5), (0, 1), (0, 512)] and second[4] == [(5, 10), (1, 1), (512, 600)]
     assert first[5] == second[5] == "ValueError: Trainer: lr must be equal on all ranks, got rank 0: 0; rank 1: 1"
+
+
+def _dies(rank: int, place: str) -> str:
+    team = Team.of(bt.open_run(place, ram="64MiB"))
+    return message_of(lambda: team.first("working", lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def test_the_others_hear_that_rank_0_died_at_its_work(tmp_path: Path) -> None:
+    began = time.monotonic()
+    _, message = spawn(2, _dies, str(tmp_path / "run"), dying=0)
+    assert message.startswith("RanksError") and "working" in message and "start all ranks again" in message
+    assert time.monotonic() - began < GROUP_SECONDS
 
 
 def _other_options(rank: int, place: str) -> str:

@@ -44,7 +44,7 @@ def _made(place: Path) -> None:
         _train(run, 2)
         run.commit(files={"dense": b"four", "more": b"?"}, meta={"step": 4}, keep="four")
         _train(run, 1)
-        run.commit(files={"dense": b"five"}, meta={"step": 5}, keep="last")
+        run.commit(files={"dense": b"five", "late": b"!"}, meta={"step": 5}, keep="last")
     (place / "data" / "deep").mkdir(parents=True)
     (place / "data" / "deep" / "pairs").write_bytes(b"pairs")
     (place / "config.json").write_text("{}")
@@ -123,6 +123,34 @@ def test_what_a_snapshot_cannot_keep_is_told(tmp_path: Path) -> None:
     assert _states(place) == before and [each.name for each in tmp_path.iterdir()] == ["run"]
     assert bb.reshard(place, shards=3, ram="128MiB", drop_snapshots=True).epoch == 4
     assert _states(place) == {"kept": {}, None: before[None]}
+
+
+def test_a_snapshot_with_rows_that_were_lost_cannot_be_kept(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    with bb.Run(place, ram="64MiB") as run:
+        table = run.table("user", create=_create("user"))
+        run.commit(keep="none")
+        table.set(EVERY[:9], np.ones((9, 4), np.float32))
+        run.commit(keep="nine")
+        run.rewind("none")
+    with pytest.raises(ValueError, match=r"'user' has lost rows that it had before in commit 3.*'none', 'nine'"):
+        bb.reshard(place, shards=2, ram="128MiB")
+    assert bb.reshard(place, shards=2, ram="128MiB", drop_snapshots=True).rows == 0 and _shards(place) == {2}
+
+
+def test_commits_after_the_run_went_back_are_kept(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    _made(place)
+    with bb.Run(place, ram="64MiB") as run:
+        for name in OPTIMIZERS:
+            run.table(name)
+        run.rewind("four")  # has a file less than the commit before
+        _train(run, 3)
+        run.commit(meta={"step": 7})
+    before = _states(place)
+    assert "late" in before["last"]["run"][2] and "late" not in before[None]["run"][2]
+    assert bb.reshard(place, shards=3, ram="128MiB").epoch == 5
+    assert _states(place) == before and not bb.check(place)
 
 
 def test_bad_input_changes_nothing(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ pytest.importorskip("duckdb")
 from bunkbed.train.data.interactions import Interactions, Vocab
 from bunkbed.train.data.sampling import BatchesAhead, BatchSource, SeenPairs, _stable_order, random_order
 from bunkbed.train.data.splits import split
+from bunkbed.train.processes.team import ALONE, Team
 from bunkbed.train.settings.config import TrainConfig
 
 NUM_USERS, NUM_ITEMS = 50, 40
@@ -38,6 +39,41 @@ def test_an_epoch_has_every_pair_once_as_a_positive():
     users = np.concatenate([batch.users for batch in batches])
     positives = np.concatenate([batch.items[:, 0] for batch in batches])
     assert sorted(zip(users, positives, strict=True)) == sorted(zip(pairs.users, pairs.items, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"shared": True, "popular": True, "log_q": True}], ids=str)
+def test_ranks_take_parts_whose_mean_is_the_batch(world, options):
+    pairs = random_interactions(641)  # the last batch has one pair
+    seen = SeenPairs(pairs.users, pairs.items, NUM_ITEMS)
+    teams = [Team() for _ in range(world)]
+    for rank, team in enumerate(teams):
+        team.rank, team.world = rank, world
+    options = {"batch_size": 64, "negatives": 12, "seed": 7, "seen": seen, **options}
+    whole, *parts = (BatchSource(pairs, team=team, **options) for team in (ALONE, *teams))
+    for step in (0, 10):
+        batch, mine = whole.batch(1, step), [part.batch(1, step) for part in parts]
+        assert batch.weight == 1 and batch.step_pairs == len(batch.users) == (64 if step == 0 else 1)
+        counted = [one for one in mine if one.weight]
+        np.testing.assert_array_equal(np.concatenate([one.users for one in counted]), batch.users)
+        for one in mine:
+            assert one.step_pairs == len(batch.users) and len(one.users) >= 1
+            if one.weight:  # the mean of the losses of parts is then that of the batch
+                assert one.weight == len(one.users) * world / len(batch.users)
+        if "shared" not in options:
+            np.testing.assert_array_equal(np.concatenate([one.items for one in counted]), batch.items)
+            continue
+        done = 0
+        for one in counted:
+            size, negatives = len(one.users), len(batch.items) - len(batch.users)
+            of_batch = np.r_[done : done + size, len(batch.users) : len(batch.items)]
+            np.testing.assert_array_equal(one.items, batch.items[of_batch])
+            in_batch = batch.seen[(batch.seen >= done * negatives) & (batch.seen < (done + size) * negatives)]
+            assert sorted(one.seen) == sorted(in_batch - done * negatives)
+            if "log_q" in options:
+                np.testing.assert_array_equal(one.log_q, batch.log_q[of_batch])
+            done += size
+    assert sum(one.weight for one in mine) == pytest.approx(world)
 
 
 def test_any_batch_can_be_asked_for_at_any_time():

@@ -195,7 +195,7 @@ class Ranks:
             except Exception as failed:
                 error = failed
             store.set(key, b"")
-        while not self.is_first and not store.check([key]) and not self.has_ended(0):
+        while not self.is_first and not self._is_said(store, key):
             time.sleep(_POLL_S)
 
         def say() -> Any:
@@ -204,6 +204,13 @@ class Ranks:
             return value
 
         return self.gather(what, say)[0]
+
+    def _is_said(self, store: dist.Store, key: str) -> bool:
+        """Return whether rank 0 has set a key, or has ended; the store may end with it."""
+        try:
+            return bool(store.check([key])) or self.has_ended(0)
+        except RuntimeError:
+            return True
 
     def concatenate(self, what: str, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the one-dimensional arrays of all ranks, of one dtype, as one array, in their order. Collective."""
