@@ -49,6 +49,7 @@ class Case:
     ram: str | None = None  # with it, the table has files
     host: str = "DDP"  # what wraps the model
     reopens: bool = False  # commits and opens the table again in the middle
+    seed: int = 0  # of the batches
 
     @property
     def trains_dense(self) -> bool:
@@ -225,9 +226,9 @@ class Batch:
     targets: Tensor
 
 
-def batch_of(step: int, micro: int, rank: int, size: int = SIZE) -> Batch:
+def batch_of(seed: int, step: int, micro: int, rank: int, size: int = SIZE) -> Batch:
     """Return a batch of ordinary ids: few come often, so the order of additions shows in the bits."""
-    rng = np.random.default_rng([step, micro, rank])
+    rng = np.random.default_rng([step, micro, rank, seed])
 
     def ids() -> Tensor:
         return torch.from_numpy((rng.zipf(1.3, size) - 1) % ROWS)
@@ -313,11 +314,12 @@ class _Job:
         wanted = [self._core.wanted(batch) for batch in batches]
         if len(wanted) == 1:
             return wanted[0]
-        return {layer: [ids for one in wanted for ids in one[layer]] for layer in wanted[0]}
+        each = [{layer: ids if isinstance(ids, list) else [ids] for layer, ids in one.items()} for one in wanted]
+        return {layer: [ids for one in each for ids in one[layer]] for layer in each[0]}
 
     def _batch(self, step: int, micro: int, rank: int) -> Batch:
         is_empty = self._case.lacks and step == 2 and rank == 0
-        return batch_of(step, micro, rank, 0 if is_empty else SIZE)
+        return batch_of(self._case.seed, step, micro, rank, 0 if is_empty else SIZE)
 
     def _step(self, step: int) -> None:
         case = self._case
@@ -356,7 +358,7 @@ class _Job:
         dense = [parameter.detach().clone() for parameter in self._core.dense.parameters()]
         state = self._optimizer.state_dict()
         saved = self._core.state_dict()
-        for table in self.tables().values():
+        for table in {id(table): table for table in self.tables().values()}.values():  # layers may share one
             table.compact()
             table.close()
         del self._core, self._model, self._optimizer

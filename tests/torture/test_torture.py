@@ -20,6 +20,7 @@ PARTS = {
     "faults": (0.022, 4),
     "corruption": (0.003, 10),
     "epochs": (0.02, 3),
+    "ranks": (0.03, 2),
     "resume": (0.1, 1),
 }
 
