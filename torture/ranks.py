@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 _ROWS, _DIM, _IDS = 300, 6, 80
 _JOBS, _LIVES = 300, 60
-#: Jobs of one start of processes, which takes as long as several of them.
+#: Jobs of one start of processes, which takes as long as several jobs.
 _TOGETHER = 10
 
 

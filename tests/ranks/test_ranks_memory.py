@@ -19,7 +19,7 @@ from rank_processes import spawn
 ROWS, DIM, SIZE, STEPS = 1_000_000, 64, 4096, 60
 RAM = 96 * MIB
 #: Messages, gradients and Python's own growth, of both ranks; outside the budget.
-BESIDE = 48 * MIB
+OUTSIDE = 48 * MIB
 
 why_not = MemoryLimit.why_not()
 pytestmark = pytest.mark.skipif(why_not is not None, reason=str(why_not))
@@ -50,9 +50,9 @@ def _limited(rank: int, place: str, group: str, ram: int) -> dict[str, Any]:
 
 
 def test_all_ranks_together_keep_to_ram(tmp_path: Path) -> None:
-    with MemoryLimit(RAM + BESIDE) as limit:
+    with MemoryLimit(RAM + OUTSIDE) as limit:
         said = spawn(2, _limited, str(tmp_path / "rows"), str(limit.folder), RAM)
-        assert RAM // 2 < limit.peak_bytes() <= RAM + BESIDE
+        assert RAM // 2 < limit.peak_bytes() <= RAM + OUTSIDE
     stored = sum(one["rows"] for one in said) * 3 * 4 * DIM
     assert stored > 2 * RAM and all(one["evictions"] > 0 for one in said)
     assert sum(one["ram_bytes"] for one in said) <= RAM
@@ -60,5 +60,5 @@ def test_all_ranks_together_keep_to_ram(tmp_path: Path) -> None:
 
 
 def test_the_group_ends_a_rank_that_takes_more(tmp_path: Path) -> None:
-    with MemoryLimit(RAM + BESIDE) as limit, pytest.raises(AssertionError, match="died with exit status -9"):
+    with MemoryLimit(RAM + OUTSIDE) as limit, pytest.raises(AssertionError, match="died with exit status -9"):
         spawn(2, _limited, str(tmp_path / "rows"), str(limit.folder), 8 * RAM)
