@@ -173,6 +173,12 @@ def test_bad_input_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(bb.CorruptionError):
         bb.reshard(place, shards=3, ram="128MiB")
     segment.write_bytes(data)
+    manifest = place / "run-0000000000000001"
+    data = manifest.read_bytes()
+    manifest.write_bytes(data.replace(b"two", b"too"))
+    with pytest.raises(bb.CorruptionError, match="run-0000000000000001 fails its checksum"):
+        bb.reshard(place, shards=3, ram="128MiB")
+    manifest.write_bytes(data)
     assert _states(place) == before and [each.name for each in tmp_path.iterdir()] == ["run"]
 
 

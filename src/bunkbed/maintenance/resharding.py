@@ -241,8 +241,9 @@ def _rewrite_run(
 ) -> Resharded:
     """Make the whole new run in `part`: its kept commits, its last one, and the files of others in its folder."""
     place, last = files.directory, files.load_newest().epoch
-    epochs = [] if drop_snapshots else [epoch for epoch in files.snapshots().values() if epoch != last]
-    old = [files.load(epoch) for epoch in (*epochs, last)]
+    every = {epoch: files.load(epoch) for epoch in files.epochs()}  # a damaged one may be a kept one
+    kept = [] if drop_snapshots else [epoch for epoch in files.snapshots().values() if epoch != last]
+    old = [every[epoch] for epoch in (*kept, last)]
     rows, uuids = 0, {}
     with Run(part, ram=ram_bytes - ram_bytes // 2) as made:
         for commit in old:
