@@ -18,6 +18,7 @@ from bunkbed import _native
 from bunkbed.cli import main
 from bunkbed.cli.commands import train as train_command
 from bunkbed.cli.shared.train_options import OptimizerName, Ranking
+from bunkbed.train.processes.team import Team
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import option_of
 
@@ -30,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def start(
-        file: Path, reading: dict[str, Any], out: Path | None, config: TrainConfig, *rest: Any, **more: Any
+        _: Team, file: Path, reading: dict[str, Any], out: Path | None, config: TrainConfig, *rest: Any, **more: Any
     ) -> int:
         calls.append({"file": file, "out": out, "config": config, **reading})
         return 0
