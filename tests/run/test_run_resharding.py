@@ -51,6 +51,15 @@ def _made(place: Path) -> None:
     (place / "link").symlink_to("config.json")
 
 
+def _go_back(place: Path, more_steps: int = 0) -> None:
+    """Make "four" the newest commit, which has fewer steps and a file less than "last"; train on, and commit."""
+    with bb.Run(place, ram="64MiB") as run:
+        for name in OPTIMIZERS:
+            run.table(name)
+        run.rewind("four")
+        _train(run, more_steps)
+
+
 def _state(place: Path, snapshot: str | None) -> dict[str, Any]:
     with bb.Run(place, ram="64MiB", mode="r", snapshot=snapshot) as run:
         found: dict[str, Any] = {"run": (run.epoch, run.meta, {name: run.read(name) for name in run.files})}
@@ -111,10 +120,7 @@ def test_every_kept_commit_of_a_run_has_the_same_bits(tmp_path: Path) -> None:
 def test_what_a_snapshot_cannot_keep_is_told(tmp_path: Path) -> None:
     place = tmp_path / "run"
     _made(place)
-    with bb.Run(place, ram="64MiB") as run:
-        for name in OPTIMIZERS:
-            run.table(name)
-        run.rewind("four")  # a new commit with fewer steps than the one that is kept as "last"
+    _go_back(place)
     before = _states(place)
     with pytest.raises(
         ValueError, match=r"'item' has 2 steps, fewer than before, in commit 4.*'two', 'four', 'last'.*--drop-snapshots"
@@ -141,12 +147,7 @@ def test_a_snapshot_with_rows_that_were_lost_cannot_be_kept(tmp_path: Path) -> N
 def test_commits_after_the_run_went_back_are_kept(tmp_path: Path) -> None:
     place = tmp_path / "run"
     _made(place)
-    with bb.Run(place, ram="64MiB") as run:
-        for name in OPTIMIZERS:
-            run.table(name)
-        run.rewind("four")  # has a file less than the commit before
-        _train(run, 3)
-        run.commit(meta={"step": 7})
+    _go_back(place, more_steps=3)
     before = _states(place)
     assert "late" in before["last"]["run"][2] and "late" not in before[None]["run"][2]
     assert bb.reshard(place, shards=3, ram="128MiB").epoch == 5
