@@ -186,7 +186,10 @@ class Ranks:
         Raises:
             RanksError: `work` failed on rank 0, or its process has ended.
         """
-        store, key = self.store("first"), str(self._made)
+        opened: list[dist.Store] = []
+        # Rank 0 may end in `work`, and the server of the store with it: all ranks connect before.
+        self.gather(what, lambda: opened.append(self.store("first")))
+        store, key = opened[0], str(self._made)
         error: Exception | None = None
         value: Any = None
         if self.is_first:
