@@ -210,7 +210,7 @@ def test_add_param_group_takes_dense_parameters_and_new_layers() -> None:
     opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
     later = torch.nn.ModuleList([Embedding(5, 2, optimizer=bb.SGD(lr=1.0)), torch.nn.Linear(2, 1)])
     opt.add_param_group({"params": later.parameters(), "lr": 0.7})
-    assert [group["lr"] for group in opt.param_groups] == [0.1, 1e-3, 0.7, 1.0]
+    assert [group["lr"] for group in opt.param_groups] == [0.1, 0.1, 0.7, 1.0]
     before = rows(later[0])
     later[0](torch.tensor([1])).sum().backward()
     opt.step()

@@ -265,6 +265,13 @@ def require_optimizer(value: object) -> Optimizer:
     return value
 
 
+def have_same_slots(present: Optimizer, wanted: Optimizer) -> bool:
+    """Return whether records with the slots of `present` can hold those of `wanted`."""
+    return type(present) is type(wanted) and all(
+        getattr(present, name, None) == getattr(wanted, name, None) for name in ("state_dtype", "initial_accumulator")
+    )
+
+
 def check_same_slots(name: str, present: Optimizer, wanted: Optimizer) -> None:
     """Check that records with the slots of `present` can hold those of `wanted`.
 

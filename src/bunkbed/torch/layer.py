@@ -19,10 +19,11 @@ from bunkbed.core.types import Json
 from bunkbed.table.table import Table
 from bunkbed.torch.base import checkpoint
 from bunkbed.torch.base.types import Device
+from bunkbed.torch.making import Maker
 from bunkbed.torch.pending import require_one_process
 from bunkbed.torch.pendings import pending_of
 from bunkbed.torch.ranks.sharing import Sharing
-from bunkbed.torch.ranks.table import DistributedTable, shared_table
+from bunkbed.torch.ranks.table import DistributedTable
 
 #: Rows per `Table.set` when weights are imported.
 IMPORT_CHUNK = 65_536
@@ -98,6 +99,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             _require_size(kind, "num_embeddings", num_embeddings)
         sharing.require_valid(kind)
         dims = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        maker: Maker | None = None
         if table is None:
             ranks = sharing.ranks(kind)
             if ranks is not None:
@@ -106,10 +108,8 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             arguments = options.arguments(
                 kind, dims, "init", num_rows=num_embeddings, dim=embedding_dim, init=bb.Normal(std=1.0), seed=drawn
             )
-            if ranks is None:
-                table = replace(arguments, shards=sharing.shards).created(options.optimizer)
-            else:
-                table = shared_table(arguments, options.optimizer, ranks, sharing)
+            maker = Maker(arguments, sharing, ranks)
+            table = maker.make(options.optimizer)
         else:
             if table.mode != "r" and sharing.placement != "local" and not isinstance(table, DistributedTable):
                 require_one_process(table.name)
@@ -119,7 +119,9 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding_row(kind, padding_idx, num_embeddings)
-        self._pending = pending_of(table, device, device_cache)
+        self._pending = pending_of(table, device, device_cache, maker)
+        if options.optimizer is not None:
+            self._pending.maker = None
         self._pending.is_local = self._pending.is_local or sharing.placement == "local"
         self.anchor = self._pending.anchor
         if keep_checkpoints is not None and keep_checkpoints < 1:

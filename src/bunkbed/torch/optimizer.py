@@ -3,37 +3,99 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 
+from bunkbed.core.optim import Optimizer as UpdateRule
 from bunkbed.core.types import Json
 from bunkbed.torch.base.ranges import is_profiling, ranged
+from bunkbed.torch.base.rules import SETTINGS, rule_of, settings
 from bunkbed.torch.layer import TableLayer
 from bunkbed.torch.pending import Pending
-from bunkbed.torch.pendings import by_anchor, distinct
+from bunkbed.torch.pendings import by_anchor, distinct, follow, require_can_follow
+
+_log = logging.getLogger("bunkbed.torch")
+
+
+class _Group(dict[str, Any]):
+    """A parameter group that knows which of its values were written."""
+
+    def __init__(self, values: Json) -> None:
+        super().__init__(values)
+        self.written: set[str] = set()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.written.add(key)
+        super().__setitem__(key, value)
+
+    def follow(self, key: str, value: Any) -> None:
+        """Set a value that another group decides."""
+        super().__setitem__(key, value)
 
 
 class _TableGroup:
     """The parameter group of one table: ``{"params": [anchor], "table": name, "optimizer": class, lr,
-    ...}``."""
+    ...}``.
 
-    def __init__(self, pending: Pending, param_name: str | None) -> None:
+    Where the table follows the dense optimizer, a change in the group that held its anchor applies to it, unless the
+    same value of this group was written since the last step.
+
+    Args:
+        pending: of the table.
+        param_name: see torch's ``named_parameters``; None: the groups have no names.
+        followed: the dense optimizer and the index of the group that the table follows; None: it follows none.
+    """
+
+    def __init__(
+        self, pending: Pending, param_name: str | None, followed: tuple[torch.optim.Optimizer, int] | None
+    ) -> None:
         self.pending = pending
+        self._followed = followed
         definition = pending.table.optimizer
-        fields = {field.name: getattr(definition, field.name) for field in dataclasses.fields(definition)}
-        self.group: Json = {
-            "params": [pending.anchor],
-            "table": pending.name,
-            "optimizer": type(definition).__name__,
-            **fields,
-        }
+        fields = _fields(definition)
+        self.group = _Group(
+            {"params": [pending.anchor], "table": pending.name, "optimizer": type(definition).__name__, **fields}
+        )
         if param_name is not None:
             self.group["param_names"] = [param_name]  # torch requires them in all groups or in none
         self._names = tuple(name for name in fields if name != "lr")
         self._applied = self._values()
+        self._look()
+
+    @property
+    def follows(self) -> bool:
+        """Whether the table follows the dense optimizer."""
+        return self._followed is not None
+
+    def _look(self) -> None:
+        """Note what the followed group has now: only later changes apply."""
+        self.group.written.clear()
+        if self._followed is not None:
+            dense, index = self._followed
+            group = dense.param_groups[index]
+            self._settings, self._rule = settings(group), _fields(rule_of(dense, group, self.pending.name))
+
+    def follow(self) -> None:
+        """Take over what changed in the followed group since the last step.
+
+        Raises:
+            ValueError: the group has a setting that no rule of a table has.
+        """
+        if self._followed is None:
+            return
+        dense, index = self._followed
+        if settings(dense.param_groups[index]) != self._settings:
+            before, written = self._rule, set(self.group.written)
+            self._look()
+            for name, value in self._rule.items():
+                if value != before[name] and name not in written:
+                    self.group.follow(name, value)
+        elif self.group.written:
+            self.group.written.clear()
 
     def _values(self) -> tuple[Any, ...]:
         return tuple([self.group[name] for name in self._names])
@@ -45,6 +107,7 @@ class _TableGroup:
         Raises:
             ValueError: a value is out of range, or is part of stored state (Adagrad's initial_accumulator).
         """
+        self.follow()
         values = self._values()
         if values == self._applied:
             return
@@ -68,14 +131,19 @@ class _TableGroup:
         self.group.update({key: value for key, value in saved.items() if key not in ("params", "table")})
         if "betas" in self.group:
             self.group["betas"] = tuple(self.group["betas"])
+        self._look()
 
 
 class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untyped here
     """A `torch.optim.Optimizer` over a dense optimizer and every table of a model.
 
     It removes the layers' anchors from the dense optimizer's groups, keeps those groups (the same dicts) as
-    its first parameter groups and appends one per table, with the hyperparameters of the table's own
-    optimizer. Schedulers, `torch.amp.GradScaler`, gradient clipping and Lightning's automatic mode work on it
+    its first parameter groups and appends one per table. A layer without ``optimizer=`` follows the group that held
+    its anchor: its table has the group's update rule, rate, betas, eps and weight decay (`SGD`, `Adagrad`, `Adam`,
+    `AdamW` or `SparseAdam`; a step changes only the rows that it touches), and later changes of the group apply to the
+    table. A layer with ``optimizer=`` keeps its own. The rule of each table is logged once, at level INFO.
+
+    Schedulers, `torch.amp.GradScaler`, gradient clipping and Lightning's automatic mode work on it
     as on any optimizer; step it instead of `dense`. Changing a hyperparameter in a group takes effect at the
     next step. It owns no rows; several lookups, losses and backward calls before one ``step()`` are one
     update. Not thread-safe. A table has one `Optimizer` at a time; `detach` releases the table, and so does
@@ -94,7 +162,9 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
     Raises:
         TypeError: `model` is not a module, or `dense` is not an optimizer that steps without a closure, or divides
             anchors over processes.
-        ValueError: the model has no trainable layer of `bunkbed.torch`.
+        ValueError: the model has no trainable layer of `bunkbed.torch`; or a layer follows a group whose optimizer or
+            settings (momentum, amsgrad) no rule of a table has; or its rows have the state of another rule, and were
+            trained or committed.
         RuntimeError: a table already has an Optimizer.
         ReadOnlyError: a trainable layer's table is open with ``mode="r"``.
     """
@@ -124,7 +194,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             if isinstance(layer, TableLayer) and (layer.table.mode != "r" or layer.anchor.requires_grad)
         ]
         groups = [] if dense is None else list(dense.param_groups)
-        in_dense = [known[id(p)] for group in groups for p in group["params"] if id(p) in known]
+        places = {id(p): index for index, group in enumerate(groups) for p in group["params"] if id(p) in known}
+        in_dense = [known[anchor] for anchor in places]
         pendings = distinct([*in_model, *(pending for pending in in_dense if pending.table.mode != "r")])
         if not pendings:
             raise ValueError(
@@ -133,6 +204,18 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             )
         for pending in pendings:
             pending.require_free(replace=replace)
+        followed = {
+            pending: (dense, places[id(pending.anchor)])
+            for pending in pendings
+            if dense is not None and pending.maker is not None and id(pending.anchor) in places
+        }
+        rules = {
+            pending: rule_of(optimizer, groups[index], pending.name) for pending, (optimizer, index) in followed.items()
+        }
+        for pending, rule in rules.items():
+            require_can_follow(pending, rule)
+        for pending, rule in rules.items():
+            follow(pending, rule)
         self._dense = dense
         self._tables: list[_TableGroup] = []
         self._started = False
@@ -145,15 +228,49 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         names = {id(param): name for name, param in model.named_parameters()}
         named = any("param_names" in group for group in groups)
         self._tables = [
-            _TableGroup(pending, names.get(id(pending.anchor), pending.name) if named else None) for pending in pendings
+            _TableGroup(pending, names.get(id(pending.anchor), pending.name) if named else None, followed.get(pending))
+            for pending in pendings
         ]
         super().__init__([*groups, *(table.group for table in self._tables)], {})
         self._started = True
         for pending in pendings:
             pending.attach(self)
         self._refresh()
+        self._warns_of_schedule = dense is not None
+        for table in self._tables:
+            self._log_rule(table)
         if dense is not None:
             self._watch(dense)
+
+    def _log_rule(self, table: _TableGroup) -> None:
+        """Log which rule trains a table, and why."""
+        pending, dense = table.pending, type(self._dense).__name__
+        rule = pending.table.optimizer
+        if table.follows:
+            _log.info("table %r is trained by %r, which follows its parameter group of %s", pending.name, rule, dense)
+        elif pending.maker is None:
+            _log.info("table %r is trained by its own optimizer %r", pending.name, rule)
+        elif self._dense is None:
+            _log.info("table %r is trained by %r: its layer has no optimizer=", pending.name, rule)
+        else:
+            _log.warning(
+                "table %r is in no parameter group of %s, so it is trained by %r; make that of model.parameters(), or "
+                "give the layer its own: Embedding(..., optimizer=...)",
+                pending.name, dense, rule,
+            )  # fmt: skip
+
+    def _warn_of_schedule(self, dense: torch.optim.Optimizer) -> None:
+        """Log, once, that a scheduler of the dense optimizer alone does not reach a table with its own rule."""
+        if not getattr(dense.step, "_wrapped_by_lr_sched", False):
+            return
+        self._warns_of_schedule = False
+        names = [repr(table.pending.name) for table in self._tables if not table.follows]
+        if names:
+            _log.warning(
+                "a learning-rate scheduler changes the dense optimizer, which table %s does not follow; make it "
+                "of the bunkbed.torch.Optimizer",
+                ", ".join(names),
+            )
 
     def _watch(self, dense: torch.optim.Optimizer) -> None:
         """Register hooks on the dense optimizer that follow its changes; they refer to `self` weakly."""
@@ -220,6 +337,9 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 over.
         """
         loss = None
+        if self._warns_of_schedule:
+            assert self._dense is not None
+            self._warn_of_schedule(self._dense)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -283,6 +403,15 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             raise ValueError(f"table {found[0].name!r} is in a parameter group already")
         for pending in fresh:
             pending.require_free()
+        dense = self._dense
+        given = {key: value for key, value in param_group.items() if key in SETTINGS}
+        rules = {
+            pending: rule_of(dense, given, pending.name)
+            for pending in fresh
+            if dense is not None and pending.maker is not None
+        }
+        for pending, rule in rules.items():
+            require_can_follow(pending, rule)
         if param_group["params"]:
             if self._dense is None:
                 raise ValueError(
@@ -292,10 +421,13 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             self._dense.add_param_group(param_group)
             self._refresh()
         for pending in fresh:
-            table = _TableGroup(pending, pending.name if "param_names" in self.param_groups[0] else None)
+            if pending in rules:
+                follow(pending, rules[pending])
+            table = _TableGroup(pending, pending.name if "param_names" in self.param_groups[0] else None, None)
             self._tables.append(table)
             self.param_groups.append(table.group)
             pending.attach(self)
+            self._log_rule(table)
         self._refresh()
 
     def load_state_dict(self, state_dict: Json) -> None:
@@ -340,6 +472,10 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             "bunkbed.torch.Optimizer cannot be copied or pickled: it steps tables, which have one writer; save its "
             "state_dict()"
         )
+
+
+def _fields(definition: UpdateRule) -> Json:
+    return {field.name: getattr(definition, field.name) for field in dataclasses.fields(definition)}
 
 
 def _require_whole(dense: torch.optim.Optimizer | None, known: dict[int, Pending]) -> None:

@@ -45,6 +45,7 @@ from bunkbed.torch.base.gradients import HostRows, Part, Rows
 from bunkbed.torch.base.types import Device, RowsBatch
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
+from bunkbed.torch.making import Maker
 from bunkbed.torch.ranks.rows import RankRows
 
 #: The remedy that errors show.
@@ -58,9 +59,8 @@ class Pending:
     """
 
     def __init__(self, table: Table, device: Device = None, device_cache: int | str | Budget | None = None) -> None:
-        self.table = table
-        self.name: str = table.name
-        self.references = References(table, PREFIX, "state_dict")
+        #: Makes the table again with another rule; None: its rule was given, and does not follow an optimizer.
+        self.maker: Maker | None = None
         #: Where several processes share the table (`bunkbed.torch.rank_pending`): its rows.
         self.rank_rows: RankRows | None = None
         #: Whether each of several processes shall have a table of its own (``placement="local"``).
@@ -70,7 +70,7 @@ class Pending:
         self.ref = weakref.ref(self)
         #: The cache of hot rows on the anchor's device, or None.
         self.tier: Tier | None = None
-        self.rows: Rows = HostRows(table)
+        self._device_cache = device_cache
         self.batch: RowsBatch = None  # the rows, each once
         self.sums: Tensor = None  # their summed gradients, which `update` applies
         self._is_finite = True  # whether every sum is finite
@@ -83,19 +83,30 @@ class Pending:
         # torch's default dtype, as in any layer: outputs must match the layers that use them.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
         self._no_change = torch.full((1,), -0.0, dtype=grad_dtype(self.anchor.device), device=self.anchor.device)
-        if device_cache is not None:
+        self.use(table)
+
+    def use(self, table: Table) -> None:
+        """Take this table, at first or in place of one that was closed; no gradients may be pending."""
+        self.table = table
+        self.name: str = table.name
+        self.references = self._new_references(table)
+        self.rows: Rows = HostRows(table)
+        if self._device_cache is not None:
             this = self.ref  # weak: `self` owns the cache
 
             def anchor() -> Tensor:
                 pending = this()
                 return None if pending is None else pending.anchor
 
-            self.rows = self.tier = make_tier(table, device_cache, anchor)
+            self.rows = self.tier = make_tier(table, self._device_cache, anchor)
         #: Whether a call of the core may look up this table together with others: no shards, and no device cache.
         self.is_joined = self.tier is None and isinstance(table.core, _native.Table)
         #: Whether a call of the core may step this table together with others.
         self.steps_joined = self.is_joined
         self.core = table.plain_core  # requires `steps_joined`
+
+    def _new_references(self, table: Table) -> References:
+        return References(table, PREFIX, "state_dict")
 
     def require_tier(self) -> Tier:
         """Return the device cache of a table that has one."""

@@ -26,6 +26,7 @@ from bunkbed import _native
 from bunkbed.adapters.gradient_parts import not_finite
 from bunkbed.core.arguments import Ids
 from bunkbed.core.budget import Budget
+from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import HostRows, Part
 from bunkbed.torch.base.types import Device
 from bunkbed.torch.pending import Pending, grad_dtype, rounded
@@ -48,18 +49,25 @@ class RankPending(Pending):
                 'placement="local"'
             )
         super().__init__(table, device)
-        self.references = RankReferences(table)
-        self.shared = table
-        self.rows = HostRows(table.local)
-        self.steps_joined = table.has_one_core
-        self.core = table.local.plain_core
         self.factor = 1.0 if table.sums_gradients else 1.0 / table.ranks.world
         self._mark = 0  # the place in the forward order of the first lookup after the last backward call
         self._calls = 0  # backward calls that were added
         self._bad = ""
         self._sums_are_finite = True
+
+    def use(self, table: DistributedTable) -> None:  # type: ignore[override]  # no other is given
+        """See `Pending.use`."""
+        super().use(table)
+        self.shared = table
+        self.rows = HostRows(table.local)
+        self.steps_joined = table.has_one_core
+        self.core = table.local.plain_core
         self._rows = self.rank_rows = table.core
         self._rows.exchange.join_gradients(self._rows, self)
+
+    def _new_references(self, table: Table) -> RankReferences:
+        assert isinstance(table, DistributedTable)
+        return RankReferences(table)
 
     def require_group(self) -> None:
         """See `Pending.require_group`: the table has one."""
