@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
+from bunkbed.adapters.removal import close_writer, is_taken, remove_table, require_removable
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Adam, Optimizer
@@ -17,8 +20,26 @@ from bunkbed.errors import FormatError
 from bunkbed.sharded.opening import open
 from bunkbed.sharded.table import ShardedTable
 from bunkbed.table.definition import Definition
-from bunkbed.table.opening import Wanted, create, open_table, path_lock, resolve
+from bunkbed.table.opening import Wanted, create, is_shared, open_table, path_lock, resolve
 from bunkbed.table.table import Table
+
+#: What a layer does where a table is at its path: go on with its rows, raise, or replace it.
+Exist: TypeAlias = Literal["open", "error", "new"]
+_log = logging.getLogger("bunkbed")
+
+
+def log_opening(table: Table, num_rows: int) -> None:
+    """Log one line where a layer goes on with rows of before: stored ones, or those of another layer on the path.
+
+    Args:
+        table: as `TableArguments.created` returned it.
+        num_rows: its stored rows.
+    """
+    where = table.name if table.path is None else table.path
+    if is_shared(table):
+        _log.info("shares the open table %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
+    elif num_rows or table.step or table.epoch:
+        _log.info("opened %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
 
 
 def require_same(kind: str, table: Table, **given: object) -> None:
@@ -59,10 +80,11 @@ class TableOptions:
     seed: int | None = None
     dtype: str | None = None
     durability: Literal["durable", "scratch"] | None = None
+    exist: Exist = "open"
 
     def require_none(self, kind: str) -> None:
         """Raise ValueError if an option is given together with ``table=``, whose table already has a value for it."""
-        for name, value in vars(self).items():
+        for name, value in {**vars(self), "exist": None if self.exist == "open" else self.exist}.items():
             if value is not None:
                 raise ValueError(f"{kind}: {name}= cannot be given together with table=; the table brings its own")
 
@@ -77,6 +99,8 @@ class TableOptions:
             init_name: the layer's name of `init`.
             num_rows, dim, init, seed: of a new table; `init` and `seed` where no option gives them.
         """
+        if self.exist not in ("open", "error", "new"):
+            raise ValueError(f'{kind}: exist must be "open", "error" or "new", got {self.exist!r}')
         given = {"dtype": self.dtype, init_name: self.init, "seed": self.seed, "durability": self.durability}
         return TableArguments(
             kind,
@@ -92,6 +116,7 @@ class TableOptions:
             None if self.path is None else Path(self.path),
             self.ram,
             self.disk,
+            exist=self.exist,
         )
 
 
@@ -106,6 +131,7 @@ class TableArguments:
         path, ram, disk: see `bunkbed.create`.
         make: see `bunkbed.table.opening.open_table`.
         shards: the number of shards that a table with a path must have; None: any, and a new one is not sharded.
+        exist: what `settle` does where a table is at `path`.
     """
 
     kind: str
@@ -116,6 +142,35 @@ class TableArguments:
     disk: int | str | None
     make: Callable[..., Table] = Table
     shards: int | None = None
+    exist: Exist = "open"
+
+    def settle(self, meet: Callable[[Callable[[], None]], None] = lambda call: call()) -> None:
+        """Where something is at `path`: go on for ``"open"``, raise for ``"error"``, remove the table for ``"new"``.
+
+        Args:
+            meet: where several processes share the table: makes the call on one, and raises its error on all.
+
+        Raises:
+            FileExistsError: `exist` is ``"error"``, or more than a table is there. See `remove_table`.
+        """
+        place = None if self.path is None else resolve(self.path)
+        if place is None or self.exist == "open":
+            return
+        meet(lambda: self._require_removable(place))
+        if self.exist == "new":
+            close_writer(place)
+            meet(lambda: remove_table(place) if is_taken(place) else None)
+
+    def _require_removable(self, place: Path) -> None:
+        if is_taken(place) and self.exist == "error":
+            raise FileExistsError(
+                errno.EEXIST,
+                f'{self.kind}: exist="error" was given, and there is a table; exist="open" goes on with its rows, '
+                'exist="new" removes them, another path= leaves it alone',
+                str(place),
+            )
+        if is_taken(place):
+            require_removable(place)
 
     def opened(self, optimizer: Optimizer | None) -> Table | None:
         """Open the table at `path` and compare it with `same`; return None if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -12,7 +13,7 @@ import keras
 import numpy as np
 
 import bunkbed as bb
-from bunkbed.adapters.tables import TableOptions, require_same
+from bunkbed.adapters.tables import Exist, TableOptions, require_same
 from bunkbed.core import optim
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import from_native as initializer_from_native
@@ -22,7 +23,7 @@ from bunkbed.keras.base.initializers import initializer_of
 from bunkbed.keras.base.places import current_path
 from bunkbed.keras.base.rows_layer import COMBINERS
 from bunkbed.keras.base.types import DType, Initializer, KerasOptimizer, LookupOptions, Shape, Store, Tensor
-from bunkbed.keras.shared.table import LayerArguments, SharedTable, shared_of, shared_of_table
+from bunkbed.keras.shared.table import LayerArguments, SharedTable, is_in_use, shared_of, shared_of_table
 from bunkbed.keras.workers.folders import require_whole
 from bunkbed.table.facts import DTYPES
 from bunkbed.table.table import Table
@@ -49,6 +50,7 @@ else:
 
 #: Name of the table's reference in a saved layer, stored as the bytes of JSON.
 _REFERENCE = "table"
+_log = logging.getLogger("bunkbed.keras")
 
 
 @keras.saving.register_keras_serializable(package="bunkbed")
@@ -93,6 +95,9 @@ class Embedding(IdsLayer):
             has a directory of its own below `path`: see `bunkbed.keras.workers_table`.
         directories: of a new sharded table, one for each shard; a stored table knows its directories.
         durability, disk: see `bunkbed.create`.
+        exist: where a table is at `path`: ``"open"`` goes on with its rows (one line of the log says so), ``"error"``
+            raises, ``"new"`` removes it with its kept commits; layers that have it open raise `TableClosedError`. A
+            model that is loaded from a file opens its table.
         keep_checkpoints: how many epochs kept by saved weights stay loadable, None for all; give at least the number
             that a checkpoint callback keeps. For a table in RAM only, each is a copy of the stored rows.
 
@@ -126,6 +131,7 @@ class Embedding(IdsLayer):
         directories: Sequence[str | PathLike[str]] | None = None,
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
+        exist: Exist = "open",
         keep_checkpoints: int | None = 3,
         **kwargs: Any,
     ) -> None:
@@ -174,7 +180,9 @@ class Embedding(IdsLayer):
         self._directories = None if directories is None else [str(each) for each in directories]
         dims = {"input_dim": input_dim, "output_dim": output_dim}
         if table is not None:
-            TableOptions(path, ram, disk, optimizer, seed=seed, durability=durability).require_none("Embedding")
+            TableOptions(path, ram, disk, optimizer, seed=seed, durability=durability, exist=exist).require_none(
+                "Embedding"
+            )
             require_same("Embedding", table, **dims)
             self._shared = shared_of_table(table)
             if workers is not None:
@@ -184,7 +192,7 @@ class Embedding(IdsLayer):
             init, drawn = initializer_of(embeddings_initializer, input_dim, output_dim)
             given = None if is_default else init
             place = None if path is None else current_path(Path(path))
-            options = TableOptions(place, ram, disk, optimizer, given, seed, stored_dtype, durability)
+            options = TableOptions(place, ram, disk, optimizer, given, seed, stored_dtype, durability, exist)
             plain = options.arguments(
                 "Embedding", dims, "embeddings_initializer", num_rows=input_dim, dim=output_dim, init=init, seed=drawn
             )
@@ -354,6 +362,12 @@ class Embedding(IdsLayer):
             config["embeddings_initializer"] = initializer_from_native(*init["bunkbed"])
         config["optimizer"] = None if optimizer is None else optim.from_native(optimizer)
         config["dtype"] = keras.saving.deserialize_keras_object(dtype) if isinstance(dtype, dict) else dtype
+        if config["path"] is not None and is_in_use(current_path(Path(config["path"]))):
+            _log.warning(
+                "Embedding %r is made of the config of a layer, and shares the rows of its table %s, which this "
+                "process has open; give a copy of a model other paths, or none: bunkbed.keras.moved({old: new})",
+                config.get("name"), config["path"],
+            )  # fmt: skip
         return cls(**config)
 
     def save_own_variables(self, store: Store) -> None:

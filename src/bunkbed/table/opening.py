@@ -356,6 +356,11 @@ def open_again(present: Table, create: Json, optimizer: _optim.Optimizer | None)
     present._opens += 1
 
 
+def is_shared(table: Table) -> bool:
+    """Return whether a table was opened more often than it was closed, but for once."""
+    return table._opens > 1
+
+
 def open_writer(place: Path) -> Table | None:
     """Return the table at `place` if this process has it open for writing. Requires: `path_lock` held."""
     with _writers_lock:

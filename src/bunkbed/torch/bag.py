@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bunkbed import _native
 from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray, only_kept
-from bunkbed.adapters.tables import TableOptions
+from bunkbed.adapters.tables import Exist, TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
@@ -120,6 +120,7 @@ class EmbeddingBag(TableLayer):
         dtype: str | torch.dtype | None = None,
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
+        exist: Exist = "open",
         table: Table | None = None,
         device: Device = None,
         device_cache: int | str | Budget | None = None,
@@ -142,7 +143,7 @@ class EmbeddingBag(TableLayer):
             padding_idx,
             max_norm,
             scale_grad_by_freq,
-            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability),
+            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability, exist=exist),
             dtype=dtype,
             table=table,
             device=device,

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from bunkbed.adapters.tables import TableOptions
+from bunkbed.adapters.tables import Exist, TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
@@ -87,7 +87,11 @@ class Embedding(TableLayer):
         sparse: accepted and unused: gradients are always per row.
         path: folder of the table, created or opened; None: the table is in RAM only.
         ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
-        optimizer: the rows' update rule; None is ``bunkbed.Adam(lr=1e-3)`` for a new table, its own for a stored one.
+        exist: where a table is at `path`: ``"open"`` goes on with its rows (one line of the log says so), ``"error"``
+            raises, ``"new"`` removes it with its kept commits; layers that have it open raise `TableClosedError`.
+        optimizer: the rows' update rule. None follows the parameter group of the dense optimizer that `Optimizer` is
+            given (rule, rate, betas, weight decay); without one it is ``bunkbed.Adam(lr=1e-3)`` for a new table, its
+            own for a stored one.
         init: None is torch's N(0, 1) for a new table.
         seed: of `init`; None draws one from torch's generator.
         dtype: how rows are stored: ``"float32"`` (default), ``"bfloat16"``, ``"float16"``, or the torch dtype.
@@ -141,6 +145,7 @@ class Embedding(TableLayer):
         dtype: str | torch.dtype | None = None,
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
+        exist: Exist = "open",
         table: Table | None = None,
         device: Device = None,
         device_cache: int | str | Budget | None = None,
@@ -156,7 +161,7 @@ class Embedding(TableLayer):
             padding_idx,
             max_norm,
             scale_grad_by_freq,
-            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability),
+            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability, exist=exist),
             dtype=dtype,
             table=table,
             device=device,
@@ -187,7 +192,7 @@ class Embedding(TableLayer):
 
         Raises:
             ValueError: `embeddings` is not 2-dimensional.
-            FileExistsError: there is a table at `path` already.
+            FileExistsError: there is a table at `path` already; ``exist="new"`` replaces it.
 
         >>> Embedding.from_pretrained(torch.eye(3))(torch.tensor([2]))
         tensor([[0., 0., 1.]])

@@ -344,10 +344,10 @@ def pretrained_shape(kind: str, embeddings: Tensor, ours: Json) -> tuple[int, in
     if ours.get("table") is not None:
         raise ValueError(f"{kind}.from_pretrained: table= has rows of its own; write into it with table.set")
     path = ours.get("path")
-    if path is not None and Path(path).exists() and any(Path(path).iterdir()):
+    if path is not None and ours.get("exist") != "new" and Path(path).exists() and any(Path(path).iterdir()):
         raise FileExistsError(
             f"{kind}.from_pretrained: {str(path)!r} exists and its rows would be overwritten; open it with "
-            f"{kind}(..., path=...), or give another path"
+            f'{kind}(..., path=...), replace it with exist="new", or give another path'
         )
     rows, dim = embeddings.shape
     return int(rows), int(dim)

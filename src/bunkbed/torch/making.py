@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bunkbed.adapters.tables import TableArguments
+from bunkbed.adapters.tables import TableArguments, log_opening
 from bunkbed.core.optim import Optimizer
 from bunkbed.table.opening import path_lock
 from bunkbed.table.table import Table
@@ -31,10 +32,23 @@ class Maker:
     ranks: Ranks | None
 
     def make(self, optimizer: Optimizer | None) -> Table:
-        """Open the table, or make it; see `TableArguments.created` and `shared_table`."""
-        if self.ranks is None:
-            return replace(self.arguments, shards=self.sharing.shards).created(optimizer)
-        return shared_table(self.arguments, optimizer, self.ranks, self.sharing)
+        """Open the table, or make it; see `TableArguments.settle` and `created`, and `shared_table`."""
+        arguments, ranks = self.arguments, self.ranks
+        if ranks is None:
+            arguments.settle()
+            table = replace(arguments, shards=self.sharing.shards).created(optimizer)
+            log_opening(table, len(table))
+            return table
+        arguments.settle(lambda call: self._on_first(ranks, call))
+        shared = shared_table(arguments, optimizer, ranks, self.sharing)
+        num_rows = sum(ranks.gather("making a layer", lambda: len(shared)))
+        if ranks.is_first:
+            log_opening(shared, num_rows)
+        return shared
+
+    @staticmethod
+    def _on_first(ranks: Ranks, call: Callable[[], None]) -> None:
+        ranks.gather("making a layer", lambda: call() if ranks.is_first else None)
 
     @staticmethod
     def can_make_again(table: Table) -> bool:

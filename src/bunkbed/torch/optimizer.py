@@ -147,7 +147,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
     as on any optimizer; step it instead of `dense`. Changing a hyperparameter in a group takes effect at the
     next step. It owns no rows; several lookups, losses and backward calls before one ``step()`` are one
     update. Not thread-safe. A table has one `Optimizer` at a time; `detach` releases the table, and so does
-    deleting the `Optimizer`.
+    deleting the `Optimizer` or the model that it was made for.
 
     Clip with `torch.nn.utils.clip_grad_norm_` and its 2-norm; with another norm a table still counts with its
     2-norm. Clipping by value is not supported: the table would take it for scaling.
@@ -188,11 +188,12 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             )
         known = by_anchor()
         _require_whole(dense, known)
-        in_model = [
-            layer._pending
+        layers = [
+            layer
             for layer in model.modules()
             if isinstance(layer, TableLayer) and (layer.table.mode != "r" or layer.anchor.requires_grad)
         ]
+        in_model = [layer._pending for layer in layers]
         groups = [] if dense is None else list(dense.param_groups)
         places = {id(p): index for index, group in enumerate(groups) for p in group["params"] if id(p) in known}
         in_dense = [known[anchor] for anchor in places]
@@ -234,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         super().__init__([*groups, *(table.group for table in self._tables)], {})
         self._started = True
         for pending in pendings:
-            pending.attach(self)
+            pending.attach(self, [layer for layer in layers if layer._pending is pending])
         self._refresh()
         self._warns_of_schedule = dense is not None
         for table in self._tables:

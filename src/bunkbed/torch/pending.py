@@ -27,7 +27,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -79,6 +79,7 @@ class Pending:
         self._parts: list[Part] = []
         self._arrived: list[Part] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._trained: list[weakref.ref[torch.nn.Module]] = []  # the layers that it was given
 
         # torch's default dtype, as in any layer: outputs must match the layers that use them.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
@@ -178,18 +179,23 @@ class Pending:
             raise ReadOnlyError(f"table {self.name!r} is open with mode='r'; open it for writing to train it")
         if replace or self.optimizer is None:
             return
-        gc.collect()  # an LR scheduler makes a reference cycle with its optimizer, which may be unreachable
-        if self.optimizer is not None:
+        # An LR scheduler makes a reference cycle with its optimizer, and hooks with a model: both may be unreachable.
+        gc.collect()
+        is_stale = bool(self._trained) and all(layer() is None for layer in self._trained)
+        if self.optimizer is not None and not is_stale:
             raise RuntimeError(
                 f"table {self.name!r} already has an Optimizer, and two would both step its rows; keep using the "
                 "first, release it with `first.detach()`, or make this one with replace=True"
             )
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, layers: Iterable[torch.nn.Module] = ()) -> None:
+        """Let an optimizer step this table. Another one may replace it when all of these `layers` are gone."""
         self._optimizer = weakref.ref(optimizer)
+        self._trained = [weakref.ref(layer) for layer in layers]
 
     def detach(self) -> None:
         self._optimizer = None
+        self._trained = []
 
     # ---- backward
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import bunkbed as bb
 from bunkbed.adapters.references import Reference, References
-from bunkbed.adapters.tables import TableArguments
+from bunkbed.adapters.tables import TableArguments, log_opening
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer, check_same_slots
 from bunkbed.core.types import Json
@@ -33,6 +33,7 @@ from bunkbed.keras.base.pending import Pending, StepRule
 from bunkbed.keras.base.stepping import require_known_keras
 from bunkbed.keras.base.types import KerasOptimizer, Tensor, WorkersOf
 from bunkbed.keras.shared.variables import KeptEpoch
+from bunkbed.table.opening import open_writer, resolve
 from bunkbed.table.table import Table
 
 if IS_TORCH:
@@ -442,6 +443,12 @@ _by_table: weakref.WeakValueDictionary[int, SharedTable] = weakref.WeakValueDict
 _by_path: weakref.WeakValueDictionary[str, SharedTable] = weakref.WeakValueDictionary()
 
 
+def is_in_use(path: Path) -> bool:
+    """Return whether a layer of this process has the table at `path`, which it may still have to make."""
+    with _lock:
+        return open_writer(resolve(path)) is not None or str(path.resolve()) in _by_path
+
+
 def shared_of_table(table: Table) -> SharedTable:
     """Return the shared object of an open table."""
     with _lock:
@@ -458,7 +465,10 @@ def shared_of(
         ValueError: a stored table, or the arguments of another layer on the same path, differ from these.
     """
     with _lock:
+        arguments.settle()
         table = arguments.opened(optimizer)
+        if table is not None:
+            log_opening(table, len(table))
         if table is None and optimizer is not None:
             table = arguments.created(optimizer)
         key = None if arguments.path is None else str(arguments.path.resolve())
