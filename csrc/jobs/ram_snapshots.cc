@@ -34,6 +34,7 @@ const RamSnapshot& RamSnapshots::find(const std::string& name, std::optional<uin
   const auto found = std::find_if(snapshots_.begin(), snapshots_.end(), [&](const RamSnapshot& snapshot) {
     return epoch.has_value() ? snapshot.epoch == *epoch : snapshot.name == name;
   });
+  if (found == snapshots_.end() && epoch == uint64_t{0}) return start_;
   if (found == snapshots_.end()) {
     std::string known;
     for (const RamSnapshot& snapshot : snapshots_) {

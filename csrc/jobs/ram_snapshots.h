@@ -31,13 +31,14 @@ class RamSnapshots {
   std::vector<Manifests::Snapshot> list() const REQUIRES(table_.lock);
   // Copies the present state under a name. Replaces an earlier copy of that name.
   void keep(const std::string& name) REQUIRES(table_.lock);
-  // Both throw Error(kInvalid) when there is no such copy.
+  // Both throw Error(kInvalid) when there is no such copy. Epoch 0, the table as it was made, is always there.
   void drop(const std::string& name) REQUIRES(table_.lock);
   const RamSnapshot& find(const std::string& name, std::optional<uint64_t> epoch) const REQUIRES(table_.lock);
 
  private:
   TableState& table_;
   std::vector<RamSnapshot> snapshots_ GUARDED_BY(table_.lock);
+  const RamSnapshot start_{.meta = "{}"};
 };
 
 }  // namespace bunkbed

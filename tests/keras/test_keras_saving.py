@@ -6,12 +6,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import bunkbed as bb
 from bunkbed.keras import Embedding, moved
+from bunkbed.keras.shared import table as shared_table
 from keras_setup import BATCH, DIM, ROWS, SEED, all_rows, batches, keras, row_model, tf
 
 
@@ -145,7 +147,8 @@ def test_weights_of_another_table_are_refused(tmp_path: Path) -> None:
     assert other.table.step == 4
 
 
-def test_a_table_in_ram_cannot_be_loaded_elsewhere(tmp_path: Path) -> None:
+def test_a_table_in_ram_beyond_the_bound_cannot_be_loaded_elsewhere(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(shared_table, "MOST_BYTES", 100)
     _, model = model_on(None)
     fit(model)
     model.save(tmp_path / "model.keras")

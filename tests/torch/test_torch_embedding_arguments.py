@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -167,8 +168,8 @@ def test_weight_names_what_to_use_instead() -> None:
         _ = emb.wieght
 
 
-def test_copies_and_pickles_are_refused() -> None:
-    model = torch.nn.Sequential(Embedding(10, 4))
+def test_copies_of_files_and_pickles_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(Embedding(10, 4, path=tmp_path / "user", ram="8MiB"))
     with pytest.raises(TypeError, match=r"Embedding cannot be copied: table .* has one writer"):
         copy.deepcopy(model)
     with pytest.raises(TypeError, match=r"Embedding cannot be pickled: .* save `model.state_dict"):

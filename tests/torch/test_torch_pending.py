@@ -62,11 +62,12 @@ def test_the_norm_of_large_gradients_does_not_overflow() -> None:
 
 
 def test_the_anchor_is_not_a_weight() -> None:
-    """What walks over all parameters finds a 0, so an L2 term adds nothing."""
+    """What walks over all parameters finds a 0, so an L2 term adds nothing, and a warning says so."""
     model, emb, _, opt = make()
     before = rows(emb)
     loss = emb(torch.tensor([1])).sum() + sum(p.pow(2).sum() for p in model.parameters())
-    loss.backward()
+    with pytest.warns(UserWarning, match="as an L2 penalty, reached its anchor"):
+        loss.backward()
     opt.step()
     assert torch.equal(rows(emb)[1], before[1] - 1)
     opt.zero_grad()

@@ -87,6 +87,20 @@ TEST(ram_snapshots_that_are_dropped_are_gone) {
   CHECK(table.ram.find("b", std::nullopt).rows.empty());
 }
 
+TEST(ram_snapshots_have_the_table_as_it_was_made) {
+  Parts table(whole_numbers(100, 4));
+  table.add_one({1});
+  table.committer.commit("{\"run\":1}", "");
+  table.ram.keep("one");
+  const RamSnapshot& start = table.ram.find("", uint64_t{0});
+  CHECK(start.rows.empty() && start.records.empty() && start.meta == "{}");
+  CHECK_EQ(start.step, int64_t{0});
+  CHECK_EQ(table.ram.list().size(), size_t{1});
+  Parts other(whole_numbers(100, 4));
+  other.ram.keep("zero");
+  CHECK_EQ(other.ram.find("", uint64_t{0}).name, std::string("zero"));
+}
+
 TEST(ram_snapshots_name_those_that_there_are) {
   Parts table(whole_numbers(100, 4));
   CHECK_THROWS((void)table.ram.find("a", std::nullopt), ErrorKind::kInvalid,

@@ -1,7 +1,8 @@
 """The reference that a framework's checkpoint holds for a table: it names a kept epoch and has no rows.
 
 The reference is the table's uuid and name, the epoch and the step. Saving commits the table and keeps that epoch under
-an automatic name; of these epochs, the oldest beyond `References.keep` are dropped. Loading rewinds the writer to the
+an automatic name. A file that refers to it may exist as long as the table, so all of these epochs stay by default; with
+`References.keep` the oldest beyond that number are dropped, and a warning says so. Loading rewinds the writer to the
 epoch, with optimizer state. Each framework's adapter decides how to store the four values.
 
 - Saving twice without a change makes one commit and one kept epoch. So do two layers on one table.
@@ -13,12 +14,17 @@ epoch, with optimizer state. Each framework's adapter decides how to store the f
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from bunkbed.core.types import Json
 from bunkbed.table.table import Table
+
+#: Kept epochs that take less are not worth a warning.
+_MANY_BYTES = 1 << 30
+_log = logging.getLogger("bunkbed")
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class References:
     ) -> None:
         self.table = table
         self.keep: int | None = 0
+        self._has_warned = False
+        self._warned_bytes = _MANY_BYTES // 2
         self._prefix = prefix
         self._saved = saved
         self._rewound = rewound
@@ -87,13 +95,36 @@ class References:
 
     def drop_old(self, prefix: str | None = None) -> None:
         """Drop the oldest epochs of a prefix beyond `keep`, if the last `save` kept a new epoch."""
-        if self.keep is None or not self._has_new:
+        if not self._has_new:
             return
         self._has_new = False
         prefix, table = prefix or self._prefix, self.table
+        if self.keep is None:
+            self._warn_of_growth()
+            return
         ours = sorted(int(name.removeprefix(prefix)) for name in table.snapshots() if _is_of(name, prefix))
         for number in ours[: max(0, len(ours) - self.keep)]:
-            table.drop(f"{prefix}{number:06d}")
+            name = f"{prefix}{number:06d}"
+            _log.log(
+                logging.INFO if self._has_warned else logging.WARNING,
+                "table %r: version %d, which a %s refers to, is dropped, as keep_checkpoints=%d; None keeps all",
+                table.name, table.snapshots()[name], self._saved, self.keep,
+            )  # fmt: skip
+            self._has_warned = True
+            table.drop(name)
+
+    def _warn_of_growth(self) -> None:
+        """Log, at each doubling, that the kept epochs take much more than the rows alone."""
+        stats = self.table.stats()
+        kept = int(stats["snapshot_bytes"])
+        if kept < 2 * max(self._warned_bytes, int(stats["disk_bytes"]) - kept):
+            return
+        self._warned_bytes = kept
+        _log.warning(
+            "table %r keeps %d versions that a %s may refer to, %.1f GiB more than its rows alone; drop those of files "
+            "that are gone (bunkbed snapshots PATH --drop NAME), or give the layer keep_checkpoints=",
+            self.table.name, len(self.table.snapshots()), self._saved, kept / 2**30,
+        )  # fmt: skip
 
     def load(self, reference: Reference) -> str | None:
         """Rewind the table to the epoch of `reference`; return the reason if that is not possible, or None."""
@@ -127,7 +158,8 @@ class References:
             kept = ", ".join(f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1]))
             return (
                 f"table {table.name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
-                "of the layer, or name what must stay: layer.table.commit(keep='best')"
+                "of the layer (None keeps all), or name what must stay before it is saved: "
+                f"layer.table.commit(keep='best'), then the {saved}"
             )
         table.rewind(epoch)
         self._same = {table.epoch, epoch}

@@ -50,6 +50,8 @@ else:
 
 #: Name of the table's reference in a saved layer, stored as the bytes of JSON.
 _REFERENCE = "table"
+#: Prefix of the names of the rows of a table in RAM only.
+_ROWS = "rows_"
 _log = logging.getLogger("bunkbed.keras")
 
 
@@ -98,8 +100,10 @@ class Embedding(IdsLayer):
         exist: where a table is at `path`: ``"open"`` goes on with its rows (one line of the log says so), ``"error"``
             raises, ``"new"`` removes it with its kept commits; layers that have it open raise `TableClosedError`. A
             model that is loaded from a file opens its table.
-        keep_checkpoints: how many epochs kept by saved weights stay loadable, None for all; give at least the number
-            that a checkpoint callback keeps. For a table in RAM only, each is a copy of the stored rows.
+        keep_checkpoints: how many epochs kept by saved weights stay loadable; None: all, so that every file loads. A
+            warning says when one is dropped, or when they take much more than the rows. ``.keras`` and ``.weights.h5``
+            files have the rows of a table in RAM only (up to 1 GiB); each epoch that ``get_weights()`` keeps of it is a
+            copy of the stored rows.
 
     Raises:
         ValueError, TypeError: an argument out of range, unsupported, or contradicting the stored table (names both
@@ -132,7 +136,7 @@ class Embedding(IdsLayer):
         durability: Literal["durable", "scratch"] | None = None,
         disk: int | str | None = None,
         exist: Exist = "open",
-        keep_checkpoints: int | None = 3,
+        keep_checkpoints: int | None = None,
         **kwargs: Any,
     ) -> None:
         for name in ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "quantization_config"):
@@ -371,10 +375,17 @@ class Embedding(IdsLayer):
         return cls(**config)
 
     def save_own_variables(self, store: Store) -> None:
-        """Commit the table, keep the epoch, and store a reference to the epoch: uint8[n] of JSON."""
-        reference = self._shared.save()
-        text = json.dumps(None if reference is None else reference.fields())
-        store[_REFERENCE] = np.frombuffer(text.encode(), np.uint8)
+        """Commit the table, keep the epoch, and store a reference to the epoch: uint8[n] of JSON.
+
+        Of a table in RAM only store the rows, too, up to 1 GiB; see `bunkbed.adapters.ram_rows`.
+        """
+        rows, fields = self._shared.saved_rows()
+        if fields is None:
+            reference = self._shared.save()
+            fields = None if reference is None else reference.fields()
+        store[_REFERENCE] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
+        for name, values in rows.items():
+            store[_ROWS + name] = values
 
     def load_own_variables(self, store: Store) -> None:
         """Rewind the table to the stored reference, or import the rows that a `keras.layers.Embedding` stored.
@@ -384,7 +395,11 @@ class Embedding(IdsLayer):
         """
         if _REFERENCE in store:
             fields = json.loads(bytes(np.asarray(store[_REFERENCE], np.uint8)))
-            self._shared.load(fields)
+            if _ROWS + "ids" in store:
+                names = [name for name in store.keys() if name.startswith(_ROWS)]  # noqa: SIM118  # no dict
+                self._shared.load_rows({name.removeprefix(_ROWS): np.asarray(store[name]) for name in names}, fields)
+            else:
+                self._shared.load(fields)
         elif "0" in store:
             self._import(np.asarray(store["0"]))
         else:

@@ -215,7 +215,8 @@ class TableCommits:
         """Go back to an earlier commit, with its optimizer state and step; it becomes the newest commit.
 
         Args:
-            to: a snapshot's name, or an epoch that still exists.
+            to: a snapshot's name, or an epoch that still exists; of a table in RAM only also 0, the table as it was
+                made.
 
         Raises:
             ValueError: no such commit; the message lists the commits that remain. ReadOnlyError: a reader.

@@ -124,7 +124,7 @@ class EmbeddingBag(TableLayer):
         table: Table | None = None,
         device: Device = None,
         device_cache: int | str | Budget | None = None,
-        keep_checkpoints: int | None = 3,
+        keep_checkpoints: int | None = None,
         placement: Literal["sharded", "local"] = "sharded",
         shards: int | None = None,
         process_group: Any = None,
@@ -213,6 +213,7 @@ class EmbeddingBag(TableLayer):
         return ranged("lookup", self._pending.name, self._pooled, input, offsets, per_sample_weights)
 
     def _pooled(self, input: Tensor, offsets: Tensor, per_sample_weights: Tensor) -> torch.Tensor:
+        self._pending.require_unwritten()
         bags = self.bags_of(input, offsets, per_sample_weights)
         anchor = self._parameters["anchor"]
         grad = torch.is_grad_enabled()

@@ -292,6 +292,7 @@ def _lookup_of(name: str, layer: TableLayer, value: Any, grad: bool) -> _Lookup 
         return None
     if layer._parameters["anchor"] is not pending.anchor:
         pending.require_anchor(layer._parameters["anchor"])
+    pending.require_unwritten()
     kind = type(layer)
     if kind is Embedding:
         if not (isinstance(value, torch.Tensor) and value.dtype is torch.int64 and value.is_cpu):

@@ -106,8 +106,9 @@ class Embedding(TableLayer):
             are evicted to RAM. It must hold the rows of the largest batch. 0: rows are trained in RAM; each batch
             copies its rows to the device once, ahead of time under `lookahead`. None: every lookup copies its output
             to the device. Every size gives the same rows.
-        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable, None for all; give at least the number
-            that a checkpoint callback keeps. For a table in RAM only, each is a copy of the stored rows.
+        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable; None: all, so that every file loads. A
+            warning says when one is dropped, or when they take much more than the rows. The ``state_dict()`` of a table
+            in RAM only has its rows (up to 1 GiB), and needs no kept epoch.
         placement: where torch.distributed runs several processes: ``"sharded"``: they train one table, whose rows are
             divided among them by a hash of the id, and `ram` and `disk` are those of the host. Every process makes the
             layer after ``init_process_group``, and looks up, steps and loads as often as the others; any one alone may
@@ -149,7 +150,7 @@ class Embedding(TableLayer):
         table: Table | None = None,
         device: Device = None,
         device_cache: int | str | Budget | None = None,
-        keep_checkpoints: int | None = 3,
+        keep_checkpoints: int | None = None,
         placement: Literal["sharded", "local"] = "sharded",
         shards: int | None = None,
         process_group: Any = None,
@@ -218,6 +219,7 @@ class Embedding(TableLayer):
         grad = torch.is_grad_enabled()
         anchor = self._parameters["anchor"]
         pending = self._pending
+        pending.require_unwritten()
         if pending.tier is not None:
             pending.require_anchor(anchor)
             touch = grad and self.training

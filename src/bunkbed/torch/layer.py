@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import bunkbed as bb
 from bunkbed.adapters.bag_gradients import IntArray
+from bunkbed.adapters.ram_rows import Rows, is_in_ram, why_not, with_rows
 from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core.budget import Budget
 from bunkbed.core.types import Json
@@ -21,7 +23,7 @@ from bunkbed.torch.base import checkpoint
 from bunkbed.torch.base.types import Device
 from bunkbed.torch.making import Maker
 from bunkbed.torch.pending import require_one_process
-from bunkbed.torch.pendings import pending_of
+from bunkbed.torch.pendings import copy_of_pending, follow, pending_of, replace_table
 from bunkbed.torch.ranks.sharing import Sharing
 from bunkbed.torch.ranks.table import DistributedTable
 
@@ -199,7 +201,8 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + checkpoint.KEY] = checkpoint.save(self._pending.references)
+        for name, value in checkpoint.save(self._pending.references).items():
+            destination[prefix + name] = value
 
     def _load_from_state_dict(
         self,
@@ -212,7 +215,10 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         error_msgs: list[str],
     ) -> None:
         reference, weight = state_dict.get(prefix + checkpoint.KEY), state_dict.get(prefix + "weight")
-        ours = {prefix + name for name in (checkpoint.KEY, "weight", "anchor")}
+        saved = checkpoint.rows_in(state_dict, prefix)
+        ours = {
+            prefix + name for name in (checkpoint.KEY, "weight", "anchor", *(checkpoint.ROWS + key for key in saved))
+        }
         # The anchor's value has no meaning, but the Parameter must stay the same object (assign=True replaces it).
         rest = {key: value for key, value in state_dict.items() if key not in ours}
         rest[prefix + "anchor"] = self.anchor.detach().clone()
@@ -220,8 +226,10 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             rest, prefix, {**local_metadata, "assign_to_params_buffers": False}, strict,
             missing_keys, unexpected_keys, error_msgs,
         )  # fmt: skip
+        self._pending.note_anchor()
         if reference is not None:
-            error = checkpoint.load(self._pending.references, reference)
+            references = self._pending.references
+            error = self._load_rows(saved, reference) if saved else checkpoint.load(references, reference)
             if error is not None:
                 error_msgs.append(error)
             self._set_padding()
@@ -240,6 +248,21 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         else:
             missing_keys.append(prefix + checkpoint.KEY)
 
+    def _load_rows(self, saved: Rows, reference: Tensor) -> str | None:
+        """Take over saved rows, with the rule that trained them; return the reason if that is not possible."""
+        facts = checkpoint.facts_in(reference)
+        if facts is None or "ids" not in saved:
+            return checkpoint.damaged(self.table)
+        pending = self._pending
+        if pending.maker is not None and pending.maker.can_make_again(self.table):
+            follow(pending, facts.optimizer)
+        why = why_not(self.table, saved, facts)
+        if why:
+            return f"table {self.table.name!r}: {why}"
+        pending.drop()
+        replace_table(pending, with_rows(self.table, saved, facts))
+        return None
+
     def __getattr__(self, name: str) -> Tensor:
         if name == "weight":
             raise AttributeError(_no_weight(self))
@@ -256,11 +279,25 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             )
         super().__setattr__(name, value)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied: table {self.table.name!r} has one writer; share it with "
-            "table=layer.table, or keep `layer.state_dict()`, which refers to the table's present rows"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the layer and its table, which must be in RAM only; layers on one table share the copy.
+
+        Raises:
+            TypeError: the table has files, or several processes share it.
+        """
+        if not is_in_ram(self.table):
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied: table {self.table.name!r} has one writer; share it with "
+                "table=layer.table, or keep `layer.state_dict()`, which refers to the table's present rows"
+            )
+        made = memo.get(id(self._pending))
+        if made is None:
+            made = memo[id(self._pending)] = copy_of_pending(self._pending)
+            memo[id(self.anchor)] = made.anchor
+        layer = self.__new__(type(self))
+        memo[id(self)] = layer
+        layer.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return layer
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

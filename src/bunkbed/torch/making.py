@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bunkbed.adapters.ram_rows import is_in_ram
 from bunkbed.adapters.tables import TableArguments, log_opening
 from bunkbed.core.optim import Optimizer
 from bunkbed.table.opening import path_lock
@@ -53,7 +54,7 @@ class Maker:
     @staticmethod
     def can_make_again(table: Table) -> bool:
         """Return whether no step and no commit of a table would be lost."""
-        return table.step == 0 and table.epoch == 0
+        return table.step == 0 and not (table.snapshots() if is_in_ram(table) else table.epoch)
 
     def make_again(self, table: Table, optimizer: Optimizer) -> Table:
         """Replace a table by one whose rows have the state of another optimizer; its rows stay. Collective.

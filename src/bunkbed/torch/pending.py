@@ -26,6 +26,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -70,12 +71,14 @@ class Pending:
         self.ref = weakref.ref(self)
         #: The cache of hot rows on the anchor's device, or None.
         self.tier: Tier | None = None
-        self._device_cache = device_cache
+        self.device_cache = device_cache
         self.batch: RowsBatch = None  # the rows, each once
         self.sums: Tensor = None  # their summed gradients, which `update` applies
         self._is_finite = True  # whether every sum is finite
         self._norm = 0.0  # the value written to anchor.grad
         self._written: Tensor = None  # the tensor that `_norm` was written to
+        self._is_first = False  # whether the present backward call is the first after the anchor's grad was None
+        self._has_warned = False
         self._parts: list[Part] = []
         self._arrived: list[Part] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -83,6 +86,9 @@ class Pending:
 
         # torch's default dtype, as in any layer: outputs must match the layers that use them.
         self.anchor = self._new_anchor(torch.zeros(1, device=device), requires_grad=table.mode != "r")
+        #: Whether `copy.deepcopy` made this, of another table.
+        self.is_copy = False
+        self.note_anchor()
         self._no_change = torch.full((1,), -0.0, dtype=grad_dtype(self.anchor.device), device=self.anchor.device)
         self.use(table)
 
@@ -92,14 +98,14 @@ class Pending:
         self.name: str = table.name
         self.references = self._new_references(table)
         self.rows: Rows = HostRows(table)
-        if self._device_cache is not None:
+        if self.device_cache is not None:
             this = self.ref  # weak: `self` owns the cache
 
             def anchor() -> Tensor:
                 pending = this()
                 return None if pending is None else pending.anchor
 
-            self.rows = self.tier = make_tier(table, self._device_cache, anchor)
+            self.rows = self.tier = make_tier(table, self.device_cache, anchor)
         #: Whether a call of the core may look up this table together with others: no shards, and no device cache.
         self.is_joined = self.tier is None and isinstance(table.core, _native.Table)
         #: Whether a call of the core may step this table together with others.
@@ -147,6 +153,7 @@ class Pending:
             anchor.grad_dtype = None
         else:  # to or from the meta device: keep the Python object, replace its contents
             torch.utils.swap_tensors(anchor, self._new_anchor(value, requires_grad=anchor.requires_grad))
+        self.note_anchor()
         dtype = grad_dtype(moved.device)
         self._no_change = torch.full((1,), -0.0, dtype=dtype, device=moved.device)
         if grad is not None:
@@ -157,6 +164,34 @@ class Pending:
             if ours:
                 self._written = anchor.grad
                 self._norm = rounded(self._norm, dtype)
+
+    def note_anchor(self) -> None:
+        """Accept the anchor as it is; `require_unwritten` finds later changes."""
+        self.version = version_of(self.anchor)
+
+    def require_unwritten(self) -> None:
+        """Raise RuntimeError if code that walks over parameters wrote the anchor, which changes no row.
+
+        An initialiser is seen by the value, as that of an anchor is 0. Averaging (EMA, SWA) writes 0 again, and is seen
+        in a copy alone: others write 0 in place, too, as `DistributedDataParallel` at its start.
+        """
+        if version_of(self.anchor) == self.version:
+            return
+        value = self.anchor.item() if not self.anchor.is_meta else 0.0
+        if value != 0.0:
+            raise RuntimeError(
+                f"table {self.name!r}: code over model.parameters() wrote {value:g} into its anchor, which changes no "
+                "row; leave out bunkbed.torch.anchors(model), set the anchor back to 0, and initialise rows with "
+                "Embedding(..., init=bunkbed.Normal(std=...)) or layer.table.set(ids, values)"
+            )
+        if self.is_copy:
+            raise RuntimeError(
+                f"table {self.name!r}: code over the parameters of this copy of a model (an average of weights: EMA, "
+                "SWA?) wrote its anchor, which changes no row, so its rows would stay those of the moment of the copy; "
+                "average the other parameters, leaving out bunkbed.torch.anchors(copy), and load rows with "
+                "load_state_dict"
+            )
+        self.note_anchor()
 
     def require_anchor(self, anchor: Tensor) -> None:
         """Raise RuntimeError if the module's anchor was replaced by another tensor."""
@@ -238,6 +273,7 @@ class Pending:
                 f"    {ATTACH}\nand step that, or freeze the table: layer.anchor.requires_grad = False"
             )
         self.require_group()
+        self._is_first = self.anchor.grad is None
         if padding is not None:
             kept = ids != padding
             if not kept.all():
@@ -259,7 +295,11 @@ class Pending:
         task = torch._C._current_graph_task_id()
         arrived, grad = self._arrived, anchor.grad
         # The usual case, made fast: one lookup, and nothing pending to reconcile.
-        if not self._parts and len(arrived) == 1 and arrived[0].task == task and grad.item() == 0.0:
+        value = 0.0 if grad is None else grad.item()
+        if self._is_first and value == 0.0 and math.copysign(1.0, value) > 0.0:
+            self._warn_of_penalty()
+        self._is_first = False
+        if not self._parts and len(arrived) == 1 and arrived[0].task == task and value == 0.0:
             self._parts, self._arrived = arrived, []
             self._write_norm(grad)
             return
@@ -279,6 +319,17 @@ class Pending:
         if not self._parts:
             return  # no lookup used the anchor, but for example an L2 term over all parameters
         self._write_norm(grad)
+
+    def _warn_of_penalty(self) -> None:
+        """Warn, once, of a term of the loss that has the anchor as a weight: lookups give it -0.0, others 0.0."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"table {self.name!r}: a term of the loss over model.parameters(), as an L2 penalty, reached its anchor, "
+            "which does nothing to rows; give the layer's optimizer weight_decay=, or take it of the layer's output",
+            stacklevel=2,
+        )
 
     def _write_norm(self, grad: Tensor) -> None:
         """Sum the parts, and write the norm of the sums into ``anchor.grad``."""
@@ -389,6 +440,11 @@ class Pending:
     def forget_aborted(self) -> None:
         """Forget gradients of backward calls that did not accumulate (torch.autograd.grad, or an error)."""
         self._arrived.clear()
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 for one of inference mode, which does not count."""
+    return -1 if tensor.is_inference() else int(tensor._version)
 
 
 def grad_dtype(device: torch.device) -> torch.dtype:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from bunkbed.adapters.ram_rows import copy_of
 from bunkbed.core.budget import Budget
 from bunkbed.core.optim import SGD, Optimizer, from_native, have_same_slots
 from bunkbed.table.table import Table
@@ -49,6 +50,17 @@ def pending_of(
     return pending
 
 
+def copy_of_pending(pending: Pending) -> Pending:
+    """Return a `Pending` on a copy of a table in RAM, without gradients."""
+    made = pending_of(copy_of(pending.table), pending.anchor.device, pending.device_cache, pending.maker)
+    made.anchor.requires_grad = pending.anchor.requires_grad
+    made.move_anchor(pending.anchor.detach())
+    made.is_copy = True
+    made.is_local = pending.is_local
+    made.references.keep = pending.references.keep
+    return made
+
+
 def require_can_follow(pending: Pending, rule: Optimizer) -> None:
     """Raise ValueError if the rows of a table have the state of another rule, and were trained or committed."""
     table, rule = pending.table, _as_stored(pending, rule)
@@ -73,10 +85,18 @@ def follow(pending: Pending, rule: Optimizer) -> None:
             table.optimizer = rule
         return
     assert maker is not None
-    keep = pending.references.keep
     pending.drop()
-    del _pendings[id(table)]
-    made = maker.make_again(table, rule)
+    replace_table(pending, maker.make_again(table, rule))
+
+
+def replace_table(pending: Pending, made: Table) -> None:
+    """Let the layers of a table use another one, and close theirs."""
+    old = pending.table
+    if made is old:
+        return
+    keep = pending.references.keep
+    old.close(commit=False)
+    del _pendings[id(old)]
     pending.use(made)
     pending.references.keep = keep
     _pendings[id(made)] = pending

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import bunkbed as bb
+from bunkbed.adapters.ram_rows import MOST_BYTES, Facts, Rows, bytes_of, is_in_ram, rows_of, why_not, with_rows
 from bunkbed.adapters.references import Reference, References
 from bunkbed.adapters.tables import TableArguments, log_opening
 from bunkbed.core.init import Initializer
@@ -355,6 +356,43 @@ class SharedTable:
             ValueError: rows were given, and the table that will hold them was not made yet.
         """
         return self._keep_epoch(_PREFIX_IN_PROCESS if in_process else None)
+
+    def saved_rows(self) -> tuple[Rows, Json | None]:
+        """Return the rows of a table in RAM only and their facts as JSON; nothing and None for other tables."""
+        table = self._table
+        if table is None or self.workers is not None or not is_in_ram(table):
+            return {}, None
+        if bytes_of(table) > MOST_BYTES:
+            _log.warning(
+                "table %r is in RAM only, and its %s rows are not saved (they are up to %d MiB): what is saved refers "
+                "to a copy in this process; give the layer a path= to keep them in files",
+                table.name, f"{len(table):,}", MOST_BYTES >> 20,
+            )  # fmt: skip
+            return {}, None
+        reference = Reference(table.uuid, table.name, table.epoch, table.step)
+        return rows_of(table), {**reference.fields(), **Facts.of(table).fields()}
+
+    def load_rows(self, rows: Rows, fields: Json) -> None:
+        """Take over the rows of a table that was in RAM only.
+
+        Raises:
+            ValueError: they do not fit the table, or its files have rows of their own.
+        """
+        facts = Facts.from_fields(fields)
+        self._initial = None
+        if self._table is None:
+            assert self._arguments is not None
+            definition = replace(self._arguments.definition, init=facts.init, seed=facts.seed)
+            self._start(replace(self._arguments, definition=definition).created(facts.optimizer))
+        table = self.table
+        why = why_not(table, rows, facts)
+        if why:
+            raise ValueError(f"table {table.name!r}: {why}")
+        self.pending.drop()
+        made = with_rows(table, rows, facts)
+        if made is not table:
+            table.close(commit=False)
+            self._start(made)
 
     def _keep_epoch(self, prefix: str | None, *, drop: bool = True) -> Reference | None:
         if self._references is None:
