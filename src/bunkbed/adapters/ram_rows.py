@@ -24,7 +24,8 @@ from bunkbed.core.types import Json
 from bunkbed.table.opening import create
 from bunkbed.table.table import Table
 
-Rows: TypeAlias = Mapping[str, NDArray[Any]]
+Array: TypeAlias = NDArray[Any]
+Rows: TypeAlias = Mapping[str, Array]
 
 #: Most bytes of these arrays in one checkpoint. A checkpoint of a larger table refers to a copy in its process.
 MOST_BYTES = 1 << 30
@@ -66,17 +67,24 @@ def bytes_of(table: Table) -> int:
     return len(table) * (8 + 4 * sum(table.field(slot)[1] for slot in ("weight", *table.slots)))
 
 
-def rows_of(table: Table) -> dict[str, NDArray[Any]]:
+def rows_of(table: Table) -> dict[str, Array]:
     """Return all stored rows, as copies."""
     slots = ("weight", *table.slots)
     parts = list(table.scan_slots(slots, 65_536))
     ids = np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)])
     order = np.argsort(ids)
-    rows: dict[str, NDArray[Any]] = {"ids": ids[order]}
+    rows: dict[str, Array] = {"ids": ids[order]}
     for place, slot in enumerate(slots):
         empty = np.empty((0, table.field(slot)[1]), np.float32)
         rows[slot] = np.concatenate([empty, *(part[1][place] for part in parts)])[order]
     return rows
+
+
+def no_rows(table: Table) -> dict[str, Array]:
+    """Return the arrays of `rows_of` for a table without stored rows."""
+    slots = ("weight", *table.slots)
+    empty = {slot: np.empty((0, table.field(slot)[1]), np.float32) for slot in slots}
+    return {"ids": np.empty(0, np.int64), **empty}
 
 
 def why_not(table: Table, rows: Rows, facts: Facts) -> str:

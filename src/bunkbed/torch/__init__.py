@@ -19,6 +19,7 @@ from bunkbed.torch.bag import EmbeddingBag
 from bunkbed.torch.block_sampler import BlockSampler
 from bunkbed.torch.collection import EmbeddingCollection
 from bunkbed.torch.embedding import Embedding
+from bunkbed.torch.freezing import freeze
 from bunkbed.torch.layer import anchors
 from bunkbed.torch.lookahead import lookahead
 from bunkbed.torch.open_run import open_run
@@ -31,6 +32,7 @@ __all__ = [
     "EmbeddingCollection",
     "Optimizer",
     "anchors",
+    "freeze",
     "lookahead",
     "open_run",
 ]

@@ -18,7 +18,15 @@ from bunkbed.core.optim import Optimizer as UpdateRule
 from bunkbed.table.table import POOLINGS, Table
 from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.base.types import Device
-from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
+from bunkbed.torch.layer import (
+    TableLayer,
+    as_leaf,
+    id_array,
+    outside_graph,
+    pretrained_shape,
+    refuse_transforms,
+    require_live,
+)
 from bunkbed.torch.lookups import DeviceRequest, Lookup, look_up_on_device
 from bunkbed.torch.pending import Pending
 from bunkbed.torch.ranks.sharing import Sharing
@@ -174,6 +182,7 @@ class EmbeddingBag(TableLayer):
     ) -> Self:
         """Return a layer on a new table with the rows `embeddings`; see `Embedding.from_pretrained`."""
         rows, dim = pretrained_shape(cls.__name__, embeddings, ours)
+        ours.setdefault("dtype", embeddings.dtype)
         layer = cls(
             rows,
             dim,
@@ -186,9 +195,7 @@ class EmbeddingBag(TableLayer):
             padding_idx=padding_idx,
             **ours,
         )
-        layer._import(embeddings)
-        layer.anchor.requires_grad = not freeze
-        return layer
+        return layer._take_pretrained(embeddings, freeze=freeze)
 
     def forward(
         self,
@@ -208,8 +215,11 @@ class EmbeddingBag(TableLayer):
             TypeError, ValueError: a wrong dtype, shape or offset.
             IndexError: an id outside the table.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            require_live(self)
             return outside_graph(self, input, offsets, per_sample_weights)
+        if isinstance(input, torch.fx.Proxy):
+            return as_leaf(self, input, offsets, per_sample_weights)
         return ranged("lookup", self._pending.name, self._pooled, input, offsets, per_sample_weights)
 
     def _pooled(self, input: Tensor, offsets: Tensor, per_sample_weights: Tensor) -> torch.Tensor:
@@ -226,6 +236,8 @@ class EmbeddingBag(TableLayer):
         if not grad or not (anchor.requires_grad or weights is not None):
             return bags.look_up(self, keep_rows=False, touch=touch)[0]
         self._pending.require_anchor(anchor)
+        if torch._C._are_functorch_transforms_active():
+            refuse_transforms(self)
         is_borrowed = bags.borrows(input)
         if not is_borrowed:
             bags.own_ids()

@@ -28,7 +28,7 @@ from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import is_profiling, ranged
 from bunkbed.torch.base.types import Context
 from bunkbed.torch.embedding import Embedding
-from bunkbed.torch.layer import TableLayer, id_array, outside_graph
+from bunkbed.torch.layer import TableLayer, id_array, outside_graph, refuse_transforms, require_live
 from bunkbed.torch.pending import Pending, alive
 
 #: What `EmbeddingCollection.forward` takes for one layer: the layer's argument, or a tuple of its arguments.
@@ -179,7 +179,9 @@ class EmbeddingCollection(torch.nn.ModuleDict):  # type: ignore[misc]  # torch i
             TypeError, ValueError: a name is missing or unknown, or an argument has a wrong type or shape.
             IndexError: an id outside its table; the message has the table, the id and its position.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            for layer in self.values():
+                require_live(layer)
             rows: dict[str, Tensor] = outside_graph(self, inputs)
             return rows
         self.require_names(inputs)
@@ -274,9 +276,10 @@ class EmbeddingCollection(torch.nn.ModuleDict):  # type: ignore[misc]  # torch i
                 values[torch.from_numpy((own == layer.padding_idx).reshape(lookup.shape[:-1]))] = 0.0
             rows[lookup.name] = layer._output(values)
         if training:
-            apply = _Rows.apply if torch._C._are_functorch_transforms_active() else _apply
+            if torch._C._are_functorch_transforms_active():
+                refuse_transforms(layers[0])
             names = [lookup.name for lookup in training]
-            outputs = apply(training, [rows[name] for name in names], *[pending.anchor for pending in anchors])
+            outputs = _apply(training, [rows[name] for name in names], *[pending.anchor for pending in anchors])
             rows.update(zip(names, outputs, strict=True))
         return rows
 

@@ -16,7 +16,15 @@ from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import is_profiling, ranged
 from bunkbed.torch.base.types import Context, Device
-from bunkbed.torch.layer import TableLayer, id_array, outside_graph, pretrained_shape
+from bunkbed.torch.layer import (
+    TableLayer,
+    as_leaf,
+    id_array,
+    outside_graph,
+    pretrained_shape,
+    refuse_transforms,
+    require_live,
+)
 from bunkbed.torch.lookups import DeviceRequest, look_up_on_device
 from bunkbed.torch.pending import alive
 from bunkbed.torch.ranks.sharing import Sharing
@@ -189,20 +197,21 @@ class Embedding(TableLayer):
     ) -> Self:
         """Return a layer on a new table with float[num_embeddings, dim] `embeddings`; frozen by default.
 
+        Rows are stored, and outputs are, in the dtype of `embeddings` (float32, bfloat16 or float16).
+
         `ours` are the keywords that torch does not have (``path``, ``ram``, ``optimizer``, ...).
 
         Raises:
-            ValueError: `embeddings` is not 2-dimensional.
+            ValueError: `embeddings` is not 2-dimensional. TypeError: its dtype is not float32, bfloat16 or float16.
             FileExistsError: there is a table at `path` already; ``exist="new"`` replaces it.
 
         >>> Embedding.from_pretrained(torch.eye(3))(torch.tensor([2]))
         tensor([[0., 0., 1.]])
         """
         rows, dim = pretrained_shape(cls.__name__, embeddings, ours)
+        ours.setdefault("dtype", embeddings.dtype)
         layer = cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **ours)
-        layer._import(embeddings)
-        layer.anchor.requires_grad = not freeze
-        return layer
+        return layer._take_pretrained(embeddings, freeze=freeze)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return [..., embedding_dim] rows of int64 or int32[...] ids, as a copy; empty input gives empty output.
@@ -211,8 +220,15 @@ class Embedding(TableLayer):
             TypeError: `input` is not an int64 or int32 tensor.
             IndexError: an id outside the table; the message has the id and its position.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            require_live(self)
             return outside_graph(self, input)
+        if type(input) is not torch.Tensor or input.layout is not torch.strided or input.is_nested:
+            if isinstance(input, torch.fx.Proxy):
+                return as_leaf(self, input)
+            if isinstance(input, torch.Tensor) and input.layout is torch.jagged:
+                return torch.nested.nested_tensor_from_jagged(self(input.values()), input.offsets())
+            id_array(input)
         return ranged("lookup", self._pending.name, self._rows, input) if is_profiling() else self._rows(input)
 
     def _rows(self, input: torch.Tensor) -> torch.Tensor:
@@ -228,8 +244,9 @@ class Embedding(TableLayer):
             values = look_up_on_device(self, request, None, touch=touch)
             return values.reshape(*ids.shape, self.embedding_dim)
         if grad and anchor.requires_grad:
-            apply = _Lookup.apply if torch._C._are_functorch_transforms_active() else _apply
-            return apply(anchor, input, self)
+            if torch._C._are_functorch_transforms_active():
+                refuse_transforms(self)
+            return _apply(anchor, input, self)
         rows = id_array(input)
         values = self._look_up(rows, touch=grad and self.training)
         if self._zero_padding:

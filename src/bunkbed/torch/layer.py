@@ -14,7 +14,7 @@ from torch import Tensor
 
 import bunkbed as bb
 from bunkbed.adapters.bag_gradients import IntArray
-from bunkbed.adapters.ram_rows import Rows, is_in_ram, why_not, with_rows
+from bunkbed.adapters.ram_rows import Facts, Rows, is_in_ram, no_rows, why_not, with_rows
 from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core.budget import Budget
 from bunkbed.core.types import Json
@@ -41,6 +41,14 @@ def id_array(ids: Tensor, what: str = "input") -> IntArray:
     """
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{what} must be an int64 or int32 tensor, got {type(ids).__name__}")
+    if (
+        type(ids) is not torch.Tensor
+        or ids.layout is not torch.strided
+        or ids.is_meta
+        or ids.is_nested
+        or _is_wrapped(ids)
+    ):
+        _require_plain(ids, what)
     if ids.dtype is not torch.int64:
         if ids.dtype is not torch.int32:
             name = str(ids.dtype).removeprefix("torch.")
@@ -50,12 +58,61 @@ def id_array(ids: Tensor, what: str = "input") -> IntArray:
     return array
 
 
+def _is_wrapped(tensor: Tensor) -> bool:
+    active = torch._C._are_functorch_transforms_active()
+    return bool(active and torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _require_plain(ids: Tensor, what: str) -> None:
+    """Raise TypeError for a tensor whose values NumPy cannot see."""
+    if ids.is_meta:
+        kind, remedy = "a tensor on the meta device, which has no values", "give the ids themselves"
+    elif _is_wrapped(ids):
+        kind = "a tensor of a torch.func transform (vmap, grad)"
+        remedy = "look rows up outside it, or transform bunkbed.torch.freeze(model)"
+    elif ids.is_nested:
+        kind, remedy = "a nested tensor of strided layout", "use layout=torch.jagged"
+    elif ids.layout is not torch.strided:
+        kind, remedy = "a sparse tensor", "use to_dense()"
+    else:
+        return  # a subclass, as Parameter
+    raise TypeError(f"{what} is {kind}; {remedy}")
+
+
+def require_live(layer: TableLayer) -> None:
+    """Raise RuntimeError in `torch.jit.trace` and `torch.export`, whose graphs cannot hold a table."""
+    how = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace" if torch.jit.is_tracing() else ""
+    if how:
+        raise RuntimeError(_no_graph(layer, how))
+
+
+def refuse_transforms(layer: TableLayer) -> NoReturn:
+    """Raise RuntimeError for a lookup that trains rows within a transform of torch.func."""
+    raise RuntimeError(
+        f"{type(layer).__name__}: rows of table {layer.table.name!r} are no part of a torch.func transform (vmap, "
+        "grad); look rows up outside it, or transform bunkbed.torch.freeze(model)"
+    )
+
+
+def _no_graph(layer: TableLayer, how: str) -> str:
+    return (
+        f"{type(layer).__name__}: {how} makes a graph without tables, and the rows are in table {layer.table.name!r}; "
+        "make it of a copy that has them: bunkbed.torch.freeze(model, rows=None, max_bytes=...)"
+    )
+
+
 # Under torch.compile a layer is a graph break. `forward` calls this only then: the wrapper costs as much as a
 # small lookup, and importing torch._dynamo takes a second.
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
 def outside_graph(layer: torch.nn.Module, *inputs: Any) -> Tensor:
     """Return ``layer.forward(*inputs)``, never traced by torch.compile."""
     return layer.forward(*inputs)
+
+
+def as_leaf(layer: torch.nn.Module, *inputs: Tensor) -> Tensor:
+    """Return the call of a layer in a graph of torch.fx, which keeps the layer as it is."""
+    tracer = next(one for one in inputs if isinstance(one, torch.fx.Proxy)).tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), inputs, {})
 
 
 class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -147,6 +204,30 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     @keep_checkpoints.setter
     def keep_checkpoints(self, value: int | None) -> None:
         self._pending.references.keep = value
+
+    def reset_parameters(self) -> None:
+        """Make every row of a table in RAM only untouched again, with a seed that torch's generator draws.
+
+        Raises:
+            RuntimeError: the table has files, or several processes share it.
+        """
+        table = self.table
+        if not is_in_ram(table):
+            raise RuntimeError(
+                f"{type(self).__name__}.reset_parameters: the rows of table {table.name!r} are in files; to start over "
+                'give the layer exist="new"'
+            )
+        self._pending.drop()
+        facts = replace(Facts.of(table), step=0, seed=int(torch.randint(2**62, (), device="cpu").item()))
+        replace_table(self._pending, with_rows(table, no_rows(table), facts))
+        self._set_padding()
+
+    def _take_pretrained(self, embeddings: Tensor, *, freeze: bool) -> Self:
+        """Set all rows to float[num_embeddings, dim] `embeddings`; outputs have their dtype, as torch's do."""
+        self._import(embeddings)
+        self.to(embeddings.dtype)
+        self.anchor.requires_grad = not freeze
+        return self
 
     def _set_padding(self) -> None:
         """Store zeros in the padding row unless the row is stored already, as torch does for a new layer."""
@@ -305,6 +386,10 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
             "`model.state_dict()`, and open the table by path where the model is loaded"
         )
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which calls this."""
+        raise RuntimeError(_no_graph(self, "torch.jit.script"))
+
     def _table_repr(self) -> str:
         table = self.table
         where = "ram only" if table.path is None else f"path={str(table.path)!r}"
@@ -376,6 +461,11 @@ def pretrained_shape(kind: str, embeddings: Tensor, ours: Json) -> tuple[int, in
         ValueError: another number of dimensions, or `table=` is given.
         FileExistsError: the path is a directory that is not empty.
     """
+    if embeddings.dtype not in _DTYPES:
+        raise TypeError(
+            f"{kind}.from_pretrained: embeddings must be float32, bfloat16 or float16, as rows are stored, got "
+            f"{embeddings.dtype}; give embeddings.float() to have them in float32"
+        )
     if embeddings.dim() != 2:
         raise ValueError(f"{kind}.from_pretrained: embeddings must be [rows, dim], got {list(embeddings.shape)}")
     if ours.get("table") is not None:

@@ -21,18 +21,18 @@ from bunkbed.torch.pendings import by_anchor, distinct, follow, require_can_foll
 _log = logging.getLogger("bunkbed.torch")
 
 
-class _Group(dict[str, Any]):
+class _Group(Json):
     """A parameter group that knows which of its values were written."""
 
     def __init__(self, values: Json) -> None:
         super().__init__(values)
         self.written: set[str] = set()
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         self.written.add(key)
         super().__setitem__(key, value)
 
-    def follow(self, key: str, value: Any) -> None:
+    def follow(self, key: str, value: object) -> None:
         """Set a value that another group decides."""
         super().__setitem__(key, value)
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bunkbed import _native
-from bunkbed.adapters.ram_rows import MOST_BYTES, Facts, bytes_of, is_in_ram, rows_of
+from bunkbed.adapters.ram_rows import MOST_BYTES, Array, Facts, bytes_of, is_in_ram, rows_of
 from bunkbed.adapters.references import Reference, References
 from bunkbed.core.types import Json
 from bunkbed.table.table import Table
@@ -57,7 +55,7 @@ def _warn_of_rows(table: Table) -> None:
     )
 
 
-def rows_in(state: Mapping[str, Tensor], prefix: str) -> dict[str, NDArray[Any]]:
+def rows_in(state: Mapping[str, Tensor], prefix: str) -> dict[str, Array]:
     """Return the rows in a state_dict of the layer named by `prefix`; empty where it has none."""
     start = prefix + ROWS
     return {key.removeprefix(start): value.cpu().numpy() for key, value in state.items() if key.startswith(start)}
