@@ -74,7 +74,7 @@ def test_a_copy_has_the_rows_and_goes_on_alone(dtype: str, device_cache: Any) ->
 
 def test_layers_on_one_table_share_its_copy_and_facts_stay() -> None:
     first = Embedding(ROWS, DIM, optimizer=ADAM, keep_checkpoints=9)
-    second = EmbeddingBag(ROWS, DIM, mode="sum", table=first.table)
+    second = EmbeddingBag(ROWS, DIM, mode="sum", table=first.table, keep_checkpoints=9)
     first.anchor.requires_grad = False
     made = copy.deepcopy(EmbeddingCollection({"first": first, "second": second}).double())
     one, two = made["first"], made["second"]

@@ -212,7 +212,7 @@ def test_a_device_cache_is_made_again() -> None:
 
 def test_keep_checkpoints_and_a_second_layer_stay(tmp_path: Path) -> None:
     first = Embedding(ROWS, DIM, path=tmp_path / "rows", ram="8MiB", keep_checkpoints=7)
-    second = EmbeddingBag(ROWS, DIM, path=tmp_path / "rows", mode="sum")
+    second = EmbeddingBag(ROWS, DIM, path=tmp_path / "rows", mode="sum", keep_checkpoints=2)
     model = torch.nn.ModuleList([first, second])
     optimizer = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=1.0))
     assert first.table is second.table and first.keep_checkpoints == 7

@@ -24,6 +24,7 @@ from bunkbed.torch.layer import (
     pretrained_shape,
     refuse_transforms,
     require_live,
+    values_of,
 )
 from bunkbed.torch.lookups import DeviceRequest, look_up_on_device
 from bunkbed.torch.pending import alive
@@ -43,7 +44,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
             pending.require_anchor(anchor)
         if isinstance(ids, torch.Tensor) and ids.dtype is torch.int64 and ids.is_cpu:
             ctx.save_for_backward(ids)  # the caller's memory: torch detects a change before backward
-            rows = ids.numpy()
+            rows = values_of(ids)
         else:
             rows = ctx.rows = id_array(ids)
         ctx.pending = pending.ref
@@ -223,12 +224,11 @@ class Embedding(TableLayer):
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             require_live(self)
             return outside_graph(self, input)
-        if type(input) is not torch.Tensor or input.layout is not torch.strided or input.is_nested:
+        if type(input) is not torch.Tensor:
             if isinstance(input, torch.fx.Proxy):
                 return as_leaf(self, input)
             if isinstance(input, torch.Tensor) and input.layout is torch.jagged:
                 return torch.nested.nested_tensor_from_jagged(self(input.values()), input.offsets())
-            id_array(input)
         return ranged("lookup", self._pending.name, self._rows, input) if is_profiling() else self._rows(input)
 
     def _rows(self, input: torch.Tensor) -> torch.Tensor:

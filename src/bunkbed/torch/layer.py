@@ -41,21 +41,26 @@ def id_array(ids: Tensor, what: str = "input") -> IntArray:
     """
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{what} must be an int64 or int32 tensor, got {type(ids).__name__}")
-    if (
-        type(ids) is not torch.Tensor
-        or ids.layout is not torch.strided
-        or ids.is_meta
-        or ids.is_nested
-        or _is_wrapped(ids)
-    ):
-        _require_plain(ids, what)
     if ids.dtype is not torch.int64:
         if ids.dtype is not torch.int32:
             name = str(ids.dtype).removeprefix("torch.")
             raise TypeError(f"{what} must be an int64 or int32 tensor, got {name}{list(ids.shape)}")
         ids = ids.long()
-    array: IntArray = (ids if ids.is_cpu else ids.cpu()).numpy()
-    return array
+    return values_of(ids, what)
+
+
+def values_of(ids: Tensor, what: str = "input") -> IntArray:
+    """Return an int64 tensor as an array, which is a view if the tensor is on the CPU.
+
+    Raises:
+        TypeError: NumPy cannot see its values.
+    """
+    try:
+        array: IntArray = (ids if ids.is_cpu else ids.cpu()).numpy()
+        return array
+    except (RuntimeError, TypeError):
+        _require_plain(ids, what)
+        raise
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

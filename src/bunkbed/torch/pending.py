@@ -167,7 +167,9 @@ class Pending:
 
     def note_anchor(self) -> None:
         """Accept the anchor as it is; `require_unwritten` finds later changes."""
-        self.version = version_of(self.anchor)
+        # A tensor of inference mode does not count its changes.
+        self._counted = None if self.anchor.is_inference() else self.anchor
+        self._version = 0 if self._counted is None else self._counted._version
 
     def require_unwritten(self) -> None:
         """Raise RuntimeError if code that walks over parameters wrote the anchor, which changes no row.
@@ -175,7 +177,7 @@ class Pending:
         An initialiser is seen by the value, as that of an anchor is 0. Averaging (EMA, SWA) writes 0 again, and is seen
         in a copy alone: others write 0 in place, too, as `DistributedDataParallel` at its start.
         """
-        if version_of(self.anchor) == self.version:
+        if self._counted is None or self._counted._version == self._version:
             return
         value = self.anchor.item() if not self.anchor.is_meta else 0.0
         if value != 0.0:
@@ -440,11 +442,6 @@ class Pending:
     def forget_aborted(self) -> None:
         """Forget gradients of backward calls that did not accumulate (torch.autograd.grad, or an error)."""
         self._arrived.clear()
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; -1 for one of inference mode, which does not count."""
-    return -1 if tensor.is_inference() else int(tensor._version)
 
 
 def grad_dtype(device: torch.device) -> torch.dtype:
