@@ -177,7 +177,6 @@ def test_an_id_outside_the_table_is_an_error_from_fit_that_names_it(bad: int, ea
         ({"keep_checkpoints": 0}, ValueError, "keep_checkpoints must be at least 1, or None for all, got 0"),
         ({"optimizer": "adam"}, TypeError, "optimizer must be one of bb.SGD"),
         ({"embeddings_initializer": "orthogonal"}, ValueError, "embeddings_initializer=Orthogonal is not among"),
-        ({"embeddings_initializer": "ones"}, ValueError, "embeddings_initializer=Ones is not among"),
         ({"embeddings_regularizer": "l2"}, ValueError, "embeddings_regularizer= is not supported"),
         ({"embeddings_constraint": "max_norm"}, ValueError, "embeddings_constraint= is not supported"),
         ({"lora_rank": 4}, ValueError, "lora_rank= is not supported"),

@@ -14,7 +14,7 @@ import torch
 import bunkbed as bb
 from bunkbed import _native
 from bunkbed.testing import ReferenceTable
-from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
+from bunkbed.torch import Embedding, EmbeddingBag, Optimizer, anchors
 
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()
@@ -327,8 +327,26 @@ def test_changes_that_are_no_scaling(change: Any, message: str, then: str) -> No
         opt.step()
 
 
-def test_clipping_by_value_scales_rows_by_their_norm() -> None:
-    """One number stands for the rows: whether it was scaled or clipped cannot be told. The pages warn of it."""
+@pytest.mark.parametrize("bound", [0.1, 1.0, 2.5])
+def test_clipping_by_value_is_refused(bound: float) -> None:
+    model, emb, head, opt = make()
+    before = rows(emb)
+    weight = torch.tensor([[3.1, 0, 0.3, 0], [0, 4.7, 0, 0]])
+    ((emb(torch.tensor([1, 2])) * weight).sum() + head.weight.sum()).backward()
+    torch.nn.utils.clip_grad_value_([head.weight, emb.anchor], bound)
+    with pytest.raises(RuntimeError, match=rf"exactly {bound:g}, as clip_grad_value_ sets it.*use clip_grad_norm_"):
+        opt.step()
+    assert torch.equal(rows(emb), before)
+    opt.zero_grad()
+    ((emb(torch.tensor([1, 2])) * weight).sum() + head.weight.sum()).backward()
+    torch.nn.utils.clip_grad_value_([p for p in [head.weight, emb.anchor] if p not in anchors(model)], bound)
+    torch.nn.utils.clip_grad_norm_([emb.anchor], bound)
+    opt.step()
+    assert emb.table.step == 1
+
+
+def test_clipping_a_norm_of_few_digits_by_value_scales_rows() -> None:
+    """One number stands for the rows: whether it was scaled or clipped is seen by its digits alone."""
     _, emb, _, opt = make()
     before = rows(emb)
     weight = torch.tensor([[3.0, 0, 0, 0], [0, 4.0, 0, 0]])

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 import bunkbed as bb
 from bunkbed.adapters.tables import Exist, TableOptions, require_same
@@ -248,16 +249,37 @@ class Embedding(IdsLayer):
     def _import(self, weights: Tensor) -> None:
         if isinstance(weights, (list, tuple)) and len(weights) == 1:
             weights = weights[0]
-        array = np.asarray(weights, np.float32)
-        expected = (len(array) if self.input_dim is None else self.input_dim, self.output_dim)
-        if array.shape != expected:
-            raise ValueError(f"Embedding: weights must be float32{list(expected)}, got shape {list(array.shape)}")
+        array = self._checked_rows(weights)
         if self._shared.has_table and len(self.table):
             raise ValueError(
                 f"Embedding: table {self.table.name!r} has rows, which weights= would overwrite; leave weights= out, "
                 "or write them with layer.table.set(ids, values)"
             )
         self._shared.import_rows(array)
+
+    def _checked_rows(self, weights: Tensor) -> NDArray[np.float32]:
+        array = np.asarray(weights, np.float32)
+        expected = (len(array) if self.input_dim is None else self.input_dim, self.output_dim)
+        if array.shape != expected:
+            raise ValueError(f"Embedding: weights must be float32{list(expected)}, got shape {list(array.shape)}")
+        return array
+
+    def set_weights(self, weights: Sequence[Tensor]) -> None:
+        """Go back to the epoch of `get_weights`; or set all rows to the one matrix that a `keras.layers.Embedding` has.
+
+        Raises:
+            ValueError: a matrix of another shape, or an epoch that was dropped or is another table's.
+        """
+        if len(weights) != 1:
+            super().set_weights(weights)
+            return
+        self._shared.import_rows(self._checked_rows(weights[0]))
+
+    def count_params(self) -> int:
+        """Return the number of weights of all rows; of the stored rows where ids have no end."""
+        if self.input_dim is not None:
+            return self.input_dim * self.output_dim
+        return len(self.table) * self.output_dim if self._shared.has_table else 0
 
     # ---- keras.layers.Layer
 

@@ -150,7 +150,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
     deleting the `Optimizer` or the model that it was made for.
 
     Clip with `torch.nn.utils.clip_grad_norm_` and its 2-norm; with another norm a table still counts with its
-    2-norm. Clipping by value is not supported: the table would take it for scaling.
+    2-norm. Clipping by value is an error at the step. It is seen by the digits of the norm: where gradients are whole
+    numbers, as in a test, it may pass for a scaling.
 
     Args:
         model: the module whose layers are trained.

@@ -382,6 +382,12 @@ class Pending:
                 f"table {self.name!r}: anchor.grad was changed from {norm:g} to {value:g}, which is no scaling of "
                 "the row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
             )
+        if abs(value) < 0.9999 * norm and is_short(value, grad.dtype) and not is_short(norm, grad.dtype):
+            raise RuntimeError(
+                f"table {self.name!r}: anchor.grad went from {norm:.9g} to exactly {value:g}, as clip_grad_value_ sets "
+                "it; a table takes that for a scaling, and cannot clip each value; use clip_grad_norm_, or clip the "
+                "parameters that are not in bunkbed.torch.anchors(model)"
+            )
         ratio = value / norm
         self._is_finite = self.rows.scale(self.sums, ratio)  # `require_finite` reports others
         for part in self._parts:
@@ -452,6 +458,11 @@ def grad_dtype(device: torch.device) -> torch.dtype:
 def rounded(norm: float, dtype: torch.dtype) -> float:
     """Return the norm as ``anchor.grad`` stores it, so that the value read back is equal."""
     return norm if dtype is torch.float64 else float(torch.tensor(norm, dtype=dtype))
+
+
+def is_short(value: float, dtype: torch.dtype) -> bool:
+    """Return whether a value of a gradient has four digits at most, as people write a bound, and hardly a norm has."""
+    return rounded(float(f"{value:.4g}"), dtype) == value
 
 
 def alive(pending: weakref.ref[Pending]) -> Pending:

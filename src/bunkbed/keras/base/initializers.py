@@ -29,8 +29,10 @@ def initializer_of(given: Any, input_dim: int | None, output_dim: int) -> tuple[
     seed = _seed_of(getattr(found, "seed", None))
     if isinstance(found, keras.initializers.Zeros):
         return bb.Zeros(), seed
-    if isinstance(found, keras.initializers.Constant) and found.value == 0:
-        return bb.Zeros(), seed
+    if isinstance(found, keras.initializers.Ones):
+        return bb.Uniform(1.0, 1.0), seed
+    if isinstance(found, keras.initializers.Constant) and isinstance(found.value, (int, float)):
+        return bb.Uniform(float(found.value), float(found.value)) if found.value else bb.Zeros(), seed
     if isinstance(found, keras.initializers.RandomUniform):
         return bb.Uniform(float(found.minval), float(found.maxval)), seed
     if isinstance(found, keras.initializers.RandomNormal) and found.mean == 0.0:
@@ -46,7 +48,8 @@ def initializer_of(given: Any, input_dim: int | None, output_dim: int) -> tuple[
     name = type(found).__name__ if found is not None else repr(given)
     raise ValueError(
         f"Embedding: embeddings_initializer={name} is not among those a table has (uniform, random_normal around 0, "
-        f"zeros, glorot_uniform, he_uniform, lecun_uniform); give {_OURS}, or the rows themselves with weights="
+        f"zeros, ones, constant, glorot_uniform, he_uniform, lecun_uniform); give {_OURS}, or the rows themselves with "
+        "weights="
     )
 
 
