@@ -168,6 +168,15 @@ def test_loading_a_state_keeps_what_was_saved() -> None:
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.125, 0.125]
 
 
+def test_a_state_that_is_saved_after_a_scheduler_of_dense_has_stepped() -> None:
+    pair, other = Pair(EQUAL["SGD"]), Pair(EQUAL["SGD"])
+    mine = lr_scheduler.ExponentialLR(pair.dense, 0.5)
+    pair.train(1)
+    mine.step()
+    other.optimizer.load_state_dict(pair.optimizer.state_dict())
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.25, 0.25]
+
+
 def test_a_group_that_is_added_later() -> None:
     model = torch.nn.ModuleDict({"first": Embedding(ROWS, DIM), "head": torch.nn.Linear(DIM, 1)})
     optimizer = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))

@@ -107,7 +107,6 @@ class _TableGroup:
         Raises:
             ValueError: a value is out of range, or is part of stored state (Adagrad's initial_accumulator).
         """
-        self.follow()
         values = self._values()
         if values == self._applied:
             return
@@ -354,6 +353,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                     f"table {pending.name!r}: this Optimizer was detached from it, or replaced by another; step that"
                 )
             pending.forget_aborted()
+            table.follow()
             if pending.anchor.requires_grad and pending.reconcile():
                 pending.require_finite()
                 table.apply_hyperparameters()
@@ -431,6 +431,13 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             pending.attach(self)
             self._log_rule(table)
         self._refresh()
+
+    def state_dict(self) -> Json:
+        """Return torch's ``state_dict``; rows and their state are in that of the model."""
+        for table in self._tables:
+            table.follow()  # a scheduler of the dense optimizer has stepped since the last step, maybe
+        state: Json = super().state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Json) -> None:
         """Load dense state and all hyperparameters; the layers' ``load_state_dict`` loads rows and their
