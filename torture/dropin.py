@@ -89,7 +89,7 @@ class Program:
     def _script(self, chance: np.random.Generator) -> None:
         add = self.operations.append
         for step in range(int(chance.integers(4, 12))):
-            add(("zero", None if self.rule == "SparseAdam" else bool(chance.random() < 0.7)))
+            add(("zero", bool(chance.random() < 0.7)))
             if chance.random() < 0.1:
                 add(("freeze", (int(chance.integers(len(self.layers))), bool(chance.random() < 0.5))))
             if step and chance.random() < 0.12:
@@ -100,6 +100,8 @@ class Program:
                 add(("clip", float(chance.choice([0.1, 1.0, 5.0]))))
             if self.follows and self.schedule != "ours" and chance.random() < 0.15:
                 add(("rate", (int(chance.integers(len(self.layers) + 1)), float(chance.uniform(0.01, 0.3)))))
+            if chance.random() < 0.08:  # what has a gradient is stepped, though it is frozen
+                add(("stop", int(chance.integers(len(self.layers)))))
             add(("step", None))
             if self.schedule != "none":
                 add(("schedule", None))
@@ -214,9 +216,9 @@ class _Theirs(_Side):
         every = self.optimizers if program.schedule != "none" else []
         self.schedulers = [lr_scheduler.ExponentialLR(one, 0.8) for one in every]
 
-    def _zero(self, to_none: bool | None) -> None:
+    def _zero(self, to_none: bool) -> None:
         for one in self.optimizers:
-            one.zero_grad(set_to_none=to_none is not False)
+            one.zero_grad(set_to_none=to_none)
 
     def _step(self, _: None) -> None:
         for one in self.optimizers:
@@ -230,6 +232,9 @@ class _Theirs(_Side):
         self.layers[argument[0]].weight.requires_grad = argument[1]
         if not argument[1]:
             self.layers[argument[0]].weight.grad = None
+
+    def _stop(self, number: int) -> None:
+        self.layers[number].weight.requires_grad = False
 
     def state(self) -> Any:
         every = [self.layers, self.heads, *self.optimizers, *self.schedulers]
@@ -286,8 +291,8 @@ class _Ours(_Side):
             return {**found, "path": self._place / str(number), "ram": ram}
         return found
 
-    def _zero(self, to_none: bool | None) -> None:
-        self.optimizer.zero_grad(set_to_none=to_none is not False)
+    def _zero(self, to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none=to_none)
 
     def _step(self, _: None) -> None:
         self.optimizer.step()
@@ -300,6 +305,9 @@ class _Ours(_Side):
         self.layers[argument[0]].anchor.requires_grad = argument[1]
         if not argument[1]:
             self.layers[argument[0]].anchor.grad = None
+
+    def _stop(self, number: int) -> None:
+        self.layers[number].anchor.requires_grad = False
 
     def _all(self) -> list[Any]:
         return [self.layers, self.heads, self.optimizer, *self.schedulers]

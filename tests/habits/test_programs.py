@@ -33,7 +33,7 @@ def test_programs_are_drawn_from_all_that_there_is() -> None:
     programs = [Program.of(10**6 + seed) for seed in range(NUMBER)]
     operations = Counter(name for program in programs for name, _ in program.operations)
     assert set(operations) == {
-        *("zero", "backward", "clip", "step", "schedule", "rate", "freeze", "evaluate", "save", "load", "again")
+        *("zero", "backward", "clip", "step", "schedule", "rate", "freeze", "evaluate", "save", "load", "again", "stop")
     }
     assert min(operations.values()) >= 8, operations
     layers = [layer for program in programs for layer in program.layers]

@@ -71,9 +71,9 @@ def test_the_anchor_is_not_a_weight() -> None:
     opt.step()
     assert torch.equal(rows(emb)[1], before[1] - 1)
     opt.zero_grad()
-    sum(p.pow(2).sum() for p in model.parameters()).backward()  # no lookup at all
+    sum(p.pow(2).sum() for p in model.parameters()).backward()  # no lookup at all: zeros, which count as a step
     opt.step()
-    assert emb.table.step == 1
+    assert emb.table.step == 2 and len(emb.table) == 1
 
 
 # ---- one update, in forward order
@@ -188,9 +188,36 @@ def test_gradients_that_are_really_zero_still_count_as_a_step() -> None:
     torch.nn.utils.clip_grad_norm_([emb.anchor], 1.0)
     opt.step()
     assert emb.table.step == 2 and not torch.equal(rows(emb)[1], moved)
-    opt.zero_grad(set_to_none=False)
+    opt.zero_grad()
     opt.step()
     assert emb.table.step == 2
+
+
+@pytest.mark.parametrize("device_cache", [None, "1MiB"])
+def test_zeroed_gradients_count_as_a_step_as_sparse_adam_counts_them(device_cache: Any) -> None:
+    emb = Embedding(20, 4, optimizer=bb.Adam(lr=0.1), device_cache=device_cache)
+    ref = torch.nn.Embedding.from_pretrained(rows(emb), freeze=False, sparse=True)
+    sides = [(emb, Optimizer(emb)), (ref, torch.optim.SparseAdam(ref.parameters(), lr=0.1))]
+    for layer, optimizer in sides:
+        for used in (True, False, False, True):
+            optimizer.zero_grad(set_to_none=False)
+            if used:
+                (layer(torch.tensor([1, 2])) * 3.0).sum().backward()
+            optimizer.step()
+    assert emb.table.step == 4
+    torch.testing.assert_close(rows(emb), ref.weight.data, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_that_is_frozen_after_its_backward_is_stepped_once_as_in_torch() -> None:
+    _, emb, _, opt = make(optimizer=bb.SGD(lr=1.0))
+    before = rows(emb)
+    emb(torch.tensor([1])).sum().backward()
+    emb.requires_grad_(False)
+    opt.step()
+    assert torch.equal(rows(emb)[1], before[1] - 1)
+    opt.zero_grad()
+    opt.step()
+    assert emb.table.step == 1
 
 
 # ---- scaling

@@ -354,7 +354,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                 )
             pending.forget_aborted()
             table.follow()
-            if pending.anchor.requires_grad and pending.reconcile():
+            # As torch's optimizers, this steps a gradient that a layer has had since before it was frozen.
+            if pending.reconcile() or pending.take_nothing():
                 pending.require_finite()
                 table.apply_hyperparameters()
                 ready.append(table)

@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -395,6 +396,17 @@ class Pending:
         self._norm = value
         return True
 
+    def take_nothing(self) -> bool:
+        """Return whether a step without rows is due: SparseAdam counts zeros of ``zero_grad(set_to_none=False)``."""
+        grad = self.anchor.grad
+        if self._parts or grad is None or grad.item() != 0.0:
+            return False
+        grads = self.rows.grads(torch.empty(0, self.table.dim, device=self.anchor.device))
+        nothing = Part(order=next(self.order), ids=np.empty(0, np.int64), grads=grads)
+        self.batch, self.sums, _ = self.rows.sum([nothing])
+        self._is_finite = True
+        return True
+
     def require_finite(self) -> None:
         """Raise ValueError with the first id whose gradient is not finite, before a step changes anything."""
         if self._is_finite:
@@ -436,7 +448,7 @@ class Pending:
     @property
     def has_rows(self) -> bool:
         """True if a step would update rows."""
-        return bool(self._parts) and self.anchor.requires_grad and self.anchor.grad is not None
+        return bool(self._parts) and self.anchor.grad is not None
 
     def drop(self) -> None:
         """Forget every pending gradient."""

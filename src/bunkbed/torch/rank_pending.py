@@ -163,6 +163,10 @@ class RankPending(Pending):
 
     # ---- step
 
+    def take_nothing(self) -> bool:
+        """Return False: here zeros are no step, as ranks take them for the gradients of other ranks."""
+        return False
+
     def require_finite(self) -> None:
         """Raise ValueError with the first id of any rank whose gradient is not finite."""
         if self._bad:
