@@ -190,6 +190,26 @@ def test_a_loaded_layer_has_the_rule_of_its_rows() -> None:
     assert own.table.step == 0
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_loading_leaves_the_rates_that_an_optimizer_has_set(seed: int) -> None:
+    def make(rate: float, decay: float) -> Any:
+        layer = Embedding(ROWS, DIM, seed=seed)
+        return layer, Optimizer(layer, dense=torch.optim.AdamW(layer.parameters(), lr=rate, weight_decay=decay))
+
+    first, optimizer = make(0.5, 0.3)
+    first(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    seed += 1
+    layer, optimizer = make(0.1, 0.0)
+    layer.load_state_dict(first.state_dict())
+    assert layer.table.optimizer == bb.Adam(0.1) and optimizer.param_groups[-1]["weight_decay"] == 0.0
+    layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"gradients wait for a step; take it, or zero_grad\(\)"):
+        layer.load_state_dict(first.state_dict())
+    optimizer.step()
+    assert layer.table.step == 2
+
+
 def test_rows_move_into_files_that_are_new(tmp_path: Path) -> None:
     layer = Embedding(ROWS, DIM, optimizer=ADAM, seed=2)
     train(layer)

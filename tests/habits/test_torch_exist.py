@@ -97,6 +97,14 @@ def test_exist_new(kind: str, tmp_path: Path) -> None:
     again.table.close()
 
 
+def test_a_scratch_table_is_new_in_any_case(tmp_path: Path) -> None:
+    for _ in range(2):
+        layer = make(tmp_path / "user", exist="new", durability="scratch")
+        train(layer)
+        layer.table.close()
+    assert layer.table.step == 3
+
+
 def test_pretrained_rows_replace_a_table(tmp_path: Path) -> None:
     stored(tmp_path / "user")
     weight = torch.ones(7, DIM)

@@ -277,6 +277,10 @@ def test_reset_parameters_as_tools_call_it(tmp_path: Path) -> None:
         optimizer.zero_grad()
         assert model[0].table.step == 1
     assert not np.array_equal(*seen)
+    model(torch.tensor([1])).sum().backward()
+    model[0].reset_parameters()
+    optimizer.step()
+    assert model[0].table.step == 0
     stored = Embedding(20, DIM, path=tmp_path / "user", ram="8MiB")
     with pytest.raises(RuntimeError, match=r"rows of table 'user' are in files; to start over .*exist=\"new\""):
         stored.reset_parameters()

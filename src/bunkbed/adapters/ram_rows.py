@@ -33,7 +33,7 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides the untouched rows of a table, and how its rows go on."""
+    """What decides the untouched rows of a table, the rule that trained its rows, and how often."""
 
     step: int
     optimizer: Optimizer
@@ -143,7 +143,7 @@ def _made(table: Table, rows: Rows, facts: Facts) -> Table:
         None,
         dim=table.dim,
         num_rows=table.num_rows,
-        optimizer=facts.optimizer,
+        optimizer=table.optimizer,
         init=facts.init,
         seed=facts.seed,
         dtype=table.dtype,

@@ -156,6 +156,8 @@ class TableArguments:
         place = None if self.path is None else resolve(self.path)
         if place is None or self.exist == "open":
             return
+        if self.exist == "new" and self.definition.durability == "scratch":
+            return  # a scratch table is new in any case
         meet(lambda: self._require_removable(place))
         if self.exist == "new":
             close_writer(place)

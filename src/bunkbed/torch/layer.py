@@ -223,6 +223,7 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
                 'give the layer exist="new"'
             )
         self._pending.drop()
+        self.anchor.grad = None
         facts = replace(Facts.of(table), step=0, seed=int(torch.randint(2**62, (), device="cpu").item()))
         replace_table(self._pending, with_rows(table, no_rows(table), facts))
         self._set_padding()
@@ -340,12 +341,14 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         if facts is None or "ids" not in saved:
             return checkpoint.damaged(self.table)
         pending = self._pending
-        if pending.maker is not None and pending.maker.can_make_again(self.table):
+        if pending.has_rows:
+            return f"table {self.table.name!r}: gradients wait for a step; take it, or zero_grad(), before loading"
+        # An attached Optimizer has decided the rule, and shows its values in the table's group.
+        if pending.maker is not None and pending.optimizer is None and pending.maker.can_make_again(self.table):
             follow(pending, facts.optimizer)
         why = why_not(self.table, saved, facts)
         if why:
             return f"table {self.table.name!r}: {why}"
-        pending.drop()
         replace_table(pending, with_rows(self.table, saved, facts))
         return None
 
