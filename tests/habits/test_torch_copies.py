@@ -150,12 +150,15 @@ def test_rows_go_through_a_file(rule: Any, num_rows: Any, dtype: str) -> None:
     layer = Embedding(num_rows, DIM, optimizer=rule, seed=1, dtype=dtype)
     train(layer)
     saved = through_a_file(layer.state_dict())
+    before = [layer.table.get(np.arange(ROWS), slot) for slot in ("weight", *layer.table.slots)]
     train(layer, first=3)  # of which nothing may be left
     other = Embedding(num_rows, DIM, optimizer=rule, seed=1, dtype=dtype)
     train(other, 1, first=12)
     for each in (other, layer):
         each.load_state_dict(saved)
         assert each.table.step == 3 and len(each.table) == 5
+        for slot, values in zip(("weight", *layer.table.slots), before, strict=True):
+            np.testing.assert_array_equal(each.table.get(np.arange(ROWS), slot), values)
     require_equal(layer, other)
     train(layer, first=3)
     train(other, first=3)

@@ -144,6 +144,10 @@ def test_exist_new_removes_a_table_and_nothing_else(tmp_path: Path) -> None:
     (path / "segment-0000000000000009").symlink_to(tmp_path)
     refused(FileExistsError, "also holds segment-0000000000000009")
     (path / "segment-0000000000000009").unlink()
+    (tmp_path / "letter").write_text("mine")
+    (path / "segment-0000000000000009").symlink_to(tmp_path / "letter")
+    refused(FileExistsError, "also holds segment-0000000000000009")
+    (path / "segment-0000000000000009").unlink()
     np.testing.assert_array_equal(bb.open(path, mode="r", ram="8MiB").get(np.arange(20)), rows)
     away = tmp_path / "elsewhere"
     path.rename(away)

@@ -383,7 +383,7 @@ class Pending:
                 f"table {self.name!r}: anchor.grad was changed from {norm:g} to {value:g}, which is no scaling of "
                 "the row gradients; it may only be multiplied (unscaling, clip_grad_norm_) or dropped (zero_grad)"
             )
-        if abs(value) < 0.9999 * norm and is_short(value, grad.dtype) and not is_short(norm, grad.dtype):
+        if abs(value) < norm and is_short(value, grad.dtype) and not is_short(norm, grad.dtype):
             raise RuntimeError(
                 f"table {self.name!r}: anchor.grad went from {norm:.9g} to exactly {value:g}, as clip_grad_value_ sets "
                 "it; a table takes that for a scaling, and cannot clip each value; use clip_grad_norm_, or clip the "
