@@ -38,7 +38,7 @@ class RamSnapshots {
  private:
   TableState& table_;
   std::vector<RamSnapshot> snapshots_ GUARDED_BY(table_.lock);
-  const RamSnapshot start_{.meta = "{}"};
+  const RamSnapshot start_{"", 0, 0, "{}", {}, {}};
 };
 
 }  // namespace bunkbed

@@ -177,12 +177,15 @@ def test_a_state_that_is_saved_after_a_scheduler_of_dense_has_stepped() -> None:
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.25, 0.25]
 
 
-def test_a_group_that_is_added_later() -> None:
+def test_a_group_that_is_added_later(caplog: Any) -> None:
     model = torch.nn.ModuleDict({"first": Embedding(ROWS, DIM), "head": torch.nn.Linear(DIM, 1)})
     optimizer = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1))
     later = Embedding(ROWS, DIM)
     optimizer.add_param_group({"params": later.parameters(), "lr": 0.7})
     assert later.table.optimizer == bb.SGD(0.7) and optimizer.param_groups[2]["lr"] == 0.7
+    again = Embedding(ROWS, DIM)
+    (shown,) = _shown(caplog, lambda: optimizer.add_param_group({"params": again.parameters()}))
+    assert shown[0] == logging.INFO and "which follows its parameter group of SGD" in shown[1]
 
 
 # ---- Rows that exist
@@ -301,6 +304,38 @@ def test_a_rule_without_a_counterpart_is_refused(name: str) -> None:
     assert layer.table.optimizer == bb.Adam(1e-3) and dense.param_groups[0]["params"] == [layer.anchor]
     Optimizer(own, dense=rule([{"params": own.parameters()}]))
     assert own.table.optimizer == bb.SGD(1.0)
+
+
+@pytest.mark.parametrize("how", ["pretrained", "stored"])
+def test_a_frozen_layer_need_not_follow(how: str, caplog: Any, tmp_path: Path) -> None:
+    if how == "stored":
+        bb.create(tmp_path / "rows", dim=DIM, num_rows=ROWS, optimizer=bb.Adam(0.1), ram="8MiB").close()
+        layer = Embedding(ROWS, DIM, path=tmp_path / "rows", ram="8MiB")
+        layer.table.update([1], np.ones((1, DIM), np.float32))
+        layer.requires_grad_(False)
+    else:
+        layer = Embedding.from_pretrained(torch.randn(ROWS, DIM))
+    model = torch.nn.Sequential(layer, torch.nn.Linear(DIM, 1))
+    made: list[Any] = []
+    momentum = 0.0 if how == "stored" else 0.9
+
+    def make() -> None:
+        made.append(Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)))
+
+    (shown,) = _shown(caplog, make)
+    assert shown[0] == logging.INFO and "is frozen, and could not be trained: Optimizer:" in shown[1]
+    (optimizer,) = made
+    before, weight = rows(layer), model[1].weight.detach().clone()
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(rows(layer), before) and not torch.equal(model[1].weight, weight)
+    optimizer.load_state_dict(optimizer.state_dict())
+    layer.requires_grad_(True)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"have the state of Adam|SGD has momentum=0\.9"):
+        optimizer.step()
+    assert torch.equal(rows(layer), before)
+    layer.table.close(commit=False)
 
 
 def test_momentum_that_is_set_later_is_refused_at_the_step() -> None:

@@ -54,6 +54,8 @@ class _TableGroup:
         self, pending: Pending, param_name: str | None, followed: tuple[torch.optim.Optimizer, int] | None
     ) -> None:
         self.pending = pending
+        #: Why a frozen table cannot follow its group: an error once it is trained.
+        self.refused: ValueError | None = None
         self._followed = followed
         definition = pending.table.optimizer
         fields = _fields(definition)
@@ -140,7 +142,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
     its first parameter groups and appends one per table. A layer without ``optimizer=`` follows the group that held
     its anchor: its table has the group's update rule, rate, betas, eps and weight decay (`SGD`, `Adagrad`, `Adam`,
     `AdamW` or `SparseAdam`; a step changes only the rows that it touches), and later changes of the group apply to the
-    table. A layer with ``optimizer=`` keeps its own. The rule of each table is logged once, at level INFO.
+    table. Where a frozen layer cannot follow, only training it is an error. A layer with ``optimizer=`` keeps its own.
+    The rule of each table is logged once, at level INFO.
 
     Schedulers, `torch.amp.GradScaler`, gradient clipping and Lightning's automatic mode work on it
     as on any optimizer; step it instead of `dense`. Changing a hyperparameter in a group takes effect at the
@@ -210,13 +213,19 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             for pending in pendings
             if dense is not None and pending.maker is not None and id(pending.anchor) in places
         }
-        rules = {
-            pending: rule_of(optimizer, groups[index], pending.name) for pending, (optimizer, index) in followed.items()
-        }
-        for pending, rule in rules.items():
-            require_can_follow(pending, rule)
-        for pending, rule in rules.items():
-            follow(pending, rule)
+        rules: dict[Pending, UpdateRule] = {}
+        refused: dict[Pending, ValueError] = {}
+        for pending, (optimizer, index) in list(followed.items()):
+            try:
+                rules[pending] = rule_of(optimizer, groups[index], pending.name)
+                require_can_follow(pending, rules[pending])
+            except ValueError as error:
+                if pending.anchor.requires_grad:
+                    raise
+                refused[pending] = error
+                del followed[pending]
+        for pending in followed:
+            follow(pending, rules[pending])
         self._dense = dense
         self._tables: list[_TableGroup] = []
         self._started = False
@@ -232,6 +241,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             _TableGroup(pending, names.get(id(pending.anchor), pending.name) if named else None, followed.get(pending))
             for pending in pendings
         ]
+        for table in self._tables:
+            table.refused = refused.get(table.pending)
         super().__init__([*groups, *(table.group for table in self._tables)], {})
         self._started = True
         for pending in pendings:
@@ -243,12 +254,14 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         if dense is not None:
             self._watch(dense)
 
-    def _log_rule(self, table: _TableGroup) -> None:
+    def _log_rule(self, table: _TableGroup, *, has_followed: bool = False) -> None:
         """Log which rule trains a table, and why."""
         pending, dense = table.pending, type(self._dense).__name__
         rule = pending.table.optimizer
-        if table.follows:
+        if table.follows or has_followed:
             _log.info("table %r is trained by %r, which follows its parameter group of %s", pending.name, rule, dense)
+        elif table.refused is not None:
+            _log.info("table %r is frozen, and could not be trained: %s", pending.name, table.refused)
         elif pending.maker is None:
             _log.info("table %r is trained by its own optimizer %r", pending.name, rule)
         elif self._dense is None:
@@ -356,6 +369,8 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             table.follow()
             # As torch's optimizers, this steps a gradient that a layer has had since before it was frozen.
             if pending.reconcile() or pending.take_nothing():
+                if table.refused is not None:
+                    raise table.refused
                 pending.require_finite()
                 table.apply_hyperparameters()
                 ready.append(table)
@@ -430,7 +445,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
             self._tables.append(table)
             self.param_groups.append(table.group)
             pending.attach(self)
-            self._log_rule(table)
+            self._log_rule(table, has_followed=pending in rules)
         self._refresh()
 
     def state_dict(self) -> Json:
