@@ -207,8 +207,10 @@ def test_loading_leaves_the_rates_that_an_optimizer_has_set(seed: int) -> None:
     layer.load_state_dict(first.state_dict())
     assert layer.table.optimizer == bb.Adam(0.1) and optimizer.param_groups[-1]["weight_decay"] == 0.0
     layer(torch.tensor([1])).sum().backward()
+    layer.load_state_dict(layer.state_dict())  # the gradients stay, as in torch
+    other = Embedding(ROWS, DIM, seed=9, optimizer=bb.Adam(0.1))
     with pytest.raises(RuntimeError, match=r"gradients wait for a step; take it, or zero_grad\(\)"):
-        layer.load_state_dict(first.state_dict())
+        layer.load_state_dict(other.state_dict())
     optimizer.step()
     assert layer.table.step == 2
 

@@ -372,6 +372,16 @@ def test_clipping_by_value_is_refused(bound: float) -> None:
     assert emb.table.step == 1
 
 
+def test_clipping_a_large_norm_to_its_bound_is_a_scaling() -> None:
+    _, emb, _, opt = make()
+    before = rows(emb)
+    (emb(torch.tensor([1])) * 1.234567e10).sum().backward()
+    torch.nn.utils.clip_grad_norm_([emb.anchor], 0.5)
+    assert emb.anchor.grad.item() == 0.5
+    opt.step()
+    assert torch.allclose(rows(emb)[1], before[1] - 0.25)
+
+
 def test_clipping_a_norm_of_few_digits_by_value_scales_rows() -> None:
     """One number stands for the rows: whether it was scaled or clipped is seen by its digits alone."""
     _, emb, _, opt = make()

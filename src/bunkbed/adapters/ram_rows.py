@@ -103,12 +103,17 @@ def why_not(table: Table, rows: Rows, facts: Facts) -> str:
         return ""
     if table.step or table.epoch:
         return "it was trained or committed, so rows in its files would mix with those that were saved; give a new path"
-    if (facts.init, facts.seed) != (table.init, table.seed):
+    if is_other(table, facts):
         return (
             f"its untouched rows have init={table.init!r}, seed={table.seed}, those that were saved {facts.init!r} and "
             f"{facts.seed}; give the layer init={facts.init!r}, seed={facts.seed}"
         )
     return ""
+
+
+def is_other(table: Table, facts: Facts) -> bool:
+    """Return whether untouched rows of a table differ from those of `facts`."""
+    return (facts.init, facts.seed) != (table.init, table.seed)
 
 
 def with_rows(table: Table, rows: Rows, facts: Facts) -> Table:
@@ -118,7 +123,7 @@ def with_rows(table: Table, rows: Rows, facts: Facts) -> Table:
 
     Requires: `why_not` has no reason.
     """
-    if (facts.init, facts.seed) != (table.init, table.seed):
+    if is_other(table, facts):
         return _made(table, rows, facts)
     _set(table, rows, facts.step)
     return table

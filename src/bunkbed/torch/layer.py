@@ -14,7 +14,7 @@ from torch import Tensor
 
 import bunkbed as bb
 from bunkbed.adapters.bag_gradients import IntArray
-from bunkbed.adapters.ram_rows import Facts, Rows, is_in_ram, no_rows, why_not, with_rows
+from bunkbed.adapters.ram_rows import Facts, Rows, is_in_ram, is_other, no_rows, why_not, with_rows
 from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core.budget import Budget
 from bunkbed.core.types import Json
@@ -341,14 +341,14 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
         if facts is None or "ids" not in saved:
             return checkpoint.damaged(self.table)
         pending = self._pending
-        if pending.has_rows:
-            return f"table {self.table.name!r}: gradients wait for a step; take it, or zero_grad(), before loading"
         # An attached Optimizer has decided the rule, and shows its values in the table's group.
         if pending.maker is not None and pending.optimizer is None and pending.maker.can_make_again(self.table):
             follow(pending, facts.optimizer)
         why = why_not(self.table, saved, facts)
         if why:
             return f"table {self.table.name!r}: {why}"
+        if pending.has_rows and is_other(self.table, facts):
+            return f"table {self.table.name!r}: gradients wait for a step; take it, or zero_grad(), before loading"
         replace_table(pending, with_rows(self.table, saved, facts))
         return None
 

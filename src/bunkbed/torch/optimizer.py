@@ -153,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
 
     Clip with `torch.nn.utils.clip_grad_norm_` and its 2-norm; with another norm a table still counts with its
     2-norm. Clipping by value is an error at the step. It is seen by the digits of the norm: where gradients are whole
-    numbers, as in a test, it may pass for a scaling.
+    numbers, as in a test, or the norm is beyond 1e8 or in float32, it may pass for a scaling.
 
     Args:
         model: the module whose layers are trained.
