@@ -383,7 +383,7 @@ def test_clipping_a_large_norm_to_its_bound_is_a_scaling() -> None:
 
 
 def test_clipping_a_norm_of_few_digits_by_value_scales_rows() -> None:
-    """One number stands for the rows: whether it was scaled or clipped is seen by its digits alone."""
+    """The anchor's gradient is one number. Only its digits show whether it was scaled or clipped."""
     _, emb, _, opt = make()
     before = rows(emb)
     weight = torch.tensor([[3.0, 0, 0, 0], [0, 4.0, 0, 0]])
