@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.adapters import references
 from bunkbed.keras import Embedding
 
 ROWS, DIM = 40, 4
@@ -60,6 +61,30 @@ def test_keras_rows_that_do_not_fit(tmp_path: Path) -> None:
         other = keras_model(layer)
         with pytest.raises(ValueError, match=message):
             other.load_weights(tmp_path / "m.weights.h5")
+
+
+def test_rows_that_do_not_fit_make_no_table(tmp_path: Path) -> None:
+    model = keras_model(Embedding(ROWS, DIM))
+    fit(model)
+    model.save_weights(tmp_path / "m.weights.h5")
+    layer = Embedding(5, DIM, path=tmp_path / "user", ram="8MiB")
+    with pytest.raises(ValueError, match="a row with id 7 was saved"):
+        keras_model(layer).load_weights(tmp_path / "m.weights.h5")
+    assert not (tmp_path / "user").exists() and not layer._shared.has_table
+
+
+def test_copies_of_a_table_in_ram_that_take_much_are_warned_of(caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(references, "_MANY_BYTES", 256)
+    model = keras_model(Embedding(ROWS, DIM))
+    shown = []
+    for _ in range(9):
+        fit(model)
+        caplog.clear()
+        model.get_weights()
+        shown.append([one.getMessage() for one in caplog.records])
+    (line,) = next(lines for lines in shown if lines)
+    assert "versions that a saved model may refer to" in line and "table.drop(NAME)" in line
+    assert shown[0] == [] and sum(map(len, shown)) <= 4
 
 
 @pytest.mark.parametrize("in_ram", [False, True])

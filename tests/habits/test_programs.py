@@ -45,7 +45,7 @@ def test_programs_are_drawn_from_all_that_there_is() -> None:
 
 
 def test_a_program_that_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("bunkbed.torch.optimizer._TableGroup.follow", lambda self: None)
+    monkeypatch.setattr("bunkbed.torch.optimizer._TableGroup.follow", lambda self, now: None)
     logging.disable()
     try:
         with warnings.catch_warnings():

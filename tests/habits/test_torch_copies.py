@@ -15,8 +15,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bunkbed as bb
+from bunkbed.adapters import ram_rows
 from bunkbed.torch import Embedding, EmbeddingBag, EmbeddingCollection, Optimizer, anchors
-from bunkbed.torch.base import checkpoint
 
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()
@@ -257,10 +257,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_table_beyond_the_bound_says_that_its_rows_are_not_saved(monkeypatch: Any) -> None:
-    monkeypatch.setattr(checkpoint, "MOST_BYTES", 5 * (8 + 3 * DIM * 4) - 1)
+    monkeypatch.setattr(ram_rows, "MOST_BYTES", 5 * (8 + 3 * DIM * 4) - 1)
     layer = Embedding(ROWS, DIM, optimizer=ADAM)
     train(layer)
-    with pytest.warns(UserWarning, match=r"is in RAM only, and its 5 rows are not in the state_dict.*give .*path="):
+    with pytest.warns(UserWarning, match=r"is in RAM only, and its 5 rows are not saved.*give .*path="):
         saved = layer.state_dict()
     assert set(saved) == {"anchor", "table"}
     train(layer)

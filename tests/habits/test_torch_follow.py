@@ -205,6 +205,18 @@ def test_pretrained_rows_stay_when_the_rule_changes(tmp_path: Path) -> None:
         assert table.optimizer == bb.SGD(1.0) and table.step == 1
 
 
+def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:
+    layer = Embedding(ROWS, DIM, padding_idx=1, path=tmp_path / "rows", ram="8MiB")
+    (tmp_path / "rows" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"nothing else would be removed, and this also holds notes\.txt"):
+        Optimizer(layer, dense=torch.optim.SGD(layer.parameters(), lr=1.0))
+    assert layer.table.optimizer == bb.Adam(1e-3) and not rows(layer)[1].any()
+    (tmp_path / "rows" / "notes.txt").unlink()
+    Optimizer(layer, dense=torch.optim.SGD(layer.parameters(), lr=1.0))
+    assert layer.table.optimizer == bb.SGD(1.0)
+    layer.table.close()
+
+
 def test_a_table_with_shards_is_made_again(tmp_path: Path) -> None:
     layer = Embedding(ROWS, DIM, padding_idx=3, path=tmp_path / "rows", ram="32MiB", shards=2, seed=4)
     before = rows(layer)

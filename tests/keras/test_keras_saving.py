@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.adapters import ram_rows
 from bunkbed.keras import Embedding, moved
-from bunkbed.keras.shared import table as shared_table
 from keras_setup import BATCH, DIM, ROWS, SEED, all_rows, batches, keras, row_model, tf
 
 
@@ -148,10 +148,11 @@ def test_weights_of_another_table_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_table_in_ram_beyond_the_bound_cannot_be_loaded_elsewhere(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(shared_table, "MOST_BYTES", 100)
+    monkeypatch.setattr(ram_rows, "MOST_BYTES", 100)
     _, model = model_on(None)
     fit(model)
-    model.save(tmp_path / "model.keras")
+    with pytest.warns(UserWarning, match=r"rows are not saved.*give the layer a path="):
+        model.save(tmp_path / "model.keras")
     with pytest.raises(ValueError, match=r"in RAM only, which ended with its process; give path="):
         keras.models.load_model(tmp_path / "model.keras")
 

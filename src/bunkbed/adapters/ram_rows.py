@@ -8,7 +8,8 @@ are exact in float32, so rows that go back are equal to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -67,24 +68,42 @@ def bytes_of(table: Table) -> int:
     return len(table) * (8 + 4 * sum(table.field(slot)[1] for slot in ("weight", *table.slots)))
 
 
-def rows_of(table: Table) -> dict[str, Array]:
-    """Return all stored rows, as copies."""
-    slots = ("weight", *table.slots)
+def rows_of(table: Table, slots: Sequence[str] | None = None) -> dict[str, Array]:
+    """Return all stored rows of some slots, as copies; None: of all slots."""
+    empty = no_rows(table)
+    slots = [name for name in empty if name != "ids"] if slots is None else slots
     parts = list(table.scan_slots(slots, 65_536))
-    ids = np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)])
+    ids = np.concatenate([empty["ids"], *(part[0] for part in parts)])
     order = np.argsort(ids)
-    rows: dict[str, Array] = {"ids": ids[order]}
-    for place, slot in enumerate(slots):
-        empty = np.empty((0, table.field(slot)[1]), np.float32)
-        rows[slot] = np.concatenate([empty, *(part[1][place] for part in parts)])[order]
-    return rows
+    values = {
+        slot: np.concatenate([empty[slot], *(part[1][place] for part in parts)])[order]
+        for place, slot in enumerate(slots)
+    }
+    return {"ids": ids[order], **values}
 
 
 def no_rows(table: Table) -> dict[str, Array]:
-    """Return the arrays of `rows_of` for a table without stored rows."""
-    slots = ("weight", *table.slots)
-    empty = {slot: np.empty((0, table.field(slot)[1]), np.float32) for slot in slots}
+    """Return what `rows_of` returns for a table without stored rows."""
+    empty = {slot: np.empty((0, table.field(slot)[1]), np.float32) for slot in ("weight", *table.slots)}
     return {"ids": np.empty(0, np.int64), **empty}
+
+
+def saved(table: Table) -> tuple[Rows, Json] | None:
+    """Return the rows and `Facts` that a checkpoint has of a table in RAM; None if it only refers to the table.
+
+    Warns of a table in RAM whose rows a checkpoint does not have.
+    """
+    if table.path is not None or table.run is not None:
+        return None
+    if is_in_ram(table) and bytes_of(table) <= MOST_BYTES:
+        return rows_of(table), Facts.of(table).fields()
+    size = f"{len(table):,} rows" if is_in_ram(table) else "rows of several processes"
+    warnings.warn(
+        f"table {table.name!r} is in RAM only, and its {size} are not saved (they are up to {MOST_BYTES >> 20} MiB): "
+        "what is saved refers to a copy in this process; give the layer a path= to keep rows in files",
+        stacklevel=2,
+    )
+    return None
 
 
 def why_not(table: Table, rows: Rows, facts: Facts) -> str:

@@ -102,28 +102,33 @@ class References:
         if self.keep is None:
             self._warn_of_growth()
             return
-        ours = sorted(int(name.removeprefix(prefix)) for name in table.snapshots() if _is_of(name, prefix))
-        for number in ours[: max(0, len(ours) - self.keep)]:
-            name = f"{prefix}{number:06d}"
+        kept = {name: epoch for name, epoch in table.snapshots().items() if _is_of(name, prefix)}
+        for name in sorted(kept, key=lambda name: int(name.removeprefix(prefix)))[: max(0, len(kept) - self.keep)]:
             _log.log(
                 logging.INFO if self._has_warned else logging.WARNING,
                 "table %r: version %d, which a %s refers to, is dropped, as keep_checkpoints=%d; None keeps all",
-                table.name, table.snapshots()[name], self._saved, self.keep,
+                table.name, kept[name], self._saved, self.keep,
             )  # fmt: skip
             self._has_warned = True
             table.drop(name)
 
     def _warn_of_growth(self) -> None:
         """Log, at each doubling, that the kept epochs take much more than the rows alone."""
-        stats = self.table.stats()
-        kept = int(stats["snapshot_bytes"])
-        if kept < 2 * max(self._warned_bytes, int(stats["disk_bytes"]) - kept):
+        table = self.table
+        stats, num_kept = table.stats(), len(table.snapshots())
+        if table.path is None:  # each is a copy of the rows
+            rows = len(table) * table.record_bytes
+            kept = num_kept * rows
+        else:
+            kept = int(stats["snapshot_bytes"])
+            rows = int(stats["disk_bytes"]) - kept
+        if kept < 2 * max(self._warned_bytes, rows):
             return
         self._warned_bytes = kept
         _log.warning(
-            "table %r keeps %d versions that a %s may refer to, %.1f GiB more than its rows alone; drop those of files "
-            "that are gone (bunkbed snapshots PATH --drop NAME), or give the layer keep_checkpoints=",
-            self.table.name, len(self.table.snapshots()), self._saved, kept / 2**30,
+            "table %r keeps %d versions that a %s may refer to, %.1f GiB more than its rows alone; drop those that are "
+            "not needed (table.drop(NAME), bunkbed snapshots PATH --drop NAME), or give the layer keep_checkpoints=",
+            table.name, num_kept, self._saved, kept / 2**30,
         )  # fmt: skip
 
     def load(self, reference: Reference) -> str | None:

@@ -26,7 +26,9 @@ def require_removable(place: Path) -> None:
     """Raise FileExistsError, which names what else is there, unless `place` has a table and nothing else."""
     why = _why_it_stays(place)
     if why:
-        raise FileExistsError(errno.EEXIST, f'exist="new" removes only a table, and this {why}', str(place))
+        raise FileExistsError(
+            errno.EEXIST, f"a table is replaced only where nothing else would be removed, and this {why}", str(place)
+        )
 
 
 def close_writer(place: Path) -> None:

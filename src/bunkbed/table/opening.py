@@ -357,7 +357,7 @@ def open_again(present: Table, create: Json, optimizer: _optim.Optimizer | None)
 
 
 def is_shared(table: Table) -> bool:
-    """Return whether a table was opened more often than it was closed, but for once."""
+    """Return whether two openings or more share a table."""
     return table._opens > 1
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import bunkbed as bb
 from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.adapters.ram_rows import Facts, Rows, is_in_ram, is_other, no_rows, why_not, with_rows
+from bunkbed.adapters.removal import is_taken
 from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core.budget import Budget
 from bunkbed.core.types import Json
@@ -479,7 +480,7 @@ def pretrained_shape(kind: str, embeddings: Tensor, ours: Json) -> tuple[int, in
     if ours.get("table") is not None:
         raise ValueError(f"{kind}.from_pretrained: table= has rows of its own; write into it with table.set")
     path = ours.get("path")
-    if path is not None and ours.get("exist") != "new" and Path(path).exists() and any(Path(path).iterdir()):
+    if path is not None and ours.get("exist") != "new" and is_taken(Path(path).expanduser()):
         raise FileExistsError(
             f"{kind}.from_pretrained: {str(path)!r} exists and its rows would be overwritten; open it with "
             f'{kind}(..., path=...), replace it with exist="new", or give another path'

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from bunkbed.adapters.ram_rows import is_in_ram
+from bunkbed.adapters.ram_rows import is_in_ram, rows_of
 from bunkbed.adapters.tables import TableArguments, log_opening
 from bunkbed.core.optim import Optimizer
 from bunkbed.table.opening import path_lock
@@ -35,21 +32,24 @@ class Maker:
     def make(self, optimizer: Optimizer | None) -> Table:
         """Open the table, or make it; see `TableArguments.settle` and `created`, and `shared_table`."""
         arguments, ranks = self.arguments, self.ranks
+        arguments.settle(self._once)
         if ranks is None:
-            arguments.settle()
             table = replace(arguments, shards=self.sharing.shards).created(optimizer)
             log_opening(table, len(table))
             return table
-        arguments.settle(lambda call: self._on_first(ranks, call))
         shared = shared_table(arguments, optimizer, ranks, self.sharing)
         num_rows = sum(ranks.gather("making a layer", lambda: len(shared)))
         if ranks.is_first:
             log_opening(shared, num_rows)
         return shared
 
-    @staticmethod
-    def _on_first(ranks: Ranks, call: Callable[[], None]) -> None:
-        ranks.gather("making a layer", lambda: call() if ranks.is_first else None)
+    def _once(self, call: Callable[[], None]) -> None:
+        """Make a call on one of the processes that share the table; its error is raised on all."""
+        ranks = self.ranks
+        if ranks is None:
+            call()
+        else:
+            ranks.gather("making a layer", lambda: call() if ranks.is_first else None)
 
     @staticmethod
     def can_make_again(table: Table) -> bool:
@@ -63,25 +63,13 @@ class Maker:
 
         Requires: `can_make_again`.
         """
-        local = table.local if isinstance(table, DistributedTable) else table
-        rows = [*local.scan()]
+        rows = rows_of(table.local if isinstance(table, DistributedTable) else table, ("weight",))
         place = None if self.arguments.path is None else self.arguments.path.expanduser()
         with path_lock(place):
-            self._remove(table)
+            replace(self.arguments, exist="new").settle(self._once)  # closes a table with files on every process
+            if not table.closed:
+                table.release()
             made = self.make(optimizer)
-        ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in rows)])
-        values = np.concatenate([np.empty((0, table.dim), np.float32), *(values for _, values in rows)])
-        if len(ids) or self.ranks is not None:
-            made.set(ids, values)
+        if len(rows["ids"]) or self.ranks is not None:
+            made.set(rows["ids"], rows["weight"])
         return made
-
-    def _remove(self, table: Table) -> None:
-        """Close a table, and remove its files."""
-        table.release()
-        ranks, path = self.ranks, table.path
-        if ranks is not None:
-            ranks.gather("closing a table", lambda: None)
-        if path is not None and (ranks is None or ranks.is_first):
-            shutil.rmtree(path)
-        if ranks is not None:
-            ranks.gather("making a table", lambda: None)

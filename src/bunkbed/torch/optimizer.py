@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -81,16 +81,18 @@ class _TableGroup:
             group = dense.param_groups[index]
             self._settings, self._rule = settings(group), _fields(rule_of(dense, group, self.pending.name))
 
-    def follow(self) -> None:
+    def follow(self, now: Sequence[tuple[object, ...]]) -> None:
         """Take over what changed in the followed group since the last step.
+
+        Args:
+            now: the `settings` of each group of the dense optimizer.
 
         Raises:
             ValueError: the group has a setting that no rule of a table has.
         """
         if self._followed is None:
             return
-        dense, index = self._followed
-        if settings(dense.param_groups[index]) != self._settings:
+        if now[self._followed[1]] != self._settings:
             before, written = self._rule, set(self.group.written)
             self._look()
             for name, value in self._rule.items():
@@ -254,6 +256,13 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         if dense is not None:
             self._watch(dense)
 
+    def _follow(self) -> None:
+        """Let tables take over what changed in the groups that they follow; many tables may follow one group."""
+        if self._dense is not None:
+            now = [settings(group) for group in self._dense.param_groups]
+            for table in self._tables:
+                table.follow(now)
+
     def _log_rule(self, table: _TableGroup, *, has_followed: bool = False) -> None:
         """Log which rule trains a table, and why."""
         pending, dense = table.pending, type(self._dense).__name__
@@ -357,6 +366,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow()
         # All tables are checked before the first change.
         ready = []
         for table in self._tables:
@@ -366,7 +376,6 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
                     f"table {pending.name!r}: this Optimizer was detached from it, or replaced by another; step that"
                 )
             pending.forget_aborted()
-            table.follow()
             # As torch's optimizers, this steps a gradient that a layer has had since before it was frozen.
             if pending.reconcile() or pending.take_nothing():
                 if table.refused is not None:
@@ -450,8 +459,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
 
     def state_dict(self) -> Json:
         """Return torch's ``state_dict``; rows and their state are in that of the model."""
-        for table in self._tables:
-            table.follow()  # a scheduler of the dense optimizer has stepped since the last step, maybe
+        self._follow()  # a scheduler of the dense optimizer may have changed its groups since the last step
         state: Json = super().state_dict()
         return state
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import bunkbed as bb
-from bunkbed.adapters.ram_rows import MOST_BYTES, Facts, Rows, bytes_of, is_in_ram, rows_of, why_not, with_rows
+from bunkbed.adapters.ram_rows import Facts, Rows, saved, why_not, with_rows
 from bunkbed.adapters.references import Reference, References
 from bunkbed.adapters.tables import TableArguments, log_opening
 from bunkbed.core.init import Initializer
@@ -360,17 +360,12 @@ class SharedTable:
     def saved_rows(self) -> tuple[Rows, Json | None]:
         """Return the rows of a table in RAM only and their facts as JSON; nothing and None for other tables."""
         table = self._table
-        if table is None or self.workers is not None or not is_in_ram(table):
+        found = None if table is None or self.workers is not None else saved(table)
+        if table is None or found is None:
             return {}, None
-        if bytes_of(table) > MOST_BYTES:
-            _log.warning(
-                "table %r is in RAM only, and its %s rows are not saved (they are up to %d MiB): what is saved refers "
-                "to a copy in this process; give the layer a path= to keep them in files",
-                table.name, f"{len(table):,}", MOST_BYTES >> 20,
-            )  # fmt: skip
-            return {}, None
+        rows, facts = found
         reference = Reference(table.uuid, table.name, table.epoch, table.step)
-        return rows_of(table), {**reference.fields(), **Facts.of(table).fields()}
+        return rows, {**reference.fields(), **facts}
 
     def load_rows(self, rows: Rows, fields: Json) -> None:
         """Take over the rows of a table that was in RAM only.
@@ -379,15 +374,22 @@ class SharedTable:
             ValueError: they do not fit the table, or its files have rows of their own.
         """
         facts = Facts.from_fields(fields)
+        if self._table is None:
+            assert self._arguments is not None
+            definition = replace(
+                self._arguments.definition, optimizer=facts.optimizer, init=facts.init, seed=facts.seed
+            )
+            # A table that the rows do not fit must not be made.
+            why = why_not(bb.create(None, **replace(definition, durability="durable").arguments()), rows, facts)
+        else:
+            why = why_not(self._table, rows, facts)
+        if why:
+            raise ValueError(f"table {self.name!r}: {why}")
         self._initial = None
         if self._table is None:
             assert self._arguments is not None
-            definition = replace(self._arguments.definition, init=facts.init, seed=facts.seed)
             self._start(replace(self._arguments, definition=definition).created(facts.optimizer))
         table = self.table
-        why = why_not(table, rows, facts)
-        if why:
-            raise ValueError(f"table {table.name!r}: {why}")
         self.pending.drop()
         made = with_rows(table, rows, facts)
         if made is not table:

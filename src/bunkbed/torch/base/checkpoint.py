@@ -9,14 +9,12 @@ a multiple of 256 bytes, so that its shape stays the same.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from bunkbed import _native
-from bunkbed.adapters.ram_rows import MOST_BYTES, Array, Facts, bytes_of, is_in_ram, rows_of
+from bunkbed.adapters.ram_rows import Array, Facts, saved
 from bunkbed.adapters.references import Reference, References
 from bunkbed.core.types import Json
 from bunkbed.table.table import Table
@@ -32,27 +30,18 @@ ROWS = "rows."
 def save(references: References) -> dict[str, Tensor]:
     """Return the entries of a table by name: the reference, uint8[n], for which the table is committed; or its rows."""
     table = references.table
-    if not is_in_ram(table) or bytes_of(table) > MOST_BYTES:
-        if table.path is None and table.run is None:
-            _warn_of_rows(table)
+    found = saved(table)
+    if found is None:
         return {KEY: _tensor(references.save().fields())}
+    rows, facts = found
     reference = Reference(table.uuid, table.name, table.epoch, table.step)
-    rows = {ROWS + name: torch.from_numpy(array) for name, array in rows_of(table).items()}
-    return {KEY: _tensor({**reference.fields(), **Facts.of(table).fields()}), **rows}
+    arrays = {ROWS + name: torch.from_numpy(array) for name, array in rows.items()}
+    return {KEY: _tensor({**reference.fields(), **facts}), **arrays}
 
 
 def _tensor(fields: Json) -> Tensor:
     text = json.dumps(fields).encode()
     return torch.tensor(list(text.ljust(-len(text) // 256 * -256)), dtype=torch.uint8, device="cpu")
-
-
-def _warn_of_rows(table: Table) -> None:
-    size = f"{len(table):,} rows" if isinstance(table.core, _native.Table) else "rows of several processes"
-    warnings.warn(
-        f"table {table.name!r} is in RAM only, and its {size} are not in the state_dict, which refers to a copy in "
-        f"this process (rows are saved up to {MOST_BYTES >> 20} MiB); give the layer a path= to keep them in files",
-        stacklevel=2,
-    )
 
 
 def rows_in(state: Mapping[str, Tensor], prefix: str) -> dict[str, Array]:
