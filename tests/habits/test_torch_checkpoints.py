@@ -12,6 +12,7 @@ import torch
 import bunkbed as bb
 from bunkbed.adapters import references
 from bunkbed.torch import Embedding, Optimizer
+from log_records import our_records
 
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()
@@ -83,7 +84,7 @@ def test_a_version_that_is_dropped_is_warned_of_once(caplog: Any, tmp_path: Path
             caplog.clear()
             job.step(epoch)
             job.save(tmp_path / f"{epoch}.pt")
-            shown.append([(one.levelno, one.getMessage()) for one in caplog.records])
+            shown.append([(one.levelno, one.getMessage()) for one in our_records(caplog)])
     assert shown[:2] == [[], []] and [level for ((level, _),) in shown[2:]] == [logging.WARNING, logging.INFO]
     assert shown[2][0][1] == (
         "table 'user': version 1, which a state_dict refers to, is dropped, as keep_checkpoints=2; None keeps all"
@@ -118,7 +119,7 @@ def test_kept_versions_that_take_much_are_warned_of(caplog: Any, monkeypatch: An
         optimizer.step()
         caplog.clear()
         layer.state_dict()
-        shown.append([one.getMessage() for one in caplog.records])
+        shown.append([one.getMessage() for one in our_records(caplog)])
     assert shown[:2] == [[], []] and 1 <= sum(map(len, shown)) <= 3, shown
     (line,) = next(lines for lines in shown if lines)
     assert "versions that a state_dict may refer to" in line and "keep_checkpoints=" in line

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 import bunkbed as bb
 from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
+from log_records import our_records
 from rank_processes import message_of, spawn
 
 torch.set_num_threads(1)
@@ -49,7 +50,7 @@ def shown(caplog: Any) -> Any:
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="bunkbed"):
         yield lines
-    lines += [record.getMessage() for record in caplog.records if "row" in record.getMessage()]
+    lines += [record.getMessage() for record in our_records(caplog) if "row" in record.getMessage()]
 
 
 def test_opening_stored_rows_is_one_line(caplog: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import bunkbed as bb
 from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
+from log_records import our_records
 from rank_processes import spawn
 
 torch.set_num_threads(1)
@@ -366,7 +367,7 @@ def _shown(caplog: Any, make: Callable[[], Any]) -> list[tuple[int, str]]:
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="bunkbed.torch"):
         make()
-    return [(record.levelno, record.getMessage()) for record in caplog.records]
+    return [(record.levelno, record.getMessage()) for record in our_records(caplog)]
 
 
 def test_the_rule_of_each_table_is_shown_once(caplog: Any) -> None:
