@@ -154,6 +154,8 @@ void bind_table(nb::module_& m) {
           "belongs_to_run"_a, "is_scratch"_a)
       .def("minimum_ram", [](const TableSpec& spec, uint64_t stored_rows,
                              bool on_disk) { return minimum_ram(spec, stored_rows, on_disk); })
+      .def("rows_within", [](const TableSpec& spec, size_t ram_bytes,
+                             bool on_disk) { return rows_within(spec, ram_bytes, on_disk); })
       .def("wanted_ram", [](const TableSpec& spec, bool on_disk) { return wanted_ram(spec, on_disk); })
       .def(
           "memory_use",

@@ -1,6 +1,7 @@
 // Maps a row to the location of its record: absent (the row has its initial value), a frame of the cache, or a
 // position in the log. Two forms (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and
 // hashed, about seventeen bytes a stored row. It grows one partition at a time, so that no step pays for a big rehash.
+// A bounded directory has the form that takes fewer bytes, range by range of the rows.
 //
 // Writes need exclusive access. Concurrent locate() calls are safe while no thread writes.
 #pragma once
@@ -40,17 +41,16 @@ class Directory {
   // Makes room so that set() of these rows cannot fail.
   virtual void reserve(const int64_t* rows, size_t n) = 0;
   virtual size_t bytes() const = 0;
-  // Visits stored rows in a fixed order: fills up to `n` (row, entry) pairs from *cursor on, advances *cursor and
-  // returns their number; 0 at the end. Start with *cursor = 0.
-  virtual size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const = 0;
+  // The most bytes while it grows to so many stored rows; an upper estimate.
+  virtual size_t bytes_for(uint64_t stored_rows) const = 0;
   virtual void clear() = 0;
 
   // ---- For a walk while the table changes. Each row belongs to one part, always the same. part() appends the rows of
   // a part that have an entry.
   virtual size_t num_parts() const = 0;
   virtual void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const = 0;
-  // Whether the parts in sequence give the rows in ascending order.
-  bool is_ordered() const { return !grows(); }
+  // Whether each part is a range of rows, above that of the part before. In it the rows may have any order.
+  virtual bool has_ranges() const { return true; }
 
   // ---- Filling an empty directory, from several threads at once. No other call between begin_bulk() and end_bulk().
   // Makes room for about `rows` rows.
@@ -80,9 +80,12 @@ constexpr size_t flat_directory_bytes(uint64_t num_rows) {
   return num_rows > (uint64_t{1} << 60) / 6 ? uint64_t{1} << 60 : num_rows * 5 + 8 + num_rows / kFlatGroupRows + 1;
 }
 size_t hashed_directory_bytes(uint64_t stored_rows);  // an upper estimate
+size_t bounded_directory_bytes(uint64_t num_rows, uint64_t stored_rows);  // the same, whichever rows are stored
 
 std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows);
 std::unique_ptr<Directory> make_hashed_directory();
+std::unique_ptr<Directory> make_bounded_directory(uint64_t num_rows);
+
 
 // Those of `rows` that have no entry, in their order.
 std::vector<int64_t> absent_rows(const Directory& directory, const int64_t* rows, size_t n);

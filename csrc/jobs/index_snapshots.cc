@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -134,6 +136,19 @@ void IndexSnapshots::take() {
   count_bytes();
 }
 
+namespace {
+
+void sort_by_row(std::vector<int64_t>* rows, std::vector<Entry>* entries) {
+  if (std::is_sorted(rows->begin(), rows->end())) return;
+  std::vector<std::pair<int64_t, Entry>> pairs;
+  pairs.reserve(rows->size());
+  for (size_t i = 0; i < rows->size(); ++i) pairs.emplace_back((*rows)[i], (*entries)[i]);
+  std::sort(pairs.begin(), pairs.end());
+  for (size_t i = 0; i < pairs.size(); ++i) std::tie((*rows)[i], (*entries)[i]) = pairs[i];
+}
+
+}  // namespace
+
 std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
   const auto is_over = [&]()
       REQUIRES(table_.lock) { return stop_ || table_.store == nullptr || store_number_ != walk->store; };
@@ -151,7 +166,7 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
     header.piece_bytes = vfs::round_down(std::clamp<size_t>(table_.store->plan().total_bytes / 256, 4u << 10, 256u << 10), 4096);
     walk->parts = directory.num_parts();
     const uint64_t dense = static_cast<uint64_t>(std::max<int64_t>(0, table_.spec.num_rows)) * kPackedEntryBytes;
-    const bool is_dense = directory.is_ordered() && dense <= directory.stored_rows() * (sizeof(int64_t) + kPackedEntryBytes);
+    const bool is_dense = directory.has_ranges() && dense <= directory.stored_rows() * (sizeof(int64_t) + kPackedEntryBytes);
     header.form = is_dense ? DirectoryForm::kDense : DirectoryForm::kPairs;
     header.num_entries = is_dense ? static_cast<uint64_t>(table_.spec.num_rows) : 0;
     for (const auto& [id, segment] : log.segments()) {
@@ -178,6 +193,7 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
         entry = position == kNoPosition ? kAbsent : entry_of_position(position);
       }
     }
+    if (header.form == DirectoryForm::kDense) sort_by_row(&rows, &entries);
     size_t kept = 0;
     uint64_t last = ~0ull;  // neighbours are mostly in one segment
     for (size_t i = 0; i < rows.size(); ++i) {

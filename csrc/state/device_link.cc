@@ -117,9 +117,8 @@ void DeviceLink::require_directory(const int64_t* ids, size_t n) const {
   const MemoryPlan& plan = table_.store->plan();
   if (!is_attached_ || plan.total_bytes == 0 || !table_.store->directory().grows()) return;
   const uint64_t stored = std::min(table_.max_rows(), table_.store->directory().stored_rows() + max_rows());
-  const size_t directory = std::max(table_.store->directory().bytes(), hashed_directory_bytes(stored));
-  const size_t needed = plan.fixed_bytes + directory + kMinFrames * Cache::frame_cost(table_.payload_bytes);
-  if (needed <= plan.total_bytes) return;
+  const size_t directory = table_.store->directory().bytes_for(stored);
+  if (directory <= most_directory_bytes(plan, table_.payload_bytes)) return;
   Entry entries[256];
   for (size_t begin = 0; begin < n; begin += 256) {
     const size_t count = std::min<size_t>(256, n - begin);
@@ -129,7 +128,7 @@ void DeviceLink::require_directory(const int64_t* ids, size_t n) const {
                 "table '" + table_.name + "': with the " + std::to_string(max_rows()) + " rows of its device cache " +
                     std::to_string(stored) + " rows may be stored, whose directory of " + std::to_string(directory) +
                     " bytes is more than its RAM budget of " + std::to_string(plan.total_bytes) +
-                    " bytes allows; nothing was changed; open it with ram=" + std::to_string(needed) +
+                    " bytes allows; nothing was changed; open it with ram=" + std::to_string(table_.store->budget_for(directory)) +
                     " or more, or make the device cache smaller");
   }
 }

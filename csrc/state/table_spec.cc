@@ -13,15 +13,17 @@ namespace bunkbed {
 namespace {
 
 constexpr size_t kMaxPayload = size_t{1} << 30;
+constexpr size_t kMostBytes = size_t{1} << 60;  // a size that no machine has
 
 // The number of rows whose directory the smallest budget must hold: all rows of the table when these need little
-// memory, otherwise the stored rows and 4096 new ones.
+// memory, otherwise the stored rows and at least 4096.
 uint64_t rows_to_hold(const TableSpec& spec, uint64_t stored_rows) {
-  constexpr size_t kLittle = 16u << 20;
-  if (spec.num_rows >= 0 && hashed_directory_bytes(static_cast<uint64_t>(spec.num_rows)) <= kLittle) {
+  constexpr size_t kLittle = 4u << 20;
+  if (spec.num_rows >= 0 && flat_directory_bytes(static_cast<uint64_t>(spec.num_rows)) <= kLittle) {
     return static_cast<uint64_t>(spec.num_rows);
   }
-  return stored_rows + 4096;
+  const uint64_t rows = std::max<uint64_t>(stored_rows, 4096);
+  return spec.num_rows < 0 ? rows : std::min(rows, static_cast<uint64_t>(spec.num_rows));
 }
 
 }  // namespace
@@ -54,30 +56,48 @@ uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes) {
   return std::max<uint64_t>({bytes / stride, (16 * stride + kSegmentHeaderBytes) / stride + 1});
 }
 
-bool is_flat(int64_t num_rows, size_t ram_bytes) {
-  if (num_rows < 0) return false;
+bool is_flat(const TableSpec& spec, size_t ram_bytes, size_t most_bytes) {
+  if (spec.num_rows < 0) return false;
   const size_t budget = ram_bytes == 0 ? size_t{4} << 30 : ram_bytes;
-  return flat_directory_bytes(static_cast<uint64_t>(num_rows)) <= budget / 4;
+  const size_t flat = flat_directory_bytes(static_cast<uint64_t>(spec.num_rows));
+  return flat <= budget / 4 && flat <= most_bytes;
 }
+
+namespace {
+
+// Of the directory of a store (Loader::make_directory) when so many rows are stored.
+size_t directory_bytes(const TableSpec& spec, uint64_t stored_rows) {
+  return spec.num_rows < 0 ? hashed_directory_bytes(stored_rows)
+                           : bounded_directory_bytes(static_cast<uint64_t>(spec.num_rows), stored_rows);
+}
+size_t directory_bytes(const TableSpec& spec, uint64_t stored_rows, const MemoryPlan& plan, size_t payload) {
+  const bool is_all_flat = is_flat(spec, plan.total_bytes, most_directory_bytes(plan, payload));
+  return is_all_flat ? flat_directory_bytes(static_cast<uint64_t>(spec.num_rows)) : directory_bytes(spec, stored_rows);
+}
+
+}  // namespace
 
 size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
   const size_t payload = record_payload(fields_of(spec));
   const uint64_t slots = slots_per_segment(spec, payload);
-  // Parts of the plan grow with the budget, so the smallest budget that holds a directory is a fixed point.
-  const auto smallest = [&](size_t directory, size_t at_least) {
-    size_t needed = at_least;
-    for (int round = 0; round < 64; ++round) {
-      const MemoryPlan plan = plan_memory(needed, payload, slots, kAssumedReadUnit, on_disk);
-      const size_t next = plan.fixed_bytes + directory + (kMinFrames + 1) * Cache::frame_cost(payload);
-      if (next <= needed) break;
-      needed = next;
-    }
-    return needed;
-  };
-  const size_t hashed = smallest(hashed_directory_bytes(rows_to_hold(spec, stored_rows)), 1);
-  if (spec.num_rows < 0) return hashed;
-  const size_t flat = flat_directory_bytes(static_cast<uint64_t>(spec.num_rows));
-  return std::min(is_flat(spec.num_rows, hashed) ? ~size_t{0} : hashed, smallest(flat, 4 * flat));
+  const uint64_t rows = on_disk ? rows_to_hold(spec, stored_rows) : std::max<uint64_t>(kMinFrames, stored_rows);
+  const uint64_t frames = (on_disk ? kMinFrames : rows) + 1;
+  const size_t frame_cost = Cache::frame_cost(payload);
+  if (frames > kMostBytes / frame_cost) return kMostBytes;
+  const size_t directory = directory_bytes(spec, rows);
+  if (directory > kMostBytes) return kMostBytes;
+  return smallest_budget(directory + frames * frame_cost, payload, slots, kAssumedReadUnit, on_disk);
+}
+
+uint64_t rows_within(const TableSpec& spec, size_t ram_bytes, bool on_disk) {
+  uint64_t fit = 0;
+  uint64_t beyond = std::min(spec.num_rows < 0 ? kMaxPosition : static_cast<uint64_t>(spec.num_rows), kMaxPosition) + 1;
+  if (ram_bytes == 0) return beyond - 1;
+  while (fit + 1 < beyond) {
+    const uint64_t middle = fit + (beyond - fit) / 2;
+    (minimum_ram(spec, middle, on_disk) <= ram_bytes ? fit : beyond) = middle;
+  }
+  return fit;
 }
 
 size_t wanted_ram(const TableSpec& spec, bool on_disk) {
@@ -88,21 +108,16 @@ size_t wanted_ram(const TableSpec& spec, bool on_disk) {
   if (base > 1e15L) return 0;
   size_t wanted = static_cast<size_t>(base);
   for (int round = 0; round < 64; ++round) {
-    size_t fixed = 0;  // the unit of reads rounds their slices, so that none needs the most memory for every budget
-    for (const size_t unit : {size_t{1}, size_t{512}, kAssumedReadUnit}) {
-      const MemoryPlan plan = plan_memory(wanted, payload, slots_per_segment(spec, payload), unit, on_disk);
-      fixed = std::max(fixed, plan.fixed_bytes);
-    }
-    const size_t directory = is_flat(spec.num_rows, wanted) ? flat_directory_bytes(rows) : hashed_directory_bytes(rows);
-    const size_t next = fixed + directory + rows * Cache::frame_cost(payload) + Cache::frame_cost(payload);
-    if (next <= wanted) return wanted;
-    wanted = next;
+    const MemoryPlan plan = plan_memory(wanted, payload, slots_per_segment(spec, payload), kAssumedReadUnit, on_disk);
+    const size_t directory = directory_bytes(spec, rows, plan, payload);
+    const size_t needed = plan.fixed_bytes + directory + (rows + 1) * Cache::frame_cost(payload);
+    if (needed <= wanted) return wanted;
+    wanted = needed;
   }
   return wanted;
 }
 
-MemoryUse memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit,
-                            bool on_disk) {
+MemoryUse memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit, bool on_disk) {
   const size_t payload = record_payload(fields_of(spec));
   const MemoryPlan plan = plan_memory(ram_bytes, payload, slots_per_segment(spec, payload), read_unit, on_disk);
   MemoryUse use;
@@ -112,8 +127,7 @@ MemoryUse memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_byt
   use.record_bytes = payload;
   use.stored_bytes = record_stride(payload) + sizeof(int64_t) + sizeof(uint64_t);
   use.frame_bytes = Cache::frame_cost(payload);
-  use.directory_bytes = is_flat(spec.num_rows, ram_bytes) ? flat_directory_bytes(static_cast<uint64_t>(spec.num_rows))
-                                                          : hashed_directory_bytes(stored_rows);
+  use.directory_bytes = directory_bytes(spec, stored_rows, plan, payload);
   use.fixed_bytes = plan.fixed_bytes;
   const size_t taken = use.fixed_bytes + use.directory_bytes;
   use.frames = ram_bytes == 0 ? stored_rows : (ram_bytes > taken ? ram_bytes - taken : 0) / use.frame_bytes;

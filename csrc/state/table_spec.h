@@ -32,9 +32,6 @@ struct OpenOptions {
   std::optional<size_t> read_gap;  // the most bytes between two records that share a read; the log has a default
 };
 
-// The alignment that reads need, while there is no file that reports it.
-inline constexpr size_t kAssumedReadUnit = 4096;
-
 // Of the table that a commit describes.
 TableSpec spec_of(const Manifest& manifest);
 std::vector<Field> fields_of(const TableSpec& spec);
@@ -43,11 +40,14 @@ void check_record_size(uint32_t dim);
 // A segment has a 64th of the table within 1 MiB and 256 MiB, so that small tables are compacted, too. A table of
 // unknown size has segments of 64 MiB.
 uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes);
-// Whether the directory is flat. It is when it then takes at most a quarter of the budget. `ram_bytes`: 0 for no bound.
-bool is_flat(int64_t num_rows, size_t ram_bytes);
+// Whether the whole directory is flat from the start: when it takes at most a quarter of the budget. `most_bytes`: those that
+// the plan leaves it.
+bool is_flat(const TableSpec& spec, size_t ram_bytes, size_t most_bytes);
 
-// The smallest budget with which a table of so many stored rows can be opened.
+// The smallest budget with which so many rows can be stored, and a table with so many stored rows can be opened.
 size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk);
+// The most rows that can be stored within a budget: the inverse of minimum_ram(). `ram_bytes`: 0 for no bound.
+uint64_t rows_within(const TableSpec& spec, size_t ram_bytes, bool on_disk);
 // The budget beyond which more RAM is not useful; 0: unknown, because num_rows has no bound.
 size_t wanted_ram(const TableSpec& spec, bool on_disk);
 

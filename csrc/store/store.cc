@@ -44,14 +44,18 @@ size_t Store::ram_bytes() const {
   return plan_.fixed_bytes + directory_->bytes() + window_bytes_ + cache_.resident_bytes();
 }
 
-void Store::check_budget() {
+size_t Store::budget_for(size_t directory_bytes) const {
+  return smallest_budget(directory_bytes + kMinFrames * Cache::frame_cost(frame_bytes_), plan_.payload_bytes,
+                         plan_.slots_per_segment, plan_.read_unit, plan_.has_log);
+}
+
+void Store::check_budget() const {
   if (plan_.total_bytes == 0) return;
-  const size_t needed = plan_.fixed_bytes + minimum_bytes();
-  if (needed > plan_.total_bytes) {
+  if (plan_.fixed_bytes + minimum_bytes() > plan_.total_bytes) {
     throw Error(ErrorKind::kMemory, "table '" + name_ + "': a RAM budget of " + std::to_string(plan_.total_bytes) +
                                         " bytes is too small for a directory of " +
                                         std::to_string(directory_->stored_rows()) + " stored rows; it needs ram=" +
-                                        std::to_string(needed) + " at least");
+                                        std::to_string(budget_for(directory_->bytes())) + " at least");
   }
 }
 
@@ -122,13 +126,12 @@ void Store::make_room_for_rows(const int64_t* rows, size_t n) {
   if (n == 0) return;
   const size_t bytes = directory_->bytes_after(rows, n);
   if (plan_.total_bytes != 0) {
-    const size_t needed = plan_.fixed_bytes + bytes + kMinFrames * Cache::frame_cost(frame_bytes_);
-    if (bytes > directory_->bytes() && needed > plan_.total_bytes) {
+    if (bytes > directory_->bytes() && bytes > most_directory_bytes(plan_, frame_bytes_)) {
       throw Error(ErrorKind::kMemory,
                   "table '" + name_ + "': " + std::to_string(n) + " new rows would make its directory " +
                       std::to_string(bytes) + " bytes (" + std::to_string(directory_->stored_rows()) +
                       " rows are stored), more than its RAM budget of " + std::to_string(plan_.total_bytes) +
-                      " bytes allows; nothing was changed; open it with ram=" + std::to_string(needed) + " or more");
+                      " bytes allows; nothing was changed; open it with ram=" + std::to_string(budget_for(bytes)) + " or more");
     }
     const size_t capacity = capacity_for(bytes);
     // Shrinks by a little more than needed, so that a growing directory does not shrink the cache in every step.

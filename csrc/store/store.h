@@ -133,7 +133,9 @@ class Store {
   void apply(const MemoryPlan& plan);
   // The fewest bytes with which this store works now, without the plan's fixed part.
   size_t minimum_bytes() const { return directory_->bytes() + kMinFrames * Cache::frame_cost(frame_bytes_); }
-  void check_budget();  // throws Error(kMemory) when the budget is smaller than the minimum
+
+  // The smallest budget that has room for a directory of so many bytes.
+  size_t budget_for(size_t directory_bytes) const;
 
   // Keeps the files of these segments, in addition to those named before.
   void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
@@ -170,6 +172,7 @@ class Store {
   void hold_row(uint32_t frame, int64_t row);
   size_t window_needs(size_t n) const { return window_.bytes_after(n) + cache_.uses_bytes() + n * sizeof(uint32_t) * 2; }
   size_t capacity_for(size_t directory_bytes) const;
+  void check_budget() const;  // throws Error(kMemory) when the budget is smaller than the minimum
   void make_room_for_rows(const int64_t* rows, size_t n);
   void shrink_to(size_t capacity);
 

@@ -13,17 +13,22 @@
 
 namespace bunkbed {
 
+std::unique_ptr<Directory> Loader::make_directory(const MemoryPlan& plan, size_t frame_bytes) const {
+  if (table_.spec.num_rows < 0) return make_hashed_directory();
+  const auto num_rows = static_cast<uint64_t>(table_.spec.num_rows);
+  const bool is_all_flat = is_flat(table_.spec, plan.total_bytes, most_directory_bytes(plan, frame_bytes));
+  return is_all_flat ? make_flat_directory(num_rows) : make_bounded_directory(num_rows);
+}
+
 void Loader::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   const bool is_reader = !table_.options.writable;
   const size_t frame_bytes = is_reader ? table_.weight_bytes : table_.payload_bytes;
-  std::unique_ptr<Directory> directory = is_flat(table_.spec.num_rows, plan.total_bytes)
-                                             ? make_flat_directory(static_cast<uint64_t>(table_.spec.num_rows))
-                                             : make_hashed_directory();
   // Reserves address space for the most frames that set_ram() could allow. Memory is allocated with use.
   const size_t cost = Cache::frame_cost(frame_bytes);
   const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGE_SIZE));
   size_t frames = std::max(physical, plan.total_bytes) / cost;
   if (table_.spec.num_rows >= 0) frames = std::min(frames, static_cast<size_t>(table_.spec.num_rows));
+  std::unique_ptr<Directory> directory = make_directory(plan, frame_bytes);
   prefetcher_.reset();
   table_.store = std::make_unique<Store>(table_.name, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
                                    std::move(log), plan);

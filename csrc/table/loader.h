@@ -51,6 +51,7 @@ class Loader {
   uint64_t refresh();
 
  private:
+  std::unique_ptr<Directory> make_directory(const MemoryPlan& plan, size_t frame_bytes) const;
   void make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) REQUIRES(table_.lock);
   void remove_leftovers() REQUIRES(table_.lock);
   bool replay_onto(const Manifest& newest) REQUIRES(table_.lock);

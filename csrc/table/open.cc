@@ -163,8 +163,12 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
       }
       check_record_size(manifest.dim);
       const TableSpec spec = spec_of(manifest);
-      const size_t needed = minimum_ram(spec, manifest.stored_rows, true);
-      if (options.ram_bytes < needed) {
+      // Refuses what cannot work before it is loaded. The minimum has room for any rows and for growth; the directory of
+      // these may take less, so load() has the last word.
+      const uint64_t stored = manifest.stored_rows;
+      const uint64_t fewest = spec.num_rows < 0 ? stored - stored / 8 : stored / 4;
+      if (options.ram_bytes != 0 && options.ram_bytes < minimum_ram(spec, fewest, true)) {
+        const size_t needed = minimum_ram(spec, stored, true);
         throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(options.ram_bytes) +
                                              " bytes is too small for " + std::to_string(manifest.stored_rows) +
                                              " stored rows; it needs at least ram=" + std::to_string(needed));

@@ -30,14 +30,13 @@ class CountingDirectory final : public Directory {
     follow();
   }
   size_t bytes() const override { return below_->bytes(); }
-  size_t next(uint64_t* cursor, int64_t* rows, Entry* entries, size_t n) const override {
-    return below_->next(cursor, rows, entries, n);
-  }
+  size_t bytes_for(uint64_t stored_rows) const override { return below_->bytes_for(stored_rows); }
   void clear() override {
     below_->clear();
     follow();
   }
   size_t num_parts() const override { return below_->num_parts(); }
+  bool has_ranges() const override { return below_->has_ranges(); }
   void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
     below_->part(part, rows, entries);
   }

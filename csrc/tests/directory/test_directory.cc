@@ -11,13 +11,18 @@ using namespace bunkbed::test;
 
 namespace {
 
-std::map<int64_t, Entry> walk(const Directory& directory, size_t piece) {
+std::map<int64_t, Entry> walk(const Directory& directory) {
   std::map<int64_t, Entry> found;
-  std::vector<int64_t> rows(piece);
-  std::vector<Entry> entries(piece);
-  uint64_t cursor = 0;
-  while (const size_t n = directory.next(&cursor, rows.data(), entries.data(), piece)) {
-    for (size_t i = 0; i < n; ++i) CHECK(found.emplace(rows[i], entries[i]).second);
+  for (size_t part = 0; part < directory.num_parts(); ++part) {
+    std::vector<int64_t> rows;
+    std::vector<Entry> entries;
+    directory.part(part, &rows, &entries);
+    if (directory.has_ranges() && !found.empty()) {
+      for (const int64_t row : rows) CHECK(row > found.rbegin()->first);
+    }
+    std::map<int64_t, Entry> of_part;
+    for (size_t i = 0; i < rows.size(); ++i) CHECK(of_part.emplace(rows[i], entries[i]).second);
+    for (const auto& [row, entry] : of_part) CHECK(found.emplace(row, entry).second);
   }
   return found;
 }
@@ -62,10 +67,10 @@ void compare_with_map(Directory* directory, int64_t num_rows, uint64_t seed) {
     CHECK_EQ(entries[i], found == model.end() ? kAbsent : found->second);
     CHECK_EQ(directory->find(rows[i]), entries[i]);
   }
-  for (const size_t piece : {size_t{1}, size_t{7}, size_t{100000}}) CHECK(walk(*directory, piece) == model);
+  CHECK(walk(*directory) == model);
   directory->clear();
   CHECK_EQ(directory->stored_rows(), size_t{0});
-  CHECK(walk(*directory, 10).empty());
+  CHECK(walk(*directory).empty());
 }
 
 }  // namespace
@@ -74,8 +79,74 @@ TEST(directory_against_a_map) {
   for (const int64_t num_rows : {1, 2, 17, 4000}) {
     compare_with_map(make_flat_directory(static_cast<uint64_t>(num_rows)).get(), num_rows, 1);
     compare_with_map(make_hashed_directory().get(), num_rows, 2);
+    compare_with_map(make_bounded_directory(static_cast<uint64_t>(num_rows)).get(), num_rows, 4);
   }
+  compare_with_map(make_bounded_directory(400'000).get(), 400'000, 5);
+  compare_with_map(make_bounded_directory(1ull << 62).get(), int64_t{1} << 62, 6);
   compare_with_map(make_hashed_directory().get(), std::numeric_limits<int64_t>::max(), 3);
+}
+
+TEST(directory_with_a_bound_takes_the_fewer_bytes_of_both_forms) {
+  for (const uint64_t num_rows : {1ull, 1000ull, 5000ull, 300'000ull, 1'000'003ull, 20'000'000ull}) {
+    for (const bool are_neighbours : {true, false}) {  // dense ranges and empty ones, or all ranges alike
+      const auto directory = make_bounded_directory(num_rows);
+      const auto hashed = make_hashed_directory();
+      const size_t empty = directory->bytes();
+      const uint64_t step = are_neighbours ? 1 : 7;
+      for (uint64_t row = 0; row < std::min(num_rows, uint64_t{1'000'003}); row += 1000) {
+        std::vector<int64_t> rows;
+        for (uint64_t i = row; i < std::min(row + 1000, num_rows); ++i) rows.push_back(static_cast<int64_t>(i * step % num_rows));
+        const size_t allowed = directory->bytes_after(rows.data(), rows.size());
+        CHECK(allowed <= bounded_directory_bytes(num_rows, row + rows.size()));
+        CHECK(allowed <= directory->bytes_for(row + rows.size()));
+        directory->reserve(rows.data(), rows.size());
+        const size_t reserved = directory->bytes();
+        CHECK(reserved <= allowed);
+        hashed->reserve(rows.data(), rows.size());
+        for (const int64_t id : rows) {
+          directory->set(id, entry_of_position(static_cast<uint64_t>(id)));
+          hashed->set(id, entry_of_position(1));
+        }
+        CHECK_EQ(directory->bytes(), reserved);
+        CHECK_EQ(directory->stored_rows(), row + rows.size());
+        CHECK(directory->bytes() <= hashed->bytes() + hashed->bytes() / 4 + 60'000);
+      }
+      if (num_rows > 1'000'003) continue;
+      CHECK(!directory->grows());
+      CHECK(directory->bytes() <= empty + num_rows * 5 + 256 * 8 + 8);
+      const std::map<int64_t, Entry> found = walk(*directory);
+      CHECK_EQ(found.size(), size_t{num_rows});
+      for (const auto& [row, entry] : found) CHECK_EQ(entry, entry_of_position(static_cast<uint64_t>(row)));
+    }
+  }
+  // Few rows of many leave the bytes of the flat form to others.
+  CHECK(bounded_directory_bytes(10'000'000'000, 1'000'000) < 25'000'000);
+  CHECK(make_bounded_directory(10'000'000'000)->bytes() < 1'000'000);
+  CHECK(bounded_directory_bytes(1ull << 62, 1000) < 50'000);
+}
+
+TEST(directory_with_a_bound_has_the_same_bytes_when_it_is_filled_at_once) {
+  constexpr uint64_t kRows = 500'000;
+  Sampler sampler(3);
+  std::map<int64_t, Entry> model;
+  for (int i = 0; i < 90'000; ++i) model[static_cast<int64_t>(sampler.bits() % kRows / (i % 3 + 1))] = entry_of_position(sampler.bits() % kMaxPosition);
+  const auto one_by_one = make_bounded_directory(kRows), at_once = make_bounded_directory(kRows);
+  at_once->begin_bulk(model.size());
+  for (const auto& [row, entry] : model) {
+    one_by_one->set(row, entry);
+    CHECK(at_once->bulk_set(&row, &entry, 1));
+  }
+  const auto& [row, entry] = *model.begin();
+  CHECK(!at_once->bulk_set(&row, &entry, 1));
+  at_once->end_bulk(model.size());
+  CHECK_EQ(at_once->bytes(), one_by_one->bytes());
+  CHECK_EQ(at_once->stored_rows(), model.size());
+  CHECK(at_once->grows());
+  CHECK(walk(*at_once) == model);
+  CHECK(walk(*one_by_one) == model);
+  at_once->clear();
+  CHECK(walk(*at_once).empty());
+  CHECK_EQ(at_once->bytes(), make_bounded_directory(kRows)->bytes());
 }
 
 TEST(directory_entries_are_told_apart) {
@@ -88,9 +159,9 @@ TEST(directory_entries_are_told_apart) {
 }
 
 TEST(directory_estimate_holds_growing_one_by_one_and_at_once) {
-  for (const size_t rows : {size_t{1}, size_t{100}, size_t{4096}, size_t{60000}}) {
+  for (const size_t rows : {1, 3, 30, 100, 250, 500, 800, 1200, 1600, 2500, 4096, 9000, 60000}) {
     std::vector<int64_t> ids;
-    for (size_t i = 0; i < rows; ++i) ids.push_back(static_cast<int64_t>(i));
+    for (size_t i = 0; i < rows; ++i) ids.push_back(static_cast<int64_t>(i * 11));
     const auto at_once = make_hashed_directory();
     CHECK(at_once->bytes_after(ids.data(), rows) <= hashed_directory_bytes(rows));
     const auto one_by_one = make_hashed_directory();
@@ -145,6 +216,7 @@ TEST(directory_sizes_do_not_wrap) {
   CHECK(flat_directory_bytes(3689348814741910324u) > (size_t{1} << 50));
   CHECK(flat_directory_bytes(~uint64_t{0}) > (size_t{1} << 50));
   CHECK(hashed_directory_bytes(~uint64_t{0}) > (size_t{1} << 50));
+  CHECK(bounded_directory_bytes(uint64_t{1} << 63, ~uint64_t{0}) > (size_t{1} << 50));
 }
 
 // tests/order/test_block_order.py has the same values: cells, the ids of a block and the log's order use this hash.

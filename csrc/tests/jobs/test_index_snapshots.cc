@@ -148,25 +148,32 @@ TEST(checkpoint_of_another_form) {
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
-  std::vector<int64_t> ids(550'000);
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i * 2);
-  const std::vector<float> ones(ids.size(), 1.0f);
-  Rows rows;
-  apply(&rows, ids, ones);
-  for (const size_t ram : {size_t{32} << 20, size_t{22} << 20}) {
-    const bool is_flat = ram > 24u << 20;
-    const std::string place = path + (is_flat ? "f" : "h");
-    auto table = Table::create(vfs, place, "t", spec, ram);
-    update(table.get(), ids, ones);
-    table->commit(std::nullopt, "");
-    table->commit("{\"names\":1}", "");
-    // Five bytes for each row of the table, or thirteen for each stored row.
-    CHECK(is_flat == (table->stats().checkpoint_bytes < 6'300'000));
-    table.reset();
-    for (const size_t other : {size_t{32} << 20, size_t{22} << 20}) {
-      const auto reader = open_table(vfs, place, other, false);
-      CHECK_EQ(reader->stats().indexed_records, uint64_t{0});
-      check_table_is(reader.get(), rows, "opened in another form", false);
+  // Flat from the start, and flat only where many rows are stored.
+  const std::vector<size_t> budgets = {size_t{32} << 20, size_t{22} << 20, size_t{10} << 20};
+  for (const bool is_dense : {true, false}) {
+    std::vector<int64_t> ids(is_dense ? 550'000 : 200'000);
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i * 2);
+    const std::vector<float> ones(ids.size(), 1.0f);
+    Rows rows;
+    apply(&rows, ids, ones);
+    for (const size_t ram : budgets) {
+      const std::string place = path + (is_dense ? "d" : "p") + std::to_string(ram >> 20);
+      auto table = Table::create(vfs, place, "t", spec, ram);
+      update(table.get(), ids, ones);
+      const size_t directory = table->stats().directory_bytes;
+      CHECK_EQ(directory == flat_directory_bytes(1'200'000), ram == budgets[0]);
+      CHECK(is_dense || ram == budgets[0] || directory < 2'600'000);
+      table->commit(std::nullopt, "");
+      table->commit("{\"names\":1}", "");
+      // Five bytes for each row of the table, or thirteen for each stored row.
+      const uint64_t bytes = table->stats().checkpoint_bytes;
+      CHECK(is_dense ? bytes > 6'000'000 && bytes < 6'300'000 : bytes > 2'600'000 && bytes < 2'900'000);
+      table.reset();
+      for (const size_t other : budgets) {
+        const auto reader = open_table(vfs, place, other, false);
+        CHECK_EQ(reader->stats().indexed_records, uint64_t{0});
+        check_table_is(reader.get(), rows, "opened in another form", false);
+      }
     }
   }
 }

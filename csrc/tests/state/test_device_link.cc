@@ -304,16 +304,16 @@ TEST(device_link_requires_directory_memory_for_every_row_of_the_cache) {
     enough = named(error.what(), "ram=");
   }
   const auto with_ram = [&](size_t ram_bytes) {
-    MemoryPlan plan = table->state.store->plan();
-    plan.total_bytes = ram_bytes;  // with the same fixed part
-    table->state.store->apply(plan);
+    const MemoryPlan& now = table->state.store->plan();
+    table->state.store->apply(plan_memory(ram_bytes, now.payload_bytes, now.slots_per_segment, now.read_unit, true));
   };
-  with_ram(enough - 1);
+  const size_t little_less = enough - enough / 64;
+  with_ram(little_less);
   CHECK_THROWS(table->device.require_directory(fresh.data(), fresh.size()), ErrorKind::kMemory, "nothing was changed");
   with_ram(enough);
   table->device.require_directory(fresh.data(), fresh.size());
   // One new row after 1000 stored ones is enough.
-  with_ram(enough - 1);
+  with_ram(little_less);
   std::vector<int64_t> many;
   for (int i = 0; i < 1000; ++i) many.push_back(i % 50);
   table->device.require_directory(many.data(), many.size());

@@ -79,12 +79,16 @@ TEST(memory_plan_parts_never_exceed_the_budget_from_the_minimum_up) {
       for (const size_t budget : budgets(minimum)) {
         const MemoryPlan plan = plan_memory(budget, shape.payload, shape.slots, kAssumedReadUnit, on_disk);
         CHECK_EQ(plan.total_bytes, budget);
-        const size_t threads = on_disk && budget >= 16 * kMiB ? 2 * kMiB : 0;
+        const size_t steps = vfs::round_down(budget, 4096);
+        const size_t threads =
+            on_disk && steps > 16 * kMiB ? std::min(2 * kMiB, (steps - 16 * kMiB) / 4) : 0;
         const size_t parts = log_bytes(plan, shape.stride) + plan.compaction_bytes + plan.scratch_bytes + threads;
         require(plan.fixed_bytes == parts, "the fixed bytes are not the sum of the parts", shape, budget);
         const auto num_rows = static_cast<uint64_t>(shape.spec.num_rows);
-        const size_t directory =
-            is_flat(shape.spec.num_rows, budget) ? flat_directory_bytes(num_rows) : hashed_directory_bytes(0);
+        const bool is_all_flat = is_flat(shape.spec, budget, most_directory_bytes(plan, shape.payload));
+        const size_t directory = shape.spec.num_rows < 0 ? hashed_directory_bytes(0)
+                                 : is_all_flat           ? flat_directory_bytes(num_rows)
+                                                         : bounded_directory_bytes(num_rows, 0);
         require(parts + directory + kMinFrames * Cache::frame_cost(shape.payload) <= budget,
                 "no room is left for the rows", shape, budget);
       }
@@ -148,7 +152,8 @@ TEST(memory_plan_gives_buffers_the_sizes_that_their_users_need) {
                 shape, budget);
         require(plan.scratch_bytes >= 8 * shape.payload, "scratch of few records", shape, budget);
         const size_t read_bytes = 2 * log.num_read_slices * log.read_slice_bytes;
-        require(log.num_read_slices == 4 || read_bytes <= budget / 8, "too much memory for reads", shape, budget);
+        const size_t least = 2 * 4 * vfs::round_up(shape.stride + kAssumedReadUnit, kAssumedReadUnit);
+        require(read_bytes <= std::max(least, budget / 8), "too much memory for reads", shape, budget);
         require(budget < kGiB || shape.stride > 8192 || log.num_read_slices >= 128, "few reads at once", shape, budget);
         require(log.read_slice_bytes % read_unit == 0, "a slice of broken reads", shape, budget);
         for (size_t at = 0; at < read_unit; at += 8) {  // where a record may begin within the unit of reads
@@ -225,5 +230,43 @@ TEST(memory_plan_chunks_are_a_part_of_a_segment) {
       require(chunk <= most && chunk <= std::max<size_t>(kMiB, smallest_chunk_bytes(shape.stride)), "a large chunk",
               shape, budget);
     }
+  }
+}
+
+// One figure for create, open, plan and messages: it works, as does every larger budget, and much less does not.
+TEST(memory_plan_of_the_minimum_has_room_for_the_rows_it_is_for) {
+  for (const Shape& shape : shapes()) {
+    const auto num_rows = static_cast<uint64_t>(std::max<int64_t>(shape.spec.num_rows, 0));
+    for (const uint64_t stored : {uint64_t{0}, num_rows / 20, num_rows / 4, num_rows}) {
+      const size_t minimum = minimum_ram(shape.spec, stored, true);
+      const auto works = [&](size_t budget, size_t unit) {
+        const MemoryUse use = memory_use(shape.spec, stored, budget, unit, true);
+        return use.fixed_bytes + use.directory_bytes + kMinFrames * use.frame_bytes <= budget;
+      };
+      std::vector<size_t> larger = budgets(minimum);
+      for (size_t more = 1; more < 4 * kMiB; more = more * 5 / 4 + 1) larger.push_back(minimum + more);
+      for (const size_t budget : larger) {
+        for (const size_t unit : {size_t{1}, size_t{512}, size_t{4096}}) {
+          require(works(budget, unit), "no room for the rows of the minimum", shape, budget);
+        }
+      }
+      if (stored > 0 && stored == num_rows && minimum > 4 * kMiB) {
+        require(!works(minimum - minimum / 8, 4096), "the minimum is too large", shape, minimum);
+      }
+    }
+  }
+}
+
+TEST(memory_plan_knows_how_many_rows_a_budget_can_store) {
+  for (const Shape& shape : shapes()) {
+    const auto most = shape.spec.num_rows < 0 ? ~uint64_t{0} : static_cast<uint64_t>(shape.spec.num_rows);
+    for (const bool on_disk : {true, false}) {
+      for (const size_t budget : {1 * kMiB, 37 * kMiB, 5 * kGiB}) {
+        const uint64_t rows = rows_within(shape.spec, budget, on_disk);
+        if (rows > 0) require(minimum_ram(shape.spec, rows, on_disk) <= budget, "too many rows", shape, budget);
+        if (rows < most) require(minimum_ram(shape.spec, rows + 1, on_disk) > budget, "too few rows", shape, budget);
+      }
+    }
+    CHECK(rows_within(shape.spec, 0, true) >= std::min(most, kMaxPosition));
   }
 }

@@ -58,7 +58,7 @@ void random_batches(const TableSpec& spec, uint64_t seed, size_t frames, size_t 
       table->commit(std::nullopt, "kept" + std::to_string(round));
       table->rewind("kept" + std::to_string(round), std::nullopt);  // only the places change
     } else if (what == 27) {
-      table->set_ram(ram + sampler.bits() % (frames * 200));
+      table->set_ram(std::max(ram + sampler.bits() % (frames * 200), minimum_ram(spec, rows.size(), true)));
     } else if (what == 28) {
       table->stage(kept.ids.data(), kept.ids.size());
     } else if (what == 29 && has_kept) {
