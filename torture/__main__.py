@@ -35,6 +35,7 @@ PARTS = {
     "epochs": ("epochs", "run", "readers that refresh during commits and compaction never see two epochs"),
     "stress": ("stress.stress", "run", "threads and reader processes call everything at once; bounds of every row"),
     "dropin": ("dropin", "run", "random training programs have the losses and rows of torch.nn"),
+    "budgets": ("budgets", "run", "random tables and budgets of RAM: what create accepts trains every row"),
     "ranks": ("ranks", "run", "random jobs of several processes have the bits of one; a rank killed at any time"),
     "resume": ("resume", "run", "a training run killed at 20 points ends like one never killed"),
     "trends": ("trends", "run", "segments, files, descriptors, memory and threads stay bounded over 10,000 commits"),

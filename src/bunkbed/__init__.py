@@ -38,6 +38,7 @@ from bunkbed.sharded.opening import open as open
 from bunkbed.sharded.table import ShardedTable as ShardedTable
 from bunkbed.table.neighbors import neighbors as neighbors
 from bunkbed.table.opening import create as create
+from bunkbed.table.room import minimum_ram as minimum_ram
 from bunkbed.table.table import Table as Table
 
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from bunkbed import _native
-from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.budget import parse_bytes
 from bunkbed.core.optim import Adam, Optimizer, RowwiseAdagrad
 from bunkbed.machine import limits
 from bunkbed.machine.rates import LARGE_READ_BYTES, Machine
@@ -84,6 +84,8 @@ class Plan:
         reads, read_bytes: reads of a step, and their bytes: neighbouring records share a read (`machine.read_paths`).
         read_path: by which most missed rows are read: ``"single reads"``, ``"merged reads"`` or ``"sweep"``; None where
             none is missed.
+        minimum_ram: bytes of the smallest budget that has room for the rows; of a host, with several ranks.
+        asked_ram: the budget that was asked for. Where it is below `minimum_ram`, the plan is for that.
         frames, frames_bytes, directory_bytes, buffers_bytes, window_bytes: the use of the RAM.
         window: coming batches whose ids are held; fewer than `lookahead` if they would take too much of the cache.
         disk_bytes: size of the log, with dead records.
@@ -104,6 +106,8 @@ class Plan:
     reads: float
     read_bytes: float
     read_path: str | None
+    minimum_ram: int
+    asked_ram: int
     frames: int
     frames_bytes: int
     directory_bytes: int
@@ -157,7 +161,7 @@ def plan(
     zipf: float = 1.05,
     optimizer: Optimizer | None = None,
     dtype: str = "float32",
-    ram: int | str = "1GiB",
+    ram: float | str = "1GiB",
     lookahead: int = DEFAULT_LOOKAHEAD,
     compute_s: float = 0.0,
     ranks: int = 1,
@@ -179,7 +183,8 @@ def plan(
         zipf: exponent of the ids' popularity; 0: all rows are equally popular.
         optimizer: default ``Adam()``.
         dtype: dtype of the stored weights.
-        ram: the budget, as in `bunkbed.create`; with several ranks, of a host, whose ranks get equal parts.
+        ram: the budget, as in `bunkbed.create`; with several ranks, of a host, whose ranks get equal parts. Where it
+            has no room for the rows, the plan is for the smallest that has: `Plan.minimum_ram`.
         lookahead: coming batches whose ids are known, as with `bunkbed.torch.lookahead`, at most 32. 0: none; reads,
             writes and the model's work do not overlap.
         compute_s: seconds of the model's own work in a step.
@@ -201,8 +206,7 @@ def plan(
     ('disk', 2500000, 12976128)
 
     Raises:
-        ValueError: an argument out of range; a budget too small (says how much is needed); a machine without a rate
-            that the plan needs.
+        ValueError: an argument out of range; a machine without a rate that the plan needs.
     """
     question = Question(
         rows=rows,
@@ -246,14 +250,8 @@ def answer(question: Question, machine: Machine) -> Plan:
     spec = Definition(question.dim, question.rows, question.optimizer, dtype=question.dtype).spec()
     here = question.ranks_per_host
     needed = here * int(spec.minimum_ram(question.stored, True))
-    if question.ram < needed:
-        where = f"{question.rows} rows" if here == 1 else f"the {here} ranks of a host"
-        if question.ranks > 1:
-            where += f" with {question.stored} rows each" if here > 1 else f" over {question.ranks} ranks"
-        raise ValueError(
-            f"ram={question.ram} ({format_bytes(question.ram)}) is too small for {where}; "
-            f"it needs at least ram={needed} ({format_bytes(needed)})"
-        )
+    asked_ram = question.ram
+    question = replace(question, ram=max(asked_ram, needed))
     use = spec.memory_use(question.stored, question.rank_ram, max(512, machine.read_unit), True)
     of_batch = limits.zipf(question.rows, question.zipf)
     popularity = limits.Popularity(of_batch.rows / question.ranks, of_batch.share)
@@ -299,6 +297,8 @@ def answer(question: Question, machine: Machine) -> Plan:
         reads=passes * reads.reads,
         read_bytes=passes * reads.read_bytes,
         read_path=reads.path,
+        minimum_ram=needed,
+        asked_ram=asked_ram,
         frames=frames,
         frames_bytes=frames * int(use["frame_bytes"]),
         directory_bytes=int(use["directory_bytes"]),

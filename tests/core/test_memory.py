@@ -158,6 +158,7 @@ def test_a_ram_budget_too_small_says_what_is_needed(tmp_path: Path) -> None:
     bb.create(tmp_path / "table", dim=64, num_rows=1000, ram=max(numbers)).close()  # the figure it names is true
 
 
+@pytest.mark.filterwarnings("ignore:.* has room for")
 def test_a_ram_only_table_with_a_budget_says_when_it_is_full() -> None:
     with bb.create(None, dim=64, num_rows=10**9, optimizer=bb.Adam(), ram="8MiB") as table:
         ids = np.arange(2000)
@@ -169,6 +170,7 @@ def test_a_ram_only_table_with_a_budget_says_when_it_is_full() -> None:
         assert table.lookup(ids).tobytes() == kept.tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:.* has room for")
 def test_a_hashed_directory_grows_with_stored_rows_only(tmp_path: Path) -> None:
     with bb.create(tmp_path / "table", dim=8, num_rows=10**10, optimizer=bb.SGD(), ram="64MiB") as table:
         rng = np.random.default_rng(0)

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import typer
 
+import bunkbed as bb
 import bunkbed.table.opening
 from bunkbed.cli.app import app
+from bunkbed.core.budget import format_bytes
 
 sybil = pytest.importorskip("sybil")
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser  # noqa: E402
@@ -95,6 +97,18 @@ def test_the_arithmetic_of_the_worked_example() -> None:
     output = re.findall(r"```text\n(.*?)```", (ROOT / "docs/sizing.md").read_text(), re.DOTALL)[0]
     for figure in ("5,444", "29,379", "13.4", "6.4 MiB", "7.7 TB", "77 days", "113.5 GiB", "477.6 MiB", "287.8 MiB"):
         assert figure in output, figure
+
+
+def test_the_table_of_smallest_budgets() -> None:
+    rows = re.findall(
+        r"^\| ([\d,]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", (ROOT / "docs/sizing.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 4
+    for text, *shown in rows:
+        number = int(text.replace(",", ""))
+        found = [bb.minimum_ram(number, 64), bb.minimum_ram(number // 20, 64, num_rows=number)]
+        found.append(bb.minimum_ram(number, 64, num_rows=1 << 60))
+        assert [format_bytes(size) for size in found] == shown
 
 
 def shell_commands(page: str) -> list[list[str]]:

@@ -173,6 +173,7 @@ def failing_without_change(table: bb.Table, name: str) -> Any:
     return call
 
 
+@pytest.mark.filterwarnings("ignore:.* has room for")
 def test_making_and_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bad: list[str] = []

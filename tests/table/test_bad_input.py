@@ -81,7 +81,7 @@ def stored(tmp_path: Path) -> tuple[Path, ReferenceTable]:
         ({"ram": "lots"}, ValueError, r"'lots'"),
         ({"ram": 0}, ValueError, r"0"),
         ({"ram": -5}, ValueError, r"-5"),
-        ({"ram": 1.5}, TypeError, r"1\.5"),
+        ({"ram": 1.5}, ValueError, r"1\.5"),
         ({"ram": "3 parsecs"}, ValueError, r"parsecs"),
     ],
     ids=repr,

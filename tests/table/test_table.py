@@ -72,6 +72,7 @@ def test_paths_may_be_strings_and_parents_are_made(tmp_path: Path) -> None:
         assert len(table) > 0
 
 
+@pytest.mark.filterwarnings("ignore:.* has room for")
 def test_a_new_table_is_small_and_instant_whatever_its_size(tmp_path: Path) -> None:
     before = time.perf_counter()
     bb.create(tmp_path / "huge", dim=64, num_rows=10**10, optimizer=bb.Adam(), init=bb.Normal(), ram="512MiB").close()
@@ -79,6 +80,7 @@ def test_a_new_table_is_small_and_instant_whatever_its_size(tmp_path: Path) -> N
     assert sum(p.stat().st_blocks * 512 for p in (tmp_path / "huge").rglob("*")) < 1 << 20
 
 
+@pytest.mark.filterwarnings("ignore:.* has room for")
 @pytest.mark.parametrize("exponent", [10, 12, 15, 18])
 def test_huge_tables_train(tmp_path: Path, exponent: int) -> None:
     kwargs = {**KWARGS, "num_rows": 10**exponent}

@@ -43,7 +43,7 @@ from bunkbed.train.settings.config import TrainConfig
         ({"hardness": 1.0, "loss": "bce"}, ValueError, r"option hardness=1\.0 needs loss bpr, got loss 'bce'"),
         ({"bias": 1}, TypeError, "option bias must be true or false, got 1"),
         ({"ram": "lots"}, ValueError, "option ram: .*'lots'"),
-        ({"ram": 1.5}, TypeError, r"option ram: .*1\.5"),
+        ({"ram": 1.5}, ValueError, r"option ram: .*1\.5"),
         (
             {"valid": "first"},
             ValueError,

@@ -73,8 +73,8 @@ class TableOptions:
     """The options about a table that every layer takes; None where the caller gave none."""
 
     path: str | PathLike[str] | None = None
-    ram: int | str | Budget | None = None
-    disk: int | str | None = None
+    ram: float | str | Budget | None = None
+    disk: float | str | None = None
     optimizer: Optimizer | None = None
     init: Initializer | None = None
     seed: int | None = None
@@ -138,8 +138,8 @@ class TableArguments:
     definition: Definition
     same: Json
     path: Path | None
-    ram: int | str | Budget | None
-    disk: int | str | None
+    ram: float | str | Budget | None
+    disk: float | str | None
     make: Callable[..., Table] = Table
     shards: int | None = None
     exist: Exist = "open"

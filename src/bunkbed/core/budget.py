@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import threading
@@ -26,31 +27,33 @@ _UNITS = {
 }
 
 
-def parse_bytes(value: int | str) -> int:
-    """Return the number of bytes of an int or a string such as ``"256MiB"``.
+def parse_bytes(value: float | str) -> int:
+    """Return the number of bytes of a whole number or a string such as ``"256MiB"``.
 
     Raises:
-        TypeError: neither int nor str.
+        TypeError: neither a number nor a string.
         ValueError: the string is not a size, or the size is not in [1, 2**63).
 
-    >>> parse_bytes("1.5GiB")
-    1610612736
+    >>> parse_bytes("1.5GiB"), parse_bytes(2e9), parse_bytes("2e9")
+    (1610612736, 2000000000, 2000000000)
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f'a size is a number of bytes or a string like "2GiB", got {shortened(value)}')
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
             raise ValueError(
                 f'cannot read the size {shortened(value)}; write bytes or a string like "256MiB" or "2GiB"'
             )
         size = float(match.group(1)) * unit
-        number = int(match.group(1)) * unit if size < 2**63 and "." not in match.group(1) else size
+        number = int(match.group(1)) * unit if size < 2**63 and match.group(1).isdigit() else size
     else:
         number = value
+        if number % 1 and math.isfinite(number):
+            raise ValueError(f"a size must be a whole number of bytes, got {value}")
     if not 0 < number < 2**63:
-        bound = "above 0 bytes" if number <= 0 else "below 2**63 bytes"
+        bound = "below 2**63 bytes" if number > 0 else "above 0 bytes"
         raise ValueError(f"a size must be {bound}, got {shortened(value)}")
     return int(number)
 
@@ -97,7 +100,7 @@ class Budget:
     8589934592
     """
 
-    def __init__(self, total: int | str) -> None:
+    def __init__(self, total: float | str) -> None:
         self.total_bytes = parse_bytes(total)
         self._pid = os.getpid()
         self._lock = threading.Condition(threading.RLock())  # guards the fields below; notified by `_settle`
@@ -112,6 +115,13 @@ class Budget:
         self._require_own_process()
         with self._lock:
             return sum(self._shares.values())
+
+    def free_bytes(self) -> int:
+        """Return the bytes of a newcomer if the present members shrank to their minimum."""
+        self._require_own_process()
+        with self._lock:
+            settled = [member for member in self._members if member not in self._unsettled]
+            return max(1, self.total_bytes - sum(member.minimum_bytes() for member in settled))
 
     # Internal: the present members.
     def members(self) -> list[Member]:

@@ -23,7 +23,7 @@ def export(
     model: Model,
     path: str | PathLike[str],
     *,
-    max_bytes: int | str,
+    max_bytes: float | str,
     untrained: Literal["error", "zeros"] = "error",
     **arguments: Any,
 ) -> None:

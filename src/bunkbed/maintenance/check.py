@@ -23,7 +23,7 @@ def check(
     repair: bool = False,
     epoch: int | None = None,
     *,
-    ram: int | str = "256MiB",
+    ram: float | str = "256MiB",
     progress: Progress | None = None,
 ) -> Report:
     """Return the problems of the table or run at `path`; an empty list when it is sound.

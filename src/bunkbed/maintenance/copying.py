@@ -52,7 +52,7 @@ def copy(
     dtype: str | None = None,
     optimizer: _optim.Optimizer | None = None,
     link: bool = True,
-    ram: int | str = "1GiB",
+    ram: float | str = "1GiB",
     progress: Progress | None = None,
 ) -> Copied:
     """Copy a commit of a table or run to another folder and verify every record.

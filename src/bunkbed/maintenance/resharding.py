@@ -78,7 +78,7 @@ def reshard(
     *,
     shards: int,
     drop_snapshots: bool = False,
-    ram: int | str = "1GiB",
+    ram: float | str = "1GiB",
     progress: Progress | None = None,
 ) -> Resharded:
     """Change the number of shards of a `ShardedTable` or of all tables of a `Run`, or make tables sharded ones.

@@ -19,7 +19,7 @@ _READ_UNIT = 4096
 _WINDOW = 0.1
 
 
-def suggest_blocks(tables: Sequence[Table], ram: int | str = "1GiB") -> int:
+def suggest_blocks(tables: Sequence[Table], ram: float | str = "1GiB") -> int:
     """Return the least number of blocks of a `BlockOrder` whose rows fit in a budget.
 
     Computes the RAM that the tables need to hold one block of rows each, and the next block of the table where it is

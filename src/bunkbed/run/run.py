@@ -23,7 +23,9 @@ from bunkbed.run.sharded_tables import ShardedTables
 from bunkbed.sharded.base.shards import Shards, of_each
 from bunkbed.table import opening
 from bunkbed.table.commits import BackgroundCommit, PendingCommit, meta_text, wait_for_all
+from bunkbed.table.definition import Definition
 from bunkbed.table.opening import DEFAULT_RAM
+from bunkbed.table.room import warn_if_small
 from bunkbed.table.table import Table
 
 
@@ -65,7 +67,7 @@ class Run:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        ram: int | str | Budget | None = None,
+        ram: float | str | Budget | None = None,
         *,
         mode: Literal["w", "r"] = "w",
         snapshot: str | None = None,
@@ -245,9 +247,11 @@ class Run:
         taken = sorted(set(names) & {*self.manifest.tables, *self._tables})
         if taken:
             raise ValueError(f"run {self.path}: table {name!r} would have the shard {taken[0]!r}, which is a table")
+        each = of_each(create, shards)
+        spec = Definition(**{key: value for key, value in each.items() if key != "disk"}).spec()
+        warn_if_small(name, spec, self.budget.free_bytes(), shards=shards)
         try:
-            each = of_each(create, shards)
-            sharding = Sharding.new([self._open_table(shard, each).uuid for shard in names])
+            sharding = Sharding.new([self._open_table(shard, each, is_shard=True).uuid for shard in names])
         except BaseException:
             for shard in names:
                 if shard in self._tables:
@@ -262,7 +266,7 @@ class Run:
         self._sharded.add(name, found, create)
         return found
 
-    def _open_table(self, name: str, create: Json | None) -> Table:
+    def _open_table(self, name: str, create: Json | None, *, is_shard: bool = False) -> Table:
         """Open or make a table that is not sharded, or a shard."""
         path = self.folder.own_table(name)
         label = name if self._shards_of is None else f"{self._shards_of}/{name}"
@@ -286,7 +290,8 @@ class Run:
         else:
             if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
                 remove_leftover(self.folder, name, path)
-            opened = opening.create(path, ram=self.budget, _run=self, _name=label, **create)
+            warns = not is_shard and self._shards_of is None
+            opened = opening.create(path, ram=self.budget, _run=self, _name=label, _warns=warns, **create)
         self._tables[name] = opened  # from here on `close` closes it
         if self.mode == "w":
             self._pin(name, opened)

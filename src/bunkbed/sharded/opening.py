@@ -20,11 +20,11 @@ def open(
     path: str | os.PathLike[str],
     *,
     mode: Literal["w", "r"] = "w",
-    ram: int | str | Budget | None = None,
+    ram: float | str | Budget | None = None,
     snapshot: str | None = None,
     create: Json | None = None,
     optimizer: _optim.Optimizer | None = None,
-    disk: int | str | None = None,
+    disk: float | str | None = None,
 ) -> Table:
     """Open a table at its last commit; the directory of a sharded table gives a `bunkbed.ShardedTable`.
 

@@ -30,6 +30,7 @@ from bunkbed.sharded.base.rows import ShardedBatch
 from bunkbed.sharded.core import ShardedCore
 from bunkbed.table import opening
 from bunkbed.table.definition import Definition
+from bunkbed.table.room import warn_if_small
 from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
 
@@ -87,8 +88,8 @@ class ShardedTable(Table):
         init: _init.Initializer | None = None,
         seed: int = 0,
         dtype: str = "float32",
-        ram: int | str | Budget | None = None,
-        disk: int | str | None = None,
+        ram: float | str | Budget | None = None,
+        disk: float | str | None = None,
     ) -> Self:
         """Create a sharded table. Takes the same short time for any number of rows.
 
@@ -119,6 +120,7 @@ class ShardedTable(Table):
             budget = ram if isinstance(ram, Budget) else Budget(opening.DEFAULT_RAM if ram is None else ram)
             _require_room(place.name, budget, spec, len(places))
             _require_free(place, places)
+            warn_if_small(place.name, spec, budget.free_bytes(), shards=len(places))
             is_new = not place.exists()
             run = Run(place, budget, _shards_of=place.name)
             made: list[Path] = []
@@ -148,11 +150,11 @@ class ShardedTable(Table):
         path: _Path,
         *,
         mode: Literal["w", "r"] = "w",
-        ram: int | str | Budget | None = None,
+        ram: float | str | Budget | None = None,
         snapshot: str | None = None,
         create: Json | None = None,
         optimizer: _optim.Optimizer | None = None,
-        disk: int | str | None = None,
+        disk: float | str | None = None,
         directories: Sequence[_Path] | None = None,
     ) -> Self:
         """Open a sharded table at its last commit.
@@ -225,7 +227,7 @@ class ShardedTable(Table):
 
     @classmethod
     def _of(
-        cls, run: Run, sharding: Sharding, disk_bytes: int, ram: int | str | Budget | None, *, follows: bool
+        cls, run: Run, sharding: Sharding, disk_bytes: int, ram: float | str | Budget | None, *, follows: bool
     ) -> Self:
         """Return the table of a run whose shards are open."""
         core = ShardedCore(run.path.name, run, sharding, disk_bytes, follows=follows)
@@ -233,7 +235,7 @@ class ShardedTable(Table):
         table._begin(core, run, ram)
         return table
 
-    def _begin(self, core: ShardedCore, run: Run, ram: int | str | Budget | None) -> None:
+    def _begin(self, core: ShardedCore, run: Run, ram: float | str | Budget | None) -> None:
         shards = core.tables()
         self._shards = tuple(shard.path for shard in shards if shard.path is not None)
         for shard in shards:

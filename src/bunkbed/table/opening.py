@@ -24,6 +24,7 @@ from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
 from bunkbed.files.run_files import is_sharded
 from bunkbed.machine.rates import remembered
 from bunkbed.table.definition import Definition
+from bunkbed.table.room import warn_if_small
 from bunkbed.table.table import Table
 from bunkbed.table.uncommitted import warn_when_it_goes
 
@@ -53,7 +54,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def parse_disk(disk: int | str | None, mode: str | None) -> int:
+def parse_disk(disk: float | str | None, mode: str | None) -> int:
     """Return the limit in bytes, 0 for none. `mode`: how the table is opened; None for a table in RAM only."""
     if disk is None:
         return 0
@@ -78,7 +79,7 @@ def path_lock(place: Path | None) -> AbstractContextManager[object]:
 
 def _start(
     table: Table,
-    ram: int | str | Budget | None,
+    ram: float | str | Budget | None,
     open_core: Callable[[int], _native.Table],
     check: Callable[[], None] = lambda: None,
 ) -> None:
@@ -86,10 +87,8 @@ def _start(
     if isinstance(ram, Budget):
         table._ram_bytes = ram.reserve(table)
         table._budget = ram
-    elif ram is None:
-        table._ram_bytes = 0 if table.path is None else parse_bytes(DEFAULT_RAM)
     else:
-        table._ram_bytes = parse_bytes(ram)
+        table._ram_bytes = _most_bytes(ram, table.path)
     try:
         table.core = open_core(table._ram_bytes)
     except BaseException:
@@ -110,6 +109,15 @@ def _start(
         raise
 
 
+def _most_bytes(ram: float | str | Budget | None, place: Path | None) -> int:
+    """Return the bytes of a budget that a new member could have; 0: no bound."""
+    if isinstance(ram, Budget):
+        return ram.free_bytes()
+    if ram is None:
+        return 0 if place is None else parse_bytes(DEFAULT_RAM)
+    return parse_bytes(ram)
+
+
 def _plan_reads(table: Table) -> None:
     """Tell the core by which gap it reads records together, if the disk of the table was measured."""
     machine = None if table.path is None else remembered(table.path)
@@ -127,12 +135,13 @@ def create(
     init: _init.Initializer | None = None,
     seed: int = 0,
     dtype: str = "float32",
-    ram: int | str | Budget | None = None,
+    ram: float | str | Budget | None = None,
     durability: Literal["durable", "scratch"] = "durable",
-    disk: int | str | None = None,
+    disk: float | str | None = None,
     _run: Any = None,
     _name: str | None = None,
     _make: Callable[..., Table] = Table,
+    _warns: bool = True,
 ) -> Table:
     """Create a table.
 
@@ -146,7 +155,8 @@ def create(
         init: `bunkbed.Zeros`, `Normal` or `Uniform`; default ``Normal(std=0.01)``.
         seed: of the initialiser and of stochastic rounding, in [0, 2**64).
         dtype: of the stored weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB, or no bound in RAM only.
+        ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB, or no bound in RAM only. A
+            warning says how many rows it has room for, where these are not all; see `minimum_ram`.
         durability: ``"scratch"``: a temporary table. Its files only hold rows that do not fit in RAM, and are not
             synced. `Table.commit` counts the epoch, keeps `meta` and writes nothing. There are no snapshots, readers
             or copies. Every row is lost when the table is closed or its process ends. The rows have the same bits as
@@ -180,6 +190,8 @@ def create(
             errno.EEXIST, "there is a sharded table; open it with bunkbed.open, or give another path", str(place)
         )
     table = _make(spec, place, "w", name=_name, run=_run)
+    if _warns:  # before anything is made, because a warning may be an error
+        warn_if_small(table.name, spec, _most_bytes(ram, place), on_disk=place is not None)
     path = "" if place is None else str(place)
     with path_lock(place):
         _start(table, ram, lambda ram_bytes: _native.create(path, table.name, spec, ram_bytes, disk_bytes))
@@ -204,11 +216,11 @@ class Wanted:
     """
 
     mode: Literal["w", "r"]
-    ram: int | str | Budget | None
+    ram: float | str | Budget | None
     snapshot: str | None
     create: Json | None
     optimizer: _optim.Optimizer | None
-    disk: int | str | None
+    disk: float | str | None
     disk_bytes: int
 
     @classmethod
@@ -216,11 +228,11 @@ class Wanted:
         cls,
         mode: Literal["w", "r"],
         *,
-        ram: int | str | Budget | None = None,
+        ram: float | str | Budget | None = None,
         snapshot: str | None = None,
         create: Json | None = None,
         optimizer: _optim.Optimizer | None = None,
-        disk: int | str | None = None,
+        disk: float | str | None = None,
     ) -> Self:
         """Check the arguments of `bunkbed.open`.
 

@@ -103,7 +103,7 @@ class FrozenCollection(nn.ModuleDict):  # type: ignore[misc]  # torch is untyped
         }
 
 
-def freeze(model: nn.Module, rows: Wanted | None = None, max_bytes: int | str | None = None) -> nn.Module:
+def freeze(model: nn.Module, rows: Wanted | None = None, max_bytes: float | str | None = None) -> nn.Module:
     """Return a copy of a model in which plain torch modules hold the rows of its tables.
 
     It may be traced, exported (`torch.export`, ONNX) and loaded where Bunkbed is not installed, and does not follow the
@@ -175,7 +175,7 @@ def _count(layer: TableLayer, ids: NDArray[np.int64] | None) -> int:
     return layer.num_embeddings
 
 
-def _require_room(needs: list[int], max_bytes: int | str | None) -> None:
+def _require_room(needs: list[int], max_bytes: float | str | None) -> None:
     most = 1 << 30 if max_bytes is None else parse_bytes(max_bytes)
     if sum(needs) > most:
         raise ValueError(

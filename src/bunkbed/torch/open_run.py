@@ -15,7 +15,7 @@ from bunkbed.torch.ranks.sharing import Sharing
 
 def open_run(
     path: str | os.PathLike[str],
-    ram: int | str | Budget | None = None,
+    ram: float | str | Budget | None = None,
     *,
     process_group: ProcessGroup = None,
     gradients: Literal["mean", "sum"] = "mean",

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 
 from bunkbed import _native, planning
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
-from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, option
+from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, option, whole_number
 from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.optim import OPTIMIZERS
 from bunkbed.core.types import Json
@@ -37,7 +37,10 @@ DTYPE_DEFAULT = Dtype.float32
 
 def plan(
     *,
-    rows: Annotated[int, option(_TABLE, "Number of rows of the table; all are assumed to be trained.")],
+    rows: Annotated[
+        int,
+        option(_TABLE, "Number of rows of the table, such as 1e9; all are assumed to be trained.", parser=whole_number),
+    ],
     dim: Annotated[int, option(_TABLE, "Number of weights of a row.")],
     dtype: Annotated[Dtype, option(_TABLE, "Type of the stored weights.")] = DTYPE_DEFAULT,
     optimizer: Annotated[OptimizerName, option(_TABLE, "Optimizer; each row has its state.")] = OPTIMIZER_DEFAULT,
@@ -45,7 +48,8 @@ def plan(
         str, option(_TABLE, "RAM budget of the table; with --ranks, of each host.", metavar="BYTES")
     ] = "1GiB",
     batch: Annotated[
-        int, option(_STEP, "Number of ids of a step, with duplicates; with --ranks, of each rank.")
+        int,
+        option(_STEP, "Number of ids of a step, with duplicates; with --ranks, of each rank.", parser=whole_number),
     ] = 65_536,
     zipf: Annotated[float, option(_STEP, "Skew of the ids: the exponent of Zipf's law; 0: uniform.")] = 1.05,
     lookahead: Annotated[
@@ -196,6 +200,12 @@ def _facts(plan: Plan) -> RenderableType:
         f"directory {format_bytes(plan.directory_bytes)}, "
         f"buffers {format_bytes(plan.buffers_bytes + plan.window_bytes)}",
     )
+    least = format_bytes(plan.minimum_ram)
+    if plan.asked_ram < plan.minimum_ram:
+        asked_for = format_bytes(plan.asked_ram)
+        grid.add_row("", f"[yellow]{asked_for} is too little for the rows: planned with the minimum, {least}[/]")
+    else:
+        grid.add_row("", f"[dim]the minimum for these rows is {least}[/]")
     if plan.read_path:
         grid.add_row(
             "reads", f"mostly {plan.read_path}: {plan.reads:,.0f} a step of {format_bytes(plan.read_bytes)} in all"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
+from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from inspect import Parameter
 from typing import Annotated, Any, cast
@@ -17,9 +18,31 @@ DEFAULTS = TrainConfig()
 DATA = "Data"
 
 
-def option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
+def option(
+    panel: str, text: str, *names: str, metavar: str | None = None, parser: Callable[[str], Any] | None = None
+) -> Any:
     """Return an option in one panel of the help."""
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
+    if parser is not None and metavar is None:
+        metavar = "<int>"
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel, parser=parser)
+
+
+def whole_number(text: str | int) -> int:
+    """Return the number of an option such as ``1_000_000`` or ``1e6``.
+
+    >>> whole_number("1e9"), whole_number("1_000")
+    (1000000000, 1000)
+    """
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            number = Decimal(text)
+        except InvalidOperation:
+            number = Decimal("nan")
+    if not number.is_finite() or abs(number) >= 2**63 or number % 1:
+        raise typer.BadParameter(f"{text!r} is not a valid integer")
+    return int(number)
 
 
 def chosen(made: Field[Any]) -> type[StrEnum]:

@@ -53,7 +53,7 @@ _CHUNK_BYTES = 64 << 20
 _MAP_BYTES = 72
 
 
-def _size(table: Table, size: int | str) -> int:
+def _size(table: Table, size: float | str) -> int:
     """Return ``parse_bytes(size)``; its errors name the table."""
     try:
         return parse_bytes(size)
@@ -77,7 +77,7 @@ class DeviceTier(DeviceRows):
         MemoryError: not one record fits. TypeError, ValueError: `size` is not a size.
     """
 
-    def __init__(self, table: Table, size: int | str | Budget, anchor: Callable[[], Tensor]) -> None:
+    def __init__(self, table: Table, size: float | str | Budget, anchor: Callable[[], Tensor]) -> None:
         self._records: DeviceRecords | None = None  # first: `__del__` reads it even if `__init__` fails
         super().__init__(table, anchor)
         self._budget = size if isinstance(size, Budget) else None

@@ -15,7 +15,7 @@ from bunkbed.torch.device.transfer import TransferTier
 Tier = DeviceTier | TransferTier
 
 
-def make_tier(table: Table, size: int | str | Budget, anchor: Callable[[], Tensor]) -> Tier:
+def make_tier(table: Table, size: float | str | Budget, anchor: Callable[[], Tensor]) -> Tier:
     """Return a device cache of `size` bytes; for 0, rows stay in RAM and each batch copies its rows to the device.
 
     Raises:

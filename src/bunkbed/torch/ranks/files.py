@@ -42,7 +42,7 @@ _parts: weakref.WeakKeyDictionary[Budget, Budget] = weakref.WeakKeyDictionary()
 _parts_lock = threading.Lock()
 
 
-def budget_of_rank(ram: int | str | Budget | None, ranks: Ranks) -> Budget:
+def budget_of_rank(ram: float | str | Budget | None, ranks: Ranks) -> Budget:
     """Return the budget of this process, where `ram` is that of all processes of its host; default 1 GiB."""
     if not isinstance(ram, Budget):
         return Budget(max(1, parse_bytes(opening.DEFAULT_RAM if ram is None else ram) // ranks.local_world))
@@ -104,8 +104,8 @@ class RankFiles:
         optimizer: Optimizer | None,
         *,
         shards: int | None,
-        ram: int | str | Budget | None,
-        disk: int | str | None,
+        ram: float | str | Budget | None,
+        disk: float | str | None,
     ) -> RankFiles:
         """Open the sharded table at `place`, or make it there. Collective.
 
@@ -299,7 +299,7 @@ class RankFiles:
                 if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
                     remove_leftover(self.folder, name, path)
                 self._made.append(path)
-                opened = opening.create(path, _run=self, _name=label, **how.new)
+                opened = opening.create(path, _run=self, _name=label, _warns=False, **how.new)
                 self.pins[name] = {opened.epoch}, set()
             else:
                 path = self.folder.own_table(name)

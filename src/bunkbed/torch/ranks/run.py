@@ -35,7 +35,7 @@ class RankRun(Run):
     """
 
     def __init__(
-        self, path: Path, ram: int | str | Budget | None, ranks: Ranks, gradients: Literal["mean", "sum"]
+        self, path: Path, ram: float | str | Budget | None, ranks: Ranks, gradients: Literal["mean", "sum"]
     ) -> None:
         self.ranks = ranks
         self.sums_gradients = gradients == "sum"

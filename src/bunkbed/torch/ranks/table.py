@@ -109,7 +109,7 @@ class DistributedTable(Table):
 
     @classmethod
     def in_ram(
-        cls, definition: Definition, ranks: Ranks, *, shards: int, sums_gradients: bool, ram: int | str | None
+        cls, definition: Definition, ranks: Ranks, *, shards: int, sums_gradients: bool, ram: float | str | None
     ) -> Self:
         """Make a table in RAM. Collective."""
         identity = ranks.gather("making a table", lambda: uuid.uuid4().hex)[0]

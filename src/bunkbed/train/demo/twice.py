@@ -128,7 +128,7 @@ class Watcher(Protocol):
         """Start a phase; return the function that gets the phase's events."""
 
 
-def run_demo(folder: Path, *, ram: int | str, seed: int, size: DemoSize, watcher: Watcher) -> DemoResult:
+def run_demo(folder: Path, *, ram: float | str, seed: int, size: DemoSize, watcher: Watcher) -> DemoResult:
     """Run the demo; tables and metrics stay in `folder`.
 
     Args:

@@ -20,7 +20,7 @@ PathLike = str | os.PathLike[str]
 
 
 def write_report(
-    path: PathLike, out: PathLike | None = None, *, overwrite: bool = False, ram: int | str = "1GiB"
+    path: PathLike, out: PathLike | None = None, *, overwrite: bool = False, ram: float | str = "1GiB"
 ) -> Path:
     """Write one self-contained HTML page about a run or a table, which needs no network and no other file.
 

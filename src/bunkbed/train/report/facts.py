@@ -149,7 +149,7 @@ def kind_of(place: Path) -> Kind:
     return "run" if (place / CONFIG_NAME).is_file() and (place / "tables").is_dir() else "table"
 
 
-def gather(place: Path, kind: Kind, *, ram: int | str) -> Facts:
+def gather(place: Path, kind: Kind, *, ram: float | str) -> Facts:
     """Gather the facts of the run or table at `place`. Raises the errors of `write_report`."""
     for _ in range(_TRIES):
         newest = _newest(place)
@@ -166,7 +166,7 @@ def _newest(place: Path) -> list[str]:
     return sorted(entry.name for entry in place.iterdir() if entry.name.startswith(("run-", "manifest-")))[-1:]
 
 
-def _of_table(place: Path, kind: Kind, ram: int | str) -> Facts:
+def _of_table(place: Path, kind: Kind, ram: float | str) -> Facts:
     with bb.open(place, mode="r", ram=ram) as table:
         about, epoch, meta = _about(place.name, table), table.epoch, table.meta
         folders = _folders(table)
@@ -193,7 +193,7 @@ def _of_table(place: Path, kind: Kind, ram: int | str) -> Facts:
     )
 
 
-def _of_run(place: Path, ram: int | str) -> Facts:
+def _of_run(place: Path, ram: float | str) -> Facts:
     why: dict[str, str] = {}
     tables: list[AboutTable] = []
     folders: dict[str, list[Path]] = {}
