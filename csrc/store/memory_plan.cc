@@ -49,7 +49,7 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   plan.compaction_bytes = std::max(plan.log.chunk_bytes, std::min<size_t>(total / 24, 1u << 20)) + 2 * vfs::kBlockBytes;
   // The stacks of the read threads, and memory that the allocator keeps: measured 1.5 MiB. Small budgets have few
   // threads and do not count it.
-  const size_t threads_bytes = std::min<size_t>((std::max<size_t>(total, 16u << 20) - (16u << 20)) / 4, 2u << 20);
+  const size_t threads_bytes = std::min<size_t>((std::max<size_t>(total, 8u << 20) - (8u << 20)) / 4, 2u << 20);
   plan.fixed_bytes = plan.log.total(stride) + plan.compaction_bytes + plan.scratch_bytes + threads_bytes;
   return plan;
 }

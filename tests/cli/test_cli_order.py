@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--dim", "16", "--threads", "1", "--batch-size", "1024", "--negatives", "2", "--valid", "none")
-TIGHT = ("--ram", "512KiB")
+TIGHT = ("--ram", "576KiB")
 
 
 @pytest.fixture(autouse=True)

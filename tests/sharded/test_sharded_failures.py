@@ -119,7 +119,7 @@ def test_a_read_that_fails_in_one_shard_stops_the_table_until_it_is_at_a_commit(
     bb.set_num_threads(1)  # shards one after another: what the k-th operation is does not vary
     _native.set_io("threads")
     torn = 0
-    for at in (1, 2, 10, 400, 4000):
+    for at in (1, 2, 10, 100, 200):
         trial = Trial(tmp_path / f"{at}" / "user")
         faulty.set_fault(at, "error", errno.EIO)
         faulty.repeat_every(1, 2)  # where a read of several records fails, the core reads the first alone

@@ -112,6 +112,9 @@ def _(s: Story) -> None:
         must_raise(ValueError, "its size is unknown", bb.suggest_blocks, [s.table], ram="2GiB")
     else:
         assert bb.suggest_blocks([s.table], ram="2GiB") == 1
+    rows, bound = len(s.table), 1 << 40 if s.table.num_rows is None else s.table.num_rows
+    given = {"optimizer": s.table.optimizer, "dtype": s.table.dtype, "num_rows": bound}
+    assert bb.minimum_ram(rows, s.table.dim, **given) <= bb.minimum_ram(bound, s.table.dim, **given)
     for name in ("closed", "dim", "dtype", "durability", "epoch", "init", "meta", "mode", "name", "nbytes", "num_rows"):
         assert getattr(s.table, name) is not None or name == "num_rows"
     for name in ("path", "ram_bytes", "record_bytes", "run", "seed", "slots", "step", "uuid"):

@@ -81,7 +81,7 @@ TEST(memory_plan_parts_never_exceed_the_budget_from_the_minimum_up) {
         CHECK_EQ(plan.total_bytes, budget);
         const size_t steps = vfs::round_down(budget, 4096);
         const size_t threads =
-            on_disk && steps > 16 * kMiB ? std::min(2 * kMiB, (steps - 16 * kMiB) / 4) : 0;
+            on_disk && steps > 8 * kMiB ? std::min(2 * kMiB, (steps - 8 * kMiB) / 4) : 0;
         const size_t parts = log_bytes(plan, shape.stride) + plan.compaction_bytes + plan.scratch_bytes + threads;
         require(plan.fixed_bytes == parts, "the fixed bytes are not the sum of the parts", shape, budget);
         const auto num_rows = static_cast<uint64_t>(shape.spec.num_rows);
