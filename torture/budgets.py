@@ -23,6 +23,7 @@ import numpy as np
 import bunkbed as bb
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 
+_NAME = "random tables and budgets do what create and its messages say"
 _CASES = 200
 _READER_ROWS = 100_000_000
 _MOST_NUMBERS = 4_000_000  # of all rows of a table, for the time that a case takes
@@ -164,7 +165,7 @@ def _live(case: Case, path: Path | None, table: bb.Table, rows: int) -> float:
 def outcome(case: Case, place: Path) -> tuple[str, float]:
     """Return what `create` did with the case, and a figure of it; raise `Wrong` where a promise did not hold.
 
-    The figure is: of a warning, how many rows had room, as a part of those that it named.
+    The figure says, of a warning, how many rows had room, as a part of those that it named; otherwise it is 1.
     """
     path = place / "table" if case.on_disk else None
     with warnings.catch_warnings(record=True) as shown:
@@ -174,15 +175,17 @@ def outcome(case: Case, place: Path) -> tuple[str, float]:
         except ValueError as error:
             needed = int(re.findall(r"at least ram=(\d+)", str(error))[0])
             _require(needed > case.ram, "refused a budget that is no smaller than the one it names")
-            return "refused", _refused(case, path, needed)
+            _check_refusal(case, path, needed)
+            return "refused", 1.0
     if not shown:
-        return "accepted", _live(case, path, table, case.rows if case.has_minimum else min(case.rows, 4000))
+        _live(case, path, table, case.rows if case.has_minimum else min(case.rows, 4000))
+        return "accepted", 1.0
     named = int(re.findall(r"has room for ([\d,]+) of", str(shown[0].message))[0].replace(",", ""))
     _require(named < (case.num_rows or 0), "warned although all rows have room")
     return "warned", _live(case, path, table, min(named, case.rows))
 
 
-def _refused(case: Case, path: Path | None, needed: int) -> float:
+def _check_refusal(case: Case, path: Path | None, needed: int) -> None:
     """Check that the budget that the message names works, and a tenth less does not."""
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
@@ -201,8 +204,8 @@ def _refused(case: Case, path: Path | None, needed: int) -> float:
         if rows == end
         else np.unique(np.r_[np.linspace(0, end - 1, rows * 5 // 8, dtype=np.int64), :rows])
     )
-    batches = [ids[::-1][start : start + 32] for start in range(0, len(ids), 32)]
-    batches = [ids[::-1]] if rows > 4096 else batches
+    size = 32 if rows <= 4096 else rows  # for the time that a case takes
+    batches = [ids[::-1][start : start + size] for start in range(0, len(ids), size)]
     for some in (case.batches(rows), iter(batches)):
         _require(_train(table, some) >= rows or len(table) >= rows, "the budget that the message names is too small")
     table.close(commit=False)
@@ -216,7 +219,6 @@ def _refused(case: Case, path: Path | None, needed: int) -> float:
         is_enough = False
     table.close(commit=False)
     _require(not is_enough, f"a tenth less than ram={needed} works, too")
-    return 1.0
 
 
 def reader(rows: int, place: Path) -> tuple[bool, str]:
@@ -241,8 +243,7 @@ def run(size: Size) -> list[Result]:
     total = size.of(_CASES, 20)
 
     def work(index: int, send: Any) -> None:
-        name = "random tables and budgets do what create and its messages say"
-        result, clock = Result(name, wanted=total), Clock(size.seconds)
+        result, clock = Result(_NAME), Clock(size.seconds)
         progress = Progress("tables", total, index)
         counts, loosest = dict.fromkeys(("accepted", "warned", "refused"), 0), 1.0
         for number in range(index, total, size.processes):
@@ -254,15 +255,15 @@ def run(size: Size) -> list[Result]:
                 with folder() as place:
                     what, figure = outcome(case, place)
                 counts[what] += 1
-                loosest = max(loosest, figure if what == "warned" else 1.0)
+                loosest = max(loosest, figure)
                 result.passed += 1
             except Exception as error:
                 result.fail(f"{case}: {type(error).__name__}: {error}")
             progress.show(number)
         send((result, counts, loosest))
 
-    whole = Result("random tables and budgets do what create and its messages say", wanted=total)
-    all_counts, loosest = {"accepted": 0, "warned": 0, "refused": 0}, 1.0
+    whole = Result(_NAME, wanted=total)
+    all_counts, loosest = dict.fromkeys(("accepted", "warned", "refused"), 0), 1.0
     for found, counts, figure in in_processes(work, size.processes, size.seconds + 60):
         whole.add(found)
         all_counts = {name: all_counts[name] + counts[name] for name in counts}

@@ -30,7 +30,7 @@ def _train(path: Path, steps: int, send: Callable[[Any], None]) -> bytes:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with bb.Run(path, ram="512KiB") as run:
+    with bb.Run(path, ram="400KiB") as run:
         layers = [
             Embedding(
                 ROWS,

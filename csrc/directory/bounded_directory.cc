@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "directory/flat_directory.h"
-#include "directory/hashed_directory.h"
+#include "directory/lazy_zeros.h"
+#include "directory/partition.h"
 
 namespace bunkbed {
 
@@ -226,7 +226,7 @@ size_t bounded_directory_bytes(uint64_t num_rows, uint64_t stored_rows) {
   const auto hashed = [](double rows, double parts) {
     return (rows / kMaxLoad * kGrowth + std::min(rows, parts) * (1 + kLeastSlots)) * kSlotBytes;
   };
-  const double one_range = static_cast<double>(range_rows(num_rows));
+  const double one_range = static_cast<double>(std::min(range_rows(num_rows), num_rows));
   const double largest = std::min(hashed(std::min(most_rows, one_range), 1), one_range * kEntryBytes);
   return num_ranges(num_rows) * kRangeBytes + static_cast<size_t>(std::min(flat, hashed(most_rows, ranges)) + largest);
 }

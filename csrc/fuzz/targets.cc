@@ -134,10 +134,11 @@ void directory(const uint8_t* data, size_t size) {
   LogMemory memory;
   memory.num_read_slices = 1;
   memory.num_chunks = 1;
-  for (const int64_t num_rows : {kRows, int64_t{-1}}) {
+  for (auto* const make : {make_flat_directory, make_bounded_directory, +[](uint64_t) { return make_hashed_directory(); }}) {
+    const auto rows = make(kRows);
+    const int64_t num_rows = rows->has_ranges() ? kRows : -1;
     try {
       Log log(files, "t", header.uuid, 16, 4096, memory);
-      const auto rows = num_rows < 0 ? make_hashed_directory() : make_flat_directory(static_cast<uint64_t>(num_rows));
       const LoadedCheckpoint loaded = load_checkpoint(files, "t", entry, &log, rows.get(), num_rows, 1 << 16, 1 << 20);
       must(loaded.is_loaded || rows->stored_rows() == 0);
       must(loaded.lost == rows->stored_rows());  // there is no segment that an entry could name

@@ -84,9 +84,16 @@ size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
   const uint64_t frames = (on_disk ? kMinFrames : rows) + 1;
   const size_t frame_cost = Cache::frame_cost(payload);
   if (frames > kMostBytes / frame_cost) return kMostBytes;
-  const size_t directory = directory_bytes(spec, rows);
-  if (directory > kMostBytes) return kMostBytes;
-  return smallest_budget(directory + frames * frame_cost, payload, slots, kAssumedReadUnit, on_disk);
+  const auto smallest = [&](size_t directory) {
+    if (directory > kMostBytes) return kMostBytes;
+    return smallest_budget(directory + frames * frame_cost, payload, slots, kAssumedReadUnit, on_disk);
+  };
+  const size_t any_form = smallest(directory_bytes(spec, rows));
+  if (spec.num_rows < 0) return any_form;
+  // A directory that is all flat in this budget is so in every larger one.
+  const size_t flat = flat_directory_bytes(static_cast<uint64_t>(spec.num_rows));
+  const size_t all_flat = smallest(flat);
+  return flat <= all_flat / 4 ? std::min(any_form, all_flat) : any_form;
 }
 
 uint64_t rows_within(const TableSpec& spec, size_t ram_bytes, bool on_disk) {

@@ -23,8 +23,7 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   plan.has_log = has_log;
   const size_t stride = record_stride(payload_bytes);
   // An eighth of a small budget. 32 MiB suffice for 350,000 ids, or for the gradient sums of 65,536 distinct rows of
-  // dim
-  // 64. More scratch would gain less than frames do, except in a large budget, which has frames enough.
+  // dim 64. More scratch would gain less than frames do, except in a large budget, which has frames enough.
   const size_t enough = std::clamp<size_t>(total / 32, 32u << 20, 256u << 20);
   plan.scratch_bytes = std::max({std::min<size_t>(total / 8, enough), size_t{48} << 10, 8 * payload_bytes});
   if (!has_log) {
@@ -74,7 +73,7 @@ size_t smallest_budget(size_t others, size_t payload_bytes, uint64_t slots_per_s
   for (size_t total = vfs::round_up(smallest, kBudgetStep);; total += kBudgetStep) {
     const MemoryPlan here = plan(total);
     const size_t needed = here.fixed_bytes + others;
-    if (needed > total) smallest = total + kBudgetStep;
+    if (needed > total) smallest = std::min(needed, total + kBudgetStep);
     const size_t step = has_log ? 2 * here.log.chunk_bytes + 16 * vfs::kBlockBytes + 4 * here.log.read_slice_bytes : 0;
     if (needed + step <= total) return smallest;
   }

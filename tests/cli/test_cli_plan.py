@@ -267,6 +267,8 @@ def test_a_budget_below_the_minimum_is_planned_with_the_minimum(ranks: int) -> N
 def test_the_text_says_the_minimum(cli: Run) -> None:
     least = format_bytes(bb.minimum_ram(10_000_000, 64))
     assert f"the minimum for these rows is {least} " in cli(*BIG, *FIGURES)[1]
+    facts = json.loads(cli(*BIG, *FIGURES, "--json")[1])["ram"]
+    assert (facts["minimum_bytes"], facts["asked_bytes"]) == (bb.minimum_ram(10_000_000, 64), 640 << 20)
     code, out, _ = cli("--rows", "1e7", "--dim", "64", "--batch", "6.4e4", "--ram", "2e6", *FIGURES)
     assert code == 0
     assert "10,000,000 rows x 64" in out and "64,000 ids" in out

@@ -89,7 +89,7 @@ def test_the_minimum_may_be_set_later(tmp_path: Path) -> None:
 def test_neighbours_that_are_stored_open_again_with_what_they_took(tmp_path: Path) -> None:
     """Half of the ranges are flat and half are empty: half of what the minimum allows for."""
     rows = 2_000_000
-    with bb.create(tmp_path / "table", num_rows=rows, ram="16MiB", **NARROW) as table:
+    with bb.create(tmp_path / "table", num_rows=rows, ram="20MiB", **NARROW) as table:
         table.update(np.arange(rows // 2), np.zeros((rows // 2, 1), np.float32))
         used = table.stats()["directory_bytes"]
         assert used < 2.6 * rows

@@ -307,13 +307,12 @@ TEST(device_link_requires_directory_memory_for_every_row_of_the_cache) {
     const MemoryPlan& now = table->state.store->plan();
     table->state.store->apply(plan_memory(ram_bytes, now.payload_bytes, now.slots_per_segment, now.read_unit, true));
   };
-  const size_t little_less = enough - enough / 64;
-  with_ram(little_less);
+  with_ram(enough - 1);
   CHECK_THROWS(table->device.require_directory(fresh.data(), fresh.size()), ErrorKind::kMemory, "nothing was changed");
   with_ram(enough);
   table->device.require_directory(fresh.data(), fresh.size());
   // One new row after 1000 stored ones is enough.
-  with_ram(little_less);
+  with_ram(enough - 1);
   std::vector<int64_t> many;
   for (int i = 0; i < 1000; ++i) many.push_back(i % 50);
   table->device.require_directory(many.data(), many.size());

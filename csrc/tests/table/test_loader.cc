@@ -119,6 +119,10 @@ TEST(refresh_follows_a_flat_table) {
   follows(whole_numbers(1500, 24), 1500, 4, 8);
 }
 
+TEST(refresh_follows_a_bounded_table) {
+  for (uint64_t seed = 21; seed <= 23; ++seed) follows(whole_numbers(60'000, 24), 4000, seed, 1);
+}
+
 TEST(refresh_follows_a_hashed_table) {
   for (uint64_t seed = 11; seed <= 13; ++seed) follows(whole_numbers(-1, 24), 4000, seed, 1);
 }

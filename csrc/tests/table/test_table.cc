@@ -107,6 +107,8 @@ TEST(table_random_operations_flat) { random_operations(whole_numbers(900, 24), 1
 TEST(table_random_operations_hashed) {
   random_operations(whole_numbers(-1, 24), 2, 250, 120, 5000);
 }
+// Of these ranges of rows some become flat and the others stay hashed.
+TEST(table_random_operations_bounded) { random_operations(whole_numbers(60'000, 24), 6, 250, 120, 5000); }
 TEST(table_random_operations_sixteen_bits) {
   random_operations(whole_numbers(900, 33, DType::kBFloat16), 3, 200, 120, 900);
   random_operations(whole_numbers(900, 33, DType::kFloat16), 4, 200, 120, 900);

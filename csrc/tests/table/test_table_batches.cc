@@ -78,6 +78,7 @@ void random_batches(const TableSpec& spec, uint64_t seed, size_t frames, size_t 
 
 TEST(table_batches_kept_while_rows_move_flat) { random_batches(whole_numbers(900, 24), 11, 20, 30, 900, 900); }
 TEST(table_batches_kept_while_rows_move_hashed) { random_batches(whole_numbers(-1, 24), 12, 8, 300, 0, 20000); }
+TEST(table_batches_kept_while_rows_move_bounded) { random_batches(whole_numbers(2'000'000, 24), 14, 8, 300, 0, 16000); }
 TEST(table_batches_larger_than_the_cache) { random_batches(whole_numbers(900, 24), 13, 8, 300, 900, 900); }
 
 TEST(table_batches_count_a_row_once_a_step) {

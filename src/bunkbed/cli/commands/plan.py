@@ -352,6 +352,8 @@ def _facts_json(plan: Plan, life: float) -> Json:
         },
         "ram": {
             "budget_bytes": asked.ram,
+            "minimum_bytes": plan.minimum_ram,
+            "asked_bytes": plan.asked_ram,
             "frames": plan.frames,
             "frames_bytes": plan.frames_bytes,
             "directory_bytes": plan.directory_bytes,
