@@ -45,7 +45,7 @@ PYTHON = {
     "torch/device/kernels": "core torch/device/base",
     "torch/device": "adapters core errors table torch/base torch/device/base torch/device/kernels window",
     "torch/ranks": "adapters core errors files run sharded/base table torch/base",
-    "torch": "adapters bunkbed core errors order run table torch/base torch/device torch/device/base torch/ranks"
+    "torch": "adapters bunkbed core errors files order run table torch/base torch/device torch/device/base torch/ranks"
     " window",
     "keras/base": "adapters bunkbed core table",
     "keras/tensorflow": "core keras/base order",

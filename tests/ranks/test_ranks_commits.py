@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bunkbed as bb
 import bunkbed.torch as bt
+from bunkbed.torch.ranks.group import RanksError
 from rank_processes import message_of, spawn
 
 ROWS, DIM = 3_000, 8
@@ -159,6 +160,30 @@ def test_a_checkpoint_of_two_processes_loads_in_four_and_in_one(tmp_path: Path) 
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     job.model.load_state_dict(state["model"])
     assert (job.table.get(EVERY) == saved[0]).all()
+    job.table.close()
+
+
+def _save_portable(rank: int, place: str, folder: str) -> np.ndarray:
+    job = _Job(path=place, ram="64MiB", shards=4)
+    rows = job.train(3)
+    bt.save_portable(job.whole, folder)
+    assert not job.table.is_dirty and job.table.snapshots() == {}
+    with pytest.raises(RanksError if rank else FileExistsError, match="exists and would be overwritten"):
+        bt.save_portable(job.whole, folder)
+    with pytest.raises(RanksError if rank else ValueError, match="is in RAM only"):
+        bt.save_portable(_Job().whole, f"{folder}-ram")
+    job.train(2)
+    job.table.close()
+    return rows
+
+
+def test_a_portable_folder_of_two_processes_opens_in_one(tmp_path: Path) -> None:
+    saved = spawn(2, _save_portable, str(tmp_path / "rows"), str(tmp_path / "portable"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["portable", "rows"]
+    job = _Job(path=tmp_path / "portable" / "tables" / "module.rows", ram="64MiB")
+    state = torch.load(tmp_path / "portable" / "model.pt")
+    job.model.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+    assert (job.table.get(EVERY) == saved[0]).all() and job.table.step == 3
     job.table.close()
 
 

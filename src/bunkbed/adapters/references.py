@@ -14,9 +14,10 @@ epoch, with optimizer state. Each framework's adapter decides how to store the f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from bunkbed.core.types import Json
@@ -111,6 +112,23 @@ class References:
             )  # fmt: skip
             self._has_warned = True
             table.drop(name)
+
+    @contextlib.contextmanager
+    def keeping_nothing(self) -> Iterator[None]:
+        """Within, drop no epoch; at the end drop those that `save` kept within."""
+        table, keep = self.table, self.keep
+        if table.mode == "r":
+            yield
+            return
+        before = set(table.snapshots())
+        self.keep = None
+        try:
+            yield
+        finally:
+            self.keep = keep
+            for name in table.snapshots().keys() - before:
+                if _is_of(name, self._prefix):
+                    table.drop(name)
 
     def _warn_of_growth(self) -> None:
         """Log, at each doubling, that the kept epochs take much more than the rows alone."""

@@ -24,6 +24,7 @@ from bunkbed.torch.layer import anchors
 from bunkbed.torch.lookahead import lookahead
 from bunkbed.torch.open_run import open_run
 from bunkbed.torch.optimizer import Optimizer
+from bunkbed.torch.portable import save_portable
 
 __all__ = [
     "BlockSampler",
@@ -35,4 +36,5 @@ __all__ = [
     "freeze",
     "lookahead",
     "open_run",
+    "save_portable",
 ]

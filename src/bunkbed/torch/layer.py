@@ -15,6 +15,7 @@ from torch import Tensor
 import bunkbed as bb
 from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.adapters.ram_rows import Facts, Rows, is_in_ram, is_other, no_rows, why_not, with_rows
+from bunkbed.adapters.references import References
 from bunkbed.adapters.removal import is_taken
 from bunkbed.adapters.tables import TableOptions, require_same
 from bunkbed.core.budget import Budget
@@ -201,6 +202,11 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     def table(self) -> Table:
         """The `bunkbed.Table` that holds the rows."""
         return self._pending.table
+
+    # Internal.
+    @property
+    def references(self) -> References:
+        return self._pending.references
 
     @property
     def keep_checkpoints(self) -> int | None:

@@ -66,11 +66,16 @@ def damaged(table: Table) -> str:
     )
 
 
-def load(references: References, stored: Tensor) -> str | None:
-    """Rewind the table to the epoch of the reference; return the reason if that is impossible, else None."""
+def reference_in(stored: Tensor) -> Reference | None:
+    """Return the reference in an entry; None where the entry is damaged."""
     try:
         fields = json.loads(bytes(stored.to("cpu", torch.uint8).tolist()))
-        reference = Reference(fields["uuid"], fields["table"], fields["epoch"], fields["step"])
+        return Reference(fields["uuid"], fields["table"], fields["epoch"], fields["step"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        return damaged(references.table)
-    return references.load(reference)
+        return None
+
+
+def load(references: References, stored: Tensor) -> str | None:
+    """Rewind the table to the epoch of the reference; return the reason if that is impossible, else None."""
+    reference = reference_in(stored)
+    return damaged(references.table) if reference is None else references.load(reference)
