@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,11 +121,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_keras_model_outlives_its_test(request: pytest.FixtureRequest):
     """Models are cycles: their tables would go, with a warning of uncommitted rows, in the middle of another test."""
+    is_of_keras = request.module.__name__.startswith("test_keras_")
+    if is_of_keras and not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()  # what the frameworks made when they were imported: each collection would go through all of it
     yield
-    if request.module.__name__.startswith("test_keras_"):
-        import gc
-        import warnings
-
+    if is_of_keras:
         import keras
 
         keras.backend.clear_session()

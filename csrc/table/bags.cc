@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 
 #include "base/error.h"
 #include "base/workers.h"
@@ -32,7 +33,8 @@ struct RowReader::Bags {
   size_t end(size_t bag) const { return static_cast<size_t>(starts[bag - first + 1]); }
 
   // The divisor of the sum of a bag that is not empty. With weights it is that of TensorFlow's combiners: the sum of
-  // the weights for mean, the square root of the sum of their squares for sqrtn.
+  // the weights for mean, the square root of the sum of their squares for sqrtn. Weights that sum to 0 make a bag of
+  // zeros there; so does this divisor.
   float divisor(size_t bag) const {
     float divisor = 0.0f;
     if (weights == nullptr) {
@@ -42,6 +44,7 @@ struct RowReader::Bags {
         divisor += pooling == Pooling::kMean ? weights[i] : weights[i] * weights[i];
       }
     }
+    if (divisor == 0.0f) return std::numeric_limits<float>::infinity();
     return pooling == Pooling::kSqrtN ? std::sqrt(divisor) : divisor;
   }
 

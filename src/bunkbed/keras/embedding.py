@@ -149,6 +149,11 @@ class Embedding(IdsLayer):
         kwargs.pop("input_length", None)
         stored_dtype = dtype if isinstance(dtype, str) and dtype in DTYPES else None
         super().__init__(dtype=None if stored_dtype else dtype, **kwargs)
+        if self.dtype_policy.quantization_mode is not None:
+            raise ValueError(
+                f"Embedding: dtype={self.dtype_policy.name!r} quantizes weights, which rows are not; give "
+                'dtype="bfloat16" or "float16" for rows of half the bytes'
+            )
         if input_dim is not None:
             _require_size("input_dim", input_dim)
         _require_size("output_dim", output_dim)
@@ -423,6 +428,12 @@ class Embedding(IdsLayer):
             else:
                 self._shared.load(fields)
         elif "0" in store:
+            others = sorted(name for name in store.keys() if name != "0")  # noqa: SIM118  # no dict
+            if others:
+                raise ValueError(
+                    f"Embedding: what was saved for layer {self.name!r} has {', '.join(map(repr, others))} next to its "
+                    "matrix, as quantized layers have; save the layer before it is quantized"
+                )
             self._import(np.asarray(store["0"]))
         else:
             raise ValueError(f"Embedding: what was saved for layer {self.name!r} holds neither a reference nor rows")

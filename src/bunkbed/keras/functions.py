@@ -38,11 +38,11 @@ def embedding_lookup(table: Table, ids: Tensor, *, trainable: bool = True) -> Te
 
     Args:
         table: a `bunkbed.Table`, open for writing if it is to be trained.
-        ids: int64[...] or a smaller integer; a tensor or an array.
+        ids: int64[...] or a smaller integer; a tensor, a ragged tensor or an array.
         trainable: False for a lookup without gradients; it does not change the cache.
 
     Returns:
-        float32[..., dim].
+        float32[..., dim], ragged where the ids are.
 
     Raises:
         RuntimeError: `trainable`, and no tape watches the token, so an update would be lost.
@@ -58,6 +58,10 @@ def embedding_lookup(table: Table, ids: Tensor, *, trainable: bool = True) -> Te
     >>> table.lookup([3])
     array([[-2., -2.]], dtype=float32)
     """
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.with_flat_values(embedding_lookup(table, ids.flat_values, trainable=trainable))
+    if isinstance(ids, tf.SparseTensor):
+        raise TypeError("embedding_lookup: sparse ids have no rows where there is no id; give tf.sparse.to_dense(ids)")
     workers_of("central")
     shared = _shared_of(table)
     ids = tf.convert_to_tensor(ids)

@@ -46,7 +46,7 @@ class BagPooling:
                 masses = lengths[bags.unique()].astype(np.float32)[:, None]
             else:
                 masses = bags.sum((weights if pooling == MEAN else weights * weights)[:, None])[0] + np.float32(0)
-            with np.errstate(all="ignore"):  # the weights may sum to 0; the core then divides by 0 too
-                sums /= np.sqrt(masses) if pooling == SQRTN else masses
+            masses[masses == 0] = np.inf  # of weights that sum to 0: the bag is zeros
+            sums /= np.sqrt(masses) if pooling == SQRTN else masses
         out[...] = 0
         out[bags.unique()] = sums

@@ -255,7 +255,7 @@ class Table(TableFacts, TableCommits):
             pooling: ``"sum"``, ``"mean"``, ``"sqrtn"`` (sum divided by the root of the count), or ``"none"``: the
                 rows themselves, float32[N, dim].
             weights: float32[N] factors of the rows. With them mean divides by the sum of weights, sqrtn by the root of
-                the sum of their squares (TensorFlow's combiners).
+                the sum of their squares (TensorFlow's combiners); a bag for which that is 0 is zeros.
             touch: see `lookup`.
             out: C-contiguous float32[B, dim] (of "none": [N, dim]) to write into. Default: a new array, the caller's.
 

@@ -142,7 +142,8 @@ def pool(rows: FloatArray, pooling: str, weights: FloatArray | None) -> FloatArr
     """Pool the float32[n, dim] rows of one bag to float32[dim]; an empty bag gives zeros.
 
     Rows are added in bag order. ``mean`` divides by the number of rows, or by the sum of the weights;
-    ``sqrtn`` by the square root of that number, or of the sum of squared weights (TensorFlow's combiners).
+    ``sqrtn`` by the square root of that number, or of the sum of squared weights (TensorFlow's combiners). A bag whose
+    weights sum to 0 is divided by infinity, which gives zeros.
     """
     f32 = np.float32
     total: FloatArray = np.zeros(rows.shape[1], np.float32)
@@ -153,6 +154,8 @@ def pool(rows: FloatArray, pooling: str, weights: FloatArray | None) -> FloatArr
         scale = f32(1) if weights is None else weights[index]
         total += row if weights is None else scale * row
         mass = mass + (scale * scale if pooling == "sqrtn" else scale)
+    if mass == 0:
+        mass = f32(np.inf)
     if pooling == "mean":
         total /= mass
     elif pooling == "sqrtn":

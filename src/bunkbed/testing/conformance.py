@@ -171,6 +171,16 @@ class TableTests(NarrowTests, CommitTests):
         assert_same_bits(found, reference.lookup_bags(ids, offsets, **arguments))
         assert pooling == "none" or not (found[0].any() or found[-1].any())
 
+    @pytest.mark.parametrize("pooling", ["mean", "sqrtn"])
+    def test_bags_whose_weights_sum_to_0_are_zeros(self, pair: Pair, pooling: str) -> None:
+        table, reference = pair
+        self.train(table, reference, steps=1)
+        weights = np.array([0.5, -0.5, 0, -0.0, 0, 2], np.float32)
+        found = table.lookup_bags([4, 5, 4, 6, 7, 8], [0, 2, 4], pooling=pooling, weights=weights)
+        expected = reference.lookup_bags([4, 5, 4, 6, 7, 8], [0, 2, 4], pooling=pooling, weights=weights)
+        assert_same_bits(found, expected)
+        assert found.any(axis=1).tolist() == [pooling == "sqrtn", False, True] and np.isfinite(found).all()
+
     @pytest.mark.parametrize("pooling", ["sum", "none"])
     def test_bags_fill_out(self, pair: Pair, pooling: str) -> None:
         table, reference = pair

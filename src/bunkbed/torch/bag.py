@@ -257,34 +257,31 @@ class EmbeddingBag(TableLayer):
                 raise ValueError(
                     f"per_sample_weights must have input's shape {list(input.shape)}, got {list(weights.shape)}"
                 )
-            if not weights.is_floating_point():
-                raise TypeError(f"per_sample_weights must be floating point, got {weights.dtype}")
+            if weights.dtype is not self.anchor.dtype:
+                raise TypeError(
+                    f"per_sample_weights must have the layer's dtype, {self.anchor.dtype}, got {weights.dtype}"
+                )
             # A copy: the caller may change the weights before backward.
             weights = weights.detach().reshape(-1).to("cpu", torch.float32, copy=True).contiguous().numpy()
         if ids.ndim == 2:
             if offsets is not None:
                 raise ValueError(f"offsets must be None for 2-dimensional input, got {_shape(offsets)}")
-            starts, end = np.arange(ids.shape[0], dtype=np.int64) * ids.shape[1], ids.size
+            starts = np.arange(ids.shape[0], dtype=np.int64) * ids.shape[1]
         elif ids.ndim == 1:
             if offsets is None:
                 raise ValueError("offsets must be given for 1-dimensional input, got None")
             starts = id_array(offsets, "offsets")
             if starts.ndim != 1:
                 raise ValueError(f"offsets must be 1-dimensional, got {_shape(offsets)}")
-            starts, end = self._check_offsets(starts, ids.size)
+            starts = self._check_offsets(starts, ids.size)
         else:
             raise ValueError(f"input must be 1- or 2-dimensional, got {_shape(input)}")
         ids = ids.reshape(-1)
-        kept = None
-        if self.padding_idx is not None:
-            kept = ids != self.padding_idx
-        if end < ids.size:
-            kept = np.ones(ids.size, np.bool_) if kept is None else kept
-            kept[end:] = False
+        kept = None if self.padding_idx is None else ids != self.padding_idx
         return _Bags(ids, starts, weights, None if kept is None or kept.all() else kept, self.mode == "mean")
 
-    def _check_offsets(self, offsets: IntArray, num_ids: int) -> tuple[IntArray, int]:
-        """Return int64[B] starts of the bags and the end of the last one; later ids are in no bag, as in torch."""
+    def _check_offsets(self, offsets: IntArray, num_ids: int) -> IntArray:
+        """Return int64[B] starts of the bags."""
         if self.include_last_offset:
             if offsets.size == 0:
                 raise ValueError("offsets must end with the number of ids with include_last_offset=True, got no offset")
@@ -293,7 +290,12 @@ class EmbeddingBag(TableLayer):
             bounds = np.append(offsets, num_ids if offsets.size else 0)
         place = _native.first_bad_offset(bounds, num_ids)
         if place < 0:
-            return bounds[:-1], int(bounds[-1])
+            if bounds.size and bounds[-1] < num_ids:
+                raise ValueError(
+                    f"with include_last_offset=True offsets must end with the number of ids, {num_ids}, got "
+                    f"{bounds[-1]}; torch has the ids after it in the last bag or in none, by mode and padding_idx"
+                )
+            return bounds[:-1]
         if bounds[0] != 0:
             raise ValueError(f"offsets must start with 0, got {bounds[0]}")
         if bounds[-1] > num_ids:

@@ -34,15 +34,18 @@ class Bags:
         return pooled
 
     def gradients(self) -> BagGradients:
-        """Return the ids' gradients: the bag's, times weight / (sum of weights, or root of the sum of squares)."""
-        offsets, weights = self.offsets, self.weights
-        if self._combiner == "sum" or (self._combiner == "mean" and weights is None):
-            return BagGradients(self.ids, offsets, weights, self._combiner == "mean")
+        """Return the ids' gradients: the bag's, times weight / (sum of weights, or root of the sum of squares).
+
+        Of a bag for which that is 0 they are 0, as in `tf.math.divide_no_nan`.
+        """
+        offsets, weights, is_mean = self.offsets, self.weights, self._combiner == "mean"
+        if self._combiner == "sum" or (is_mean and weights is None):
+            return BagGradients(self.ids, offsets, weights, is_mean)
         lengths = np.diff(self._splits)
         given = np.ones(self.ids.size, np.float32) if weights is None else weights
-        terms = given if self._combiner == "mean" else given * given
-        # A cumulative sum in float64, as reduceat is wrong for empty bags.
-        sums = np.diff(np.concatenate([[0.0], np.cumsum(terms, dtype=np.float64)])[self._splits])
-        divisors = sums if self._combiner == "mean" else np.sqrt(sums)
-        factors = given / np.repeat(np.where(lengths > 0, divisors, 1.0), lengths)
-        return BagGradients(self.ids, offsets, factors.astype(np.float32), False)
+        divisors = np.zeros(lengths.size, np.float32)
+        # In batch order and float32, as the lookup adds them: both must agree whether weights sum to 0.
+        np.add.at(divisors, np.repeat(np.arange(lengths.size), lengths), given if is_mean else given * given)
+        divisors[divisors == 0] = np.inf
+        factors = given / np.repeat(divisors if is_mean else np.sqrt(divisors), lengths)
+        return BagGradients(self.ids, offsets, factors, False)

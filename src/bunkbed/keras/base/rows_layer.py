@@ -57,6 +57,8 @@ class RowsLayer(keras.layers.Layer):  # type: ignore[misc]  # keras is untyped h
 
     def _output(self, shape: Shape) -> tuple[int | None, ...]:
         shape = tuple(shape)
+        if self.combiner is not None and len(shape) < 2:
+            raise ValueError(f"Embedding: ids of a combiner must be [..., L], got {list(shape)}; give ids[:, None]")
         return (*(shape if self.combiner is None else shape[:-1]), self.output_dim)
 
     def compute_output_shape(self, input_shape: Shape, weights_shape: Shape = None) -> tuple[int | None, ...]:

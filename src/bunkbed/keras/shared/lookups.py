@@ -39,7 +39,7 @@ def rows_of(shared: SharedTable, ids: Tensor, *, train: bool, touch: bool, is_ce
         return table.lookup_batch(batch, ids.size, touch=touch).reshape(*ids.shape, table.dim), batch
 
     rows = _looked_up("lookup", shared, [ids], look_up, look_up_batch, None, train=train, is_certain=is_certain)
-    if not tf.executing_eagerly():
+    if not tf.executing_eagerly() and ids.shape.rank is not None:
         rows.set_shape([*ids.shape, shared.dim])
     return rows
 

@@ -9,6 +9,8 @@ from tensorflow.python.eager import record  # has no public name
 from bunkbed.keras.base.rows_layer import RowsLayer
 from bunkbed.keras.base.types import Layer, LookupOptions, Tensor
 
+_OTHER_PLACES = "Embedding: the weights must have the shape of the ids, one for each id at its place"
+
 
 def is_recorded(value: Tensor) -> bool:
     """Return whether an active tape watches a variable or tensor, or would watch a read of it."""
@@ -40,9 +42,9 @@ class IdsLayer(RowsLayer):
         elif isinstance(inputs, tf.RaggedTensor):
             values = self._rows(self._as_ids(inputs.flat_values, entry), options)
             return inputs.with_flat_values(tf.cast(values, self.compute_dtype))
-        elif isinstance(inputs, tf.SparseTensor):
-            raise TypeError("Embedding: sparse ids need a combiner: Embedding(..., combiner='sum')")
         else:
+            if isinstance(inputs, tf.SparseTensor):
+                inputs = tf.sparse.to_dense(inputs)  # as Keras's layer: what is not there is id 0
             rows = self._rows(self._as_ids(inputs, entry), options)
         return tf.cast(rows, self.compute_dtype)
 
@@ -61,6 +63,7 @@ class IdsLayer(RowsLayer):
             if inputs.shape.rank != 2:
                 raise ValueError(f"Embedding: sparse ids of a combiner must be [B, L], got {inputs.shape}")
             values, factors = inputs.values, None if weights is None else weights.values
+            places = None if weights is None else (inputs.indices, weights.indices)
             # searchsorted needs sorted rows, which the canonical row-major order has; else it would mix up bags.
             rows = inputs.indices[:, 0]
             ordered = tf.debugging.assert_non_negative(
@@ -75,14 +78,21 @@ class IdsLayer(RowsLayer):
                 raise TypeError("Embedding: weights of ragged ids must be ragged too")
             values, factors = inputs.flat_values, None if weights is None else weights.flat_values
             splits = tf.cast(inputs.row_splits, tf.int64)
+            places = None if weights is None else (splits, tf.cast(weights.row_splits, tf.int64))
         else:
             inputs = tf.convert_to_tensor(inputs)
-            if inputs.shape.rank is None or inputs.shape.rank < 2:
+            if inputs.shape.rank is None:
                 raise ValueError(f"Embedding: ids of a combiner must be [..., L], got {inputs.shape}")
+            self._output(inputs.shape)  # raises for another rank
             shape = tf.concat([tf.shape(inputs)[:-1], [self.output_dim]], 0)
             length = tf.shape(inputs, tf.int64)[-1]
             values = tf.reshape(inputs, [-1])
-            factors = None if weights is None else tf.reshape(weights, [-1])
+            factors, places = None, None
+            if weights is not None:
+                weights = tf.convert_to_tensor(weights)
+                if not weights.shape.is_compatible_with(inputs.shape):
+                    raise ValueError(f"{_OTHER_PLACES}: {inputs.shape}, got {weights.shape}")
+                factors, places = tf.reshape(weights, [-1]), (tf.shape(inputs), tf.shape(weights))
             count = tf.reduce_prod(tf.shape(inputs, tf.int64)[:-1])
             splits = tf.range(count + 1, dtype=tf.int64) * length
         if factors is not None:
@@ -91,9 +101,19 @@ class IdsLayer(RowsLayer):
                     "Embedding: weights of ids get no gradient; pass tf.stop_gradient(weights), or pool by hand what "
                     "the layer gives without a combiner"
                 )
-            factors = tf.cast(factors, tf.float32)
+            assert places is not None
+            with tf.control_dependencies(_same_places(*places)):
+                factors = tf.identity(tf.cast(factors, tf.float32))
         pooled = self._bags(self._as_ids(values, entry), splits, factors, options)
         return pooled if shape is None else tf.ensure_shape(tf.reshape(pooled, shape), self._output(inputs.shape))
+
+
+def _same_places(ids: Tensor, weights: Tensor) -> list[Tensor]:
+    """Return assertions that weights are at the places of the ids: shapes, row splits or indices."""
+    same_shape = tf.debugging.assert_equal(tf.shape(ids), tf.shape(weights), _OTHER_PLACES)
+    with tf.control_dependencies([] if same_shape is None else [same_shape]):
+        same = tf.debugging.assert_equal(ids, weights, _OTHER_PLACES)
+    return [] if same is None else [same]
 
 
 def _whole(ids: Tensor) -> Tensor:

@@ -282,8 +282,7 @@ class IdsLayer(RowsLayer):
         ids = self._as_ids(inputs, entry)
         if self.combiner is None:
             return keras.ops.cast(self._rows(ids, options), self.compute_dtype)
-        if ids.ndim < 2:
-            raise ValueError(f"Embedding: ids of a combiner must be [..., L], got {list(ids.shape)}")
+        self._output(ids.shape)  # raises for a rank that no combiner takes
         if weights is not None:
             weights = torch.as_tensor(weights)
             if tuple(weights.shape) != tuple(ids.shape):

@@ -35,7 +35,7 @@ def rows_of_workers(shared: WorkersTable, ids: Tensor, *, train: bool, touch: bo
     rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], 0))
     if train:
         rows = answered(shared, rows, handle, [ids], place, None)
-    if not tf.executing_eagerly():
+    if not tf.executing_eagerly() and ids.shape.rank is not None:
         rows.set_shape([*ids.shape, dim])
     return rows
 
