@@ -1,5 +1,7 @@
 """Embedding tables stacked across GPU memory, RAM and SSD, trained exactly as if they all fitted in RAM."""
 
+from types import ModuleType as _ModuleType
+
 from bunkbed.core.budget import Budget as Budget
 from bunkbed.core.init import Normal as Normal
 from bunkbed.core.init import Uniform as Uniform
@@ -42,3 +44,14 @@ from bunkbed.table.room import minimum_ram as minimum_ram
 from bunkbed.table.table import Table as Table
 
 __version__ = "0.1.0"
+
+_MODULES = {"keras", "machine", "planning", "testing", "torch", "train", "window"}
+
+
+def __dir__() -> list[str]:
+    """Return the public names, and the public modules that are imported; all other modules are internal."""
+    return [
+        name
+        for name, value in globals().items()
+        if name in _MODULES or name.startswith("__") or not (name.startswith("_") or isinstance(value, _ModuleType))
+    ]

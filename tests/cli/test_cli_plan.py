@@ -269,8 +269,9 @@ def test_the_text_says_the_minimum(cli: Run) -> None:
     assert f"the minimum for these rows is {least} " in cli(*BIG, *FIGURES)[1]
     facts = json.loads(cli(*BIG, *FIGURES, "--json")[1])["ram"]
     assert (facts["minimum_bytes"], facts["asked_bytes"]) == (bb.minimum_ram(10_000_000, 64), 640 << 20)
+    assert re.search(r"^as asked  ", cli(*BIG, *FIGURES)[1], re.MULTILINE)
     code, out, _ = cli("--rows", "1e7", "--dim", "64", "--batch", "6.4e4", "--ram", "2e6", *FIGURES)
-    assert code == 0
+    assert code == 0 and re.search(r"^the minimum  ", out, re.MULTILINE) and "as asked" not in out
     assert "10,000,000 rows x 64" in out and "64,000 ids" in out
     assert f"1.9 MiB is too little for the rows: planned with the minimum, {least}" in out
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,3 +44,40 @@ def test_every_question_has_an_answer_with_a_link() -> None:
     assert len(questions) >= 25
     for row in questions:
         assert _LINK.search(row), row
+
+
+def messages() -> Iterator[str]:
+    """The texts of the sources that a user may see: strings but not docstrings, with {} for values; error classes."""
+    for source in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(source.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield node.value
+            elif isinstance(node, ast.ClassDef) and source.name == "errors.py":
+                yield node.name
+    for source in (ROOT / "csrc").rglob("*.cc"):
+        if not {"tests", "stress", "fuzz"} & set(source.parts):
+            yield from re.findall(r'"((?:[^"\\\n]|\\.)*)"', re.sub(r'"\s*\n\s*"', "", source.read_text()))
+
+
+def test_troubleshooting_quotes_messages_that_there_are() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 40
+    texts = list(messages())
+    for quoted in re.findall(r"`([^`]+)`", "\n".join(rows)):
+        assert any(quoted in text for text in texts), quoted
+
+
+@pytest.mark.parametrize(
+    ("page", "package"), [("bunkbed", "bunkbed"), ("torch", "bunkbed.torch"), ("keras", "bunkbed.keras")]
+)
+def test_the_reference_has_the_names_that_dir_shows(page: str, package: str) -> None:
+    """In a process of its own: names of modules depend on what was imported before."""
+    text = (ROOT / f"docs/api/{page}.md").read_text()
+    named = set(re.findall(rf"^::: {re.escape(package)}\.(\w+)$", text, re.MULTILINE)) - {"workers_table"}
+    code = f"import {package} as it; print(*(name for name in dir(it) if not name.startswith('__')))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert set(shown) - {"machine", "window"} == named

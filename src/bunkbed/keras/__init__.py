@@ -23,6 +23,12 @@ _TENSORFLOW_ONLY = {
     "token_of": "use layer.token",
 }
 
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that define them."""
+    return __all__
+
+
 if not IS_TORCH or TYPE_CHECKING:
     from bunkbed.keras.export import export
     from bunkbed.keras.functions import embedding_lookup, token_of

@@ -47,6 +47,7 @@ class BagPooling:
             else:
                 masses = bags.sum((weights if pooling == MEAN else weights * weights)[:, None])[0] + np.float32(0)
             masses[masses == 0] = np.inf  # of weights that sum to 0: the bag is zeros
-            sums /= np.sqrt(masses) if pooling == SQRTN else masses
+            with np.errstate(all="ignore"):  # as the core divides
+                sums /= np.sqrt(masses) if pooling == SQRTN else masses
         out[...] = 0
         out[bags.unique()] = sums

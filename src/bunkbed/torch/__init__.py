@@ -38,3 +38,8 @@ __all__ = [
     "open_run",
     "save_portable",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that define them."""
+    return __all__

@@ -290,7 +290,7 @@ def _others(base: Plan, others: list[tuple[str, Plan]]) -> RenderableType:
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("binds", no_wrap=True)
     grid.add_column("SSD a day", justify="right", no_wrap=True)
-    for name, plan in [("as asked", base), *others]:
+    for name, plan in [("as asked" if base.asked_ram >= base.minimum_ram else "the minimum", base), *others]:
         factor = plan.steps_per_s / base.steps_per_s
         grid.add_row(
             name,

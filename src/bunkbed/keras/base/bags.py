@@ -47,5 +47,6 @@ class Bags:
         # In batch order and float32, as the lookup adds them: both must agree whether weights sum to 0.
         np.add.at(divisors, np.repeat(np.arange(lengths.size), lengths), given if is_mean else given * given)
         divisors[divisors == 0] = np.inf
-        factors = given / np.repeat(divisors if is_mean else np.sqrt(divisors), lengths)
+        with np.errstate(over="ignore"):  # a gradient that is not finite is an error of the update
+            factors = given / np.repeat(divisors if is_mean else np.sqrt(divisors), lengths)
         return BagGradients(self.ids, offsets, factors, False)
