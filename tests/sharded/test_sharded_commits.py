@@ -17,6 +17,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed import _native
+from bunkbed.files.run_files import RunFiles
 from bunkbed.testing.compare import assert_same_bits
 from sharded_setup import EVERY, FACTS, ROWS, assert_same_tables, batches, make, train
 
@@ -256,3 +257,19 @@ def test_a_child_after_a_fork_is_refused(tmp_path: Path) -> None:
     thread.join()
     assert code == 0
     table.close()
+
+
+def test_a_snapshot_opens_while_its_writer_removes_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that was listed may be gone when its manifest is read."""
+    path = tmp_path / "table"
+    with bb.ShardedTable.create(path, dim=4, num_rows=10, shards=2, ram="4MiB") as table:
+        table.update(np.array([3]), np.ones((1, 4), np.float32))
+        rows = table.get([3]).copy()
+        table.commit(keep="best")
+        table.update(np.array([3]), np.ones((1, 4), np.float32))
+        table.commit()
+        listed = RunFiles.epochs
+        monkeypatch.setattr(RunFiles, "epochs", lambda files: [*listed(files), 999])
+        with bb.open(path, mode="r", snapshot="best") as reader:
+            assert_same_bits(reader.get([3]), rows)
+        monkeypatch.undo()

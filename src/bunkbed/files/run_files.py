@@ -485,8 +485,8 @@ class RunFiles:
     def _keeps(self, epoch: int, name: str) -> bool:
         try:
             return self.named(epoch).keep == name
-        except BunkbedError:
-            return False  # damaged, which check() reports
+        except (BunkbedError, FileNotFoundError):
+            return False  # damaged, which check() reports, or collected by the writer after it was listed
 
     def collect(self) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
         """Do step 4 without the tables' commits; return (epochs that remaining commits name, that snapshots name).
