@@ -13,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import bunkbed as bb
 from bunkbed.keras import Embedding
+from keras_setup import keras, tf
 
 NAMES = (
     "embedding_quantize_config",
