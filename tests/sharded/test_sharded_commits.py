@@ -266,10 +266,12 @@ def test_a_snapshot_opens_while_its_writer_removes_commits(tmp_path: Path, monke
         table.update(np.array([3]), np.ones((1, 4), np.float32))
         rows = table.get([3]).copy()
         table.commit(keep="best")
-        table.update(np.array([3]), np.ones((1, 4), np.float32))
-        table.commit()
+        for _ in range(3):
+            table.update(np.array([3]), np.ones((1, 4), np.float32))
+            newest = table.commit()
         listed = RunFiles.epochs
-        monkeypatch.setattr(RunFiles, "epochs", lambda files: [*listed(files), 999])
+        assert newest - 2 not in listed(RunFiles(path))
+        monkeypatch.setattr(RunFiles, "epochs", lambda files: sorted([*listed(files), newest - 2]))
         with bb.open(path, mode="r", snapshot="best") as reader:
             assert_same_bits(reader.get([3]), rows)
         monkeypatch.undo()
