@@ -59,7 +59,7 @@ PYTHON = {
     "train/data": "core errors files order train/processes train/settings",
     "train/models": "core run torch train/settings",
     "train/evaluate": "bunkbed core files run train/data train/models train/output train/processes train/settings",
-    "train": "bunkbed core files machine run table torch train/data train/evaluate train/models train/output"
+    "train": "bunkbed core errors files machine run table torch train/data train/evaluate train/models train/output"
     " train/processes train/settings",
     "train/demo": "core run train train/data train/evaluate train/output train/settings",
     "train/report": "bunkbed core errors files machine table train/output train/settings",

@@ -15,7 +15,7 @@ from bunkbed.files.run_files import RunFiles
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions, Vocab
 from bunkbed.train.evaluate.evaluator import evaluate_run
 from bunkbed.train.evaluate.recommend import recommend
-from bunkbed.train.loop import Trainer
+from bunkbed.train.loop import Trainer, _Session
 from bunkbed.train.models.dense import DENSE_FILE, dense_state
 from bunkbed.train.models.scorer import scorer_of_run
 from bunkbed.train.output.events import EpochReport, EvalReport, StepReport
@@ -290,6 +290,38 @@ def test_a_failed_commit_is_told_at_the_next_step(tmp_path, monkeypatch):
     assert trainer.steps_per_epoch <= trainer.step <= told_after  # not at the end of the epoch
     assert trainer.step == len(trainer.losses)
     assert run.epoch == 0
+    assert not trainer.fit().interrupted
+    run.close(commit=False)
+    assert trainer.losses == whole.losses
+    assert_same_bits(contents(tmp_path / "parts"), contents(tmp_path / "whole"))
+
+
+def test_a_commit_that_failed_beside_another_error_is_made_again(tmp_path, monkeypatch):
+    """As where another rank sees first that a commit failed: this one has its error still before it."""
+    whole, _ = train(tmp_path / "whole", MF)
+    run = bb.Run(tmp_path / "parts", ram=MF.ram)
+    trainer = Trainer(MF, DATA, run)
+    step = trainer.optimizer.step
+
+    def end_after_the_commit(*arguments):
+        if len(trainer.losses) < trainer.steps_per_epoch + 3:
+            return step(*arguments)
+        deadline = time.monotonic() + 60
+        while not trainer._pending.done:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        raise RuntimeError("another rank failed")
+
+    def fail(files, manifest):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.optimizer, "step", end_after_the_commit)
+        patched.setattr(_Session, "_must_stop", lambda session: False)
+        patched.setattr(RunFiles, "publish", fail)
+        with pytest.raises(RuntimeError, match="another rank failed"):
+            trainer.fit()
+    assert trainer._pending is not None and run.epoch == 0
     assert not trainer.fit().interrupted
     run.close(commit=False)
     assert trainer.losses == whole.losses

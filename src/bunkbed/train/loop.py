@@ -19,6 +19,7 @@ exchanged before each is acted on. Rank 0 alone writes the log and reports.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 import bunkbed as bb
+from bunkbed.errors import BunkbedError
 from bunkbed.machine import remembered
 from bunkbed.torch import Optimizer, lookahead
 from bunkbed.train.advice import advice
@@ -221,6 +223,9 @@ class Trainer:
             )
         batches = BatchesAhead(self._source, depth=_BATCHES_AHEAD, epochs=self.config.epochs)
         try:
+            # A commit of a fit() that another error ended. Where it failed, too, this fit() commits again.
+            with contextlib.suppress(OSError, BunkbedError):
+                self._settle()
             return _Session(self, log, batches, on_event).fit()
         finally:
             batches.close()
