@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,6 +60,27 @@ def replace_file(path: Path, content: bytes) -> None:
     with make_file(made) as file:
         file.write(content)
     put_in_place(made, path)
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """Yield a path next to `target` where nothing is. What the block makes there appears at `target`, durably.
+
+    After an error nothing is left. What an interrupted call left is removed.
+
+    Raises:
+        FormatError: the path is a symbolic link.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    require_real(part)
+    try:
+        yield part
+        part.rename(target)
+        sync_directory(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def exchange(one: Path, other: Path) -> None:

@@ -12,7 +12,7 @@ from bunkbed import _native
 from bunkbed.core import optim as _optim
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.typed import typed
-from bunkbed.files.durable import require_real, sync_directory
+from bunkbed.files.durable import appearing
 from bunkbed.files.run_files import RunFiles
 from bunkbed.maintenance.copy_run import copy_run, rewrite_run
 from bunkbed.maintenance.rewriting import Rewritten, rewrite_rows, rewritten_definition
@@ -112,16 +112,9 @@ def copy(
     if target.exists():
         raise FileExistsError(f"{target} exists already; rows are rewritten into a new folder: give another one")
     ram_bytes = parse_bytes(ram)
-    part = _part_of(target)
-    try:
-        if is_run:
-            rewritten = rewrite_run(source, part, snapshot, dtype, optimizer, ram_bytes, progress)
-        else:
-            rewritten = _rewrite_table(source, part, snapshot, dtype, optimizer, ram_bytes, progress)
-        part.rename(target)
-        sync_directory(target.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with appearing(target) as part:
+        rewrite = rewrite_run if is_run else _rewrite_table
+        rewritten = rewrite(source, part, snapshot, dtype, optimizer, ram_bytes, progress)
     return Copied(rewritten.epoch, rows=rewritten.rows)
 
 
@@ -148,15 +141,6 @@ def _copy_table(
             shutil.rmtree(target, ignore_errors=True)  # a folder without a commit would make the next copy fail
         raise
     return done
-
-
-def _part_of(target: Path) -> Path:
-    """Return the temporary path of a rewritten copy; remove what an interrupted copy left there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    require_real(part)
-    return part
 
 
 def _rewrite_table(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,7 +14,7 @@ import bunkbed as bb
 from bunkbed.adapters.ram_rows import MOST_BYTES, bytes_of, is_in_ram
 from bunkbed.adapters.removal import is_taken
 from bunkbed.core.typed import typed
-from bunkbed.files.durable import make_file, require_real, sync_directory, sync_file
+from bunkbed.files.durable import appearing, make_file, sync_directory, sync_file
 from bunkbed.table.opening import resolve
 from bunkbed.table.table import Table
 from bunkbed.torch.base import checkpoint
@@ -73,11 +72,8 @@ def _save(model: nn.Module, layers: dict[str, TableLayer], target: Path) -> None
         raise FileExistsError(f"save_portable: {target} exists and would be overwritten; give another path")
     for layer in layers.values():
         _require_portable(layer.table)
-    part = target.with_name(f".{target.name}.part")
-    require_real(part)
-    shutil.rmtree(part, ignore_errors=True)  # of a call that was interrupted
-    (part / "tables").mkdir(parents=True)
-    try:
+    with appearing(target) as part:
+        (part / "tables").mkdir(parents=True)
         with contextlib.ExitStack() as saving:
             for references in {layer.references for layer in layers.values()}:
                 saving.enter_context(references.keeping_nothing())
@@ -95,10 +91,6 @@ def _save(model: nn.Module, layers: dict[str, TableLayer], target: Path) -> None
         sync_file(part / "model.pt")
         sync_directory(part / "tables")
         sync_directory(part)
-        part.rename(target)
-        sync_directory(target.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _require_portable(table: Table) -> None:

@@ -44,6 +44,15 @@ def _tensor(fields: Json) -> Tensor:
     return torch.tensor(list(text.ljust(-len(text) // 256 * -256)), dtype=torch.uint8, device="cpu")
 
 
+#: What reading a damaged entry raises.
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
+
+
+def _fields(stored: Tensor) -> Json:
+    fields: Json = json.loads(bytes(stored.to("cpu", torch.uint8).tolist()))
+    return fields
+
+
 def rows_in(state: Mapping[str, Tensor], prefix: str) -> dict[str, Array]:
     """Return the rows in a state_dict of the layer named by `prefix`; empty where it has none."""
     start = prefix + ROWS
@@ -53,8 +62,8 @@ def rows_in(state: Mapping[str, Tensor], prefix: str) -> dict[str, Array]:
 def facts_in(stored: Tensor) -> Facts | None:
     """Return the facts of rows that were saved; None where the entry is damaged."""
     try:
-        return Facts.from_fields(json.loads(bytes(stored.to("cpu", torch.uint8).tolist())))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Facts.from_fields(_fields(stored))
+    except _DAMAGED:
         return None
 
 
@@ -69,9 +78,9 @@ def damaged(table: Table) -> str:
 def reference_in(stored: Tensor) -> Reference | None:
     """Return the reference in an entry; None where the entry is damaged."""
     try:
-        fields = json.loads(bytes(stored.to("cpu", torch.uint8).tolist()))
+        fields = _fields(stored)
         return Reference(fields["uuid"], fields["table"], fields["epoch"], fields["step"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _DAMAGED:
         return None
 
 
