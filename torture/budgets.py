@@ -197,28 +197,35 @@ def _check_refusal(case: Case, path: Path | None, needed: int) -> None:
     if case.num_rows is not None:
         is_for_all = case.on_disk and needed >= bb.minimum_ram(case.num_rows, case.dim, case.optimizer, case.dtype)
         rows = case.num_rows if is_for_all else min(rows, case.num_rows)
-    # The rows that need the most: scattered ones, then neighbours.
-    end = case.num_rows or 1 << 40
-    ids = (
-        np.arange(rows)
-        if rows == end
-        else np.unique(np.r_[np.linspace(0, end - 1, rows * 5 // 8, dtype=np.int64), :rows])
-    )
     size = 32 if rows <= 4096 else rows  # for the time that a case takes
-    batches = [ids[::-1][start : start + size] for start in range(0, len(ids), size)]
-    for some in (case.batches(rows), iter(batches)):
+    hard = [_hard_batches(rows, case.num_rows or 1 << 40, share, size) for share in (3 / 8, 5 / 8)]
+    for some in (case.batches(rows), *map(iter, hard)):
         _require(_train(table, some) >= rows or len(table) >= rows, "the budget that the message names is too small")
     table.close(commit=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        table = case.create(None if path is None else path.with_name("other"), needed)
-    try:
-        table.plain_core.set_ram(needed * 9 // 10)
-        is_enough = _train(table, iter(batches)) >= rows
-    except MemoryError:
-        is_enough = False
-    table.close(commit=False)
-    _require(not is_enough, f"a tenth less than ram={needed} works, too")
+    for number, batches in enumerate(hard):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            table = case.create(None if path is None else path.with_name(f"other{number}"), needed)
+        try:
+            table.plain_core.set_ram(needed * 9 // 10)
+            is_enough = _train(table, iter(batches)) >= rows
+        except MemoryError:
+            is_enough = False
+        table.close(commit=False)
+        if not is_enough:
+            return
+    raise Wrong(f"a tenth less than ram={needed} works, too")
+
+
+def _hard_batches(rows: int, end: int, scattered: float, size: int) -> list[np.ndarray]:
+    """Return batches of the `rows` ids below `end` that need the most: some scattered, then neighbours.
+
+    Which share must be scattered depends on the rows of a range of the directory: its growth is the last to have room.
+    """
+    ids = np.arange(rows)
+    if rows < end:
+        ids = np.unique(np.r_[np.linspace(0, end - 1, int(rows * scattered), dtype=np.int64), :rows])
+    return [ids[::-1][start : start + size] for start in range(0, len(ids), size)]
 
 
 def reader(rows: int, place: Path) -> tuple[bool, str]:
