@@ -4,30 +4,47 @@
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
+#else
+#include <cfenv>
 #endif
 
 namespace bunkbed {
 
+#if defined(__x86_64__)
+
+// The register alone: the C library's functions also save and load the older x87 unit, which takes longer.
 class DefaultFloatMode {
  public:
-#if defined(__x86_64__)
   DefaultFloatMode() : before_(_mm_getcsr()) {
     if (before_ != kDefault) _mm_setcsr(kDefault);
   }
   ~DefaultFloatMode() {
     if (before_ != kDefault) _mm_setcsr(before_);
   }
-#else
-  DefaultFloatMode() = default;
-#endif
   DefaultFloatMode(const DefaultFloatMode&) = delete;
   DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
 
  private:
-#if defined(__x86_64__)
   static constexpr unsigned kDefault = 0x1f80;  // round to nearest, denormals kept, exceptions masked
   unsigned before_;
-#endif
 };
+
+#else
+
+class DefaultFloatMode {
+ public:
+  DefaultFloatMode() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatMode() { std::fesetenv(&before_); }
+  DefaultFloatMode(const DefaultFloatMode&) = delete;
+  DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
+#endif
 
 }  // namespace bunkbed

@@ -10,6 +10,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from benchmarks.cases import exactness
 
@@ -151,3 +152,24 @@ def test_a_seeded_bug_is_found(tmp_path: Path, expected: Any, budgets: dict[str,
 def test_an_unknown_fault_is_an_error() -> None:
     with pytest.raises(ValueError, match="no_such_fault"):
         _native.set_fault("no_such_fault")
+
+
+def test_a_caller_that_flushes_denormal_numbers_gets_the_same_bits(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    ids = np.arange(20_000)
+    gradients = np.full((len(ids), 16), np.float32(2**-127))  # a denormal number, as are most of the results
+    found = []
+    for flushes in (False, True):
+        torch.set_flush_denormal(flushes)
+        try:
+            bb.set_num_threads(2)
+            with bb.create(
+                tmp_path / str(flushes), dim=16, num_rows=len(ids), optimizer=bb.SGD(0.5), init=bb.Zeros()
+            ) as table:
+                table.update(ids, gradients)
+                table.update(np.r_[ids, ids], np.r_[gradients, gradients])
+                found.append(table.lookup(ids).view(np.uint32))
+        finally:
+            torch.set_flush_denormal(False)
+    assert (found[0] != 0).all()
+    assert np.array_equal(*found)
