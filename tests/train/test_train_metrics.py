@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from bunkbed import _native  # noqa: E402
 from bunkbed.train.data.interactions import Candidates, Interactions, Vocab  # noqa: E402
 from bunkbed.train.data.stream import draw_users  # noqa: E402
-from bunkbed.train.evaluate import ranking  # noqa: E402
+from bunkbed.train.evaluate import ranking, score_blocks  # noqa: E402
 from bunkbed.train.evaluate.evaluator import Evaluator, sample_candidates  # noqa: E402
 from bunkbed.train.evaluate.metrics import ranking_metrics  # noqa: E402
 from bunkbed.train.evaluate.ranking import full_ranks, sampled_ranks  # noqa: E402
@@ -88,10 +88,11 @@ def test_full_ranking_is_what_sorting_gives(seed, options):
 
 def use_small_blocks(monkeypatch, *, users, items):
     """Make blocks of `users` x `items` scores, 2 blocks of users a group and 3 blocks of items a read, at dim 4."""
-    monkeypatch.setattr(ranking, "_USERS", users)
-    monkeypatch.setattr(ranking, "_ITEMS", items)
+    monkeypatch.setattr(score_blocks, "BLOCK_USERS", users)
+    monkeypatch.setattr(score_blocks, "BLOCK_ITEMS", items)
     monkeypatch.setattr(ranking, "_NUMBERS", 2 * users * 4)
-    monkeypatch.setattr(ranking, "_READ_NUMBERS", 3 * items * 4)
+    monkeypatch.setattr(score_blocks, "_QUERY_NUMBERS", 2 * users * 4)
+    monkeypatch.setattr(score_blocks, "_READ_NUMBERS", 3 * items * 4)
 
 
 @pytest.mark.parametrize("most_places", [0, 1 << 20])
@@ -99,7 +100,7 @@ def use_small_blocks(monkeypatch, *, users, items):
 def test_blocks_groups_reads_and_threads_change_nothing(monkeypatch, most_places, threads):
     scorer, scores, targets, excluded = case(9, num_users=40, num_items=3000)
     use_small_blocks(monkeypatch, users=5, items=64)
-    monkeypatch.setattr(ranking, "_MOST_PLACES", most_places)
+    monkeypatch.setattr(score_blocks, "_MOST_PLACES", most_places)
     monkeypatch.setattr("bunkbed.get_num_threads", lambda: threads)
     seen = []
     owners, ranks = full_ranks(
@@ -121,7 +122,7 @@ def test_users_without_held_out_items_and_users_with_every_item(monkeypatch):
     assert sorted(zip(owners.tolist(), ranks.tolist(), strict=True)) == [(1, 1), (1, 2), (3, 1), (3, 2)]
     # A cut-off beyond the number of items: everything is found.
     assert ranking_metrics(owners, ranks, [9])["recall@9"] == 1.0
-    monkeypatch.setattr(ranking, "_MOST_PLACES", 0)
+    monkeypatch.setattr(score_blocks, "_MOST_PLACES", 0)
     owners, ranks = full_ranks(scorer, pairs(set(), 4, 4), pairs(everything, 4, 4))
     assert len(owners) == len(ranks) == 0
 
@@ -142,7 +143,7 @@ def test_an_error_of_a_block_ends_the_ranking_and_its_threads(monkeypatch):
         assert torch.get_num_threads() == 7
     finally:
         torch.set_num_threads(before)
-    assert not [each for each in threading.enumerate() if each.name.startswith("bunkbed-ranks")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("bunkbed-scores")]
 
 
 def test_counting_refuses_arrays_that_do_not_fit():
