@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch is pinned: a bare `torch` pulls gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint cpp-test cpp-stress wheel-test bench torture docs clean
+.PHONY: demo test lint cpp-test cpp-stress wheel-test wheels aarch64 bench torture docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +59,22 @@ test: lint cpp-test wheel-test $(VENV)/.triton
 # In a fresh virtual environment, without a compiler.
 wheel-test: $(VENV)/.test
 	$(BIN)/python packaging/check_wheel.py dist
+
+# A release: the source distribution, a wheel built from it, and the wheels of every processor and CPython (build/wheels).
+# Debian's cross compiler compiles for another processor: apt-get install g++-aarch64-linux-gnu qemu-user-static.
+$(VENV)/.wheels: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet build nanobind wheel
+	@touch $@
+
+CROSS = $(BIN)/python packaging/cross_wheel.py
+wheels: $(VENV)/.wheels
+	rm -rf build/release
+	$(BIN)/python -m build --outdir build/release .
+	$(CROSS) build/release/*.whl
+
+# The bits of rows, tables of older releases and the C++ tests on aarch64, under QEMU's emulation: an hour on two cores.
+aarch64: $(VENV)/.wheels
+	$(CROSS) --machine aarch64 --tests dist/*.whl
 
 # The pages as a site in build/site, its search included: `python3 -m http.server -d build/site`. Also a test, tests/docs/test_site.py.
 $(VENV)/.docs: $(VENV)/.wheel

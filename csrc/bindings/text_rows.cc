@@ -48,7 +48,7 @@ class NewBytes {
       PyErr_Clear();
       throw Error(ErrorKind::kMemory, "no memory for " + std::to_string(bytes) + " bytes");
     }
-    return PyBytes_AS_STRING(made_.ptr());
+    return PyBytes_AsString(made_.ptr());
   }
   nb::bytes take() { return std::move(made_); }
 

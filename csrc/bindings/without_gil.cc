@@ -5,6 +5,12 @@
 
 #include <atomic>
 
+// CPython has the first from 3.13 on, and the second before; neither is declared in the stable ABI.
+extern "C" {
+[[gnu::weak]] int Py_IsFinalizing(void);
+[[gnu::weak]] int _Py_IsFinalizing(void);
+}
+
 namespace bunkbed {
 
 namespace {
@@ -13,13 +19,7 @@ thread_local int depth = 0;  // nested calls of this thread
 std::atomic<long> inside{0};
 std::atomic<unsigned long> closed_by{0};  // the thread that closed the door; 0: it is open
 
-bool is_finalizing() {
-#if PY_VERSION_HEX >= 0x030d0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
-}
+bool is_finalizing() { return (Py_IsFinalizing != nullptr ? Py_IsFinalizing() : _Py_IsFinalizing()) != 0; }
 
 // The parent's other threads do not exist in a forked child.
 [[maybe_unused]] const int handlers = ::pthread_atfork(nullptr, nullptr, [] { inside = depth > 0 ? 1 : 0; });

@@ -38,7 +38,12 @@ TEST(exact_sum_is_the_sum_in_twice_the_precision) {
     // 60 binary places apart, so that 113 bits hold the sum without rounding.
     const int lowest = -298 + static_cast<int>(sampler.bits() % 500);
     const std::vector<double> terms = random_terms(&sampler, 1 + sampler.bits() % 30, lowest, lowest + 50);
+#ifdef __SIZEOF_FLOAT128__
     __extension__ typedef __float128 Wide;
+#else
+    typedef long double Wide;  // of 128 bits where there is no __float128
+    static_assert(std::numeric_limits<Wide>::digits == 113);
+#endif
     Wide wide = 0;
     for (const double term : terms) wide += term;
     CHECK_EQ(sum_of(terms), static_cast<double>(wide));
