@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import bunkbed as bb
 from bunkbed import planning
 from bunkbed.cli import main
-from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.budget import format_bytes, format_least, parse_bytes
 from bunkbed.machine import Machine, limits
 from bunkbed.machine import rates as machine
 from bunkbed.window import MAX_BATCHES
@@ -265,7 +266,8 @@ def test_a_budget_below_the_minimum_is_planned_with_the_minimum(ranks: int) -> N
 
 
 def test_the_text_says_the_minimum(cli: Run) -> None:
-    least = format_bytes(bb.minimum_ram(10_000_000, 64))
+    least = format_least(bb.minimum_ram(10_000_000, 64))
+    assert parse_bytes(least) >= bb.minimum_ram(10_000_000, 64) > parse_bytes(least) - 0.1 * 2**20
     assert f"the minimum for these rows is {least} " in cli(*BIG, *FIGURES)[1]
     facts = json.loads(cli(*BIG, *FIGURES, "--json")[1])["ram"]
     assert (facts["minimum_bytes"], facts["asked_bytes"]) == (bb.minimum_ram(10_000_000, 64), 640 << 20)
@@ -302,11 +304,32 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
         assert part in " ".join(out.split()), out
 
 
+@pytest.mark.parametrize(
+    ("free", "text"),
+    [
+        (2**30, "too little room: 1.0 GiB are free there"),
+        (2 * 10_000_000 * 768, "14.3 GiB are free there; 3 x the rows is advised, 21.5 GiB"),
+        (2**40, "1.0 TiB are free there\n"),
+    ],
+)
+def test_free_space_is_compared_where_the_disk_is_measured(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, free: int, text: str
+) -> None:
+    monkeypatch.setattr("bunkbed.cli.commands.plan.measure", lambda *_, **__: replace(MACHINE, disk="ext4 on /ssd"))
+    monkeypatch.setattr("shutil.disk_usage", lambda place: shutil._ntuple_diskusage(2**42, 2**42 - free, free))
+    code, out, _err = cli(*BIG, "--dir", "not-yet")
+    assert code == 0 and text in re.sub(" +\n", "\n", out) and "ext4 on /ssd" in out
+    assert ("too little" in out) == (free < big().disk_bytes)
+    _code, out, _err = cli(*BIG, "--json")
+    assert json.loads(out)["machine"]["free_bytes"] == free
+
+
 def test_json_says_the_same(cli: Run) -> None:
     code, out, err = cli(*BIG, *FIGURES, "--json", "--compute-ms", "20", "--endurance", "100TB")
     assert (code, err) == (0, "")
     found = json.loads(out)
     plan = big(machine=replace(MACHINE, read_unit=4096), compute_s=0.02)
+    assert found["machine"]["free_bytes"] is None  # no disk was measured
     assert set(found) == {
         "machine", "table", "step", "ram", "disk", "seconds", "steps_per_s", "binds", "written_bytes_per_day",
         "days_to_endurance", "changes",

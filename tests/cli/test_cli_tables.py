@@ -58,7 +58,7 @@ def test_info_of_a_table(cli: Run, table: Path) -> None:
     assert (code, err) == (0, "")
     assert "20 stored of 1,000" in out
     assert "Adam(lr=0.01" in out
-    assert "first (epoch 1)" in out
+    assert "first (version 1)" in out
 
     code, out, _ = cli("info", str(table), "--json")
     about = json.loads(out)
@@ -76,7 +76,7 @@ def test_info_of_a_sharded_table(cli: Run, tmp_path: Path) -> None:
         owned = np.bincount(made.shards_of(np.arange(20)), minlength=2).tolist()
     code, out, err = cli("info", str(path))
     assert (code, err) == (0, "") and out.startswith(f"sharded table {path}")
-    assert "20 stored of 1,000" in out and "first (epoch 1)" in out and "1, after step 1" in out
+    assert "20 stored of 1,000" in out and "first (version 1)" in out and "1, after step 1" in out
     for index in range(2):
         assert f"shard {index}" in out and str(places[index] / f"shard-000{index}") in out
     about = json.loads(cli("info", str(path), "--json")[1])
@@ -89,7 +89,7 @@ def test_info_of_a_sharded_table(cli: Run, tmp_path: Path) -> None:
 def test_info_of_a_run(cli: Run, run_folder: Path) -> None:
     code, out, err = cli("info", str(run_folder))
     assert (code, err) == (0, "")
-    assert "best (epoch 1)" in out and "user" in out and "item" in out
+    assert "best (version 1)" in out and "user" in out and "item" in out
 
     about = json.loads(cli("info", str(run_folder), "--json")[1])
     assert about["kind"] == "run"
@@ -115,7 +115,7 @@ def test_snapshots_are_dropped(cli: Run, table: Path, run_folder: Path) -> None:
     code, out, err = cli("snapshots", str(table), "--drop", "last")
     assert code == 1 and out == "" and "has no snapshot 'last'; there are: 'first'" in err
     code, out, _ = cli("snapshots", str(table), "--drop", "first")
-    assert code == 0 and out.startswith("dropped first (epoch 1, ") and "keeps no snapshots" in out
+    assert code == 0 and out.startswith("dropped first (version 1, ") and "keeps no snapshots" in out
     found = json.loads(cli("snapshots", str(run_folder), "--drop", "best", "--json")[1])
     assert (found["snapshots"], found["dropped"]) == ({}, ["best"])
     assert cli("check", str(table))[0] == cli("check", str(run_folder))[0] == 0

@@ -20,7 +20,7 @@ import typer
 import bunkbed as bb
 import bunkbed.table.opening
 from bunkbed.cli.app import app
-from bunkbed.core.budget import format_bytes
+from bunkbed.core.budget import format_least
 
 sybil = pytest.importorskip("sybil")
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser  # noqa: E402
@@ -109,7 +109,7 @@ def test_the_table_of_smallest_budgets() -> None:
         number = int(text.replace(",", ""))
         found = [bb.minimum_ram(number, 64), bb.minimum_ram(number // 20, 64, num_rows=number)]
         found.append(bb.minimum_ram(number, 64, num_rows=1 << 60))
-        assert [format_bytes(size) for size in found] == shown
+        assert [format_least(size) for size in found] == shown
 
 
 def shell_commands(page: str) -> list[list[str]]:

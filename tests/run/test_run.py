@@ -59,7 +59,7 @@ class Trial:
 
 def test_tables_and_files_commit_together(tmp_path: Path) -> None:
     trial = Trial(tmp_path / "run")
-    assert trial.run.epoch == 0 and trial.run.meta == {}
+    assert trial.run.version == trial.run.epoch == 0 and trial.run.meta == {}
     trial.train(1)
     epoch = trial.run.commit(files={"dense.pt": b"weights 1", "note.txt": b"n"}, meta={"step": 1})
     assert epoch == trial.run.epoch > 0

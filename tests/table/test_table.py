@@ -236,7 +236,7 @@ def test_a_reader_refreshes_while_the_writer_trains(tmp_path: Path) -> None:
                 table.compact()
                 assert_same_bits(reader.lookup(np.arange(5000)), seen)  # committed, not refreshed, still there
                 reader.refresh()
-            assert reader.epoch == table.epoch and reader.step == table.step
+            assert reader.version == table.version == table.epoch and reader.step == table.step
 
 
 def test_a_refresh_costs_what_changed(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _log = logging.getLogger("bunkbed")
 
 
 def log_opening(table: Table, num_rows: int) -> None:
-    """Log one line where a layer goes on with rows of before: stored ones, or those of another layer on the path.
+    """Log one line: which rows a layer goes on with, or that the table at its path is new, as after a mistyped path.
 
     Args:
         table: as `TableArguments.created` returned it.
@@ -40,6 +40,8 @@ def log_opening(table: Table, num_rows: int) -> None:
         _log.info("shares the open table %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
     elif num_rows or table.step or table.epoch:
         _log.info("opened %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
+    elif table.path is not None:
+        _log.info("new table %s: no row is stored", where)
 
 
 def require_same(kind: str, table: Table, **given: object) -> None:

@@ -72,6 +72,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def format_least(num_bytes: float) -> str:
+    """Return a smallest size as text, rounded up, so that what is read from the text is enough.
+
+    >>> format_least(5_181_571_780), format_least(256 * 2**20)
+    ('4.9 GiB', '256.0 MiB')
+    """
+    unit = 1024 ** max(0, min(4, (int(num_bytes).bit_length() - 1) // 10))
+    return format_bytes(math.ceil(num_bytes / unit * 10) / 10 * unit if unit > 1 else math.ceil(num_bytes))
+
+
 class Member(Protocol):
     """The methods of a table that a budget calls."""
 

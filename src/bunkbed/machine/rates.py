@@ -112,6 +112,11 @@ def measure(directory: str | os.PathLike[str] = ".", *, again: bool = False) -> 
     return machine
 
 
+def free_bytes(directory: str | os.PathLike[str] = ".") -> int:
+    """Return the bytes that may still be written to the disk of a directory, or of its nearest existing parent."""
+    return shutil.disk_usage(_existing(directory)).free
+
+
 def remembered(directory: str | os.PathLike[str] | None = None) -> Machine | None:
     """Return the stored rates of this machine, or None; without a directory, those that do not depend on the disk."""
     known = _load()

@@ -151,9 +151,14 @@ class Run:
     # ---- Facts
 
     @property
-    def epoch(self) -> int:
+    def version(self) -> int:
         """Number of the present commit, the one that is open or was made last; 0 before the first."""
         return self.manifest.epoch
+
+    @property
+    def epoch(self) -> int:
+        """`version` under its older name, which the next release has no more."""
+        return self.version
 
     @property
     def meta(self) -> Json:

@@ -104,9 +104,14 @@ class TableFacts:
         return int(self.core.step())
 
     @property
-    def epoch(self) -> int:
+    def version(self) -> int:
         """Number of the last commit; 0 when the table was just created."""
         return int(self.core.epoch())
+
+    @property
+    def epoch(self) -> int:
+        """`version` under its older name, which the next release has no more."""
+        return self.version
 
     @property
     def meta(self) -> Json:

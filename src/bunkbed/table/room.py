@@ -10,7 +10,7 @@ import warnings
 
 from bunkbed import _native
 from bunkbed.core import optim as _optim
-from bunkbed.core.budget import format_bytes
+from bunkbed.core.budget import format_bytes, format_least
 from bunkbed.core.typed import typed
 from bunkbed.table.definition import Definition
 
@@ -73,6 +73,6 @@ def warn_if_small(name: str, spec: _native.TableSpec, ram_bytes: int, *, on_disk
     warnings.warn(
         f"table '{name}': ram={ram_bytes} ({format_bytes(ram_bytes)}) has room for {rows:,} of its {spec.num_rows:,} "
         "rows; training or setting more will be a MemoryError; if more will be stored, give it "
-        f"{path}ram={needed} ({format_bytes(needed)}) or more",
+        f"{path}ram={needed} ({format_least(needed)}) or more",
         stacklevel=4,
     )

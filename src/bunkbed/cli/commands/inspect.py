@@ -34,7 +34,7 @@ RamOption = Annotated[str, typer.Option(help="RAM budget for reading.", metavar=
 
 
 def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = None, json: JsonOption = False) -> None:
-    """Show facts of a table or a run: rows, optimizer, bytes per tier, epoch, snapshots."""
+    """Show facts of a table or a run: rows, optimizer, bytes per tier, version, snapshots."""
     import bunkbed as bb
 
     kind = kind_of(path)
@@ -161,13 +161,17 @@ def snapshots(
     console = stdout()
     for name in drop or []:
         freed = format_bytes(before[name].own_bytes)
-        console.print(f"dropped {escape(name)} (epoch {before[name].epoch}, {freed} that only it held)", soft_wrap=True)
+        console.print(
+            f"dropped {escape(name)} (version {before[name].epoch}, {freed} that only it held)", soft_wrap=True
+        )
     if not found:
         console.print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
         return
     grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for column in ("snapshot", "epoch", "when", "step", "rows", "only it holds"):
-        grid.add_column(column, justify="left" if column in ("snapshot", "when") else "right")
+    for column in ("snapshot", "version", "when", "step", "rows", "only it holds"):
+        grid.add_column(
+            column, justify="left" if column in ("snapshot", "when") else "right", no_wrap=column == "snapshot"
+        )
     for kept in found:
         grid.add_row(
             escape(kept.name),
@@ -219,7 +223,7 @@ def _print_table(console: Console, about: Json) -> None:
     grid.add_row("slots", f"{', '.join(about['slots'])} in {about['state_dtype']}" if about["slots"] else "none")
     grid.add_row("disk", _disk(about))
     grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this reader")
-    grid.add_row("epoch", f"{about['epoch']}, after step {about['step']:,}")
+    grid.add_row("version", f"{about['epoch']}, after step {about['step']:,}")
     if about["meta"]:
         grid.add_row("meta", escape(_meta(about["meta"])))
     grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
@@ -237,7 +241,7 @@ def _print_run(console: Console, about: Json) -> None:
     if training is not None:
         grid.add_row("data", escape(str(training["source"])))
         grid.add_row("model", escape(_model(training["train"])))
-    grid.add_row("epoch", f"{about['epoch']} (number of the last commit)")
+    grid.add_row("version", f"{about['epoch']} (number of the last commit)")
     progress = about["meta"].get("progress")
     if isinstance(progress, dict):
         grid.add_row("trained", f"{progress['epoch']} epochs, {progress['global_step']:,} steps")
@@ -303,4 +307,4 @@ def _meta(meta: Json) -> str:
 
 def _snapshots(kept: dict[str, int]) -> str:
     by_epoch = sorted(kept.items(), key=lambda item: item[1])
-    return ", ".join(f"{name} (epoch {epoch})" for name, epoch in by_epoch) or "none"
+    return ", ".join(f"{name} (version {epoch})" for name, epoch in by_epoch) or "none"

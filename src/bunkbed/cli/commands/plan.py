@@ -14,10 +14,10 @@ from rich.table import Table as Grid
 from bunkbed import _native, planning
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, print_json, stderr, stdout
 from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, option, whole_number
-from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.core.budget import format_bytes, format_least, parse_bytes
 from bunkbed.core.optim import OPTIMIZERS
 from bunkbed.core.types import Json
-from bunkbed.machine.rates import Machine, measure
+from bunkbed.machine.rates import Machine, free_bytes, measure
 from bunkbed.machine.text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
 from bunkbed.planning import DEFAULT_LATENCY_S, DEFAULT_LOOKAHEAD, LOCAL_BYTES_PER_S, Plan, Question
 
@@ -135,10 +135,11 @@ def plan(
     machine = _machine(dir, given, again=remeasure)
     base = predict(machine)
     others = list(planning.changes(base))
+    free = free_bytes(dir) if machine.disk else None
     if json:
-        print_json(_as_json(base, others, life))
+        print_json(_as_json(base, others, life, free))
     else:
-        show(stdout(), base, others, life)
+        show(stdout(), base, others, life, free)
 
 
 def _machine(directory: Path, given: dict[str, float | None], *, again: bool) -> Machine:
@@ -159,9 +160,17 @@ def _bytes(name: str, text: str | None) -> float | None:
 # ---- As text, within 80 columns
 
 
-def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: float) -> None:
-    """Print a plan and its alternatives."""
-    parts: list[RenderableType] = [_facts(base), "", _step(base), "", _verdict(base, life), "", _others(base, others)]
+def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: float, free: int | None) -> None:
+    """Print a plan and its alternatives; `free` are the disk's free bytes, None where no disk was measured."""
+    parts: list[RenderableType] = [
+        _facts(base, free),
+        "",
+        _step(base),
+        "",
+        _verdict(base, life),
+        "",
+        _others(base, others),
+    ]
     note = (
         "A limit, not a promise: training comes near it where the disk binds, less so\n"
         "where memory does. A full cache, every row trained, random ids, no commits."
@@ -173,7 +182,7 @@ def show(console: Console, base: Plan, others: list[tuple[str, Plan]], life: flo
     console.print(Group(*parts, "", f"[dim]{note}[/]"), width=min(console.width, WIDTH))
 
 
-def _facts(plan: Plan) -> RenderableType:
+def _facts(plan: Plan, free: int | None) -> RenderableType:
     asked, machine = plan.question, plan.machine
     grid = facts_grid()
     grid.add_row(
@@ -200,7 +209,7 @@ def _facts(plan: Plan) -> RenderableType:
         f"directory {format_bytes(plan.directory_bytes)}, "
         f"buffers {format_bytes(plan.buffers_bytes + plan.window_bytes)}",
     )
-    least = format_bytes(plan.minimum_ram)
+    least = format_least(plan.minimum_ram)
     if plan.asked_ram < plan.minimum_ram:
         asked_for = format_bytes(plan.asked_ram)
         grid.add_row("", f"[yellow]{asked_for} is too little for the rows: planned with the minimum, {least}[/]")
@@ -211,6 +220,15 @@ def _facts(plan: Plan) -> RenderableType:
             "reads", f"mostly {plan.read_path}: {plan.reads:,.0f} a step of {format_bytes(plan.read_bytes)} in all"
         )
     grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
+    if free is not None:
+        ranks, room = asked.ranks_per_host, format_bytes(free)
+        advised = 3 * ranks * plan.record_bytes * asked.stored
+        if free < ranks * plan.disk_bytes:
+            grid.add_row("", f"[yellow]too little room: {room} are free there[/]")
+        elif free < advised:
+            grid.add_row("", f"[yellow]{room} are free there; 3 x the rows is advised, {format_bytes(advised)}[/]")
+        else:
+            grid.add_row("", f"[dim]{room} are free there[/]")
     grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
     if asked.ranks > 1:
         forward, backward = plan.exchanged.forward_bytes, plan.exchanged.backward_bytes
@@ -314,9 +332,9 @@ def _duration(days: float) -> str:
 # ---- As JSON
 
 
-def _as_json(base: Plan, others: list[tuple[str, Plan]], life: float) -> Json:
+def _as_json(base: Plan, others: list[tuple[str, Plan]], life: float, free: int | None) -> Json:
     return {
-        "machine": asdict(base.machine),
+        "machine": {**asdict(base.machine), "free_bytes": free},
         **_facts_json(base, life),
         "changes": [{"change": name, **_facts_json(plan, life)} for name, plan in others],
     }
