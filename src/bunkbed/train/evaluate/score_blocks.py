@@ -1,8 +1,8 @@
 """Scores of many users with many items, in blocks that fit in a core's cache.
 
 Each thread makes its own blocks and passes each to a visitor, so no score is shared, and no sum depends on the number
-of threads. Scoring does not change the tables' cache. Outside the RAM budget it holds 8 bytes for each hidden pair, about
-50 while it sorts them, at most about 100 MiB of queries and vectors, and 1 MiB of scores for each thread.
+of threads. Scoring does not change the tables' cache. Outside the RAM budget it holds 8 bytes for each hidden pair,
+about 50 while it sorts them, at most about 100 MiB of queries and vectors, and 1 MiB of scores for each thread.
 """
 
 from __future__ import annotations
