@@ -10,7 +10,9 @@ namespace bunkbed {
 
 namespace {
 
-void require_within(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden, const RowFloors& floors) {
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+void require_starts(const ScoreBlock& block, const RowFloors& floors) {
   for (size_t r = 0; r <= block.rows; ++r) {
     const int64_t lowest = r == 0 ? 0 : floors.starts[r - 1];
     if (floors.starts[r] < lowest || floors.starts[r] > static_cast<int64_t>(floors.n)) {
@@ -19,6 +21,9 @@ void require_within(const ScoreBlock& block, size_t num_hidden, const int64_t* h
                                            " at position " + std::to_string(r));
     }
   }
+}
+
+void hide(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden) {
   for (size_t h = 0; h < num_hidden; ++h) {
     const auto place = static_cast<uint64_t>(hidden[h]);  // a negative one is beyond every row
     if (place / block.stride >= block.rows || place % block.stride >= block.columns) {
@@ -28,19 +33,42 @@ void require_within(const ScoreBlock& block, size_t num_hidden, const int64_t* h
                                            " scores, of rows " + std::to_string(block.stride) + " scores apart");
     }
   }
+  for (size_t h = 0; h < num_hidden; ++h) block.scores[hidden[h]] = -kInfinity;
 }
 
 }  // namespace
 
 void count_reaching(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden, const RowFloors& floors,
                     int64_t* counts) {
-  require_within(block, num_hidden, hidden, floors);
-  for (size_t h = 0; h < num_hidden; ++h) block.scores[hidden[h]] = -std::numeric_limits<float>::infinity();
+  require_starts(block, floors);
+  hide(block, num_hidden, hidden);
   const Kernels& kernel = kernels();
   for (size_t r = 0; r < block.rows; ++r) {
     const int64_t first = floors.starts[r];
     kernel.count_reaching(static_cast<int64_t>(block.columns), block.scores + r * block.stride,
                           floors.starts[r + 1] - first, floors.floors + first, counts + first);
+  }
+}
+
+void keep_best(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden, int64_t first_column,
+               const BestScores& best) {
+  hide(block, num_hidden, hidden);
+  const size_t k = best.k;
+  for (size_t r = 0; r < block.rows; ++r) {
+    const float* const row = block.scores + r * block.stride;
+    float* const scores = best.scores + r * k;
+    int64_t* const columns = best.columns + r * k;
+    for (size_t c = 0; c < block.columns; ++c) {
+      if (!(row[c] > scores[k - 1])) continue;
+      // Before the first worse score: one that is as good has a smaller column.
+      size_t at = k - 1;
+      for (; at > 0 && scores[at - 1] < row[c]; --at) {
+        scores[at] = scores[at - 1];
+        columns[at] = columns[at - 1];
+      }
+      scores[at] = row[c];
+      columns[at] = first_column + static_cast<int64_t>(c);
+    }
   }
 }
 

@@ -1,7 +1,9 @@
 // Counts of scores that reach floors: compared with a loop, at every level, and bad places.
 #include "recsys/ranks.h"
 
+#include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -83,6 +85,48 @@ TEST(counts_refuse_places_and_starts_outside_their_arrays_and_change_nothing) {
   CHECK(scores == std::vector<float>(16, 1.0f) && counts == std::vector<int64_t>(2, 0));
   count({12}, {0, 1, 2});
   CHECK(counts == (std::vector<int64_t>{5, 4}));
+}
+
+TEST(best_scores_of_blocks_are_the_first_of_all_sorted_scores) {
+  Sampler sampler(3);
+  const size_t rows = 4, stride = 40, width = 33, blocks = 5;
+  for (const size_t k : {size_t{1}, size_t{3}, size_t{200}}) {
+    std::vector<std::vector<std::pair<float, int64_t>>> all(rows);
+    std::vector<float> best(rows * k, -kInf);
+    std::vector<int64_t> columns(rows * k, -1);
+    for (size_t b = 0; b < blocks; ++b) {
+      std::vector<float> scores(rows * stride);
+      for (size_t i = 0; i < scores.size(); ++i) scores[i] = i % 17 == 3 ? kInf - kInf : coarse(sampler);
+      const std::vector<int64_t> hidden = {5, static_cast<int64_t>(2 * stride + b), 3 * stride + 32};
+      for (size_t r = 0; r < rows; ++r) {
+        for (size_t c = 0; c < width; ++c) {
+          const auto place = static_cast<int64_t>(r * stride + c);
+          const float score = scores[r * stride + c];
+          const bool is_hidden = std::find(hidden.begin(), hidden.end(), place) != hidden.end();
+          if (!is_hidden && score == score) all[r].push_back({-score, static_cast<int64_t>(b * width + c)});
+        }
+      }
+      keep_best({scores.data(), rows, width, stride}, hidden.size(), hidden.data(), static_cast<int64_t>(b * width),
+                {best.data(), columns.data(), k});
+    }
+    for (size_t r = 0; r < rows; ++r) {
+      std::sort(all[r].begin(), all[r].end());
+      for (size_t i = 0; i < k; ++i) {
+        const bool is_there = i < all[r].size();
+        CHECK_EQ(best[r * k + i], is_there ? -all[r][i].first : -kInf);
+        CHECK_EQ(columns[r * k + i], is_there ? all[r][i].second : -1);
+      }
+    }
+  }
+}
+
+TEST(best_scores_refuse_places_outside_the_block_and_change_nothing) {
+  std::vector<float> scores(2 * 8, 1.0f), best(2, -kInf);
+  std::vector<int64_t> columns(2, -1);
+  const std::vector<int64_t> hidden = {0, 13};
+  CHECK_THROWS(keep_best({scores.data(), 2, 5, 8}, 2, hidden.data(), 0, {best.data(), columns.data(), 1}),
+               ErrorKind::kInvalid, "hidden place 13 at position 1 is outside the block of 2 x 5 scores");
+  CHECK(scores == std::vector<float>(16, 1.0f) && columns == std::vector<int64_t>(2, -1));
 }
 
 }  // namespace bunkbed

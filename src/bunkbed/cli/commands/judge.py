@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from bunkbed.cli.commands.train import judge, open_reader
-from bunkbed.cli.shared.console import ConfigOption, JsonOption, escape, need, print_json, stderr, stdout
+from bunkbed.cli.commands.train import judge
+from bunkbed.cli.shared.console import (
+    ConfigOption,
+    JsonOption,
+    UsageProblem,
+    escape,
+    need,
+    print_json,
+    stderr,
+    stdout,
+)
 from bunkbed.cli.shared.train_options import Ranking
 from bunkbed.train.settings.run_config import DATA_NAME, read_config
+
+if TYPE_CHECKING:
+    from bunkbed.train.data.vocab import Label
+    from bunkbed.train.trained import Recommender
 
 RunArgument = Annotated[Path, typer.Argument(help="Folder that bunkbed train wrote.", metavar="RUN")]
 SnapshotOption = Annotated[
@@ -61,46 +75,80 @@ def evaluate(
 def recommend(
     run: RunArgument,
     *,
-    user: Annotated[str, typer.Option(help="User, as in the training file.", metavar="ID")],
+    user: Annotated[str | None, typer.Option(help="User, as in the training file.", metavar="ID")] = None,
+    users: Annotated[
+        Path | None, typer.Option(help="Recommend to the users of this file, one a line; needs --out.", metavar="FILE")
+    ] = None,
+    everyone: Annotated[bool, typer.Option("--all", help="Recommend to all users; needs --out.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write user, rank, item and score to this new .parquet or .csv file.", metavar="FILE"),
+    ] = None,
+    items: Annotated[
+        Path | None, typer.Option(help="Recommend only the items of this file, one a line.", metavar="FILE")
+    ] = None,
     k: Annotated[int, typer.Option("-k", "--k", help="Number of items.", min=1)] = 10,
     include_seen: Annotated[
-        bool, typer.Option("--include-seen", help="Also print items that the user has in the training data.")
+        bool, typer.Option("--include-seen", help="Also recommend items that the user has in the training data.")
     ] = False,
     snapshot: SnapshotOption = None,
     ram: RamOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Print the items with the highest scores for a user, without those already seen."""
-    stored = read_config(run)
+    """Recommend the items with the highest scores, without those already seen: to a user, to several, or to all."""
+    if sum((user is not None, users is not None, everyone)) != 1:
+        raise UsageProblem("give one of --user ID, --users FILE and --all")
+    if (user is None) != (out is not None):
+        raise UsageProblem("--out FILE goes with --users and --all, and they need it")
+    read_config(run)
     need("torch", "pyarrow", command="recommend")
-    import numpy as np
+    from bunkbed.train.trained import Recommender, read_labels
 
-    from bunkbed.train.data.store import load_vocabs, seen_items
-    from bunkbed.train.evaluate.recommend import recommend as best_items
-    from bunkbed.train.settings.config import TrainConfig
-
-    settings = TrainConfig.of_run(stored["train"])
-    folder = run / DATA_NAME
-    users, items = load_vocabs(folder)
-    index = users.index(user, what="user")
-    seen = seen_items(folder, index)
-    exclude = np.empty(0, np.int64) if include_seen else seen
-    with open_reader(run, ram or settings.ram, snapshot) as opened:
-        rows, scores = best_items(opened, settings, index, k, exclude)
-    labels = items.decode(rows)
+    with Recommender.load(run, ram=ram, snapshot=snapshot) as model:
+        allowed = None if items is None else read_labels(items, model.items, "item")
+        if user is not None:
+            chosen = None if allowed is None else model.items.decode(allowed)
+            ranked = model.recommend(user, k, include_seen=include_seen, items=chosen)
+            _show(run, model, user, ranked, include_seen, json)
+            return
+        assert out is not None
+        asked = None if users is None else read_labels(users, model.users, "user")
+        with Progress(
+            TextColumn("scoring"), BarColumn(), TaskProgressColumn(), console=stderr(), transient=True
+        ) as bar:
+            task = bar.add_task("", total=1.0)
+            count = model.write(
+                out,
+                k,
+                users=asked,
+                items=allowed,
+                include_seen=include_seen,
+                on_progress=lambda share: bar.update(task, completed=share),
+            )
     if json:
-        pairs = zip(labels, scores.tolist(), strict=True)
-        ranked = [{"item": label, "score": score} for label, score in pairs]
-        print_json({"run": run, "user": users.decode([index])[0], "seen": len(seen), "items": ranked})
+        print_json({"run": run, "out": out, "rows": count})
+    else:
+        stdout().print(f"wrote {count:,} recommendations to {escape(str(out))}", soft_wrap=True)
+
+
+def _show(
+    run: Path, model: Recommender, user: str, ranked: list[tuple[Label, float]], include_seen: bool, json: bool
+) -> None:
+    """Print the recommendations for one user."""
+    seen = model.num_seen(user)
+    if json:
+        label = model.users.decode([model.users.index(user)])[0]
+        best = [{"item": item, "score": score} for item, score in ranked]
+        print_json({"run": run, "user": label, "seen": seen, "items": best})
         return
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("", justify="right", style="dim")
     table.add_column("item")
     table.add_column("score", justify="right")
-    for place, (label, score) in enumerate(zip(labels, scores.tolist(), strict=True), start=1):
-        table.add_row(str(place), escape(str(label)), f"{score:.4f}")
+    for place, (item, score) in enumerate(ranked, start=1):
+        table.add_row(str(place), escape(str(item)), f"{score:.4f}")
     console = stdout()
-    left_out = "" if include_seen else f", {len(seen):,} seen items left out"
+    left_out = "" if include_seen else f", {seen:,} seen items left out"
     console.print(f"user [b]{escape(user)}[/b]{left_out}", soft_wrap=True)
     console.print(table)

@@ -334,20 +334,10 @@ def _fit(
 def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> EvalResult:
     """Evaluate a run from its files, at its best epoch unless `options` name another snapshot."""
     from bunkbed.train.evaluate.evaluator import evaluate_run
+    from bunkbed.train.trained import open_trained
 
-    with open_reader(folder, options.pop("ram", None) or config.ram, options.pop("snapshot", None)) as run:
+    with open_trained(folder, options.pop("ram", None) or config.ram, options.pop("snapshot", None)) as run:
         return evaluate_run(run, data, config, **options)
-
-
-def open_reader(folder: Path, ram: str | int, snapshot: str | None) -> Run:
-    """Open a run for reading: at `snapshot`, otherwise at the best epoch, otherwise at the last commit."""
-    from bunkbed.run.run import Run
-
-    run = Run(folder, ram=ram, mode="r")
-    if snapshot is None and "best" not in run.snapshots():
-        return run
-    run.close(commit=False)
-    return Run(folder, ram=ram, mode="r", snapshot=snapshot or "best")
 
 
 @contextmanager

@@ -1,21 +1,125 @@
-"""Recommendation of the best items for one user."""
+"""The items with the highest scores: for one user, for some, or for all."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from bunkbed.train.models.scorer import Float32Array, Int64Array, scorer_of_run
+from bunkbed import _native
+from bunkbed.train.data.interactions import Interactions
+from bunkbed.train.data.stream import pairs_of
+from bunkbed.train.evaluate import score_blocks
+from bunkbed.train.evaluate.score_blocks import HiddenScores, ScoreBlocks, one_torch_thread, places_of
+from bunkbed.train.models.scorer import Float32Array, Int64Array, Scorer, scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
 
-__all__ = ["recommend"]
+__all__ = ["Best", "best_items", "known_pairs", "recommend"]
 
-_CHUNK = 65_536
+#: The pairs of ``int64[N]`` ascending users: ``int64[P]`` users and items.
+Known = Callable[[Int64Array], tuple[Int64Array, Int64Array]]
+
+
+class Best(NamedTuple):
+    """The best items of some users, best first.
+
+    Attributes:
+        users: ``int64[N]``.
+        items: ``int64[N, k]``; -1 where a user has fewer.
+        scores: ``float32[N, k]``; -inf there.
+    """
+
+    users: Int64Array
+    items: Int64Array
+    scores: Float32Array
+
+
+def best_items(
+    scorer: Scorer,
+    users: Int64Array,
+    k: int,
+    *,
+    num_users: int,
+    num_items: int,
+    known: Known | None = None,
+    items: Int64Array | None = None,
+    on_progress: Callable[[float], object] | None = None,
+) -> Iterator[Best]:
+    """Yield the `k` items with the highest scores of each user, some users at a time, in their order.
+
+    Equal scores are in the order of the items; a user's scores have the same bits with any other users. Uses
+    `bunkbed.get_num_threads` threads; memory as `score_blocks`.
+
+    Args:
+        users: ``int64[N]``, distinct.
+        k: at least 1; at most as many as there are items.
+        known: returns the pairs of users that are not recommended, such as those of the training.
+        items: ``int64[M]``, ascending: only these are recommended; None: all.
+        on_progress: called with the finished share of the work.
+    """
+    columns = num_items if items is None else len(items)
+    k = min(k, max(columns, 1))
+    with one_torch_thread(), ScoreBlocks(scorer, num_items, HiddenScores(columns), items=items) as blocks:
+        for first in range(0, len(users), blocks.num_queries):
+            group = users[first : first + blocks.num_queries]
+            ascending = np.argsort(group, kind="stable")
+            blocks.hidden = _known_scores(group[ascending], num_users, num_items, known, items)
+            # Whole blocks: the products of a user have the same bits with any other users.
+            queries = scorer.queries(group[ascending])
+            queries = torch.nn.functional.pad(queries, (0, 0, 0, -len(group) % score_blocks.BLOCK_USERS))
+            best, places = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1, np.int64)
+
+            def keep(
+                row: int,
+                column: int,
+                block: torch.Tensor,
+                hidden: Int64Array,
+                best: Float32Array = best,
+                places: Int64Array = places,
+            ) -> None:
+                rows = slice(row, row + len(block))
+                _native.keep_best(block.numpy(), hidden, column, best[rows], places[rows])
+
+            def done(finished: int, first: int = first, size: int = len(group)) -> None:
+                if on_progress is not None:
+                    on_progress((first + size * finished / columns) / len(users))
+
+            blocks.score(queries, 0, keep, done)
+            as_given = np.empty_like(ascending)
+            as_given[ascending] = np.arange(len(group))
+            found = places[as_given]
+            if items is not None and len(items):
+                found = np.where(found < 0, -1, items[found])
+            yield Best(group, found, best[as_given])
+
+
+def _known_scores(
+    users: Int64Array, num_users: int, num_items: int, known: Known | None, items: Int64Array | None
+) -> HiddenScores:
+    """Return the scores of the known pairs of users, which ascend, among the items."""
+    hidden = HiddenScores(num_items if items is None else len(items))
+    if known is not None:
+        owners, theirs = known(users)
+        columns = theirs if items is None else places_of(theirs, items, num_items)
+        hidden.add(places_of(owners, users, num_users), columns)
+    return hidden
+
+
+def known_pairs(pairs: Interactions) -> Known:
+    """Return the pairs of users of a dataset, in memory or on disk, for `best_items`."""
+
+    def of(users: Int64Array) -> tuple[Int64Array, Int64Array]:
+        asked = np.zeros(pairs.num_users, dtype=np.bool_)
+        asked[users] = True
+        found = pairs_of(pairs, asked)
+        return found.users, found.items
+
+    return of
 
 
 def recommend(
@@ -40,20 +144,13 @@ def recommend(
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    scorer = scorer_of_run(run, config)
-    query = scorer.queries(np.array([user_index], dtype=np.int64))
-    num_items = run.table("item").num_rows
-    assert num_items is not None  # a trainer's tables have a fixed number of rows
+    num_users, num_items = run.table("user").num_rows, run.table("item").num_rows
+    assert num_users is not None and num_items is not None  # a trainer's tables have a fixed number of rows
     hidden = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
-    best_items = np.empty(0, dtype=np.int64)
-    best_scores = np.empty(0, dtype=np.float32)
-    for start in range(0, num_items, _CHUNK):
-        items = np.arange(start, min(start + _CHUNK, num_items), dtype=np.int64)
-        out = torch.empty(1, len(items))
-        scores = scorer.all_scores(query, scorer.vectors(items), scorer.biases(items), out)[0].numpy()
-        keep = ~np.isin(items, hidden)
-        items = np.concatenate([best_items, items[keep]])
-        scores = np.concatenate([best_scores, scores[keep]])
-        order = np.lexsort((items, -scores))[:k]
-        best_items, best_scores = items[order], scores[order]
-    return best_items, best_scores
+    scorer = scorer_of_run(run, config)
+    user = np.array([user_index], dtype=np.int64)
+    scorer.queries(user)  # raises where there is no such user
+    own = (np.full(len(hidden), user_index, dtype=np.int64), hidden)
+    best = next(best_items(scorer, user, k, num_users=num_users, num_items=num_items, known=lambda _: own))
+    found = best.items[0] >= 0
+    return best.items[0, found], best.scores[0, found]

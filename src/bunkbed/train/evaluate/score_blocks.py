@@ -87,14 +87,15 @@ class ScoreBlocks:
 
     Args:
         items: ``int64[M]``, the columns; None: all `num_items` of the model.
-        hidden: of the rows that `score` numbers, and of the columns.
+        hidden: among the columns.
     """
 
     def __init__(
         self, scorer: Scorer, num_items: int, hidden: HiddenScores, *, items: Int64Array | None = None
     ) -> None:
         self._scorer = scorer
-        self._hidden = hidden
+        #: Of the rows that the next `score` numbers.
+        self.hidden = hidden
         self._items = items
         self.num_columns = num_items if items is None else len(items)
         width = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1]
@@ -128,7 +129,7 @@ class ScoreBlocks:
                 part = vectors[at : at + BLOCK_ITEMS]
                 block = self._own.scores[: len(mine), : len(part)]
                 self._scorer.all_scores(mine, part, None if biases is None else biases[at : at + BLOCK_ITEMS], block)
-                visit(first + row, column + at, block, self._hidden.of_block(first + row, column + at))
+                visit(first + row, column + at, block, self.hidden.of_block(first + row, column + at))
 
         def finish(columns: int) -> None:
             for each in running:

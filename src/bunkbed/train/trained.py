@@ -1,0 +1,260 @@
+"""A trained run in use: recommendations by the labels of the training file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bunkbed.files.durable import make_file, put_in_place
+from bunkbed.run.run import Run
+from bunkbed.train.data.store import load_vocabs, open_dataset, seen_items
+from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
+from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
+from bunkbed.train.models.scorer import scorer_of_run
+from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import DATA_NAME, read_config
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Recommender", "open_trained", "read_labels"]
+
+
+def open_trained(folder: str | os.PathLike[str], ram: str | int, snapshot: str | None = None) -> Run:
+    """Open a run for reading: at `snapshot`, otherwise at the best epoch, otherwise at the last commit."""
+    run = Run(folder, ram=ram, mode="r")
+    if snapshot is None and "best" not in run.snapshots():
+        return run
+    run.close(commit=False)
+    return Run(folder, ram=ram, mode="r", snapshot=snapshot or "best")
+
+
+def read_labels(path: str | os.PathLike[str], vocab: Vocab, what: str) -> Int64Array:
+    """Read labels, one a line, as ``int64[N]`` distinct dense indices in their order; blank lines do not count.
+
+    Raises:
+        DataError: a label is unknown or there twice, or there is none; names the line.
+    """
+    with Path(path).open(encoding="utf-8") as file:
+        lines = [(number, line.strip()) for number, line in enumerate(file, start=1) if line.strip()]
+    if not lines:
+        raise DataError(f"{path}: has no {what}; write one a line")
+    found = vocab.encode([label for _, label in lines])
+    if (found < 0).any():
+        number, label = lines[int(np.flatnonzero(found < 0)[0])]
+        try:
+            vocab.index(label, what=what)
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+    _, first = np.unique(found, return_index=True)
+    if len(first) < len(found):
+        again = int(np.setdiff1d(np.arange(len(found)), first)[0])
+        number, label = lines[again]
+        raise DataError(f"{path}, line {number}: {what} {label!r} is there a second time; write each once")
+    return found
+
+
+class Recommender:
+    """A trained run, open for reading: its users and items by their labels. A context manager.
+
+    `load` makes it; one thread uses it at a time. While a training goes on it stays at the commit that it opened.
+    """
+
+    def __init__(self, run: Run, config: TrainConfig, folder: Path) -> None:
+        self._run = run
+        self._config = config
+        self._data = folder / DATA_NAME
+        #: The labels of users and of items.
+        self.users, self.items = load_vocabs(self._data)
+
+    @classmethod
+    def load(
+        cls, run: str | os.PathLike[str], *, ram: str | int | None = None, snapshot: str | None = None
+    ) -> Recommender:
+        """Open a run that `bunkbed train` wrote.
+
+        Args:
+            ram: RAM budget of the tables; None: the run's.
+            snapshot: a kept epoch; None: the best one, otherwise the last commit.
+
+        Raises:
+            FileNotFoundError: no run, or no commit. DataError: the labels are damaged.
+        """
+        folder = Path(run)
+        config = TrainConfig.of_run(read_config(folder)["train"])
+        opened = open_trained(folder, ram or config.ram, snapshot)
+        try:
+            return cls(opened, config, folder)
+        except BaseException:
+            opened.close(commit=False)
+            raise
+
+    def recommend(
+        self, user: Label, k: int = 10, *, include_seen: bool = False, items: Sequence[Label] | None = None
+    ) -> list[tuple[Label, float]]:
+        """Return the `k` items with the highest scores for a user, best first, each with its score.
+
+        Args:
+            user: as in the training file.
+            include_seen: also recommend items that the user has in the training data.
+            items: recommend only these.
+
+        Raises:
+            DataError: the user or an item is unknown; the message names the nearest labels. ValueError: `k` below 1.
+        """
+        index = self.users.index(user, what="user")
+        if items is not None:
+            allowed = np.unique([self.items.index(item, what="item") for item in items]).astype(np.int64)
+            best = next(self._best(np.array([index]), k, include_seen, allowed, None))
+            found = best.items[0] >= 0
+            rows, scores = best.items[0, found], best.scores[0, found]
+        else:
+            exclude = None if include_seen else seen_items(self._data, index)
+            rows, scores = recommend(self._run, self._config, index, k, exclude)
+        return list(zip(self.items.decode(rows), scores.tolist(), strict=True))
+
+    def num_seen(self, user: Label) -> int:
+        """Return how many items a user has in the training data."""
+        return len(seen_items(self._data, self.users.index(user, what="user")))
+
+    def recommend_many(
+        self,
+        k: int = 10,
+        *,
+        users: Int64Array | None = None,
+        items: Int64Array | None = None,
+        include_seen: bool = False,
+        on_progress: Callable[[float], object] | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield recommendations of many users: columns ``user``, ``rank`` from 1, ``item`` and ``score``.
+
+        "All" are those with a training pair: of others the model knows nothing.
+
+        Args:
+            users: ``int64[N]`` distinct dense indices (`read_labels`), in whose order the rows come; None: all.
+            items: ``int64[M]`` distinct dense indices; recommend only these. None: all.
+            on_progress: called with the finished share of the work.
+
+        Raises:
+            ValueError: `k` below 1.
+        """
+        import pyarrow as pa
+
+        asked = self._trained_users() if users is None else users
+        for best in self._best(asked, k, include_seen, None if items is None else np.sort(items), on_progress):
+            owners, places = np.nonzero(best.items >= 0)
+            rows = best.items[owners, places]
+            columns = {
+                "user": _labels(self.users, best.users[owners]),
+                "rank": pa.array(places + 1, pa.int32()),
+                "item": _labels(self.items, rows),
+                "score": pa.array(best.scores[owners, places]),
+            }
+            yield pa.record_batch(columns)
+
+    def write(self, path: str | os.PathLike[str], k: int = 10, **options: Any) -> int:
+        """Write `recommend_many` as Parquet, or as CSV where the name ends so; return the number of rows.
+
+        The file appears in one step, when it is whole.
+
+        Raises:
+            FileExistsError: `path` is there. ValueError: it ends in neither .parquet nor .csv. As `recommend_many`.
+        """
+        target = Path(path)
+        if target.suffix not in _WRITERS:
+            raise ValueError(f"{target}: the name must end in {' or '.join(_WRITERS)}")
+        if target.exists() or target.is_symlink():
+            raise FileExistsError(17, "exists and would be overwritten; give another name, or remove it", str(target))
+        made = target.with_name(f"{target.name}.tmp")
+        try:
+            rows = _WRITERS[target.suffix](made, self.recommend_many(k, **options))
+            put_in_place(made, target)
+        finally:
+            made.unlink(missing_ok=True)
+        return rows
+
+    def close(self) -> None:
+        """Close the run. Idempotent."""
+        self._run.close(commit=False)
+
+    def __enter__(self) -> Recommender:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _trained_users(self) -> Int64Array:
+        has = np.zeros(len(self.users), dtype=np.bool_)
+        for users, _ in open_dataset(self._data).train.batches():
+            has[users] = True
+        return np.flatnonzero(has)
+
+    def _best(
+        self,
+        users: Int64Array,
+        k: int,
+        include_seen: bool,
+        items: Int64Array | None,
+        on_progress: Callable[[float], object] | None,
+    ) -> Iterator[Best]:
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        num_users, num_items = self._run.table("user").num_rows, self._run.table("item").num_rows
+        assert num_users is not None and num_items is not None
+        return best_items(
+            scorer_of_run(self._run, self._config),
+            users,
+            k,
+            num_users=num_users,
+            num_items=num_items,
+            known=None if include_seen else known_pairs(open_dataset(self._data).train),
+            items=items,
+            on_progress=on_progress,
+        )
+
+
+def _labels(vocab: Vocab, indices: Int64Array) -> pa.Array:
+    """Return the labels of indices as an Arrow array; each label is read once."""
+    import pyarrow as pa
+
+    distinct, inverse = np.unique(indices, return_inverse=True)
+    labels = pa.array(vocab.decode(distinct), pa.int64() if vocab.kind == "int" else pa.string())
+    return labels.take(pa.array(inverse))
+
+
+def _write_parquet(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
+    import pyarrow.parquet as pq
+
+    rows, writer = 0, None
+    with make_file(path) as file:
+        for batch in batches:
+            writer = writer or pq.ParquetWriter(file, batch.schema, compression="zstd")
+            writer.write_batch(batch)
+            rows += len(batch)
+        if writer is not None:
+            writer.close()
+    return rows
+
+
+def _write_csv(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
+    from pyarrow import csv
+
+    rows, writer = 0, None
+    with make_file(path) as file:
+        for batch in batches:
+            writer = writer or csv.CSVWriter(file, batch.schema)
+            writer.write_batch(batch)
+            rows += len(batch)
+        if writer is not None:
+            writer.close()
+    return rows
+
+
+_WRITERS: dict[str, Callable[[Path, Iterable[pa.RecordBatch]], int]] = {
+    ".parquet": _write_parquet,
+    ".csv": _write_csv,
+}
