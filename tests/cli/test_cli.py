@@ -103,7 +103,7 @@ def test_python_dash_m() -> None:
         (["train", "--resume", "runs/a"], 1, "runs/a: no such run"),
         (["train", "a.csv", "--config", "a.yaml"], 1, "a.yaml: no such file or directory"),
         (["recommend", "runs/a", "--user", "3"], 1, "runs/a: no such run"),
-        (["recommend", "runs/a"], 2, "give one of --user ID, --users FILE and --all"),
+        (["recommend", "runs/a"], 2, "give one of --user ID, --users FILE, --history FILE and --all"),
         (["eval", "runs/a"], 1, "runs/a: no such run"),
         (["info", "tables/a"], 1, "tables/a: no such table or run"),
         (["check", "tables/a"], 1, "tables/a: no such table or run"),

@@ -19,7 +19,7 @@ from bunkbed.train.data.vocab import DataError, Vocab  # noqa: E402
 from bunkbed.train.evaluate import score_blocks  # noqa: E402
 from bunkbed.train.evaluate.recommend import best_items  # noqa: E402
 from bunkbed.train.models.scorer import Scorer  # noqa: E402
-from bunkbed.train.trained import Recommender, read_labels  # noqa: E402
+from bunkbed.train.trained import Recommender, read_histories, read_labels  # noqa: E402
 
 NUM_USERS, NUM_ITEMS, DIM = 23, 57, 4
 
@@ -167,9 +167,9 @@ def test_bad_calls_write_nothing(run: Path, tmp_path: Path, capsys: pytest.Captu
     for arguments, message in (
         (["--all", "--out", str(there)], "exists and would be overwritten"),
         (["--all", "--out", str(tmp_path / "new.txt")], "must end in .parquet or .csv"),
-        (["--all"], "--out FILE goes with --users and --all"),
-        (["--user", "u1", "--out", out], "--out FILE goes with --users and --all"),
-        (["--user", "u1", "--all"], "give one of --user ID, --users FILE and --all"),
+        (["--all"], "--out FILE goes with --users, --history and --all"),
+        (["--user", "u1", "--out", out], "--out FILE goes with --users, --history and --all"),
+        (["--user", "u1", "--all"], "give one of --user ID, --users FILE, --history FILE and --all"),
         ([], "give one of --user ID"),
         (["--users", str(tmp_path / "users.txt"), "--out", out], "users.txt, line 2: user 'u99' is not among the 40"),
         (["--users", str(tmp_path / "none.txt"), "--out", out], "none.txt"),
@@ -201,3 +201,69 @@ def test_a_failure_leaves_no_file(run: Path, tmp_path: Path) -> None:
     with Recommender.load(run) as model, pytest.raises(KeyboardInterrupt):
         model.write(tmp_path / "top.parquet", on_progress=stop)
     assert list(tmp_path.iterdir()) == []
+
+
+def history_of(run: Path, users: list[str], path: Path) -> Path:
+    """The pairs of some users of the run, as of new ones."""
+    rows = [f"new-{user},{item}\n" for user, item in sorted(pairs_of(run)) if user in users]
+    path.write_text("user,item\n" + "".join(rows))
+    return path
+
+
+def test_new_users_get_rows_of_their_own(run: Path, tmp_path: Path) -> None:
+    history = history_of(run, ["u1", "u2", "u3"], tmp_path / "history.csv")
+    with history.open("a") as file:
+        file.write("new-u1,unheard\nnone,unheard\n")
+    with Recommender.load(run) as model:
+        found = read_histories(history, model.items)
+        assert (found.unknown, found.without, found.pairs.num_users) == (2, 1, 3)
+        tables = [
+            next(model.recommend_many(5, histories=found.pairs)).to_pydict(),
+            next(model.recommend_many(5, histories=found.pairs)).to_pydict(),
+        ]
+        assert tables[0] == tables[1] and len(tables[0]["user"]) == 15
+        own = pairs_of(run)
+        for user, item in zip(tables[0]["user"], tables[0]["item"], strict=True):
+            assert (user.removeprefix("new-"), item) not in own
+        seen = next(model.recommend_many(30, histories=found.pairs, include_seen=True)).to_pydict()
+        assert len(seen["user"]) == 90
+        before = model.recommend("u1", 5)
+    with Recommender.load(run) as model:
+        assert model.recommend("u1", 5) == before  # the run is as it was
+
+
+@pytest.mark.parametrize("options", [[], ["--loss", "softmax", "--sampling", "popularity", "--bias"]])
+@pytest.mark.parametrize("model", ["mf", "gmf", "neumf", "two-tower"])
+@pytest.mark.parametrize("shared", [[], ["--share-negatives", "--negatives", "8"]])
+def test_histories_are_learned(model: str, shared: list[str], options: list[str], tmp_path: Path) -> None:
+    """Two groups of users and items: who has items of a group is recommended the rest of that group."""
+    rng = np.random.default_rng(0)
+    pairs = [(f"u{user}", f"i{20 * (user % 2) + item}") for user in range(60) for item in rng.permutation(20)[:12]]
+    text = "user,item\n" + "".join(f"{user},{item}\n" for user, item in pairs)
+    (tmp_path / "a.csv").write_text(text)
+    command = ["train", str(tmp_path / "a.csv"), "--model", model, "--dim", "8", "--epochs", "12", "--lr", "0.03"]
+    command += ["--batch-size", "64", "--valid", "none", "--out", str(tmp_path / "run"), *shared, *options]
+    assert main(command) == 0
+    new = [f"{name},i{20 * group + item}\n" for group, name in enumerate(("a", "b")) for item in range(10)]
+    (tmp_path / "new.csv").write_text("user,item\n" + "".join(new))
+    with Recommender.load(tmp_path / "run") as trained:
+        found = read_histories(tmp_path / "new.csv", trained.items)
+        rows = next(trained.recommend_many(8, histories=found.pairs)).to_pydict()
+    right = [
+        int(item[1:]) // 20 == ("a", "b").index(user) for user, item in zip(rows["user"], rows["item"], strict=True)
+    ]
+    assert sum(right) >= 14, rows
+
+
+def test_history_on_the_command_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = history_of(run, ["u1", "u2"], tmp_path / "history.csv")
+    with history.open("a") as file:
+        file.write("new-u1,unheard\n")
+    out = str(tmp_path / "new.csv")
+    assert main(["recommend", str(run), "--history", str(history), "-k", "3", "--out", out]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "wrote 6 recommendations" in shown and "left out: 1 pairs with items that the run does not know" in shown
+    history.write_text("user,item\na,unheard\n")
+    assert main(["recommend", str(run), "--history", str(history), "--out", str(tmp_path / "again.csv")]) == 1
+    assert "none of its 1 items is known to the run" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "again.csv").exists()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bunkbed.files.durable import make_file, put_in_place
 from bunkbed.run.run import Run
+from bunkbed.train.data.interactions import Interactions, read_interactions
 from bunkbed.train.data.store import load_vocabs, open_dataset, seen_items
 from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
+from bunkbed.train.evaluate.new_users import scorer_of_new_users
 from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
 from bunkbed.train.models.scorer import scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
@@ -21,7 +23,21 @@ from bunkbed.train.settings.run_config import DATA_NAME, read_config
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Recommender", "open_trained", "read_labels"]
+__all__ = ["Histories", "Recommender", "open_trained", "read_histories", "read_labels"]
+
+
+class Histories(NamedTuple):
+    """Pairs of users that a run has not seen.
+
+    Attributes:
+        pairs: of the items that the run knows; users by first appearance in the file.
+        unknown: pairs of other items, which are left out.
+        without: users without a known item, who are left out.
+    """
+
+    pairs: Interactions
+    unknown: int
+    without: int
 
 
 def open_trained(folder: str | os.PathLike[str], ram: str | int, snapshot: str | None = None) -> Run:
@@ -56,6 +72,26 @@ def read_labels(path: str | os.PathLike[str], vocab: Vocab, what: str) -> Int64A
         number, label = lines[again]
         raise DataError(f"{path}, line {number}: {what} {label!r} is there a second time; write each once")
     return found
+
+
+def read_histories(path: str | os.PathLike[str], items: Vocab, **options: Any) -> Histories:
+    """Read a file of interactions, in any form that `bunkbed train` reads, whose items are those of a run.
+
+    Args:
+        items: of the run.
+        options: as `bunkbed.train.data.interactions.read_dataset`.
+
+    Raises:
+        DataError: as `read_dataset`; or no item of the file is known.
+    """
+    found = read_interactions(path, **options)
+    index = items.encode(found.item_vocab.array.to_pylist())[found.items]
+    known = index >= 0
+    if not known.any():
+        raise DataError(f"{path}: none of its {found.num_items:,} items is known to the run; were columns swapped?")
+    having, users = np.unique(found.users[known], return_inverse=True)
+    pairs = Interactions(users, index[known], Vocab(found.user_vocab.array.take(having)), items, found.source)
+    return Histories(pairs, int((~known).sum()), found.num_users - len(having))
 
 
 class Recommender:
@@ -126,6 +162,7 @@ class Recommender:
         k: int = 10,
         *,
         users: Int64Array | None = None,
+        histories: Interactions | None = None,
         items: Int64Array | None = None,
         include_seen: bool = False,
         on_progress: Callable[[float], object] | None = None,
@@ -136,6 +173,8 @@ class Recommender:
 
         Args:
             users: ``int64[N]`` distinct dense indices (`read_labels`), in whose order the rows come; None: all.
+            histories: pairs of users that the run has not seen (`read_histories`): recommend to these, with rows that
+                are trained for them alone (`bunkbed.train.evaluate.new_users`). Instead of `users`.
             items: ``int64[M]`` distinct dense indices; recommend only these. None: all.
             on_progress: called with the finished share of the work.
 
@@ -144,12 +183,19 @@ class Recommender:
         """
         import pyarrow as pa
 
-        asked = self._trained_users() if users is None else users
-        for best in self._best(asked, k, include_seen, None if items is None else np.sort(items), on_progress):
+        allowed = None if items is None else np.sort(items)
+        vocab = self.users
+        if histories is not None:
+            vocab, everyone = histories.user_vocab, np.arange(histories.num_users)
+            found = self._best(everyone, k, include_seen, allowed, on_progress, histories)
+        else:
+            asked = self._trained_users() if users is None else users
+            found = self._best(asked, k, include_seen, allowed, on_progress)
+        for best in found:
             owners, places = np.nonzero(best.items >= 0)
             rows = best.items[owners, places]
             columns = {
-                "user": _labels(self.users, best.users[owners]),
+                "user": _labels(vocab, best.users[owners]),
                 "rank": pa.array(places + 1, pa.int32()),
                 "item": _labels(self.items, rows),
                 "score": pa.array(best.scores[owners, places]),
@@ -200,18 +246,26 @@ class Recommender:
         include_seen: bool,
         items: Int64Array | None,
         on_progress: Callable[[float], object] | None,
+        histories: Interactions | None = None,
     ) -> Iterator[Best]:
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
-        num_users, num_items = self._run.table("user").num_rows, self._run.table("item").num_rows
-        assert num_users is not None and num_items is not None
+        trained = open_dataset(self._data).train
+        if histories is None:
+            pairs, scorer = trained, scorer_of_run(self._run, self._config)
+        else:
+            if self._config.sampling == "popularity":
+                trained = trained.replace(trained.users, trained.items)  # in memory, to draw from
+            pairs, scorer = histories, scorer_of_new_users(self._run, self._config, histories, trained)
+        num_items = self._run.table("item").num_rows
+        assert num_items is not None
         return best_items(
-            scorer_of_run(self._run, self._config),
+            scorer,
             users,
             k,
-            num_users=num_users,
+            num_users=pairs.num_users,
             num_items=num_items,
-            known=None if include_seen else known_pairs(open_dataset(self._data).train),
+            known=None if include_seen else known_pairs(pairs),
             items=items,
             on_progress=on_progress,
         )

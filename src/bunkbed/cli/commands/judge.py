@@ -79,6 +79,13 @@ def recommend(
     users: Annotated[
         Path | None, typer.Option(help="Recommend to the users of this file, one a line; needs --out.", metavar="FILE")
     ] = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recommend to new users, by their interactions in this file; needs --out.",
+            metavar="FILE",
+        ),
+    ] = None,
     everyone: Annotated[bool, typer.Option("--all", help="Recommend to all users; needs --out.")] = False,
     out: Annotated[
         Path | None,
@@ -96,14 +103,14 @@ def recommend(
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Recommend the items with the highest scores, without those already seen: to a user, to several, or to all."""
-    if sum((user is not None, users is not None, everyone)) != 1:
-        raise UsageProblem("give one of --user ID, --users FILE and --all")
+    """Recommend the items with the highest scores, without those seen: to one user, several, all, or new ones."""
+    if sum((user is not None, users is not None, history is not None, everyone)) != 1:
+        raise UsageProblem("give one of --user ID, --users FILE, --history FILE and --all")
     if (user is None) != (out is not None):
-        raise UsageProblem("--out FILE goes with --users and --all, and they need it")
+        raise UsageProblem("--out FILE goes with --users, --history and --all, and they need it")
     read_config(run)
     need("torch", "pyarrow", command="recommend")
-    from bunkbed.train.trained import Recommender, read_labels
+    from bunkbed.train.trained import Recommender, read_histories, read_labels
 
     with Recommender.load(run, ram=ram, snapshot=snapshot) as model:
         allowed = None if items is None else read_labels(items, model.items, "item")
@@ -114,6 +121,7 @@ def recommend(
             return
         assert out is not None
         asked = None if users is None else read_labels(users, model.users, "user")
+        new = None if history is None else read_histories(history, model.items)
         with Progress(
             TextColumn("scoring"), BarColumn(), TaskProgressColumn(), console=stderr(), transient=True
         ) as bar:
@@ -122,14 +130,22 @@ def recommend(
                 out,
                 k,
                 users=asked,
+                histories=None if new is None else new.pairs,
                 items=allowed,
                 include_seen=include_seen,
                 on_progress=lambda share: bar.update(task, completed=share),
             )
+    left_out = {} if new is None else {"unknown_pairs": new.unknown, "users_left_out": new.without}
     if json:
-        print_json({"run": run, "out": out, "rows": count})
-    else:
-        stdout().print(f"wrote {count:,} recommendations to {escape(str(out))}", soft_wrap=True)
+        print_json({"run": run, "out": out, "rows": count, **left_out})
+        return
+    stdout().print(f"wrote {count:,} recommendations to {escape(str(out))}", soft_wrap=True)
+    if new is not None and new.unknown:
+        stdout().print(
+            f"left out: {new.unknown:,} pairs with items that the run does not know, "
+            f"and {new.without:,} users who have no other",
+            soft_wrap=True,
+        )
 
 
 def _show(

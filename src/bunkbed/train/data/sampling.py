@@ -311,6 +311,7 @@ class BatchSource:
         order: every epoch's pairs, in the order of `random_order` by `blocks`; None makes the order in memory.
         blocks: of the pairs; None: no blocks.
         team: the processes that share the batches.
+        counted: pairs, in memory, that say how popular an item is; None: `pairs`.
 
     Raises:
         ValueError: no training pairs, more shared negatives than items (of the least block), or too many items to draw
@@ -331,6 +332,7 @@ class BatchSource:
         order: PairOrder | None = None,
         blocks: PairBlocks | None = None,
         team: Team = ALONE,
+        counted: Interactions | None = None,
     ) -> None:
         if len(pairs) == 0:
             raise ValueError(f"{pairs.source or 'the data'} has no pairs to train on")
@@ -357,7 +359,9 @@ class BatchSource:
         self._negatives = negatives
         self._seed = seed
         self._seen = seen
-        self._items = _PopularItems(pairs, log_q) if popular else _Items(pairs.num_items)
+        self._items = (
+            _PopularItems(pairs if counted is None else counted, log_q) if popular else _Items(pairs.num_items)
+        )
         self._order = OrderInMemory(pairs, seed, blocks) if order is None else order
         self._blocks = blocks
         self._team = team
