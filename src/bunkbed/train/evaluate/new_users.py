@@ -63,13 +63,13 @@ def scorer_of_new_users(run: Run, config: TrainConfig, histories: Interactions, 
         for step in range(source.steps(epoch)):
             batch = source.batch(epoch, step)
             users = torch.from_numpy(rows.lookup(batch.users)).requires_grad_()
-            bias = None if biases is None else torch.from_numpy(biases.lookup(batch.items, touch=False)[..., 0])
+            bias = None if biases is None else torch.from_numpy(biases.lookup(batch.items)[..., 0])
             if batch.log_q is not None:
                 log_q = torch.from_numpy(batch.log_q)
                 bias = -log_q if bias is None else bias - log_q
             loss = head.loss(
                 users,
-                torch.from_numpy(items.lookup(batch.items, touch=False)),
+                torch.from_numpy(items.lookup(batch.items)),
                 seen=None if batch.seen is None else torch.from_numpy(batch.seen),
                 bias=bias,
                 kind=config.loss,
