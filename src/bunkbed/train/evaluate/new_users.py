@@ -26,7 +26,7 @@ __all__ = ["scorer_of_new_users"]
 
 
 def scorer_of_new_users(run: Run, config: TrainConfig, histories: Interactions, trained: Interactions) -> Scorer:
-    """Train rows for new users, in RAM, and return a `Scorer` of them; a pure function of the arguments.
+    """Train rows for new users, in RAM, and return their `Scorer`; a pure function of the arguments.
 
     Args:
         run: open at the commit whose items are used.
