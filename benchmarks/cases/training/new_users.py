@@ -46,9 +46,10 @@ def compare(folder: Path, chosen: Any, seed: int) -> None:
     train, held = lines(chosen, "path"), lines(chosen, "test")
     names = sorted(train.keys() & held.keys(), key=int)
     count = min(LEFT_OUT, len(names) // 4)
-    new = {names[at] for at in np.random.default_rng(seed).permutation(len(names))[:count]}
+    new = [names[at] for at in np.sort(np.random.default_rng(seed).permutation(len(names))[:count])]
+    left_out = set(new)
     write(folder / "all.csv", train)
-    write(folder / "rest.csv", {user: items for user, items in train.items() if user not in new})
+    write(folder / "rest.csv", {user: items for user, items in train.items() if user not in left_out})
     write(folder / "new.csv", {user: train[user] for user in new})
     (folder / "users.txt").write_text("\n".join(new))
     recalls = {}
