@@ -223,10 +223,10 @@ def _facts(plan: Plan, free: int | None) -> RenderableType:
     if free is not None:
         ranks, room = asked.ranks_per_host, format_bytes(free)
         advised = 3 * ranks * plan.record_bytes * asked.stored
-        if free < ranks * plan.disk_bytes:
-            grid.add_row("", f"[yellow]too little room: {room} are free there[/]")
-        elif free < advised:
-            grid.add_row("", f"[yellow]{room} are free there; 3 x the rows is advised, {format_bytes(advised)}[/]")
+        if free < advised:
+            short = "too little room: " if free < ranks * plan.disk_bytes else ""
+            text = f"{short}{room} are free there; 3 x the rows is advised, {format_bytes(advised)}"
+            grid.add_row("", f"[yellow]{text}[/]")
         else:
             grid.add_row("", f"[dim]{room} are free there[/]")
     grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
