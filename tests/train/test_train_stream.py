@@ -21,7 +21,7 @@ from bunkbed.train.data.sampling import BatchSource, SeenPairs, first_of_order, 
 from bunkbed.train.data.splits import split
 from bunkbed.train.data.store import load_dataset, load_vocabs, open_dataset, save_dataset, seen_items
 from bunkbed.train.data.stream import open_split
-from bunkbed.train.evaluate import ranking
+from bunkbed.train.evaluate import score_blocks
 from bunkbed.train.evaluate.evaluator import evaluate_run
 from bunkbed.train.loop import Trainer
 from bunkbed.train.settings.config import TrainConfig
@@ -332,7 +332,7 @@ def test_training_from_disk_has_the_bits_of_memory(tmp_path, monkeypatch, source
     data = read_dataset(source)
     stored = prepared(tmp_path / "data", source)
     expected = trained(tmp_path / "memory", config, data)
-    monkeypatch.setattr(ranking, "_MOST_PLACES", 0)
+    monkeypatch.setattr(score_blocks, "_MOST_PLACES", 0)
     trained_part = trained(tmp_path / "disk", streamed, stored, stop_after=5)
     # What was begun on disk may go on in memory.
     found = trained(tmp_path / "disk", *((config, data) if config is TOWERS else (streamed, stored)))
