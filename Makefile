@@ -72,7 +72,7 @@ wheels: $(VENV)/.wheels
 	$(BIN)/python -m build --outdir build/release .
 	$(CROSS) build/release/*.whl
 
-# The bits of rows, tables of older releases and the C++ tests on aarch64, under QEMU's emulation: an hour on two cores.
+# The bits of rows, tables of older releases and the C++ tests on aarch64, under QEMU's emulation: three quarters of an hour.
 aarch64: $(VENV)/.wheels
 	$(CROSS) --machine aarch64 --tests dist/*.whl
 

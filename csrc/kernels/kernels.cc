@@ -24,7 +24,7 @@ Kernels with_checksum(Kernels kernels) {
   return kernels;
 }
 
-const Kernels& table_of(Simd level) {
+const Kernels& table_of([[maybe_unused]] Simd level) {
   static const Kernels scalar = with_checksum(kKernelsScalar);
 #if defined(__x86_64__)
   static const Kernels avx2 = with_checksum(kKernelsAvx2);

@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -20,19 +22,23 @@ using namespace bunkbed::test;
 
 namespace {
 
-constexpr int kUsage = 2, kSkipped = 77;
+constexpr int kUsage = 2, kSkipped = 77, kNotStarted = 127;
 
 struct Ended {
   int status;  // or minus the signal
   std::string output;
 };
 
-// bunkbed_stress next to this program.
+// bunkbed_stress next to this program; BUNKBED_EMULATOR, words between blanks, comes before it.
 Ended stress(std::vector<std::string> arguments) {
   const Sandbox sandbox;
   const std::string output = sandbox / "output";
   const auto program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "bunkbed_stress";
   arguments.insert(arguments.begin(), program.string());
+  if (const char* emulator = std::getenv("BUNKBED_EMULATOR")) {
+    std::istringstream parts(emulator);
+    arguments.insert(arguments.begin(), std::istream_iterator<std::string>(parts), {});
+  }
   std::vector<char*> words;
   for (std::string& argument : arguments) words.push_back(argument.data());
   words.push_back(nullptr);
@@ -41,11 +47,13 @@ Ended stress(std::vector<std::string> arguments) {
   ::posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, output.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
   ::posix_spawn_file_actions_adddup2(&actions, STDOUT_FILENO, STDERR_FILENO);
   pid_t child = 0;
-  const int error = ::posix_spawn(&child, program.c_str(), &actions, nullptr, words.data(), environ);
+  const int error = ::posix_spawnp(&child, words[0], &actions, nullptr, words.data(), environ);
   ::posix_spawn_file_actions_destroy(&actions);
-  if (error != 0) fail(__FILE__, __LINE__, program.string() + " does not start");
   int status = 0;
-  while (::waitpid(child, &status, 0) < 0) CHECK(errno == EINTR);
+  while (error == 0 && ::waitpid(child, &status, 0) < 0) CHECK(errno == EINTR);
+  if (error != 0 || (WIFEXITED(status) && WEXITSTATUS(status) == kNotStarted)) {
+    fail(__FILE__, __LINE__, program.string() + " does not start");
+  }
   std::ostringstream text;
   text << std::ifstream(output).rdbuf();
   return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), text.str()};
