@@ -122,7 +122,7 @@ Manifest Manifests::load(uint64_t epoch, uint64_t* num_bytes) const {
   file->read(bytes.data(), size, 0);
   Manifest manifest = decode_manifest(bytes, path);
   if (manifest.epoch != epoch) {
-    throw Error(ErrorKind::kCorruption, "manifest " + path + " holds epoch " + std::to_string(manifest.epoch));
+    throw Error(ErrorKind::kCorruption, "manifest " + path + " holds commit " + std::to_string(manifest.epoch));
   }
   return manifest;
 }
@@ -144,7 +144,7 @@ Manifest Manifests::load_newest_listed() const {
     throw Error(ErrorKind::kCorruption,
                 std::string(error.what()) + "; " +
                     (older.empty() ? "no older commit remains"
-                                   : "older commits remain: epoch " + join(older) +
+                                   : "older commits remain: " + join(older) +
                                          "; to go back to one: bunkbed check '" + directory_ +
                                          "' --repair --fall-back-to EPOCH"));
   }

@@ -38,10 +38,10 @@ const RamSnapshot& RamSnapshots::find(const std::string& name, std::optional<uin
   if (found == snapshots_.end()) {
     std::string known;
     for (const RamSnapshot& snapshot : snapshots_) {
-      known += (known.empty() ? "'" : ", '") + snapshot.name + "' (epoch " + std::to_string(snapshot.epoch) + ")";
+      known += (known.empty() ? "'" : ", '") + snapshot.name + "' (commit " + std::to_string(snapshot.epoch) + ")";
     }
     throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' has no snapshot " +
-                                         (epoch.has_value() ? "of epoch " + std::to_string(*epoch) : "'" + name + "'") +
+                                         (epoch.has_value() ? "of commit " + std::to_string(*epoch) : "'" + name + "'") +
                                          "; it lives in RAM only, where " +
                                          (known.empty() ? "none is kept" : "these are kept: " + known));
   }

@@ -50,8 +50,8 @@ uint64_t SegmentReader::find_chunks(const Segment& segment, std::vector<ChunkTra
     found.push_back(decode_chunk_trailer({bytes, kChunkTrailerBytes}, layout_.uuid, segment.id, end, layout_.stride,
                                          layout_.slots_per_segment, segment.file->path()));
     if (found.back().epoch != segment.epoch) {
-      throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": a chunk of epoch " +
-                                              std::to_string(found.back().epoch) + " in a segment of epoch " +
+      throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": a chunk of commit " +
+                                              std::to_string(found.back().epoch) + " in a segment of commit " +
                                               std::to_string(segment.epoch));
     }
     end = found.back().begin;

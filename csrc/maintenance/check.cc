@@ -92,8 +92,8 @@ class SegmentCheck {
                                                log_->slots_per_segment(), segment_->file->path()));
         if (chunks->back().epoch != segment_->epoch) {
           report("chunk", static_cast<int64_t>(at),
-                 "segment " + segment_->file->path() + ": a chunk of epoch " + std::to_string(chunks->back().epoch) +
-                     " in a segment of epoch " + std::to_string(segment_->epoch));
+                 "segment " + segment_->file->path() + ": a chunk of commit " + std::to_string(chunks->back().epoch) +
+                     " in a segment of commit " + std::to_string(segment_->epoch));
         }
       } catch (const Error& error) {
         report("chunk", static_cast<int64_t>(at), error.what());

@@ -78,8 +78,8 @@ Manifest Snapshots::target_of(const std::string& name, std::optional<uint64_t> e
   if (std::find(all.begin(), all.end(), *epoch) != all.end()) return table_.manifests.load(*epoch);
   std::string known;
   for (const uint64_t e : all) known += (known.empty() ? "" : ", ") + std::to_string(e);
-  throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': epoch " + std::to_string(*epoch) +
-                                       " is gone; epochs that remain: " + known);
+  throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': commit " + std::to_string(*epoch) +
+                                       " is gone; commits that remain: " + known);
 }
 
 void Snapshots::rewind(const std::string& name, std::optional<uint64_t> epoch) {

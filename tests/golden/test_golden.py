@@ -427,7 +427,7 @@ def test_a_damaged_newest_manifest_names_the_older_one(tmp_path: Path) -> None:
     newest = max(folder.glob("manifest-*"))
     assert newest.name != MANIFEST
     broken(flip(60), newest.name)(folder)
-    with pytest.raises(bb.CorruptionError, match=rf"{newest.name}(.|\n)*(first|{MANIFEST}|epoch 1)"):
+    with pytest.raises(bb.CorruptionError, match=rf"{newest.name}(.|\n)*(first|{MANIFEST}|remain: 1)"):
         bb.open(folder, ram="16MiB")
     newest.unlink()  # what the error says to do: going back is the user's decision
     with bb.open(folder, ram="16MiB") as table:

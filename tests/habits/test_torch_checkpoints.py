@@ -89,7 +89,7 @@ def test_a_version_that_is_dropped_is_warned_of_once(caplog: Any, tmp_path: Path
     assert shown[2][0][1] == (
         "table 'user': version 1, which a state_dict refers to, is dropped, as keep_checkpoints=2; None keeps all"
     )
-    with pytest.raises(RuntimeError, match=r"epoch 1 was dropped.*commit\(keep='best'\), then the state_dict"):
+    with pytest.raises(RuntimeError, match=r"commit 1 was dropped.*commit\(keep='best'\), then the state_dict"):
         job.load(tmp_path / "0.pt")
     job.close()
 

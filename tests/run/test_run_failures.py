@@ -166,7 +166,7 @@ def test_a_manifest_that_lies_under_a_sound_checksum_is_damage(body: bytes, tmp_
         run.commit()
     sealed = body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
     (tmp_path / "run" / "run-0000000000000002").write_bytes(sealed)
-    with pytest.raises(bb.CorruptionError, match=r"run-0000000000000002.*older commits remain: epoch 1"):
+    with pytest.raises(bb.CorruptionError, match=r"run-0000000000000002.*older commits remain: 1"):
         bb.Run(tmp_path / "run")
 
 

@@ -239,6 +239,14 @@ def test_a_reader_refreshes_while_the_writer_trains(tmp_path: Path) -> None:
             assert reader.version == table.version == table.epoch and reader.step == table.step
 
 
+def test_version_is_the_number_of_the_last_commit(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "user", ram="8MiB", **KWARGS) as table:
+        assert table.version == table.epoch == 0
+        train(table, steps=3)
+        assert table.version == 0 and table.step == 3
+        assert table.commit() == table.version == table.epoch == 1
+
+
 def test_a_refresh_costs_what_changed(tmp_path: Path) -> None:
     oracle = ReferenceTable(**KWARGS)
     ids = np.arange(5000)

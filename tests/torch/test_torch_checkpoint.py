@@ -77,7 +77,7 @@ def test_the_last_three_stay_and_a_dropped_one_names_those(tmp_path: Any) -> Non
     for step, state in enumerate(states[2:], 3):
         emb.load_state_dict(state)
         assert emb.table.step == step
-    message = r"table 't': epoch 1 was dropped; it keeps 'state_dict-000003' \(epoch 3\), .*; raise keep"
+    message = r"table 't': commit 1 was dropped; it keeps 'state_dict-000003' \(commit 3\), .*; raise keep"
     with pytest.raises(RuntimeError, match=message):
         emb.load_state_dict(states[0])
     emb.table.close()
@@ -240,7 +240,9 @@ def test_readers_check_that_they_are_at_the_epoch(tmp_path: Any) -> None:
     served.load_state_dict(first)
     assert torch.equal(served.state_dict()["table"], first["table"])
     train(emb, opt)
-    with pytest.raises(RuntimeError, match=r"refers to epoch 2, but this reader is at epoch 1; open it with snapshot="):
+    with pytest.raises(
+        RuntimeError, match=r"refers to commit 2, but this reader is at commit 1; open it with snapshot="
+    ):
         served.load_state_dict(emb.state_dict())
     reader.close()
     emb.table.close()

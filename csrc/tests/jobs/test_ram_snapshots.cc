@@ -110,7 +110,7 @@ TEST(ram_snapshots_name_those_that_there_are) {
   table.committer.commit(std::nullopt, "");
   table.ram.keep("b");
   CHECK_THROWS((void)table.ram.find("c", std::nullopt), ErrorKind::kInvalid,
-               "has no snapshot 'c'; it lives in RAM only, where these are kept: 'a' (epoch 0), 'b' (epoch 1)");
+               "has no snapshot 'c'; it lives in RAM only, where these are kept: 'a' (commit 0), 'b' (commit 1)");
   // An epoch is asked for by itself, whatever the name.
-  CHECK_THROWS((void)table.ram.find("a", uint64_t{7}), ErrorKind::kInvalid, "has no snapshot of epoch 7");
+  CHECK_THROWS((void)table.ram.find("a", uint64_t{7}), ErrorKind::kInvalid, "has no snapshot of commit 7");
 }

@@ -173,14 +173,16 @@ class References:
             return None
         if table.mode == "r":
             return (
-                f"table {table.name!r}: the {saved} refers to epoch {epoch}, but this reader is at epoch "
+                f"table {table.name!r}: the {saved} refers to commit {epoch}, but this reader is at commit "
                 f"{table.epoch}; open it with snapshot=, one of bunkbed.snapshots(path)"
             )
         snapshots: dict[str, int] = table.snapshots()
         if epoch not in snapshots.values():
-            kept = ", ".join(f"{key!r} (epoch {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1]))
+            kept = ", ".join(
+                f"{key!r} (commit {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1])
+            )
             return (
-                f"table {table.name!r}: epoch {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
+                f"table {table.name!r}: commit {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
                 "of the layer (None keeps all), or name what must stay before it is saved: "
                 f"layer.table.commit(keep='best'), then the {saved}; a copy of a table has only the version that was "
                 "copied (bunkbed copy --snapshot NAME)"

@@ -349,7 +349,7 @@ class RunFiles:
         path = self.manifest_path(epoch)
         manifest = decode(_native.read_file(str(path)), path)
         if manifest.epoch != epoch:
-            raise CorruptionError(f"run manifest {path} holds epoch {manifest.epoch}")
+            raise CorruptionError(f"run manifest {path} holds commit {manifest.epoch}")
         return manifest
 
     def named(self, epoch: int) -> Named:
@@ -381,8 +381,7 @@ class RunFiles:
             older = ", ".join(map(str, epochs[:-1]))
             place = shlex.quote(str(self.directory))
             remain = (
-                f"older commits remain: epoch {older}; "
-                f"to go back to one: bunkbed check {place} --repair --fall-back-to EPOCH"
+                f"older commits remain: {older}; to go back to one: bunkbed check {place} --repair --fall-back-to EPOCH"
                 if older
                 else "no older commit remains"
             )
@@ -416,7 +415,7 @@ class RunFiles:
             raise ValueError(f"{self.label} has no snapshot {to!r}; there are: {names}")
         if to not in self.epochs():
             remain = ", ".join(map(str, self.epochs())) or "none"
-            raise ValueError(f"{self.label} has no epoch {to}; epochs that remain: {remain}")
+            raise ValueError(f"{self.label} has no commit {to}; commits that remain: {remain}")
         return self.load(to)
 
     def write_file(self, number: int, data: bytes) -> tuple[int, int, str]:
@@ -445,7 +444,7 @@ class RunFiles:
         """
         if name not in manifest.files:
             known = ", ".join(sorted(manifest.files)) or "none"
-            raise FileNotFoundError(f"{self.label} has no file {name!r} in epoch {manifest.epoch}; it has: {known}")
+            raise FileNotFoundError(f"{self.label} has no file {name!r} in commit {manifest.epoch}; it has: {known}")
         number, size, digest = manifest.files[name]
         path = self.file_path(number)
         try:
@@ -453,11 +452,11 @@ class RunFiles:
         except FileNotFoundError:
             if not self.manifest_path(manifest.epoch).exists():
                 raise FileNotFoundError(
-                    f"{self.label}: epoch {manifest.epoch} was collected by its writer meanwhile; open it again"
+                    f"{self.label}: commit {manifest.epoch} was collected by its writer meanwhile; open it again"
                 ) from None
-            raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) is missing") from None
+            raise CorruptionError(f"file {path} ({name!r} of commit {manifest.epoch}) is missing") from None
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
-            raise CorruptionError(f"file {path} ({name!r} of epoch {manifest.epoch}) fails its checksum")
+            raise CorruptionError(f"file {path} ({name!r} of commit {manifest.epoch}) fails its checksum")
         return data
 
     def publish(self, manifest: RunManifest) -> None:

@@ -65,8 +65,8 @@ class Embedding(IdsLayer):
     schedules and callbacks work as with any layer. Rows get one update per step, summed over lookups, layers, replicas.
 
     The layer owns two scalar variables that represent the table: a token, which optimizers get instead of the rows, and
-    the kept epoch. Saved weights hold a reference to an epoch of the table, never rows: saving commits the table and
-    keeps that epoch, and loading rewinds rows and optimizer state to it. Saving and ``layer.table.commit()`` make rows
+    the kept commit. Saved weights hold a reference to a commit of the table, never rows: saving commits the table and
+    keeps that commit, and loading rewinds rows and optimizer state to it. Saving and ``layer.table.commit()`` make rows
     durable. A table without `path` ends with its process.
 
     Ids are int64 or a smaller integer, dense, ragged or sparse; on Keras's torch backend dense. An id outside the table

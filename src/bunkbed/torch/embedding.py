@@ -115,9 +115,9 @@ class Embedding(TableLayer):
             are evicted to RAM. It must hold the rows of the largest batch. 0: rows are trained in RAM; each batch
             copies its rows to the device once, ahead of time under `lookahead`. None: every lookup copies its output
             to the device. Every size gives the same rows.
-        keep_checkpoints: how many epochs kept by ``state_dict()`` stay loadable; None: all, so that every file loads. A
-            warning says when one is dropped, or when they take much more than the rows. The ``state_dict()`` of a table
-            in RAM only has its rows (up to 1 GiB), and needs no kept epoch.
+        keep_checkpoints: how many commits kept by ``state_dict()`` stay loadable; None: all, so that every file loads.
+            A warning says when one is dropped, or when they take much more than the rows. The ``state_dict()`` of a
+            table in RAM only has its rows (up to 1 GiB), and needs no kept commit.
         placement: where torch.distributed runs several processes: ``"sharded"``: they train one table, whose rows are
             divided among them by a hash of the id, and `ram` and `disk` are those of the host. Every process makes the
             layer after ``init_process_group``, and looks up, steps and loads as often as the others; any one alone may

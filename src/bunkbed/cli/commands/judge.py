@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RunArgument = Annotated[Path, typer.Argument(help="Folder that bunkbed train wrote.", metavar="RUN")]
 SnapshotOption = Annotated[
     str | None,
-    typer.Option(help="Use this kept epoch; default: the best one, otherwise the last.", metavar="NAME"),
+    typer.Option(help="Use this snapshot; default: best, otherwise the last commit.", metavar="NAME"),
 ]
 RamOption = Annotated[str | None, typer.Option(help="RAM budget; default: the run's.", metavar="BYTES")]
 

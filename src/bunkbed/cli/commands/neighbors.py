@@ -37,9 +37,7 @@ def neighbors(
     ] = None,
     snapshot: Annotated[
         str | None,
-        typer.Option(
-            help="Read this kept epoch; default: a training run's best, else the last commit.", metavar="NAME"
-        ),
+        typer.Option(help="Read this snapshot; default: a training run's best, else the last commit.", metavar="NAME"),
     ] = None,
     ram: Annotated[str, typer.Option(help="RAM budget.", metavar="BYTES")] = "1GiB",
     config: ConfigOption = None,

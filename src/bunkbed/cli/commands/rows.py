@@ -153,9 +153,7 @@ def export_table(
     table: Annotated[str | None, typer.Option("--table", help="Export this table of a run.", metavar="NAME")] = None,
     snapshot: Annotated[
         str | None,
-        typer.Option(
-            help="Read this kept epoch; default: a training run's best, else the last commit.", metavar="NAME"
-        ),
+        typer.Option(help="Read this snapshot; default: a training run's best, else the last commit.", metavar="NAME"),
     ] = None,
     labels: Annotated[
         Path | None,
