@@ -137,6 +137,8 @@ def test_everyone_gets_what_each_would_get_alone(run: Path, tmp_path: Path) -> N
         assert [item for item, _ in few] == [item for item, _ in everything if item in ("i1", "i2", "i3")][:2]
         with pytest.raises(DataError, match="user 'u70' is not among the 40 known; the nearest are u7"):
             model.recommend("u70")
+        with pytest.raises(DataError, match="item 'i33' is not among the 30 known; the nearest are i3"):
+            model.recommend("u7", items=["i3", "i33"])
         with pytest.raises(ValueError, match="k must be at least 1, got 0"):
             model.recommend("u7", 0, items=["i1"])
 
@@ -201,6 +203,24 @@ def test_a_failure_leaves_no_file(run: Path, tmp_path: Path) -> None:
     with Recommender.load(run) as model, pytest.raises(KeyboardInterrupt):
         model.write(tmp_path / "top.parquet", on_progress=stop)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_with_given_candidates(tmp_path: Path) -> None:
+    pairs = [(f"u{user}", f"i{item}") for user in range(6) for item in (user, user + 1, user + 2)]
+    (tmp_path / "a.csv").write_text("user,item\n" + "".join(f"{user},{item}\n" for user, item in pairs))
+    given = "".join(f"(u{user},i{user + 3})\ti{user + 4}\ti0\n" for user in range(1, 4))
+    (tmp_path / "negatives.tsv").write_text(given)
+    command = ["train", str(tmp_path / "a.csv"), "--test-negatives", str(tmp_path / "negatives.tsv"), "--dim", "4"]
+    assert main([*command, "--epochs", "1", "--valid", "none", "--out", str(tmp_path / "run")]) == 0
+    (tmp_path / "new.csv").write_text("user,item\nnew,i1\nnew,i3\n")
+    out = str(tmp_path / "all.csv")
+    assert main(["recommend", str(tmp_path / "run"), "--all", "-k", "2", "--out", out]) == 0
+    rows = [(row["user"], row["item"]) for row in csv.read_csv(out).to_pylist()]
+    assert len(rows) == 12 and not set(rows) & set(pairs)
+    out = str(tmp_path / "new-top.csv")
+    command = ["recommend", str(tmp_path / "run"), "--history", str(tmp_path / "new.csv"), "-k", "2", "--out", out]
+    assert main(command) == 0
+    assert csv.read_csv(out).num_rows == 2
 
 
 def history_of(run: Path, users: list[str], path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from bunkbed.files.durable import make_file, put_in_place
 from bunkbed.run.run import Run
 from bunkbed.train.data.interactions import Interactions, read_interactions
-from bunkbed.train.data.store import load_vocabs, open_dataset, seen_items
+from bunkbed.train.data.store import load_vocabs, open_training_pairs, seen_items
 from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
 from bunkbed.train.evaluate.new_users import scorer_of_new_users
 from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["Histories", "Recommender", "open_trained", "read_histories", "read_labels"]
+
+# Of the files of `Recommender.write`.
+_SUFFIXES = (".parquet", ".csv")
 
 
 class Histories(NamedTuple):
@@ -106,6 +110,7 @@ class Recommender:
         self._data = folder / DATA_NAME
         #: The labels of users and of items.
         self.users, self.items = load_vocabs(self._data)
+        self._last_seen: tuple[int, Int64Array] | None = None
 
     @classmethod
     def load(
@@ -115,7 +120,7 @@ class Recommender:
 
         Args:
             ram: RAM budget of the tables; None: the run's.
-            snapshot: a kept epoch; None: the best one, otherwise the last commit.
+            snapshot: its name; None: the best one, otherwise the last commit.
 
         Raises:
             FileNotFoundError: no run, or no commit. DataError: the labels are damaged.
@@ -144,18 +149,18 @@ class Recommender:
         """
         index = self.users.index(user, what="user")
         if items is not None:
-            allowed = np.unique([self.items.index(item, what="item") for item in items]).astype(np.int64)
+            allowed = np.unique(_indices(self.items, items, "item"))
             best = next(self._best(np.array([index]), k, include_seen, allowed, None))
             found = best.items[0] >= 0
             rows, scores = best.items[0, found], best.scores[0, found]
         else:
-            exclude = None if include_seen else seen_items(self._data, index)
+            exclude = None if include_seen else self._seen_by(index)
             rows, scores = recommend(self._run, self._config, index, k, exclude)
         return list(zip(self.items.decode(rows), scores.tolist(), strict=True))
 
     def num_seen(self, user: Label) -> int:
         """Return how many items a user has in the training data."""
-        return len(seen_items(self._data, self.users.index(user, what="user")))
+        return len(self._seen_by(self.users.index(user, what="user")))
 
     def recommend_many(
         self,
@@ -211,13 +216,15 @@ class Recommender:
             FileExistsError: `path` is there. ValueError: it ends in neither .parquet nor .csv. As `recommend_many`.
         """
         target = Path(path)
-        if target.suffix not in _WRITERS:
-            raise ValueError(f"{target}: the name must end in {' or '.join(_WRITERS)}")
+        if target.suffix not in _SUFFIXES:
+            raise ValueError(f"{target}: the name must end in {' or '.join(_SUFFIXES)}")
         if target.exists() or target.is_symlink():
-            raise FileExistsError(17, "exists and would be overwritten; give another name, or remove it", str(target))
+            raise FileExistsError(
+                errno.EEXIST, "exists and would be overwritten; give another name, or remove it", str(target)
+            )
         made = target.with_name(f"{target.name}.tmp")
         try:
-            rows = _WRITERS[target.suffix](made, self.recommend_many(k, **options))
+            rows = _write(made, target.suffix, self.recommend_many(k, **options))
             put_in_place(made, target)
         finally:
             made.unlink(missing_ok=True)
@@ -233,9 +240,15 @@ class Recommender:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _seen_by(self, user: int) -> Int64Array:
+        """Return the items of a user in the training data; those of the last user are kept."""
+        if self._last_seen is None or self._last_seen[0] != user:
+            self._last_seen = user, seen_items(self._data, user)
+        return self._last_seen[1]
+
     def _trained_users(self) -> Int64Array:
         has = np.zeros(len(self.users), dtype=np.bool_)
-        for users, _ in open_dataset(self._data).train.batches():
+        for users, _ in open_training_pairs(self._data).batches():
             has[users] = True
         return np.flatnonzero(has)
 
@@ -250,7 +263,7 @@ class Recommender:
     ) -> Iterator[Best]:
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
-        trained = open_dataset(self._data).train
+        trained: Interactions = open_training_pairs(self._data)
         if histories is None:
             pairs, scorer = trained, scorer_of_run(self._run, self._config)
         else:
@@ -280,35 +293,32 @@ def _labels(vocab: Vocab, indices: Int64Array) -> pa.Array:
     return labels.take(pa.array(inverse))
 
 
-def _write_parquet(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
+def _indices(vocab: Vocab, labels: Sequence[Label], what: str) -> Int64Array:
+    """Return the dense indices ``int64[N]`` of labels.
+
+    Raises:
+        DataError: a label is unknown; the message names the nearest labels.
+    """
+    found = vocab.encode(labels)
+    for place in np.flatnonzero(found < 0)[:1].tolist():
+        vocab.index(labels[place], what=what)  # raises
+    return found
+
+
+def _write(path: Path, suffix: str, batches: Iterable[pa.RecordBatch]) -> int:
+    """Write batches as a new file; return the number of rows."""
+    import pyarrow.csv as csv
     import pyarrow.parquet as pq
 
     rows, writer = 0, None
     with make_file(path) as file:
         for batch in batches:
-            writer = writer or pq.ParquetWriter(file, batch.schema, compression="zstd")
+            if writer is None and suffix == ".csv":
+                writer = csv.CSVWriter(file, batch.schema)
+            elif writer is None:
+                writer = pq.ParquetWriter(file, batch.schema, compression="zstd")
             writer.write_batch(batch)
             rows += len(batch)
         if writer is not None:
             writer.close()
     return rows
-
-
-def _write_csv(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
-    from pyarrow import csv
-
-    rows, writer = 0, None
-    with make_file(path) as file:
-        for batch in batches:
-            writer = writer or csv.CSVWriter(file, batch.schema)
-            writer.write_batch(batch)
-            rows += len(batch)
-        if writer is not None:
-            writer.close()
-    return rows
-
-
-_WRITERS: dict[str, Callable[[Path, Iterable[pa.RecordBatch]], int]] = {
-    ".parquet": _write_parquet,
-    ".csv": _write_csv,
-}

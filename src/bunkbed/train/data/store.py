@@ -90,6 +90,17 @@ def open_dataset(folder: PathLike) -> Dataset:
         return Dataset(pairs["train"], pairs.get("test"), None, about["cold_users"], about["cold_items"])
 
 
+def open_training_pairs(folder: PathLike) -> StoredInteractions:
+    """Open only the training pairs of a dataset of `save_dataset`, on disk until they are read.
+
+    Raises:
+        DataError: no dataset, or it is incomplete.
+    """
+    root = Path(folder)
+    with _description(root) as about:
+        return StoredInteractions(root / "train.parquet", *load_vocabs(root), **about["train"])
+
+
 @contextmanager
 def _description(root: Path) -> Iterator[Json]:
     """Read the description of a dataset; convert errors of reading it and the other files."""

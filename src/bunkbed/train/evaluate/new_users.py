@@ -14,9 +14,7 @@ import bunkbed as bb
 from bunkbed.core.init import Normal
 from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.sampling import BatchSource, SeenPairs
-from bunkbed.train.models.dense import DENSE_FILE, dense_state
-from bunkbed.train.models.heads import make_head
-from bunkbed.train.models.scorer import Scorer
+from bunkbed.train.models.scorer import Scorer, head_of_run
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -33,8 +31,7 @@ def scorer_of_new_users(run: Run, config: TrainConfig, histories: Interactions, 
         histories: the pairs of the new users, at least one; items as in the run.
         trained: the training pairs, whose items say how popular each is.
     """
-    head = make_head(config)
-    head.load_state_dict(dense_state(run.read(DENSE_FILE))["weights"])
+    head = head_of_run(run, config)
     head.requires_grad_(False)
     items, biases = run.table("item"), run.table("item_bias") if config.bias else None
     num_users = run.table("user").num_rows

@@ -67,8 +67,8 @@ def full_ranks(
         hidden = HiddenScores(targets.num_items)
         hidden.add(places, items)
         hidden.add(places_of(excluded.users, users, targets.num_users), excluded.items)
-        with one_torch_thread(), ScoreBlocks(scorer, targets.num_items, hidden) as blocks:
-            ranking = _FullRanking(scorer, users, blocks, team)
+        with one_torch_thread(), ScoreBlocks(scorer, targets.num_items) as blocks:
+            ranking = _FullRanking(scorer, users, hidden, blocks, team)
             for group in range(team.most("an evaluation", -(-len(users) // blocks.num_queries))):
                 first, last = (min(at * blocks.num_queries, len(users)) for at in (group, group + 1))
                 mine = slice(*np.searchsorted(places, [first, last]))
@@ -79,9 +79,12 @@ def full_ranks(
 class _FullRanking:
     """Full ranking of groups of users."""
 
-    def __init__(self, scorer: Scorer, users: Int64Array, blocks: ScoreBlocks, team: Team) -> None:
+    def __init__(
+        self, scorer: Scorer, users: Int64Array, hidden: HiddenScores, blocks: ScoreBlocks, team: Team
+    ) -> None:
         self._scorer = scorer
         self._users = users
+        self._hidden = hidden
         self._blocks = blocks
         self._team = team
 
@@ -108,7 +111,7 @@ class _FullRanking:
             if on_event is not None:
                 on_event(EvalReport(first + (last - first) * columns // self._blocks.num_columns, len(self._users)))
 
-        self._blocks.score(queries, first, count, done)
+        self._blocks.score(queries, first, self._hidden, count, done)
 
     def _held_out_scores(
         self, queries: torch.Tensor, rows: Int64Array, items: Int64Array

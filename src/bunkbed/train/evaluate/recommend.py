@@ -64,11 +64,11 @@ def best_items(
     """
     columns = num_items if items is None else len(items)
     k = min(k, max(columns, 1))
-    with one_torch_thread(), ScoreBlocks(scorer, num_items, HiddenScores(columns), items=items) as blocks:
+    with one_torch_thread(), ScoreBlocks(scorer, num_items, items=items) as blocks:
         for first in range(0, len(users), blocks.num_queries):
             group = users[first : first + blocks.num_queries]
             ascending = np.argsort(group, kind="stable")
-            blocks.hidden = _known_scores(group[ascending], num_users, num_items, known, items)
+            hidden_of_group = _known_scores(group[ascending], num_users, num_items, known, items)
             # Whole blocks: the products of a user have the same bits with any other users.
             queries = scorer.queries(group[ascending])
             queries = torch.nn.functional.pad(queries, (0, 0, 0, -len(group) % score_blocks.BLOCK_USERS))
@@ -89,7 +89,7 @@ def best_items(
                 if on_progress is not None:
                     on_progress((first + size * finished / columns) / len(users))
 
-            blocks.score(queries, 0, keep, done)
+            blocks.score(queries, 0, hidden_of_group, keep, done)
             as_given = np.empty_like(ascending)
             as_given[ascending] = np.arange(len(group))
             found = places[as_given]

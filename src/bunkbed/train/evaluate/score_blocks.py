@@ -87,15 +87,10 @@ class ScoreBlocks:
 
     Args:
         items: ``int64[M]``, the columns; None: all `num_items` of the model.
-        hidden: among the columns.
     """
 
-    def __init__(
-        self, scorer: Scorer, num_items: int, hidden: HiddenScores, *, items: Int64Array | None = None
-    ) -> None:
+    def __init__(self, scorer: Scorer, num_items: int, *, items: Int64Array | None = None) -> None:
         self._scorer = scorer
-        #: Of the rows that the next `score` numbers.
-        self.hidden = hidden
         self._items = items
         self.num_columns = num_items if items is None else len(items)
         width = scorer.vectors(np.zeros(1, dtype=np.int64)).shape[1]
@@ -115,8 +110,15 @@ class ScoreBlocks:
         torch.set_num_threads(1)  # MKL has a number for each thread
         self._own.scores = torch.empty(BLOCK_USERS, BLOCK_ITEMS)
 
-    def score(self, queries: torch.Tensor, first: int, visit: Visit, done: Callable[[int], object]) -> None:
-        """Score a group of users, whose rows are numbered from `first`, with all items.
+    def score(
+        self,
+        queries: torch.Tensor,
+        first: int,
+        hidden: HiddenScores,
+        visit: Visit,
+        done: Callable[[int], object],
+    ) -> None:
+        """Score a group of users, whose rows are numbered from `first`, as in `hidden`, with all items.
 
         `visit` is called in several threads at once, but the blocks of a row come one after another, by ascending
         columns. It may change the scores that it gets. `done` is called with the number of columns that are finished.
@@ -129,7 +131,7 @@ class ScoreBlocks:
                 part = vectors[at : at + BLOCK_ITEMS]
                 block = self._own.scores[: len(mine), : len(part)]
                 self._scorer.all_scores(mine, part, None if biases is None else biases[at : at + BLOCK_ITEMS], block)
-                visit(first + row, column + at, block, self.hidden.of_block(first + row, column + at))
+                visit(first + row, column + at, block, hidden.of_block(first + row, column + at))
 
         def finish(columns: int) -> None:
             for each in running:

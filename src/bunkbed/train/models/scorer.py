@@ -16,7 +16,7 @@ from bunkbed.train.settings.config import TrainConfig
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
 
-__all__ = ["Scorer", "scorer_of_run"]
+__all__ = ["Scorer", "head_of_run", "scorer_of_run"]
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -89,6 +89,17 @@ class Scorer:
         return scores if biases is None else scores.add_(biases)
 
 
+def head_of_run(run: Run, config: TrainConfig) -> Head:
+    """Return the head at the commit at which a run is open.
+
+    Raises:
+        FileNotFoundError: the run was never committed.
+    """
+    head = make_head(config)
+    head.load_state_dict(dense_state(run.read(DENSE_FILE))["weights"])
+    return head
+
+
 def scorer_of_run(run: Run, config: TrainConfig) -> Scorer:
     """Return the `Scorer` of the commit at which a run is open.
 
@@ -97,6 +108,4 @@ def scorer_of_run(run: Run, config: TrainConfig) -> Scorer:
     """
     user, item = run.table("user"), run.table("item")
     bias = run.table("item_bias") if config.bias else None
-    head = make_head(config)
-    head.load_state_dict(dense_state(run.read(DENSE_FILE))["weights"])
-    return Scorer(user, item, head, item_bias=bias)
+    return Scorer(user, item, head_of_run(run, config), item_bias=bias)
