@@ -17,8 +17,9 @@ import bunkbed
 from bunkbed import _native
 from bunkbed.cli import main
 from bunkbed.cli.commands import train as train_command
-from bunkbed.cli.shared.train_options import OptimizerName, Ranking
+from bunkbed.cli.shared.train_options import OptimizerName, Ranking, RecipeName
 from bunkbed.train.processes.team import Team
+from bunkbed.train.settings.auto import AUTO, RECIPES
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import option_of
 
@@ -31,9 +32,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def start(
-        _: Team, file: Path, reading: dict[str, Any], out: Path | None, config: TrainConfig, *rest: Any, **more: Any
+        _: Team, file: Path, reading: dict[str, Any], out: Path | None, undecided: Any, *rest: Any, **more: Any
     ) -> int:
-        calls.append({"file": file, "out": out, "config": config, **reading})
+        calls.append({"file": file, "out": out, **undecided, **reading})
         return 0
 
     monkeypatch.setattr(train_command, "_start", start)
@@ -148,18 +149,20 @@ def test_missing_packages_say_how_to_install(cli: Run, monkeypatch: pytest.Monke
 def test_every_field_is_an_option() -> None:
     known = inspect.signature(train_command.train).parameters
     for field in fields(TrainConfig):
-        assert known[field.name].default == field.default
+        assert known[field.name].default == (None if field.name in AUTO else field.default)
 
 
 def test_shared_choices_are_those_of_the_configuration() -> None:
     choices = {field.name: option_of(field).choices for field in fields(TrainConfig)}
     assert tuple(OptimizerName) == choices["optimizer"]
     assert tuple(Ranking) == choices["ranking"]
+    assert tuple(RecipeName) == tuple(RECIPES)
 
 
 def test_defaults_are_those_of_the_configuration(cli: Run, started: list[dict[str, Any]]) -> None:
     assert cli("train", "a.csv")[0] == 0
-    assert started[0]["config"] == TrainConfig()
+    assert TrainConfig.from_dict(started[0]["given"]) == TrainConfig()
+    assert started[0]["recipe"] == "default" and not set(AUTO) & set(started[0]["given"])
     assert started[0]["header"] == "auto" and started[0]["layout"] == "auto"
 
 
@@ -177,7 +180,8 @@ def test_options_from_yaml_and_flags_win(cli: Run, started: list[dict[str, Any]]
         "who",
         True,
     )
-    assert call["config"] == TrainConfig(
+    assert {"dim", "lr", "batch_size"} == set(AUTO) & set(call["given"])
+    assert TrainConfig.from_dict(call["given"]) == TrainConfig(
         dim=8, lr=1e-2, batch_size=100, model="gmf", loss="bce", bias=True, ram="2GiB", valid="0.1", seed=7
     )
     cli("train", "b.csv", "--config", "a.yaml")
@@ -208,4 +212,4 @@ def test_bad_yaml(text: str, message: str, cli: Run, started: list[dict[str, Any
 def test_an_empty_yaml_changes_nothing(cli: Run, started: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# nothing\n")
     assert cli("train", "a.csv", "--config", "a.yaml")[0] == 0
-    assert started[0]["config"] == TrainConfig()
+    assert TrainConfig.from_dict(started[0]["given"]) == TrainConfig()

@@ -23,6 +23,7 @@ pytest.importorskip("matplotlib")
 import bunkbed as bb
 from bunkbed.cli.commands.train import _graceful
 from bunkbed.train.processes.team import ALONE, Team
+from bunkbed.train.settings.auto import decide
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not at {DATA}")
@@ -119,11 +120,55 @@ def test_json_lines(cli: Run, ratings: Path) -> None:
     code, out, _ = cli("train", "likes.csv", *SMALL, "--epochs", "2", "--json")
     assert code == 0
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [line["kind"] for line in lines] == ["epoch", "epoch", "outcome"]
+    assert [line["kind"] for line in lines] == ["auto", "epoch", "epoch", "outcome"]
+    assert lines[0]["recipe"] == "default" and "dim" not in lines[0]["options"]
+    assert lines[0]["options"]["lr"] == {"value": 0.002, "reason": "optimizer adam"}
     assert lines[-1]["run"] == "runs/likes"
     assert lines[-1]["interrupted"] is False and lines[-1]["epoch"] == 2
     again = cli("train", "likes.csv", *SMALL, "--epochs", "1", "--json")[1]
     assert json.loads(again.splitlines()[-1])["run"] == "runs/likes-2"
+
+
+def test_the_data_decide_what_is_not_given(cli: Run, ratings: Path, tmp_path: Path) -> None:
+    code, out, err = cli("train", "ratings.csv", "--threads", "1", "--dim", "8", "--recipe", "fast", "--out", "a")
+    assert (code, err) == (0, "")
+    decided = next(line for line in out.splitlines() if line.startswith("auto "))
+    assert "batch-size 128 (78 steps an epoch), share-negatives True" in decided
+    assert "negatives 50 (a quarter of the items), hardness 3.0" in decided and "dim" not in decided
+    stored = json.loads((tmp_path / "a" / "config.json").read_text())
+    config, _ = decide({"dim": 8, "threads": 1}, "fast", pairs=9_900, items=200)
+    assert stored["recipe"] == "fast" and "undecided" not in stored
+    assert stored["train"] == {**config.to_dict(), "order": "uniform"}
+    code, out, err = cli("train", "--resume", "a", "--recipe", "best")
+    assert (code, out) == (2, "") and "--recipe cannot change on resuming" in err
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_a_run_that_ended_before_its_options_were_decided(
+    stream: tuple[str, ...], cli: Run, ratings: Path, tmp_path: Path
+) -> None:
+    script = """
+import os, sys
+from bunkbed.cli import main
+from bunkbed.cli.commands import train
+
+train._decided = lambda *_, **__: os._exit(9)
+main(sys.argv[1:])
+"""
+    options = ("--threads", "1", "--dim", "8", "--epochs", "2", "--eval-users", "50", "--ram", "96MiB", *stream)
+    assert cli("train", "ratings.csv", *options, "--out", "whole")[0] == 0
+
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", "ratings.csv", *options, "--out", "cut"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 9, done.stderr
+    assert "undecided" in json.loads((tmp_path / "cut" / "config.json").read_text())
+    code, out, err = cli("train", "--resume", "cut")
+    assert (code, err) == (0, "") and "auto " in out
+    trained = [json.loads((tmp_path / name / "config.json").read_text())["train"] for name in ("whole", "cut")]
+    assert trained[0] == trained[1]
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "cut")
 
 
 def test_a_test_file_is_judged_at_the_end(cli: Run, ratings: Path, tmp_path: Path) -> None:
@@ -381,7 +426,7 @@ def test_runs_are_compared_in_one_table(cli: Run, ratings: Path, tmp_path: Path)
     assert [row.split()[0] for row in rows] == [run["folder"] for run in found["runs"]]
     assert f"{values[0]:.4f}" in rows[0]
     shown = {row.split()[0]: row for row in rows}
-    assert "model mf, l2 0 " in shown["a"] and "model neumf, l2 0.01 " in shown["b"]
+    assert "model mf, l2 0.02 " in shown["a"] and "model neumf, l2 0.01 " in shown["b"]
 
     # A run that went on has no figures on the test pairs until it has them again.
     kept = json.loads((tmp_path / "a" / "test.json").read_text())

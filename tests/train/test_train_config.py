@@ -1,8 +1,12 @@
-"""Every option has a default that works, and a message when its value does not."""
+"""Every option has a default that works, a message when its value does not, and a rule where the data decide."""
+
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
 import bunkbed as bb
+from bunkbed.train.settings.auto import AUTO, RECIPES, decide
 from bunkbed.train.settings.config import TrainConfig
 
 
@@ -118,3 +122,49 @@ def test_bytes_of_a_record_are_those_of_the_table(name, dtype):
     assert TrainConfig(model="neumf", optimizer=name, dtype=dtype, dim=3).record_bytes() == config.record_bytes()
     with bb.create(None, dim=6, num_rows=10, optimizer=config.table_optimizer(), dtype=dtype) as table:
         assert table.nbytes == 10 * config.record_bytes()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("pairs", [0, 1, 63, 5_000, 100_000, 10**9])
+@pytest.mark.parametrize("given", [{}, {"loss": "bce"}, {"model": "neumf"}, {"loss": "softmax"}, {"optimizer": "sgd"}])
+def test_every_decision_is_a_valid_config_with_a_reason(recipe: str, pairs: int, given: dict[str, Any]) -> None:
+    config, reasons = decide(given, recipe, pairs=pairs, items=max(1, pairs // 10))
+    assert set(reasons) == set(AUTO) and all(reasons.values())
+    others = {field.name for field in fields(TrainConfig)} - set(AUTO) - set(given)
+    plain = TrainConfig()
+    assert all(getattr(config, name) == getattr(plain, name) for name in others)
+    assert all(getattr(config, name) == value for name, value in given.items())
+
+
+def test_what_is_given_stays() -> None:
+    given = {
+        "dim": 7, "batch_size": 11, "negatives": 40, "share_negatives": False, "hardness": 0.25, "lr": 0.125,
+        "lr_decay": 0.75, "l2": 0.375, "epochs": 9, "patience": 5,
+    }  # fmt: skip
+    config, reasons = decide(given, "best", pairs=1_000_000, items=1_000)
+    assert reasons == {} and config == TrainConfig.from_dict(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "pairs", "items", "expected"),
+    [
+        ({}, 800_000, 40_000, {"batch_size": 1024, "negatives": 256, "share_negatives": True, "lr": 0.005, "l2": 0.04}),
+        ({}, 800_000, 1_000, {"negatives": 250, "hardness": 3.0}),
+        ({}, 5_000, 100, {"batch_size": 64, "negatives": 25, "l2": 0.08}),
+        ({}, 10, 3, {"batch_size": 32, "negatives": 1}),
+        ({"order": "blocks:4x8"}, 800_000, 1_000, {"negatives": 31}),  # of the items of a block
+        ({"loss": "softmax"}, 800_000, 40_000, {"hardness": 0.0, "share_negatives": True}),
+        ({"loss": "bce"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "lr": 0.002, "hardness": 0.0}),
+        ({"model": "neumf"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "batch_size": 4096}),
+        ({"negatives": 4}, 800_000, 40_000, {"share_negatives": False, "hardness": 0.0}),
+        ({"negatives": 32}, 800_000, 40_000, {"share_negatives": True, "hardness": 3.0}),
+        ({"negatives": 4, "share_negatives": True}, 800_000, 40_000, {"lr": 0.005}),
+        ({"optimizer": "rowwise_adagrad"}, 800_000, 40_000, {"lr": 0.15}),
+        ({"epochs": 40}, 800_000, 40_000, {"patience": 0, "lr_decay": 0.943}),
+        ({"epochs": 2}, 800_000, 40_000, {"patience": 0, "lr_decay": 0.848}),
+        ({"valid": "none"}, 800_000, 40_000, {"patience": 0}),
+    ],
+)
+def test_rules(given: dict[str, Any], pairs: int, items: int, expected: dict[str, Any]) -> None:
+    config, _ = decide(given, "default", pairs=pairs, items=items)
+    assert {name: getattr(config, name) for name in expected} == expected

@@ -33,14 +33,15 @@ from bunkbed.cli.shared.console import (
     stdout,
 )
 from bunkbed.cli.shared.run_folder import choose_folder
-from bunkbed.cli.shared.train_options import DATA, FileLayout, option, parameters
+from bunkbed.cli.shared.train_options import DATA, FileLayout, RecipeName, option, parameters
 from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.train.output.events import EpochReport, Event, Outcome
 from bunkbed.train.output.progress import FREE_TO_CHANGE
 from bunkbed.train.processes.team import Team, join_team
+from bunkbed.train.settings.auto import AUTO, decide
 from bunkbed.train.settings.config import TrainConfig
-from bunkbed.train.settings.option import RUN
+from bunkbed.train.settings.option import LEARNING, RUN
 from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def train(
         Path | None,
         option(DATA, "Rank each held-out item among these: lines of '(user,item) item ...'.", metavar="FILE"),
     ] = None,
+    recipe: Annotated[
+        RecipeName, option(LEARNING, "Decide the options that are not given by the data, for speed or for quality.")
+    ] = RecipeName.default,
     out: Annotated[Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")] = None,
     resume: Annotated[Path | None, option(RUN, "Continue a run from its last commit.", metavar="RUN")] = None,
     tensorboard: Annotated[
@@ -92,7 +96,7 @@ def train(
     Ctrl-C, and SIGTERM, finishes the step and commits (exit code 130); --resume goes on, and ends with the bits of a
     run never stopped. With torchrun -m bunkbed train, several processes train one run (docs/processes.md).
     """
-    options = {name: _plain(value) for name, value in configured.items()}
+    options = {name: _plain(value) for name, value in configured.items() if name not in AUTO or value is not None}
     if (file is None) == (resume is None):
         raise UsageProblem(
             "give either FILE or --resume RUN, not both" if file else "give a FILE of interactions, or --resume RUN"
@@ -109,7 +113,8 @@ def train(
     console = (stderr() if json else stdout()) if team.is_first else Console(quiet=True)
     if resume is not None:
         assert resumed is not None
-        return _go_on(team, resume, resumed, console, as_json=json, tensorboard=tensorboard)
+        changes = {name: options[name] for name in given & {*FREE_TO_CHANGE}}
+        return _go_on(team, resume, resumed, changes, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None
     reading = {
         "user_col": user_col,
@@ -120,7 +125,8 @@ def train(
         "test": test,
         "test_negatives": test_negatives,
     }
-    return _start(team, file, reading, out, new_config, console, as_json=json, tensorboard=tensorboard)
+    undecided = {"recipe": recipe.value, "given": options}
+    return _start(team, file, reading, out, undecided, console, as_json=json, tensorboard=tensorboard)
 
 
 def _with_configured(command: Callable[..., int]) -> None:
@@ -138,7 +144,7 @@ def _start(
     file: Path,
     reading: Json,
     out: Path | None,
-    config: TrainConfig,
+    undecided: Json,
     console: Console,
     *,
     as_json: bool,
@@ -151,6 +157,7 @@ def _start(
     from bunkbed.train.data.store import load_dataset, open_dataset, save_dataset
     from bunkbed.train.loop import Trainer
 
+    config = _checked(undecided["given"])
     read: list[Dataset] = []  # on rank 0
 
     def begin() -> str:
@@ -162,13 +169,13 @@ def _start(
         return str(folder)
 
     folder = Path(team.first("reading the interactions", begin))
-    about = {"bunkbed": bunkbed.__version__, "source": str(file), "train": config.to_dict()}
+    about: Json = {"bunkbed": bunkbed.__version__, "source": str(file), "recipe": undecided["recipe"]}
     if config.stream:  # --resume needs these options if the preparation is killed
         paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
         about["reading"] = {**reading, **paths, "file": str(file.resolve())}
 
     def store() -> None:
-        write_config(folder, about)
+        write_config(folder, {**about, "train": config.to_dict(), "undecided": undecided})
         if config.stream:
             read.append(_prepare(folder, file, reading, config, console))
             _say_data(console, read[0])
@@ -183,11 +190,12 @@ def _start(
         data = read[0] if read else (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         if config.stream and not console.is_terminal:
             console.print("splitting", style="dim")
+        config = _decided(undecided, data, console if team.is_first else None, as_json=as_json)
         with console.status("splitting") if config.stream else nullcontext():
             trainer = Trainer(config, data, run)
         config = trainer.config
-        with_order = {**about, "train": config.to_dict()}
-        team.first("storing the options", lambda: write_config(folder, with_order))
+        decided = {**about, "train": config.to_dict()}
+        team.first("storing the options", lambda: write_config(folder, decided))
     except BaseException:
         if run is not None:
             run.close(commit=False)
@@ -195,6 +203,22 @@ def _start(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
+
+
+def _decided(undecided: Json, data: Dataset, console: Console | None, *, as_json: bool) -> TrainConfig:
+    """Decide the options that were not given, and say why, in the process that has a console."""
+    try:
+        config, reasons = decide(undecided["given"], undecided["recipe"], pairs=len(data.train), items=data.num_items)
+    except (ValueError, TypeError) as error:
+        raise UsageProblem(str(error)) from error
+    values = config.to_dict()
+    if console is not None and reasons:
+        listed = ", ".join(f"{name.replace('_', '-')} {values[name]} [dim]({why})[/]" for name, why in reasons.items())
+        console.print(f"[b]auto[/b]    {listed}", soft_wrap=True, highlight=False)
+    if console is not None and as_json:
+        options = {name: {"value": values[name], "reason": why} for name, why in reasons.items()}
+        print_json({"kind": "auto", "recipe": undecided["recipe"], "options": options})
+    return config
 
 
 def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Path | None) -> None:
@@ -231,7 +255,16 @@ def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, conso
         raise
 
 
-def _go_on(team: Team, folder: Path, config: TrainConfig, console: Console, *, as_json: bool, tensorboard: bool) -> int:
+def _go_on(
+    team: Team,
+    folder: Path,
+    config: TrainConfig,
+    changes: Json,
+    console: Console,
+    *,
+    as_json: bool,
+    tensorboard: bool,
+) -> int:
     from bunkbed.torch import open_run
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
@@ -246,12 +279,17 @@ def _go_on(team: Team, folder: Path, config: TrainConfig, console: Console, *, a
     try:
         team.first("storing the interactions", read_to_the_end)
         data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
+        stored = read_config(folder)
+        undecided = stored.pop("undecided", None)
+        if undecided is not None:  # the run ended before its options were decided
+            undecided["given"] |= changes
+            config = _decided(undecided, data, console if team.is_first else None, as_json=as_json)
         trainer = Trainer(config, data, run)
         config = trainer.config
     except BaseException:
         run.close(commit=False)
         raise
-    team.first("storing the options", lambda: write_config(folder, {**read_config(folder), "train": config.to_dict()}))
+    team.first("storing the options", lambda: write_config(folder, {**stored, "train": config.to_dict()}))
     where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
     if trainer.epoch >= config.epochs:
         where += f"; nothing left to do, --epochs more than {config.epochs} goes on"
@@ -381,8 +419,10 @@ def _resumed_config(folder: Path, options: Json, given: set[str]) -> TrainConfig
     stored = started.to_dict()
     if "order" in given:
         options = {**options, "order": _checked({"order": options["order"]}).with_decisions_of(started).order}
-    for name in sorted(given & {*options, *_READING}):
+    for name in sorted(given & {*options, *_READING, "recipe"}):
         flag = "--" + name.replace("_", "-")
+        if name == "recipe":
+            raise UsageProblem(f"--recipe cannot change on resuming: the options of {folder} are decided")
         if name not in options:
             raise UsageProblem(f"{flag} cannot change on resuming: {folder} keeps its own copy of the data")
         if name in FREE_TO_CHANGE:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from bunkbed.train.settings.auto import AUTO
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import option_of
 
@@ -63,7 +64,17 @@ def parameters() -> Iterator[Parameter]:
         names = (f"--{dashed}/--no-{dashed}",) if kind is bool else ()
         default = kind(made.default) if offered.choices else made.default
         shown = option(offered.panel, offered.help, *names, metavar=offered.metavar)
+        if made.name in AUTO:
+            default, kind, shown.show_default = None, kind | None, "by --recipe"
         yield Parameter(made.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
+
+
+class RecipeName(StrEnum):
+    """Rules for options that are not given."""
+
+    fast = "fast"
+    default = "default"
+    best = "best"
 
 
 class OptimizerName(StrEnum):

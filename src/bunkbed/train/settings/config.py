@@ -79,7 +79,8 @@ class TrainConfig:
         bias: an item bias, kept as a third table of dim 1.
         epochs: passes over the training pairs.
         batch_size: positive pairs a step. None: 4,096, or 2,048 in an order by blocks. There a step has about twice as
-            many pairs of each row that it trains, and the row has half as many steps of the optimizer.
+            many pairs of each row that it trains, and the row has half as many steps of the optimizer. (``bunkbed
+            train`` decides this and other options by the data: `bunkbed.train.settings.auto`.)
         negatives: items sampled for each positive pair, again in every epoch.
         sampling: ``"uniform"``, or ``"popularity"``: in proportion to 1 + the item's training pairs; shared negatives
             are then this many draws, without duplicates. For ``loss="softmax"`` log q is subtracted from every score,
@@ -164,9 +165,7 @@ class TrainConfig:
     l2: float = option(0.0, LEARNING, "Weight of the L2 penalty on the rows of a batch.", above=0.0, least=0)
     bias: bool = option(False, MODEL, "Learn an item bias.")
     epochs: int = option(20, LEARNING, "Number of passes over the pairs.", least=1)
-    batch_size: int | None = option(
-        None, LEARNING, "Number of positive pairs per step; default: 4096, or 2048 in an order by blocks.", least=1
-    )
+    batch_size: int | None = option(None, LEARNING, "Number of positive pairs per step.", least=1)
     negatives: int = option(4, LEARNING, "Number of sampled negatives per pair.", least=1)
     sampling: str = option(
         "uniform",

@@ -1,0 +1,219 @@
+"""`bunkbed train FILE` without options against implicit's ALS and BPR at their defaults: quality and time.
+
+    python -m benchmarks.cases.training.untuned                 # every data set, three seeds
+    python -m benchmarks.cases.training.untuned gowalla --ram 30
+
+Data sets: Gowalla in the LightGCN split; MovieLens-100k, of which the last item of each user by time is held out; three
+generated ones. There a user takes different items in proportion to exp(popularity + affinity), with 4 hidden factors,
+and one of them, drawn by chance, is held out. Ranking by these true scores is the planted optimum.
+
+Each training is a process of its own, timed as a whole. All sides are judged alike: every item that the user does not
+have in training is ranked. `--ram 30` gives the tables 30 % of the bytes of their records. Peers run where the package
+`implicit` is installed (``pip install implicit``).
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import bunkbed as bb
+from benchmarks.cases.training.quality import FILES
+from benchmarks.harness import common
+from benchmarks.harness.figures import Settings
+from bunkbed.train.trained import Recommender
+
+FACTORS = 4
+K = {"gowalla": 20}
+
+
+class Shape(NamedTuple):
+    """A generated data set: pairs of a user are log-normal around `mean`."""
+
+    users: int
+    items: int
+    mean: float
+    popularity: float
+    affinity: float
+
+
+SHAPES = {
+    "long-tail": Shape(20_000, 5_000, 40, 1.0, 1.5),
+    "dense": Shape(1_000, 500, 100, 0.3, 1.0),
+    "tiny": Shape(200, 100, 25, 0.5, 1.5),
+}
+
+
+class Pairs(NamedTuple):
+    """Pairs of users and items, ``int64[N, 2]``; `optimum` has the true scores, ``float64[users, items]``."""
+
+    train: Any
+    held: Any
+    optimum: Any = None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train every side for each seed, and print quality and seconds."""
+    names = ["gowalla", "ml-100k", *SHAPES]
+    options: Any = common.parser(__doc__)
+    options.add_argument("names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: all")
+    options.add_argument("--data", type=Path, default=Settings().data, help="folder of the data sets")
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes; default: all of them")
+    options.add_argument("--train", default="", help="options of bunkbed train, such as '--recipe fast'")
+    chosen = options.parse_args(arguments)
+    for name in chosen.names:
+        if name not in names:
+            options.error(f"no data set {name!r}; they are {', '.join(names)}")
+    print(common.machine())
+    chosen.dir.mkdir(parents=True, exist_ok=True)
+    for name in chosen.names or (["tiny"] if chosen.tiny else names):
+        figures: dict[str, list[tuple[dict[str, float], float]]] = {}
+        for seed in range(1 if chosen.tiny else chosen.seeds):
+            pairs = pairs_of(name, chosen.data, seed)
+            with tempfile.TemporaryDirectory(dir=chosen.dir) as folder:
+                for side, found in sides(Path(folder), pairs, chosen, seed):
+                    figures.setdefault(side, []).append(found)
+        for side, each in figures.items():
+            say(name, side, K.get(name, 10), each)
+
+
+def say(name: str, side: str, k: int, each: list[tuple[dict[str, float], float]]) -> None:
+    parts = []
+    for metric in (f"recall@{k}", f"ndcg@{k}"):
+        values = [quality[metric] for quality, _ in each]
+        parts.append(f"{metric} {np.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})")
+    seconds = [took for _, took in each]
+    took = f"{np.mean(seconds):6.1f} s ({min(seconds):.1f} to {max(seconds):.1f})" if any(seconds) else ""
+    print(f"{name:10} {side:18} {'  '.join(parts)}  {took}", flush=True)
+
+
+def sides(folder: Path, pairs: Pairs, chosen: Any, seed: int) -> Any:
+    """Yield the name of each side, its quality and its seconds."""
+    yield "bunkbed train", bunkbed(folder, pairs, chosen, seed)
+    if importlib.util.find_spec("implicit") is not None:
+        for name in ("als", "bpr"):
+            begin = time.perf_counter()
+            scores = implicit(name, pairs, seed)
+            yield f"implicit {name.upper()}", (judged(scores, pairs), time.perf_counter() - begin)
+    if pairs.optimum is not None:
+        yield "planted optimum", (judged(pairs.optimum.__getitem__, pairs), 0.0)
+
+
+def pairs_of(name: str, data: Path, seed: int) -> Pairs:
+    """Read or generate a data set."""
+    if name in SHAPES:
+        return generated(SHAPES[name], seed)
+    if name == "gowalla":
+        return Pairs(adjacency(data / FILES["gowalla"]["path"]), adjacency(data / FILES["gowalla"]["test"]))
+    with gzip.open(data / "ml-100k" / "ml-100k.inter.gz", "rt") as file:
+        next(file)
+        rows = np.array([line.split("\t") for line in file], dtype=np.float64)
+    rows = rows[np.lexsort((np.arange(len(rows)), rows[:, 3]))].astype(np.int64)
+    reversed_first = np.unique(rows[::-1, 0], return_index=True)[1]
+    is_last = np.zeros(len(rows), dtype=np.bool_)
+    is_last[len(rows) - 1 - reversed_first] = True
+    return Pairs(rows[~is_last, :2], rows[is_last, :2])
+
+
+def adjacency(path: Path) -> Any:
+    with gzip.open(path, "rt") as file:
+        lines = [line.split() for line in file]
+    return np.array([(int(user), int(item)) for user, *items in lines for item in items])
+
+
+def generated(shape: Shape, seed: int) -> Pairs:
+    """Draw a data set and hold out one pair of each user."""
+    rng = np.random.default_rng(seed)
+    hidden = [rng.standard_normal((count, FACTORS)) / FACTORS**0.5 for count in (shape.users, shape.items)]
+    popular = -shape.popularity * np.log(1 + rng.permutation(shape.items))
+    scores = shape.affinity * FACTORS**0.5 * (hidden[0] @ hidden[1].T) + popular
+    counts = np.clip(shape.mean * rng.lognormal(-0.3, 0.8, shape.users), 3, shape.items // 2).astype(np.int64)
+    train, held = [], []
+    for user, count in enumerate(counts):
+        drawn = np.argpartition(-(scores[user] + rng.gumbel(size=shape.items)), count)[:count]
+        out = rng.integers(count)
+        train += [(user, item) for item in np.delete(drawn, out)]
+        held.append((user, drawn[out]))
+    return Pairs(np.array(train)[rng.permutation(len(train))], np.array(held), scores)
+
+
+def bunkbed(folder: Path, pairs: Pairs, chosen: Any, seed: int) -> tuple[dict[str, float], float]:
+    """Train with the command line; return quality and seconds."""
+    for name in ("train", "held"):
+        text = "".join(f"{user},{item}\n" for user, item in getattr(pairs, name).tolist())
+        (folder / f"{name}.csv").write_text("user,item\n" + text)
+    command = ["train", str(folder / "train.csv"), "--out", str(folder / "run"), "--seed", str(seed)]
+    command += ["--ks", "10,20", *chosen.train.split()]
+    if chosen.ram:
+        sizes = [len(np.unique(pairs.train[:, column])) for column in (0, 1)]
+        command += ["--ram", f"{int(chosen.ram / 100 * sum(sizes) * 64 * 12) + (1 << 20)}"]
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "bunkbed", *command, "--json"], check=True, capture_output=True)
+    took = time.perf_counter() - begin
+    epochs = sum(json.loads(line)["kind"] == "epoch" for line in done.stdout.splitlines())
+    print(f"  seed {seed}: {epochs} epochs, {took:.1f} s", flush=True)
+    with Recommender.load(folder / "run", ram="1GiB") as model:
+        best: dict[str, list[int]] = {}
+        for batch in model.recommend_many(20):
+            for user, item in zip(batch["user"].to_pylist(), batch["item"].to_pylist(), strict=True):
+                best.setdefault(user, []).append(item)
+    return quality(best, pairs), took
+
+
+def implicit(name: str, pairs: Pairs, seed: int) -> Any:
+    """Train a peer with its own defaults; return a function of a user to scores."""
+    from implicit.als import AlternatingLeastSquares  # type: ignore[import-not-found]
+    from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found]
+    from scipy.sparse import csr_matrix  # type: ignore[import-not-found]
+
+    shape = (int(pairs.train[:, 0].max()) + 1, int(max(pairs.train[:, 1].max(), pairs.held[:, 1].max())) + 1)
+    matrix = csr_matrix((np.ones(len(pairs.train), np.float32), (pairs.train[:, 0], pairs.train[:, 1])), shape=shape)
+    kind = AlternatingLeastSquares if name == "als" else BayesianPersonalizedRanking
+    model = kind(random_state=seed, num_threads=bb.get_num_threads())
+    model.fit(matrix, show_progress=False)
+    return lambda user: model.user_factors[user] @ model.item_factors.T
+
+
+def judged(scores: Any, pairs: Pairs) -> dict[str, float]:
+    """Rank by a function of a user to scores; items of the training pairs are left out."""
+    seen: dict[int, list[int]] = {}
+    for user, item in pairs.train.tolist():
+        seen.setdefault(user, []).append(item)
+    best = {}
+    for user in np.unique(pairs.held[:, 0]).tolist():
+        own = np.array(scores(user))
+        own[seen.get(user, [])] = -np.inf
+        top = np.argpartition(-own, 20)[:20]
+        best[user] = top[np.argsort(-own[top], kind="stable")].tolist()
+    return quality(best, pairs)
+
+
+def quality(best: dict[Any, list[int]], pairs: Pairs) -> dict[str, float]:
+    """Recall and NDCG, means over the users with held-out items."""
+    held: dict[int, set[int]] = {}
+    for user, item in pairs.held.tolist():
+        held.setdefault(user, set()).add(item)
+    gains = 1 / np.log2(np.arange(2, 22))
+    found: dict[str, float] = {}
+    for k in (10, 20):
+        recall = ndcg = 0.0
+        for user, items in held.items():
+            hits = np.array([item in items for item in best.get(user, [])[:k]], dtype=np.float64)
+            recall += hits.sum() / len(items)
+            ndcg += hits @ gains[: len(hits)] / gains[: min(k, len(items))].sum()
+        found[f"recall@{k}"], found[f"ndcg@{k}"] = recall / len(held), ndcg / len(held)
+    return found
+
+
+if __name__ == "__main__":
+    main()

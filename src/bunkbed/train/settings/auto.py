@@ -1,0 +1,116 @@
+"""Options that `bunkbed train` decides by the data, where they are not given: a recipe's rules.
+
+The rules were chosen on held-out training pairs of Gowalla, MovieLens-100k and generated data, in uniform order. What
+they reach, without options, is printed by ``python -m benchmarks.cases.training.untuned``.
+
+- `bpr` and `softmax` (but not `neumf`, whose perceptron runs for every negative): the pairs of a step share their
+  negatives, so a step has hundreds and touches few rows. Under `bpr` the hard ones weigh more.
+- Other losses and `neumf`: each pair has a few negatives of its own.
+- The learning rate falls by the same factor after each epoch, to about a tenth in the last one. Training stops earlier
+  after evaluations without a better metric.
+- Small data have smaller steps, so that an epoch has enough steps, and a stronger penalty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bunkbed.core.types import Json
+from bunkbed.train.settings.config import TrainConfig
+
+__all__ = ["AUTO", "RECIPES", "Recipe", "decide"]
+
+# A step has at most this share of the pairs, so that an epoch has at least 64 steps.
+_STEPS = 64
+_LEAST_BATCH, _MOST_BATCH = 32, 1024
+# Below so many pairs the penalty is doubled.
+_FEW_PAIRS = 20_000
+# Shared negatives are at most this share of the items.
+_NEGATIVE_SHARE = 4
+_OWN_NEGATIVES, _OWN_BATCH = 8, 4096
+# Fewer given negatives are taken as each pair's own.
+_LEAST_SHARED = 32
+# Rates of the optimizers whose rate does not depend on the scale of the gradients.
+_SHARED_RATES = {"adam": 5e-3, "adagrad": 0.15, "rowwise_adagrad": 0.15}
+_OWN_RATES = {"adam": 2e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe fixes."""
+
+    dim: int
+    negatives: int
+    epochs: int
+    patience: int
+    l2: float
+
+
+RECIPES = {
+    "fast": Recipe(dim=32, negatives=128, epochs=8, patience=1, l2=0.04),
+    "default": Recipe(dim=64, negatives=256, epochs=15, patience=3, l2=0.04),
+    "best": Recipe(dim=192, negatives=512, epochs=30, patience=3, l2=0.06),
+}
+
+#: Options that a recipe decides.
+AUTO = (
+    "dim", "batch_size", "negatives", "share_negatives", "hardness", "lr", "lr_decay", "l2", "epochs", "patience",
+)  # fmt: skip
+
+
+def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainConfig, dict[str, str]]:
+    """Return the config with all options decided, and the reason of each decision by the option's name.
+
+    A pure function of its arguments.
+
+    Args:
+        given: options that have a value already; these stay as they are.
+        recipe: a key of `RECIPES`.
+        pairs: number of training pairs, before any is held out.
+        items: number of items.
+
+    Raises:
+        ValueError: an option is out of range, or two do not fit each other.
+
+    >>> config, reasons = decide({"dim": 16}, "default", pairs=800_000, items=40_000)
+    >>> config.dim, config.batch_size, config.negatives
+    (16, 1024, 256)
+    >>> reasons["batch_size"]
+    '782 steps an epoch'
+    """
+    asked = TrainConfig.from_dict(given)
+    rules = RECIPES[recipe]
+    can_share = asked.loss in ("bpr", "softmax") and asked.model != "neumf"
+    shared = bool(given.get("share_negatives", can_share and given.get("negatives", _LEAST_SHARED) >= _LEAST_SHARED))
+    few = pairs < _FEW_PAIRS
+
+    most = _MOST_BATCH if shared else _OWN_BATCH
+    batch = given.get("batch_size") or max(_LEAST_BATCH, min(most, _power_of_two(pairs // _STEPS)))
+    room = items // (_NEGATIVE_SHARE * (asked.blocks or (1, 1))[1])
+    negatives = max(1, min(rules.negatives, room)) if shared else _OWN_NEGATIVES
+    rates = _SHARED_RATES if shared else _OWN_RATES
+    l2 = (rules.l2 if shared else rules.l2 / 4) * (2 if few else 1)
+    epochs = max(rules.epochs, given.get("epochs", 0))
+    patience, stops = rules.patience, f"recipe {recipe}"
+    if "epochs" in given or asked.valid == "none":
+        patience, stops = 0, "epochs are given" if "epochs" in given else "nothing is held out"
+    found: dict[str, tuple[int | float, str]] = {
+        "dim": (rules.dim, f"recipe {recipe}"),
+        "batch_size": (batch, f"{-(-pairs // batch):,} steps an epoch"),
+        "share_negatives": (shared, "hundreds cost as much as a few own ones" if shared else "each pair has its own"),
+        "negatives": (negatives, "a quarter of the items" if shared and negatives == room else f"recipe {recipe}"),
+        "hardness": (3.0, "most of many negatives are easy") if shared and asked.loss == "bpr" else (0.0, "none"),
+        "lr": (rates.get(asked.optimizer, asked.lr), f"optimizer {asked.optimizer}"),
+        "epochs": (rules.epochs, f"recipe {recipe}; at most"),
+        "lr_decay": (round(0.1 ** (1 / (epochs - 1)), 3), f"to a tenth in {epochs} epochs"),
+        "l2": (l2, f"{pairs:,} pairs are few" if few else f"recipe {recipe}"),
+        "patience": (patience, stops),
+    }
+    decided = {name: each for name, each in found.items() if name not in given}
+    config = TrainConfig.from_dict({**given, **{name: value for name, (value, _) in decided.items()}})
+    return config, {name: reason for name, (_, reason) in decided.items()}
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two that is not above a number, at least 1."""
+    return 1 << max(0, number.bit_length() - 1)
