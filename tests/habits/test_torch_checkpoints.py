@@ -108,6 +108,55 @@ def test_the_remedy_of_a_dropped_version_works(tmp_path: Path) -> None:
     job.close()
 
 
+@pytest.mark.parametrize("keep", [None, 3])
+def test_a_file_loads_after_the_name_that_it_had_moved(keep: int | None, tmp_path: Path) -> None:
+    job = Job(tmp_path / "user", keep_checkpoints=keep)
+    job.step(0)
+    first = job.outputs
+    job.model[0].table.commit(keep="best")
+    job.save(tmp_path / "last.pt")
+    job.step(1)
+    job.model[0].table.commit(keep="best")  # and a crash before the next file
+    job.load(tmp_path / "last.pt")
+    assert torch.equal(job.outputs, first)
+    job.close()
+
+
+def test_a_named_version_is_not_said_to_be_dropped(caplog: Any, tmp_path: Path) -> None:
+    job = Job(tmp_path / "user", keep_checkpoints=1)
+    job.step(0)
+    job.model[0].table.commit(keep="best")
+    job.save(tmp_path / "best.pt")
+    job.step(1)
+    job.save(tmp_path / "last.pt")
+    assert [one.getMessage() for one in our_records(caplog) if one.levelno >= logging.WARNING] == []
+    job.step(2)
+    job.save(tmp_path / "last.pt")
+    assert "version" in our_records(caplog)[-1].getMessage() and "is dropped" in our_records(caplog)[-1].getMessage()
+    job.close()
+
+
+def test_a_reader_at_a_name_loads_the_file_of_that_commit(tmp_path: Path) -> None:
+    job = Job(tmp_path / "user")
+    for epoch in range(3):
+        job.step(epoch)
+        if epoch == 1:
+            best = job.outputs
+            job.model[0].table.commit(keep="best")
+            job.save(tmp_path / "best.pt")
+        job.save(tmp_path / "last.pt")
+    state = torch.load(tmp_path / "best.pt", weights_only=True)["model"]
+    with bb.open(tmp_path / "user", mode="r", snapshot="best") as reader:
+        model = torch.nn.Sequential(Embedding(ROWS, DIM, table=reader), torch.nn.Linear(DIM, 1))
+        model.load_state_dict(state)
+        assert torch.equal(model(torch.arange(ROWS)), best)
+    with bb.open(tmp_path / "user", mode="r") as reader:  # at the newest commit
+        model = torch.nn.Sequential(Embedding(ROWS, DIM, table=reader), torch.nn.Linear(DIM, 1))
+        with pytest.raises(RuntimeError, match=r"refers to commit \d+, but .* open it with snapshot='best'"):
+            model.load_state_dict(state)
+    job.close()
+
+
 def test_kept_versions_that_take_much_are_warned_of(caplog: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(references, "_MANY_BYTES", 4096)
     layer = Embedding(2000, 64, path=tmp_path / "user", ram="16MiB", optimizer=bb.SGD(1.0))

@@ -1,9 +1,11 @@
 """The reference that a framework's checkpoint holds for a table: it names a kept epoch and has no rows.
 
-The reference is the table's uuid and name, the epoch and the step. Saving commits the table and keeps that epoch under
-an automatic name. A file that refers to it may exist as long as the table, so all of these epochs stay by default; with
-`References.keep` the oldest beyond that number are dropped, and a warning says so. Loading rewinds the writer to the
-epoch, with optimizer state. Each framework's adapter decides how to store the four values.
+The reference is the table's uuid and name, the epoch and the step; where the framework's checkpoint can hold them, also
+epochs with the same contents that the user has named. Such a name may move, so the epoch that it names does not count
+as kept there. Saving commits the table and keeps that epoch under an automatic name. A file that refers to it may exist
+as long as the table, so all of these epochs stay by default; with `References.keep` the oldest beyond that number are
+dropped, and a warning says so. Loading rewinds the writer to the epoch, with optimizer state. Each framework's adapter
+decides how to store the values.
 
 - Saving twice without a change makes one commit and one kept epoch. So do two layers on one table.
 - Only its run commits a table of a `bunkbed.Run`. The reference then only names the table, and ``run.rewind`` sets
@@ -36,9 +38,10 @@ class Reference:
     table: str
     epoch: int
     step: int
+    also: tuple[int, ...] = ()
 
     def fields(self) -> Json:
-        """Return the four values by name."""
+        """Return the values by name."""
         return asdict(self)
 
 
@@ -50,6 +53,7 @@ class References:
         prefix: prefix of the names under which epochs are kept.
         saved: name of the framework's checkpoint in errors: ``"state_dict"``.
         rewound: called after the table was rewound.
+        can_hold_also: whether the framework's checkpoint can hold `Reference.also`.
 
     Not thread-safe.
     """
@@ -60,6 +64,8 @@ class References:
         prefix: str,
         saved: str,
         rewound: Callable[[], None] = lambda: None,
+        *,
+        can_hold_also: bool = False,
     ) -> None:
         self.table = table
         self.keep: int | None = 0
@@ -68,9 +74,12 @@ class References:
         self._prefix = prefix
         self._saved = saved
         self._rewound = rewound
+        self._can_hold_also = can_hold_also
         # Epochs with the same contents: a rewind, or a commit only for a name, gives old contents a new epoch.
         self._same: set[int] = set()
         self._has_new = False
+        # Of epochs that `save` kept: those with the same contents that the user has named.
+        self._also: dict[int, tuple[int, ...]] = {}
 
     def keep_at_least(self, keep: int | None) -> None:
         """Raise `keep` to the maximum over the layers on the table; None keeps all epochs."""
@@ -89,10 +98,12 @@ class References:
         table = self.table
         if table.mode == "r" or table.run is not None:
             return Reference(table.uuid, table.name, table.epoch, table.step)
-        epoch = self._commit(prefix or self._prefix)
+        epoch, also = self._commit(prefix or self._prefix)
+        if also:
+            self._also[epoch] = also
         if drop:
             self.drop_old(prefix)
-        return Reference(table.uuid, table.name, epoch, table.step)
+        return Reference(table.uuid, table.name, epoch, table.step, also)
 
     def drop_old(self, prefix: str | None = None) -> None:
         """Drop the oldest epochs of a prefix beyond `keep`, if the last `save` kept a new epoch."""
@@ -105,12 +116,13 @@ class References:
             return
         kept = {name: epoch for name, epoch in table.snapshots().items() if _is_of(name, prefix)}
         for name in sorted(kept, key=lambda name: int(name.removeprefix(prefix)))[: max(0, len(kept) - self.keep)]:
-            _log.log(
-                logging.INFO if self._has_warned else logging.WARNING,
-                "table %r: version %d, which a %s refers to, is dropped, as keep_checkpoints=%d; None keeps all",
-                table.name, kept[name], self._saved, self.keep,
-            )  # fmt: skip
-            self._has_warned = True
+            if not {*self._also.pop(kept[name], ())} & {*table.snapshots().values()}:
+                _log.log(
+                    logging.INFO if self._has_warned else logging.WARNING,
+                    "table %r: version %d, which a %s refers to, is dropped, as keep_checkpoints=%d; None keeps all",
+                    table.name, kept[name], self._saved, self.keep,
+                )  # fmt: skip
+                self._has_warned = True
             table.drop(name)
 
     @contextlib.contextmanager
@@ -164,20 +176,23 @@ class References:
                 f"the layer has opened another one, {table.path} (uuid {table.uuid}); give the layer the path of that "
                 "table"
             )
-        return None if table.run is not None else self.go_back(reference.epoch)
+        return None if table.run is not None else self.go_back(reference.epoch, *reference.also)
 
-    def go_back(self, epoch: int) -> str | None:
-        """Rewind the table to a kept epoch; return the reason if that is not possible, or None."""
-        table, saved = self.table, self._saved
-        if self._is_at(epoch):
+    def go_back(self, *epochs: int) -> str | None:
+        """Rewind the table to one of some kept epochs of the same contents; return why not, or None."""
+        table, saved, epoch = self.table, self._saved, epochs[0]
+        if any(self._is_at(one) for one in epochs):
             return None
+        snapshots: dict[str, int] = table.snapshots()
+        names = [name for name, kept in snapshots.items() if kept in epochs]
         if table.mode == "r":
+            which = f"snapshot={names[0]!r}" if names else "snapshot=, one of bunkbed.snapshots(path)"
             return (
                 f"table {table.name!r}: the {saved} refers to commit {epoch}, but this reader is at commit "
-                f"{table.epoch}; open it with snapshot=, one of bunkbed.snapshots(path)"
+                f"{table.epoch}; open it with {which}"
             )
-        snapshots: dict[str, int] = table.snapshots()
-        if epoch not in snapshots.values():
+        epoch = next((one for one in epochs if one in snapshots.values()), epoch)
+        if not names:
             kept = ", ".join(
                 f"{key!r} (commit {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1])
             )
@@ -200,19 +215,23 @@ class References:
         """Return the epoch of the last commit, and other epochs that have the same contents."""
         return self._same if self.table.epoch in self._same else {self.table.epoch}
 
-    def _commit(self, prefix: str) -> int:
+    def _commit(self, prefix: str) -> tuple[int, tuple[int, ...]]:
+        """Return a kept epoch of the table as it is, and those of the same contents that the user has named."""
         table = self.table
         snapshots: dict[str, int] = table.snapshots()
         # An epoch kept under another prefix does not count: that prefix may drop it earlier.
-        stays = {epoch for name, epoch in snapshots.items() if _is_of(name, prefix) or not _AUTOMATIC.fullmatch(name)}
+        own = {epoch for name, epoch in snapshots.items() if _is_of(name, prefix)}
+        named = {epoch for name, epoch in snapshots.items() if not _AUTOMATIC.fullmatch(name)}
         same = set() if table.is_dirty else self._equal_epochs()
-        self._has_new = not same & stays
-        if same & stays:
-            return max(same & stays)
+        stays = same & (own if self._can_hold_also else own | named)
+        also = tuple(sorted(same & named)) if self._can_hold_also else ()
+        self._has_new = not stays
+        if stays:
+            return max(stays), also
         ours = sorted(int(name.removeprefix(prefix)) for name in snapshots if _is_of(name, prefix))
         epoch: int = table.commit(keep=f"{prefix}{ours[-1] + 1 if ours else 1:06d}")
         self._same = same | {epoch}
-        return epoch
+        return epoch, also
 
 
 #: The names that this module and its callers give and drop automatically.

@@ -114,7 +114,7 @@ class Pending:
         self.core = table.plain_core  # requires `steps_joined`
 
     def _new_references(self, table: Table) -> References:
-        return References(table, PREFIX, "state_dict")
+        return References(table, PREFIX, "state_dict", can_hold_also=True)
 
     def require_tier(self) -> Tier:
         """Return the device cache of a table that has one."""

@@ -79,7 +79,8 @@ def reference_in(stored: Tensor) -> Reference | None:
     """Return the reference in an entry; None where the entry is damaged."""
     try:
         fields = _fields(stored)
-        return Reference(fields["uuid"], fields["table"], fields["epoch"], fields["step"])
+        also = tuple(map(int, fields.get("also", ())))
+        return Reference(fields["uuid"], fields["table"], fields["epoch"], fields["step"], also)
     except _DAMAGED:
         return None
 

@@ -17,7 +17,7 @@ class RankReferences(References):
     table: DistributedTable
 
     def __init__(self, table: DistributedTable) -> None:
-        super().__init__(table, PREFIX, "state_dict")
+        super().__init__(table, PREFIX, "state_dict", can_hold_also=True)
 
     def _is_at(self, epoch: int) -> bool:
         """See `References`. Collective, because ranks that saved alone know more epochs with the same contents."""
