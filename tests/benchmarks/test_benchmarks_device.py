@@ -40,6 +40,12 @@ runpy.run_module("benchmarks.device.experiment", run_name="__main__")
 """
 
 
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is large, and in a process with many modules each collection takes long."""
+    monkeypatch.setattr("gc.collect", lambda generation=2: 0)
+
+
 def command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = ["--out", str(tmp_path / "out"), "--dir", str(tmp_path / "space"), "--device", "cpu"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -124,7 +130,6 @@ def test_a_device_that_ours_does_not_work_on_still_has_the_others_measured(
 
     monkeypatch.setattr(check, "train", refuse)
     monkeypatch.setattr(sides, "Model", refuse)
-    monkeypatch.setattr(sides.gc, "collect", lambda: 0)  # nothing here is large, and many collections take long
     saved: list[int] = []
     pace = Pace(warm=1, steps=1, seconds=0.01)
     changes: dict[str, Any] = {"exponents": (1.05,), "rounds": 1, "pace": pace, "shares": (0.05,), "probe_bytes": 4096}
