@@ -79,7 +79,7 @@ def machine(directory: Path | None = None) -> str:
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_rates.memory_bytes()
     versions = [f"Python {platform.python_version()}", f"NumPy {np.__version__}"]
     if "torch" in sys.modules:
         torch = sys.modules["torch"]

@@ -324,6 +324,16 @@ def test_free_space_is_compared_where_the_disk_is_measured(
     assert json.loads(out)["machine"]["free_bytes"] == free
 
 
+@pytest.mark.parametrize(("memory", "is_short"), [(2**20, True), (2**50, False)])
+def test_the_memory_of_this_machine_is_compared_where_the_disk_is_measured(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, memory: int, is_short: bool
+) -> None:
+    monkeypatch.setattr("bunkbed.cli.commands.plan.memory_bytes", lambda: memory)
+    assert "this machine has" not in cli(*BIG, *FIGURES)[1]
+    monkeypatch.setattr("bunkbed.cli.commands.plan.measure", lambda *_, **__: replace(MACHINE, disk="ext4 on /ssd"))
+    assert ("this machine has 1.0 MiB" in cli(*BIG)[1]) == is_short
+
+
 def test_json_says_the_same(cli: Run) -> None:
     code, out, err = cli(*BIG, *FIGURES, "--json", "--compute-ms", "20", "--endurance", "100TB")
     assert (code, err) == (0, "")

@@ -117,6 +117,11 @@ def free_bytes(directory: str | os.PathLike[str] = ".") -> int:
     return shutil.disk_usage(_existing(directory)).free
 
 
+def memory_bytes() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def remembered(directory: str | os.PathLike[str] | None = None) -> Machine | None:
     """Return the stored rates of this machine, or None; without a directory, those that do not depend on the disk."""
     known = _load()

@@ -17,7 +17,7 @@ from bunkbed.cli.shared.train_options import OPTIMIZER_DEFAULT, OptimizerName, o
 from bunkbed.core.budget import format_bytes, format_least, parse_bytes
 from bunkbed.core.optim import OPTIMIZERS
 from bunkbed.core.types import Json
-from bunkbed.machine.rates import Machine, free_bytes, measure
+from bunkbed.machine.rates import Machine, free_bytes, measure, memory_bytes
 from bunkbed.machine.text import WIDTH, decimal_bytes, facts_grid, rates, speed, times_grid
 from bunkbed.planning import DEFAULT_LATENCY_S, DEFAULT_LOOKAHEAD, LOCAL_BYTES_PER_S, Plan, Question
 
@@ -215,6 +215,8 @@ def _facts(plan: Plan, free: int | None) -> RenderableType:
         grid.add_row("", f"[yellow]{asked_for} is too little for the rows: planned with the minimum, {least}[/]")
     else:
         grid.add_row("", f"[dim]the minimum for these rows is {least}[/]")
+    if free is not None and asked.ram > memory_bytes():
+        grid.add_row("", f"[yellow]this machine has {format_bytes(memory_bytes())}[/]")
     if plan.read_path:
         grid.add_row(
             "reads", f"mostly {plan.read_path}: {plan.reads:,.0f} a step of {format_bytes(plan.read_bytes)} in all"
@@ -308,11 +310,12 @@ def _others(base: Plan, others: list[tuple[str, Plan]]) -> RenderableType:
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("binds", no_wrap=True)
     grid.add_column("SSD a day", justify="right", no_wrap=True)
-    for name, plan in [("as asked" if base.asked_ram >= base.minimum_ram else "the minimum", base), *others]:
+    is_least = base.asked_ram < base.minimum_ram
+    for name, plan in [("the minimum" if is_least else "as asked", base), *others]:
         factor = plan.steps_per_s / base.steps_per_s
         grid.add_row(
             name,
-            format_bytes(plan.question.ram),
+            format_least(plan.question.ram) if name == "the minimum" else format_bytes(plan.question.ram),
             f"{plan.record_bytes:,}",
             f"{plan.misses / plan.unique_rows:.1%}",
             f"[b]{speed(plan.steps_per_s)}[/]",
