@@ -155,16 +155,16 @@ from bunkbed.cli.commands import train
 train._decided = lambda *_, **__: os._exit(9)
 main(sys.argv[1:])
 """
-    options = ("--threads", "1", "--dim", "8", "--epochs", "2", "--eval-users", "50", "--ram", "96MiB", *stream)
-    assert cli("train", "ratings.csv", *options, "--out", "whole")[0] == 0
+    options = ("--threads", "1", "--dim", "8", "--eval-users", "50", "--ram", "96MiB", *stream)
+    assert cli("train", "ratings.csv", *options, "--epochs", "2", "--out", "whole")[0] == 0
 
     done = subprocess.run(
-        [sys.executable, "-c", script, "train", "ratings.csv", *options, "--out", "cut"],
+        [sys.executable, "-c", script, "train", "ratings.csv", *options, "--out", "cut"],  # without --epochs
         cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 9, done.stderr
     assert "undecided" in json.loads((tmp_path / "cut" / "config.json").read_text())
-    code, out, err = cli("train", "--resume", "cut")
+    code, out, err = cli("train", "--resume", "cut", "--epochs", "2")
     assert (code, err) == (0, "") and "auto " in out
     trained = [json.loads((tmp_path / name / "config.json").read_text())["train"] for name in ("whole", "cut")]
     assert trained[0] == trained[1]

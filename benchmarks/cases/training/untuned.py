@@ -175,12 +175,14 @@ def implicit(name: str, pairs: Pairs, seed: int) -> Any:
     from implicit.als import AlternatingLeastSquares  # type: ignore[import-not-found]
     from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found]
     from scipy.sparse import csr_matrix  # type: ignore[import-not-found]
+    from threadpoolctl import threadpool_limits  # type: ignore[import-not-found]
 
     shape = (int(pairs.train[:, 0].max()) + 1, int(max(pairs.train[:, 1].max(), pairs.held[:, 1].max())) + 1)
     matrix = csr_matrix((np.ones(len(pairs.train), np.float32), (pairs.train[:, 0], pairs.train[:, 1])), shape=shape)
     kind = AlternatingLeastSquares if name == "als" else BayesianPersonalizedRanking
     model = kind(random_state=seed, num_threads=bb.get_num_threads())
-    model.fit(matrix, show_progress=False)
+    with threadpool_limits(1, "blas"):  # as implicit advises
+        model.fit(matrix, show_progress=False)
     return lambda user: model.user_factors[user] @ model.item_factors.T
 
 
