@@ -276,6 +276,10 @@ def test_the_text_says_the_minimum(cli: Run) -> None:
     assert code == 0 and re.search(r"^the minimum  ", out, re.MULTILINE) and "as asked" not in out
     assert "10,000,000 rows x 64" in out and "64,000 ids" in out
     assert f"1.9 MiB is too little for the rows: planned with the minimum, {least}" in out
+    least, nearest = (form(bb.minimum_ram(10**9, 64)) for form in (format_least, format_bytes))
+    assert least != nearest
+    out = cli("--rows", "1e9", "--dim", "64", "--batch", "6.4e4", "--ram", "1GiB", *FIGURES)[1]
+    assert f"with the minimum, {least}" in out and re.search(rf"^the minimum +{least}", out, re.MULTILINE)
 
 
 # ---- The command
