@@ -171,6 +171,7 @@ def test_bad_calls_write_nothing(run: Path, tmp_path: Path, capsys: pytest.Captu
         (["--all", "--out", str(tmp_path / "new.txt")], "must end in .parquet or .csv"),
         (["--all"], "--out FILE goes with --users, --history and --all"),
         (["--user", "u1", "--out", out], "--out FILE goes with --users, --history and --all"),
+        (["--all", "--out", out, "--item-col", "1"], "--user-col and --item-col are of --history FILE"),
         (["--user", "u1", "--all"], "give one of --user ID, --users FILE, --history FILE and --all"),
         ([], "give one of --user ID"),
         (["--users", str(tmp_path / "users.txt"), "--out", out], "users.txt, line 2: user 'u99' is not among the 40"),
@@ -283,6 +284,11 @@ def test_history_on_the_command_line(run: Path, tmp_path: Path, capsys: pytest.C
     assert main(["recommend", str(run), "--history", str(history), "-k", "3", "--out", out]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "wrote 6 recommendations" in shown and "left out: 1 pairs with items that the run does not know" in shown
+    history.write_text("liked,who,player\n5,a,i1\n5,a,i2\n")
+    columns = ["--user-col", "who", "--item-col", "player"]
+    named = str(tmp_path / "named.csv")
+    assert main(["recommend", str(run), "--history", str(history), *columns, "-k", "3", "--out", named]) == 0
+    assert csv.read_csv(named)["user"].to_pylist() == ["a"] * 3
     history.write_text("user,item\na,unheard\n")
     assert main(["recommend", str(run), "--history", str(history), "--out", str(tmp_path / "again.csv")]) == 1
     assert "none of its 1 items is known to the run" in " ".join(capsys.readouterr().err.split())

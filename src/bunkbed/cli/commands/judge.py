@@ -86,6 +86,12 @@ def recommend(
             metavar="FILE",
         ),
     ] = None,
+    user_col: Annotated[
+        str | None, typer.Option(help="Users of the history: a column's name, or its position from 0.")
+    ] = None,
+    item_col: Annotated[
+        str | None, typer.Option(help="Items of the history: a column's name, or its position from 0.")
+    ] = None,
     everyone: Annotated[bool, typer.Option("--all", help="Recommend to all users; needs --out.")] = False,
     out: Annotated[
         Path | None,
@@ -108,6 +114,8 @@ def recommend(
         raise UsageProblem("give one of --user ID, --users FILE, --history FILE and --all")
     if (user is None) != (out is not None):
         raise UsageProblem("--out FILE goes with --users, --history and --all, and they need it")
+    if history is None and (user_col is not None or item_col is not None):
+        raise UsageProblem("--user-col and --item-col are of --history FILE")
     read_config(run)
     need("torch", "pyarrow", command="recommend")
     from bunkbed.train.trained import Recommender, read_histories, read_labels
@@ -121,7 +129,7 @@ def recommend(
             return
         assert out is not None
         asked = None if users is None else read_labels(users, model.users, "user")
-        new = None if history is None else read_histories(history, model.items)
+        new = None if history is None else read_histories(history, model.items, user_col=user_col, item_col=item_col)
         with Progress(
             TextColumn("scoring"), BarColumn(), TaskProgressColumn(), console=stderr(), transient=True
         ) as bar:
