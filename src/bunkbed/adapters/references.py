@@ -174,7 +174,7 @@ class References:
             return (
                 f"table {table.name!r}: the {saved} refers to table {reference.table!r} (uuid {reference.uuid}), but "
                 f"the layer has opened another one, {table.path} (uuid {table.uuid}); give the layer the path of that "
-                "table"
+                "table; if exist='new' replaced it, its files are of no use"
             )
         return None if table.run is not None else self.go_back(reference.epoch, *reference.also)
 
