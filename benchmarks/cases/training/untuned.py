@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import bunkbed as bb
+from benchmarks import peers
 from benchmarks.cases.training.quality import FILES
 from benchmarks.harness import common
 from benchmarks.harness.figures import Settings
@@ -172,16 +173,16 @@ def bunkbed(folder: Path, pairs: Pairs, chosen: Any, seed: int) -> tuple[dict[st
 
 def implicit(name: str, pairs: Pairs, seed: int) -> Any:
     """Train a peer with its own defaults; return a function of a user to scores."""
-    from implicit.als import AlternatingLeastSquares  # type: ignore[import-not-found]
-    from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found]
-    from scipy.sparse import csr_matrix  # type: ignore[import-not-found]
-    from threadpoolctl import threadpool_limits  # type: ignore[import-not-found]
+    als, bpr = (peers.load(f"implicit.{one}", "implicit") for one in ("als", "bpr"))
+    sparse, threads = (peers.load(one, "implicit") for one in ("scipy.sparse", "threadpoolctl"))
 
     shape = (int(pairs.train[:, 0].max()) + 1, int(max(pairs.train[:, 1].max(), pairs.held[:, 1].max())) + 1)
-    matrix = csr_matrix((np.ones(len(pairs.train), np.float32), (pairs.train[:, 0], pairs.train[:, 1])), shape=shape)
-    kind = AlternatingLeastSquares if name == "als" else BayesianPersonalizedRanking
+    matrix = sparse.csr_matrix(
+        (np.ones(len(pairs.train), np.float32), (pairs.train[:, 0], pairs.train[:, 1])), shape=shape
+    )
+    kind = als.AlternatingLeastSquares if name == "als" else bpr.BayesianPersonalizedRanking
     model = kind(random_state=seed, num_threads=bb.get_num_threads())
-    with threadpool_limits(1, "blas"):  # as implicit advises
+    with threads.threadpool_limits(1, "blas"):  # as implicit advises
         model.fit(matrix, show_progress=False)
     return lambda user: model.user_factors[user] @ model.item_factors.T
 
