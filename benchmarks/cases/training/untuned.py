@@ -15,7 +15,6 @@ have in training is ranked. `--ram 30` gives the tables 30 % of the bytes of the
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import subprocess
 import sys
@@ -101,11 +100,14 @@ def say(name: str, side: str, k: int, each: list[tuple[dict[str, float], float]]
 def sides(folder: Path, pairs: Pairs, chosen: Any, seed: int) -> Any:
     """Yield the name of each side, its quality and its seconds."""
     yield "bunkbed train", bunkbed(folder, pairs, chosen, seed)
-    if importlib.util.find_spec("implicit") is not None:
-        for name in ("als", "bpr"):
-            begin = time.perf_counter()
+    for name in ("als", "bpr"):
+        begin = time.perf_counter()
+        try:
             scores = implicit(name, pairs, seed)
-            yield f"implicit {name.upper()}", (judged(scores, pairs), time.perf_counter() - begin)
+        except peers.Missing as missing:
+            print(f"  no {name.upper()}: {missing}")
+            continue
+        yield f"implicit {name.upper()}", (judged(scores, pairs), time.perf_counter() - begin)
     if pairs.optimum is not None:
         yield "planted optimum", (judged(pairs.optimum.__getitem__, pairs), 0.0)
 
