@@ -1,7 +1,7 @@
 """Readers concurrent with a writer: every batch of rows is of one epoch, during commits and compaction.
 
 Each row contains its id and the number of the commit that set it, so a mixed batch can be recognized. All rows are set
-between two commits; a reader's batch must have one number, that of its last `refresh`.
+between two commits; a reader's batch, two lookups within `pinned`, must have one number, that of the reader's commit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _smallest(options: dict[str, Any]) -> int:
     return int(Definition(**options).spec().minimum_ram(ROWS, True)) + 4096
 
 
-def _read(path: Path, batches: int, seed: int, seconds: float) -> tuple[Result, int, int]:
+def _read(path: Path, batches: int, seed: int, seconds: float, *, watches: bool) -> tuple[Result, int, int]:
     clock = Clock(seconds)
     result = Result("batches of one epoch")
     chance = np.random.default_rng(seed)
@@ -65,20 +65,24 @@ def _read(path: Path, batches: int, seed: int, seconds: float) -> tuple[Result, 
     reader = bb.open(path, mode="r", ram=RAM)
     newest = reader.meta["number"]
     first = newest
+    if watches:
+        reader.watch(max_age_s=0.04)
     progress = Progress("epochs", batches, seed)
     while result.tried < batches and not clock.is_over:
         progress.show(result.tried)
-        if result.tried % 20 == 0:
+        if not watches and result.tried % 20 == 0:
             reader.refresh()
-            refreshes += 1
-            number = reader.meta["number"]
-            if number < newest:
-                result.fail(f"refresh went back from commit {newest} to {number}")
-                break
-            newest = number
         ids = chance.integers(0, ROWS, BATCH)
-        rows = reader.lookup(ids)
+        with reader.pinned():
+            number = reader.meta["number"]
+            rows = [reader.lookup(part) for part in np.split(ids, 2)]
+        refreshes += number != newest
         result.tried += 1
+        if number < newest:
+            result.fail(f"the reader went back from commit {newest} to {number}")
+            break
+        newest = number
+        rows = np.concatenate(rows)
         if (rows[:, 0] != ids).any() or (rows[:, 1:] != newest).any():
             seen = np.unique(rows[:, 1:]).tolist()
             result.fail(f"batch {result.tried} at commit {newest} shows {seen}")
@@ -102,7 +106,10 @@ def run(size: Size) -> list[Result]:
             readers = max(1, size.processes - 1)
             children = [
                 Child(
-                    lambda send, i=i: _read(path, -(-wanted // readers), i + size.seed, size.seconds), size.seconds + 60
+                    lambda send, i=i: _read(
+                        path, -(-wanted // readers), i + size.seed, size.seconds, watches=i % 2 == 0
+                    ),
+                    size.seconds + 60,
                 )
                 for i in range(readers)
             ]

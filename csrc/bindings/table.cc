@@ -332,7 +332,9 @@ void bind_table(nb::module_& m) {
             unlocked([&] { t.rewind(name, epoch); });
           },
           "name"_a, "epoch"_a.none())
-      .def("refresh", [](Table& t) { return unlocked([&] { return t.refresh(); }); })
+      .def("refresh",
+           [](Table& t, std::optional<uint64_t> to) { return unlocked([&] { return t.refresh(to); }); },
+           nb::arg("to") = nb::none())
       .def("require_disk_to_keep", [](Table& t, const std::string& keep) { unlocked([&] { t.require_disk_to_keep(keep); }); })
       .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs, std::set<uint64_t> kept) {
         unlocked([&] { t.set_pinned_epochs(std::move(epochs), std::move(kept)); });

@@ -208,18 +208,23 @@ void Loader::finish_opening() {
   if (table_.options.writable) table_.store->compaction().merge_segments();
 }
 
-uint64_t Loader::refresh() {
+Manifest Loader::commit_to_follow(std::optional<uint64_t> to) const {
+  if (to.has_value()) return table_.manifests.load(*to);
+  const std::string& snapshot = table_.options.snapshot;
+  return snapshot.empty() ? table_.manifests.load_newest() : table_.manifests.load_snapshot(snapshot);
+}
+
+uint64_t Loader::refresh(std::optional<uint64_t> to) {
   const auto guard = table_.lock.exclusive(TableLock::Commits::kMayRun);
   // Only a failed refresh breaks a reader, and a successful one repairs it.
   if (table_.is_closed || table_.options.writable) table_.require_usable();
   if (table_.options.writable) {
     throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' is open for writing and always up to date; refresh() is for readers");
   }
-  if (!table_.options.snapshot.empty()) return table_.committed.epoch;  // a snapshot does not change
   bool is_moving = false;  // the old store was destroyed
   for (int attempt = 0;; ++attempt) {
     try {
-      const Manifest newest = table_.manifests.load_newest();
+      const Manifest newest = commit_to_follow(to);
       if (newest.uuid != table_.uuid) {
         throw Error(ErrorKind::kFormat, "table '" + table_.name + "': another table has taken its place; open it again");
       }
@@ -237,7 +242,8 @@ uint64_t Loader::refresh() {
       return table_.committed.epoch;
     } catch (const Error& error) {
       if (is_moving) drop_store();  // it may be half loaded
-      if (error.kind() == ErrorKind::kNotFound && attempt < 20) continue;  // it was collected: try again
+      // It was collected: try again. A commit that was named does not come back.
+      if (error.kind() == ErrorKind::kNotFound && !to.has_value() && attempt < 20) continue;
       if (is_moving) table_.broken = move_failed(error);
       throw;
     } catch (const std::exception& error) {  // for example std::bad_alloc

@@ -94,7 +94,7 @@ void Table::write_dirty() { parts_->committer.write_dirty(); }
 std::vector<Manifests::Snapshot> Table::snapshots() { return parts_->snapshots.list(); }
 void Table::drop(const std::string& name) { parts_->snapshots.drop(name); }
 void Table::rewind(const std::string& name, std::optional<uint64_t> epoch) { parts_->snapshots.rewind(name, epoch); }
-uint64_t Table::refresh() { return parts_->loader.refresh(); }
+uint64_t Table::refresh(std::optional<uint64_t> to) { return parts_->loader.refresh(to); }
 
 void Table::set_pinned_epochs(std::set<uint64_t> epochs, std::set<uint64_t> kept) {
   const auto guard = parts_->state.lock.work();

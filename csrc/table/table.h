@@ -106,7 +106,8 @@ class Table {
   std::vector<Manifests::Snapshot> snapshots();
   void drop(const std::string& name);
   void rewind(const std::string& name, std::optional<uint64_t> epoch);
-  uint64_t refresh();
+  // Moves a reader to the newest commit, to the one that has its snapshot's name, or to commit `to`; returns its epoch.
+  uint64_t refresh(std::optional<uint64_t> to = std::nullopt);
   // Pins the epochs that a run's manifests name: they are not collected. `kept`: those of its snapshots.
   void set_pinned_epochs(std::set<uint64_t> epochs, std::set<uint64_t> kept);
   // Removes files that no commit needs. `newest`: the number of commits that stay without a name or a pin.

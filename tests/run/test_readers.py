@@ -54,7 +54,7 @@ def test_a_collected_commit_is_not_called_damaged(tmp_path: Path) -> None:
     commit_more = make_run(tmp_path)
     with bb.Run(tmp_path, mode="r", ram="16MiB") as run:
         commit_more()
-        with pytest.raises(FileNotFoundError, match="commit 1 was collected by its writer meanwhile; open it again"):
+        with pytest.raises(FileNotFoundError, match="commit 1 was collected by its writer meanwhile; call refresh"):
             run.read("dense")
         with pytest.raises(FileNotFoundError, match="manifest-0000000000000001"):
             run.table("user")

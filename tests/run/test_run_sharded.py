@@ -59,7 +59,7 @@ def test_rows_have_the_bits_of_a_table_that_is_not_sharded(tmp_path: Path) -> No
                 assert (part == expected).all()
             with pytest.raises(bb.ReadOnlyError):
                 table.set(EVERY[:1], np.zeros((1, 4), np.float32))
-            with pytest.raises(ValueError, match="open the run again"):
+            with pytest.raises(ValueError, match="part of a run, whose tables move together"):
                 table.refresh()
 
 

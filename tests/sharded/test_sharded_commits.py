@@ -110,7 +110,6 @@ def test_a_reader_moves_all_shards_together(tmp_path: Path) -> None:
     assert (table.commit(), reader.refresh(), reader.epoch) == (1, 1, 1)
     assert_same_bits(reader.lookup(EVERY), one.lookup(EVERY))
     assert reader.stats()["indexed_records"] > 0
-    cores = list(reader.core._cores)
     train(table, one, seed=1)
     table.commit(keep="ten")
     frozen = bb.open(tmp_path / "user", snapshot="ten", ram="8MiB")
@@ -121,7 +120,6 @@ def test_a_reader_moves_all_shards_together(tmp_path: Path) -> None:
         table.commit()
     _native.disarm_failpoints()
     assert reader.refresh() == 2
-    assert all(now is not before for now, before in zip(reader.core._cores, cores, strict=True))
     assert reader.step == 10
     assert_same_bits(reader.lookup(EVERY), one.lookup(EVERY))
     train(one, seed=2)

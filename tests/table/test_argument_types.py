@@ -144,9 +144,9 @@ def test_methods_of_a_table(tmp_path: Path, kind: str) -> None:
         for name, valid in writes.items():
             bad += check(name, failing_without_change(table, name), valid)
         assert not bad, "\n".join(bad)
-        tested = {*reads, *writes, "close", "compact", "refresh", "snapshots", "stats"}
+        tested = {*reads, *writes, "close", "compact", "refresh", "snapshots", "stats", "watch", "pinned"}
         internal = {"wanted_bytes", "minimum_bytes", "apply_share", "reserve_ram", "create", "open"}
-        internal |= {"attach_cache", "field", "scan_slots", "release", "shard_stats"}
+        internal |= {"put_above", "field", "scan_slots", "release", "shard_stats"}
         internal |= {"commit_in_run", "begin_commit_in_run", "rewind_in_run"}
         public = {n for n, _ in inspect.getmembers(type(table), inspect.isfunction) if not n.startswith("_")}
         assert public <= tested | internal, "a method that this test does not know"

@@ -357,9 +357,15 @@ def _(s: Story) -> None:
         if s.is_durable:
             s.commit()
         s.reader = s.open_reader()
+        s.mover = s.reader if s.run is None else s.reader_run
         s.seen = copied(s.committed)
-    elif s.run is None:
-        s.reader.refresh()
+    else:
+        s.mover.watch(max_age_s=600.0)
+        with s.mover.pinned():
+            assert_same_bits(s.reader.lookup(s.all), s.seen.lookup(s.all))
+        s.mover.watch(None)
+        s.mover.refresh()
+        assert s.mover.behind == 0 and s.mover.age_s < 600
         s.seen = copied(s.committed)
     s.compare_scan(s.reader.scan(chunk=70), "weight", s.seen)
     ids = s.ids()

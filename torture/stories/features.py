@@ -108,6 +108,7 @@ class Story:
         self.run: Any = None
         self.layer: Any = None
         self.reader: Any = None
+        self.mover: Any = None  # the reader, or the run that moves it
         self.seen: Any = None
         self.pending: Any = None
         self.faulty: Any = None  # for `between`: the files that can fail, and the walked table

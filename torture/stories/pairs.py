@@ -30,7 +30,6 @@ UNUSED = {
     "Budget.members": "of the device tier only: test_device_memory.py",
     "ShardedTable.shard_stats": "of `bunkbed inspect` only: test_cli_tables.py",
     "Run.become_sharded": "of layers' checkpoints: test_sharded_commits.py",
-    "Run.reopen": "of readers of sharded tables, where their writer is just committing: test_sharded_commits.py",
     "ShardedTable.open.directories": "of shards that were moved: test_sharded.py",
     "check.epoch": "of damaged tables: the corruption part",
     "check.progress": "the command line's",

@@ -329,6 +329,47 @@ TEST(refresh_after_going_back) {
   }
 }
 
+// A reader of a run moves to the commit that the run names, forward or back, not to the newest one. One of a snapshot
+// moves with the name. A commit that is gone changes nothing.
+TEST(refresh_to_a_commit) {
+  const TableSpec spec = whole_numbers(40, 40);
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  const std::string path = sandbox / "t";
+  const size_t ram = minimum_ram(spec, 0, true) * 2;
+  auto table = Table::create(vfs, path, "t", spec, ram);
+  const std::vector<int64_t> ids{1, 2, 3};
+  std::vector<Rows> at(1);  // rows by commit
+  const auto commit = [&](const std::string& keep) {
+    Rows rows = at.back();
+    const std::vector<float> ones(ids.size(), 1.0f);
+    update(table.get(), ids, ones);
+    apply(&rows, ids, ones);
+    at.push_back(rows);
+    CHECK_EQ(table->commit(std::nullopt, keep), at.size() - 1);
+  };
+  commit("named");
+  const auto reader = open_table(vfs, path, ram, false);
+  OpenOptions options;
+  options.ram_bytes = ram;
+  options.writable = false;
+  options.snapshot = "named";
+  const auto follower = Table::open(vfs, path, "t", options);
+  commit("kept");
+  commit("");
+  CHECK_EQ(reader->refresh(2), 2u);
+  check_table_is(reader.get(), at[2], "a commit forward");
+  CHECK_EQ(reader->refresh(1), 1u);
+  check_table_is(reader.get(), at[1], "a commit back");
+  CHECK_EQ(reader->refresh(), 3u);
+  CHECK_EQ(follower->refresh(), 1u);
+  commit("named");
+  CHECK_EQ(follower->refresh(), 4u);
+  check_table_is(follower.get(), at[4], "the name moved");
+  CHECK_THROWS(reader->refresh(9), ErrorKind::kNotFound, "9");
+  check_table_is(reader.get(), at[3], "the commit is not there");
+}
+
 // After an error half way, the table does not return rows of two commits.
 TEST(refresh_that_fails) {
   const TableSpec spec = whole_numbers(400, 40);

@@ -452,7 +452,8 @@ class RunFiles:
         except FileNotFoundError:
             if not self.manifest_path(manifest.epoch).exists():
                 raise FileNotFoundError(
-                    f"{self.label}: commit {manifest.epoch} was collected by its writer meanwhile; open it again"
+                    f"{self.label}: commit {manifest.epoch} was collected by its writer meanwhile; call refresh(), "
+                    "or open it again"
                 ) from None
             raise CorruptionError(f"file {path} ({name!r} of commit {manifest.epoch}) is missing") from None
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:

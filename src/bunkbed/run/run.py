@@ -19,6 +19,7 @@ from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError, TableClosed
 from bunkbed.files.run_files import MEMBER, RunFiles, RunManifest
 from bunkbed.files.sharding import Sharding, shard_name
 from bunkbed.run.leftovers import forget_marks, mark_new, remove_leftover
+from bunkbed.run.reader import RunReader
 from bunkbed.run.sharded_tables import ShardedTables
 from bunkbed.sharded.base.shards import Shards, of_each
 from bunkbed.table import opening
@@ -35,19 +36,21 @@ def require_name(what: str, name: object) -> None:
         raise ValueError(f"a {what}'s name is up to 200 letters, digits, '.', '_' and '-', got {name!r}")
 
 
-class Run:
+class Run(RunReader):
     """A directory of tables and dense files that are committed together and open together.
 
     After a crash all tables and files have the state of the run's last commit.
 
-    Owns its tables (closing the run closes them), their shared RAM budget and the run's lock. Not thread-safe; its
-    tables are. Durable up to the last `commit`. The caller that made the run closes it. `close` and the end of a
-    ``with`` block commit first; a block left by an exception does not commit.
+    Owns its tables (closing the run closes them), their shared RAM budget and the run's lock. Not thread-safe, except
+    that a reader may move by `refresh` or `watch` while other threads read; its tables are. Durable up to the last
+    `commit`. The caller that made the run closes it. `close` and the end of a ``with`` block commit first; a block
+    left by an exception does not commit.
 
     Args:
         path: the run's directory; made if it does not exist (``mode="w"``).
         ram: one hard budget for all its tables: bytes, as ``"2GiB"``, or a `Budget`.
-        mode: ``"w"``: the one writer; ``"r"``: a reader of one commit.
+        mode: ``"w"``: the one writer; ``"r"``: a reader of the last commit; `refresh` or `watch` moves all
+            tables and files on together.
         snapshot: open this kept commit, for reading.
 
     Raises:
@@ -76,7 +79,9 @@ class Run:
         if mode not in ("w", "r"):
             raise ValueError(f'mode must be "w" or "r", got {mode!r}')
         self.path = Path(path).expanduser().absolute()
-        self.mode: Literal["w", "r"] = "r" if snapshot is not None else mode
+        self.mode = "r" if snapshot is not None else mode
+        self._snapshot = snapshot
+        self._start_following()
         self.budget = ram if isinstance(ram, Budget) else Budget(DEFAULT_RAM if ram is None else ram)
         self._shards_of = _shards_of  # the name of the sharded table whose shards are the run's tables, or None
         # Internal, for `bunkbed.sharded`: the files, and `manifest`, the present commit.
@@ -235,6 +240,10 @@ class Run:
         self._require_open()
         self.settle(report=False)
         require_name("table", name)
+        with self._held():
+            return self._table(name, create)
+
+    def _table(self, name: str, create: Json | None) -> Table:
         create, shards = self._sharded.parted(name, create)
         if name in self.tables:
             return self._sharded.again(name, create)
@@ -269,6 +278,7 @@ class Run:
         tables = [self._tables[shard] for shard in sharding.names(name)]
         found = Shards(name, tables, sharding.uuid, lambda: self.epoch, num_shards=len(tables), run=self)
         self._sharded.add(name, found, create)
+        found.put_above(self._above)
         return found
 
     def _open_table(self, name: str, create: Json | None, *, is_shard: bool = False) -> Table:
@@ -285,6 +295,7 @@ class Run:
                 path,
                 opening.Wanted.of(self.mode, ram=self.budget, create=create),
                 run=self if self.mode == "w" else None,
+                of_reader_run=self.mode == "r",
                 epoch=self.manifest.tables[name],
                 name=label,
             )
@@ -298,6 +309,7 @@ class Run:
             warns = not is_shard and self._shards_of is None
             opened = opening.create(path, ram=self.budget, _run=self, _name=label, _warns=warns, **create)
         self._tables[name] = opened  # from here on `close` closes it
+        opened.put_above(self._above)
         if self.mode == "w":
             self._pin(name, opened)
         return opened
@@ -305,15 +317,6 @@ class Run:
     def _pin(self, name: str, table: Table) -> None:
         """Set the epochs of a table that must not be collected."""
         table.plain_core.set_pinned_epochs(self._named.get(name, set()), self._kept.get(name, set()))
-
-    def reopen(self, name: str, epoch: int) -> Table:
-        """Open a reader's table again, at another of its commits. The old object is closed, also on an error."""
-        label = self._tables[name].name
-        self._tables[name].release()  # before the other opens, because the budget may be too small for both
-        path = self.folder.own_table(name)
-        wanted = opening.Wanted.of("r", ram=self.budget)
-        self._tables[name] = opening.open_table(path, wanted, epoch=epoch, name=label)
-        return self._tables[name]
 
     @typed
     def read(self, name: str) -> bytes:
@@ -324,7 +327,8 @@ class Run:
         """
         self._require_open()
         self.settle(report=False)
-        return self.folder.read_file(name, self.manifest)
+        with self._held():
+            return self.folder.read_file(name, self.manifest)
 
     # ---- Durability
 
@@ -525,6 +529,7 @@ class Run:
         if self._closed:
             return
         self._require_own_process()  # in a forked child the lock and the tables are the parent's
+        self._stop_watching()
         self.settle(report=commit)
         if commit and self.mode == "w" and self.is_behind():
             self.commit()

@@ -107,12 +107,12 @@ class ShardedTables:
             yield
 
     @contextlib.contextmanager
-    def torn(self, reason: str) -> Iterator[None]:
-        """Change the shards one after another inside; if that fails, the tables refuse use."""
+    def torn(self, reason: str, *, write: bool = True) -> Iterator[None]:
+        """Change or move the shards one after another inside; if that fails, the tables refuse use."""
         cores = [table.core for table in self._open.values() if isinstance(table, Shards)]
         with contextlib.ExitStack() as still:
             for core in cores:
-                still.enter_context(core.alone(write=True, torn=True))
+                still.enter_context(core.alone(write=write, torn=True))
                 core.tear(reason)
             yield
             for core in cores:

@@ -15,16 +15,12 @@ import json
 import os
 import threading
 
-from bunkbed.errors import CorruptionError, FormatError
-from bunkbed.files.run_files import RunManifest
+from bunkbed.errors import CorruptionError
 from bunkbed.files.sharding import Sharding
 from bunkbed.run.run import Run
 from bunkbed.sharded.base.rows import ShardedRows
 from bunkbed.table.commits import PendingCommit
 from bunkbed.table.table import Table
-
-#: How often a reader tries to open the newest commit; the writer may collect it in between.
-_ATTEMPTS = 10
 
 
 class PendingParent:
@@ -48,13 +44,12 @@ class ShardedCore(ShardedRows):
         disk_bytes: limit for the files of all shards, 0 for none.
     """
 
-    def __init__(self, name: str, run: Run, sharding: Sharding, disk_bytes: int, *, follows: bool) -> None:
+    def __init__(self, name: str, run: Run, sharding: Sharding, disk_bytes: int) -> None:
         tables = shards_in(run, sharding)
         super().__init__(name, tables[0].spec, [table.plain_core for table in tables], writable=run.mode == "w")
         self._run = run
         self._sharding = sharding
         self._disk_bytes = disk_bytes
-        self._follows = follows  # whether refresh() moves; False where a snapshot was opened
         self._commits = threading.RLock()  # guards calls of the run's methods; taken before `ShardedRows._lock`
         self._require_one_step()
 
@@ -151,12 +146,9 @@ class ShardedCore(ShardedRows):
 
     # ---- Readers
 
-    def refresh(self) -> int:
-        """See `bunkbed.Table.refresh`. Move all shards to the newest commit of the parent, or none of the shards.
-
-        A shard whose own newest commit is the one that the parent names is refreshed. A shard with a newer commit,
-        which the parent does not name yet, is opened again.
-        """
+    def refresh(self, to: int | None = None) -> int:
+        """See `bunkbed.Table.refresh`. Move all shards to the commit that the parent names, or none of the shards."""
+        assert to is None, "the parent's commits are those of a run"
         self._require_own_process()
         with self._lock:
             self._require_open()
@@ -164,36 +156,20 @@ class ShardedCore(ShardedRows):
                 raise ValueError(
                     f"table '{self.name}' is open for writing and always up to date; refresh() is for readers"
                 )
-            if not self._follows:
-                return self._run.epoch
-            for attempt in range(_ATTEMPTS):
-                newest = self._run.folder.load_newest()
-                if newest.epoch == self._run.epoch and not self._torn:
-                    return newest.epoch
-                if newest.sharding != self._sharding:
-                    raise FormatError(f"table '{self.name}': another one lies at {self._run.path} now; open it again")
-                self._torn = f"moving to commit {newest.epoch} failed half-way"
-                try:
-                    self._move_to(newest)
-                except FileNotFoundError:
-                    # The writer collected this commit after it was read: there is a newer commit.
-                    if attempt == _ATTEMPTS - 1 or self._run.folder.manifest_path(newest.epoch).exists():
-                        raise
-                    continue
-                self._torn = ""
-                return newest.epoch
-        raise AssertionError("unreachable")
+            try:
+                self._run.refresh()
+            finally:
+                self._torn = self._run.torn
+            self._torn = "its shards are at different steps"  # until it is known that they are not
+            self._require_one_step()
+            self._torn = ""
+            return self._run.epoch
 
-    def _move_to(self, manifest: RunManifest) -> None:
-        for index, name in enumerate(self._sharding.names()):
-            wanted = manifest.tables[name]
-            core, is_open = self._cores[index], not self._run.tables[name].closed
-            if is_open and core.epoch() != wanted and newest_epoch(self._run, name) == wanted:
-                core.refresh()
-            if not is_open or core.epoch() != wanted:
-                self._cores[index] = self._run.reopen(name, wanted).plain_core
-        self._run.manifest = manifest
-        self._require_one_step()
+    def newest(self) -> int:
+        """Return the number of the commit that `refresh` moves to."""
+        with self._lock:
+            self._require_open()
+            return self._run.epoch + self._run.behind
 
     # ---- Closing
 
@@ -210,12 +186,3 @@ class ShardedCore(ShardedRows):
 def shards_in(run: Run, sharding: Sharding) -> list[Table]:
     """Return the open shards, in order."""
     return [run.tables[name] for name in sharding.names()]
-
-
-def newest_epoch(run: Run, name: str) -> int:
-    """Return the newest of a shard's own commits, also one that the parent does not name."""
-    numbers = [
-        int(entry.name.removeprefix("manifest-"))
-        for entry in run.folder.table_path(name).glob("manifest-" + "[0-9]" * 16)
-    ]
-    return max(numbers, default=-1)

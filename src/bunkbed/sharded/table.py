@@ -136,7 +136,7 @@ class ShardedTable(Table):
                 # The first parent manifest: from here on the table can be opened.
                 epochs = {name: table.epoch for name, table in tables.items()}
                 run.publish(RunManifest(tables=epochs, places=run.folder.places, sharding=sharding))
-                return cls._of(run, sharding, disk_bytes, ram, follows=False)
+                return cls._of(run, sharding, disk_bytes, ram)
             except BaseException:
                 run.close(commit=False)
                 for folder in [*made, *([place] if is_new else [])]:
@@ -210,7 +210,7 @@ class ShardedTable(Table):
                 run = Run(place, ram, mode=mode, snapshot=snapshot, _shards_of=place.name)
                 try:
                     _open_shards(run, directories, disk_bytes)
-                    table = cls._of(run, sharding, disk_bytes, ram, follows=snapshot is None)
+                    table = cls._of(run, sharding, disk_bytes, ram)
                     break
                 except BaseException as error:
                     run.close(commit=False)
@@ -226,11 +226,9 @@ class ShardedTable(Table):
             return table
 
     @classmethod
-    def _of(
-        cls, run: Run, sharding: Sharding, disk_bytes: int, ram: float | str | Budget | None, *, follows: bool
-    ) -> Self:
+    def _of(cls, run: Run, sharding: Sharding, disk_bytes: int, ram: float | str | Budget | None) -> Self:
         """Return the table of a run whose shards are open."""
-        core = ShardedCore(run.path.name, run, sharding, disk_bytes, follows=follows)
+        core = ShardedCore(run.path.name, run, sharding, disk_bytes)
         table = cls(core.tables()[0].spec, run.path, run.mode)
         table._begin(core, run, ram)
         return table
@@ -285,6 +283,10 @@ class ShardedTable(Table):
             if self._closed
             else text.replace(f"at {self._path}:", f"at {self._path}: {self.num_shards} shards,", 1)
         )
+
+    def _newest(self) -> int:
+        self._reader_label()
+        return self.core.newest()
 
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
         for scan in self.core.scans([index for index, _ in fields]):

@@ -226,11 +226,11 @@ class TableCommits:
         self._rewind(to)
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Return a context in which the table has the newest rows; see `bunkbed.table.table.Above`."""
+        """Return a context in which the table has the newest rows; see `bunkbed.table.above.Above`."""
         raise NotImplementedError
 
     def _writing(self) -> AbstractContextManager[None]:
-        """Return a context in which the table may change; see `bunkbed.table.table.Above`."""
+        """Return a context in which the table may change; see `bunkbed.table.above.Above`."""
         raise NotImplementedError
 
     def _rewind(self, to: str | int) -> None:
@@ -239,14 +239,6 @@ class TableCommits:
                 self.core.rewind(to, None)
             else:
                 self.core.rewind("", as_whole(to, what="to", table=f"table '{self._name}'", low=0, high=2**64 - 1))
-
-    def refresh(self) -> int:
-        """Move a reader to the newest commit and return its epoch. The cost depends on the number of changed rows.
-
-        Rows with a new record leave the cache; the others stay. Where the writer went back to an earlier commit, the
-        reader builds its directory again, like opening. ``stats()["indexed_records"]`` counts the records read for it.
-        """
-        return int(self.core.refresh())
 
     def compact(self) -> int:
         """Compact the log in this call, not in small parts. Return how many records were moved."""

@@ -268,6 +268,7 @@ def open_table(
     wanted: Wanted,
     *,
     run: Any = None,
+    of_reader_run: bool = False,
     epoch: int | None = None,
     name: str | None = None,
     make: Callable[..., Table] = Table,
@@ -278,6 +279,7 @@ def open_table(
         place: the table's directory, absolute.
         wanted: the arguments of `bunkbed.open`.
         run: the `bunkbed.Run` that commits the table.
+        of_reader_run: whether a run for reading has the table, and moves it.
         epoch: the commit to open; default: the last one, or the snapshot's.
         name: the table's name in messages; default: the last part of its path.
         make: makes the object, with the arguments of `Table`; not called for a table that is open already.
@@ -305,6 +307,7 @@ def open_table(
                 place, ram=wanted.ram, disk=wanted.disk, _run=run, _name=name, **wanted.create
             )  # raises while another process has the scratch table open
         table = make(spec, place, "w" if wanted.writable else "r", name=name, run=run)
+        table._snapshot, table._is_of_reader_run = wanted.snapshot, of_reader_run
         table._stored_hint = spec.minimum_ram(stored_rows, True)
         _start(
             table,

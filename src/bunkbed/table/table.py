@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,12 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.typed import shortened, typed
 from bunkbed.core.types import Array
 from bunkbed.machine.rates import Machine, remembered
+from bunkbed.table.above import Above
 from bunkbed.table.commits import TableCommits
 from bunkbed.table.core import Batch, Core
 from bunkbed.table.explain import Explanation, explain
 from bunkbed.table.facts import TableFacts
+from bunkbed.table.reader import TableReader
 from bunkbed.table.topk import topk
 from bunkbed.table.uncommitted import warn_when_it_goes
 
@@ -45,23 +47,7 @@ POOLINGS = ("sum", "mean", "sqrtn", "none")
 _NOTHING_ABOVE = nullcontext()
 
 
-class Above(Protocol):
-    """The calls that a table makes to its device cache. One thread may nest the contexts."""
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context in which the table has the newest rows and the device cache does not change them."""
-
-    def writing(self) -> AbstractContextManager[None]:
-        """Return a context in which the table may change; it has the newest rows, and later the cache has no copies."""
-
-    def table_closed(self) -> None:
-        """Note that the table is closed. Rows that were not written back are lost."""
-
-    def stats(self) -> dict[str, int | float]:
-        """Return the counters of the device cache, for `Table.stats`."""
-
-
-class Table(TableFacts, TableCommits):
+class Table(TableFacts, TableCommits, TableReader):
     """An embedding table: rows of `dim` weights and their optimizer state, in RAM and, with a path, on disk.
 
     Made by `bunkbed.create` and `bunkbed.open`.
@@ -99,7 +85,8 @@ class Table(TableFacts, TableCommits):
         self._ram_bytes = 0
         self._ram_above = 0  # the part of `_ram_bytes` that the device cache takes for its id map
         self._run = run  # the bunkbed.Run that the table belongs to; Any, because this module must not import it
-        self._above: Callable[[], Above | None] | None = None  # the device cache, if there is one; it has newer rows
+        #: What lies above, if anything: a device cache, which has newer rows, or a check of a reader's age.
+        self._above: Callable[[], Above | None] | None = None
         #: Guards `_opens` and closing. For a writer this is `path_lock`, which is also locked while the path is opened.
         self._opening: AbstractContextManager[object] = threading.RLock()
         self._opens = 1
@@ -115,6 +102,7 @@ class Table(TableFacts, TableCommits):
     def _start(self, core: Core) -> None:
         self.core = core
         self._opened_s = time.monotonic()
+        self._start_following()
         self.fields = {name: (index, length) for index, (name, length) in enumerate(core.fields())}
 
     # ---- Size and statistics
@@ -173,9 +161,11 @@ class Table(TableFacts, TableCommits):
 
     # ---- The device cache
 
-    # Internal: make `above` (returns the cache, or None once it is gone) the device cache of the table.
-    def attach_cache(self, above: Callable[[], Above | None]) -> None:
+    # Internal: put `above` (returns it, or None once it is gone) above the table.
+    def put_above(self, above: Callable[[], Above | None] | None) -> None:
         self._above = above
+
+    _put_above = put_above
 
     def _cache_above(self) -> Above | None:
         # In a forked child the cache's locks may never be released. The core then reports the fork.

@@ -43,8 +43,8 @@ class _Core(ShardedRows):
     def snapshots(self) -> list[tuple[str, int]]:
         return []
 
-    def refresh(self) -> NoReturn:
-        raise ValueError(f"table '{self.name}' is part of a run; open the run again to see its newest commit")
+    def refresh(self, to: int | None = None) -> NoReturn:
+        raise ValueError(f"table '{self.name}' is part of a run, whose tables move together; call refresh() of the run")
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise AssertionError("the shards are committed by their run, or by all ranks together")
@@ -87,6 +87,7 @@ class Shards(Table):
     ) -> None:
         super().__init__(tables[0].spec, None, tables[0].mode, name=name, run=run)
         self.num_shards = num_shards
+        self._is_of_reader_run = self._mode == "r"
         self._tables = tuple(tables)
         for table in tables:
             table.warns_of_loss = False  # this table, or the one that it is part of, warns instead

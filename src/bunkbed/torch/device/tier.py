@@ -91,7 +91,7 @@ class DeviceTier(DeviceRows):
         if self._budget is not None:
             self._budget.join(self)
         self._require_room()
-        table.attach_cache(weakref.ref(self))
+        table.put_above(weakref.ref(self))
 
     # ---- as a member of a shared budget (see Budget)
 
@@ -404,7 +404,7 @@ class DeviceTier(DeviceRows):
         self._require_records().store(batch.frames, new)
         self.link.used()
 
-    # ---- called by the table: see `bunkbed.table.table.Above`
+    # ---- called by the table: see `bunkbed.table.above.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

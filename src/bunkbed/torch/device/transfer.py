@@ -48,7 +48,7 @@ class TransferTier(DeviceRows):
         self._steps = 0
         self._changed: deque[tuple[int, _native.Batch]] = deque(maxlen=_REMEMBERED)  # (number of the step, its batch)
         self._forgotten = 0  # copies as of a step up to this one are invalid
-        table.attach_cache(weakref.ref(self))
+        table.put_above(weakref.ref(self))
 
     # ---- lookups
 
@@ -147,7 +147,7 @@ class TransferTier(DeviceRows):
             self._steps += 1
             self._changed.append((self._steps, batch.batch))
 
-    # ---- called by the table: see `bunkbed.table.table.Above`
+    # ---- called by the table: see `bunkbed.table.above.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

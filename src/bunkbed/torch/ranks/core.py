@@ -110,7 +110,7 @@ class RankCore(RankRows):
         """See `RankCommits.settle`."""
         return self.commits.settle(what, *facts)
 
-    def refresh(self) -> int:
+    def refresh(self, to: int | None = None) -> int:
         raise ValueError(f"table '{self.name}' is open for writing and always up to date; refresh() is for readers")
 
     def write_dirty(self) -> None:

@@ -1,0 +1,311 @@
+"""Readers that follow the writer: of tables, sharded tables and runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bunkbed as bb
+from bunkbed.table.following import Pins
+
+ROWS = 40
+EVERY = np.arange(ROWS)
+FACTS: dict[str, Any] = {"dim": 2, "num_rows": ROWS, "init": bb.Zeros(), "optimizer": bb.SGD(lr=1.0)}
+PLACES = ("table", "sharded", "run")
+
+
+class Pair:
+    """A writer and the paths of its readers. `commit` sets all rows to the number of the commit."""
+
+    def __init__(self, place: str, path: Path) -> None:
+        self.place, self.path, self.number = place, path, 0
+        if place == "run":
+            self.writer: Any = bb.Run(path, ram="64MiB")
+            shards = {"item": {}, "user": {"shards": 2}}
+            self.tables = [self.writer.table(name, create={**FACTS, **more}) for name, more in shards.items()]
+        else:
+            make = bb.create if place == "table" else bb.ShardedTable.create
+            more = {} if place == "table" else {"shards": 2}
+            self.writer = make(path, ram="16MiB", **FACTS, **more)  # type: ignore[operator]
+            self.tables = [self.writer]
+        self.commit()
+
+    def commit(self, keep: str | None = None) -> None:
+        self.number += 1
+        for table in self.tables:
+            table.set(EVERY, np.full((ROWS, 2), self.number, np.float32))
+        files = {"files": {"dense": str(self.number).encode()}} if self.place == "run" else {}
+        assert self.writer.commit(keep=keep, **files) == self.number
+
+    @contextlib.contextmanager
+    def reader(self, **more: Any) -> Iterator[Any]:
+        opened = bb.Run(self.path, mode="r", ram="64MiB", **more) if self.place == "run" else None
+        reader = opened or bb.open(self.path, mode="r", ram="16MiB", **more)
+        with reader:
+            yield reader
+
+    def seen(self, reader: Any) -> set[float]:
+        """Return the numbers of the commits that the reader's rows and files show."""
+        tables = [reader.table("item"), reader.table("user")] if self.place == "run" else [reader]
+        found = {float(value) for table in tables for value in np.unique(table.lookup(EVERY))}
+        return found | ({float(reader.read("dense"))} if self.place == "run" else set())
+
+
+@pytest.fixture(params=PLACES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(request.param, tmp_path / "t")
+    yield pair
+    pair.writer.close(commit=False)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "the reader did not move within a minute"
+        time.sleep(0.01)
+
+
+def test_refresh_moves_all_together_and_says_how_far_it_was_behind(pair: Pair) -> None:
+    with pair.reader() as reader:
+        assert pair.seen(reader) == {1} and reader.behind == 0
+        pair.commit()
+        assert pair.seen(reader) == {1} and reader.behind == 1
+        pair.commit()
+        assert reader.behind == 2 and reader.version == 1
+        if pair.place == "run":
+            with pytest.raises(FileNotFoundError, match=r"collected by its writer meanwhile; call refresh\(\)"):
+                reader.read("dense")
+        assert reader.refresh() == 3 and reader.version == 3 and reader.behind == 0 and pair.seen(reader) == {3}
+    assert pair.writer.behind == 0 and pair.writer.age_s == 0
+
+
+def test_age_counts_from_the_last_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, now = Pair("table", tmp_path / "t"), [100.0]
+    monkeypatch.setattr("bunkbed.table.following.time.monotonic", lambda: now[0])
+    with pair.reader() as reader:
+        now[0] += 5
+        assert reader.age_s == 5
+        reader.refresh()  # nothing is new, but it has looked
+        assert reader.age_s == 0
+    pair.writer.close()
+
+
+def test_a_reader_that_watches_follows_by_itself(pair: Pair) -> None:
+    with pair.reader() as reader:
+        if pair.place == "run":
+            reader.table("item")  # the other is opened while the thread follows
+        reader.watch(max_age_s=0.04)
+        pair.commit()
+        wait_for(lambda: reader.version == 2)
+        assert pair.seen(reader) == {2}
+        reader.watch(None)
+        pair.commit()
+        assert pair.seen(reader) == {2} and reader.behind == 1
+
+
+def test_a_snapshot_reader_moves_with_the_name(pair: Pair) -> None:
+    pair.commit(keep="best")
+    with pair.reader(snapshot="best") as reader:
+        pair.commit()
+        assert reader.refresh() == 2 and reader.behind == 0 and pair.seen(reader) == {2}
+        pair.commit(keep="best")
+        assert reader.behind == 2 and reader.refresh() == 4 and pair.seen(reader) == {4}
+        pair.writer.drop("best")
+        with pytest.raises(ValueError, match="no snapshot 'best'"):
+            reader.refresh()
+        assert pair.seen(reader) == {4}
+
+
+def test_a_reader_follows_a_writer_that_went_back(pair: Pair) -> None:
+    pair.commit(keep="two")
+    pair.commit()
+    with pair.reader() as reader:
+        pair.writer.rewind("two")
+        assert pair.seen(reader) == {3}
+        assert reader.refresh() == 4 and pair.seen(reader) == {2}
+
+
+def test_rows_that_may_be_too_old_raise(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    hidden = pair.path.with_name("hidden")
+    with pair.reader() as reader, caplog.at_level(logging.WARNING, logger="bunkbed"):
+        pair.seen(reader)
+        reader.watch(max_age_s=0.04)
+        pair.path.rename(hidden)
+        wait_for(lambda: reader.age_s > 0.4 and "could not move to a newer commit" in caplog.text)
+        assert caplog.text.count("could not move") == 1  # while the error lasts
+        table = reader.table("user") if pair.place == "run" else reader
+        with pytest.raises(bb.BunkbedError, match=r"may be out of date for .* more than max_age_s=0.04.*watch\(None\)"):
+            table.lookup([1])
+        with pytest.raises(bb.BunkbedError, match="may be out of date"):
+            reader.pinned()
+        hidden.rename(pair.path)
+        wait_for(lambda: reader.age_s <= 0.04)
+        assert (table.lookup(EVERY) == 1).all()
+        pair.path.rename(hidden)
+        reader.watch(None)
+        assert (table.lookup(EVERY) == 1).all()
+        hidden.rename(pair.path)
+
+
+def test_a_run_that_moved_half_way_refuses_use_until_it_has_moved(tmp_path: Path) -> None:
+    pair = Pair("run", tmp_path / "t")
+    other = pair.writer.table("zoo", create=FACTS)
+    pair.tables.append(other)
+    pair.commit()
+    hidden = tmp_path / "hidden"
+    with pair.reader() as reader:
+        item, zoo = reader.table("item"), reader.table("zoo")
+        pair.commit()
+        (pair.path / "tables" / "zoo").rename(hidden)
+        with pytest.raises((OSError, bb.BunkbedError)):
+            reader.refresh()
+        for table in (item, zoo):
+            with pytest.raises(bb.BunkbedError, match=r"moving to commit 3 failed half-way.*refresh\(\)"):
+                table.lookup([1])
+        with pytest.raises(bb.BunkbedError, match="failed half-way"):
+            reader.pinned()
+        reader.watch(None)  # does not allow use
+        with pytest.raises(bb.BunkbedError, match="failed half-way"):
+            item.lookup([1])
+        hidden.rename(pair.path / "tables" / "zoo")
+        assert reader.refresh() == 3
+        assert item.lookup([1])[0, 0] == zoo.lookup([1])[0, 0] == 3
+    pair.writer.close()
+
+
+def test_a_table_that_is_not_in_the_commit_to_move_to(tmp_path: Path) -> None:
+    pair = Pair("run", tmp_path / "t")
+    with pair.reader() as reader:
+        pair.seen(reader)
+        pair.writer.close()
+        pair.path.rename(tmp_path / "old")
+        with bb.Run(pair.path, ram="64MiB") as other:
+            other.table("user", create=FACTS)
+            for _ in range(3):
+                other.commit()
+        with pytest.raises(bb.FormatError, match="commit 3 has no table 'item'; open it again"):
+            reader.refresh()
+
+
+def test_a_table_of_a_run_does_not_move_alone(tmp_path: Path) -> None:
+    pair = Pair("run", tmp_path / "t")
+    with pair.reader() as reader:
+        pair.commit()
+        for table in (reader.table("item"), reader.table("user")):
+            for call in (table.refresh, table.watch, table.pinned, lambda table=table: table.behind):
+                with pytest.raises(ValueError, match="is part of a run, whose tables move together"):
+                    call()
+        assert pair.seen(reader) == {1}
+    pair.writer.close()
+
+
+def test_calls_within_pinned_see_one_commit(pair: Pair) -> None:
+    with pair.reader() as reader:
+        reader.watch(max_age_s=0.02)
+        with reader.pinned(), reader.pinned():
+            pair.commit()
+            time.sleep(0.1)  # the thread would have moved five times
+            assert pair.seen(reader) == {1} and reader.version == 1
+            with pytest.raises(bb.BunkbedError, match=r"refresh\(\) within pinned\(\)"):
+                reader.refresh()
+        wait_for(lambda: reader.version == 2)
+
+
+def test_batches_of_several_threads_are_of_one_commit(pair: Pair) -> None:
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def read(reader: Any) -> None:
+        try:
+            while not over.is_set():
+                with reader.pinned():
+                    assert len(pair.seen(reader)) == 1
+        except BaseException as error:
+            errors.append(error)
+
+    with pair.reader() as reader:
+        reader.watch(max_age_s=0.01)
+        threads = [threading.Thread(target=read, args=(reader,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            pair.commit(keep=None if pair.number % 4 else "kept")
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+        wait_for(lambda: reader.version == pair.number)
+
+
+def test_who_waits_to_move_goes_before_new_readers() -> None:
+    pins, order = Pins(), list[str]()
+    started, first_over = threading.Event(), threading.Event()
+
+    def move() -> None:
+        with pins.moving():
+            order.append("move")
+
+    def read() -> None:
+        with pins.held():
+            order.append("read")
+
+    def hold() -> None:
+        with pins.held():
+            started.set()
+            first_over.wait()
+            with pins.held():  # a nested one does not wait for the thread that waits for it
+                order.append("nested")
+
+    threads = [threading.Thread(target=hold)]
+    threads[0].start()
+    started.wait()
+    for work in (move, read):
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        wait_for(lambda: bool(pins._waiting))
+        time.sleep(0.05)
+    first_over.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["nested", "move", "read"]
+
+
+def test_a_closed_and_a_forgotten_reader_have_no_thread(pair: Pair) -> None:
+    def watching() -> int:
+        return sum(thread.name == "bunkbed-watch" for thread in threading.enumerate())
+
+    before = watching()
+    with pair.reader() as reader:
+        reader.watch(max_age_s=0.02)
+        reader.watch(max_age_s=0.04)  # in place of the first
+        wait_for(lambda: watching() == before + 1)
+    wait_for(lambda: watching() == before)
+    with pytest.raises(bb.TableClosedError):
+        reader.watch()
+    forgotten: Any = bb.open(pair.path, mode="r") if pair.place != "run" else bb.Run(pair.path, mode="r")
+    forgotten.watch(max_age_s=0.02)
+    gone = weakref.ref(forgotten)
+    del forgotten
+    wait_for(lambda: gc.collect() >= 0 and gone() is None and watching() == before)
+
+
+@pytest.mark.parametrize("value", [0, -1.5, float("nan")])
+def test_bad_ages(pair: Pair, value: float) -> None:
+    with pair.reader() as reader:
+        with pytest.raises(ValueError, match="max_age_s must be above 0 seconds, got"):
+            reader.watch(value)
+        with pytest.raises(TypeError, match="max_age_s must be a number or None, got 'soon'"):
+            reader.watch("soon")
+    for call in (pair.writer.watch, pair.writer.refresh, pair.writer.pinned):
+        with pytest.raises(ValueError, match=r"for readers"):
+            call()
