@@ -16,6 +16,7 @@ from bunkbed.cli.commands.plan import plan
 from bunkbed.cli.commands.report import report
 from bunkbed.cli.commands.reshard import reshard
 from bunkbed.cli.commands.rows import export_table, import_table
+from bunkbed.cli.commands.serve import serve
 from bunkbed.cli.commands.train import train
 from bunkbed.cli.version import version_text
 
@@ -57,6 +58,7 @@ app.command("train", rich_help_panel=_LEARN)(train)
 app.command("eval", rich_help_panel=_LEARN)(evaluate)
 app.command("recommend", rich_help_panel=_LEARN)(recommend)
 app.command("compare", rich_help_panel=_LEARN)(compare)
+app.command("serve", rich_help_panel=_LEARN)(serve)
 app.command("plan", rich_help_panel=_LOOK)(plan)
 app.command("info", rich_help_panel=_LOOK)(info)
 app.command("report", rich_help_panel=_LOOK)(report)

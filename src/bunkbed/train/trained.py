@@ -17,7 +17,7 @@ from bunkbed.train.data.store import load_vocabs, open_training_pairs, seen_item
 from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
 from bunkbed.train.evaluate.new_users import scorer_of_new_users
 from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
-from bunkbed.train.models.scorer import scorer_of_run
+from bunkbed.train.models.scorer import Float32Array, scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.run_config import DATA_NAME, read_config
 
@@ -105,11 +105,15 @@ class Recommender:
     """
 
     def __init__(self, run: Run, config: TrainConfig, folder: Path) -> None:
-        self._run = run
+        #: The open run, a reader.
+        self.run = run
         self._config = config
         self._data = folder / DATA_NAME
         #: The labels of users and of items.
         self.users, self.items = load_vocabs(self._data)
+        item = run.table("item")
+        # Otherwise a pass over the items would leave only its last ones in RAM.
+        self._keeps_items = 4 * item.dim * (item.num_rows or 0) <= run.budget.total_bytes // 2
         self._last_seen: tuple[int, Int64Array] | None = None
 
     @classmethod
@@ -148,15 +152,31 @@ class Recommender:
             DataError: the user or an item is unknown; the message names the nearest labels. ValueError: `k` below 1.
         """
         index = self.users.index(user, what="user")
-        if items is not None:
-            allowed = np.unique(_indices(self.items, items, "item"))
-            best = next(self._best(np.array([index]), k, include_seen, allowed, None))
-            found = best.items[0] >= 0
-            rows, scores = best.items[0, found], best.scores[0, found]
+        allowed = None if items is None else np.unique(_indices(self.items, items, "item"))
+        best = self.best_of(np.array([index]), k, include_seen=include_seen, items=allowed)
+        found = best.items[0] >= 0
+        return list(zip(self.items.decode(best.items[0, found]), best.scores[0, found].tolist(), strict=True))
+
+    def best_of(
+        self, users: Int64Array, k: int, *, include_seen: bool = False, items: Int64Array | None = None
+    ) -> Best:
+        """Return the best items of users as `recommend`, all by dense indices.
+
+        Args:
+            users: ``int64[N]``; duplicates are allowed.
+            items: ``int64[M]``, ascending.
+        """
+        if not len(users):
+            return Best(users, np.empty((0, k), np.int64), np.empty((0, k), np.float32))
+        distinct, places = np.unique(users, return_inverse=True)
+        if len(distinct) == 1 and items is None:  # without a pass over the training pairs
+            exclude = None if include_seen else self._seen_by(int(distinct[0]))
+            found = recommend(self.run, self._config, int(distinct[0]), k, exclude, touch=self._keeps_items)
+            groups = [Best(distinct, found[0][None], found[1][None])]
         else:
-            exclude = None if include_seen else self._seen_by(index)
-            rows, scores = recommend(self._run, self._config, index, k, exclude)
-        return list(zip(self.items.decode(rows), scores.tolist(), strict=True))
+            groups = list(self._best(distinct, k, include_seen, items, None))
+        best, scores = (np.concatenate([group[part] for group in groups]) for part in (1, 2))
+        return Best(users, best[places], scores[places])
 
     def num_seen(self, user: Label) -> int:
         """Return how many items a user has in the training data."""
@@ -232,7 +252,7 @@ class Recommender:
 
     def close(self) -> None:
         """Close the run. Idempotent."""
-        self._run.close(commit=False)
+        self.run.close(commit=False)
 
     def __enter__(self) -> Recommender:
         return self
@@ -265,12 +285,12 @@ class Recommender:
             raise ValueError(f"k must be at least 1, got {k}")
         trained: Interactions = open_training_pairs(self._data)
         if histories is None:
-            pairs, scorer = trained, scorer_of_run(self._run, self._config)
+            pairs, scorer = trained, scorer_of_run(self.run, self._config, touch=self._keeps_items)
         else:
             if self._config.sampling == "popularity":
                 trained = trained.replace(trained.users, trained.items)  # in memory, to draw from
-            pairs, scorer = histories, scorer_of_new_users(self._run, self._config, histories, trained)
-        num_items = self._run.table("item").num_rows
+            pairs, scorer = histories, scorer_of_new_users(self.run, self._config, histories, trained)
+        num_items = self.run.table("item").num_rows
         assert num_items is not None
         return best_items(
             scorer,

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, byte_progress, escape, print_error, print_json, stdout
-from bunkbed.cli.shared.run_folder import kind_of
 from bunkbed.cli.shared.train_options import OptimizerName
 from bunkbed.core.budget import format_bytes
+from bunkbed.files.kinds import kind_of
 from bunkbed.train.settings.config import OPTIMIZERS
 
 

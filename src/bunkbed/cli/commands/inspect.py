@@ -20,9 +20,9 @@ from bunkbed.cli.shared.console import (
     print_json,
     stdout,
 )
-from bunkbed.cli.shared.run_folder import kind_of
 from bunkbed.core.budget import format_bytes
 from bunkbed.core.types import Json
+from bunkbed.files.kinds import kind_of
 from bunkbed.table.table import Table
 from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
 

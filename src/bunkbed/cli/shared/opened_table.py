@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bunkbed.cli.shared.console import UsageProblem, need
-from bunkbed.cli.shared.run_folder import kind_of
+from bunkbed.files.kinds import kind_of
 from bunkbed.table.table import Table
 from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME
 

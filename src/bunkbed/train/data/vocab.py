@@ -90,7 +90,7 @@ class Vocab:
 
         if not isinstance(labels, pa.Array):
             if self.kind == "int":
-                numbers = [_as_int(label) for label in labels]
+                numbers = [as_int(label) for label in labels]
                 labels = pa.array(numbers, pa.int64())
             else:
                 labels = pa.array([str(label) for label in labels], pa.large_string())
@@ -156,7 +156,7 @@ def _nearest(labels: pa.Array, label: Label, count: int) -> list[Label]:
     import pyarrow as pa
 
     if pa.types.is_integer(labels.type):
-        number = _as_int(label)
+        number = as_int(label)
         values = labels.to_numpy()
         if number is None:
             return [int(value) for value in values[:count]]
@@ -173,7 +173,7 @@ def _nearest(labels: pa.Array, label: Label, count: int) -> list[Label]:
     return [lowered[item] for item in close] or list(labels.slice(0, count).to_pylist())
 
 
-def _as_int(label: Label) -> int | None:
+def as_int(label: Label) -> int | None:
     """Return the integer of a label, or None if the label is not an integer that fits int64."""
     if isinstance(label, str) and not re.fullmatch(r"\s*(0|-?[1-9][0-9]*)\s*", label):
         return None

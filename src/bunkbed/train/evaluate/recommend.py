@@ -123,7 +123,13 @@ def known_pairs(pairs: Interactions) -> Known:
 
 
 def recommend(
-    run: Run, config: TrainConfig, user_index: int, k: int, exclude: Int64Array | None = None
+    run: Run,
+    config: TrainConfig,
+    user_index: int,
+    k: int,
+    exclude: Int64Array | None = None,
+    *,
+    touch: bool = False,
 ) -> tuple[Int64Array, Float32Array]:
     """Return the `k` items with the highest scores for a user, best first; equal scores by smaller index.
 
@@ -134,6 +140,7 @@ def recommend(
         user_index: dense index of the user.
         k: at least 1; the result is shorter if fewer items remain.
         exclude: ``int64[M]`` items not to recommend, such as items that the user has.
+        touch: see `Scorer`.
 
     Returns:
         ``int64[k]`` dense item indices and their ``float32[k]`` scores.
@@ -147,7 +154,7 @@ def recommend(
     num_users, num_items = run.table("user").num_rows, run.table("item").num_rows
     assert num_users is not None and num_items is not None  # a trainer's tables have a fixed number of rows
     hidden = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
-    scorer = scorer_of_run(run, config)
+    scorer = scorer_of_run(run, config, touch=touch)
     user = np.array([user_index], dtype=np.int64)
     scorer.queries(user)  # raises where there is no such user
     own = (np.full(len(hidden), user_index, dtype=np.int64), hidden)

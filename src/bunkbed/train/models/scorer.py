@@ -31,16 +31,20 @@ class Rows(Protocol):
 class Scorer:
     """Scores of users and items: ``score = head(query(user), vector(item)) + bias(item)``.
 
-    Owns nothing; as thread-safe as its tables. Lookups do not change the cache (``touch=False``).
+    Owns nothing; as thread-safe as its tables.
 
     Args:
         user: table of users.
         item: table of items.
         head: on the CPU; None selects a dot product.
         item_bias: table of item biases, or None.
+        touch: whether lookups put rows into the tables' caches, for items that are scored again and again and fit.
     """
 
-    def __init__(self, user: Rows, item: Rows, head: Head | None = None, *, item_bias: Rows | None = None) -> None:
+    def __init__(
+        self, user: Rows, item: Rows, head: Head | None = None, *, item_bias: Rows | None = None, touch: bool = False
+    ) -> None:
+        self._touch = touch
         self._user = user
         self._item = item
         self._head = DotHead() if head is None else head
@@ -54,16 +58,20 @@ class Scorer:
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is untyped here
     def queries(self, users: Int64Array) -> Tensor:
         """Return the queries of users: ``int64[N]`` -> ``float32[N, q]``."""
-        return self._head.queries(torch.from_numpy(self._user.lookup(users, touch=False)))
+        return self._head.queries(torch.from_numpy(self._user.lookup(users, touch=self._touch)))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def vectors(self, items: Int64Array) -> Tensor:
         """Return the vectors of items: ``int64[...]`` -> ``float32[..., q]``."""
-        return self._head.vectors(torch.from_numpy(self._item.lookup(items, touch=False)))
+        return self._head.vectors(torch.from_numpy(self._item.lookup(items, touch=self._touch)))
 
     def biases(self, items: Int64Array) -> Tensor | None:
         """Return the biases of items: ``int64[...]`` -> ``float32[...]``, or None where the model has no biases."""
-        return None if self._item_bias is None else torch.from_numpy(self._item_bias.lookup(items, touch=False)[..., 0])
+        return (
+            None
+            if self._item_bias is None
+            else torch.from_numpy(self._item_bias.lookup(items, touch=self._touch)[..., 0])
+        )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def pair_scores(self, queries: Tensor, items: Int64Array) -> Tensor:
@@ -100,7 +108,7 @@ def head_of_run(run: Run, config: TrainConfig) -> Head:
     return head
 
 
-def scorer_of_run(run: Run, config: TrainConfig) -> Scorer:
+def scorer_of_run(run: Run, config: TrainConfig, *, touch: bool = False) -> Scorer:
     """Return the `Scorer` of the commit at which a run is open.
 
     Raises:
@@ -108,4 +116,4 @@ def scorer_of_run(run: Run, config: TrainConfig) -> Scorer:
     """
     user, item = run.table("user"), run.table("item")
     bias = run.table("item_bias") if config.bias else None
-    return Scorer(user, item, head_of_run(run, config), item_bias=bias)
+    return Scorer(user, item, head_of_run(run, config), item_bias=bias, touch=touch)
