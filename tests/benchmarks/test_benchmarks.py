@@ -60,6 +60,8 @@ def test_resident_prints_its_ratio(tmp_path: Path) -> None:
 
 def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
     pytest.importorskip("torch")
+    done = run("-m", "benchmarks.cases.serving", "age", "--tiny", "--dir", str(tmp_path))
+    assert done.returncode == 0 and "age: p50" in done.stdout, done.stderr
     done = run("-m", "benchmarks.cases.training.untuned", "--tiny", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = {line[11:29].strip(): line for line in done.stdout.splitlines() if line.startswith("tiny ")}

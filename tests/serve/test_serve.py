@@ -402,6 +402,7 @@ def test_metrics_count_requests_and_rows(table: bb.Table, serve: Callable[..., S
     found = served.metrics()
     assert found["bunkbed_requests_total /lookup 200"] == 2 and found["bunkbed_requests_total /lookup 400"] == 1
     assert found["bunkbed_requests_total other 404"] == 1 and found["bunkbed_request_seconds_count /lookup"] == 3
+    assert found["bunkbed_answer_seconds_count /lookup"] == 2  # those that were found
     assert found["bunkbed_rows_total disk user"] == found["bunkbed_rows_total ram user"] == 2
     assert found["bunkbed_version"] == 1 and found["bunkbed_behind"] == 0 and found["bunkbed_age_seconds"] < 60
     assert found["bunkbed_ram_bytes"] > 10 << 20 and found["bunkbed_ram_budget_bytes"] == 64 << 20

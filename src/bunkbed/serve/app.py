@@ -32,8 +32,8 @@ _log = logging.getLogger("bunkbed.serve")
 
 #: Seconds within which the body of a request must arrive.
 _BODY_S = 10.0
-#: Lookups at once; more wait. They take the table's lock one after another, so that more threads gain nothing.
-_LOOKUPS = 4
+#: Lookups at once; more wait. One reads from the disk while another encodes; more would wait for the interpreter.
+_LOOKUPS = 2
 _Int = Annotated[int, Strict()]
 _Label = Annotated[int, Strict()] | Annotated[str, Strict()]
 
@@ -92,8 +92,15 @@ def create_app(settings: ServeSettings, source: Source | None = None) -> FastAPI
 
     async def answer(request: Request, limiter: anyio.CapacityLimiter, find: Callable[[], Found]) -> Response:
         media_type = media_type_of(request.headers.get("accept", ""))
-        body = await anyio.to_thread.run_sync(lambda: encode(find(), media_type), limiter=limiter)
-        return Response(body, media_type=media_type)
+
+        def work() -> bytes:
+            began = time.perf_counter()
+            encoded = encode(find(), media_type)
+            metrics: Metrics = request.app.state.metrics
+            metrics.answered(request.url.path, time.perf_counter() - began)
+            return encoded
+
+        return Response(await anyio.to_thread.run_sync(work, limiter=limiter), media_type=media_type)
 
     @app.post("/lookup", responses=binary, summary="Rows")
     async def lookup(request: Request, body: LookupBody) -> Response:

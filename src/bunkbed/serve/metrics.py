@@ -35,6 +35,13 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._answers = Histogram(
+            "bunkbed_answer_seconds",
+            "Time to find and encode an answer, without HTTP and without waiting for a thread.",
+            ("path",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self._rows = Counter(
             "bunkbed_rows_total",
             "Stored rows looked up, each once a request, by where they were.",
@@ -58,6 +65,10 @@ class Metrics:
         """Count a request."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
+
+    def answered(self, path: str, seconds: float) -> None:
+        """Count an answer that was found and encoded."""
+        self._answers.labels(path).observe(seconds)
 
     def update(self) -> None:
         """Take the present values of the reader."""

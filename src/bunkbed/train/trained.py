@@ -17,7 +17,7 @@ from bunkbed.train.data.store import load_vocabs, open_training_pairs, seen_item
 from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
 from bunkbed.train.evaluate.new_users import scorer_of_new_users
 from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
-from bunkbed.train.models.scorer import Float32Array, scorer_of_run
+from bunkbed.train.models.scorer import scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.run_config import DATA_NAME, read_config
 
