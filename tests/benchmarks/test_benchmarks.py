@@ -58,10 +58,13 @@ def test_resident_prints_its_ratio(tmp_path: Path) -> None:
     assert "ratio torch / bunkbed" in done.stdout and "machine: " in done.stdout
 
 
-def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+def test_serving_prints_the_age_of_a_reader(tmp_path: Path) -> None:
     done = run("-m", "benchmarks.cases.serving", "age", "--tiny", "--dir", str(tmp_path))
     assert done.returncode == 0 and "age: p50" in done.stdout, done.stderr
+
+
+def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     done = run("-m", "benchmarks.cases.training.untuned", "--tiny", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = {line[11:29].strip(): line for line in done.stdout.splitlines() if line.startswith("tiny ")}
