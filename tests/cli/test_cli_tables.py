@@ -115,7 +115,7 @@ def test_snapshots_are_dropped(cli: Run, table: Path, run_folder: Path) -> None:
     code, out, err = cli("snapshots", str(table), "--drop", "last")
     assert code == 1 and out == "" and "has no snapshot 'last'; there are: 'first'" in err
     code, out, _ = cli("snapshots", str(table), "--drop", "first")
-    assert code == 0 and out.startswith("dropped first (version 1, ") and "keeps no snapshots" in out
+    assert code == 0 and out.startswith("dropped first (commit 1, ") and "keeps no snapshots" in out
     found = json.loads(cli("snapshots", str(run_folder), "--drop", "best", "--json")[1])
     assert (found["snapshots"], found["dropped"]) == ({}, ["best"])
     assert cli("check", str(table))[0] == cli("check", str(run_folder))[0] == 0

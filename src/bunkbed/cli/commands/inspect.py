@@ -162,13 +162,13 @@ def snapshots(
     for name in drop or []:
         freed = format_bytes(before[name].own_bytes)
         console.print(
-            f"dropped {escape(name)} (version {before[name].epoch}, {freed} that only it held)", soft_wrap=True
+            f"dropped {escape(name)} (commit {before[name].epoch}, {freed} that only it held)", soft_wrap=True
         )
     if not found:
         console.print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
         return
-    grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for column in ("snapshot", "version", "when", "step", "rows", "only it holds"):
+    grid = Grid(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("snapshot", "commit", "when", "step", "rows", "only it holds"):
         grid.add_column(
             column, justify="left" if column in ("snapshot", "when") else "right", no_wrap=column == "snapshot"
         )
