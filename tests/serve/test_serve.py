@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -197,9 +198,9 @@ def test_a_run_that_was_not_trained_here(tmp_path: Path, serve: Callable[..., Se
         run.commit()
     served = serve(tmp_path / "run")
     assert served.post("/lookup", table="b", ids=[1, 0])["row"] == [[1, 2], [0, 0]]
-    assert served.error("/lookup", 400, ids=[1]) == "give table as one of a, b"
-    assert served.error("/lookup", 404, ids=[1], table="../a") == "there is no table '../a'; give table as one of a, b"
-    assert "is not a training run" in served.error("/recommend", 404, users=[1])
+    assert served.error("/lookup", 400, ids=[1]) == "give table, one of a, b"
+    assert served.error("/lookup", 404, ids=[1], table="../a") == "there is no table '../a'; there are a, b"
+    assert "is no training run" in served.error("/recommend", 404, users=[1])
 
 
 def test_a_snapshot_is_followed(table: bb.Table, serve: Callable[..., Served]) -> None:
@@ -238,23 +239,23 @@ def test_a_commit_that_is_collected_while_it_is_read(run: Path, serve: Callable[
 BAD = [
     ("/lookup", {"ids": [1, -2]}, 400, "id -2 at position 1 is outside [0, 50)"),
     ("/lookup", {"ids": [1, ROWS]}, 400, "id 50 at position 1 is outside [0, 50)"),
-    ("/lookup", {"ids": [1, 2**63]}, 400, "ids[1] is 9223372036854775808, which is no int64"),
-    ("/lookup", {"ids": [1.0]}, 422, "ids.0: Input should be a valid integer"),
-    ("/lookup", {"ids": [True]}, 422, "ids.0: Input should be a valid integer"),
-    ("/lookup", {"ids": ["1"]}, 422, "ids.0: Input should be a valid integer"),
-    ("/lookup", {"ids": 1}, 422, "ids: Input should be a valid list"),
+    ("/lookup", {"ids": [1, 2**63]}, 400, "id 9223372036854775808 at position 1 is no int64"),
+    ("/lookup", {"ids": [3, 1.0]}, 422, "ids[1] is 1.0: Input should be a valid integer"),
+    ("/lookup", {"ids": [True]}, 422, "ids[0] is True: Input should be a valid integer"),
+    ("/lookup", {"ids": ["1"]}, 422, "ids[0] is '1': Input should be a valid integer"),
+    ("/lookup", {"ids": 1}, 422, "ids is 1: Input should be a valid list"),
     ("/lookup", {}, 400, "give one of ids and labels"),
     ("/lookup", {"ids": [1], "labels": ["a"]}, 400, "give one of ids and labels"),
     ("/lookup", {"labels": ["a"]}, 400, "the rows of table 'user' have no labels; give ids"),
-    ("/lookup", {"ids": [1], "id": [2]}, 422, "id: Extra inputs are not permitted"),
+    ("/lookup", {"ids": [1], "id": [2]}, 422, "there is no field 'id'; there are ids, labels, table"),
     ("/lookup", {"ids": [1], "\ud800": 2}, 422, "unable to parse raw data as a unicode string"),
-    ("/lookup", {"ids": [1], "table": "item"}, 404, "there is no table 'item'; give table as one of user"),
+    ("/lookup", {"ids": [1], "table": "item"}, 404, "there is no table 'item'; there are user"),
     ("/lookup", {"ids": [1] * 21}, 413, "21 ids in one request; the most is 20 (--max-rows)"),
     ("/neighbors", {"ids": [1], "k": 0}, 400, "k must be in [1, 10] (--max-k), got 0"),
     ("/neighbors", {"ids": [1], "k": 11}, 413, "k must be in [1, 10] (--max-k), got 11"),
-    ("/neighbors", {"ids": [1], "metric": "l2"}, 422, "metric: Input should be 'dot' or 'cosine'"),
+    ("/neighbors", {"ids": [1], "metric": "l2"}, 422, "metric is 'l2': Input should be 'dot' or 'cosine'"),
     ("/neighbors", {"ids": [45]}, 400, "id 45 at position 0 was never updated or set"),
-    ("/recommend", {"users": [1]}, 404, "user is not a training run"),
+    ("/recommend", {"users": [1]}, 404, "what is served, 'user', is no training run"),
 ]
 
 
@@ -276,7 +277,13 @@ def test_bodies_that_are_no_request(table: bb.Table, serve: Callable[..., Served
     for content in (b"x" * 50_001, (b"x" * 1000 for _ in range(51))):  # with and without a length
         answer = served.client.post("/lookup", content=content, headers=header)
         assert answer.status_code == 413 and "more than 50000 bytes (--max-body)" in answer.json()["error"]
-    assert served.client.get("/lookup").status_code == 405
+    assert (
+        "a JSON object with ids, labels, table; send content-type: application/json"
+        in (served.client.post("/lookup", content=b'{"ids": [1]}').json()["error"])
+    )
+    assert "the body is not JSON, at character 1: " in served.client.post("/lookup", content=b"{", headers=header).text
+    refused = served.client.get("/lookup")
+    assert refused.status_code == 405 and refused.headers["allow"] == "POST"
     for path in ("/nothing", "/../user/manifest-0000000000000001", "/%2e%2e/etc/passwd"):
         assert served.client.get(path).json() == {"error": "Not Found"}
 
@@ -376,8 +383,13 @@ def test_a_body_that_does_not_arrive(
 def test_rows_that_may_be_too_old_are_not_served(table: bb.Table, serve: Callable[..., Served]) -> None:
     served, hidden = serve(table.path, max_age_s=0.04), table.path.with_name("hidden")
     assert served.client.get("/healthz").json()["behind"] == 0
+    served.client.app.state.source.reader.watch(600)  # type: ignore[attr-defined]
     table.path.rename(hidden)
     try:
+        health = served.client.get("/healthz")  # the rows are not too old yet
+        assert health.status_code == 200 and health.json()["behind"] is None
+        assert math.isnan(served.metrics()["bunkbed_behind"])
+        served.client.app.state.source.reader.watch(0.04)  # type: ignore[attr-defined]
         end = time.monotonic() + 60
         while served.source.reader.age_s <= 0.1:
             assert time.monotonic() < end
@@ -414,7 +426,8 @@ def test_the_page_describes_every_path(table: bb.Table, serve: Callable[..., Ser
     served = serve(table.path)
     assert "swagger" in served.client.get("/docs").text.lower()
     paths = served.client.get("/openapi.json").json()["paths"]
-    assert set(paths) == {"/lookup", "/neighbors", "/recommend", "/info", "/healthz", "/metrics"}
+    assert set(paths) == {"/lookup", "/neighbors", "/info", "/healthz", "/metrics"}  # a table recommends nothing
+    assert set(paths["/lookup"]["post"]["responses"]) == {"200", "4XX", "422", "503"}
     assert ARROW in paths["/lookup"]["post"]["responses"]["200"]["content"]
 
 

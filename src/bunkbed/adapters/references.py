@@ -199,7 +199,8 @@ class References:
             return (
                 f"table {table.name!r}: commit {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
                 "of the layer (None keeps all), or name what must stay before it is saved: "
-                f"layer.table.commit(keep='best'), then the {saved}, and do not drop that name; a copy of a table has only the version that was "
+                f"layer.table.commit(keep='best'), then the {saved}, and do not drop that name; a copy of a table has "
+                "only the version that was "
                 "copied (bunkbed copy --snapshot NAME)"
             )
         table.rewind(epoch)

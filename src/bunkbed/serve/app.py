@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Literal
 
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Strict
 from starlette.datastructures import State
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
@@ -24,11 +24,11 @@ import bunkbed
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 from bunkbed.serve.answers import ARROW, encode, media_type_of
+from bunkbed.serve.errors import ERRORS, answer_errors
 from bunkbed.serve.metrics import CONTENT_TYPE, Metrics
 from bunkbed.serve.settings import ServeSettings
-from bunkbed.serve.source import BadRequest, Found, Source, opened
-
-_log = logging.getLogger("bunkbed.serve")
+from bunkbed.serve.source import Found, Source, opened
+from bunkbed.train.settings.run_config import CONFIG_NAME
 
 #: Seconds within which the body of a request must arrive.
 _BODY_S = 10.0
@@ -85,9 +85,11 @@ def create_app(settings: ServeSettings, source: Source | None = None) -> FastAPI
         lifespan=_lifespan(settings, source),
         redoc_url=None,
     )
+    is_trained = (Path(settings.path) / CONFIG_NAME).exists()
     lookups, scans = anyio.CapacityLimiter(_LOOKUPS), anyio.CapacityLimiter(1)
     binary: dict[int | str, Json] = {
-        200: {"content": {ARROW: {}}, "description": "Columns of equal length, and the number of the commit"}
+        200: {"content": {ARROW: {}}, "description": "Columns of equal length, and the number of the commit"},
+        **ERRORS,
     }
 
     async def answer(request: Request, limiter: anyio.CapacityLimiter, find: Callable[[], Found]) -> Response:
@@ -114,7 +116,7 @@ def create_app(settings: ServeSettings, source: Source | None = None) -> FastAPI
             request, scans, lambda: source.neighbors(body.table, body.ids, body.labels, body.k, body.metric)
         )
 
-    @app.post("/recommend", responses=binary, summary="The best items of users")
+    @app.post("/recommend", responses=binary, summary="The best items of users", include_in_schema=is_trained)
     async def recommend(request: Request, body: RecommendBody) -> Response:
         source: Source = request.app.state.source
         return await answer(request, scans, lambda: source.recommend(body.users, body.k, body.include_seen, body.items))
@@ -134,7 +136,12 @@ def create_app(settings: ServeSettings, source: Source | None = None) -> FastAPI
             await anyio.to_thread.run_sync(counters.update)
         return Response(await anyio.to_thread.run_sync(counters.render), media_type=CONTENT_TYPE)
 
-    _answer_errors(app)
+    bodies: dict[str, type[BaseModel]] = {
+        "/lookup": LookupBody,
+        "/neighbors": NeighborsBody,
+        "/recommend": RecommendBody,
+    }
+    answer_errors(app, {path: list(body.model_fields) for path, body in bodies.items()})
     paths = {getattr(route, "path", "") for route in app.routes}
     app.add_middleware(_Limits, settings=settings, paths=paths, state=app.state)
     return app
@@ -146,55 +153,21 @@ def _lifespan(settings: ServeSettings, given: Source | None) -> Lifespan[FastAPI
         with opened(settings, given) as source:
             app.state.source = source
             app.state.metrics = Metrics(source, settings.ram_of_each)
-            updates = asyncio.create_task(_update(app.state.metrics))
+            updates = asyncio.create_task(_update(app.state.metrics, settings.parent))
             yield
             updates.cancel()
 
     return lifespan
 
 
-async def _update(metrics: Metrics) -> None:
-    """Take the present values each second: another worker may be asked for them."""
+async def _update(metrics: Metrics, parent: int) -> None:
+    """Take the present values each second: another worker may be asked for them. End where the parent has ended."""
     while True:
+        if parent and os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)  # a worker whose parent was killed would keep the port
         with suppress(BunkbedError, OSError, ValueError):
             await anyio.to_thread.run_sync(metrics.update)
         await asyncio.sleep(1.0)
-
-
-def _answer_errors(app: FastAPI) -> None:
-    """Answer errors with one line of text as ``{"error": ...}``."""
-
-    def answer(status: int, text: str) -> JSONResponse:
-        return JSONResponse({"error": text}, status)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return answer(422, f"{place or 'body'}: {first['msg']}")
-
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        return answer(error.status_code, str(error.detail))
-
-    @app.exception_handler(BadRequest)
-    async def bad(_: Request, error: BadRequest) -> JSONResponse:
-        return answer(error.status, str(error))
-
-    async def mistaken(_: Request, error: Exception) -> JSONResponse:
-        return answer(400, str(error))
-
-    for kind in (IndexError, ValueError):
-        app.add_exception_handler(kind, mistaken)
-
-    @app.exception_handler(BunkbedError)
-    async def unusable(_: Request, error: BunkbedError) -> JSONResponse:
-        _log.error("%s", error)
-        return answer(503, "the rows cannot be read now; the server's log says why")
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return answer(500, "internal error; the server's log says where")  # Starlette raises it again, for the log
 
 
 class _Limits:

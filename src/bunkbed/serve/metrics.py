@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -82,7 +83,8 @@ class Metrics:
                 now, key = int(stats[counter]), (name, place)
                 self._rows.labels(name, place).inc(max(0, now - self._before.get(key, 0)))
                 self._before[key] = now
-        self._behind.set(reader.behind)  # last: it reads the directory, which may be gone
+        self._behind.set(math.nan)
+        self._behind.set(reader.behind)  # raises where the files are gone
 
     def render(self) -> bytes:
         """Return the counters of all workers as text."""

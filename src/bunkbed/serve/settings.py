@@ -21,6 +21,7 @@ class ServeSettings:
         max_body: most bytes of a request.
         max_scan: most bytes of rows that a request may read to compare them all; see `Source.require_scan`.
         max_waiting: most requests at once; others get status 503.
+        parent: the process that started this worker, with which it ends; 0: none.
     """
 
     path: str
@@ -33,6 +34,7 @@ class ServeSettings:
     max_body: int = 1 << 20
     max_scan: int = 1 << 30
     max_waiting: int = 256
+    parent: int = 0
 
     def to_json(self) -> str:
         """Return the settings as text for another process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import bunkbed as bb
 from bunkbed.core.arguments import Ids
 from bunkbed.core.budget import format_bytes
+from bunkbed.errors import BunkbedError
 from bunkbed.files.kinds import kind_of
 from bunkbed.serve.settings import ServeSettings
 from bunkbed.train.settings.run_config import CONFIG_NAME
@@ -141,7 +142,7 @@ class Source:
         """Return the items with the highest scores for each user: columns ``user``, ``rank``, ``item``, ``score``."""
         model = self.recommender
         if model is None:
-            raise BadRequest(f"{self.name} is not a training run; recommendations come from one", 404)
+            raise BadRequest(f"what is served, {self.name!r}, is no training run: it has no recommendations", 404)
         self._require_number(len(users), "users")
         self._require_k(k)
         self._require_scan(self.tables["item"].table)
@@ -184,13 +185,16 @@ class Source:
         return {"name": self.name, "version": version, "tables": tables, "recommends": recommends}
 
     def health(self) -> dict[str, object]:
-        """Return the commit that is shown, its age, and how many are newer.
+        """Return the commit that is shown, its age, and how many are newer (None: unknown).
 
         Raises:
             BunkbedError: the rows may be older than they may be, and the reader cannot move.
         """
         with self.reader.pinned():
-            return {"version": self.reader.version, "age_s": self.reader.age_s, "behind": self.reader.behind}
+            found: dict[str, object] = {"version": self.reader.version, "age_s": self.reader.age_s, "behind": None}
+        with suppress(BunkbedError, OSError, ValueError):  # the files are gone, and the rows not too old yet
+            found["behind"] = self.reader.behind
+        return found
 
     def close(self) -> None:
         """Close the reader. Idempotent."""
@@ -204,8 +208,9 @@ class Source:
         found = self.tables.get(name or "")
         if found is None:
             known = ", ".join(sorted(self.tables))
-            asked = "give table" if name is None else f"there is no table {name!r}; give table"
-            raise BadRequest(f"{asked} as one of {known}", 400 if name is None else 404)
+            if name is None:
+                raise BadRequest(f"give table, one of {known}")
+            raise BadRequest(f"there is no table {name!r}; there are {known}", 404)
         return found
 
     def _places(self, served: Served, ids: Sequence[int] | None, labels: Sequence[Label] | None) -> Ids:
@@ -222,7 +227,7 @@ class Source:
         assert ids is not None
         for place, number in enumerate(ids):
             if not -(2**63) <= number < 2**63:
-                raise BadRequest(f"ids[{place}] is {number}, which is no int64")
+                raise BadRequest(f"id {number} at position {place} is no int64")
         return np.array(ids, np.int64)
 
     def _require_number(self, number: int, what: str) -> None:

@@ -178,7 +178,11 @@ class Following:
 
     @property
     def behind(self) -> int:
-        """Number of commits after the one that the reader shows, up to the one that `refresh` moves to."""
+        """Number of commits after the one that the reader shows, up to the one that `refresh` moves to.
+
+        Raises:
+            OSError: the files are gone.
+        """
         return 0 if self._writes() else abs(self._newest() - self._at())
 
     @typed
@@ -220,7 +224,7 @@ class Following:
             self.refresh()
         except (BunkbedError, OSError, ValueError) as error:
             raise BunkbedError(
-                f"{label}: its rows may be out of date for {time.monotonic() - self._looked_s:.1f} s, more than "
+                f"{label}: its rows may be out of date for {time.monotonic() - self._looked_s:.2f} s, more than "
                 f"max_age_s={self._max_age_s:g}, and moving to a newer commit failed ({error}); watch(None) goes on "
                 f"with commit {self._at()}"
             ) from error

@@ -67,6 +67,7 @@ def serve(
         max_waiting=max_waiting,
     )
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    processes.require_free(host, port)
     with opened(settings) as source:
         facts = source.facts()
         if json:
