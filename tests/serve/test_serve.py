@@ -185,6 +185,12 @@ def test_rows_and_neighbors_by_label(run: Path, serve: Callable[..., Served]) ->
         assert near["of"] == labels[:1] * 3 and near["label"] == model.items.decode(ids)
         unknown = served.error("/recommend", 404, users=[*model.users.decode([0]), "it's new"])
         assert 'users[1] is "it\'s new", which is not among the 40 known' in unknown
+        as_text = served.post("/lookup", table="item", labels=[str(label) for label in labels])
+        assert as_text == found  # labels as the run has them
+        kind = pa.string() if isinstance(labels[0], str) else pa.int64()
+        assert served.post("/lookup", accept=ARROW, table="item", labels=[])[1]["label"].type == kind
+        assert served.post("/recommend", accept=ARROW, users=[])[1]["user"].type == kind
+    assert "is not among the 40 known" in served.error("/lookup", 404, table="user", labels=[10**20])
     info = served.client.get("/info").json()
     assert info["recommends"] and info["tables"]["item"]["has_labels"] and info["tables"]["item"]["dim"] == 4
 
@@ -231,7 +237,7 @@ def test_a_commit_that_is_collected_while_it_is_read(run: Path, serve: Callable[
     user = model.users.decode([0])
     assert len(served.post("/recommend", users=user, k=2)["item"]) == 2 and times == 3
     times = -100
-    assert "internal error" in served.error("/recommend", 500, users=user)
+    assert "cannot be read now" in served.error("/recommend", 503, users=user)
 
 
 # ---- Bad requests
@@ -274,6 +280,9 @@ def test_bodies_that_are_no_request(table: bb.Table, serve: Callable[..., Served
     for content in (b"", b"{", b"[" * 40_000, b'{"ids": [1' + b"0" * 40_000 + b"]}", b"\xff\xfe", b"null", b"[1]"):
         answer = served.client.post("/lookup", content=content, headers=header)
         assert answer.status_code in (400, 422) and list(answer.json()) == ["error"], (content[:20], answer.text)
+    many = served.client.post("/lookup", content=b'{"labels": [' + b"[]," * 15_000 + b"[]]}", headers=header)
+    assert many.status_code == 422 and len(many.text) < 200
+    assert "labels[0] is []: Input should be an integer or a string" in many.text
     for content in (b"x" * 50_001, (b"x" * 1000 for _ in range(51))):  # with and without a length
         answer = served.client.post("/lookup", content=content, headers=header)
         assert answer.status_code == 413 and "more than 50000 bytes (--max-body)" in answer.json()["error"]
@@ -402,6 +411,39 @@ def test_rows_that_may_be_too_old_are_not_served(table: bb.Table, serve: Callabl
     assert served.post("/lookup", ids=[1])["version"] == 1
 
 
+def test_too_many_comparisons(table: bb.Table, serve: Callable[..., Served]) -> None:
+    served = serve(table.path, max_scan=4 * DIM * 40)
+    assert len(served.post("/neighbors", ids=[1] * 8, k=1)["id"]) == 8
+    assert "with too many others; the most is 8" in served.error("/neighbors", 413, ids=[1] * 9, k=1)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error", "/secret"), MemoryError(), bb.BunkbedError("/secret")]
+)
+def test_failures_of_the_machine_are_not_the_clients(
+    error: Exception, table: bb.Table, serve: Callable[..., Served]
+) -> None:
+    served = serve(table.path)
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    served.source.lookup = fail  # type: ignore[method-assign]
+    assert served.error("/lookup", 503, ids=[1]) == "the rows cannot be read now; the server's log says why"
+
+
+def test_a_snapshot_that_was_dropped(table: bb.Table, serve: Callable[..., Served]) -> None:
+    table.commit(keep="best")
+    served = serve(table.path, snapshot="best", max_age_s=0.04)
+    table.drop("best")
+    end = time.monotonic() + 60
+    while served.source.reader.age_s <= 0.2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert "cannot be read now" in served.error("/lookup", 503, ids=[1])
+    assert served.client.get("/healthz").status_code == 503
+
+
 # ---- Metrics and the page
 
 
@@ -425,7 +467,9 @@ def test_metrics_count_requests_and_rows(table: bb.Table, serve: Callable[..., S
 def test_the_page_describes_every_path(table: bb.Table, serve: Callable[..., Served]) -> None:
     served = serve(table.path)
     assert "swagger" in served.client.get("/docs").text.lower()
-    paths = served.client.get("/openapi.json").json()["paths"]
+    described = served.client.get("/openapi.json").json()
+    assert described["info"]["title"] == "Bunkbed: user"  # no path of the server
+    paths = described["paths"]
     assert set(paths) == {"/lookup", "/neighbors", "/info", "/healthz", "/metrics"}  # a table recommends nothing
     assert set(paths["/lookup"]["post"]["responses"]) == {"200", "4XX", "422", "503"}
     assert ARROW in paths["/lookup"]["post"]["responses"]["200"]["content"]

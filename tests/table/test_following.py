@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import shutil
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "the reader did not move within a minute"
         time.sleep(0.01)
+
+
+def watching() -> int:
+    """Return the number of threads that follow."""
+    return sum(thread.name == "bunkbed-watch" for thread in threading.enumerate())
 
 
 def test_refresh_moves_all_together_and_says_how_far_it_was_behind(pair: Pair) -> None:
@@ -146,8 +153,8 @@ def test_rows_that_may_be_too_old_raise(pair: Pair, caplog: pytest.LogCaptureFix
         table = reader.table("user") if pair.place == "run" else reader
         with pytest.raises(bb.BunkbedError, match=r"may be out of date for .* more than max_age_s=0.04.*watch\(None\)"):
             table.lookup([1])
-        with pytest.raises(bb.BunkbedError, match="may be out of date"):
-            reader.pinned()
+        with pytest.raises(bb.BunkbedError, match="may be out of date"), reader.pinned():
+            pass
         hidden.rename(pair.path)
         wait_for(lambda: reader.age_s <= 0.04)
         assert (table.lookup(EVERY) == 1).all()
@@ -172,8 +179,8 @@ def test_a_run_that_moved_half_way_refuses_use_until_it_has_moved(tmp_path: Path
         for table in (item, zoo):
             with pytest.raises(bb.BunkbedError, match=r"moving to commit 3 failed half-way.*refresh\(\)"):
                 table.lookup([1])
-        with pytest.raises(bb.BunkbedError, match="failed half-way"):
-            reader.pinned()
+        with pytest.raises(bb.BunkbedError, match="failed half-way"), reader.pinned():
+            pass
         reader.watch(None)  # does not allow use
         with pytest.raises(bb.BunkbedError, match="failed half-way"):
             item.lookup([1])
@@ -195,6 +202,158 @@ def test_a_table_that_is_not_in_the_commit_to_move_to(tmp_path: Path) -> None:
                 other.commit()
         with pytest.raises(bb.FormatError, match="commit 3 has no table 'item'; open it again"):
             reader.refresh()
+
+
+@pytest.mark.parametrize("place", ["sharded", "run"])
+def test_another_run_at_the_same_path_with_the_same_number(place: str, tmp_path: Path) -> None:
+    pair = Pair(place, tmp_path / "t")
+    with pair.reader() as reader:
+        pair.seen(reader)
+        pair.writer.close()
+        shutil.rmtree(pair.path)
+        Pair(place, tmp_path / "t").writer.close()
+        with pytest.raises(bb.FormatError, match="another"):
+            reader.refresh()
+        reader.watch(0.04)
+        wait_for(lambda: reader.age_s > 0.04)
+        with pytest.raises(bb.BunkbedError, match="another"):
+            pair.seen(reader)
+
+
+def test_tables_keep_a_run_that_watches(tmp_path: Path) -> None:
+    pair = Pair("run", tmp_path / "t")
+
+    def opened() -> tuple[bb.Table, bb.Table]:
+        run = bb.Run(pair.path, mode="r", ram="64MiB")
+        tables = run.table("item"), run.table("user")
+        run.watch(0.04)
+        return tables
+
+    tables = opened()
+    gc.collect()
+    pair.commit()
+    wait_for(lambda: all(table.lookup([1])[0, 0] == 2 for table in tables))
+    del tables
+    wait_for(lambda: gc.collect() >= 0 and watching() == 0)
+    pair.writer.close()
+
+
+def test_every_call_that_reads_rows_asks_for_the_age(pair: Pair) -> None:
+    query = np.ones(2, np.float32)
+    with pair.reader() as reader:
+        tables = [reader.table("item"), reader.table("user")] if pair.place == "run" else [reader]
+        reader.watch(600)
+        reader._max_age_s = 0.0  # every call finds it too old
+        pair.commit()
+        pair.path.rename(pair.path.with_name("hidden"))
+        for table in tables:
+            batch = table.batch(EVERY)
+            calls: dict[str, Callable[[], Any]] = {
+                "lookup": lambda table=table: table.lookup(EVERY),
+                "lookup_batch": lambda table=table, batch=batch: table.lookup_batch(batch, ROWS),
+                "lookup_bags": lambda table=table: table.lookup_bags(EVERY, [0]),
+                "get": lambda table=table: table.get(EVERY),
+                "contains": lambda table=table: table.contains(EVERY),
+                "scan": lambda table=table: list(table.scan()),
+                "topk": lambda table=table: table.topk(query, 2),
+                "topk of ids": lambda table=table: table.topk(query, 2, ids=EVERY),
+                "neighbors": lambda table=table: bb.neighbors(table, 1, 2),
+                "len": lambda table=table: len(table),
+            }
+            for name, call in calls.items():
+                with pytest.raises(bb.BunkbedError, match="may be out of date"):
+                    print(name, call())
+        pair.path.with_name("hidden").rename(pair.path)
+
+
+def test_topk_and_neighbors_are_of_one_commit(pair: Pair) -> None:
+    over = threading.Event()
+    with pair.reader() as reader:
+        tables = [reader.table("item"), reader.table("user")] if pair.place == "run" else [reader]
+
+        def move() -> None:
+            while not over.is_set():
+                pair.commit()
+                reader.refresh()
+
+        thread = threading.Thread(target=move)
+        thread.start()
+        for _ in range(40):
+            for table in tables:
+                _, scores = table.topk(np.ones(2, np.float32), 5, ids=EVERY)
+                assert np.unique(scores).size == 1
+                _, scores = bb.neighbors(table, 3, 5)
+                assert np.unique(np.sqrt(scores / 2)).size == 1 and (np.sqrt(scores / 2) % 1 == 0).all()
+        over.set()
+        thread.join()
+
+
+def test_a_look_without_news_does_not_wait_for_a_long_read(pair: Pair) -> None:
+    with pair.reader() as reader:
+        reader.watch(max_age_s=0.1)
+        inside, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with reader.pinned():
+                inside.set()
+                over.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        inside.wait()
+        wait_for(lambda: reader.age_s < 0.1)
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:  # many looks, and no call waits
+            with reader.pinned():
+                assert pair.seen(reader) == {1}
+            time.sleep(0.02)
+        over.set()
+        thread.join()
+
+
+def test_a_thread_that_a_pinned_one_waits_for_does_not_hang(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bunkbed.table.following._PATIENCE_S", 0.2)
+    with pair.reader() as reader, ThreadPoolExecutor(1) as pool:
+        pair.seen(reader)
+        with reader.pinned():
+            reader.watch(max_age_s=0.02)
+            pair.commit()
+            time.sleep(0.1)  # the thread waits to move
+            table = reader.table("item") if pair.place == "run" else reader
+            with pytest.raises(bb.BunkbedError, match=r"another thread has been in pinned\(\) for 0.2 s"):
+                pool.submit(table.lookup, [1]).result(60)
+            reader._max_age_s = 600.0
+            assert pool.submit(table.lookup, [1]).result(60)[0, 0] == 1
+        wait_for(lambda: reader.version == 2)
+
+
+def test_stopping_within_pinned_stops(pair: Pair) -> None:
+    with pair.reader() as reader:
+        reader.watch(max_age_s=0.02)
+        with reader.pinned():
+            pair.commit()
+            wait_for(lambda: bool(reader._pins._waiting))
+            reader.watch(None)
+        time.sleep(0.1)
+        assert reader.version == 1
+
+
+def test_a_pin_that_is_left_in_another_thread(pair: Pair) -> None:
+    with pair.reader() as reader:
+        pin = reader.pinned()
+        pin.__enter__()
+        thread = threading.Thread(target=lambda: pin.__exit__(None, None, None))
+        thread.start()
+        thread.join()
+        pair.commit()
+        assert reader.refresh() == 2
+
+
+def test_an_age_beyond_what_a_wait_may_take(pair: Pair) -> None:
+    with pair.reader() as reader:
+        reader.watch(1e300)
+        time.sleep(0.05)
+        assert watching() >= 1
 
 
 def test_a_table_of_a_run_does_not_move_alone(tmp_path: Path) -> None:
@@ -281,22 +440,19 @@ def test_who_waits_to_move_goes_before_new_readers() -> None:
 
 
 def test_a_closed_and_a_forgotten_reader_have_no_thread(pair: Pair) -> None:
-    def watching() -> int:
-        return sum(thread.name == "bunkbed-watch" for thread in threading.enumerate())
-
-    before = watching()
+    wait_for(lambda: gc.collect() >= 0 and watching() == 0)  # those of earlier tests
     with pair.reader() as reader:
         reader.watch(max_age_s=0.02)
         reader.watch(max_age_s=0.04)  # in place of the first
-        wait_for(lambda: watching() == before + 1)
-    wait_for(lambda: watching() == before)
+        wait_for(lambda: watching() == 1)
+    wait_for(lambda: watching() == 0)
     with pytest.raises(bb.TableClosedError):
         reader.watch()
     forgotten: Any = bb.open(pair.path, mode="r") if pair.place != "run" else bb.Run(pair.path, mode="r")
     forgotten.watch(max_age_s=0.02)
     gone = weakref.ref(forgotten)
     del forgotten
-    wait_for(lambda: gc.collect() >= 0 and gone() is None and watching() == before)
+    wait_for(lambda: gc.collect() >= 0 and gone() is None and watching() == 0)
 
 
 @pytest.mark.parametrize("value", [0, -1.5, float("nan")])

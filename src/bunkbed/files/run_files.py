@@ -435,6 +435,10 @@ class RunFiles:
             sync_directory(self.files)
         return replace(manifest, files=entries, next_file=number)
 
+    def was_collected(self, epoch: int) -> str:
+        """Return what a reader is told whose commit is gone."""
+        return f"{self.label}: commit {epoch} was collected by its writer meanwhile; call refresh(), or open it again"
+
     def read_file(self, name: str, manifest: RunManifest) -> bytes:
         """Read a dense file of a commit and verify its checksum.
 
@@ -451,10 +455,7 @@ class RunFiles:
             data = _native.read_file(str(path))
         except FileNotFoundError:
             if not self.manifest_path(manifest.epoch).exists():
-                raise FileNotFoundError(
-                    f"{self.label}: commit {manifest.epoch} was collected by its writer meanwhile; call refresh(), "
-                    "or open it again"
-                ) from None
+                raise FileNotFoundError(self.was_collected(manifest.epoch)) from None
             raise CorruptionError(f"file {path} ({name!r} of commit {manifest.epoch}) is missing") from None
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
             raise CorruptionError(f"file {path} ({name!r} of commit {manifest.epoch}) fails its checksum")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Literal
 
 from bunkbed.errors import BunkbedError, FormatError
@@ -57,14 +57,16 @@ class RunReader(Following):
             raise FileNotFoundError(f"{self.folder.label}: its folder has no commit any more, or is gone")
         return newest
 
-    def _held(self) -> AbstractContextManager[None]:
-        """Return a context in which a reader does not move."""
-        return nullcontext() if self.mode == "w" else self._pins.held()
+    def _file_of(self, number: int) -> Path:
+        return self.folder.manifest_path(number)
 
     def _put_above(self, above: Callable[[], Above | None] | None) -> None:
         self._above = self._guard() if above is None and self.torn else above
         for table in (*self._tables.values(), *self._sharded):
             table.put_above(self._above)
+
+    def _guard(self) -> Callable[[], Above]:
+        return self._strong_guard()
 
     def _require_fresh(self, label: str) -> None:
         """See `Following`. Raise BunkbedError where the tables are not all at one commit."""
@@ -76,10 +78,8 @@ class RunReader(Following):
         """Move all tables to the commit to follow. Where it fails half-way they refuse use until a call succeeds."""
         for attempt in range(_ATTEMPTS):
             manifest = self._to_follow()
-            if manifest.epoch == self.manifest.epoch and not self.torn:
-                break
             try:
-                self._move_to(manifest)
+                self._move_to(manifest)  # also to the same number: another run may have it, at the same path
                 break
             except FileNotFoundError:
                 # The writer collected this commit after it was read: there is a newer commit.

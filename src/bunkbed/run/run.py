@@ -240,8 +240,13 @@ class Run(RunReader):
         self._require_open()
         self.settle(report=False)
         require_name("table", name)
-        with self._held():
-            return self._table(name, create)
+        try:
+            with self._held():
+                return self._table(name, create)
+        except FileNotFoundError:
+            if self.mode == "w" or self.folder.manifest_path(self.epoch).exists():
+                raise
+            raise FileNotFoundError(self.folder.was_collected(self.epoch)) from None
 
     def _table(self, name: str, create: Json | None) -> Table:
         create, shards = self._sharded.parted(name, create)
@@ -250,6 +255,8 @@ class Run(RunReader):
         sharding = self.manifest.sharded.get(name)
         if sharding is not None:
             for shard in sharding.names(name):
+                if shard in self._tables:  # an earlier call failed at a later one
+                    continue
                 self._open_table(shard, None if create is None else of_each(create, len(sharding.shards)))
             return self._whole(name, sharding, create)
         if shards is not None and name not in self.manifest.tables and self.mode == "w":
@@ -279,6 +286,7 @@ class Run(RunReader):
         found = Shards(name, tables, sharding.uuid, lambda: self.epoch, num_shards=len(tables), run=self)
         self._sharded.add(name, found, create)
         found.put_above(self._above)
+        found.share_pins(self._pins)
         return found
 
     def _open_table(self, name: str, create: Json | None, *, is_shard: bool = False) -> Table:
@@ -310,6 +318,7 @@ class Run(RunReader):
             opened = opening.create(path, ram=self.budget, _run=self, _name=label, _warns=warns, **create)
         self._tables[name] = opened  # from here on `close` closes it
         opened.put_above(self._above)
+        opened.share_pins(self._pins)
         if self.mode == "w":
             self._pin(name, opened)
         return opened

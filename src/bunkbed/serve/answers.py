@@ -30,7 +30,10 @@ def _json(found: Found) -> bytes:
         if isinstance(values, np.ndarray) and values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = np.argwhere(~np.isfinite(values))[0]
             raise BadRequest(f"{name}[{bad[0]}] has a value that JSON cannot have (NaN, infinity); accept {ARROW}", 406)
-    columns = {name: np.ascontiguousarray(v) if isinstance(v, np.ndarray) else v for name, v in found.columns.items()}
+    columns = {
+        name: np.ascontiguousarray(values) if isinstance(values, np.ndarray) else values.to_pylist()
+        for name, values in found.columns.items()
+    }
     return orjson.dumps({"version": found.version, **columns}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -43,7 +46,7 @@ def _arrow(found: Found) -> bytes:
             flat = pa.array(np.ascontiguousarray(values).reshape(-1))
             columns[name] = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
         else:
-            columns[name] = pa.array(values)
+            columns[name] = pa.array(values) if isinstance(values, np.ndarray) else values
     batch = pa.record_batch(columns).replace_schema_metadata({"version": str(found.version)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict
 from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
@@ -32,10 +32,15 @@ from bunkbed.train.settings.run_config import CONFIG_NAME
 
 #: Seconds within which the body of a request must arrive.
 _BODY_S = 10.0
+#: Requests whose bodies may be arriving, for each that may wait for its answer.
+_ARRIVING = 4
 #: Lookups at once; more wait. One reads from the disk while another encodes; more would wait for the interpreter.
 _LOOKUPS = 2
 _Int = Annotated[int, Strict()]
 _Label = Annotated[int, Strict()] | Annotated[str, Strict()]
+# One bad element is enough for an answer: an error of each of a million would block the server.
+_Ints = Annotated[list[_Int], Field(fail_fast=True)]
+_Labels = Annotated[list[_Label], Field(fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -45,8 +50,8 @@ class _Body(BaseModel):
 class LookupBody(_Body):
     """Rows by id, or by label in a training run. `table` may be left out where there is one."""
 
-    ids: list[_Int] | None = None
-    labels: list[_Label] | None = None
+    ids: _Ints | None = None
+    labels: _Labels | None = None
     table: str | None = None
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"ids": [3, 1, 4]}]})
@@ -64,10 +69,10 @@ class NeighborsBody(LookupBody):
 class RecommendBody(_Body):
     """The items with the highest scores for each user, by their labels in the training file."""
 
-    users: list[_Label]
+    users: _Labels
     k: _Int = 10
     include_seen: bool = False
-    items: list[_Label] | None = None
+    items: _Labels | None = None
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"users": ["u-17"], "k": 5}]})
 
@@ -80,7 +85,7 @@ def create_app(settings: ServeSettings, source: Source | None = None) -> FastAPI
         source: open already, and closed by the caller; None: the application opens and closes its own.
     """
     app = FastAPI(
-        title=f"Bunkbed: {settings.path}",
+        title=f"Bunkbed: {Path(settings.path).resolve().name}",
         version=bunkbed.__version__,
         lifespan=_lifespan(settings, source),
         redoc_url=None,
@@ -178,7 +183,8 @@ class _Limits:
         self._settings = settings
         self._paths = paths
         self._state = state
-        self._now = 0
+        self._now = 0  # questions that have arrived and are not answered
+        self._arriving = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -193,17 +199,17 @@ class _Limits:
                 status = message["status"]
             await send(message)
 
-        self._now += 1
         try:
             await self._bounded(scope, receive, noting, is_question=scope["method"] == "POST")
         finally:
-            self._now -= 1
             self._state.metrics.count(path, status, time.perf_counter() - began)
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send, *, is_question: bool) -> None:
-        if is_question and self._now > self._settings.max_waiting:
-            await _refuse(send, 503, f"more than {self._settings.max_waiting} requests at once; try again later")
+        most = self._settings.max_waiting
+        if self._arriving >= _ARRIVING * most:
+            await _refuse(send, 503, f"more than {_ARRIVING * most} requests are arriving at once; try again later")
             return
+        self._arriving += 1
         try:
             async with asyncio.timeout(_BODY_S):
                 body = await self._body(receive)
@@ -212,9 +218,21 @@ class _Limits:
             return
         except ClientDisconnect:
             return
+        finally:
+            self._arriving -= 1
         if body is None:
             await _refuse(send, 413, f"the request has more than {self._settings.max_body} bytes (--max-body)")
             return
+        if is_question and self._now >= most:
+            await _refuse(send, 503, f"more than {most} requests at once; try again later")
+            return
+        self._now += is_question
+        try:
+            await self._pass_on(scope, body, receive, send)
+        finally:
+            self._now -= is_question
+
+    async def _pass_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         is_read = False
 
         async def replay() -> Message:

@@ -65,13 +65,15 @@ def answer_errors(app: FastAPI, fields: Mapping[str, list[str]]) -> None:
     for kind in (IndexError, ValueError):
         app.add_exception_handler(kind, mistaken)
 
-    @app.exception_handler(BunkbedError)
-    async def unusable(_: Request, error: BunkbedError) -> JSONResponse:
+    async def unusable(_: Request, error: Exception) -> JSONResponse:
         nonlocal logged_s
         if time.monotonic() >= logged_s + _LOG_EVERY_S:  # not for each request of an outage
             logged_s = time.monotonic()
             _log.error("%s", error)
         return answer(503, "the rows cannot be read now; the server's log says why")
+
+    for failure in (BunkbedError, OSError, MemoryError):
+        app.add_exception_handler(failure, unusable)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
@@ -94,4 +96,5 @@ def _describe(error: Mapping[str, object], fields: list[str]) -> str:
         return f"{place} is missing"
     if not place:
         return f"the body: {error['msg']}"
-    return f"{place} is {shortened(error.get('input'))}: {error['msg']}"
+    reason = error["msg"] if len(loc) <= 3 else "Input should be an integer or a string"  # pydantic's last part: a type
+    return f"{place} is {shortened(error.get('input'))}: {reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
@@ -49,6 +50,7 @@ class Metrics:
             ("table", "place"),
             registry=registry,
         )
+        self._lock = threading.Lock()  # guards `_before`
         self._before: dict[tuple[str, str], int] = {}
 
         def gauge(name: str, text: str, mode: str) -> Gauge:
@@ -73,6 +75,10 @@ class Metrics:
 
     def update(self) -> None:
         """Take the present values of the reader."""
+        with self._lock:
+            self._update()
+
+    def _update(self) -> None:
         reader = self._source.reader
         self._version.set(reader.version)
         self._age.set(reader.age_s)

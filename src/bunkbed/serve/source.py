@@ -22,14 +22,20 @@ from bunkbed.train.settings.run_config import CONFIG_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import pyarrow as pa
+
     from bunkbed.serve.labels import LabelIndex
     from bunkbed.train.data.vocab import Label
     from bunkbed.train.trained import Recommender
 
 _R = TypeVar("_R")
-Columns = dict[str, "npt.NDArray[np.generic] | list[Label]"]
+Columns = dict[str, "npt.NDArray[np.generic] | pa.Array"]
 #: How often a request is tried again because the writer collected the commit that it reads.
 _ATTEMPTS = 5
+#: How often a request may read the bytes of ``--max-scan`` again from RAM.
+_SCANS = 8
+#: Users whose scores are computed together.
+_USERS_AT_ONCE = 256
 
 
 class BadRequest(ValueError):
@@ -45,7 +51,7 @@ class Found(NamedTuple):
 
     Attributes:
         version: number of the commit.
-        columns: arrays ``[N]`` or, of rows, ``float32[N, dim]``, or lists of labels.
+        columns: arrays ``[N]`` or, of rows, ``float32[N, dim]``; labels as Arrow arrays.
     """
 
     version: int
@@ -101,7 +107,8 @@ class Source:
         places = self._places(served, ids, labels)
 
         def read() -> Found:
-            return Found(self.reader.version, {**_named(places, labels), "row": served.table.lookup(places)})
+            named: Columns = {"id": places} if labels is None else {"label": _labels(served.labels, places)}
+            return Found(self.reader.version, {**named, "row": served.table.lookup(places)})
 
         return self._at_one_commit(read)
 
@@ -120,18 +127,16 @@ class Source:
         served = self._table(table)
         places = self._places(served, ids, labels)
         self._require_k(k)
-        self._require_scan(served.table)
+        self._require_scan(served.table, len(places))
 
         def read() -> Found:
             found, scores = bb.neighbors(served.table, places, k, metric=metric)
             owners, ranks = np.nonzero(found >= 0)
             best = found[owners, ranks]
-            given = _named(places, labels)
-            of = next(iter(given.values()))
             columns: Columns = {
-                "of": [of[owner] for owner in owners.tolist()] if isinstance(of, list) else of[owners],
+                "of": places[owners] if labels is None else _labels(served.labels, places[owners]),
                 "rank": ranks + 1,
-                **({"id": best} if served.labels is None else {"label": served.labels.vocab.decode(best)}),
+                **({"id": best} if served.labels is None else {"label": _labels(served.labels, best)}),
                 "score": scores[owners, ranks],
             }
             return Found(self.reader.version, columns)
@@ -145,7 +150,7 @@ class Source:
             raise BadRequest(f"what is served, {self.name!r}, is no training run: it has no recommendations", 404)
         self._require_number(len(users), "users")
         self._require_k(k)
-        self._require_scan(self.tables["item"].table)
+        self._require_scan(self.tables["item"].table, -(-len(users) // _USERS_AT_ONCE))
         places = _known(self._users, users, "users")
         allowed = None
         if items is not None:
@@ -156,9 +161,9 @@ class Source:
             best = model.best_of(places, k, include_seen=include_seen, items=allowed)
             owners, ranks = np.nonzero(best.items >= 0)
             columns: Columns = {
-                "user": [users[owner] for owner in owners.tolist()],
+                "user": _labels(self._users, places[owners]),
                 "rank": ranks + 1,
-                "item": model.items.decode(best.items[owners, ranks]),
+                "item": _labels(self._items, best.items[owners, ranks]),
                 "score": best.scores[owners, ranks],
             }
             return Found(self.reader.version, columns)
@@ -240,13 +245,19 @@ class Source:
         if not 1 <= k <= most:
             raise BadRequest(f"k must be in [1, {most}] (--max-k), got {k}", 413 if k > most else 400)
 
-    def _require_scan(self, table: bb.Table) -> None:
-        """Raise BadRequest where comparing all rows of a table would read more than allowed."""
+    def _require_scan(self, table: bb.Table, times: int) -> None:
+        """Raise BadRequest where comparing all rows of a table, so many times, would read more than allowed."""
         size, most = 4 * table.dim * len(table), self._settings.max_scan
         if size > most:
             raise BadRequest(
                 f"this reads all rows of table {table.name!r}, {format_bytes(size)}; the most is {format_bytes(most)} "
                 "(--max-scan)",
+                413,
+            )
+        if size * times > _SCANS * most:
+            raise BadRequest(
+                f"this compares all rows of table {table.name!r} with too many others; the most is "
+                f"{_SCANS * most // size} (--max-scan)",
                 413,
             )
 
@@ -259,12 +270,20 @@ class Source:
             except FileNotFoundError:
                 if attempt == _ATTEMPTS - 1:
                     raise
-            self.reader.refresh()
+            try:
+                self.reader.refresh()
+            except ValueError as error:  # for instance the snapshot was dropped: no mistake of the client
+                raise BunkbedError(str(error)) from error
         raise AssertionError("unreachable")
 
 
-def _named(places: Ids, labels: Sequence[Label] | None) -> Columns:
-    return {"id": places} if labels is None else {"label": list(labels)}
+def _labels(index: LabelIndex | None, ids: Ids) -> pa.Array:
+    """Return labels of ids, as the run has them, as int64 or string."""
+    import pyarrow as pa
+
+    assert index is not None
+    vocab = index.vocab
+    return pa.array(vocab.decode(ids), pa.int64() if vocab.kind == "int" else pa.string())
 
 
 def _known(index: LabelIndex, labels: Sequence[Label], what: str) -> Ids:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from pathlib import Path
 
 from bunkbed.errors import CorruptionError
 from bunkbed.files.sharding import Sharding
@@ -164,6 +165,10 @@ class ShardedCore(ShardedRows):
             self._require_one_step()
             self._torn = ""
             return self._run.epoch
+
+    def file_of(self, number: int) -> Path:
+        """Return the file of a commit."""
+        return self._run.folder.manifest_path(number)
 
     def newest(self) -> int:
         """Return the number of the commit that `refresh` moves to."""

@@ -288,8 +288,13 @@ class ShardedTable(Table):
         self._reader_label()
         return self.core.newest()
 
+    def _file_of(self, number: int) -> Path:
+        return self.core.file_of(number)
+
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
-        for scan in self.core.scans([index for index, _ in fields]):
+        with self._reading():
+            scans = self.core.scans([index for index, _ in fields])
+        for scan in scans:
             yield from self._rows_of(scan, fields, chunk)
 
     def _machine(self) -> Machine | None:

@@ -8,8 +8,10 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from bunkbed.core.arguments import as_number
 from bunkbed.core.typed import typed
@@ -19,50 +21,59 @@ from bunkbed.table.above import Above
 _log = logging.getLogger("bunkbed")
 #: How often a reader that watches looks for a newer commit within its greatest age.
 _LOOKS = 4
+#: Seconds that a thread waits for others which may be waiting for it.
+_PATIENCE_S = 10.0
 
 
 class Pins:
-    """Keeps a reader at its commit while some threads read, and moves it while none does.
-
-    A thread may nest `held`. Threads that wait to move go before new ones that read, so readers do not keep them out.
-    """
+    """Keeps a reader at its commit while some threads read, and moves it while none does. A thread may nest `held`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards the three below
-        self._holders = 0
+        self._holding: Counter[int] = Counter()  # by thread: how often it holds
         self._waiting = 0  # threads that move or wait to
         self._is_moving = False
-        self._own = threading.local()  # `depth`: how often this thread holds
 
     @property
     def is_mine(self) -> bool:
         """True where this thread holds the reader at its commit."""
-        return getattr(self._own, "depth", 0) > 0
+        return self._holding[threading.get_ident()] > 0
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep the reader at its commit inside."""
-        if not self.is_mine:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._waiting)
-                self._holders += 1
-        self._own.depth = getattr(self._own, "depth", 0) + 1
+    def held(self, *, is_urgent: bool = True) -> Iterator[None]:
+        """Keep the reader at its commit inside.
+
+        Args:
+            is_urgent: whether threads that wait to move go first, so that readers do not keep them out. They go first
+                for ten seconds only: a thread that holds the reader may be waiting for this one.
+        """
+        thread = threading.get_ident()
+        with self._changed:
+            if not self._holding[thread]:
+                if is_urgent:
+                    self._changed.wait_for(lambda: not self._waiting, _PATIENCE_S)
+                self._changed.wait_for(lambda: not self._is_moving)
+            self._holding[thread] += 1
         try:
             yield
-        finally:
-            self._own.depth -= 1
-            if not self.is_mine:
-                with self._changed:
-                    self._holders -= 1
-                    self._changed.notify_all()
+        finally:  # perhaps in another thread
+            with self._changed:
+                self._holding[thread] -= 1
+                self._holding += Counter()  # without those that no longer hold
+                self._changed.notify_all()
 
     @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """Move the reader inside. The thread must not hold it."""
+    def moving(self, patience_s: float | None = None) -> Iterator[None]:
+        """Move the reader inside. The thread must not hold it.
+
+        Raises:
+            BunkbedError: other threads still hold it after `patience_s` seconds; None: wait for them.
+        """
         with self._changed:
             self._waiting += 1
             try:
-                self._changed.wait_for(lambda: not self._holders and not self._is_moving)
+                if not self._changed.wait_for(lambda: not self._holding and not self._is_moving, patience_s):
+                    raise BunkbedError(f"another thread has been in pinned() for {patience_s:g} s")
             except BaseException:
                 self._waiting -= 1
                 self._changed.notify_all()
@@ -83,6 +94,7 @@ class Following:
     _max_age_s: float = math.inf
     _stop: threading.Event | None = None  # ends the thread that follows
     _looked_s = 0.0  # when the reader last looked for a newer commit
+    _seen: object = None  # the newest commit's file as of the last move
     _pins: Pins
 
     # ---- What a subclass has
@@ -93,6 +105,10 @@ class Following:
 
     def _newest(self) -> int:
         """Return the number of the commit to follow."""
+        raise NotImplementedError
+
+    def _file_of(self, number: int) -> Path:
+        """Return the file of a commit."""
         raise NotImplementedError
 
     def _at(self) -> int:
@@ -134,11 +150,33 @@ class Following:
         label = self._reader_label()
         if self._pins.is_mine:
             raise BunkbedError(f"{label}: refresh() within pinned() of the same thread would wait without end")
-        with self._pins.moving():
-            looked_s = time.monotonic()
+        return self._refresh()
+
+    def _refresh(self, patience_s: float | None = None, stop: threading.Event | None = None) -> int:
+        with self._pins.moving(patience_s):
+            if stop is not None and stop.is_set():
+                return self._at()
+            looked_s, stamp = time.monotonic(), self._stamp()
             number = self._move()
-            self._looked_s = looked_s
+            self._looked_s, self._seen = looked_s, stamp
         return number
+
+    def _stamp(self) -> object:
+        """Return what identifies the file of the commit to follow; None: it cannot be read."""
+        try:
+            number = self._newest()
+            about = self._file_of(number).stat()
+        except (BunkbedError, OSError, ValueError):
+            return None
+        return number, about.st_dev, about.st_ino, about.st_mtime_ns, about.st_ctime_ns, about.st_size
+
+    def _look(self, stop: threading.Event) -> None:
+        """Move if there is something newer. Does not wait for threads that read where there is not."""
+        looked_s, stamp = time.monotonic(), self._stamp()
+        if stamp is not None and stamp == self._seen:
+            self._looked_s = looked_s
+        else:
+            self._refresh(stop=stop)
 
     @typed
     def watch(self, max_age_s: float | None = 2.0) -> None:
@@ -189,14 +227,13 @@ class Following:
     def pinned(self) -> AbstractContextManager[None]:
         """Return a context in which a reader stays at its commit; `refresh` and `watch` of other threads wait.
 
-        For several calls that must see one commit, such as the lookups of a model with several tables.
+        For several calls that must see one commit, such as the lookups of a model with several tables. Keep it short:
+        after ten seconds calls of other threads raise, where the reader would be older than it may be.
 
         Raises:
-            ValueError: as `refresh`.
+            ValueError: as `refresh`. BunkbedError: when it is entered, the reader is older than it may be.
         """
-        label = self._reader_label()
-        self._require_fresh(label)
-        return self._pins.held()
+        return self._pinned(self._reader_label())
 
     # ---- Internal
 
@@ -204,6 +241,23 @@ class Following:
         """Return what lies above tables that ask, before each call that reads rows, whether these may be used."""
         guard = _Guard(weakref.ref(self))
         return lambda: guard
+
+    def _strong_guard(self) -> Callable[[], Above]:
+        """Return the same, which keeps this reader alive as long as its tables."""
+        guard = _Guard(lambda: self)
+        return lambda: guard
+
+    @contextlib.contextmanager
+    def _pinned(self, label: str) -> Iterator[None]:
+        self._require_fresh(label)
+        with self._held():
+            yield
+
+    def _held(self) -> AbstractContextManager[None]:
+        """Return a context in which a reader does not move."""
+        if self._writes():
+            return contextlib.nullcontext()
+        return self._pins.held(is_urgent=self._max_age_s == math.inf or self.age_s > self._max_age_s / 2)
 
     def _start_following(self) -> None:
         self._pins = Pins()
@@ -221,8 +275,8 @@ class Following:
         if self._pins.is_mine or time.monotonic() - self._looked_s <= self._max_age_s:
             return
         try:
-            self.refresh()
-        except (BunkbedError, OSError, ValueError) as error:
+            self._refresh(_PATIENCE_S)
+        except (BunkbedError, OSError, ValueError, MemoryError) as error:
             raise BunkbedError(
                 f"{label}: its rows may be out of date for {time.monotonic() - self._looked_s:.2f} s, more than "
                 f"max_age_s={self._max_age_s:g}, and moving to a newer commit failed ({error}); watch(None) goes on "
@@ -233,7 +287,7 @@ class Following:
 class _Guard:
     """Checks the age of a reader that watches, before each call that reads its rows."""
 
-    def __init__(self, reader: weakref.ref[Following]) -> None:
+    def __init__(self, reader: Callable[[], Following | None]) -> None:
         self._reader = reader
 
     def reading(self) -> AbstractContextManager[None]:
@@ -257,12 +311,12 @@ class _Guard:
 def _follow(reader: weakref.ref[Following], stop: threading.Event, every_s: float) -> None:
     """Move a reader again and again, until it is closed or gone."""
     failed = ""
-    while not stop.wait(every_s):
+    while not stop.wait(min(every_s, threading.TIMEOUT_MAX)):
         follower = reader()
         if follower is None:
             return
         try:
-            follower.refresh()
+            follower._look(stop)
             failed = ""
         except (BunkbedError, OSError, ValueError, MemoryError) as error:
             if stop.is_set() or isinstance(error, TableClosedError):

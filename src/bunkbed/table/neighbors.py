@@ -41,6 +41,11 @@ def neighbors(table: Table, ids: ArrayLike, k: int = 10, *, metric: str = "dot")
     ...     bb.neighbors(table, 2, k=2)
     (array([5, 7]), array([2., 0.], dtype=float32))
     """
+    with table.at_one_commit():
+        return _neighbors(table, ids, k, metric)
+
+
+def _neighbors(table: Table, ids: ArrayLike, k: int, metric: str) -> tuple[Ids, Floats]:
     label = f"table '{table.name}'"
     if metric not in METRICS:
         raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")

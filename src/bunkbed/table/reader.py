@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from bunkbed.table.core import Core
-from bunkbed.table.following import Following
+from bunkbed.table.following import Following, Pins
 
 _MANIFEST = re.compile(r"manifest-(\d{16})")
 
@@ -29,6 +29,10 @@ class TableReader(Following):
         """Return whether this process opened the table."""
         raise NotImplementedError
 
+    def share_pins(self, pins: Pins) -> None:
+        """Move only when the run moves that has the table."""
+        self._pins = pins
+
     def _move(self) -> int:
         return int(self.core.refresh())
 
@@ -38,10 +42,17 @@ class TableReader(Following):
     def _newest(self) -> int:
         self._reader_label()
         if self._snapshot is not None:
-            return dict(self.core.snapshots()).get(self._snapshot, self._at())
+            named = dict(self.core.snapshots())
+            if self._snapshot not in named:
+                raise ValueError(f"table '{self._name}' has no snapshot {self._snapshot!r} any more")
+            return named[self._snapshot]
         assert self._path is not None
         found = (_MANIFEST.fullmatch(entry.name) for entry in self._path.iterdir())
         return max((int(match[1]) for match in found if match), default=self._at())
+
+    def _file_of(self, number: int) -> Path:
+        assert self._path is not None
+        return self._path / f"manifest-{number:016d}"
 
     def _writes(self) -> bool:
         return self._mode == "w"

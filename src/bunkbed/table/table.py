@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -330,6 +330,9 @@ class Table(TableFacts, TableCommits, TableReader):
         self._require_batch(batch)
         if size != batch.num_ids():
             raise ValueError(f"table '{self._name}': the batch has {batch.num_ids()} ids, got size={size!r}")
+        if self._mode == "r":
+            with self._reading():  # checks the age; a writer's device cache calls this itself
+                pass
         out: Floats = _native.empty_rows(batch.num_ids(), self._dim)
         self.core.lookup_batch(batch, as_flag(touch, what="touch", table=f"table '{self._name}'"), out)
         return out
@@ -479,7 +482,17 @@ class Table(TableFacts, TableCommits, TableReader):
             ValueError: k below 1; queries of another shape or not finite; a number of `exclude` arrays other than the
             number of queries.
         """
-        return topk(self, queries, k, ids=ids, exclude=exclude)
+        with self.at_one_commit():
+            return topk(self, queries, k, ids=ids, exclude=exclude)
+
+    # Internal: a context in which a reader does not move, and is not older than it may be; of a writer, nothing.
+    @contextmanager
+    def at_one_commit(self) -> Iterator[None]:
+        if self._mode == "w" or not self.is_own:  # the core reports a fork
+            yield
+            return
+        with self._reading(), self._held():
+            yield
 
     # ---- Closing; commits are in `TableCommits`
 

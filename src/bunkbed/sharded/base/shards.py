@@ -108,5 +108,7 @@ class Shards(Table):
         return sum(table.ram_bytes for table in self._tables)
 
     def _scan(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
-        for scan in self.core.scans([index for index, _ in fields]):
+        with self._reading():
+            scans = self.core.scans([index for index, _ in fields])
+        for scan in scans:
             yield from self._rows_of(scan, fields, chunk)
