@@ -229,11 +229,11 @@ def test_tables_keep_a_run_that_watches(tmp_path: Path) -> None:
         run.watch(0.04)
         return tables
 
-    tables = opened()
+    tables = list(opened())
     gc.collect()
     pair.commit()
     wait_for(lambda: all(table.lookup([1])[0, 0] == 2 for table in tables))
-    del tables
+    tables.clear()
     wait_for(lambda: gc.collect() >= 0 and watching() == 0)
     pair.writer.close()
 

@@ -436,7 +436,7 @@ class RunFiles:
         return replace(manifest, files=entries, next_file=number)
 
     def was_collected(self, epoch: int) -> str:
-        """Return what a reader is told whose commit is gone."""
+        """Return the message for a reader whose commit is gone."""
         return f"{self.label}: commit {epoch} was collected by its writer meanwhile; call refresh(), or open it again"
 
     def read_file(self, name: str, manifest: RunManifest) -> bytes:
