@@ -20,6 +20,7 @@ pa = pytest.importorskip("pyarrow")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from pydantic import ValidationError  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 import bunkbed as bb  # noqa: E402
@@ -148,6 +149,26 @@ def test_a_server_follows_the_writer(table: bb.Table, serve: Callable[..., Serve
         while (found := served.post("/lookup", ids=EVERY.tolist()))["version"] < number:
             assert time.monotonic() < end
         assert np.unique(found["row"]).tolist() == [number]
+
+
+def test_an_answer_is_of_one_commit(table: bb.Table, serve: Callable[..., Served]) -> None:
+    served = serve(table.path, max_age_s=600)
+    reader, movers = served.source.reader, list[threading.Thread]()
+    lookup = reader.lookup  # type: ignore[union-attr]
+
+    def while_it_moves(*arguments: Any) -> Any:
+        table.set(EVERY, np.full((ROWS, DIM), 2, np.float32))
+        table.commit()
+        movers.append(threading.Thread(target=reader.refresh))
+        movers[-1].start()
+        movers[-1].join(0.2)  # it waits for the answer
+        return lookup(*arguments)
+
+    reader.lookup = while_it_moves  # type: ignore[method-assign, union-attr, assignment]
+    found = served.post("/lookup", ids=[1])
+    assert found["version"] == 1 and found["row"] != [[2.0] * DIM]
+    movers[0].join()
+    assert reader.version == 2
 
 
 def test_recommendations_are_those_of_the_run(run: Path, serve: Callable[..., Served]) -> None:
@@ -283,6 +304,9 @@ def test_bodies_that_are_no_request(table: bb.Table, serve: Callable[..., Served
     many = served.client.post("/lookup", content=b'{"labels": [' + b"[]," * 15_000 + b"[]]}", headers=header)
     assert many.status_code == 422 and len(many.text) < 200
     assert "labels[0] is []: Input should be an integer or a string" in many.text
+    with pytest.raises(ValidationError) as found:
+        app_module.LookupBody.model_validate({"labels": [[], [], []]})
+    assert found.value.error_count() == 2  # no integer and no string; the other elements are not looked at
     for content in (b"x" * 50_001, (b"x" * 1000 for _ in range(51))):  # with and without a length
         answer = served.client.post("/lookup", content=content, headers=header)
         assert answer.status_code == 413 and "more than 50000 bytes (--max-body)" in answer.json()["error"]
