@@ -146,7 +146,7 @@ def test_methods_of_a_table(tmp_path: Path, kind: str) -> None:
         assert not bad, "\n".join(bad)
         tested = {*reads, *writes, "close", "compact", "refresh", "snapshots", "stats", "watch", "pinned"}
         internal = {"wanted_bytes", "minimum_bytes", "apply_share", "reserve_ram", "create", "open"}
-        internal |= {"put_above", "field", "scan_slots", "release", "shard_stats"}
+        internal |= {"put_above", "share_pins", "at_one_commit", "field", "scan_slots", "release", "shard_stats"}
         internal |= {"commit_in_run", "begin_commit_in_run", "rewind_in_run"}
         public = {n for n, _ in inspect.getmembers(type(table), inspect.isfunction) if not n.startswith("_")}
         assert public <= tested | internal, "a method that this test does not know"
