@@ -65,6 +65,10 @@ class Served:
     table: bb.Table
     labels: LabelIndex | None = None
 
+    def named(self, ids: Ids, *, by_label: bool) -> Columns:
+        """Return ids as the column ``id``, or, where they have labels and these are wanted, ``label``."""
+        return {"label": self.labels.vocab.take(ids)} if by_label and self.labels is not None else {"id": ids}
+
 
 class Source:
     """A table or a run that is served. Thread-safe.
@@ -107,7 +111,7 @@ class Source:
         places = self._places(served, ids, labels)
 
         def read() -> Found:
-            named: Columns = {"id": places} if labels is None else {"label": _labels(served.labels, places)}
+            named = served.named(places, by_label=labels is not None)
             return Found(self.reader.version, {**named, "row": served.table.lookup(places)})
 
         return self._at_one_commit(read)
@@ -134,9 +138,9 @@ class Source:
             owners, ranks = np.nonzero(found >= 0)
             best = found[owners, ranks]
             columns: Columns = {
-                "of": places[owners] if labels is None else _labels(served.labels, places[owners]),
+                "of": next(iter(served.named(places[owners], by_label=labels is not None).values())),
                 "rank": ranks + 1,
-                **({"id": best} if served.labels is None else {"label": _labels(served.labels, best)}),
+                **served.named(best, by_label=True),
                 "score": scores[owners, ranks],
             }
             return Found(self.reader.version, columns)
@@ -161,9 +165,9 @@ class Source:
             best = model.best_of(places, k, include_seen=include_seen, items=allowed)
             owners, ranks = np.nonzero(best.items >= 0)
             columns: Columns = {
-                "user": _labels(self._users, places[owners]),
+                "user": self._users.vocab.take(places[owners]),
                 "rank": ranks + 1,
-                "item": _labels(self._items, best.items[owners, ranks]),
+                "item": self._items.vocab.take(best.items[owners, ranks]),
                 "score": best.scores[owners, ranks],
             }
             return Found(self.reader.version, columns)
@@ -275,15 +279,6 @@ class Source:
             except ValueError as error:  # for instance the snapshot was dropped: no mistake of the client
                 raise BunkbedError(str(error)) from error
         raise AssertionError("unreachable")
-
-
-def _labels(index: LabelIndex | None, ids: Ids) -> pa.Array:
-    """Return labels of ids, as the run has them, as int64 or string."""
-    import pyarrow as pa
-
-    assert index is not None
-    vocab = index.vocab
-    return pa.array(vocab.decode(ids), pa.int64() if vocab.kind == "int" else pa.string())
 
 
 def _known(index: LabelIndex, labels: Sequence[Label], what: str) -> Ids:

@@ -220,9 +220,9 @@ class Recommender:
             owners, places = np.nonzero(best.items >= 0)
             rows = best.items[owners, places]
             columns = {
-                "user": _labels(vocab, best.users[owners]),
+                "user": vocab.take(best.users[owners]),
                 "rank": pa.array(places + 1, pa.int32()),
-                "item": _labels(self.items, rows),
+                "item": self.items.take(rows),
                 "score": pa.array(best.scores[owners, places]),
             }
             yield pa.record_batch(columns)
@@ -302,15 +302,6 @@ class Recommender:
             items=items,
             on_progress=on_progress,
         )
-
-
-def _labels(vocab: Vocab, indices: Int64Array) -> pa.Array:
-    """Return the labels of indices as an Arrow array; each label is read once."""
-    import pyarrow as pa
-
-    distinct, inverse = np.unique(indices, return_inverse=True)
-    labels = pa.array(vocab.decode(distinct), pa.int64() if vocab.kind == "int" else pa.string())
-    return labels.take(pa.array(inverse))
 
 
 def _indices(vocab: Vocab, labels: Sequence[Label], what: str) -> Int64Array:

@@ -145,6 +145,14 @@ class Vocab:
                 labels[place] = label
         return labels
 
+    def take(self, indices: Int64Array) -> pa.Array:
+        """Return labels of dense indices ``int64[N]`` as Arrow int64 or string; each label is read once."""
+        import pyarrow as pa
+
+        distinct, inverse = np.unique(indices, return_inverse=True)
+        labels = pa.array(self.decode(distinct), pa.int64() if self.kind == "int" else pa.string())
+        return labels.take(pa.array(inverse))
+
     def nearest(self, label: Label, *, count: int = 3) -> list[Label]:
         """Return the most similar labels, best first: by difference for integers, by spelling for strings."""
         near = [found for _, part in self._parts() for found in _nearest(part, label, count)]
