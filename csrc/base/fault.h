@@ -24,6 +24,7 @@ inline bool set_fault(const char* name) {
   static constexpr const char* kKnown[] = {
       // Values.
       "lost_write_back", "stale_read", "double_update",
+      "lost_tombstone",  // a delete is not written to the log
       // Threads; csrc/stress must find these.
       "scan_misses_change",   // a scan goes on although the table was changed
       "lookup_without_lock",  // a large lookup releases the lock between its pieces
@@ -36,6 +37,7 @@ inline bool set_fault(const char* name) {
       "update_before_copy",     // a record that a commit has not written yet is changed first
       "evict_into_old_epoch",   // a row changed and evicted during a commit is written to that commit's epoch
       "checkpoint_too_new",     // a directory checkpoint claims one epoch more than it holds
+      "purge_too_early",        // tombstones are dropped while records of their rows are in the log
       "replay_last_record",     // replay takes the last record of a row, whatever its version
   };
   if (name == nullptr) {

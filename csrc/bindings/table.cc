@@ -112,6 +112,7 @@ nb::dict stats_values(const TableStats& s) {
   d["snapshot_bytes"] = s.snapshot_bytes;
   d["live_bytes"] = s.live_bytes;
   d["segments"] = s.segments;
+  d["tombstones"] = s.tombstones;
   d["open_files"] = s.open_files;
   d["checkpoint_bytes"] = s.checkpoint_bytes;
   d["indexed_records"] = s.indexed_records;

@@ -202,6 +202,10 @@ class BoundedDirectory final : public Directory {
     const size_t more = is_new ? make_room(index, 1) : 0;
     if (range.flat != nullptr) {
       store_entry(at(range, row), entry);
+    } else if (entry == kAbsent) {
+      const size_t before = range.hashed.bytes();
+      range.hashed.erase(row, mix_id(row));
+      return range.hashed.bytes() - before;  // modulo 2^64: it may be less
     } else {
       range.hashed.set(row, mix_id(row), entry);
     }

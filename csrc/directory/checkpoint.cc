@@ -374,12 +374,12 @@ void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory,
 }  // namespace
 
 LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, Log* log,
-                                 Directory* rows, int64_t num_rows, uint64_t stored_rows, size_t scratch_bytes) {
+                                 Directory* rows, int64_t num_rows, uint64_t most_rows, size_t scratch_bytes) {
   try {
     const CheckpointReader reader(vfs, directory, entry, log->layout().uuid, num_rows);
     if (!reader.says_something()) return {};
     const DirectoryHeader& header = reader.header();
-    if (header.num_rows > stored_rows) reader.corrupt("holds more rows than the commit");
+    if (header.num_rows > most_rows) reader.corrupt("holds more rows than the commit");
     const std::vector<SegmentCounts> segments = reader.segments();
     LiveCounts live(reader, *log);
     uint64_t found = 0;

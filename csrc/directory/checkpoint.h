@@ -72,7 +72,7 @@ struct LoadedCheckpoint {
 // Fills an empty directory on several threads, in about `scratch_bytes`, and sets the record counts of the log's
 // segments before the replay epoch. Error(kCorruption) names the repair.
 LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, Log* log,
-                                 Directory* rows, int64_t num_rows, uint64_t stored_rows, size_t scratch_bytes);
+                                 Directory* rows, int64_t num_rows, uint64_t most_rows, size_t scratch_bytes);
 
 // Verifies every byte of a checkpoint without a table. Calls `at` with the number of bytes of each part that is done.
 void verify_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, const Uuid& uuid,

@@ -167,7 +167,7 @@ class HashedDirectory final : public Directory {
     if (old == kAbsent && entry == kAbsent) return;
     changed();
     stored_rows_ += (entry != kAbsent) - (old != kAbsent);
-    partition.set(row, hash, entry);
+    entry == kAbsent ? partition.erase(row, hash) : partition.set(row, hash, entry);
     table_bytes_ += partition.bytes() - before;
   }
   bool grows() const override { return true; }

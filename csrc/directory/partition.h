@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <utility>
 
 #include "directory/packed_entry.h"
@@ -21,8 +22,8 @@ inline size_t grown(size_t capacity, size_t count) {
   return needed;
 }
 
-// A hash table of some rows, with linear probing. Keys are never erased: a deleted row keeps its key, with the entry
-// kAbsent.
+// A hash table of some rows, with linear probing. An erased row leaves no mark: the rows behind it move up (Knuth, The
+// Art of Computer Programming, vol. 3, 6.4, algorithm R).
 class Partition {
  public:
   size_t capacity() const { return capacity_; }
@@ -39,7 +40,7 @@ class Partition {
   }
   Entry find(int64_t row, uint64_t hash) const {
     if (capacity_ == 0) return kAbsent;
-    for (size_t slot = home(hash);; slot = slot + 1 == capacity_ ? 0 : slot + 1) {
+    for (size_t slot = home(hash);; slot = after(slot)) {
       if (keys_[slot] == row) return load_entry(&values_[slot * kEntryBytes]);
       if (keys_[slot] < 0) return kAbsent;
     }
@@ -60,20 +61,27 @@ class Partition {
   }
   void grow(size_t count) {
     const size_t capacity = grown(capacity_, count);
-    if (capacity == capacity_) return;
-    auto keys = std::make_unique<int64_t[]>(capacity);
-    auto values = std::make_unique<std::byte[]>(capacity * kEntryBytes + 8);
-    std::fill_n(keys.get(), capacity, int64_t{-1});
-    std::swap(keys, keys_);
-    std::swap(values, values_);
-    const size_t old = capacity_;
-    capacity_ = capacity;
-    for (size_t from = 0; from < old; ++from) {
-      if (keys[from] < 0) continue;
-      size_t slot = home(mix_id(keys[from]));
-      while (keys_[slot] >= 0) slot = slot + 1 == capacity_ ? 0 : slot + 1;
-      keys_[slot] = keys[from];
-      store_entry(&values_[slot * kEntryBytes], load_entry(&values[from * kEntryBytes]));
+    if (capacity != capacity_) resize(capacity);
+  }
+  // Gives memory back where few rows are left.
+  void erase(int64_t row, uint64_t hash) {
+    if (capacity_ == 0) return;
+    size_t hole = place(row, hash);
+    if (keys_[hole] != row) return;
+    --count_;
+    for (size_t next = after(hole); keys_[next] >= 0; next = after(next)) {
+      const size_t wanted = home(mix_id(keys_[next]));
+      const bool is_reached = hole < next ? hole < wanted && wanted <= next : hole < wanted || wanted <= next;
+      if (is_reached) continue;  // a search for this row does not pass the hole
+      keys_[hole] = keys_[next];
+      store_entry(&values_[hole * kEntryBytes], load_entry(&values_[next * kEntryBytes]));
+      hole = next;
+    }
+    keys_[hole] = -1;
+    if (capacity_ < kLeastToShrink || static_cast<double>(count_) > kShrinkLoad * static_cast<double>(capacity_)) return;
+    try {
+      resize(grown(0, count_ + count_ / 8));
+    } catch (const std::bad_alloc&) {  // it keeps its memory
     }
   }
   template <typename Visit>
@@ -84,13 +92,34 @@ class Partition {
   }
 
  private:
+  static constexpr size_t kLeastToShrink = 64;
+  static constexpr double kShrinkLoad = 0.55 * kMaxLoad;  // so that half the rows take little more than half the memory
+
   // By the high bits of the hash; its low ones choose a partition of the hashed directory.
   size_t home(uint64_t hash) const { return static_cast<size_t>(((hash >> 32) * capacity_) >> 32); }
+  size_t after(size_t slot) const { return slot + 1 == capacity_ ? 0 : slot + 1; }
+
+  void resize(size_t capacity) {
+    auto keys = std::make_unique<int64_t[]>(capacity);
+    auto values = std::make_unique<std::byte[]>(capacity * kEntryBytes + 8);
+    std::fill_n(keys.get(), capacity, int64_t{-1});
+    std::swap(keys, keys_);
+    std::swap(values, values_);
+    const size_t old = capacity_;
+    capacity_ = capacity;
+    for (size_t from = 0; from < old; ++from) {
+      if (keys[from] < 0) continue;
+      size_t slot = home(mix_id(keys[from]));
+      while (keys_[slot] >= 0) slot = after(slot);
+      keys_[slot] = keys[from];
+      store_entry(&values_[slot * kEntryBytes], load_entry(&values[from * kEntryBytes]));
+    }
+  }
 
   // Where the row is, or the free slot where it belongs.
   size_t place(int64_t row, uint64_t hash) const {
     size_t slot = home(hash);
-    while (keys_[slot] >= 0 && keys_[slot] != row) slot = slot + 1 == capacity_ ? 0 : slot + 1;
+    while (keys_[slot] >= 0 && keys_[slot] != row) slot = after(slot);
     return slot;
   }
 

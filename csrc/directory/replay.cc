@@ -58,6 +58,7 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
     segment->records = 0;
     segment->live = 0;
     segment->tombstones = 0;
+    segment->oldest_tombstone = ~uint64_t{0};
     for (const ChunkTrailer& chunk : log->reader().chunks(*segment)) {
       total += chunk.count;
       if (chunk.kind == ChunkKind::kData) segment->records += chunk.count;
@@ -92,6 +93,9 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
                                                   std::to_string(chunk.begin) + " holds id " + std::to_string(id) +
                                                   " with version " + std::to_string(versions[i]) +
                                                   ", which this commit cannot have");
+        }
+        if (pass == 0 && chunk.kind == ChunkKind::kTombstone) {
+          for (const uint64_t version : versions) segment->oldest_tombstone = std::min(segment->oldest_tombstone, version);
         }
         if (pass == 0 && reserve != nullptr && chunk.kind == ChunkKind::kData) reserve(ids.data(), ids.size());
         chosen.clear();

@@ -206,7 +206,8 @@ Bytes encode_manifest(const Manifest& m) {
   w.put<uint32_t>(kFormatVersion);
   w.put<uint32_t>(0);
   w.put<uint64_t>(0);  // bytes that follow before the checksum; filled in below
-  w.put(m.reader_flags);
+  const bool has_history = m.deletions_from > 0 || !m.rewinds.empty();
+  w.put(has_history ? m.reader_flags | kReaderFlagHistory : m.reader_flags & ~kReaderFlagHistory);
   w.put(m.writer_flags);
   w.raw(m.uuid.data(), m.uuid.size());
   w.put(m.epoch);
@@ -254,6 +255,14 @@ Bytes encode_manifest(const Manifest& m) {
   }
   w.text(m.keep);
   w.text(m.meta);
+  if (has_history) {
+    w.put(m.deletions_from);
+    w.put(static_cast<uint32_t>(m.rewinds.size()));
+    for (const Rewind& rewind : m.rewinds) {
+      w.put(rewind.to);
+      w.put(rewind.at);
+    }
+  }
   store<uint64_t>(out.data() + 16, out.size() - kManifestPrefixBytes);
   w.put(crc32c(0, out.data(), out.size()));
   return out;
@@ -354,6 +363,20 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
   }
   m.keep = r.text();
   m.meta = r.text();
+  if ((m.reader_flags & kReaderFlagHistory) != 0) {
+    m.deletions_from = r.get<uint64_t>();
+    const size_t num_rewinds = r.count(16, "rewinds");
+    uint64_t before = 0;
+    for (size_t i = 0; i < num_rewinds; ++i) {
+      const Rewind rewind{r.get<uint64_t>(), r.get<uint64_t>()};
+      if (rewind.to >= rewind.at || rewind.at > m.epoch || rewind.at <= before) {
+        r.malformed("a rewind to commit " + std::to_string(rewind.to) + " with commit " + std::to_string(rewind.at) + " is impossible");
+      }
+      before = rewind.at;
+      m.rewinds.push_back(rewind);
+    }
+    if (m.deletions_from > m.next_version) r.malformed("it has tombstones from a version on that is not given out yet");
+  }
   if (!r.at_end()) r.malformed("bytes follow its last field");
 
   if (m.fields.empty() || m.fields[0].name != "weight" || m.fields[0].length != m.dim || m.fields[0].offset != 0) {

@@ -87,6 +87,12 @@ struct CheckpointEntry {
   uint64_t bytes = 0;
 };
 
+// The table went back to commit `to` with commit `at`: the commits between them are no ancestors of later ones.
+struct Rewind {
+  uint64_t to = 0;
+  uint64_t at = 0;
+};
+
 struct Manifest {
   uint64_t reader_flags = 0;  // an unknown one: refuse to open
   uint64_t writer_flags = 0;  // an unknown one: open read-only
@@ -110,6 +116,9 @@ struct Manifest {
   std::vector<CheckpointEntry> checkpoints;
   std::string keep;  // name of the snapshot; empty: not kept
   std::string meta;  // the caller's JSON
+  // ---- With kReaderFlagHistory; encode_manifest() sets the flag where one of them has a value.
+  uint64_t deletions_from = 0;   // the segments have every tombstone from this version on; 0: no row was ever deleted
+  std::vector<Rewind> rewinds;  // ascending; without those that no remaining commit or cursor needs
 
   DType dtype() const { return static_cast<DType>(fields.at(0).dtype); }
 };
@@ -118,11 +127,13 @@ struct Manifest {
 inline constexpr uint64_t kReaderFlagNarrowSlots = 1;
 // Reader flag: a scratch table, of which nothing is kept (scratch.h). Files that it leaves hold no row.
 inline constexpr uint64_t kReaderFlagScratch = 2;
+// Reader flag: the manifest has facts that the change feed needs, after `meta`.
+inline constexpr uint64_t kReaderFlagHistory = 4;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
 // Writer flag: a copy made this commit (copy.h). A writer's own commits do not have the flag.
 inline constexpr uint64_t kWriterFlagCopy = 2;
-inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch;
+inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch | kReaderFlagHistory;
 inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun | kWriterFlagCopy;
 
 bool has_narrow_slots(const std::vector<Field>& fields);

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/failpoints.h"
 #include "base/fault.h"
+#include "commit/cursors.h"
 
 namespace bunkbed {
 
@@ -27,12 +28,27 @@ Manifest Committer::manifest_now(uint64_t epoch) const {
   manifest.stored_rows = table_.store->directory().stored_rows();
   manifest.keep.clear();
   manifest.meta = table_.meta;
+  manifest.deletions_from = table_.store->compactor().deletions_from();
+  if (!manifest.rewinds.empty()) forget_rewinds(&manifest.rewinds);
   manifest.segments.clear();
   for (const auto& [id, segment] : log->segments()) {
     if (segment->is_ending) continue;  // not complete yet
     if (segment->live > 0 || segment->tombstones > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
   }
   return manifest;
+}
+
+// Removes those that undid no commit which the change feed could be asked about.
+void Committer::forget_rewinds(std::vector<Rewind>* rewinds) const {
+  std::vector<uint64_t> known = table_.manifests.epochs();
+  try {
+    for (const auto& [name, cursor] : load_cursors(table_.vfs, table_.path, table_.uuid)) known.push_back(cursor.epoch);
+  } catch (const Error&) {  // a damaged one: it may be of any commit
+    return;
+  }
+  std::erase_if(*rewinds, [&](const Rewind& rewind) {
+    return std::none_of(known.begin(), known.end(), [&](uint64_t epoch) { return rewind.to < epoch && epoch < rewind.at; });
+  });
 }
 
 void Committer::publish(Manifest manifest) {
@@ -98,6 +114,8 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
     if (index_.ready().has_value()) {
       job->manifest.checkpoints = {*index_.ready()};
       job->has_index_snapshot = true;
+    } else if (index_.is_superfluous()) {
+      job->manifest.checkpoints.clear();
     }
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
@@ -161,7 +179,7 @@ void Committer::make_durable(Job* job) {
     const auto guard = table_.lock.slice();
     log->mark_synced(unsynced);
     for (const auto& [id, segment] : log->segments()) {
-      if (segment->is_ending && segment->records > 0) manifest.segments.push_back({id, segment->epoch, segment->bytes});
+      if (segment->is_ending && segment->records + segment->tombstones > 0) manifest.segments.push_back({id, segment->epoch, segment->bytes});
     }
     manifest.next_segment = log->next_segment();
   }
@@ -190,6 +208,7 @@ void Committer::run(Job* job) {
       ++table_.counts.commits;
       table_.is_durable = true;
       if (job->has_index_snapshot) index_.committed_ready();
+      if (table_.committed.checkpoints.empty()) index_.committed_none();
     }
     job->pending->succeed(job->manifest.epoch);
     failpoint("commit.published");

@@ -127,15 +127,29 @@ TableLock::Guard DiskRoom::lock_for_device_cache(size_t rows) {
   auto guard = table_.lock.exclusive();
   table_.require_writable();
   if (table_.spec.num_rows >= 0) rows = std::min(rows, static_cast<size_t>(table_.spec.num_rows));
-  if (disk().has_room_for_any(rows)) return guard;
+  require_room_for_any(rows, std::to_string(rows) + " rows of a device cache", "make the cache smaller");
+  return guard;
+}
+
+TableLock::Guard DiskRoom::lock_for_tombstones(const int64_t* ids, size_t n) {
+  const bool is_limited = table_.options.disk_bytes != 0;
+  auto guard = table_.lock.exclusive(is_limited ? TableLock::Commits::kEnded : TableLock::Commits::kMayRun);
+  table_.require_writable();
+  table_.check_ids(ids, n);
+  require_room_for_any(disk().rows_like_tombstones(n), "tombstones of " + std::to_string(n) + " ids",
+                       "delete fewer at once");
+  return guard;
+}
+
+void DiskRoom::require_room_for_any(size_t rows, const std::string& what, const std::string& advice) {
+  if (disk().has_room_for_any(rows)) return;
   if (!table_.spec.is_scratch) collector_.collect(1);
-  if (disk().has_room_for_any(rows) || disk().make_room()) return guard;
+  if (disk().has_room_for_any(rows) || disk().make_room()) return;
   disk().forget_admitted();
   throw Error(ErrorKind::kSystem,
               "table '" + table_.name + "': its files take " + std::to_string(disk().used_bytes()) +
-                  " bytes, and there is no room for the " + std::to_string(rows) +
-                  " rows of a device cache within disk=" + std::to_string(disk().limit()) +
-                  "; make the cache smaller, or open the table with a larger disk=",
+                  " bytes, and there is no room for the " + what + " within disk=" + std::to_string(disk().limit()) +
+                  "; " + advice + ", or open the table with a larger disk=",
               ENOSPC, table_.path);
 }
 

@@ -33,6 +33,8 @@ class DiskRoom {
   TableLock::Guard lock_for(const int64_t* ids, size_t n) RETURNS_LOCKED(table_.lock);
   // Returns the lock of exclusive(), with room for a device cache to write back so many rows.
   TableLock::Guard lock_for_device_cache(size_t rows) RETURNS_LOCKED(table_.lock);
+  // The same after the checks of a call that deletes these rows, with room for their tombstones.
+  TableLock::Guard lock_for_tombstones(const int64_t* ids, size_t n) RETURNS_LOCKED(table_.lock);
   void make_room(const int64_t* ids, size_t n);
 
   // ---- All below require the lock.
@@ -47,6 +49,7 @@ class DiskRoom {
  private:
   DiskBudget& disk() const REQUIRES(table_.lock) { return table_.store->disk(); }
   std::optional<MemoryPlan> plan_with_smaller_chunks(uint64_t rows) const REQUIRES(table_.lock);
+  void require_room_for_any(size_t rows, const std::string& what, const std::string& advice) REQUIRES(table_.lock);
   bool shrink_chunks(uint64_t rows) REQUIRES(table_.lock);                        // requires the lock of exclusive()
   void make_room_for_stored(const int64_t* ids, size_t n) REQUIRES(table_.lock);  // the same
 

@@ -32,8 +32,9 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
   Directory* const directory = &table_.store->directory();
   LoadedCheckpoint loaded;
   if (!manifest.checkpoints.empty()) {
+    const uint64_t most_rows = manifest.deletions_from > 0 ? table_.max_rows() : manifest.stored_rows;
     loaded = load_checkpoint(table_.vfs, table_.path, manifest.checkpoints.back(), log, directory, table_.spec.num_rows,
-                             manifest.stored_rows, scratch_bytes);
+                             most_rows, scratch_bytes);
   }
   failpoint("open.checkpoint");
   std::vector<Segment*> later;
@@ -67,9 +68,20 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
 uint64_t IndexSnapshots::records_to_replay() const {
   uint64_t records = 0;
   for (const auto& [id, segment] : table_.store->log()->segments()) {
-    if (segment->epoch >= replay_epoch_) records += segment->records;
+    if (segment->epoch >= replay_epoch_) records += segment->records + segment->tombstones;
   }
   return records;
+}
+
+bool IndexSnapshots::is_superfluous() const {
+  return replay_epoch_ > 0 && table_.store->directory().stored_rows() < checkpoint_rows;
+}
+
+// Later snapshots have later epochs.
+uint64_t IndexSnapshots::tombstones_needed_from() const {
+  if (replay_epoch_ > 0) return replay_epoch_;
+  if (ready_.has_value()) return ready_epoch_;
+  return is_under_way_ ? 0 : ~uint64_t{0};
 }
 
 std::set<uint64_t> IndexSnapshots::numbers_in_use() const {

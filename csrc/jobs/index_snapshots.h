@@ -56,8 +56,14 @@ class IndexSnapshots {
   void forget_store() REQUIRES(table_.lock);
   // The snapshot that the next commit will name, if one is ready.
   const std::optional<CheckpointEntry>& ready() const { return ready_; }
+  // Whether the next commit should name no snapshot: so many rows were deleted that none is worth its place. It would
+  // keep every later tombstone in the log.
+  bool is_superfluous() const REQUIRES(table_.lock);
+  void committed_none() REQUIRES(table_.lock) { replay_epoch_ = 0; }
   // Called when a commit that names the ready snapshot is durable.
   void committed_ready() REQUIRES(table_.lock);
+  // Opening may need the tombstones in segments of this epoch and later: an index snapshot was taken before them.
+  uint64_t tombstones_needed_from() const REQUIRES(table_.lock);
   // Numbers of files that no commit names yet and that must stay.
   std::set<uint64_t> numbers_in_use() const REQUIRES(table_.lock);
   uint64_t next_number() const REQUIRES(table_.lock) { return next_number_; }

@@ -17,6 +17,7 @@ namespace bunkbed {
 
 struct Chunk {
   vfs::Buffer memory;
+  ChunkKind kind = ChunkKind::kData;
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
   Segment* segment = nullptr;  // null: it was dropped, and the bytes are not needed

@@ -142,6 +142,7 @@ void Log::open_chunk(Stream* stream) {
   if (stream->segment == nullptr) open_segment(stream);
   Segment* const segment = stream->segment;
   if (chunk->memory.size() == 0) chunk->memory = vfs::Buffer(memory_.chunk_bytes);
+  chunk->kind = ChunkKind::kData;
   chunk->segment = segment;
   chunk->epoch = stream->epoch;
   chunk->begin = segment->bytes;
@@ -238,15 +239,45 @@ size_t Log::append_to(Stream* stream, const Source* sources, size_t n, uint64_t*
   return n;
 }
 
+// A chunk of tombstones has as many ids as a chunk of records, so that its index takes no more memory.
+void Log::append_tombstones(const int64_t* ids, const uint64_t* versions, size_t n) {
+  for (size_t done = 0; done < n;) {
+    if (running_.chunk != nullptr && !running_.chunk->ids.empty()) close_chunk(&running_);
+    if (running_.chunk == nullptr) open_chunk(&running_);
+    Chunk& chunk = *running_.chunk;
+    chunk.kind = ChunkKind::kTombstone;
+    const size_t count = std::min(n - done, chunk.capacity);
+    chunk.ids.assign(ids + done, ids + done + count);
+    for (size_t i = 0; i < count; ++i) {
+      chunk.versions.push_back(versions != nullptr ? versions[done + i] : running_.next_version++);
+    }
+    const uint64_t oldest = *std::min_element(chunk.versions.begin(), chunk.versions.end());
+    Segment& segment = *chunk.segment;
+    segment.oldest_tombstone = segment.tombstones == 0 ? oldest : std::min(segment.oldest_tombstone, oldest);
+    segment.tombstones += count;
+    stats_.written_tombstones += count;
+    close_chunk(&running_);
+    done += count;
+  }
+}
+
+uint64_t Log::tombstone_disk_bytes(uint64_t n) const {
+  if (n == 0) return 0;
+  const uint64_t chunks = n / tombstones_in_chunk() + 2;
+  const uint64_t bytes = n * chunk_index_bytes(1) + chunks * (2 * kBlockBytes + layout_.stride + kChunkTrailerBytes);
+  return bytes + (1 + bytes / layout_.segment_bytes()) * kSegmentHeaderBytes;
+}
+
 void Log::close_chunk(Stream* stream) {
   Chunk& chunk = *stream->chunk;
   const size_t n = chunk.ids.size();
+  const size_t records = chunk.kind == ChunkKind::kData ? n : 0;
   ChunkTrailer trailer;
-  trailer.kind = ChunkKind::kData;
+  trailer.kind = chunk.kind;
   trailer.epoch = stream->epoch;
   trailer.begin = chunk.begin;
   trailer.first_slot = chunk.first_slot;
-  trailer.index_offset = (chunk.first_slot + n) * layout_.stride;
+  trailer.index_offset = (chunk.first_slot + records) * layout_.stride;
   trailer.end = round_up(trailer.index_offset + chunk_index_bytes(n) + kChunkTrailerBytes, kBlockBytes);
   trailer.count = static_cast<uint32_t>(n);
   std::byte* base = chunk.memory.data();
@@ -303,7 +334,7 @@ const std::byte* Log::pending(uint64_t place) {
   const uint64_t segment = place / layout_.slots_per_segment;
   const uint64_t slot = place % layout_.slots_per_segment;
   for (const auto& chunk : buffers_.all()) {
-    if (chunk->segment == nullptr || chunk->segment->id != segment) continue;
+    if (chunk->segment == nullptr || chunk->segment->id != segment || chunk->kind != ChunkKind::kData) continue;
     if (slot < chunk->first_slot || slot >= chunk->first_slot + chunk->ids.size()) continue;
     // A write that ends after this check does no harm: the bytes stay until an append takes the buffer.
     if (chunk.get() != running_.chunk && chunk.get() != ending_.chunk && buffers_.is_free(*chunk)) return nullptr;

@@ -29,7 +29,8 @@ struct Segment {
   uint64_t bytes = 0;        // end of the last complete chunk handed to a writer
   uint64_t records = 0;      // data records ever appended
   uint64_t live = 0;         // records that are the newest of their row
-  uint64_t tombstones = 0;   // ids deleted here; the segment stays while it has any
+  uint64_t tombstones = 0;   // ids deleted here; the segment stays until compaction has emptied it of them
+  uint64_t oldest_tombstone = 0;  // a lower bound of their versions
   bool is_sealed = true;
   bool needs_sync = false;   // has writes that no fdatasync covered
   bool is_new = false;       // its directory entry is not known to be durable
@@ -46,6 +47,8 @@ struct LogStats {
   uint64_t read_records() const { return single_records + merged_records + swept_records; }
   uint64_t written_bytes = 0;  // chunks, headers included
   uint64_t written_records = 0;
+  uint64_t written_tombstones = 0;
+  uint64_t appended() const { return written_records + written_tombstones; }
   double read_wait_s = 0.0;
 };
 

@@ -15,7 +15,7 @@ constexpr size_t kAllAtOnce = 1u << 20;    // records of one round of compact_al
 }  // namespace
 
 void CompactionScheduler::count_debt() {
-  const uint64_t appended = log_->stats().written_records;
+  const uint64_t appended = log_->stats().appended();
   debt_ += (appended - appended_seen_) * kPace;
   appended_seen_ = appended;
 }
@@ -24,7 +24,7 @@ void CompactionScheduler::compact_some() {
   if (log_ == nullptr || is_running_) return;
   count_debt();
   if (const uint64_t debt = std::exchange(debt_, 0); debt > 0) compactor_->run(debt, plan_->compaction_bytes);
-  appended_seen_ = log_->stats().written_records;  // the compactor's own appends create no debt
+  appended_seen_ = log_->stats().appended();  // the compactor's own appends create no debt
 }
 
 uint64_t CompactionScheduler::compact_all() {
@@ -45,7 +45,7 @@ void CompactionScheduler::merge_segments() {
 
 void CompactionScheduler::forgive() {
   debt_ = commit_debt_ = 0;
-  appended_seen_ = log_ == nullptr ? 0 : log_->stats().written_records;
+  appended_seen_ = log_ == nullptr ? 0 : log_->stats().appended();
 }
 
 void CompactionScheduler::add_commit_debt(uint64_t records) {
@@ -73,7 +73,7 @@ void CompactionScheduler::take(Compactor::Read read) {
   count_debt();
   const size_t looked = compactor_->look_on(std::min<uint64_t>(debt_, kSlice), plan_->compaction_bytes);
   debt_ -= std::min<uint64_t>(debt_, looked);
-  appended_seen_ = log_->stats().written_records;
+  appended_seen_ = log_->stats().appended();
 }
 
 bool CompactionScheduler::is_behind() {

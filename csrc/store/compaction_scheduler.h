@@ -54,7 +54,7 @@ class CompactionScheduler {
   Log* const log_;
   Compactor* const compactor_;
   const MemoryPlan* const plan_;
-  uint64_t appended_seen_ = 0;  // appended records that the debt includes
+  uint64_t appended_seen_ = 0;  // appended records and tombstones that the debt includes
   uint64_t debt_ = 0;           // records to examine
   uint64_t commit_debt_ = 0;    // the same, for records that the commit under way appended
   bool is_running_ = false;     // whether a background job runs

@@ -15,6 +15,13 @@ namespace {
 constexpr size_t kMergeWidth = 4;  // segments of a tier, and the factor between two tiers
 constexpr uint64_t kSmallestTier = 2 * vfs::kBlockBytes;  // a segment of one record
 
+bool has_content(const Segment& segment) { return segment.live > 0 || segment.tombstones > 0; }
+
+// The bytes that emptying the segment appends.
+uint64_t content_bytes(const Segment& segment, uint64_t record_bytes) {
+  return segment.live * record_bytes + chunk_index_bytes(segment.tombstones);
+}
+
 size_t tier_of(uint64_t bytes) { return (std::bit_width(std::max(bytes / kSmallestTier, uint64_t{1})) - 1) / 2; }
 
 }  // namespace
@@ -35,6 +42,18 @@ uint64_t Compactor::most_segments(uint64_t bytes, uint64_t segment_bytes) {
   return 2 * (bytes / segment_bytes) + kMergeWidth * (tier_of(segment_bytes) + 1);
 }
 
+uint64_t Compactor::tombstones() const {
+  uint64_t count = 0;
+  for (const auto& [id, segment] : log_->segments()) count += segment->tombstones;
+  return count;
+}
+
+bool Compactor::has_too_many_tombstones() const {
+  const double allowed = kMostTombstones * static_cast<double>(directory_->stored_rows() * (log_->stride() + 16)) +
+                         static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed));
+  return static_cast<double>(chunk_index_bytes(tombstones())) > allowed;
+}
+
 bool Compactor::has_too_many_segments() const {
   return log_->segments().size() > most_segments(total_bytes(), log_->segment_bytes());
 }
@@ -43,7 +62,8 @@ bool Compactor::has_too_many_segments() const {
 // is written back. Without counting it, each commit of a table that fits in RAM, whose rows are soon dirty again, would
 // make compaction move the rest of the log.
 uint64_t Compactor::settled_bytes() const {
-  return std::max(live_bytes(), directory_->stored_rows() * (log_->stride() + 16));
+  const uint64_t records = std::max(live_bytes(), directory_->stored_rows() * (log_->stride() + 16));
+  return records + chunk_index_bytes(tombstones());
 }
 
 bool Compactor::has_too_many_bytes() const {
@@ -54,7 +74,7 @@ bool Compactor::has_too_many_bytes() const {
 
 bool Compactor::is_needed() const {
   if (log_ == nullptr) return false;
-  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments();
+  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments() || has_too_many_tombstones();
 }
 
 // Runs a read of the chosen segment. When the read fails, the segment is never chosen again and the error is dropped,
@@ -73,7 +93,7 @@ bool Compactor::read_or_set_aside(Call&& call) {
 
 bool Compactor::may_choose(const Segment& segment) const {
   // A segment of the commit under way (is_ending) stays even when it is empty, so it would be chosen again and again.
-  if (!segment.is_sealed || segment.is_ending || segment.records == 0 || segment.tombstones > 0) return false;
+  if (!segment.is_sealed || segment.is_ending || segment.records + segment.tombstones == 0) return false;
   if (damaged_.contains(segment.id) || log_->buffers().is_being_written(segment)) return false;
   return !may_empty_ || may_empty_(segment, named_.contains(segment.id));
 }
@@ -82,14 +102,16 @@ void Compactor::choose_merge() {
   const uint64_t record_bytes = log_->stride() + 16;
   std::array<std::vector<const Segment*>, 32> tiers;
   for (const auto& [id, segment] : log_->segments()) {
-    if (may_choose(*segment)) tiers[tier_of(segment->live * record_bytes)].push_back(segment.get());
+    if (may_choose(*segment)) tiers[tier_of(content_bytes(*segment, record_bytes))].push_back(segment.get());
   }
   const auto found = std::find_if(tiers.begin(), tiers.end(), [](const auto& tier) { return tier.size() >= kMergeWidth; });
   if (found == tiers.end()) return;
-  std::sort(found->begin(), found->end(), [](const Segment* a, const Segment* b) { return a->live < b->live; });
+  std::sort(found->begin(), found->end(), [&](const Segment* a, const Segment* b) {
+    return content_bytes(*a, record_bytes) < content_bytes(*b, record_bytes);
+  });
   uint64_t bytes = 0;
   for (const Segment* const segment : *found) {
-    const uint64_t with = bytes + segment->live * record_bytes;
+    const uint64_t with = bytes + content_bytes(*segment, record_bytes);
     if (merging_.size() >= kMergeWidth && with > log_->segment_bytes()) break;
     bytes = with;
     merging_.push_back(segment->id);
@@ -98,11 +120,62 @@ void Compactor::choose_merge() {
   if (bytes > 2 * log_->segment_bytes()) merging_.clear();
 }
 
+// The next segment to empty for a purge; null where there is none. Begins a purge, and ends it.
+const Segment* Compactor::pick_for_purge() {
+  if (!has_too_many_tombstones()) return nullptr;
+  const KeptTombstones kept = kept_tombstones_ ? kept_tombstones_() : KeptTombstones{};
+  if (purge_version_ != 0) {
+    std::erase_if(purging_, [this](uint64_t id) { return log_->find_segment(id) == nullptr; });
+    if (purging_.empty()) purged_version_ = std::exchange(purge_version_, 0);
+  }
+  bool has_older = false, has_newer = false;  // tombstones that the last purge freed, and those that another one would
+  for (const auto& [id, segment] : log_->segments()) {
+    if (segment->tombstones == 0 || segment->oldest_tombstone >= kept.version) continue;
+    const bool is_older = segment->oldest_tombstone < purged_version_;
+    (is_older ? has_older : has_newer) = true;
+    if (is_older && segment->epoch < kept.epoch && may_choose(*segment)) return segment.get();
+  }
+  if (purge_version_ == 0 && has_newer && !has_older) {
+    purge_version_ = log_->next_version();
+    purging_.clear();
+    for (const auto& [id, segment] : log_->segments()) {
+      if (segment->live < segment->records && !fault_is("purge_too_early")) purging_.insert(id);
+    }
+  }
+  for (const uint64_t id : purging_) {
+    const Segment* const segment = log_->find_segment(id);
+    if (segment != nullptr && may_choose(*segment)) return segment;
+  }
+  return nullptr;
+}
+
+// Of the chunk whose ids and versions were read: appends the tombstones again that are still needed.
+void Compactor::append_kept_tombstones(const Segment& segment) {
+  const uint64_t end = segment.epoch < kept_.epoch ? std::min(purged_version_, kept_.version) : 0;
+  std::vector<int64_t> ids;
+  std::vector<uint64_t> versions;
+  uint64_t deletions_from = deletions_from_;
+  for (size_t i = 0; i < ids_.size(); ++i) {
+    if (directory_->find(ids_[i]) != kAbsent) continue;
+    if (versions_[i] < end) {
+      deletions_from = std::max(deletions_from, versions_[i] + 1);
+    } else {
+      ids.push_back(ids_[i]);
+      versions.push_back(versions_[i]);
+    }
+  }
+  log_->append_tombstones(ids.data(), versions.data(), ids.size());
+  deletions_from_ = deletions_from;
+}
+
 uint64_t Compactor::begin_merge() {
   if (!merging_.empty() || !has_too_many_segments()) return 0;
   choose_merge();
   uint64_t records = 0;
-  for (const uint64_t id : merging_) records += log_->find_segment(id)->records;
+  for (const uint64_t id : merging_) {
+    const Segment* const segment = log_->find_segment(id);
+    records += segment->records + segment->tombstones;
+  }
   return records;
 }
 
@@ -119,29 +192,30 @@ void Compactor::merge(size_t buffer_bytes) {
 
 // Chooses the emptiest segment that `among` accepts. Without `among`, prefers the next segment of a merge.
 bool Compactor::pick(const MayEmpty* among) {
-  Segment* best = nullptr;
+  const Segment* best = nullptr;
   if (among == nullptr) {
     if (merging_.empty() && has_too_many_segments()) choose_merge();
     for (; best == nullptr && !merging_.empty(); merging_.pop_back()) {
-      Segment* const next = log_->find_segment(merging_.back());
+      const Segment* const next = log_->find_segment(merging_.back());
       if (next != nullptr && may_choose(*next)) best = next;
     }
-    if (best == nullptr && !has_too_many_bytes()) return false;
+    if (best != nullptr) return begin(best);
   }
-  if (best != nullptr) return begin(best);
+  const bool wants_bytes = among != nullptr || has_too_many_bytes();
   double best_part = kWorthMoving;
   for (const auto& [id, segment] : log_->segments()) {
-    if (!may_choose(*segment)) continue;
+    if (!wants_bytes || !may_choose(*segment)) continue;
     if (among != nullptr && !(*among)(*segment, named_.contains(id))) continue;
     // With `among`, bytes count: the small segments of small commits are mostly header and padding.
-    const double part = among == nullptr
-                            ? static_cast<double>(segment->live) / static_cast<double>(segment->records)
-                            : static_cast<double>(segment->live * log_->record_disk_bytes()) / static_cast<double>(segment->bytes);
+    const uint64_t record_bytes = among == nullptr ? log_->stride() + 16 : log_->record_disk_bytes();
+    const uint64_t bytes = among == nullptr ? segment->records * record_bytes + chunk_index_bytes(segment->tombstones) : segment->bytes;
+    const double part = static_cast<double>(content_bytes(*segment, record_bytes)) / static_cast<double>(bytes);
     if (part < best_part) {
       best = segment.get();
       best_part = part;
     }
   }
+  if (best == nullptr && among == nullptr) best = pick_for_purge();
   return best != nullptr && begin(best);
 }
 
@@ -151,6 +225,7 @@ bool Compactor::begin(const Segment* segment) {
   record_ = 0;
   ids_.clear();
   segment_ = segment->id;
+  if (segment->tombstones > 0 && kept_tombstones_) kept_ = kept_tombstones_();
   failpoint("compact.chosen");
   return true;
 }
@@ -158,7 +233,7 @@ bool Compactor::begin(const Segment* segment) {
 bool Compactor::choose(const MayEmpty* among) {
   if (!pick(among)) return false;
   Segment* segment = log_->find_segment(segment_);
-  if (segment->live > 0) read_or_set_aside([&] { chunks_ = log_->reader().chunks(*segment); });
+  if (has_content(*segment)) read_or_set_aside([&] { chunks_ = log_->reader().chunks(*segment); });
   return true;
 }
 
@@ -166,7 +241,7 @@ bool Compactor::plan_read(size_t buffer_bytes, Read* read) {
   *read = Read();
   if (segment_ == 0 && (!is_needed() || !pick())) return false;
   Segment* segment = log_->find_segment(segment_);
-  if (segment == nullptr || segment->live == 0) return true;  // nothing to read: look() ends this segment
+  if (segment == nullptr || !has_content(*segment)) return true;  // nothing to read: look() ends this segment
   if (chunks_.empty() && chunk_ == 0) {
     chunks_ = segment->chunks;
     read->wants_chunks = chunks_.empty();
@@ -214,7 +289,7 @@ void Compactor::take_read(Read read) {
 size_t Compactor::look(size_t n, size_t buffer_bytes) {
   size_t looked = 0;
   Segment* segment = log_->find_segment(segment_);
-  if (segment != nullptr && segment->live > 0 && chunk_ < chunks_.size()) {
+  if (segment != nullptr && has_content(*segment) && chunk_ < chunks_.size()) {
     const ChunkTrailer& chunk = chunks_[chunk_];
     if (ids_.empty() && !read_or_set_aside([&] {
           // One large read for as many chunks as the buffer holds: each small read would wait behind random reads.
@@ -227,8 +302,10 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
         })) {
       return 1;
     }
+    const bool has_records = chunk.kind == ChunkKind::kData;
+    if (!has_records) append_kept_tombstones(*segment);
     const size_t fits = std::max<size_t>(1, buffer_bytes / log_->stride());
-    const size_t count = std::min({n, fits, ids_.size() - record_});
+    const size_t count = has_records ? std::min({n, fits, ids_.size() - record_}) : ids_.size();
 
     // The directory and the frames say which records are live, so only the span with live records is read.
     const auto is_live = [&](size_t i, uint32_t* frame) {
@@ -243,7 +320,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
     };
     size_t first = record_ + count, last = record_;
     uint32_t frame;
-    for (size_t i = record_; i < record_ + count; ++i) {
+    for (size_t i = record_; has_records && i < record_ + count; ++i) {
       if (!is_live(i, &frame)) continue;
       first = std::min(first, i);
       last = i + 1;
@@ -281,7 +358,8 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
       record_ = 0;
       ids_.clear();
     }
-    if (segment->live > 0 && chunk_ < chunks_.size()) return std::max<size_t>(1, looked);
+    if (chunk_ == chunks_.size()) segment->tombstones = 0;  // all that are needed were appended again
+    if (has_content(*segment) && chunk_ < chunks_.size()) return std::max<size_t>(1, looked);
   }
   segment_ = 0;
   ++segments_compacted_;

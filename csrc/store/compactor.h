@@ -16,6 +16,16 @@
 //    most once in each tier. The work after a commit is on average in proportion to the bytes that the commit appended,
 //    and at most two segments' bytes.
 //
+// Tombstones stay as long as a record of their row may be in the log, because replay would find that record. Whether
+// there is one is not known for each tombstone, so they are dropped together:
+//
+// 6. When tombstones take an eighth of the bytes of the records, a purge begins. It notes the next version V and the
+//    segments that have a dead record. Every dead record of a row that was deleted before is in one of these. They are
+//    emptied as in step 2; tombstones in them are appended again with their versions.
+// 7. Once these segments are gone, no tombstone below V has a record in the log. Segments with such tombstones are then
+//    emptied, and these tombstones are not appended again. keep_tombstones() says which ones must stay nevertheless.
+// A tombstone of a row that was stored again is dropped at any time: the row's record has a higher version.
+//
 // Rebuilding a directory takes the record with the highest version of each row, wherever the record is. A moved record
 // keeps its version, so it cannot replace a newer record that was appended before the move.
 // Requires the table's lock for every call but execute() and most_segments().
@@ -38,6 +48,8 @@ namespace bunkbed {
 inline constexpr double kTargetLive = 0.65;
 // Emptying a segment with a larger live part would free too little space for the bytes that it copies.
 inline constexpr double kWorthMoving = 0.9;
+// A purge of tombstones begins when these take more than this part of the records' bytes.
+inline constexpr double kMostTombstones = 0.125;
 // Dead bytes that never start compaction, however small the table is. Tests of small tables lower it.
 inline std::atomic<uint64_t> compaction_slack_bytes{256u << 10};
 
@@ -90,6 +102,17 @@ class Compactor {
   // Returns false when emptying the others would free nothing.
   bool empty_until(const std::function<bool()>& is_enough, const MayEmpty& among, size_t buffer_bytes);
 
+  // Tombstones that must stay: those in segments of epoch `epoch` and later, and those of version `version` and higher.
+  struct KeptTombstones {
+    uint64_t epoch = ~uint64_t{0};
+    uint64_t version = ~uint64_t{0};
+  };
+  void set_kept_tombstones(std::function<KeptTombstones()> kept) { kept_tombstones_ = std::move(kept); }
+  // The log has every tombstone from this version on; 0: no row was ever deleted.
+  uint64_t deletions_from() const { return deletions_from_; }
+  void set_deletions_from(uint64_t version) { deletions_from_ = version; }
+  uint64_t tombstones() const;
+
   uint64_t segments_compacted() const { return segments_compacted_; }
   uint64_t records_moved() const { return records_moved_; }
   uint64_t total_bytes() const;
@@ -100,6 +123,9 @@ class Compactor {
   bool has_too_many_bytes() const;
   bool has_too_many_segments() const;
   bool may_choose(const Segment& segment) const;
+  bool has_too_many_tombstones() const;
+  const Segment* pick_for_purge();
+  void append_kept_tombstones(const Segment& segment);
   void choose_merge();
   bool begin(const Segment* segment);
   bool pick(const MayEmpty* among = nullptr);
@@ -113,6 +139,12 @@ class Compactor {
   Log* log_;
   std::map<uint64_t, uint64_t> named_;
   MayEmpty may_empty_;
+  std::function<KeptTombstones()> kept_tombstones_;
+  KeptTombstones kept_;  // when the segment was chosen
+  uint64_t deletions_from_ = 0;
+  std::set<uint64_t> purging_;     // segments that the purge under way must empty
+  uint64_t purge_version_ = 0;     // V of the purge under way, 0: none
+  uint64_t purged_version_ = 0;    // V of the last purge that ended
   std::set<uint64_t> damaged_;  // segments that could not be read; never chosen again
   std::vector<uint64_t> merging_;  // segments of the merge under way that are still to be chosen
 

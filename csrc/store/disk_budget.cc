@@ -13,7 +13,7 @@
 // here can make a call fail, but cannot make the files exceed the limit.
 //
 // One rule says what limit is enough at creation and opening, and for new rows, commits and snapshots. Let L(n) be the
-// bytes of n rows that compaction has packed, K the bytes of kept snapshots, C the most commits that exist at once
+// bytes of n rows that compaction has packed, with the tombstones in the log, K the bytes of kept snapshots, C the most commits that exist at once
 // without being kept (1; a run has up to 3; a scratch table 0). Here slack includes two index snapshots of n rows.
 // There is room for n rows when
 //
@@ -61,7 +61,8 @@ void DiskBudget::set_limit(uint64_t bytes, size_t commits, uint64_t num_rows) {
   log_->set_room([this] { return limit_ - std::min(limit_, used_bytes()); });
   compactor_->set_may_empty([this](const Segment& segment, bool is_named) {
     // Its live records are written a second time before it is removed. A named segment is removed only with its commit.
-    const uint64_t copies = used_bytes() + written_bytes(reserved_rows()) + written_bytes(segment.live);
+    const uint64_t copies = used_bytes() + written_bytes(reserved_rows()) + written_bytes(segment.live) +
+                            log_->tombstone_disk_bytes(segment.tombstones);
     return copies + (is_named ? slack_in_use() : log_->segment_bytes()) <= limit_;
   });
 }
@@ -110,16 +111,18 @@ uint64_t DiskBudget::packed_bytes(uint64_t rows) const {
   return static_cast<uint64_t>(static_cast<double>(rows * log_->record_disk_bytes()) / kWorthMoving);
 }
 
+uint64_t DiskBudget::tombstone_bytes() const { return log_->tombstone_disk_bytes(compactor_->tombstones()); }
+
 // The bytes without segments' records: the slack and two index snapshots, the last one and the one that replaces it.
 uint64_t DiskBudget::fixed_bytes(uint64_t stored_rows) const { return slack() + 2 * index_snapshot_estimate(stored_rows); }
 
 uint64_t DiskBudget::needed(uint64_t stored_rows) const {
-  return kept_bytes_ + (commits_ + 1) * packed_bytes(stored_rows) + fixed_bytes(stored_rows);
+  return kept_bytes_ + (commits_ + 1) * (packed_bytes(stored_rows) + tombstone_bytes()) + fixed_bytes(stored_rows);
 }
 
 // M of (2).
 uint64_t DiskBudget::most_rows() const {
-  const uint64_t taken = kept_bytes_ + fixed_bytes(0);
+  const uint64_t taken = kept_bytes_ + (commits_ + 1) * tombstone_bytes() + fixed_bytes(0);
   if (limit_ <= taken) return 0;
   const double row = static_cast<double>((commits_ + 1) * log_->record_disk_bytes()) / kWorthMoving + 2 * static_cast<double>(index_snapshot_estimate(1) - index_snapshot_estimate(0));
   return std::min(num_rows_, static_cast<uint64_t>(static_cast<double>(limit_ - taken) / row));
@@ -128,9 +131,9 @@ uint64_t DiskBudget::most_rows() const {
 // The most bytes of the log when a commit begins.
 uint64_t DiskBudget::commit_bytes() const {
   const uint64_t rows = std::max(most_rows(), directory_->stored_rows());
-  const uint64_t taken = kept_bytes_ + packed_bytes(rows) + fixed_bytes(rows);
+  const uint64_t taken = kept_bytes_ + packed_bytes(rows) + tombstone_bytes() + fixed_bytes(rows);
   const uint64_t left = limit_ - std::min(limit_, taken);
-  return std::max(left / commits_, packed_bytes(directory_->stored_rows())) + segment_overhead();
+  return std::max(left / commits_, packed_bytes(directory_->stored_rows()) + tombstone_bytes()) + segment_overhead();
 }
 
 uint64_t DiskBudget::needed_with(const LogMemory& memory, uint64_t stored) const {
@@ -149,7 +152,8 @@ uint64_t DiskBudget::log_bytes() const {
 uint64_t DiskBudget::needed_now() const {
   const uint64_t stored = directory_->stored_rows();
   const uint64_t log = log_bytes() - std::min(log_bytes(), segment_overhead());
-  return kept_bytes_ + commits_ * std::max(log, packed_bytes(stored)) + packed_bytes(stored) + fixed_bytes(stored);
+  const uint64_t packed = packed_bytes(stored) + tombstone_bytes();
+  return kept_bytes_ + commits_ * std::max(log, packed) + packed + fixed_bytes(stored);
 }
 
 uint64_t DiskBudget::needed_to_keep() const { return log_bytes() + needed(directory_->stored_rows()); }
@@ -171,6 +175,10 @@ bool DiskBudget::has_room_for(const int64_t* rows, size_t n) {
   admitted_ = rows_to_dirty(rows, n);
   if (fits(admitted_)) return true;
   return std::exchange(may_borrow_, false) && fits(admitted_, log_->segment_bytes());
+}
+
+uint64_t DiskBudget::rows_like_tombstones(size_t n) const {
+  return is_limited() ? (log_->tombstone_disk_bytes(n) + log_->record_disk_bytes() - 1) / log_->record_disk_bytes() : 0;
 }
 
 bool DiskBudget::has_room_for_any(size_t rows) {

@@ -59,6 +59,8 @@ class DiskBudget {
   bool has_bytes(uint64_t bytes) const { return !is_limited() || used_bytes() + bytes + reserved_bytes() <= limit_; }
   // Whether these rows may become dirty. Rows may be repeated.
   bool has_room_for(const int64_t* rows, size_t n);
+  // Changed rows that take as many bytes as the tombstones of n rows.
+  uint64_t rows_like_tombstones(size_t n) const;
   // The same for so many unknown rows.
   bool has_room_for_any(size_t rows);
   void forget_admitted() { admitted_ = 0; }
@@ -91,6 +93,7 @@ class DiskBudget {
   uint64_t segment_overhead() const;
   uint64_t written_bytes(uint64_t rows) const;
   uint64_t packed_bytes(uint64_t rows) const;
+  uint64_t tombstone_bytes() const;
   uint64_t fixed_bytes(uint64_t stored_rows) const;
   uint64_t most_rows() const;
   uint64_t commit_bytes() const;

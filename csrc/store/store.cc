@@ -271,6 +271,47 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
   stats_.unique_rows += places.size();
 }
 
+void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
+  constexpr size_t kAtOnce = 4096;
+  std::vector<int64_t> stored;
+  std::vector<Entry> entries(std::min(n, kAtOnce));
+  std::vector<uint32_t> frames;
+  for (size_t begin = 0; begin < n; begin += kAtOnce) {
+    const size_t count = std::min(kAtOnce, n - begin);
+    directory_->locate(rows + begin, count, entries.data());
+    stored.clear();
+    frames.clear();
+    for (size_t i = 0; i < count; ++i) {
+      if (entries[i] == kAbsent) continue;
+      stored.push_back(rows[begin + i]);
+      if (is_frame(entries[i])) frames.push_back(frame_of(entries[i]));
+    }
+    if (stored.empty()) continue;
+    *wrote = true;
+    compactor_.set_deletions_from(std::max<uint64_t>(1, compactor_.deletions_from()));
+    write_frozen_frames(frames.data(), frames.size());  // the commit under way has these rows
+    if (log_ != nullptr && !fault_is("lost_tombstone")) log_->append_tombstones(stored.data(), nullptr, stored.size());
+    for (const int64_t row : stored) forget(row);
+  }
+  cache_.set_capacity(std::max(cache_.capacity(), capacity_for(directory_->bytes())));
+}
+
+// Removes a row from the directory, and its frame. Its tombstone is in the log.
+void Store::forget(int64_t row) {
+  const Entry entry = directory_->find(row);
+  uint64_t position = kNoPosition;
+  if (is_frame(entry)) {
+    const uint32_t frame = frame_of(entry);
+    position = cache_.info(frame).position;
+    if (cache_.is_dirty(frame)) --unwritten_.dirty;
+    cache_.release(frame);
+  } else {
+    position = position_of(entry);
+  }
+  if (position != kNoPosition) --log_->segment_of(position).live;
+  directory_->set(row, kAbsent);
+}
+
 bool Store::place_for_update(const Batch& batch) {
   if (!rows_.is_placed(batch)) return false;
   rows_.place(batch, true);

@@ -70,6 +70,9 @@ class Store {
   bool must_shrink_for(const int64_t* rows, size_t n) const;
   // Removes the pins of the last pin(). There are none when all its rows were in RAM already.
   void unpin(const uint32_t* frames, size_t n);
+  // Deletes rows, which are distinct; those that are not stored are skipped. None of them may be loading. `wrote`: set
+  // before the first change; a failure after that leaves the log with tombstones of rows that the directory has.
+  void erase(const int64_t* rows, size_t n, bool* wrote);
   // Replaces pin(create) for a batch that is_placed(); its rows need no pins. Otherwise does nothing and returns false.
   bool place_for_update(const Batch& batch);
 
@@ -162,6 +165,7 @@ class Store {
   };
   void load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames);
   void evict(uint32_t frame);
+  void forget(int64_t row);
   void hold_staged(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
   void append_batch(const uint32_t* frames, size_t n, bool are_frozen);

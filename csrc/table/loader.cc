@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/failpoints.h"
+#include "commit/cursors.h"
 #include "directory/replay.h"
 #include "format/record.h"
 
@@ -80,6 +81,11 @@ void Loader::load(const Manifest& manifest) {
   failpoint("open.adopted");
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   make_store(plan, std::move(log));
+  table_.store->compactor().set_deletions_from(manifest.deletions_from);
+  table_.store->compactor().set_kept_tombstones([this]() NO_THREAD_SAFETY_ANALYSIS {
+    return Compactor::KeptTombstones{.epoch = index_.tombstones_needed_from(),
+                                     .version = oldest_cursor_version(table_.vfs, table_.path, table_.uuid)};
+  });
   // The frames are empty while the directory is rebuilt, so half of their budget serves as scratch.
   const size_t scratch = plan.scratch_bytes + table_.store->cache().capacity() * Cache::frame_cost(table_.store->frame_bytes()) / 2;
   index_.load(manifest, scratch);

@@ -29,6 +29,7 @@ class RowWriter {
   void check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step);
   void set(const int64_t* ids, size_t n, size_t field, const float* values);
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
+  uint64_t erase(const int64_t* ids, size_t n);
 
  private:
   // One accepted update: its number, and the constants for all its rows.

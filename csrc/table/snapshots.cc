@@ -98,6 +98,7 @@ void Snapshots::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   manifest.optimizer = table_.spec.optimizer;
   manifest.next_segment = table_.store->log()->next_segment();
   manifest.next_version = table_.store->log()->next_version();
+  manifest.rewinds.push_back({target.epoch, manifest.epoch});
   device_.give_up_all();
   loader_.drop_store();
   try {

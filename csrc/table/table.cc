@@ -56,6 +56,7 @@ void Table::check_update(const Batch& batch, std::optional<double> lr, std::opti
 void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
   parts_->writer.set(ids, n, field, values);
 }
+uint64_t Table::erase(const int64_t* ids, size_t n) { return parts_->writer.erase(ids, n); }
 
 void Table::stage(const int64_t* ids, size_t n) { parts_->prefetcher.stage(ids, n); }
 uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) { return parts_->prefetcher.expect(ids, n, most); }
@@ -198,6 +199,7 @@ TableStats Table::stats() {
     stats.compactions = t.store->compactor().segments_compacted();
     stats.compacted_records = t.store->compactor().records_moved();
     stats.live_bytes = t.store->compactor().live_bytes();
+    stats.tombstones = t.store->compactor().tombstones();
     stats.segments = log->segments().size();
     for (const auto& [id, segment] : log->segments()) stats.open_files += segment->file->is_open();
     for (const CheckpointEntry& entry : t.committed.checkpoints) stats.checkpoint_bytes += entry.bytes;
@@ -234,14 +236,16 @@ Table::Uncommitted Table::uncommitted() {
   // A row that the device cache holds may be dirty here, too.
   Uncommitted found{t.store->unwritten_rows() + held, held == 0 || t.store->unwritten_rows() == 0,
                     std::max<int64_t>(0, t.step - t.committed.step)};
+  uint64_t deleted = 0;
   if (Log* log = t.store->log()) {
     for (const auto& [id, segment] : log->segments()) {
-      if (segment->epoch <= t.committed.epoch || segment->live == 0) continue;
+      if (segment->epoch <= t.committed.epoch || segment->live + segment->tombstones == 0) continue;
       found.rows += segment->live;
+      deleted += segment->tombstones;
       found.is_exact = false;
     }
   }
-  found.rows = std::min<uint64_t>(found.rows, t.store->directory().stored_rows() + held);
+  found.rows = std::min<uint64_t>(found.rows, t.store->directory().stored_rows() + held) + deleted;
   return found;
 }
 

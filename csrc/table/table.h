@@ -36,6 +36,7 @@ struct TableStats {
   uint64_t compactions = 0, compacted_records = 0;
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
   uint64_t disk_bytes = 0, disk_limit_bytes = 0, snapshot_bytes = 0;
+  uint64_t tombstones = 0;  // in the log
   uint64_t live_bytes = 0, segments = 0, open_files = 0, checkpoint_bytes = 0;
   uint64_t indexed_records = 0;  // records that opening, refresh() and rewind() replayed to find the rows
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
@@ -83,6 +84,9 @@ class Table {
   void get(const int64_t* ids, size_t n, size_t field, float* out);           // out: (n, length of the field)
   void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
   void contains(const int64_t* ids, size_t n, bool* out);
+  // Deletes rows: each looks up as its initial row again, with fresh optimizer state. Ids may be repeated; those of rows
+  // that are not stored are skipped. Returns the number of deleted rows.
+  uint64_t erase(const int64_t* ids, size_t n);
 
   // ---- For a device cache: whole records, and rows whose newest value it has (see holder.h). A commit, scan or rewind
   // first makes it write these rows back.
@@ -127,7 +131,7 @@ class Table {
   int64_t step();
   uint64_t epoch();
   // The changes since the last commit. `rows` is exact while no changed row was evicted, otherwise an upper bound,
-  // because it then counts rows that compaction moved, too.
+  // because it then counts rows that compaction moved, too. Deleted rows count, too.
   struct Uncommitted {
     uint64_t rows = 0;
     bool is_exact = true;

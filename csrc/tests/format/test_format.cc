@@ -97,7 +97,7 @@ TEST(format_manifest_names_what_is_wrong) {
     const Bytes bytes = encode_manifest(m);
     CHECK_THROWS(decode_manifest(bytes, "m"), ErrorKind::kFormat, part);
   };
-  refuse([](Manifest& m) { m.reader_flags = 4; }, "newer release");
+  refuse([](Manifest& m) { m.reader_flags = 8; }, "newer release");
   refuse([](Manifest& m) { m.fields[1].offset = 17; }, "passes the record's end");
   refuse([](Manifest& m) { m.fields[1].name = "weight"; }, "appears twice");
   refuse([](Manifest& m) { m.fields[0].name = "w"; }, "first field");
@@ -106,6 +106,10 @@ TEST(format_manifest_names_what_is_wrong) {
   refuse([](Manifest& m) { m.segments[1].epoch = 6; }, "impossible numbers");
   refuse([](Manifest& m) { m.segments[1].bytes = 8193; }, "impossible numbers");
   refuse([](Manifest& m) { m.next_segment = ~uint64_t{0}, m.segments[1].segment = uint64_t{1} << 50; }, "impossible numbers");
+  refuse([](Manifest& m) { m.rewinds = {{3, 3}}; }, "rewind");
+  refuse([](Manifest& m) { m.rewinds = {{1, 3}, {2, 3}}; }, "rewind");
+  refuse([](Manifest& m) { m.rewinds = {{1, m.epoch + 1}}; }, "rewind");
+  refuse([](Manifest& m) { m.deletions_from = m.next_version + 1; }, "not given out");
   refuse([](Manifest& m) { m.num_rows = -2; }, "out of range");
 }
 

@@ -1,0 +1,78 @@
+#include "commit/cursors.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "kernels/kernels.h"
+
+namespace bunkbed {
+
+namespace {
+
+constexpr char kCursorMagic[] = "BBEDCUR\n";
+constexpr uint32_t kCursorVersion = 1;
+constexpr size_t kCursorBytes = 52;
+
+}  // namespace
+
+Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor) {
+  Bytes bytes(kCursorBytes);
+  std::byte* const out = bytes.data();
+  std::memcpy(out, kCursorMagic, 8);
+  store(out + 8, kCursorVersion);
+  store<uint32_t>(out + 12, 0);
+  std::memcpy(out + 16, uuid.data(), uuid.size());
+  store(out + 32, cursor.epoch);
+  store(out + 40, cursor.next_version);
+  store(out + 48, kernels().crc32c(0, out, 48));
+  return bytes;
+}
+
+Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const std::string& path) {
+  const auto refuse = [&](const std::string& why) -> void {
+    throw Error(ErrorKind::kCorruption, "cursor " + path + " " + why + "; remove the file, and read the table from the start");
+  };
+  if (bytes.size() != kCursorBytes || std::memcmp(bytes.data(), kCursorMagic, 8) != 0 ||
+      load<uint32_t>(bytes.data() + 48) != kernels().crc32c(0, bytes.data(), 48)) {
+    refuse("is damaged");
+  }
+  if (const auto version = load<uint32_t>(bytes.data() + 8); version != kCursorVersion) {
+    throw Error(ErrorKind::kFormat, "cursor " + path + " has format version " + std::to_string(version) +
+                                        ", this release reads version " + std::to_string(kCursorVersion));
+  }
+  if (std::memcmp(bytes.data() + 16, uuid.data(), uuid.size()) != 0) refuse("belongs to another table");
+  return {load<uint64_t>(bytes.data() + 32), load<uint64_t>(bytes.data() + 40)};
+}
+
+std::map<std::string, Cursor> load_cursors(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid) {
+  std::map<std::string, Cursor> found;
+  for (const std::string& file : vfs.list(directory)) {
+    if (!file.starts_with(kCursorPrefix) || file.ends_with(".tmp")) continue;
+    const std::string path = directory + "/" + file;
+    Bytes bytes;
+    try {
+      const auto opened = vfs.open(path, false);
+      bytes.resize(std::min<uint64_t>(opened->size(), 2 * kCursorBytes));
+      opened->read(bytes.data(), bytes.size(), 0);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kNotFound) continue;  // its consumer removed it meanwhile
+      throw;
+    }
+    found[file.substr(std::strlen(kCursorPrefix))] = decode_cursor(bytes, uuid, path);
+  }
+  return found;
+}
+
+uint64_t oldest_cursor_version(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid) {
+  uint64_t oldest = ~uint64_t{0};
+  try {
+    for (const auto& [name, cursor] : load_cursors(vfs, directory, uuid)) oldest = std::min(oldest, cursor.next_version);
+  } catch (const Error&) {
+    return 0;
+  }
+  return oldest;
+}
+
+}  // namespace bunkbed

@@ -1,0 +1,31 @@
+// Cursors: how far the consumers of a table's change feed have come (feed/changes.h). A consumer writes its cursor, a
+// file of a few bytes, without the writer's lock. The writer keeps the tombstones that a cursor still needs.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+
+#include "format/format.h"
+#include "vfs/vfs.h"
+
+namespace bunkbed {
+
+inline constexpr const char* kCursorPrefix = "cursor-";
+
+struct Cursor {
+  uint64_t epoch = 0;         // the consumer has every change of this commit and those before it
+  uint64_t next_version = 0;  // of that commit
+};
+
+Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor);
+// Error(kCorruption) when the bytes are no cursor of this table.
+Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const std::string& path);
+
+// The cursors of a table, by name. Error(kCorruption) for one that cannot be read.
+std::map<std::string, Cursor> load_cursors(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid);
+// The lowest version that a cursor of the table needs; 0, all of them, when one cannot be read.
+uint64_t oldest_cursor_version(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid);
+
+}  // namespace bunkbed

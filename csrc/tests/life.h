@@ -1,0 +1,122 @@
+// A table and the map that says what it must have, through random calls: rows come, go and come again.
+#pragma once
+
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "jobs/index_snapshots.h"
+#include "tests/check.h"
+#include "tests/model.h"
+#include "tests/no_compaction_slack.h"
+#include "tests/sample.h"
+#include "tests/sandbox.h"
+
+namespace bunkbed::test {
+
+struct SmallIndexSnapshots {
+  SmallIndexSnapshots() {
+    checkpoint_rows = 50;
+    checkpoints_in_line = true;
+  }
+  ~SmallIndexSnapshots() {
+    checkpoint_rows = before;
+    checkpoints_in_line = false;
+  }
+  const uint64_t before = checkpoint_rows;
+};
+
+inline uint64_t erase(Table* table, const std::vector<int64_t>& ids) { return table->erase(ids.data(), ids.size()); }
+
+inline Manifest newest_commit(const std::string& path) { return Manifests(vfs::posix(), path).load_newest(); }
+
+struct Seen {
+  uint64_t evictions = 0, compactions = 0, purges = 0, checkpoints = 0, deleted = 0, stored_again = 0;
+};
+
+// Random calls on a table and on the map that says what it must have.
+struct Life {
+  Life(uint64_t seed, int64_t num_rows, size_t ram_bytes, uint64_t disk_bytes, bool on_disk = true)
+      : sampler(seed), ram(ram_bytes), disk(disk_bytes) {
+    table = Table::create(vfs, on_disk ? sandbox / "t" : "", "t", whole_numbers(num_rows, kDim), ram, disk);
+  }
+
+  std::vector<int64_t> some_ids(size_t most) {
+    std::vector<int64_t> ids(1 + sampler.bits() % most);
+    for (int64_t& id : ids) id = static_cast<int64_t>(sampler.bits() % kIds);
+    return ids;
+  }
+
+  void train(size_t most) {
+    const std::vector<int64_t> ids = some_ids(most);
+    std::vector<float> grads(ids.size());
+    for (float& grad : grads) grad = static_cast<float>(sampler.bits() % 5);
+    update(table.get(), ids, grads);
+    for (const int64_t id : ids) seen.stored_again += was_deleted.contains(id) && !rows.contains(id);
+    apply(&rows, ids, grads);
+  }
+
+  void remove(size_t most) {
+    const std::vector<int64_t> ids = some_ids(most);
+    uint64_t expected = 0;
+    for (const int64_t id : ids) expected += rows.erase(id);
+    was_deleted.insert(ids.begin(), ids.end());
+    CHECK_EQ(erase(table.get(), ids), expected);
+    seen.deleted += expected;
+  }
+
+  void commit(bool in_background) {
+    if (in_background) {
+      const auto pending = table->begin_commit(std::nullopt, "");
+      committed = rows;
+      train(40);
+      remove(40);
+      pending->wait();
+    } else {
+      table->commit(std::nullopt, "");
+      committed = rows;
+    }
+    seen.checkpoints += !newest_commit(sandbox / "t").checkpoints.empty();
+  }
+
+  void follow(const std::string& when) {
+    if (reader == nullptr) {
+      reader = open_table(vfs, sandbox / "t", std::max<size_t>(ram, 4 << 20), false);
+    } else {
+      reader->refresh();
+    }
+    check_table_is(reader.get(), committed, when + ", reader");
+  }
+
+  void count() {
+    const TableStats stats = table->stats();
+    seen.evictions += stats.store.evictions;
+    seen.compactions += stats.compactions;
+    seen.purges += newest_commit(sandbox / "t").deletions_from > 1;
+  }
+
+  void reopen() {
+    count();
+    table->close();
+    rows = committed;
+    OpenOptions options;
+    options.ram_bytes = ram;
+    options.disk_bytes = disk;
+    table = Table::open(vfs, sandbox / "t", "t", options);
+  }
+
+  static constexpr int64_t kIds = 3000;
+  static constexpr uint32_t kDim = 40;
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  Sampler sampler;
+  size_t ram;
+  uint64_t disk;
+  std::unique_ptr<Table> table, reader;
+  Rows rows, committed;
+  std::set<int64_t> was_deleted;
+  Seen seen;
+};
+
+}  // namespace bunkbed::test
