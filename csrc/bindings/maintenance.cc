@@ -1,6 +1,7 @@
-// Mirrors check.h, copy.h, repair.h and snapshots.h: work on a table's files without opening the table.
+// Mirrors check.h, copy.h, repair.h, snapshots.h, changes.h and cursors.h: work on a table's files without opening the table.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,7 +9,9 @@
 #include <chrono>
 
 #include "bindings/bindings.h"
+#include "commit/manifests.h"
 #include "commit/snapshots.h"
+#include "feed/changes.h"
 #include "maintenance/check.h"
 #include "maintenance/copy.h"
 #include "maintenance/repair.h"
@@ -58,6 +61,53 @@ nb::dict checked_values(const CheckedTable& table) {
   d["belongs_to_run"] = table.belongs_to_run;
   d["bytes"] = table.bytes;
   return d;
+}
+
+void bind_feed(nb::module_& m) {
+  nb::class_<Changes>(m, "Changes", "The rows that changed since a commit; see bunkbed.changes.")
+      .def(
+          "__init__",
+          [](Changes* self, const std::string& path, const std::string& name, uint64_t since, uint64_t since_version,
+             std::optional<uint64_t> to, size_t ram_bytes) {
+            const WithoutGil without_gil;
+            new (self) Changes(vfs::current(), path, name, {since, since_version}, to, ram_bytes);
+          },
+          "path"_a, "name"_a, "since"_a, "since_version"_a, "to"_a.none(), "ram_bytes"_a)
+      .def(
+          "next",
+          [](Changes& changes, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
+             const FloatsOut& weights,
+             const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& deleted) {
+            Changes::Found found;
+            {
+              const WithoutGil without_gil;
+              found = changes.next(ids.shape(0), ids.data(), weights.data(), deleted.data());
+            }
+            return nb::make_tuple(found.rows, found.deleted);
+          },
+          "ids"_a, "weights"_a, "deleted"_a, "Fill arrays of equal length; return (rows, deleted), both 0 at the end.")
+      .def("commit", [](const Changes& changes) { return changes.commit().epoch; })
+      .def("dim", [](const Changes& changes) { return changes.commit().dim; })
+      .def("belongs_to_run",
+           [](const Changes& changes) { return (changes.commit().writer_flags & kWriterFlagRun) != 0; })
+      .def(
+          "cursor",
+          [](const Changes& changes) {
+            const Bytes bytes = encode_cursor(changes.commit().uuid, changes.cursor());
+            return nb::bytes(bytes.data(), bytes.size());
+          },
+          "Return the file of a consumer that has every change.");
+  m.def(
+      "load_cursor",
+      [](const std::string& path, const std::string& name) -> std::optional<std::pair<uint64_t, uint64_t>> {
+        const WithoutGil without_gil;
+        const Uuid uuid = Manifests(vfs::current(), path).load_newest().uuid;
+        const auto cursors = load_cursors(vfs::current(), path, uuid);
+        const auto found = cursors.find(name);
+        if (found == cursors.end()) return std::nullopt;
+        return std::make_pair(found->second.epoch, found->second.next_version);
+      },
+      "path"_a, "name"_a, "Return (commit, next version) of a cursor, or None.");
 }
 
 }  // namespace
@@ -155,6 +205,7 @@ void bind_maintenance(nb::module_& m) {
       },
       "from_path"_a, "to_path"_a, "snapshot"_a, "epoch"_a.none(), "for_run"_a, "may_link"_a, "progress"_a.none(),
       "Copy a commit's files. Return (epoch, bytes linked, bytes copied, bytes of segments that existed already).");
+  bind_feed(m);
 }
 
 }  // namespace bunkbed

@@ -272,6 +272,8 @@ void bind_table(nb::module_& m) {
       .def("set", [](Table& t, const Ids& ids, size_t field, const FloatsIn& values) {
         unlocked([&] { t.set(ids.data(), ids.shape(0), field, values.data()); });
       })
+      .def("erase", [](Table& t, const Ids& ids) { return unlocked([&] { return t.erase(ids.data(), ids.shape(0)); }); },
+           "ids"_a, "Delete rows; return how many were stored.")
       .def("contains",
            [](Table& t, const Ids& ids, const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
              unlocked([&] { t.contains(ids.data(), ids.shape(0), out.data()); });

@@ -23,9 +23,9 @@ Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor);
 // Error(kCorruption) when the bytes are no cursor of this table.
 Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const std::string& path);
 
-// The cursors of a table, by name. Error(kCorruption) for one that cannot be read.
+// The cursors of a table, by name. Error(kCorruption) where one cannot be read.
 std::map<std::string, Cursor> load_cursors(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid);
-// The lowest version that a cursor of the table needs; 0, all of them, when one cannot be read.
+// The lowest version that a cursor of the table needs; 0 when one cannot be read.
 uint64_t oldest_cursor_version(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid);
 
 }  // namespace bunkbed

@@ -116,7 +116,7 @@ struct Manifest {
   std::vector<CheckpointEntry> checkpoints;
   std::string keep;  // name of the snapshot; empty: not kept
   std::string meta;  // the caller's JSON
-  // ---- With kReaderFlagHistory; encode_manifest() sets the flag where one of them has a value.
+  // ---- With kReaderFlagHistory; encode_manifest() sets the flag where there is one.
   uint64_t deletions_from = 0;   // the segments have every tombstone from this version on; 0: no row was ever deleted
   std::vector<Rewind> rewinds;  // ascending; without those that no remaining commit or cursor needs
 

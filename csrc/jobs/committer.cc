@@ -61,7 +61,7 @@ void Committer::publish(Manifest manifest) {
       // The manifest may be linked and may be durable, so the segments that it names must stay.
       std::set<uint64_t> named;
       for (const auto& [id, segment] : table_.store->log()->segments()) named.insert(id);
-      table_.store->keep_segments(named);
+      table_.store->compactor().add_named_segments(named);
     }
     throw;
   }
@@ -119,7 +119,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
     }
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
-    table_.store->keep_segments(named);
+    table_.store->compactor().add_named_segments(named);
   } catch (...) {  // the next commit would take rows that stay frozen for written ones
     log->finish_ending();
     table_.store->thaw();
@@ -234,7 +234,7 @@ void Committer::give_up(Job* job, const std::exception_ptr& error) {
     named.insert(id);
     segment->is_ending = false;
   }
-  table_.store->keep_segments(named);
+  table_.store->compactor().add_named_segments(named);
   table_.is_changed |= job->was_changed;
   table_.is_durable = true;  // no commit is under way
   try {
@@ -253,7 +253,7 @@ void Committer::tidy_up() {
     // Its segments now count as named by a commit: when they are emptied, they leave the log and their files stay.
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : table_.committed.segments) named.insert(entry.segment);
-    table_.store->keep_segments(named);
+    table_.store->compactor().add_named_segments(named);
     for (const auto& [id, segment] : table_.store->log()->segments()) segment->is_ending = false;
   }
   compaction_.run_after_commit();

@@ -90,7 +90,7 @@ class Log {
   };
   size_t append(const Source* sources, size_t n, uint64_t* positions);
   // Appends tombstones of n ids, in chunks of their own, of the running epoch. `versions`: null for the next versions;
-  // compaction passes those that the tombstones had. When it throws, some of them may have been appended.
+  // compaction passes those that the tombstones had. When it throws, some may have been appended.
   void append_tombstones(const int64_t* ids, const uint64_t* versions, size_t n);
   // Most bytes that n tombstones take on disk when they are appended in one call.
   uint64_t tombstone_disk_bytes(uint64_t n) const;

@@ -29,7 +29,7 @@ struct Segment {
   uint64_t bytes = 0;        // end of the last complete chunk handed to a writer
   uint64_t records = 0;      // data records ever appended
   uint64_t live = 0;         // records that are the newest of their row
-  uint64_t tombstones = 0;   // ids deleted here; the segment stays until compaction has emptied it of them
+  uint64_t tombstones = 0;   // ids deleted here; the segment stays while it has any
   uint64_t oldest_tombstone = 0;  // a lower bound of their versions
   bool is_sealed = true;
   bool needs_sync = false;   // has writes that no fdatasync covered

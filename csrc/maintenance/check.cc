@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "base/error.h"
+#include "commit/cursors.h"
 #include "commit/manifests.h"
 #include "directory/checkpoint.h"
 #include "directory/count_rows.h"
@@ -382,7 +383,7 @@ class TableCheck {
     const bool all_known = loaded_.size() == result_.epochs.size();
     for (const std::string& name : vfs_.list(path_)) {
       uint64_t number;
-      if (name == kLockName || parse_name(name, "manifest-", &number)) continue;
+      if (name == kLockName || name.starts_with(kCursorPrefix) || parse_name(name, "manifest-", &number)) continue;
       const bool is_temporary = name.rfind(kTemporaryPrefix, 0) == 0;
       const bool is_segment = parse_name(name, "segment-", &number);
       const bool is_checkpoint = parse_name(name, "directory-", &number);

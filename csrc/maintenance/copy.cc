@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "base/error.h"
+#include "commit/cursors.h"
 #include "commit/manifests.h"
 #include "format/format.h"
 #include "log/log.h"
@@ -93,7 +94,7 @@ class Copy {
       for (const std::string& name : vfs_.list(to_)) {
         uint64_t number;
         is_table |= parse_name(name, "manifest-", &number);
-        const bool is_ours = name == kLockName || name.rfind(kTemporaryPrefix, 0) == 0 ||
+        const bool is_ours = name == kLockName || name.starts_with(kCursorPrefix) || name.rfind(kTemporaryPrefix, 0) == 0 ||
                              parse_name(name, "segment-", &number) || parse_name(name, "manifest-", &number) ||
                              parse_name(name, "directory-", &number);
         if (!is_ours) refuse(ErrorKind::kExists, "it holds " + name + ", which is none of a table's");

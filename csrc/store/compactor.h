@@ -90,6 +90,7 @@ class Compactor {
   void merge(size_t buffer_bytes);
   // The segments that durable commits name, and their bytes. Their files stay when their last record is dead.
   void set_named_segments(std::map<uint64_t, uint64_t> named) { named_ = std::move(named); }
+  // Names segments in addition to those named before.
   void add_named_segments(const std::set<uint64_t>& more);
   void drop_dead_segments();
   // Bytes of segments that are named and no longer in the log.

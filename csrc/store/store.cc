@@ -276,6 +276,20 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
   std::vector<int64_t> stored;
   std::vector<Entry> entries(std::min(n, kAtOnce));
   std::vector<uint32_t> frames;
+  const auto forget = [this](int64_t row) {
+    const Entry entry = directory_->find(row);
+    uint64_t position = kNoPosition;
+    if (is_frame(entry)) {
+      const uint32_t frame = frame_of(entry);
+      position = cache_.info(frame).position;
+      if (cache_.is_dirty(frame)) --unwritten_.dirty;
+      cache_.release(frame);
+    } else {
+      position = position_of(entry);
+    }
+    if (position != kNoPosition) --log_->segment_of(position).live;
+    directory_->set(row, kAbsent);
+  };
   for (size_t begin = 0; begin < n; begin += kAtOnce) {
     const size_t count = std::min(kAtOnce, n - begin);
     directory_->locate(rows + begin, count, entries.data());
@@ -294,22 +308,6 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
     for (const int64_t row : stored) forget(row);
   }
   cache_.set_capacity(std::max(cache_.capacity(), capacity_for(directory_->bytes())));
-}
-
-// Removes a row from the directory, and its frame. Its tombstone is in the log.
-void Store::forget(int64_t row) {
-  const Entry entry = directory_->find(row);
-  uint64_t position = kNoPosition;
-  if (is_frame(entry)) {
-    const uint32_t frame = frame_of(entry);
-    position = cache_.info(frame).position;
-    if (cache_.is_dirty(frame)) --unwritten_.dirty;
-    cache_.release(frame);
-  } else {
-    position = position_of(entry);
-  }
-  if (position != kNoPosition) --log_->segment_of(position).live;
-  directory_->set(row, kAbsent);
 }
 
 bool Store::place_for_update(const Batch& batch) {

@@ -70,7 +70,7 @@ class Store {
   bool must_shrink_for(const int64_t* rows, size_t n) const;
   // Removes the pins of the last pin(). There are none when all its rows were in RAM already.
   void unpin(const uint32_t* frames, size_t n);
-  // Deletes rows, which are distinct; those that are not stored are skipped. None of them may be loading. `wrote`: set
+  // Deletes rows, which are distinct; those that are not stored are skipped. None may be loading. `wrote`: set
   // before the first change; a failure after that leaves the log with tombstones of rows that the directory has.
   void erase(const int64_t* rows, size_t n, bool* wrote);
   // Replaces pin(create) for a batch that is_placed(); its rows need no pins. Otherwise does nothing and returns false.
@@ -140,9 +140,6 @@ class Store {
   // The smallest budget that has room for a directory of so many bytes.
   size_t budget_for(size_t directory_bytes) const;
 
-  // Keeps the files of these segments, in addition to those named before.
-  void keep_segments(const std::set<uint64_t>& more) { compactor_.add_named_segments(more); }
-
   size_t frame_bytes() const { return frame_bytes_; }
   size_t unwritten_rows() const { return unwritten_.total(); }  // rows whose newest record is not in the log
   size_t ram_bytes() const;
@@ -165,7 +162,6 @@ class Store {
   };
   void load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames);
   void evict(uint32_t frame);
-  void forget(int64_t row);
   void hold_staged(uint32_t frame);
   void write_frozen_frame(uint32_t frame);
   void append_batch(const uint32_t* frames, size_t n, bool are_frozen);

@@ -19,6 +19,11 @@ from bunkbed.errors import ReadOnlyError as ReadOnlyError
 from bunkbed.errors import TableClosedError as TableClosedError
 from bunkbed.errors import TableLockedError as TableLockedError
 from bunkbed.errors import UncommittedWarning as UncommittedWarning
+from bunkbed.feed.changes import Change as Change
+from bunkbed.feed.changes import Changes as Changes
+from bunkbed.feed.changes import changes as changes
+from bunkbed.feed.changes import cursors as cursors
+from bunkbed.feed.changes import drop_cursor as drop_cursor
 from bunkbed.io import export_rows as export_rows
 from bunkbed.io import import_rows as import_rows
 from bunkbed.maintenance.check import check as check

@@ -136,6 +136,7 @@ def test_methods_of_a_table(tmp_path: Path, kind: str) -> None:
             "update": {"ids": IDS, "grads": ONES},
             "update_batch": {"batch": batch, "sums": ONES},
             "set": {"ids": IDS, "values": ONES},
+            "delete": {"ids": IDS},
             "commit": {},
             "begin_commit": {},
             "drop": {"name": "none"},

@@ -36,7 +36,7 @@ def test_every_public_name_and_argument_is_in_a_feature(tmp_path: Path) -> None:
             pairs.story((feature,), number, _new(tmp_path / str(number)), length=4)
         for number, place in enumerate(("run", "sharded", "Budget")):
             more = ("facts", "drop", "begin_commit", "commit meta", "budget changes", "snapshot reader", "rewind")
-            more += ("reopen with another optimizer", "reader")
+            more += ("reopen with another optimizer", "reader", "delete", "changes")
             for kind in ("bfloat16", "disk"):
                 pairs.story((place, kind, *more), number, _new(tmp_path / f"{place} {kind}"), length=40)
     forgotten, stale = pairs.missing(used)

@@ -39,7 +39,8 @@ KINDS = {
 #: Outcome of a walk after each call. "exact": all rows of the state at the start. "refused": it raises `CHANGED`.
 #: "either": one of both, because the call may change or move rows. The outcome of other calls is "exact".
 OUTCOMES = dict.fromkeys(
-    ("update", "update lr", "update step", "update nothing", "update_batch", "set", "window", "threads"), "refused"
+    ("update", "update lr", "update step", "update nothing", "update_batch", "set", "delete", "window", "threads"),
+    "refused",
 ) | {
     **dict.fromkeys(("compact", "rewind", "neighbors", "budget changes", "update refused"), "either"),
     **dict.fromkeys(("reopen", "reopen with another optimizer", "exception in a with block", "repair"), "refused"),
@@ -55,6 +56,8 @@ COMMITS += (
     "copy rewriting",
     "open twice",
     "check",
+    "changes",
+    "reshard",
 )
 #: Not called between two steps: the call would release the table while the walk holds it.
 LEFT_OUT = ("left open",)

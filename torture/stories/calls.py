@@ -193,6 +193,42 @@ def _(s: Story) -> None:
         s.oracle.set(ids, values, slot=slot)
 
 
+@call("delete")
+def _(s: Story) -> None:
+    ids = s.ids(9)
+    assert s.table.delete(ids) == s.oracle.delete(ids)
+
+
+@call("changes", scratch="scratch", files=True)
+def _(s: Story) -> None:
+    """Bring a consumer with a cursor up to date, and another one that names a commit."""
+    if s.path is not None:
+        s.commit()
+    where: dict[str, Any] = {"table": "t"} if s.run is not None else {}
+    version = (s.run or s.table).epoch
+    for change in bb.changes(s.path, version, **where):  # type: ignore[arg-type]
+        raise AssertionError(f"rows {change.ids.tolist()} changed after the newest commit")
+    for chunk, ram in ((7, "1KiB"), (1000, "1MiB")):
+        try:
+            for change in bb.changes(s.path, "story", chunk=chunk, ram=ram, **where):  # type: ignore[arg-type]
+                assert change.version == version
+                s.delivered |= dict(zip(change.ids.tolist(), change.rows, strict=True))
+                for row in change.deleted.tolist():
+                    s.delivered.pop(row, None)
+            break
+        except ValueError as error:
+            assert "was undone" in str(error), error
+            bb.drop_cursor(s.path, "story", **where)  # type: ignore[arg-type]
+            s.delivered = {}
+    assert sorted(s.delivered) == sorted(s.oracle._places), "rows are missing, or were deleted"
+    for row, weights in s.delivered.items():
+        assert_same_bits(weights, s.oracle.get([row])[0])
+    assert bb.cursors(s.path, **where) == {"story": version}  # type: ignore[arg-type]
+    if version % 2:
+        bb.drop_cursor(s.path, "story", **where)  # type: ignore[arg-type]
+        s.delivered = {}
+
+
 @call("stage")
 def _(s: Story) -> None:
     s.table.stage(s.ids())

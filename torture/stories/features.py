@@ -114,6 +114,7 @@ class Story:
         self.faulty: Any = None  # for `between`: the files that can fail, and the walked table
         self.walked: Any = None
         self.committed: Any = None
+        self.delivered: dict[int, Any] = {}  # the rows of a consumer of the changes
         self.dense = b""  # the file of a run's last commit with a file
         self.files = 0
         self.path = None if "RAM only" in options else folder / "table"

@@ -1,7 +1,7 @@
 // The change feed: a consumer that applies it has the commit's rows, whatever the writer did between.
 #include "base/fault.h"
 #include "feed/changes.h"
-#include "tests/life.h"
+#include "tests/jobs/life.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;

@@ -62,7 +62,7 @@ struct Collected {
     }
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : manifest.segments) named.insert(entry.segment);
-    store.keep_segments(named);
+    store.compactor().add_named_segments(named);
     table->committer.publish(manifest);
   }
   void collect(size_t newest = FileCollector::kNewest) {

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from bunkbed.cli.commands.changes import changes
 from bunkbed.cli.commands.compare import compare
 from bunkbed.cli.commands.copy import copy
 from bunkbed.cli.commands.demo import demo
@@ -69,3 +70,4 @@ app.command("copy", rich_help_panel=_ROWS)(copy)
 app.command("reshard", rich_help_panel=_ROWS)(reshard)
 app.command("import", rich_help_panel=_ROWS)(import_table)
 app.command("export", rich_help_panel=_ROWS)(export_table)
+app.command("changes", rich_help_panel=_ROWS)(changes)

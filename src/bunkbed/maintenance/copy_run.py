@@ -20,7 +20,7 @@ from bunkbed.sharded.base.shards import Shards
 
 Progress = Callable[[int, int], None]
 
-_OWN = ("run-", "new-run-")
+_OWN = ("run-", "new-run-", "cursor-")
 _FOLDERS = ("files", "tables", "lock")
 
 

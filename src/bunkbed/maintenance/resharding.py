@@ -191,6 +191,13 @@ def _require_movable(files: RunFiles, shards: int, drop_snapshots: bool) -> tupl
         kept = dict(_native.snapshots(str(place)))
         with open(place, mode="r") as table:
             epoch = table.epoch
+    cursor = next(iter(sorted(place.glob("cursor-*"))), None)
+    if cursor is not None:
+        name = cursor.name.removeprefix("cursor-")
+        raise ValueError(
+            f"table {place} has the cursor {name!r} of its change feed, which other shards cannot keep; let its "
+            f"consumer read the changes, then drop it: bunkbed changes {place} --drop-cursor {name}"
+        )
     strangers = sorted(entry.name for entry in place.iterdir() if not pattern.fullmatch(entry.name))
     if strangers:
         raise ValueError(f"table {place}: {strangers[0]!r} is no file of the table and would be lost; move it away")

@@ -9,7 +9,7 @@ from typing import Literal
 from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.run.sharded_tables import ShardedTables
-from bunkbed.table.above import Above
+from bunkbed.table.core import Above
 from bunkbed.table.following import Following
 from bunkbed.table.table import Table
 

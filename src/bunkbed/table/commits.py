@@ -226,11 +226,11 @@ class TableCommits:
         self._rewind(to)
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Return a context in which the table has the newest rows; see `bunkbed.table.above.Above`."""
+        """Return a context in which the table has the newest rows; see `bunkbed.table.core.Above`."""
         raise NotImplementedError
 
     def _writing(self) -> AbstractContextManager[None]:
-        """Return a context in which the table may change; see `bunkbed.table.above.Above`."""
+        """Return a context in which the table may change; see `bunkbed.table.core.Above`."""
         raise NotImplementedError
 
     def _rewind(self, to: str | int) -> None:

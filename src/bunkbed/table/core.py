@@ -1,5 +1,6 @@
-"""The core of a table: what a `bunkbed.Table` calls to read, change and commit its rows.
+"""What lies below a table and above it.
 
+The core is below: what a `bunkbed.Table` calls to read, change and commit its rows.
 `_native.Table` is the core of a plain table; `bunkbed.sharded.core.ShardedCore` puts the cores of several together.
 Arrays are contiguous and of the right type, as `bunkbed.core.arguments` makes them. Errors are those of the method of
 `bunkbed.Table` with the same name.
@@ -8,6 +9,7 @@ Arrays are contiguous and of the right type, as `bunkbed.core.arguments` makes t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +61,7 @@ class Core(Protocol):
     def get(self, ids: Ids, field: int, out: Floats, /) -> None: ...
     def set(self, ids: Ids, field: int, values: Floats, /) -> None: ...
     def contains(self, ids: Ids, out: npt.NDArray[np.bool_], /) -> None: ...
+    def erase(self, ids: Ids, /) -> int: ...
     def write_dirty(self) -> None: ...
 
     # ---- A training step, in three calls. A core takes only batches that it made: hence `Any`.
@@ -102,3 +105,22 @@ class Core(Protocol):
     def meta(self) -> str: ...
     def uuid(self) -> bytes: ...
     def payload_bytes(self) -> int: ...
+
+
+class Above(Protocol):
+    """The calls that a table makes to its device cache, or to the check of a reader's age.
+
+    One thread may nest the contexts.
+    """
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context in which the table has the newest rows and a device cache does not change them."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context in which the table may change; it has the newest rows, and later a cache has no copies."""
+
+    def table_closed(self) -> None:
+        """Note that the table is closed. Rows that were not written back are lost."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Return counters for `Table.stats`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from bunkbed.core.arguments import as_number
 from bunkbed.core.typed import typed
 from bunkbed.errors import BunkbedError, TableClosedError
-from bunkbed.table.above import Above
+from bunkbed.table.core import Above
 
 _log = logging.getLogger("bunkbed")
 #: How often a reader that watches looks for a newer commit within its greatest age.

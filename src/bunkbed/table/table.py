@@ -34,9 +34,9 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.typed import shortened, typed
 from bunkbed.core.types import Array
 from bunkbed.machine.rates import Machine, remembered
-from bunkbed.table.above import Above
 from bunkbed.table.commits import TableCommits
-from bunkbed.table.core import Batch, Core
+from bunkbed.table.core import Above, Batch, Core
+from bunkbed.table.deletes import TableDeletes
 from bunkbed.table.explain import Explanation, explain
 from bunkbed.table.facts import TableFacts
 from bunkbed.table.reader import TableReader
@@ -47,7 +47,7 @@ POOLINGS = ("sum", "mean", "sqrtn", "none")
 _NOTHING_ABOVE = nullcontext()
 
 
-class Table(TableFacts, TableCommits, TableReader):
+class Table(TableFacts, TableCommits, TableReader, TableDeletes):
     """An embedding table: rows of `dim` weights and their optimizer state, in RAM and, with a path, on disk.
 
     Made by `bunkbed.create` and `bunkbed.open`.

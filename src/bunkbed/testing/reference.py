@@ -247,6 +247,19 @@ class ReferenceTable:
                 self._dtype_of(slot), array, seed=self.seed, ids=unique, step=self.step, field=field
             )
 
+    def delete(self, ids: ArrayLike) -> int:
+        """Delete rows of int64[...] ids; return how many were stored. A deleted row has its initial values again."""
+        wanted = self._check_ids(ids).ravel().tolist()
+        before = len(self._places)
+        for row in wanted:
+            self._places.pop(row, None)
+        if len(self._places) < before:
+            self.is_dirty = True
+            kept = np.fromiter(self._places.values(), np.int64, len(self._places))
+            self._arrays = {slot: array[kept] for slot, array in self._arrays.items()}
+            self._places = {row: place for place, row in enumerate(self._places)}
+        return before - len(self._places)
+
     def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
         """Overwrite one slot of int64[N] rows with float32[N, width]; of equal ids the last one is written."""
         wanted = self._check_ids(ids)

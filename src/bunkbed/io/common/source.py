@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.errors import BunkbedError
 from bunkbed.table.table import Table
 
+#: A table, column, type or module of pyarrow, which is untyped.
+Arrow: TypeAlias = Any
 #: (rows done, rows in all) after each chunk.
 Progress = Callable[[int, int], None]
 #: The names of rows in the file (ids, words, or None), and their values. The next chunk is read while one is used, so

@@ -6,17 +6,13 @@ With a vocabulary there is also a column ``word``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from bunkbed.core.arguments import Ids
 from bunkbed.io.common.naming import words_of
-from bunkbed.io.common.source import FLOATS, Chunk, Reading, Source, check_claim, check_rows, need, widened
+from bunkbed.io.common.source import FLOATS, Arrow, Chunk, Reading, Source, check_claim, check_rows, need, widened
 from bunkbed.io.common.writing import Writing
-
-#: A table, column, type or module of pyarrow, which is untyped.
-Arrow: TypeAlias = Any
 
 _INSTALL = '"bunkbed[train]"'
 _STEP = b"bunkbed.step"

@@ -372,6 +372,19 @@ class ShardedRows:
 
             self._change("set()", apply, len(ids))
 
+    def erase(self, ids: Ids) -> int:
+        """See `bunkbed.Table.delete`."""
+        with self.alone(write=True):
+            split = self._split(ids)
+            mine = split.take(ids)
+            erased = [0] * len(self._cores)
+
+            def apply(index: int, core: _native.Table) -> None:
+                erased[index] = core.erase(mine[split.part(index)])
+
+            self._change("delete()", apply, len(ids))
+            return sum(erased)
+
     def write_dirty(self) -> None:
         """Start to write dirty rows, as far as the shards' write buffers have room."""
         with self.alone(write=True):

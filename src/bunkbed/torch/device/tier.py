@@ -404,7 +404,7 @@ class DeviceTier(DeviceRows):
         self._require_records().store(batch.frames, new)
         self.link.used()
 
-    # ---- called by the table: see `bunkbed.table.above.Above`
+    # ---- called by the table: see `bunkbed.table.core.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -147,7 +147,7 @@ class TransferTier(DeviceRows):
             self._steps += 1
             self._changed.append((self._steps, batch.batch))
 
-    # ---- called by the table: see `bunkbed.table.above.Above`
+    # ---- called by the table: see `bunkbed.table.core.Above`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

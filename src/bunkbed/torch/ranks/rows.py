@@ -214,6 +214,20 @@ class RankRows:
 
         self._change(ready, lambda: self.local.core.set(own, field, rows))
 
+    def erase(self, ids: Ids) -> int:
+        """See `bunkbed.Table.delete`: the ids of all ranks. Returns the deleted rows that this rank owned."""
+        self.require_open()
+        _, asked = self._send(_CHANGE.of(f"a delete of table {self.number}, '{self.name}'"), ids)
+        own = np.concatenate([part.view(np.int64) for part in asked])
+        erased = 0
+
+        def apply() -> None:
+            nonlocal erased
+            erased = self.local.core.erase(own)
+
+        self._change(lambda: None, apply)
+        return erased
+
     def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update`: one step with the gradients of all ranks, added in the order of ranks."""
         self.require_open()

@@ -1,7 +1,7 @@
 // Deleted rows: in RAM and on disk, through commits, compaction, purges of tombstones, readers and reopening.
 #include "base/fault.h"
 #include "maintenance/check.h"
-#include "tests/life.h"
+#include "tests/jobs/life.h"
 
 using namespace bunkbed;
 using namespace bunkbed::test;

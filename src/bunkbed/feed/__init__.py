@@ -1,0 +1,1 @@
+"""The change feed: which rows of a table changed since a commit."""

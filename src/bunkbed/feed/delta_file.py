@@ -1,0 +1,129 @@
+"""Files of changes: Parquet or Arrow IPC, with a column ``id`` and a column ``weight``, null where a row was deleted.
+
+Each file names the commits that it leads from and to, and the position of a cursor after it. So a consumer that died
+between the file and its cursor goes on behind that file, and no change is in two files of a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bunkbed.feed.changes import Change, Changes
+from bunkbed.files.durable import appearing, sync_file
+from bunkbed.io.common.source import Arrow, need
+
+SUFFIXES = (".parquet", ".arrow")
+_SINCE, _VERSION, _POSITIONS = b"bunkbed.since", b"bunkbed.version", b"bunkbed.cursor"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A file that was written.
+
+    Attributes:
+        file: where it is.
+        since, version: the commits that it leads from and to.
+        rows: rows that were stored or changed.
+        deleted: rows that were deleted.
+    """
+
+    file: Path
+    since: int
+    version: int
+    rows: int
+    deleted: int
+
+
+def write_delta(changes: Changes, target: Path) -> Delta:
+    """Write the changes to a file, which is complete or not there, and then move the cursor.
+
+    Raises:
+        FileExistsError: the file exists; it is as it was. ValueError: the name has another suffix.
+    """
+    if target.suffix not in SUFFIXES:
+        raise ValueError(f"{target}: changes are written to a file ending in {' or '.join(SUFFIXES)}, or into a folder")
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists already and is as it was; give another name, or a folder")
+    pa = need("pyarrow", target.name, '"bunkbed[train]"')
+    schema = pa.schema(
+        [pa.field("id", pa.int64(), nullable=False), pa.field("weight", pa.list_(pa.float32(), changes.dim))],
+        metadata={
+            _SINCE: str(changes.since),
+            _VERSION: str(changes.version),
+            _POSITIONS: json.dumps([position.hex() for position in changes.positions()]),
+        },
+    )
+    rows = deleted = 0
+    with appearing(target) as part:
+        with _writer(pa, target.suffix, part, schema) as write:
+            for change in changes.unacknowledged():
+                write(_batch(pa, schema, change))
+                rows += len(change.ids)
+                deleted += len(change.deleted)
+        sync_file(part)
+    changes.acknowledge()
+    return Delta(target, changes.since, changes.version, rows, deleted)
+
+
+def write_next_delta(open_changes: Callable[[], Changes], folder: Path, suffix: str) -> Delta | None:
+    """Write the changes since a cursor into a folder, as ``changes-SINCE-VERSION``; None where there are none.
+
+    Files that an earlier call wrote, whose cursor it could not move any more, are not written again.
+    """
+    while True:
+        changes = open_changes()
+        found = sorted(folder.glob(f"changes-{changes.since:015d}-*")) if folder.is_dir() else []
+        delivered = [path for path in found if re.fullmatch(r"changes-\d{15}-\d{15}\.(parquet|arrow)", path.name)]
+        if delivered:
+            metadata = _metadata(delivered[-1])
+            positions = [bytes.fromhex(position) for position in json.loads(metadata[_POSITIONS])]
+            changes.acknowledge_at(positions, int(metadata[_VERSION]))
+        elif changes.version == changes.since:
+            return None
+        else:
+            name = f"changes-{changes.since:015d}-{changes.version:015d}{suffix}"
+            return write_delta(changes, folder / name)
+
+
+@contextmanager
+def _writer(pa: Arrow, suffix: str, path: Path, schema: Arrow) -> Iterator[Callable[[Arrow], None]]:
+    if suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        # Trained floats rarely repeat, and do not compress.
+        with parquet.ParquetWriter(
+            str(path), schema, use_dictionary=False, compression="none", write_statistics=["id"]
+        ) as writer:
+            yield writer.write_batch
+    else:
+        with pa.ipc.new_file(str(path), schema) as writer:
+            yield writer.write_batch
+
+
+def _batch(pa: Arrow, schema: Arrow, change: Change) -> Arrow:
+    if len(change.ids):
+        weights = pa.FixedSizeListArray.from_arrays(pa.array(change.rows.reshape(-1)), change.rows.shape[1])
+        return pa.record_batch([pa.array(change.ids), weights], schema=schema)
+    nothing = pa.nulls(len(change.deleted), schema.field("weight").type)
+    return pa.record_batch([pa.array(np.ascontiguousarray(change.deleted)), nothing], schema=schema)
+
+
+def _metadata(path: Path) -> dict[bytes, bytes]:
+    pa = need("pyarrow", path.name, '"bunkbed[train]"')
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        schema = parquet.read_schema(path)
+    else:
+        with pa.ipc.open_file(str(path)) as file:
+            schema = file.schema
+    found: dict[bytes, bytes] = schema.metadata or {}
+    return found
