@@ -358,7 +358,10 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
       record_ = 0;
       ids_.clear();
     }
-    if (chunk_ == chunks_.size()) segment->tombstones = 0;  // all that are needed were appended again
+    if (chunk_ == chunks_.size()) {
+      segment->tombstones = 0;  // all that are needed were appended again
+      if (segment->live > 0) damaged_.insert(segment_);  // it counts records that it does not have
+    }
     if (has_content(*segment) && chunk_ < chunks_.size()) return std::max<size_t>(1, looked);
   }
   segment_ = 0;

@@ -303,7 +303,9 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
     if (stored.empty()) continue;
     *wrote = true;
     compactor_.set_deletions_from(std::max<uint64_t>(1, compactor_.deletions_from()));
-    write_frozen_frames(frames.data(), frames.size());  // the commit under way has these rows
+    for (const uint32_t frame : frames) {
+      if (cache_.is_frozen(frame)) write_frozen_frame(frame);  // the commit under way has this row
+    }
     if (log_ != nullptr && !fault_is("lost_tombstone")) log_->append_tombstones(stored.data(), nullptr, stored.size());
     for (const int64_t row : stored) forget(row);
   }

@@ -48,7 +48,7 @@ def test_every_promise_holds(part: str, tmp_path: Path) -> None:
 
 def test_every_seeded_bug_is_caught(tmp_path: Path) -> None:
     (figure,) = torture("mutants", 0.1, tmp_path)
-    assert figure["passed"] == figure["tried"] >= 23, figure
+    assert figure["passed"] == figure["tried"] >= 24, figure
 
 
 def test_unknown_parts_are_named() -> None:

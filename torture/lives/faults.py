@@ -15,7 +15,18 @@ from typing import Any
 import bunkbed as bb
 from bunkbed import _native
 from torture.lives import scenario, table_scenario
-from torture.lives.scenario import COMPACTION_SLACK, SLOW_S, TABLES, State, Violation, content, ram, set_rows, train
+from torture.lives.scenario import (
+    COMPACTION_SLACK,
+    SLOW_S,
+    TABLES,
+    State,
+    Violation,
+    content,
+    delete_rows,
+    ram,
+    set_rows,
+    train,
+)
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 
 #: name -> (action of the backend, errno)
@@ -56,7 +67,7 @@ class Stumbler:
         self.unsaved: dict[int, list[int]] = {0: []}
         steps: list[int] = []
         for at, action in enumerate(story.ACTIONS):
-            if action in "uvi":
+            if action in "uvit":
                 steps.append(at)
             if action in "ncdklrexA" and not (self.is_run and action == "n"):
                 if action not in "de" or self.is_run:
@@ -85,9 +96,10 @@ class Stumbler:
         """Carry out one action, repeated as often as needed; return the next place in the story."""
         if action == "W":
             return self._wait(at)
-        if action in "uv":
+        if action in "uvt":
+            change = delete_rows if action == "t" else train
             for name in ["user"] if action == "v" else list(self.tables):
-                went_back = self._try(lambda name=name: train({name: self.tables[name]}, at), at, name)
+                went_back = self._try(lambda name=name: change({name: self.tables[name]}, at), at, name)
                 if went_back is not None:
                     return went_back
             return at + 1
@@ -286,7 +298,7 @@ class Stumbler:
             if self.now[name] != wanted:
                 raise Violation(f"table {name!r} does not hold commit {self.number} when opened again")
         for step in self.unsaved[self.number]:
-            (set_rows if self.story.ACTIONS[step] == "i" else train)(self.tables, step)
+            {"i": set_rows, "t": delete_rows}.get(self.story.ACTIONS[step], train)(self.tables, step)
         self._remember()
 
     def _compare(self, when: str) -> None:

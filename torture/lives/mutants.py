@@ -106,6 +106,7 @@ MUTANTS = [
     Mutant("directory checkpoint newer than its log", living=lambda: core_bug("checkpoint_too_new")),
     Mutant("no fdatasync of a directory checkpoint", [("", "new-directory-")]),
     Mutant("a record that eviction writes is lost", living=lambda: core_bug("lost_write_back")),
+    Mutant("a delete is not written to the log", living=lambda: core_bug("lost_tombstone")),
     Mutant("run: no fdatasync of its manifest", [("", "new-run-")], story=scenario),
     Mutant("run: no directory fsync after link", [("link", "run-")], story=scenario),
     Mutant("run: no fdatasync of a dense file", [("", "file-")], story=scenario),

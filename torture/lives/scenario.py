@@ -75,6 +75,11 @@ def set_rows(tables: dict[str, Any], step: int) -> None:
         table.set(*batch(name, step))
 
 
+def delete_rows(tables: dict[str, Any], step: int) -> None:
+    for name, table in tables.items():
+        table.delete(batch(name, step)[0])
+
+
 def bring_in(tables: dict[str, Any], step: int) -> None:
     """Set rows as in an import."""
     set_rows(tables, step)

@@ -19,16 +19,17 @@ from torture.lives.scenario import (
     Violation,
     bring_in,
     content,
+    delete_rows,
     ram,
     set_rows,
     train,
     train_on,
 )
 
-#: u: a step. i: rows are set and written to the log at once. c: commit. k: commit and keep as "a". l: as "b". d: drop
+#: u: a step. i: rows are set and written to the log at once. t: rows are deleted. c: commit. k: commit and keep as "a". l: as "b". d: drop
 #: "a". e: drop "b". m: compact. o: collect the commit before the last, as `disk=` does. r: rewind to "a". A: start a
 #: commit. W: wait for the commit. x: close without a commit and reopen. n: make the table.
-ACTIONS = "nuiuucuukuuumouludmuAiuWcouukuieuxucuuruAuuWoucuidmuuAuiuWuAuuWcom"
+ACTIONS = "nuiutucutkuuumtoulutdmuAitWctouukuiteuxutcuuruAtuWotucuidmtuAuitWutAutuWtcom"
 NAME = "user"
 
 
@@ -45,6 +46,9 @@ def expected(actions: str) -> list[State]:
             continue
         if action == "i":
             set_rows(table, step)
+            continue
+        if action == "t":
+            delete_rows(table, step)
             continue
         if action in "moW":
             continue
@@ -92,6 +96,8 @@ def drive(
                 train({NAME: table}, step)
             elif action == "i":
                 bring_in({NAME: table}, step)
+            elif action == "t":
+                delete_rows({NAME: table}, step)
             elif action == "m":
                 table.compact()
             elif action == "o":
