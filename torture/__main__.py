@@ -37,6 +37,7 @@ PARTS = {
     "dropin": ("dropin", "run", "random training programs have the losses and rows of torch.nn"),
     "budgets": ("budgets", "run", "random tables and budgets of RAM: what create accepts trains every row"),
     "ranks": ("ranks", "run", "random jobs of several processes have the bits of one; a rank killed at any time"),
+    "feed": ("feed", "run", "a writer and a consumer of changes killed at any time; none is lost or given twice"),
     "resume": ("resume", "run", "a training run killed at 20 points ends like one never killed"),
     "trends": ("trends", "run", "segments, files, descriptors, memory and threads stay bounded over 10,000 commits"),
     "fuzz": ("fuzz", "run", "coverage-guided fuzzing of every parser; needs clang"),

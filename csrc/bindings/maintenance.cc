@@ -98,6 +98,14 @@ void bind_feed(nb::module_& m) {
           },
           "Return the file of a consumer that has every change.");
   m.def(
+      "new_cursor",
+      [](const std::string& path) {
+        const Manifest newest = Manifests(vfs::current(), path).load_newest();
+        const Bytes bytes = encode_cursor(newest.uuid, {0, newest.next_version});
+        return nb::bytes(bytes.data(), bytes.size());
+      },
+      "path"_a, "Return the file of a consumer that has no change yet.");
+  m.def(
       "load_cursor",
       [](const std::string& path, const std::string& name) -> std::optional<std::pair<uint64_t, uint64_t>> {
         const WithoutGil without_gil;

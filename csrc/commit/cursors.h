@@ -15,8 +15,8 @@ namespace bunkbed {
 inline constexpr const char* kCursorPrefix = "cursor-";
 
 struct Cursor {
-  uint64_t epoch = 0;         // the consumer has every change of this commit and those before it
-  uint64_t next_version = 0;  // of that commit
+  uint64_t epoch = 0;         // the consumer has every change of this commit and those before it; 0: it has none
+  uint64_t next_version = 0;  // of that commit; of a consumer that has none, of the newest commit when it came
 };
 
 Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor);

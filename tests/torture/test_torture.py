@@ -21,6 +21,7 @@ PARTS = {
     "corruption": (0.003, 10),
     "epochs": (0.02, 3),
     "ranks": (0.03, 2),
+    "feed": (0.06, 12),
     "resume": (0.1, 1),
 }
 

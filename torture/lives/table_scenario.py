@@ -26,9 +26,9 @@ from torture.lives.scenario import (
     train_on,
 )
 
-#: u: a step. i: rows are set and written to the log at once. t: rows are deleted. c: commit. k: commit and keep as "a". l: as "b". d: drop
-#: "a". e: drop "b". m: compact. o: collect the commit before the last, as `disk=` does. r: rewind to "a". A: start a
-#: commit. W: wait for the commit. x: close without a commit and reopen. n: make the table.
+#: u: a step. i: rows are set and written to the log at once. t: rows are deleted. c: commit. k: commit and keep as "a".
+#: l: as "b". d: drop "a". e: drop "b". m: compact. o: collect the commit before the last, as `disk=` does. r: rewind to
+#: "a". A: start a commit. W: wait for the commit. x: close without a commit and reopen. n: make the table.
 ACTIONS = "nuiutucutkuuumtoulutdmuAitWctouukuiteuxutcuuruAtuWotucuidmtuAuitWutAutuWtcom"
 NAME = "user"
 

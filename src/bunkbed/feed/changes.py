@@ -160,7 +160,9 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
     if cursor is not None:
         commit = positions.commit_of(parts, cursor)
         held = [positions.position_of(part, cursor) for part in parts.parts]
-        if commit > 0 and (0, 0) in held:
+        if commit == 0:
+            positions.make(parts, cursor)
+        elif 0 in [own for own, _ in held]:
             raise ValueError(
                 f"'{parts.label}': the table was divided into other shards after cursor {cursor!r} was saved, so its "
                 "changes since then are not known; drop the cursor (bunkbed.drop_cursor) and read the table from the "

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bunkbed.feed.changes import Change, Changes
-from bunkbed.files.durable import appearing, sync_file
+from bunkbed.files.durable import put_in_place
 from bunkbed.io.common.source import Arrow, need
 
 SUFFIXES = (".parquet", ".arrow")
@@ -62,13 +62,18 @@ def write_delta(changes: Changes, target: Path) -> Delta:
         },
     )
     rows = deleted = 0
-    with appearing(target) as part:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    part.unlink(missing_ok=True)  # left by a call that was killed
+    try:
         with _writer(pa, target.suffix, part, schema) as write:
             for change in changes.unacknowledged():
                 write(_batch(pa, schema, change))
                 rows += len(change.ids)
                 deleted += len(change.deleted)
-        sync_file(part)
+        put_in_place(part, target)
+    finally:
+        part.unlink(missing_ok=True)
     changes.acknowledge()
     return Delta(target, changes.since, changes.version, rows, deleted)
 

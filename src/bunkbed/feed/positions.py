@@ -1,8 +1,8 @@
 """Cursors: how far the consumers of a change feed have come.
 
 A cursor is a file in the table's folder, in each shard's of a sharded one (csrc/commit/cursors.h). A sharded table, and
-a table of a run, have one more in the folder of the whole, with the number of its commit. It is written last, so it may be behind the others, never ahead: the
-rows between were delivered, and are not delivered again.
+a table of a run, have one more in the folder of the whole, with the number of its commit. It is written last, so it may
+be behind the others, never ahead: the rows between were delivered, and are not delivered again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,16 @@ def names_in(parts: Parts) -> list[str]:
 
 
 def position_of(part: Part, name: str) -> tuple[int, int]:
-    """Return (commit, next version) that the consumer has of a part; zeros where it has nothing."""
+    """Return (commit, next version) that the consumer has of a part; commit 0 where it has nothing."""
     return _native.load_cursor(str(part.folder), name) or (0, 0)
+
+
+def make(parts: Parts, name: str) -> None:
+    """Make the cursor where it does not exist, so that the writer keeps what it needs from now on."""
+    for part in parts.parts:
+        path = part.folder / f"{_PREFIX}{name}"
+        if not path.exists():
+            replace_file(path, _native.new_cursor(str(part.folder)))
 
 
 def commit_of(parts: Parts, name: str) -> int:
@@ -63,13 +71,13 @@ def save(parts: Parts, name: str, files: list[bytes], commit: int) -> None:
 
 
 def remove(parts: Parts, name: str) -> None:
-    """Remove a cursor, durably: first the file that names the commit."""
-    if parts.commit is not None:
-        _of_the_whole(parts, name).unlink(missing_ok=True)
-        sync_directory(parts.home)
+    """Remove a cursor, durably: last the file that names the commit, so that an interrupted call can be repeated."""
     for part in parts.parts:
         (part.folder / f"{_PREFIX}{name}").unlink(missing_ok=True)
         sync_directory(part.folder)
+    if parts.commit is not None:
+        _of_the_whole(parts, name).unlink(missing_ok=True)
+        sync_directory(parts.home)
 
 
 def _of_the_whole(parts: Parts, name: str) -> Path:
