@@ -57,6 +57,8 @@ class Made:
     keep: str = ""
     meta: str = '{"made": "by hand"}'
     checkpoints: tuple[tuple[int, int], ...] = ()
+    deletions_from: int = 0
+    rewinds: tuple[tuple[int, int], ...] = ()
     chunks: tuple[tuple[int, tuple[tuple[int, int, bytes], ...]], ...] = ()  # (kind, ((id, version, payload), ...))
     segment_bytes: int | None = None  # as the manifest states it
 
@@ -75,17 +77,21 @@ class Made:
         body += struct.pack("<I", len(self.fields))
         for name, dtype, width, offset in self.fields:
             body += struct.pack("<I", len(name)) + name.encode() + struct.pack("<BII", dtype, width, offset)
-        body += struct.pack("<IQQQ", 1, 1, 1, length if self.segment_bytes is None else self.segment_bytes)
+        body += struct.pack("<IQQQ", 1, 1, self.epoch, length if self.segment_bytes is None else self.segment_bytes)
         body += struct.pack("<I", len(self.checkpoints))
         for checkpoint in self.checkpoints:
             body += struct.pack("<QQ", *checkpoint)
         for text in (self.keep, self.meta):
             body += struct.pack("<I", len(text.encode())) + text.encode()
+        if self.reader_flags & 4:
+            body += struct.pack("<QI", self.deletions_from, len(self.rewinds))
+            for rewind in self.rewinds:
+                body += struct.pack("<QQ", *rewind)
         whole = b"BBEDMAN\n" + struct.pack("<IIQ", self.version, 0, len(body)) + body
         return whole + struct.pack("<I", crc32c(whole))
 
     def segment(self) -> bytes:
-        header = b"BBEDSEG\n" + struct.pack("<II16sQQQ", VERSION, 0, self.uuid, 1, 1, self.stride)
+        header = b"BBEDSEG\n" + struct.pack("<II16sQQQ", VERSION, 0, self.uuid, 1, self.epoch, self.stride)
         out = (header + struct.pack("<I", crc32c(header))).ljust(BLOCK, b"\0")
         for kind, records in self.chunks or ((1, tuple(default_records())),):
             begin = len(out)
@@ -168,17 +174,23 @@ def read_table(folder: Path) -> dict[int, tuple[int, bytes]]:
             kind, count, segment, chunk_epoch, begin, chunk_end, first_slot, index_offset, index_crc = (
                 struct.unpack_from("<IIQQQQQQI", trailer, 8)
             )
-            assert (kind, segment, chunk_end) == (1, number, end) and chunk_epoch <= epoch
+            assert kind in (1, 2) and (segment, chunk_end) == (number, end) and chunk_epoch <= epoch
             assert crc32c(data[index_offset : index_offset + 16 * count]) == index_crc
             ids = struct.unpack_from(f"<{count}q", data, index_offset)
             versions = struct.unpack_from(f"<{count}Q", data, index_offset + 8 * count)
             for slot, (id_, version) in enumerate(zip(ids, versions, strict=True), start=first_slot):
+                if kind == 2:
+                    assert index_offset == first_slot * stride
+                    if id_ not in rows or rows[id_][0] < version:
+                        rows[id_] = (version, b"")
+                    continue
                 record = data[slot * stride : (slot + 1) * stride]
                 body, crc = record[:payload_bytes], struct.unpack_from("<I", record, payload_bytes)[0]
                 assert crc == crc32c(uuid + struct.pack("<q", id_) + body)
                 if id_ not in rows or rows[id_][0] < version:
                     rows[id_] = (version, body)
             end = begin
+    rows = {id_: (version, body) for id_, (version, body) in rows.items() if body}
     assert len(rows) == stored
     return rows
 
@@ -261,6 +273,54 @@ def test_a_deleted_id_is_its_initial_value(tmp_path: Path) -> None:
         assert reader.contains([5, 6, 7]).tolist() == [False, True, True]
         assert reader.lookup([5])[0].tobytes() == initial_rows(bb.Normal(0.1), 7, np.array([5]), 4)[0].tobytes()
         assert reader.lookup([6, 7]).tolist() == [[1.0] * 4] * 2
+
+
+def test_the_facts_of_the_change_feed_open(tmp_path: Path) -> None:
+    body = payload(*[1.0] * 12)
+    chunks = ((1, ((5, 1, body), (6, 2, body))), (2, ((5, 3, b""),)))
+    facts: dict[str, Any] = {"chunks": chunks, "stored_rows": 1, "reader_flags": 4, "epoch": 9}
+    folder = Made(deletions_from=3, rewinds=((2, 4), (4, 8)), **facts).write(tmp_path / "made")
+    assert bb.check(folder) == []
+    with bb.open(folder, ram="16MiB") as table:
+        assert table.contains([5, 6]).tolist() == [False, True]
+    for commit, undone in ((3, "commit 2"), (5, "commit 4"), (7, "commit 4")):
+        with pytest.raises(ValueError, match=f"commit {commit} was undone: the table went back to {undone}"):
+            bb.changes(folder, since=commit)
+    for commit in (2, 4, 8):
+        with pytest.raises(ValueError, match=f"commit {commit} is gone"):
+            bb.changes(folder, since=commit)
+    for commit, version, gone in ((8, 2, True), (8, 3, False)):
+        cursor = b"BBEDCUR\n" + struct.pack("<II16sQQ", 1, 0, UUID, commit, version)
+        (folder / "cursor-c").write_bytes(cursor + struct.pack("<I", crc32c(cursor)))
+        if gone:
+            with pytest.raises(ValueError, match="deleted after it are no longer known"):
+                bb.changes(folder, "c")
+    (change,) = bb.changes(folder, "c")
+    assert change.deleted.tolist() == [5] and change.ids.tolist() == []
+    assert (folder / "cursor-c").read_bytes()[:48] == b"BBEDCUR\n" + struct.pack("<II16sQQ", 1, 0, UUID, 9, 100)
+
+
+def test_deletes_and_cursors_of_the_core_read_by_hand(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "table", dim=20, num_rows=400, ram="16MiB") as table:
+        table.update(np.arange(100), np.ones((100, 20), np.float32))
+        table.commit(keep="full")
+        table.delete(np.arange(0, 100, 2))
+        table.update([4], np.ones((1, 20), np.float32))
+        commit = table.commit()
+        assert sorted(read_table(tmp_path / "table")) == [1, 3, 4, *range(5, 100, 2)]
+        list(bb.changes(tmp_path / "table", "c"))
+        cursor = (tmp_path / "table" / "cursor-c").read_bytes()
+        manifest = (tmp_path / "table" / f"manifest-{commit:016d}").read_bytes()
+        assert cursor[:32] == b"BBEDCUR\n" + struct.pack("<II", 1, 0) + manifest[40:56]
+        assert struct.unpack_from("<Q", cursor, 32)[0] == commit and cursor[40:48] == manifest[80:88]
+        assert struct.unpack_from("<I", cursor, 48)[0] == crc32c(cursor[:48]) and len(cursor) == 52
+        assert struct.unpack_from("<Q", manifest, 24)[0] == 4 and struct.unpack_from(
+            "<QI", manifest, len(manifest) - 16
+        ) == (1, 0)
+        table.rewind("full")
+        back = table.epoch
+        manifest = (tmp_path / "table" / f"manifest-{back:016d}").read_bytes()
+        assert struct.unpack_from("<QIQQ", manifest, len(manifest) - 32) == (0, 1, commit - 1, back)
 
 
 def test_a_table_of_the_core_reads_by_hand(tmp_path: Path) -> None:
