@@ -68,11 +68,11 @@ void bind_feed(nb::module_& m) {
       .def(
           "__init__",
           [](Changes* self, const std::string& path, const std::string& name, uint64_t since, uint64_t since_version,
-             std::optional<uint64_t> to, size_t ram_bytes) {
+             std::optional<uint64_t> to, size_t ram_bytes, const std::string& advice) {
             const WithoutGil without_gil;
-            new (self) Changes(vfs::current(), path, name, {since, since_version}, to, ram_bytes);
+            new (self) Changes(vfs::current(), path, name, {since, since_version}, to, ram_bytes, advice);
           },
-          "path"_a, "name"_a, "since"_a, "since_version"_a, "to"_a.none(), "ram_bytes"_a)
+          "path"_a, "name"_a, "since"_a, "since_version"_a, "to"_a.none(), "ram_bytes"_a, "advice"_a)
       .def(
           "next",
           [](Changes& changes, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,

@@ -20,8 +20,8 @@ LogMemory reading_memory() { return {.chunk_bytes = 16 << 10, .num_chunks = 1, .
 }  // namespace
 
 Changes::Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, Cursor since, std::optional<uint64_t> to,
-                 size_t ram_bytes)
-    : vfs_(vfs), directory_(std::move(directory)), name_(name) {
+                 size_t ram_bytes, std::string advice)
+    : vfs_(vfs), directory_(std::move(directory)), name_(name), advice_(std::move(advice)) {
   const Manifests manifests(vfs_, directory_);
   for (int attempt = 0;; ++attempt) {
     commit_ = to.has_value() ? manifests.load(*to) : manifests.load_newest();
@@ -54,14 +54,13 @@ Changes::Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, 
 Cursor Changes::checked(Cursor since) const {
   if (since.epoch == 0) return {0, 0};
   const std::string commit = "table '" + name_ + "': commit " + std::to_string(since.epoch);
-  const std::string what_to_do = "; read the table from the start, with since=0";
   if (since.epoch > commit_.epoch) {
     throw Error(ErrorKind::kInvalid, commit + " is in the future; the newest one is " + std::to_string(commit_.epoch));
   }
   for (const Rewind& rewind : commit_.rewinds) {
     if (since.epoch <= rewind.to || since.epoch >= rewind.at) continue;
     throw Error(ErrorKind::kInvalid, commit + " was undone: the table went back to commit " + std::to_string(rewind.to) +
-                                         " afterwards, so its changes since then are not known" + what_to_do);
+                                         " afterwards, so its changes since then are not known" + advice_);
   }
   if (since.next_version == 0) {
     const Manifests manifests(vfs_, directory_);
@@ -71,13 +70,11 @@ Cursor Changes::checked(Cursor since) const {
       if (error.kind() != ErrorKind::kNotFound) throw;
       std::string known;
       for (const uint64_t epoch : manifests.epochs()) known += (known.empty() ? "" : ", ") + std::to_string(epoch);
-      throw Error(ErrorKind::kInvalid, commit + " is gone, so the changes since then are not known; commits that remain: " + known +
-                                           what_to_do + "; a cursor (since='a name') keeps what it needs");
+      throw Error(ErrorKind::kInvalid, commit + " is gone, so the changes since then are not known; commits that remain: " + known + advice_);
     }
   }
   if (since.next_version < commit_.deletions_from) {
-    throw Error(ErrorKind::kInvalid, commit + " is so old that rows deleted after it are no longer known" + what_to_do +
-                                         "; a cursor (since='a name') keeps what it needs");
+    throw Error(ErrorKind::kInvalid, commit + " is so old that rows deleted after it are no longer known" + advice_);
   }
   return since;
 }

@@ -30,9 +30,9 @@ class Changes {
  public:
   // `since`: the commit that the caller has, epoch 0 for none; without its next_version (0), its manifest must exist.
   // `to`: the commit to read, the newest without it. `ram_bytes` bounds the memory for ids and versions: with more
-  // changes, the indexes are read several times.
+  // changes, the indexes are read several times. `advice` ends the error where the changes since then are not known.
   Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, Cursor since, std::optional<uint64_t> to,
-          size_t ram_bytes);
+          size_t ram_bytes, std::string advice = {});
   Changes(const Changes&) = delete;
   Changes& operator=(const Changes&) = delete;
 
@@ -62,6 +62,7 @@ class Changes {
   vfs::Vfs& vfs_;
   const std::string directory_;
   const std::string name_;
+  const std::string advice_;
   Manifest commit_;
   Cursor since_;
   std::unique_ptr<Log> log_;

@@ -118,7 +118,7 @@ struct Manifest {
   std::string meta;  // the caller's JSON
   // ---- With kReaderFlagHistory; encode_manifest() sets the flag where there is one.
   uint64_t deletions_from = 0;   // the segments have every tombstone from this version on; 0: no row was ever deleted
-  std::vector<Rewind> rewinds;  // ascending; without those that no remaining commit or cursor needs
+  std::vector<Rewind> rewinds;  // ascending; those of very long ago may be joined
 
   DType dtype() const { return static_cast<DType>(fields.at(0).dtype); }
 };

@@ -6,7 +6,6 @@
 #include "base/error.h"
 #include "base/failpoints.h"
 #include "base/fault.h"
-#include "commit/cursors.h"
 
 namespace bunkbed {
 
@@ -29,26 +28,12 @@ Manifest Committer::manifest_now(uint64_t epoch) const {
   manifest.keep.clear();
   manifest.meta = table_.meta;
   manifest.deletions_from = table_.store->compactor().deletions_from();
-  if (!manifest.rewinds.empty()) forget_rewinds(&manifest.rewinds);
   manifest.segments.clear();
   for (const auto& [id, segment] : log->segments()) {
     if (segment->is_ending) continue;  // not complete yet
     if (segment->live > 0 || segment->tombstones > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
   }
   return manifest;
-}
-
-// Removes those that undid no commit which the change feed could be asked about.
-void Committer::forget_rewinds(std::vector<Rewind>* rewinds) const {
-  std::vector<uint64_t> known = table_.manifests.epochs();
-  try {
-    for (const auto& [name, cursor] : load_cursors(table_.vfs, table_.path, table_.uuid)) known.push_back(cursor.epoch);
-  } catch (const Error&) {  // a damaged one: it may be of any commit
-    return;
-  }
-  std::erase_if(*rewinds, [&](const Rewind& rewind) {
-    return std::none_of(known.begin(), known.end(), [&](uint64_t epoch) { return rewind.to < epoch && epoch < rewind.at; });
-  });
 }
 
 void Committer::publish(Manifest manifest) {

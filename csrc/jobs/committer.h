@@ -79,7 +79,6 @@ class Committer {
   std::unique_ptr<Job> prepare(const std::optional<std::string>& meta, const std::string& keep,
                                std::shared_ptr<PendingCommit>* pending, bool even_if_same = false);
   Manifest manifest_now(uint64_t epoch) const REQUIRES(table_.lock);
-  void forget_rewinds(std::vector<Rewind>* rewinds) const REQUIRES(table_.lock);
   void run(Job* job);
   void make_durable(Job* job);
   template <typename Work>

@@ -151,7 +151,9 @@ const Segment* Compactor::pick_for_purge() {
 
 // Of the chunk whose ids and versions were read: appends the tombstones again that are still needed.
 void Compactor::append_kept_tombstones(const Segment& segment) {
-  const uint64_t end = segment.epoch < kept_.epoch ? std::min(purged_version_, kept_.version) : 0;
+  const bool may_drop = purged_version_ > 0 && segment.oldest_tombstone < purged_version_;
+  const KeptTombstones kept = may_drop && kept_tombstones_ ? kept_tombstones_() : KeptTombstones{};
+  const uint64_t end = may_drop && segment.epoch < kept.epoch ? std::min(purged_version_, kept.version) : 0;
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
   uint64_t deletions_from = deletions_from_;
@@ -225,7 +227,6 @@ bool Compactor::begin(const Segment* segment) {
   record_ = 0;
   ids_.clear();
   segment_ = segment->id;
-  if (segment->tombstones > 0 && kept_tombstones_) kept_ = kept_tombstones_();
   failpoint("compact.chosen");
   return true;
 }

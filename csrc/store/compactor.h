@@ -141,7 +141,6 @@ class Compactor {
   std::map<uint64_t, uint64_t> named_;
   MayEmpty may_empty_;
   std::function<KeptTombstones()> kept_tombstones_;
-  KeptTombstones kept_;  // when the segment was chosen
   uint64_t deletions_from_ = 0;
   std::set<uint64_t> purging_;     // segments that the purge under way must empty
   uint64_t purge_version_ = 0;     // V of the purge under way, 0: none

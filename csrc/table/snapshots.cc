@@ -98,7 +98,14 @@ void Snapshots::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   manifest.optimizer = table_.spec.optimizer;
   manifest.next_segment = table_.store->log()->next_segment();
   manifest.next_version = table_.store->log()->next_version();
+  // All are kept, because a consumer of the change feed may come at any time. Of very many, the two oldest become one,
+  // which refuses some commits that are ancestors.
+  constexpr size_t kMostRewinds = 1000;
   manifest.rewinds.push_back({target.epoch, manifest.epoch});
+  if (manifest.rewinds.size() > kMostRewinds) {
+    manifest.rewinds[1].to = manifest.rewinds[0].to;
+    manifest.rewinds.erase(manifest.rewinds.begin());
+  }
   device_.give_up_all();
   loader_.drop_store();
   try {

@@ -109,6 +109,19 @@ def test_a_file_whose_cursor_did_not_move_is_not_written_again(
     assert first == written and sorted(read(first)) == [1, 2, 3] and sorted(read(second)) == [9]
 
 
+def test_a_folder_belongs_to_one_table_and_cursor(
+    table: bb.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bb.create(tmp_path / "other", dim=2) as other:
+        other.update([1], np.ones((1, 2), np.float32))
+    assert run(capsys, "changes", tmp_path / "t", "--since", "c", "--out", tmp_path / "out")[0] == 0
+    for path, cursor in ((tmp_path / "other", "c"), (tmp_path / "t", "d")):
+        code, _, error = run(capsys, "changes", path, "--since", cursor, "--out", tmp_path / "out")
+        assert code == 1 and "give each table and cursor a folder of its own" in " ".join(error.split())
+        assert run(capsys, "changes", path, "--since", cursor, "--out", tmp_path / f"out-{cursor}")[0] == 0
+    assert bb.cursors(tmp_path / "t").keys() == {"c", "d"} and bb.cursors(tmp_path / "other").keys() == {"c"}
+
+
 def test_a_failed_file_leaves_nothing(table: bb.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(28, "no space")

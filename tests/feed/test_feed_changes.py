@@ -159,6 +159,51 @@ def test_going_back_undoes_commits_and_cursors(made: Made) -> None:
     assert take({}, bb.changes(since="before", **where)) == 1
 
 
+def test_a_consumer_in_its_loop_while_the_table_goes_back(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "t", **FACTS) as table:
+        table.update([1, 2], np.ones((2, 3), np.float32))
+        good = table.commit()
+        table.update([1], np.ones((1, 3), np.float32))
+        table.commit()
+        loop = iter(bb.changes(tmp_path / "t", "c"))
+        next(loop)
+        bb.copy(tmp_path / "t", tmp_path / "copy")
+        list(bb.changes(tmp_path / "copy", "c"))
+        table.rewind(good)
+        for _ in range(4):
+            table.update([3], np.ones((1, 3), np.float32))
+            table.commit()
+        assert not list(loop)
+        bb.copy(tmp_path / "t", tmp_path / "copy")
+    for name in ("t", "copy"):
+        with pytest.raises(ValueError, match=rf"was undone: the table went back to commit {good}.*drop cursor 'c'"):
+            bb.changes(tmp_path / name, "c")
+
+
+def test_a_table_of_a_run_with_a_dot_in_its_name(tmp_path: Path) -> None:
+    with bb.Run(tmp_path / "r") as run:
+        for name in ("a", "a.b"):
+            run.table(name, create=FACTS).update([1], np.ones((1, 3), np.float32))
+        run.commit()
+    list(bb.changes(tmp_path / "r", "x", table="a.b"))
+    assert bb.cursors(tmp_path / "r", table="a.b") == {"x": 1} and bb.cursors(tmp_path / "r", table="a") == {}
+    bb.drop_cursor(tmp_path / "r", "x", table="a.b")
+    assert not list((tmp_path / "r").rglob("cursor-*"))
+
+
+def test_very_many_rewinds(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "t", **FACTS) as table:
+        table.commit(keep="good")
+        kept = table.epoch
+        for _ in range(1010):
+            table.rewind("good")
+        table.update([1], np.ones((1, 3), np.float32))
+        table.commit()
+        assert [change.ids.tolist() for change in bb.changes(tmp_path / "t", since=kept)] == [[1]]
+    with bb.open(tmp_path / "t") as table:
+        assert table.contains([1]).all()
+
+
 def test_a_run_that_went_back(tmp_path: Path) -> None:
     with bb.Run(tmp_path / "r") as run:
         table = run.table("t", create=FACTS)

@@ -107,7 +107,7 @@ CORE = {
     "tests/directory": "directory tests",
     "tests/format": "format kernels tests",
     "tests/fuzz": "directory format fuzz jobs table tests",
-    "tests/jobs": "base directory format jobs maintenance table tests vfs",
+    "tests/jobs": "base commit directory format jobs maintenance table tests vfs",
     "tests/feed": "base feed tests/jobs",
     "tests/kernels": "format kernels kernels/impl tests",
     "tests/log": "base directory log tests",

@@ -22,7 +22,7 @@ from bunkbed.window import Window
 from rank_processes import free_port, start_group
 
 #: Calls of the core that are collective, and what the other process gives: no ids.
-COLLECTIVE = ("lookup", "get", "contains", "set", "update", "rewind", "set_optimizer")
+COLLECTIVE = ("lookup", "get", "contains", "set", "erase", "update", "rewind", "set_optimizer")
 #: Counters that both processes have; of the others each has its part.
 COMMON = ("updates", "commits", "threads")
 NONE = np.empty(0, np.int64)
@@ -40,6 +40,8 @@ def _arguments(table: Any, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]
         return NONE, np.empty(0, np.bool_)
     if name == "set":
         return NONE, given[1], np.empty((0, *given[2].shape[1:]), np.float32)
+    if name == "erase":
+        return (NONE,)
     if name == "update":
         return NONE, np.empty((0, dim), np.float32), *given[2:]
     return given

@@ -58,6 +58,8 @@ def _methods(rank: int, place: str | None, shards: int) -> None:
         table.set(np.array([1, 5, step]), values[rank])
         for one in values:
             oracle.set(np.array([1, 5, step]), one)
+        gone = [np.array([2 + one, 7, step, 3 * step + one]) for one in range(world)]
+        assert table.delete(gone[rank]) == oracle.delete(np.concatenate(gone))
         batch = table.batch(every[rank])
         found = table.lookup_batch(batch, len(every[rank]))
         assert_same_bits(found, oracle.lookup(every[rank]), "lookup_batch")

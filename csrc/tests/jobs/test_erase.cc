@@ -1,5 +1,6 @@
 // Deleted rows: in RAM and on disk, through commits, compaction, purges of tombstones, readers and reopening.
 #include "base/fault.h"
+#include "commit/cursors.h"
 #include "maintenance/check.h"
 #include "tests/jobs/life.h"
 
@@ -200,4 +201,32 @@ TEST(erase_keeps_to_a_disk_limit) {
     const Seen seen = live(seed, Life::kIds, 2 << 20, 24 << 20, 300);
     CHECK(seen.deleted > 1000);
   }
+}
+
+// Refused updates append nothing, so they must make compaction drop the tombstones.
+TEST(erase_makes_room_for_new_rows_within_a_disk_limit) {
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  auto table = Table::create(vfs, sandbox / "t", "t", whole_numbers(-1, 2), 16 << 20, 240 << 20);
+  std::vector<int64_t> ids(20000);
+  const std::vector<float> grads(ids.size(), 1.0f);
+  const auto take = [&](int64_t day) {
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = day * 20000 + static_cast<int64_t>(i);
+  };
+  for (int64_t day = 0; day < 80; ++day) {
+    if (day == 1) {  // a consumer that came once keeps every tombstone for a while
+      const Bytes bytes = encode_cursor(table->uuid(), {1, newest_commit(sandbox / "t").next_version});
+      vfs.create_small(sandbox / "t/cursor-old")->write(bytes.data(), bytes.size(), 0);
+    }
+    if (day == 30) vfs.remove(sandbox / "t/cursor-old");
+    take(day);
+    update(table.get(), ids, grads);
+    if (day >= 3) {
+      take(day - 3);
+      CHECK_EQ(erase(table.get(), ids), ids.size());
+    }
+    table->commit(std::nullopt, "");
+    if (day == 29) CHECK(table->stats().tombstones > 400000);
+  }
+  CHECK(table->stats().tombstones < 200000);
 }

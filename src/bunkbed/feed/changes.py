@@ -87,6 +87,11 @@ class Changes:
         """Move the cursor to `version`, durably. The end of a loop over the changes does that by itself."""
         self.acknowledge_at(self.positions(), self.version)
 
+    @property
+    def cursor(self) -> str | None:
+        """The name of the cursor, if `since` was one."""
+        return self._cursor
+
     # Internal: moves the cursor to a commit whose changes were delivered.
     def acknowledge_at(self, files: list[bytes], version: int) -> None:
         if self._cursor is not None:
@@ -157,7 +162,12 @@ def changes(
 
 
 def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: int) -> Changes:
+    advice = "; read the table from the start, with since=0; a cursor (since='a name') keeps what it needs"
     if cursor is not None:
+        advice = (
+            f"; drop cursor {cursor!r} (bunkbed.drop_cursor, bunkbed changes --drop-cursor) and read the table from "
+            "the start; a folder of changes must be empty then"
+        )
         commit = positions.commit_of(parts, cursor)
         held = [positions.position_of(part, cursor) for part in parts.parts]
         if commit == 0:
@@ -165,8 +175,7 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
         elif 0 in [own for own, _ in held]:
             raise ValueError(
                 f"'{parts.label}': the table was divided into other shards after cursor {cursor!r} was saved, so its "
-                "changes since then are not known; drop the cursor (bunkbed.drop_cursor) and read the table from the "
-                "start"
+                f"changes since then are not known{advice}"
             )
     else:
         assert isinstance(since, int)
@@ -175,7 +184,7 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
             raise ValueError(f"'{parts.label}': commit {since} is in the future; the newest one is {parts.commit}")
         held = [(own, 0) for own in commits_at(parts, since)]
     feeds = [
-        _native.Changes(str(part.folder), parts.label, own, version, part.commit, ram)
+        _native.Changes(str(part.folder), parts.label, own, version, part.commit, ram, advice)
         for part, (own, version) in zip(parts.parts, held, strict=True)
     ]
     return Changes(parts, feeds, commit, cursor, chunk)

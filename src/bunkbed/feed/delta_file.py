@@ -21,7 +21,8 @@ from bunkbed.files.durable import put_in_place
 from bunkbed.io.common.source import Arrow, need
 
 SUFFIXES = (".parquet", ".arrow")
-_SINCE, _VERSION, _POSITIONS = b"bunkbed.since", b"bunkbed.version", b"bunkbed.cursor"
+_SINCE, _VERSION, _CURSOR, _POSITIONS = b"bunkbed.since", b"bunkbed.version", b"bunkbed.cursor", b"bunkbed.positions"
+_UUID = slice(16, 32)  # of the table, in a position
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def write_delta(changes: Changes, target: Path) -> Delta:
         metadata={
             _SINCE: str(changes.since),
             _VERSION: str(changes.version),
+            _CURSOR: changes.cursor or "",
             _POSITIONS: json.dumps([position.hex() for position in changes.positions()]),
         },
     )
@@ -82,20 +84,40 @@ def write_next_delta(open_changes: Callable[[], Changes], folder: Path, suffix: 
     """Write the changes since a cursor into a folder, as ``changes-SINCE-VERSION``; None where there are none.
 
     Files that an earlier call wrote, whose cursor it could not move any more, are not written again.
+
+    Raises:
+        ValueError: the folder has files of another table or cursor.
     """
     while True:
         changes = open_changes()
-        found = sorted(folder.glob(f"changes-{changes.since:015d}-*")) if folder.is_dir() else []
-        delivered = [path for path in found if re.fullmatch(r"changes-\d{15}-\d{15}\.(parquet|arrow)", path.name)]
+        found = sorted(folder.glob("changes-*")) if folder.is_dir() else []
+        files = [path for path in found if re.fullmatch(r"changes-\d{15}-\d{15}\.(parquet|arrow)", path.name)]
+        delivered = [path for path in files if path.name.startswith(f"changes-{changes.since:015d}-")]
+        if files:
+            _require_ours(files[-1], changes)
         if delivered:
-            metadata = _metadata(delivered[-1])
-            positions = [bytes.fromhex(position) for position in json.loads(metadata[_POSITIONS])]
-            changes.acknowledge_at(positions, int(metadata[_VERSION]))
+            changes.acknowledge_at(*_position(delivered[-1]))
         elif changes.version == changes.since:
             return None
         else:
             name = f"changes-{changes.since:015d}-{changes.version:015d}{suffix}"
             return write_delta(changes, folder / name)
+
+
+def _position(path: Path) -> tuple[list[bytes], int]:
+    """Return the files of the cursor behind a file of changes, and its commit."""
+    metadata = _metadata(path)
+    return [bytes.fromhex(position) for position in json.loads(metadata[_POSITIONS])], int(metadata[_VERSION])
+
+
+def _require_ours(path: Path, changes: Changes) -> None:
+    cursor = _metadata(path).get(_CURSOR, b"").decode()
+    theirs = [position[_UUID] for position in _position(path)[0]]
+    if cursor != changes.cursor or theirs != [position[_UUID] for position in changes.positions()]:
+        raise ValueError(
+            f"{path} has the changes of another table, or of cursor {cursor!r}; give each table and cursor a folder of "
+            "its own"
+        )
 
 
 @contextmanager

@@ -30,8 +30,8 @@ def checked_name(name: str) -> str:
 
 def names_in(parts: Parts) -> list[str]:
     """Return the names of the cursors of a table, sorted."""
-    found = [path.name.removeprefix(_PREFIX).split(".") for path in parts.home.glob(f"{_PREFIX}*")]
-    names = [name for name, *table in found if table == ([parts.table] if parts.table else [])]
+    found = [path.name.removeprefix(_PREFIX).partition(".") for path in parts.home.glob(f"{_PREFIX}*")]
+    names = [name for name, _, table in found if table == parts.table]
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 

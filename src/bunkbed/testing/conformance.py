@@ -318,6 +318,20 @@ class TableTests(NarrowTests, CommitTests):
         reference.set([11], ones, slot="exp_avg")
         assert_same_rows(table, reference, np.array([10, 11]))
 
+    def test_a_deleted_row_is_its_initial_row(self, pair: Pair) -> None:
+        table, reference = pair
+        rng = np.random.default_rng(8)
+        for seed in range(4):
+            self.train(table, reference, steps=3, seed=seed)
+            ids = rng.choice(self.num_rows, 150)
+            assert table.delete(ids) == reference.delete(ids)
+            assert not table.contains(ids).any() and len(table) == len(reference)
+            assert table.delete(ids) == 0
+            assert_same_rows(table, reference, self.all_ids())
+        self.train(table, reference, steps=3, seed=9)  # deleted rows begin with fresh state
+        assert_same_rows(table, reference, self.all_ids())
+        assert table.delete([]) == 0
+
     def test_staging_moves_no_value(self, pair: Pair) -> None:
         table, reference = pair
         rng = np.random.default_rng(5)
@@ -400,6 +414,7 @@ class TableTests(NarrowTests, CommitTests):
             lambda: table.lookup_bags(ids, [0]),
             lambda: table.update(ids, some),
             lambda: table.set(ids, some),
+            lambda: table.delete(ids),
             lambda: table.get(ids),
             lambda: table.contains(ids),
             lambda: table.stage(ids),
@@ -472,6 +487,7 @@ class TableTests(NarrowTests, CommitTests):
             lambda: table.lookup([1]),
             lambda: table.update([1], ones),
             lambda: table.set([1], ones),
+            lambda: table.delete([1]),
             lambda: table.get([1]),
             lambda: table.commit(),
             lambda: table.stage([1]),

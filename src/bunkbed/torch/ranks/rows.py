@@ -215,7 +215,7 @@ class RankRows:
         self._change(ready, lambda: self.local.core.set(own, field, rows))
 
     def erase(self, ids: Ids) -> int:
-        """See `bunkbed.Table.delete`: the ids of all ranks. Returns the deleted rows that this rank owned."""
+        """See `bunkbed.Table.delete`: the ids of all ranks. Every rank returns the number of all deleted rows."""
         self.require_open()
         _, asked = self._send(_CHANGE.of(f"a delete of table {self.number}, '{self.name}'"), ids)
         own = np.concatenate([part.view(np.int64) for part in asked])
@@ -226,7 +226,8 @@ class RankRows:
             erased = self.local.core.erase(own)
 
         self._change(lambda: None, apply)
-        return erased
+        counts = self.ranks.swap(_ANSWER, [[np.array([erased], np.int64)] for _ in range(self.ranks.world)])
+        return int(sum(int(count.view(np.int64)[0]) for count in counts))
 
     def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update`: one step with the gradients of all ranks, added in the order of ranks."""
