@@ -80,7 +80,7 @@ class Partition {
     keys_[hole] = -1;
     if (capacity_ < kLeastToShrink || static_cast<double>(count_) > kShrinkLoad * static_cast<double>(capacity_)) return;
     try {
-      resize(grown(0, count_ + count_ / 8));
+      resize(grown(0, count_ + 1));
     } catch (const std::bad_alloc&) {  // it keeps its memory
     }
   }
@@ -93,7 +93,7 @@ class Partition {
 
  private:
   static constexpr size_t kLeastToShrink = 64;
-  static constexpr double kShrinkLoad = 0.55 * kMaxLoad;  // so that half the rows take little more than half the memory
+  static constexpr double kShrinkLoad = 0.52 * kMaxLoad;  // so that half the rows take little more than half the memory
 
   // By the high bits of the hash; its low ones choose a partition of the hashed directory.
   size_t home(uint64_t hash) const { return static_cast<size_t>(((hash >> 32) * capacity_) >> 32); }

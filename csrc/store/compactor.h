@@ -26,6 +26,12 @@
 //    emptied, and these tombstones are not appended again. keep_tombstones() says which ones must stay nevertheless.
 // A tombstone of a row that was stored again is dropped at any time: the row's record has a higher version.
 //
+// Training leaves dead records all the time, so a log has room for some. Deleted rows leave theirs once:
+//
+// 8. A delete sets the dead bytes that the log had before it as the goal. Every four bytes that are appended later, but
+//    by compaction, raise the goal by one, until step 1 allows as many. So the disk that rows leave is free soon, and
+//    for a while compaction moves more records than it would later. It stops where segments are nearly full.
+//
 // Rebuilding a directory takes the record with the highest version of each row, wherever the record is. A moved record
 // keeps its version, so it cannot replace a newer record that was appended before the move.
 // Requires the table's lock for every call but execute() and most_segments().
@@ -48,6 +54,8 @@ namespace bunkbed {
 inline constexpr double kTargetLive = 0.65;
 // Emptying a segment with a larger live part would free too little space for the bytes that it copies.
 inline constexpr double kWorthMoving = 0.9;
+// The part of the bytes appended after a delete that raises the goal.
+inline constexpr double kGoalRise = 0.25;
 // A purge of tombstones begins when these take more than this part of the records' bytes.
 inline constexpr double kMostTombstones = 0.125;
 // Dead bytes that never start compaction, however small the table is. Tests of small tables lower it.
@@ -119,12 +127,15 @@ class Compactor {
   uint64_t total_bytes() const;
   uint64_t live_bytes() const;
   uint64_t settled_bytes() const;
+  // Before rows are deleted: see step 8.
+  void set_goal();
 
  private:
   bool has_too_many_bytes() const;
   bool has_too_many_segments() const;
   bool may_choose(const Segment& segment) const;
   bool has_too_many_tombstones() const;
+  double goal_now() const;
   const Segment* pick_for_purge();
   void append_kept_tombstones(const Segment& segment);
   void choose_merge();
@@ -142,6 +153,8 @@ class Compactor {
   MayEmpty may_empty_;
   std::function<KeptTombstones()> kept_tombstones_;
   uint64_t deletions_from_ = 0;
+  double goal_ = 1e300;            // dead bytes, when so many records had been appended, but by compaction
+  uint64_t goal_appended_ = 0;
   std::set<uint64_t> purging_;     // segments that the purge under way must empty
   uint64_t purge_version_ = 0;     // V of the purge under way, 0: none
   uint64_t purged_version_ = 0;    // V of the last purge that ended

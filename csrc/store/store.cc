@@ -276,6 +276,7 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
   std::vector<int64_t> stored;
   std::vector<Entry> entries(std::min(n, kAtOnce));
   std::vector<uint32_t> frames;
+  compactor_.set_goal();
   const auto forget = [this](int64_t row) {
     const Entry entry = directory_->find(row);
     uint64_t position = kNoPosition;
