@@ -58,6 +58,12 @@ def test_resident_prints_its_ratio(tmp_path: Path) -> None:
     assert "ratio torch / bunkbed" in done.stdout and "machine: " in done.stdout
 
 
+def test_changes_prints_files_and_what_deletes_free(tmp_path: Path) -> None:
+    done = run("-m", "benchmarks.cases.changes", "--tiny", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "10,000 changed rows of 40,000 x 64 to Parquet" in done.stdout and "half deleted:" in done.stdout
+
+
 def test_serving_prints_the_age_of_a_reader(tmp_path: Path) -> None:
     done = run("-m", "benchmarks.cases.serving", "age", "--tiny", "--dir", str(tmp_path))
     assert done.returncode == 0 and "age: p50" in done.stdout, done.stderr
