@@ -93,7 +93,7 @@ def _write(path: Path, send: Callable[[Any], None], most_commits: int = 10**9) -
 def _consume(root: Path, send: Callable[[Any], None], *, once: bool = False) -> None:
     (root / "deltas").mkdir(exist_ok=True)
     while True:
-        found = write_next_delta(lambda: bb.changes(root / "t", "consumer"), root / "deltas", ".parquet")
+        found = write_next_delta(lambda: bb.changes(root / "t", "consumer"), "consumer", root / "deltas", ".parquet")
         if once and found is None:
             return
 

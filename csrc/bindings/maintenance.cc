@@ -1,7 +1,7 @@
 // Mirrors check.h, copy.h, repair.h, snapshots.h, changes.h and cursors.h: work on a table's files without opening the table.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -68,11 +68,11 @@ void bind_feed(nb::module_& m) {
       .def(
           "__init__",
           [](Changes* self, const std::string& path, const std::string& name, uint64_t since, uint64_t since_version,
-             std::optional<uint64_t> to, size_t ram_bytes, const std::string& advice) {
+             bool is_new, std::optional<uint64_t> to, size_t ram_bytes, const std::string& advice) {
             const WithoutGil without_gil;
-            new (self) Changes(vfs::current(), path, name, {since, since_version}, to, ram_bytes, advice);
+            new (self) Changes(vfs::current(), path, name, {since, since_version, is_new}, to, ram_bytes, advice);
           },
-          "path"_a, "name"_a, "since"_a, "since_version"_a, "to"_a.none(), "ram_bytes"_a, "advice"_a)
+          "path"_a, "name"_a, "since"_a, "since_version"_a, "is_new"_a, "to"_a.none(), "ram_bytes"_a, "advice"_a)
       .def(
           "next",
           [](Changes& changes, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
@@ -101,21 +101,21 @@ void bind_feed(nb::module_& m) {
       "new_cursor",
       [](const std::string& path) {
         const Manifest newest = Manifests(vfs::current(), path).load_newest();
-        const Bytes bytes = encode_cursor(newest.uuid, {0, newest.next_version});
+        const Bytes bytes = encode_cursor(newest.uuid, {newest.epoch, newest.next_version, true});
         return nb::bytes(bytes.data(), bytes.size());
       },
       "path"_a, "Return the file of a consumer that has no change yet.");
   m.def(
       "load_cursor",
-      [](const std::string& path, const std::string& name) -> std::optional<std::pair<uint64_t, uint64_t>> {
+      [](const std::string& path, const std::string& name) -> std::optional<std::tuple<uint64_t, uint64_t, bool>> {
         const WithoutGil without_gil;
         const Uuid uuid = Manifests(vfs::current(), path).load_newest().uuid;
         const auto cursors = load_cursors(vfs::current(), path, uuid);
         const auto found = cursors.find(name);
         if (found == cursors.end()) return std::nullopt;
-        return std::make_pair(found->second.epoch, found->second.next_version);
+        return std::make_tuple(found->second.epoch, found->second.next_version, found->second.is_new);
       },
-      "path"_a, "name"_a, "Return (commit, next version) of a cursor, or None.");
+      "path"_a, "name"_a, "Return (commit, next version, whether it is new) of a cursor, or None.");
 }
 
 }  // namespace

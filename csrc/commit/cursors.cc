@@ -22,7 +22,7 @@ Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor) {
   std::byte* const out = bytes.data();
   std::memcpy(out, kCursorMagic, 8);
   store(out + 8, kCursorVersion);
-  store<uint32_t>(out + 12, 0);
+  store<uint32_t>(out + 12, cursor.is_new ? 1 : 0);
   std::memcpy(out + 16, uuid.data(), uuid.size());
   store(out + 32, cursor.epoch);
   store(out + 40, cursor.next_version);
@@ -43,7 +43,7 @@ Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const s
                                         ", this release reads version " + std::to_string(kCursorVersion));
   }
   if (std::memcmp(bytes.data() + 16, uuid.data(), uuid.size()) != 0) refuse("belongs to another table");
-  return {load<uint64_t>(bytes.data() + 32), load<uint64_t>(bytes.data() + 40)};
+  return {load<uint64_t>(bytes.data() + 32), load<uint64_t>(bytes.data() + 40), load<uint32_t>(bytes.data() + 12) != 0};
 }
 
 std::map<std::string, Cursor> load_cursors(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid) {

@@ -15,8 +15,11 @@ namespace bunkbed {
 inline constexpr const char* kCursorPrefix = "cursor-";
 
 struct Cursor {
-  uint64_t epoch = 0;         // the consumer has every change of this commit and those before it; 0: it has none
-  uint64_t next_version = 0;  // of that commit; of a consumer that has none, of the newest commit when it came
+  uint64_t epoch = 0;         // the consumer has every change of this commit and those before it
+  uint64_t next_version = 0;  // of that commit
+  // The consumer has not read everything yet: both are of the commit that was the newest when it came. It may have some
+  // rows of later commits, from a first read that ended early.
+  bool is_new = false;
 };
 
 Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor);

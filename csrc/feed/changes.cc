@@ -29,6 +29,8 @@ Changes::Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, 
       throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is a scratch table, of which nothing is kept: it has no commits to compare");
     }
     since_ = checked(since);
+    deleted_since_ = since_.epoch == 0 ? ~uint64_t{0} : since_.next_version;
+    if (since_.is_new) since_ = {};
     try {
       open_segments();
       break;
@@ -50,33 +52,37 @@ Changes::Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, 
   if (passes_ > 1) passes_ += passes_ / 8 + 1;  // the ids are not spread evenly
 }
 
-// Returns `since` with its next version.
+// Returns where to read from: of a consumer that has nothing complete, the start.
 Cursor Changes::checked(Cursor since) const {
-  if (since.epoch == 0) return {0, 0};
+  if (since.epoch == 0) return {};
   const std::string commit = "table '" + name_ + "': commit " + std::to_string(since.epoch);
   if (since.epoch > commit_.epoch) {
     throw Error(ErrorKind::kInvalid, commit + " is in the future; the newest one is " + std::to_string(commit_.epoch));
   }
   for (const Rewind& rewind : commit_.rewinds) {
-    if (since.epoch <= rewind.to || since.epoch >= rewind.at) continue;
-    throw Error(ErrorKind::kInvalid, commit + " was undone: the table went back to commit " + std::to_string(rewind.to) +
+    if (since.is_new ? rewind.at <= since.epoch : since.epoch <= rewind.to || since.epoch >= rewind.at) continue;
+    const std::string what = since.is_new ? " is where the first read began, which did not end" : " was undone";
+    throw Error(ErrorKind::kInvalid, commit + what + ": the table went back to commit " + std::to_string(rewind.to) +
                                          " afterwards, so its changes since then are not known" + advice_);
   }
-  if (since.next_version == 0) {
-    const Manifests manifests(vfs_, directory_);
-    try {
-      since.next_version = manifests.load(since.epoch).next_version;
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kNotFound) throw;
-      std::string known;
-      for (const uint64_t epoch : manifests.epochs()) known += (known.empty() ? "" : ", ") + std::to_string(epoch);
-      throw Error(ErrorKind::kInvalid, commit + " is gone, so the changes since then are not known; commits that remain: " + known + advice_);
-    }
-  }
+  if (since.next_version == 0) since.next_version = version_of(since.epoch);
   if (since.next_version < commit_.deletions_from) {
     throw Error(ErrorKind::kInvalid, commit + " is so old that rows deleted after it are no longer known" + advice_);
   }
   return since;
+}
+
+uint64_t Changes::version_of(uint64_t epoch) const {
+  const Manifests manifests(vfs_, directory_);
+  try {
+    return manifests.load(epoch).next_version;
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kNotFound) throw;
+    std::string known;
+    for (const uint64_t one : manifests.epochs()) known += (known.empty() ? "" : ", ") + std::to_string(one);
+    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': commit " + std::to_string(epoch) +
+                                         " is gone, so the changes since then are not known; commits that remain: " + known + advice_);
+  }
 }
 
 void Changes::open_segments() {
@@ -121,7 +127,7 @@ void Changes::collect_pass() {
   });
   deleted_.clear();
   for (; !places_.empty() && places_.back().position == kDeleted; places_.pop_back()) {
-    if (since_.epoch > 0) deleted_.push_back(places_.back().id);  // a consumer that has nothing needs no deletions
+    if (places_.back().version >= deleted_since_) deleted_.push_back(places_.back().id);
   }
   std::reverse(deleted_.begin(), deleted_.end());
   next_place_ = next_deleted_ = segment_ = chunk_ = 0;

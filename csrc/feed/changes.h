@@ -28,7 +28,8 @@ namespace bunkbed {
 
 class Changes {
  public:
-  // `since`: the commit that the caller has, epoch 0 for none; without its next_version (0), its manifest must exist.
+  // `since`: the commit that the caller has, epoch 0 for none; without its next_version (0), its manifest must exist. Of
+  // one that is new, every row is given, and what was deleted since it came, because it may have some rows.
   // `to`: the commit to read, the newest without it. `ram_bytes` bounds the memory for ids and versions: with more
   // changes, the indexes are read several times. `advice` ends the error where the changes since then are not known.
   Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, Cursor since, std::optional<uint64_t> to,
@@ -55,6 +56,7 @@ class Changes {
     uint64_t position;  // kDeleted: a tombstone
   };
   Cursor checked(Cursor since) const;
+  uint64_t version_of(uint64_t epoch) const;
   void open_segments();
   void collect_pass();
   size_t read_rows(size_t n, int64_t* ids, float* weights);
@@ -64,7 +66,8 @@ class Changes {
   const std::string name_;
   const std::string advice_;
   Manifest commit_;
-  Cursor since_;
+  Cursor since_;                     // epoch 0: everything is given
+  uint64_t deleted_since_ = 0;       // tombstones below it are not given
   std::unique_ptr<Log> log_;
   std::vector<Segment*> segments_;  // of epochs after `since`, by number
   uint64_t passes_ = 1;

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,9 @@ def test_a_folder_gets_a_file_for_each_call_that_finds_changes(
         rows |= read(path)
     assert at == table.epoch
     assert {row: weights for row, weights in rows.items() if weights is not None} == {3: [-2.0, -2.0]}
+    shown = run(capsys, "info", tmp_path / "t")[1]
+    assert f"nightly (version {at})" in shown and "deleted rows" in shown
+    assert json.loads(run(capsys, "info", tmp_path / "t", "--json")[1])["cursors"] == {"nightly": at}
     assert "nightly  commit" in run(capsys, "changes", tmp_path / "t", "--cursors")[1]
     assert "dropped cursor nightly" in run(capsys, "changes", tmp_path / "t", "--drop-cursor", "nightly")[1]
     assert "has no cursors" in run(capsys, "changes", tmp_path / "t", "--cursors")[1]
@@ -122,6 +127,42 @@ def test_a_folder_belongs_to_one_table_and_cursor(
     assert bb.cursors(tmp_path / "t").keys() == {"c", "d"} and bb.cursors(tmp_path / "other").keys() == {"c"}
 
 
+def test_a_folder_has_no_gap(table: bb.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("changes", tmp_path / "t", "--since", "c", "--out", tmp_path / "out")
+    assert run(capsys, *command)[0] == 0
+    table.update([9], np.ones((1, 2), np.float32))
+    table.commit()
+    list(bb.changes(tmp_path / "t", "c"))  # another consumer with the same cursor
+    table.update([10], np.ones((1, 2), np.float32))
+    table.commit()
+    code, _, error = run(capsys, *command)
+    assert code == 1 and "another command moved it" in " ".join(error.split())
+    bb.drop_cursor(tmp_path / "t", "c")
+    code, _, error = run(capsys, *command)
+    assert code == 1 and "empty the folder" in " ".join(error.split())
+    (old,) = (tmp_path / "out").iterdir()
+    old.unlink()
+    assert run(capsys, *command)[0] == 0
+    (new,) = (tmp_path / "out").iterdir()
+    assert sorted(read(new)) == [1, 2, 3, 9, 10]
+
+
+def test_one_command_at_a_time_writes_into_a_folder(
+    table: bb.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".changes-000000000000000-000000000000001.parquet.7.part").write_bytes(b"killed")
+    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    command = ("changes", tmp_path / "t", "--since", "c", "--out", tmp_path / "out")
+    code, _, error = run(capsys, *command)
+    assert code == 1 and "another command writes changes into it" in " ".join(error.split())
+    assert bb.cursors(tmp_path / "t") == {}
+    os.close(descriptor)
+    assert run(capsys, *command)[0] == 0
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
 def test_a_failed_file_leaves_nothing(table: bb.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(28, "no space")
@@ -137,7 +178,8 @@ def test_a_failed_file_leaves_nothing(table: bb.Table, tmp_path: Path, monkeypat
     ("options", "why"),
     [
         ((), "give --out"),
-        (("--out", "x.csv"), "a folder needs a cursor"),
+        (("--out", "x"), "a folder needs a cursor"),
+        (("--since", "c", "--out", "x.csv"), "a file must end in .parquet or .arrow"),
         (("--cursors", "--out", "x.parquet"), "go alone"),
         (("--since", "99", "--out", "x.parquet"), "commit 99 is in the future"),
         (("--since", "a b", "--out", "x.parquet"), "the name of a cursor"),

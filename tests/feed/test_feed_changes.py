@@ -97,6 +97,25 @@ def test_a_consumer_has_the_rows_of_each_commit(made: Made) -> None:
     assert bb.check(where["path"]) == []
 
 
+def test_rows_that_compaction_moved_did_not_change(tmp_path: Path) -> None:
+    _native.set_compaction_slack(0)
+    try:
+        with bb.create(tmp_path / "t", **{**FACTS, "dim": 32, "num_rows": 20_000}) as table:
+            every = np.arange(20_000)
+            table.update(every, np.ones((20_000, 32), np.float32))
+            since = table.commit(keep="before")
+            moved = table.stats()["compacted_records"]
+            for _ in range(4):
+                table.update(every[::2], np.ones((10_000, 32), np.float32))
+                table.commit()
+                table.compact()
+            assert table.stats()["compacted_records"] > moved + 5000
+            found = [change.ids for change in bb.changes(tmp_path / "t", since)]
+    finally:
+        _native.set_compaction_slack(256 << 10)
+    assert sorted(np.concatenate(found).tolist()) == every[::2].tolist()
+
+
 def test_a_cursor_moves_when_the_loop_has_ended_and_not_before(made: Made) -> None:
     table, commit, where = made
     table.update([1, 2], np.ones((2, 3), np.float32))
@@ -119,6 +138,39 @@ def test_a_cursor_moves_when_the_loop_has_ended_and_not_before(made: Made) -> No
     assert take({}, bb.changes(since="a", **where)) == 1, "it starts again"
 
 
+def test_a_first_read_that_ends_early_may_be_repeated(made: Made) -> None:
+    table, commit, where = made
+    table.update(np.arange(100), np.ones((100, 3), np.float32))
+    commit()
+    rows: dict[int, bytes] = {}
+    for change in bb.changes(since="c", chunk=30, **where):
+        rows |= dict(zip(change.ids.tolist(), [one.tobytes() for one in change.rows], strict=True))
+        if len(rows) > 50:
+            break
+    assert bb.cursors(**where) in ({"c": 0}, {})
+    for first in range(0, 60, 20):
+        table.delete(np.arange(first, first + 20))
+        table.update([first + 200], np.ones((1, 3), np.float32))
+        commit()
+    take(rows, bb.changes(since="c", **where))
+    assert sorted(rows) == [*range(60, 100), 200, 220, 240]
+
+
+def test_going_back_during_a_first_read(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "t", **FACTS) as table:
+        table.update([1], np.ones((1, 3), np.float32))
+        table.commit(keep="good")
+        next(iter(bb.changes(tmp_path / "t", "c")))
+        table.update([2], np.ones((1, 3), np.float32))
+        table.commit()
+        next(iter(bb.changes(tmp_path / "t", "c", chunk=1)))
+        table.rewind("good")
+        with pytest.raises(ValueError, match=r"where the first read began.*went back to commit .*drop cursor 'c'"):
+            bb.changes(tmp_path / "t", "c")
+        bb.drop_cursor(tmp_path / "t", "c")
+        assert take({}, bb.changes(tmp_path / "t", "c")) == 1
+
+
 def test_what_cannot_be_known_is_refused(made: Made) -> None:
     table, commit, where = made
     table.update([1], np.ones((1, 3), np.float32))
@@ -130,7 +182,7 @@ def test_what_cannot_be_known_is_refused(made: Made) -> None:
         commit()
     with pytest.raises(ValueError, match=rf"(commit {first} is gone|has no commit {first}).*commits that remain"):
         bb.changes(since=first, **where)
-    for wrong, why in ((-1, r"since must be in \[0, "), ("", "name of a cursor"), ("a/b", "name of a cursor")):
+    for wrong, why in ((-1, r"since must be in \[0, "), ("", "name of a cursor"), ("41", "a whole number")):
         with pytest.raises(ValueError, match=why):
             bb.changes(since=wrong, **where)
     with pytest.raises(ValueError, match="no cursor 'a'; it has: none"):
@@ -217,6 +269,22 @@ def test_a_run_that_went_back(tmp_path: Path) -> None:
             bb.changes(tmp_path / "r", "c")
 
 
+def test_a_run_whose_tables_have_other_numbers(tmp_path: Path) -> None:
+    with bb.Run(tmp_path / "r") as run:
+        busy = run.table("busy", create=FACTS)
+        rare = run.table("rare", create={**FACTS, "shards": 2})
+        rare.update([1, 2], np.ones((2, 3), np.float32))
+        for number in range(5):  # a table that did not change has no new commit
+            busy.update([number], np.ones((1, 3), np.float32))
+            since = run.commit()
+        rare.update([2], np.ones((1, 3), np.float32))
+        busy.update([7], np.ones((1, 3), np.float32))
+        run.commit()
+    assert take({}, bb.changes(tmp_path / "r", since, table="rare")) == 1
+    assert take({}, bb.changes(tmp_path / "r", since, table="busy")) == 1
+    assert take({}, bb.changes(tmp_path / "r", table="rare")) == 2
+
+
 def test_paths_that_have_no_such_table(tmp_path: Path) -> None:
     with bb.Run(tmp_path / "r") as run:
         for name in ("a", "b"):
@@ -231,8 +299,10 @@ def test_paths_that_have_no_such_table(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         bb.changes(tmp_path / "none")
     bb.create(tmp_path / "t", **FACTS).close()
-    with pytest.raises(ValueError, match="leave table= out"):
-        bb.changes(tmp_path / "t", table="t")
+    bb.ShardedTable.create(tmp_path / "sharded", shards=2, **FACTS).close()
+    for name in ("t", "sharded"):
+        with pytest.raises(ValueError, match="leave table= out"):
+            bb.changes(tmp_path / name, table="t")
     with (
         bb.create(tmp_path / "s", durability="scratch", **FACTS),
         pytest.raises(ValueError, match="scratch table, of which nothing is kept"),

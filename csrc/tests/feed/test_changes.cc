@@ -183,6 +183,7 @@ TEST(changes_refuse_what_they_cannot_know) {
 
 TEST(changes_refuse_a_damaged_cursor) {
   const Uuid uuid{1}, other{2};
+  CHECK(decode_cursor(encode_cursor(uuid, {7, 99, true}), uuid, "c").is_new);
   const Bytes bytes = encode_cursor(uuid, {7, 99});
   const Cursor cursor = decode_cursor(bytes, uuid, "c");
   CHECK_EQ(cursor.epoch, uint64_t{7});

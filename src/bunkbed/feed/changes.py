@@ -46,7 +46,9 @@ class Changes:
         dim: numbers in a row.
     """
 
-    def __init__(self, parts: Parts, feeds: list[_native.Changes], since: int, cursor: str | None, chunk: int) -> None:
+    def __init__(
+        self, parts: Parts, feeds: list[_native.Changes], since: int, cursor: str | None, chunk: int, came: list[int]
+    ) -> None:
         self._parts = parts
         self._feeds = feeds
         self._cursor = cursor
@@ -55,6 +57,8 @@ class Changes:
         self.version = feeds[0].commit() if parts.commit is None else parts.commit
         self.dim = feeds[0].dim()
         self._is_used = False
+        #: Internal: of a consumer that has not read everything yet: the commits of the parts when it came.
+        self.came = came
 
     def __iter__(self) -> Iterator[Change]:
         yield from self.unacknowledged()
@@ -116,7 +120,8 @@ def changes(
     A commit that `since` names must still exist: a table keeps its newest two commits, and those that are kept by name.
     A consumer that comes less often uses a cursor: ``since="a name"``. The first call with a new name gives every row.
     When a loop over the changes ends, the cursor moves to their commit, durably. A loop that fails, or a process that
-    dies in it, leaves the cursor where it was: the next call gives the changes again. Each consumer has its own cursor.
+    dies in it, leaves the cursor where it was: the next call gives the changes again. Each consumer has its own cursor,
+    and begins with an empty store: `Changes.since` is 0 then.
     The writer keeps what a cursor needs: 16 bytes for each row that was deleted. So drop a cursor that is no longer in
     use (`drop_cursor`).
 
@@ -130,7 +135,8 @@ def changes(
 
     Raises:
         ValueError: the commit is in the future, is gone, or was undone by going back to an earlier one; or rows
-            deleted since then are no longer known. Read the table from the start then, with ``since=0``.
+            deleted since then are no longer known. Read every row into an empty store then, with ``since=0`` or after
+            `drop_cursor`.
         CorruptionError: a file is damaged. FileNotFoundError: no such table.
 
     >>> import bunkbed as bb, numpy as np
@@ -162,17 +168,17 @@ def changes(
 
 
 def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: int) -> Changes:
-    advice = "; read the table from the start, with since=0; a cursor (since='a name') keeps what it needs"
+    advice = "; read every row with since=0 into an empty store; a cursor (since='a name') keeps what it needs"
     if cursor is not None:
         advice = (
-            f"; drop cursor {cursor!r} (bunkbed.drop_cursor, bunkbed changes --drop-cursor) and read the table from "
-            "the start; a folder of changes must be empty then"
+            f"; empty your store, or your folder of changes, then drop cursor {cursor!r} (bunkbed.drop_cursor, bunkbed "
+            "changes --drop-cursor): the next call gives every row"
         )
         commit = positions.commit_of(parts, cursor)
-        held = [positions.position_of(part, cursor) for part in parts.parts]
         if commit == 0:
             positions.make(parts, cursor)
-        elif 0 in [own for own, _ in held]:
+        held = [positions.position_of(part, cursor) for part in parts.parts]
+        if commit > 0 and 0 in [own for own, _, _ in held]:
             raise ValueError(
                 f"'{parts.label}': the table was divided into other shards after cursor {cursor!r} was saved, so its "
                 f"changes since then are not known{advice}"
@@ -182,12 +188,12 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
         commit = since
         if parts.commit is not None and since > parts.commit:
             raise ValueError(f"'{parts.label}': commit {since} is in the future; the newest one is {parts.commit}")
-        held = [(own, 0) for own in commits_at(parts, since)]
+        held = [(own, 0, False) for own in commits_at(parts, since)]
     feeds = [
-        _native.Changes(str(part.folder), parts.label, own, version, part.commit, ram, advice)
-        for part, (own, version) in zip(parts.parts, held, strict=True)
+        _native.Changes(str(part.folder), parts.label, *position, part.commit, ram, advice)
+        for part, position in zip(parts.parts, held, strict=True)
     ]
-    return Changes(parts, feeds, commit, cursor, chunk)
+    return Changes(parts, feeds, commit, cursor, chunk, [own for own, _, is_new in held if is_new])
 
 
 @typed

@@ -6,6 +6,8 @@ between the file and its cursor goes on behind that file, and no change is in tw
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -17,12 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from bunkbed.feed.changes import Change, Changes
-from bunkbed.files.durable import put_in_place
+from bunkbed.files.durable import sync_directory, sync_file
 from bunkbed.io.common.source import Arrow, need
 
 SUFFIXES = (".parquet", ".arrow")
 _SINCE, _VERSION, _CURSOR, _POSITIONS = b"bunkbed.since", b"bunkbed.version", b"bunkbed.cursor", b"bunkbed.positions"
-_UUID = slice(16, 32)  # of the table, in a position
+_UUID, _COMMIT = slice(16, 32), slice(32, 40)  # in the file of a cursor
+_NAME = re.compile(r"changes-\d{15}-\d{15}\.(parquet|arrow)")
 
 
 @dataclass(frozen=True)
@@ -65,43 +68,65 @@ def write_delta(changes: Changes, target: Path) -> Delta:
     )
     rows = deleted = 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    part.unlink(missing_ok=True)  # left by a call that was killed
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")  # another command may write the same file
     try:
         with _writer(pa, target.suffix, part, schema) as write:
             for change in changes.unacknowledged():
                 write(_batch(pa, schema, change))
                 rows += len(change.ids)
                 deleted += len(change.deleted)
-        put_in_place(part, target)
+        sync_file(part)
+        try:
+            os.link(part, target)
+        except FileExistsError:
+            raise FileExistsError(f"{target} was made by another command meanwhile, and is as it was") from None
+        sync_directory(target.parent)
     finally:
         part.unlink(missing_ok=True)
     changes.acknowledge()
     return Delta(target, changes.since, changes.version, rows, deleted)
 
 
-def write_next_delta(open_changes: Callable[[], Changes], folder: Path, suffix: str) -> Delta | None:
+def write_next_delta(open_changes: Callable[[], Changes], cursor: str, folder: Path, suffix: str) -> Delta | None:
     """Write the changes since a cursor into a folder, as ``changes-SINCE-VERSION``; None where there are none.
 
     Files that an earlier call wrote, whose cursor it could not move any more, are not written again.
 
     Raises:
-        ValueError: the folder has files of another table or cursor.
+        ValueError: the folder has files of another table or cursor, or ends at another commit than the cursor.
+        OSError: another command writes changes into the folder.
     """
-    while True:
-        changes = open_changes()
-        found = sorted(folder.glob("changes-*")) if folder.is_dir() else []
-        files = [path for path in found if re.fullmatch(r"changes-\d{15}-\d{15}\.(parquet|arrow)", path.name)]
-        delivered = [path for path in files if path.name.startswith(f"changes-{changes.since:015d}-")]
-        if files:
-            _require_ours(files[-1], changes)
-        if delivered:
-            changes.acknowledge_at(*_position(delivered[-1]))
-        elif changes.version == changes.since:
-            return None
-        else:
-            name = f"changes-{changes.since:015d}-{changes.version:015d}{suffix}"
-            return write_delta(changes, folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        for left in folder.glob(".changes-*.part"):  # by calls that were killed
+            left.unlink()
+        while True:
+            files = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+            if files:
+                _require_cursor(files[-1], cursor)
+            changes = open_changes()
+            delivered = [path for path in files if path.name.startswith(f"changes-{changes.since:015d}-")]
+            if files:
+                _require_follows(files[-1], delivered, changes)
+            if delivered:
+                changes.acknowledge_at(*_position(delivered[-1]))
+            elif changes.version == changes.since:
+                return None
+            else:
+                name = f"changes-{changes.since:015d}-{changes.version:015d}{suffix}"
+                return write_delta(changes, folder / name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, "another command writes changes into it", str(folder)) from None
+    finally:
+        os.close(descriptor)
 
 
 def _position(path: Path) -> tuple[list[bytes], int]:
@@ -110,13 +135,24 @@ def _position(path: Path) -> tuple[list[bytes], int]:
     return [bytes.fromhex(position) for position in json.loads(metadata[_POSITIONS])], int(metadata[_VERSION])
 
 
-def _require_ours(path: Path, changes: Changes) -> None:
-    cursor = _metadata(path).get(_CURSOR, b"").decode()
-    theirs = [position[_UUID] for position in _position(path)[0]]
-    if cursor != changes.cursor or theirs != [position[_UUID] for position in changes.positions()]:
+def _require_cursor(path: Path, cursor: str) -> None:
+    theirs = _metadata(path).get(_CURSOR, b"").decode()
+    if theirs != cursor:
+        raise ValueError(f"{path} has the changes of cursor {theirs!r}; give each table and cursor a folder of its own")
+
+
+def _require_follows(newest: Path, delivered: list[Path], changes: Changes) -> None:
+    """Raise unless the cursor stands behind the newest file of a folder, or before one that was delivered."""
+    files, version = _position(newest)
+    if [one[_UUID] for one in files] != [one[_UUID] for one in changes.positions()]:
+        raise ValueError(f"{newest} has the changes of another table; give each table and cursor a folder of its own")
+    began = [int.from_bytes(one[_COMMIT], "little") for one in _position(delivered[-1])[0]] if delivered else []
+    is_earlier = changes.since == 0 and any(own < came for own, came in zip(began, changes.came, strict=False))
+    if is_earlier or (not delivered and version != changes.since):
         raise ValueError(
-            f"{path} has the changes of another table, or of cursor {cursor!r}; give each table and cursor a folder of "
-            "its own"
+            f"the files in {newest.parent} end at commit {version} and cursor {changes.cursor!r} stands at commit "
+            f"{changes.since}: another command moved it, or it was dropped; empty the folder, drop the cursor "
+            "(bunkbed changes --drop-cursor) and start again with every row"
         )
 
 

@@ -69,6 +69,8 @@ def parts_of(path: Path, table: str | None) -> Parts:
         raise ValueError(f"{path} is a sharded table, not a run; leave table= out")
     if kind == "run":
         names = manifest.table_names()
+        if not names:
+            raise FileNotFoundError(2, "no table was committed yet", str(path))
         if table is None and len(names) == 1:
             table = names[0]
         if table not in names:

@@ -23,7 +23,8 @@ def checked_name(name: str) -> str:
     """Return `name`, or raise ValueError where it is no name of a cursor."""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"the name of a cursor is a letter and then letters, digits, _ or -, at most 100 in all, got {name!r}"
+            f"since must be a whole number, at least 0, or the name of a cursor: a letter and then letters, digits, _ "
+            f"or -, at most 100 in all; got {name!r}"
         )
     return name
 
@@ -35,13 +36,16 @@ def names_in(parts: Parts) -> list[str]:
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 
-def position_of(part: Part, name: str) -> tuple[int, int]:
-    """Return (commit, next version) that the consumer has of a part; commit 0 where it has nothing."""
-    return _native.load_cursor(str(part.folder), name) or (0, 0)
+def position_of(part: Part, name: str) -> tuple[int, int, bool]:
+    """Return (commit, next version) that the consumer has of a part; zeros where there is no cursor.
+
+    The third is whether the consumer has not read everything yet; then they are those of the time when it came.
+    """
+    return _native.load_cursor(str(part.folder), name) or (0, 0, False)
 
 
 def make(parts: Parts, name: str) -> None:
-    """Make the cursor where it does not exist, so that the writer keeps what it needs from now on."""
+    """Make the cursor where it does not exist, so that the writer keeps what the consumer needs from now on."""
     for part in parts.parts:
         path = part.folder / f"{_PREFIX}{name}"
         if not path.exists():
@@ -51,7 +55,8 @@ def make(parts: Parts, name: str) -> None:
 def commit_of(parts: Parts, name: str) -> int:
     """Return the commit that a cursor stands at; 0 where there is none."""
     if parts.commit is None:
-        return position_of(parts.parts[0], name)[0]
+        commit, _, is_new = position_of(parts.parts[0], name)
+        return 0 if is_new else commit
     path = _of_the_whole(parts, name)
     try:
         text = path.read_text(encoding="ascii", errors="replace")

@@ -26,7 +26,8 @@ def changes(
     since: Annotated[
         str,
         typer.Option(
-            help="Commit that the reader has, 0 for none; or the name of a cursor, which moves to the newest commit.",
+            help="Commit that the reader has, 0 for none; or the name of a cursor, which moves to the newest commit. "
+            "The first time it gives every row.",
             metavar="COMMIT|CURSOR",
         ),
     ] = "0",
@@ -34,14 +35,19 @@ def changes(
         Path | None,
         typer.Option(
             help=f"File to make, ending in {' or '.join(SUFFIXES)}; or, with a cursor, a folder that gets a Parquet "
-            "file from each call that found changes.",
+            "file from each call that found changes, as for a job that runs often.",
             metavar="FILE|FOLDER",
         ),
     ] = None,
     table: Annotated[str | None, typer.Option("--table", help="Table of a run.", metavar="NAME")] = None,
     cursors: Annotated[bool, typer.Option("--cursors", help="List the cursors instead.")] = False,
     drop_cursor: Annotated[
-        str | None, typer.Option("--drop-cursor", help="Drop this cursor instead.", metavar="CURSOR")
+        str | None,
+        typer.Option(
+            "--drop-cursor",
+            help="Drop this cursor instead: it is no longer in use, or starts again with every row.",
+            metavar="CURSOR",
+        ),
     ] = None,
     ram: Annotated[str, typer.Option(help="Memory for ids and versions.", metavar="BYTES")] = "256MiB",
     config: ConfigOption = None,
@@ -68,10 +74,12 @@ def changes(
     try:
         if out.suffix in SUFFIXES:
             delta: Delta | None = write_delta(open_changes(), out)
+        elif out.suffix and not out.is_dir():
+            raise UsageProblem(f"--out {out}: a file must end in {' or '.join(SUFFIXES)}; a folder has no suffix")
         elif is_commit:
             raise UsageProblem(f"--out {out}: a folder needs a cursor, --since NAME; or give a file ending in .parquet")
         else:
-            delta = write_next_delta(open_changes, out, ".parquet")
+            delta = write_next_delta(open_changes, since, out, ".parquet")
     except KeyboardInterrupt:
         print_error("interrupted; no file was made, and the cursor is where it was")
         return 130

@@ -41,6 +41,7 @@ def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = 
     if kind != "run":
         with bb.open(path, mode="r", ram=ram) as table:
             about = {"kind": kind, "path": path, **_about(table), "snapshots": bb.snapshots(path)}
+            about["cursors"] = bb.cursors(path)
             if isinstance(table, bb.ShardedTable):
                 about["shards"] = _shards(table)
         if json:
@@ -50,6 +51,8 @@ def info(path: PathArgument, *, ram: RamOption = "1GiB", config: ConfigOption = 
         return
     with bb.Run(path, ram=ram, mode="r") as run:
         tables = {name: _about(run.table(name)) for name in run.table_names}
+        for name in tables:
+            tables[name]["cursors"] = bb.cursors(path, table=name)
         about = {
             "kind": "run",
             "path": path,
@@ -200,6 +203,7 @@ def _about(table: Table) -> Json:
         "ram_bytes": int(stats["ram_bytes"]),
         "disk_bytes": int(stats["disk_bytes"]),
         "live_bytes": int(stats["live_bytes"]),
+        "tombstones": int(stats["tombstones"]),
         "segments": int(stats["segments"]),
         "epoch": table.epoch,
         "step": table.step,
@@ -227,6 +231,8 @@ def _print_table(console: Console, about: Json) -> None:
     if about["meta"]:
         grid.add_row("meta", escape(_meta(about["meta"])))
     grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
+    if about["cursors"]:
+        grid.add_row("cursors", escape(_snapshots(about["cursors"])))
     console.print(grid, soft_wrap=True)
     for index, shard in enumerate(about.get("shards", ())):
         size = format_bytes(shard["disk_bytes"])
@@ -267,6 +273,9 @@ def _print_run(console: Console, about: Json) -> None:
             escape(table["optimizer"]),
         )
     console.print(tables)
+    for name, table in about["tables"].items():
+        if table["cursors"]:
+            console.print(f"[dim]cursors of {escape(name)}[/]  {escape(_snapshots(table['cursors']))}", soft_wrap=True)
 
 
 def _model(train: Json) -> str:
@@ -295,10 +304,11 @@ def _rows(about: Json) -> str:
 
 
 def _disk(about: Json) -> str:
-    return (
+    line = (
         f"{format_bytes(about['disk_bytes'])} in {about['segments']} segments, "
         f"{format_bytes(about['live_bytes'])} of it live"
     )
+    return line + (f"; ids of {about['tombstones']:,} deleted rows" if about["tombstones"] else "")
 
 
 def _meta(meta: Json) -> str:
