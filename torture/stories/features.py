@@ -113,6 +113,7 @@ class Story:
         self.pending: Any = None
         self.faulty: Any = None  # for `between`: the files that can fail, and the walked table
         self.walked: Any = None
+        self.walk = ""
         self.committed: Any = None
         self.delivered: dict[int, Any] = {}  # the rows of a consumer of the changes
         self.dense = b""  # the file of a run's last commit with a file
