@@ -94,7 +94,7 @@ def _consume(root: Path, send: Callable[[Any], None], *, once: bool = False) -> 
     (root / "deltas").mkdir(exist_ok=True)
     while True:
         found = write_next_delta(lambda: bb.changes(root / "t", "consumer"), "consumer", root / "deltas", ".parquet")
-        if once and found is None:
+        if once and found.file is None:
             return
 
 

@@ -88,8 +88,6 @@ void bind_feed(nb::module_& m) {
           "ids"_a, "weights"_a, "deleted"_a, "Fill arrays of equal length; return (rows, deleted), both 0 at the end.")
       .def("commit", [](const Changes& changes) { return changes.commit().epoch; })
       .def("dim", [](const Changes& changes) { return changes.commit().dim; })
-      .def("belongs_to_run",
-           [](const Changes& changes) { return (changes.commit().writer_flags & kWriterFlagRun) != 0; })
       .def(
           "cursor",
           [](const Changes& changes) {
@@ -100,7 +98,11 @@ void bind_feed(nb::module_& m) {
   m.def(
       "new_cursor",
       [](const std::string& path) {
-        const Manifest newest = Manifests(vfs::current(), path).load_newest();
+        Manifest newest;
+        {
+          const WithoutGil without_gil;
+          newest = Manifests(vfs::current(), path).load_newest();
+        }
         const Bytes bytes = encode_cursor(newest.uuid, {newest.epoch, newest.next_version, true});
         return nb::bytes(bytes.data(), bytes.size());
       },
@@ -110,10 +112,9 @@ void bind_feed(nb::module_& m) {
       [](const std::string& path, const std::string& name) -> std::optional<std::tuple<uint64_t, uint64_t, bool>> {
         const WithoutGil without_gil;
         const Uuid uuid = Manifests(vfs::current(), path).load_newest().uuid;
-        const auto cursors = load_cursors(vfs::current(), path, uuid);
-        const auto found = cursors.find(name);
-        if (found == cursors.end()) return std::nullopt;
-        return std::make_tuple(found->second.epoch, found->second.next_version, found->second.is_new);
+        const auto found = load_cursor(vfs::current(), path, name, uuid);
+        if (!found.has_value()) return std::nullopt;
+        return std::make_tuple(found->epoch, found->next_version, found->is_new);
       },
       "path"_a, "name"_a, "Return (commit, next version, whether it is new) of a cursor, or None.");
 }

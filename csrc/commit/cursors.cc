@@ -46,29 +46,28 @@ Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const s
   return {load<uint64_t>(bytes.data() + 32), load<uint64_t>(bytes.data() + 40), load<uint32_t>(bytes.data() + 12) != 0};
 }
 
-std::map<std::string, Cursor> load_cursors(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid) {
-  std::map<std::string, Cursor> found;
-  for (const std::string& file : vfs.list(directory)) {
-    if (!file.starts_with(kCursorPrefix) || file.ends_with(".tmp")) continue;
-    const std::string path = directory + "/" + file;
-    Bytes bytes;
-    try {
-      const auto opened = vfs.open(path, false);
-      bytes.resize(std::min<uint64_t>(opened->size(), 2 * kCursorBytes));
-      opened->read(bytes.data(), bytes.size(), 0);
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kNotFound) continue;  // its consumer removed it meanwhile
-      throw;
-    }
-    found[file.substr(std::strlen(kCursorPrefix))] = decode_cursor(bytes, uuid, path);
+std::optional<Cursor> load_cursor(vfs::Vfs& vfs, const std::string& directory, const std::string& name, const Uuid& uuid) {
+  const std::string path = directory + "/" + kCursorPrefix + name;
+  Bytes bytes;
+  try {
+    const auto file = vfs.open(path, false);
+    bytes.resize(std::min<uint64_t>(file->size(), 2 * kCursorBytes));
+    file->read(bytes.data(), bytes.size(), 0);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kNotFound) return std::nullopt;
+    throw;
   }
-  return found;
+  return decode_cursor(bytes, uuid, path);
 }
 
 uint64_t oldest_cursor_version(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid) {
   uint64_t oldest = ~uint64_t{0};
   try {
-    for (const auto& [name, cursor] : load_cursors(vfs, directory, uuid)) oldest = std::min(oldest, cursor.next_version);
+    for (const std::string& file : vfs.list(directory)) {
+      if (!file.starts_with(kCursorPrefix) || file.ends_with(".tmp")) continue;
+      const auto cursor = load_cursor(vfs, directory, file.substr(std::strlen(kCursorPrefix)), uuid);
+      if (cursor.has_value()) oldest = std::min(oldest, cursor->next_version);  // its consumer may have removed it
+    }
   } catch (const Error&) {
     return 0;
   }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -26,8 +26,8 @@ Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor);
 // Error(kCorruption) when the bytes are no cursor of this table.
 Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const std::string& path);
 
-// The cursors of a table, by name. Error(kCorruption) where one cannot be read.
-std::map<std::string, Cursor> load_cursors(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid);
+// Nothing where there is no such cursor.
+std::optional<Cursor> load_cursor(vfs::Vfs& vfs, const std::string& directory, const std::string& name, const Uuid& uuid);
 // The lowest version that a cursor of the table needs; 0 when one cannot be read.
 uint64_t oldest_cursor_version(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid);
 

@@ -262,23 +262,18 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
 uint64_t RowWriter::erase(const int64_t* ids, size_t n) {
   const auto guard = device_.lock_written_back([&]()
       NO_THREAD_SAFETY_ANALYSIS { return disk_.lock_for_tombstones(ids, n); });
+  table_.store->disk().forget_admitted();  // no other call can take the room: this one has the lock
   table_.require_places(n);
   device_.release_for_change(ids, n);
   const size_t before = table_.store->directory().stored_rows();
   Batch& batch = table_.scratch.batch;
   const size_t parts = table_.num_pieces(n);
-  try {
-    write_rows("a delete()", [&](bool* wrote) REQUIRES(table_.lock) {
-      for (size_t p = 0; p < parts; ++p) {
-        table_.assign_part(&batch, ids, n, p, parts);
-        table_.store->erase(batch.unique().data(), batch.num_unique(), wrote);
-      }
-    });
-  } catch (...) {
-    table_.store->disk().forget_admitted();
-    throw;
-  }
-  table_.store->disk().forget_admitted();
+  write_rows("a delete()", [&](bool* wrote) REQUIRES(table_.lock) {
+    for (size_t p = 0; p < parts; ++p) {
+      table_.assign_part(&batch, ids, n, p, parts);
+      table_.store->erase(batch.unique().data(), batch.num_unique(), wrote);
+    }
+  });
   const uint64_t erased = before - table_.store->directory().stored_rows();
   if (erased > 0) table_.mark_changed();
   return erased;

@@ -14,6 +14,7 @@ import pytest
 import bunkbed as bb
 from bunkbed.cli.main import main
 from bunkbed.feed.delta_file import write_delta
+from bunkbed.files.sharding import shards_of
 
 pytest.importorskip("pyarrow")
 
@@ -192,3 +193,24 @@ def test_bad_options(
     code, _, error = run(capsys, "changes", tmp_path / "t", *options)
     assert code != 0 and why in " ".join(error.split())
     assert not list(tmp_path.glob("*.parquet"))
+
+
+def test_a_file_of_shards_whose_cursors_moved_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command dies between the cursors of two shards."""
+    command = ("changes", tmp_path / "r", "--table", "t", "--since", "c", "--out", tmp_path / "out")
+    with bb.Run(tmp_path / "r") as run_:
+        table = run_.table("t", create={"dim": 2, "shards": 2, "optimizer": bb.SGD(lr=1.0), "init": bb.Zeros()})
+        one = int(np.flatnonzero(shards_of(np.arange(100), 2) == 1)[0])
+        for _ in range(4):
+            table.update([one], np.ones((1, 2), np.float32))
+            run_.commit()
+        bb.changes(tmp_path / "r", "c")  # the cursor exists from here on
+        new = [path.read_bytes() for path in sorted((tmp_path / "r").rglob("cursor-c"))]
+        assert run(capsys, *command)[0] == 0
+        first, second = sorted((tmp_path / "r" / "tables").rglob("cursor-c"))
+        second.write_bytes(new[1])
+        (tmp_path / "r" / "cursor-c.t").write_text("0\n")
+        table.update([one], np.ones((1, 2), np.float32))
+        run_.commit()
+        assert first.exists() and run(capsys, *command)[0] == 0
+    assert [sorted(read(path)) for path in sorted((tmp_path / "out").iterdir())] == [[one], [one]]

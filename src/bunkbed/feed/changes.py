@@ -57,7 +57,7 @@ class Changes:
         self.version = feeds[0].commit() if parts.commit is None else parts.commit
         self.dim = feeds[0].dim()
         self._is_used = False
-        #: Internal: of a consumer that has not read everything yet: the commits of the parts when it came.
+        #: Internal: of each part that the consumer has not read whole yet, the commit when it came; 0 for the others.
         self.came = came
 
     def __iter__(self) -> Iterator[Change]:
@@ -193,7 +193,7 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
         _native.Changes(str(part.folder), parts.label, *position, part.commit, ram, advice)
         for part, position in zip(parts.parts, held, strict=True)
     ]
-    return Changes(parts, feeds, commit, cursor, chunk, [own for own, _, is_new in held if is_new])
+    return Changes(parts, feeds, commit, cursor, chunk, [own if is_new else 0 for own, _, is_new in held])
 
 
 @typed

@@ -33,13 +33,13 @@ class Delta:
     """A file that was written.
 
     Attributes:
-        file: where it is.
+        file: where it is; None where nothing had changed.
         since, version: the commits that it leads from and to.
         rows: rows that were stored or changed.
         deleted: rows that were deleted.
     """
 
-    file: Path
+    file: Path | None
     since: int
     version: int
     rows: int
@@ -87,8 +87,8 @@ def write_delta(changes: Changes, target: Path) -> Delta:
     return Delta(target, changes.since, changes.version, rows, deleted)
 
 
-def write_next_delta(open_changes: Callable[[], Changes], cursor: str, folder: Path, suffix: str) -> Delta | None:
-    """Write the changes since a cursor into a folder, as ``changes-SINCE-VERSION``; None where there are none.
+def write_next_delta(open_changes: Callable[[], Changes], cursor: str, folder: Path, suffix: str) -> Delta:
+    """Write the changes since a cursor into a folder, as ``changes-SINCE-VERSION``; no file where there are none.
 
     Files that an earlier call wrote, whose cursor it could not move any more, are not written again.
 
@@ -111,7 +111,7 @@ def write_next_delta(open_changes: Callable[[], Changes], cursor: str, folder: P
             if delivered:
                 changes.acknowledge_at(*_position(delivered[-1]))
             elif changes.version == changes.since:
-                return None
+                return Delta(None, changes.since, changes.version, 0, 0)
             else:
                 name = f"changes-{changes.since:015d}-{changes.version:015d}{suffix}"
                 return write_delta(changes, folder / name)
@@ -146,9 +146,12 @@ def _require_follows(newest: Path, delivered: list[Path], changes: Changes) -> N
     files, version = _position(newest)
     if [one[_UUID] for one in files] != [one[_UUID] for one in changes.positions()]:
         raise ValueError(f"{newest} has the changes of another table; give each table and cursor a folder of its own")
-    began = [int.from_bytes(one[_COMMIT], "little") for one in _position(delivered[-1])[0]] if delivered else []
-    is_earlier = changes.since == 0 and any(own < came for own, came in zip(began, changes.came, strict=False))
-    if is_earlier or (not delivered and version != changes.since):
+    if delivered:
+        ends = [int.from_bytes(one[_COMMIT], "little") for one in _position(delivered[-1])[0]]
+        is_ours = all(end >= came for end, came in zip(ends, changes.came, strict=True))  # not of a dropped cursor
+    else:
+        is_ours = version == changes.since
+    if not is_ours:
         raise ValueError(
             f"the files in {newest.parent} end at commit {version} and cursor {changes.cursor!r} stands at commit "
             f"{changes.since}: another command moved it, or it was dropped; empty the folder, drop the cursor "

@@ -1,8 +1,8 @@
 """Cursors: how far the consumers of a change feed have come.
 
 A cursor is a file in the table's folder, in each shard's of a sharded one (csrc/commit/cursors.h). A sharded table, and
-a table of a run, have one more in the folder of the whole, with the number of its commit. It is written last, so it may
-be behind the others, never ahead: the rows between were delivered, and are not delivered again.
+a table of a run, have one more in the folder of the whole, with the number of its commit. It is made first, and then
+written last, so it may be behind the others, never ahead: the rows between were delivered, and are not given again.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def position_of(part: Part, name: str) -> tuple[int, int, bool]:
 
 def make(parts: Parts, name: str) -> None:
     """Make the cursor where it does not exist, so that the writer keeps what the consumer needs from now on."""
+    if parts.commit is not None and not _of_the_whole(parts, name).exists():
+        replace_file(_of_the_whole(parts, name), b"0\n")  # first: a cursor that is not listed could not be dropped
     for part in parts.parts:
         path = part.folder / f"{_PREFIX}{name}"
         if not path.exists():

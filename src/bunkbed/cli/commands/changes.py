@@ -17,7 +17,7 @@ from bunkbed.cli.shared.console import (
     stdout,
 )
 from bunkbed.feed.changes import Changes
-from bunkbed.feed.delta_file import SUFFIXES, Delta, write_delta, write_next_delta
+from bunkbed.feed.delta_file import SUFFIXES, write_delta, write_next_delta
 
 
 def changes(
@@ -73,7 +73,7 @@ def changes(
 
     try:
         if out.suffix in SUFFIXES:
-            delta: Delta | None = write_delta(open_changes(), out)
+            delta = write_delta(open_changes(), out)
         elif out.suffix and not out.is_dir():
             raise UsageProblem(f"--out {out}: a file must end in {' or '.join(SUFFIXES)}; a folder has no suffix")
         elif is_commit:
@@ -83,14 +83,10 @@ def changes(
     except KeyboardInterrupt:
         print_error("interrupted; no file was made, and the cursor is where it was")
         return 130
-    if delta is None:
-        newest = open_changes().version
-        if json:
-            print_json({"path": path, "since": newest, "version": newest, "rows": 0, "deleted": 0, "file": None})
-        else:
-            stdout().print(f"nothing changed since commit {newest}", soft_wrap=True)
-    elif json:
+    if json:
         print_json({"path": path, **vars(delta)})
+    elif delta.file is None:
+        stdout().print(f"nothing changed since commit {delta.since}", soft_wrap=True)
     else:
         stdout().print(
             f"wrote {delta.rows:,} changed and {delta.deleted:,} deleted rows, commits {delta.since} to "
